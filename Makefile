@@ -1,0 +1,45 @@
+# `make demo` and `make test` set everything up inside this checkout; only pip's cache lies outside.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+# DeepSpeed and torch compile and cache in the home directory unless told otherwise.
+export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.cache/torch_extensions
+export TRITON_CACHE_DIR ?= $(CURDIR)/.cache/triton
+export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+.PHONY: setup demo test lint types check clean
+
+setup: $(VENV)/.installed
+
+# torch goes first: packages that depend on it then keep the build that is there. TORCH_PIP_ARGS may choose another
+# build, such as one without CUDA.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV) || { echo "On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	$(BIN)/pip install --quiet $(TORCH_PIP_ARGS) --constraint constraints.txt torch numpy
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: setup
+	rm -rf demo-output && mkdir -p demo-output
+	$(BIN)/optuna-dsat random examples/gpt/train.py examples/gpt/ds_config.json \
+		--study gpt-demo --storage sqlite:///demo-output/study.db --output-dir demo-output \
+		--device-memory 900MiB --zero-stages 0 1 2 3 --max-trials 12 --confirm 2 \
+		-- --deepspeed_config examples/gpt/ds_config.json
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy optuna_dsat samplers pruners tests
+
+check: test lint types
+
+clean:
+	rm -rf $(VENV) .cache demo-output build *.egg-info .pytest_cache .mypy_cache .ruff_cache

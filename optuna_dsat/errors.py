@@ -1,0 +1,79 @@
+"""Errors that optuna-dsat raises for its users.
+
+    DsatError                    base class: one clear line for the user, an exit code for the shell
+    ├── UsageError               something the user gave cannot be used (exit 2)
+    │   ├── ConfigError          a DeepSpeed config, or a knob in it
+    │   ├── StudyConflictError   the study exists with another script, config or space
+    │   └── StorageUrlError      the storage URL cannot be opened or is not supported
+    ├── NothingRunnableError     no configuration runs on this hardware (exit 3)
+    ├── ScriptFailedError        the user's script fails whatever the configuration (exit 4)
+    └── StorageError             the database failed while the study ran (exit 5)
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ConfigError",
+    "DsatError",
+    "NothingRunnableError",
+    "ScriptFailedError",
+    "StorageError",
+    "StorageUrlError",
+    "StudyConflictError",
+    "UsageError",
+]
+
+
+class DsatError(Exception):
+    """Base class of every error that optuna-dsat raises on purpose.
+
+    ``str(error)`` is one line (or a short block) meant for the user; ``exit_code`` is what the command exits with.
+    """
+
+    exit_code: int = 1
+
+
+class UsageError(DsatError):
+    """Something the user gave cannot be used: it is refused before anything is launched or written."""
+
+    exit_code = 2
+
+
+class ConfigError(UsageError):
+    """A DeepSpeed config cannot be used; the message names the file or key, the value and the rule."""
+
+
+class StudyConflictError(UsageError):
+    """A study of this name exists, but for another script, config or search space."""
+
+
+class StorageUrlError(UsageError):
+    """The storage URL cannot be parsed, reached or is of an unsupported kind. Never shows a password."""
+
+
+class NothingRunnableError(DsatError):
+    """No configuration of the space runs on this hardware; the message says what was tried."""
+
+    exit_code = 3
+
+
+class ScriptFailedError(DsatError):
+    """The user's script fails for a reason that no configuration changes.
+
+    Attributes:
+        traceback_tail: The script's own last traceback lines.
+        log_path: The full log of the rank that failed first.
+    """
+
+    exit_code = 4
+
+    def __init__(self, message: str, *, traceback_tail: str = "", log_path: str = "") -> None:
+        super().__init__(message)
+        self.traceback_tail = traceback_tail
+        self.log_path = log_path
+
+
+class StorageError(DsatError):
+    """The database failed while the study ran and did not come back in time; the study can be resumed."""
+
+    exit_code = 5
