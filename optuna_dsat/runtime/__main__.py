@@ -1,0 +1,26 @@
+"""``python -m optuna_dsat.runtime SCRIPT ARGS...``: what torchrun starts on each rank."""
+
+from __future__ import annotations
+
+import sys
+
+from optuna_dsat.runtime.arguments import parse_command
+from optuna_dsat.runtime.plan import LaunchPlan
+from optuna_dsat.runtime.rank import Rank
+from optuna_dsat.runtime.session import run_rank
+
+
+def main(argv: list[str]) -> int:
+    """Run the script as this rank; return its exit code (2 where command or launch cannot be used)."""
+    try:
+        target = parse_command(argv)
+        rank = Rank.from_environment()
+        plan = LaunchPlan.load(rank.launch_path)
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return run_rank(plan, rank, target)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

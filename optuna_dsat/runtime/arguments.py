@@ -1,0 +1,77 @@
+"""The script's own command line: which target runs, and the config file its arguments name."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Target", "parse_command", "point_to_config"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """The user's script or module with its arguments."""
+
+    name: str
+    """Path of a Python file, or a module's name."""
+    is_module: bool
+    args: tuple[str, ...]
+
+    def run(self) -> None:
+        """Run it as ``__main__``, with ``sys.argv`` and ``sys.path[0]`` as Python itself would set them."""
+        sys.argv = [self.name, *self.args]
+        if self.is_module:
+            runpy.run_module(self.name, run_name="__main__", alter_sys=True)
+            return
+        if not sys.flags.safe_path:
+            # ``python -m`` put the working directory there, ``python SCRIPT`` the script's real directory.
+            sys.path[0] = str(Path(self.name).resolve().parent)
+        runpy.run_path(self.name, run_name="__main__")
+
+
+def parse_command(argv: Sequence[str]) -> Target:
+    """Parse ``SCRIPT ARGS...`` or ``--module PKG.MOD ARGS...``.
+
+    Raises:
+        ValueError: If neither a script nor a module is named.
+    """
+    if argv and argv[0] == "--module" and len(argv) > 1:
+        return Target(name=argv[1], is_module=True, args=tuple(argv[2:]))
+    if not argv or argv[0].startswith("-"):
+        raise ValueError(
+            "python -m optuna_dsat.runtime takes SCRIPT ARGS... or --module PKG.MOD ARGS...; "
+            f"got {list(argv)}."
+        )
+    return Target(name=argv[0], is_module=False, args=tuple(argv[1:]))
+
+
+def point_to_config(args: Sequence[str], *, user_config: str, config: str) -> tuple[str, ...]:
+    """Return the arguments with each one that names the user's config file pointed to the trial's own.
+
+    An argument names the file if it is the same text or leads to the same file, alone or as the value of
+    ``--flag=path``.
+    """
+    return tuple(_pointed(arg, user_config, config) for arg in args)
+
+
+def _pointed(arg: str, user_config: str, config: str) -> str:
+    if _same_file(arg, user_config):
+        return config
+    flag, equals, value = arg.partition("=")
+    if equals and _same_file(value, user_config):
+        return f"{flag}={config}"
+    return arg
+
+
+def _same_file(candidate: str, path: str) -> bool:
+    if not candidate:
+        return False
+    if candidate == path:
+        return True
+    try:
+        return Path(candidate).samefile(path)
+    except (OSError, ValueError):  # no such file, or no path at all
+        return False

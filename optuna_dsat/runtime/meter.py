@@ -1,0 +1,272 @@
+"""Measures the steps of one DeepSpeed engine, from outside: its methods are wrapped on the instance.
+
+A step ends at a gradient-accumulation boundary, counted from 1 here: DeepSpeed's own counters leave out
+nothing today, but schedulers and fp16 overflows act on them. What runs in evaluation mode, or without
+gradients, is no training.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from optuna_dsat.runtime.clock import Clock
+from optuna_dsat.runtime.events import Event, StepMeasured
+from optuna_dsat.runtime.memory import MemoryProbe
+
+__all__ = ["Meter", "Progress", "StepObserver", "is_pipeline", "leading_dimension"]
+
+_DEPTH = 4
+"""How deep batches nest before a tensor is found; deeper ones count as not seen."""
+
+
+@dataclass
+class Progress:
+    """Where this rank is; shared by hook and meter, read when it fails."""
+
+    phase: str = "script"
+    steps: int = 0
+    device: str = ""
+    limited: bool = False
+
+
+class StepObserver(Protocol):
+    """Looks closer at single steps: the profiler."""
+
+    def observe(self, phase: str, step: int) -> Any:
+        """Return a context manager around a phase (``forward``, ``backward``, ``batch``) of a step."""
+        ...
+
+    def boundary(self, step: int, samples: int) -> None:
+        """A step is over, measured and recorded."""
+        ...
+
+
+@dataclass
+class _Step:
+    """What was seen of the step in progress."""
+
+    spans: list[tuple[str, Any, Any]] = field(default_factory=list)
+    samples: int = 0
+    micro_batch: int | None = None
+    loss: Any = None
+    forward_end: Any = None
+    """Mark of the last forward's end while no backward has followed."""
+
+
+class Meter:
+    """Wraps ``forward``, ``backward`` and ``step`` of an engine, or ``train_batch`` of a pipeline engine.
+
+    Costs a step two marks per phase, one wait for the device and one line in the event file; nothing else is
+    written or waited for. Phases of a pipeline engine are interleaved by its schedule and reported as 0.
+
+    Args:
+        engine: What ``deepspeed.initialize`` returned.
+        rank: Global rank, for the events.
+        write: Records an event.
+        clock: Measures.
+        memory: Follows memory.
+        progress: Told of phases and steps.
+        end_step: The step after which ``leave`` is called.
+        leave: Ends this process; does not return.
+        observer: Looks closer at single steps.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        *,
+        rank: int,
+        write: Callable[[Event], None],
+        clock: Clock,
+        memory: MemoryProbe,
+        progress: Progress,
+        end_step: int,
+        leave: Callable[[], None],
+        observer: StepObserver | None = None,
+    ) -> None:
+        self._engine = engine
+        self._rank = rank
+        self._write = write
+        self._clock = clock
+        self._memory = memory
+        self._progress = progress
+        self._end_step = end_step
+        self._leave = leave
+        self._observer = observer
+        self._step = _Step()
+        self._boundary_s = clock.now()
+
+    def attach(self) -> None:
+        """Start measuring; the first step counts from now."""
+        if is_pipeline(self._engine):
+            self._engine.module.register_forward_pre_hook(self._see_pipeline_input, with_kwargs=True)
+            self._engine.train_batch = self._wrap_train_batch(self._engine.train_batch)
+        else:
+            self._engine.forward = self._wrap_forward(self._engine.forward)
+            self._engine.backward = self._wrap_backward(self._engine.backward)
+            self._engine.step = self._wrap_step(self._engine.step)
+        self._progress.phase = "between"
+        self._clock.synchronize()
+        self._boundary_s = self._clock.now()
+
+    def _wrap_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not self._trains():
+                return original(*args, **kwargs)
+            self._feed((args, kwargs))
+            with self._phase("forward"):
+                output = original(*args, **kwargs)
+            self._step.forward_end = self._step.spans[-1][2]
+            self._step.loss = _scalar(output)
+            return output
+
+        return forward
+
+    def _wrap_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def backward(loss: Any, *args: Any, **kwargs: Any) -> Any:
+            with self._phase("backward"):
+                result = original(loss, *args, **kwargs)
+            self._step.forward_end = None
+            self._step.loss = _scalar(loss)
+            return result
+
+        return backward
+
+    def _wrap_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            if self._step.forward_end is not None:
+                # The script called loss.backward(): what lies between forward and step stands for it.
+                self._step.spans.append(("backward", self._step.forward_end, self._clock.mark()))
+                self._step.forward_end = None
+            boundary = _at_boundary(self._engine)
+            with self._phase("step"):
+                result = original(*args, **kwargs)
+            if boundary:
+                self._end()
+            return result
+
+        return step
+
+    def _wrap_train_batch(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def train_batch(*args: Any, **kwargs: Any) -> Any:
+            with self._phase("batch"):
+                loss = original(*args, **kwargs)
+            self._step.loss = _scalar(loss)
+            self._end()
+            return loss
+
+        return train_batch
+
+    def _see_pipeline_input(self, module: Any, args: Any, kwargs: Any) -> None:
+        if module.training:
+            self._feed((args, kwargs))
+
+    def _trains(self) -> bool:
+        import torch
+
+        return bool(self._engine.module.training) and torch.is_grad_enabled()
+
+    def _feed(self, batch: Any) -> None:
+        size = leading_dimension(batch)
+        if size is not None:
+            self._step.samples += size
+            self._step.micro_batch = max(size, self._step.micro_batch or 0)
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        # "batch" holds all three phases: a failure in it is reported as one of the forward pass, where it
+        # starts.
+        self._progress.phase = "forward" if name == "batch" else name
+        start = self._clock.mark()
+        if self._observer is None:
+            yield
+        else:
+            with self._observer.observe(name, self._progress.steps + 1):
+                yield
+        self._step.spans.append((name, start, self._clock.mark()))
+        self._memory.sample()
+        self._progress.phase = "between"
+
+    def _end(self) -> None:
+        self._clock.synchronize()
+        now = self._clock.now()
+        step, self._step = self._step, _Step()
+        latency_s, self._boundary_s = now - self._boundary_s, now
+        self._progress.steps += 1
+        seconds = {"forward": 0.0, "backward": 0.0, "step": 0.0, "batch": 0.0}
+        for name, start, end in step.spans:
+            seconds[name] += self._clock.seconds(start, end)
+        peaks = self._memory.peaks()
+        self._write(
+            StepMeasured(
+                rank=self._rank,
+                time=time.time(),
+                step=self._progress.steps,
+                latency_s=latency_s,
+                forward_s=seconds["forward"],
+                backward_s=seconds["backward"],
+                step_s=seconds["step"],
+                samples=step.samples,
+                observed_micro_batch=step.micro_batch,
+                loss=None if step.loss is None else float(step.loss),
+                peak_allocated_bytes=peaks.allocated,
+                peak_reserved_bytes=peaks.reserved,
+                rss_bytes=peaks.resident,
+            )
+        )
+        if self._observer is not None:
+            self._observer.boundary(self._progress.steps, step.samples)
+        if self._progress.steps >= self._end_step:
+            self._leave()
+
+
+def leading_dimension(batch: Any, depth: int = _DEPTH) -> int | None:
+    """Return the leading dimension of the first tensor in a batch, None where none is seen.
+
+    Args:
+        batch: A tensor, or sequences and mappings of them (a ``BatchEncoding`` is a mapping).
+        depth: Levels of nesting still looked into.
+    """
+    shape = getattr(batch, "shape", None)
+    if shape is not None:
+        return int(shape[0]) if len(shape) > 0 else None
+    if depth == 0:
+        return None
+    if isinstance(batch, Mapping):
+        items: Any = batch.values()
+    elif isinstance(batch, list | tuple):
+        items = batch
+    else:
+        return None
+    sizes = (leading_dimension(item, depth - 1) for item in items)
+    return next((size for size in sizes if size is not None), None)
+
+
+def is_pipeline(engine: Any) -> bool:
+    """Return whether an engine is a pipeline engine, whose ``train_batch`` does a whole step."""
+    return any(cls.__name__ == "PipelineEngine" for cls in type(engine).__mro__)
+
+
+def _at_boundary(engine: Any) -> bool:
+    """Return whether the coming ``engine.step()`` is one that updates the parameters."""
+    managed = getattr(engine, "managed_gradient_accumulation", None)
+    if managed is not None and not managed():
+        return True  # the script accumulates by itself: every step() is an update
+    return bool(engine.is_gradient_accumulation_boundary())
+
+
+def _scalar(output: Any) -> Any:
+    """Return the loss in a model's output (itself or its ``loss``) without its graph, None without one."""
+    loss = getattr(output, "loss", output)
+    if hasattr(loss, "detach") and getattr(loss, "numel", lambda: 0)() == 1:
+        return loss.detach()
+    return None

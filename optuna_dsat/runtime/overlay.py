@@ -1,0 +1,131 @@
+"""The trial's overlay, laid over the DeepSpeed config that the script passes; nothing is mutated."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["effective_config", "merge", "read_config"]
+
+_TRIANGLE = ("train_batch_size", "gradient_accumulation_steps", "train_micro_batch_size_per_gpu")
+"""Any two determine the third. In the order in which the script's own value gives way."""
+
+_DEPRECATED_OFFLOAD = {
+    "offload_optimizer": ("cpu_offload", "cpu_offload_use_pin_memory"),
+    "offload_param": ("cpu_offload_params", "cpu_offload_param", "cpu_offload_use_pin_memory"),
+}
+"""Keys that DeepSpeed refuses beside their replacement (``deepspeed/runtime/zero/config.py``)."""
+
+_DEEPSPEED_CPU_OPTIMIZERS = frozenset({"DeepSpeedCPUAdam", "DeepSpeedCPULion"})
+"""The client optimizers that DeepSpeed takes under offload without ``zero_force_ds_cpu_optimizer: false``."""
+
+
+def merge(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``base`` with ``overlay`` laid over it: objects merge key by key, None removes a key."""
+    merged = {key: _copy(value) for key, value in base.items()}
+    for key, value in overlay.items():
+        if value is None:
+            merged.pop(key, None)
+        elif isinstance(value, Mapping):
+            below = merged.get(key)
+            merged[key] = merge(below if isinstance(below, Mapping) else {}, value)
+        else:
+            merged[key] = _copy(value)
+    return merged
+
+
+def effective_config(
+    base: Mapping[str, Any], overlay: Mapping[str, Any], *, client_optimizer: object | None = None
+) -> dict[str, Any]:
+    """Return the config that DeepSpeed gets: the script's with the overlay over it, made consistent.
+
+    - Where all of train batch, micro-batch and accumulation would be given, the script's value gives way.
+    - Deprecated ``cpu_offload`` keys go where the overlay says how to offload.
+    - A client optimizer is let through under offload, as DeepSpeed's own message advises.
+    - The ``autotuning`` section goes: DeepSpeed's own hooks end the process.
+
+    Args:
+        base: The config that the script passes.
+        overlay: The trial's overlay; None removes a key.
+        client_optimizer: The optimizer that the script passes to ``deepspeed.initialize``.
+    """
+    config = merge(base, overlay)
+    config.pop("autotuning", None)
+    _settle_triangle(config, overlay)
+    zero = config.get("zero_optimization")
+    if isinstance(zero, dict):
+        chosen = overlay.get("zero_optimization")
+        for key, deprecated in _DEPRECATED_OFFLOAD.items():
+            if isinstance(chosen, Mapping) and key in chosen:
+                for old in deprecated:
+                    zero.pop(old, None)
+        if _offloads_optimizer(zero) and _is_foreign(client_optimizer):
+            config.setdefault("zero_force_ds_cpu_optimizer", False)
+    return config
+
+
+def read_config(config: Any) -> dict[str, Any]:
+    """Read a config as DeepSpeed does: a dict, the path of a (H)JSON file, or base64 text.
+
+    Raises:
+        ValueError: If it is none of these.
+    """
+    if isinstance(config, Mapping):
+        return dict(config)
+    try:
+        parsed = _parse(_text(config))
+    except (OSError, TypeError, ValueError) as error:  # a wrong path reads as broken base64
+        raise ValueError(
+            "deepspeed.initialize takes a config as a dict, the path of a JSON file or base64; "
+            f"got {config!r}."
+        ) from error
+    if not isinstance(parsed, dict):
+        raise ValueError(f"A DeepSpeed config is a JSON object; {config!r} holds {type(parsed).__name__}.")
+    return parsed
+
+
+def _text(config: Any) -> str:
+    try:
+        return Path(config).read_text(encoding="utf-8")
+    except OSError:  # no such file, or a name too long to be one
+        return base64.urlsafe_b64decode(config).decode("utf-8")
+
+
+def _parse(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        import hjson  # type: ignore[import-untyped]  # DeepSpeed's dependency, for configs with comments
+
+        return json.loads(hjson.dumpsJSON(hjson.loads(text)))
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _copy(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_copy(item) for item in value]
+    return value
+
+
+def _settle_triangle(config: dict[str, Any], overlay: Mapping[str, Any]) -> None:
+    if all(key in config for key in _TRIANGLE) and any(key in overlay for key in _TRIANGLE):
+        own = next((key for key in _TRIANGLE if overlay.get(key) is None), None)
+        if own is not None:
+            del config[own]
+
+
+def _offloads_optimizer(zero: Mapping[str, Any]) -> bool:
+    offload = zero.get("offload_optimizer")
+    return (isinstance(offload, Mapping) and offload.get("device") in ("cpu", "nvme")) or bool(
+        zero.get("cpu_offload")
+    )
+
+
+def _is_foreign(optimizer: object | None) -> bool:
+    if optimizer is None:
+        return False
+    return not any(cls.__name__ in _DEEPSPEED_CPU_OPTIMIZERS for cls in type(optimizer).__mro__)

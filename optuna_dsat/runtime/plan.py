@@ -1,0 +1,89 @@
+"""The launch description: what the launcher tells the runtime of every rank, as one JSON file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+__all__ = ["LAUNCH_ENV", "PURPOSES", "LaunchPlan"]
+
+LAUNCH_ENV = "OPTUNA_DSAT_LAUNCH"
+"""Environment variable that holds the path of ``launch.json``."""
+
+PURPOSES = ("profile", "trial", "confirm", "full")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchPlan:
+    """What one launch is to do; the same for all its ranks."""
+
+    launch_id: str
+    purpose: str
+    """``profile``, ``trial``, ``confirm`` or ``full`` (to the end of the script, nothing measured)."""
+    events_dir: str
+    """Folder of the event files, ``rank{R}.jsonl``."""
+    log_dir: str
+    """Folder of the ranks' output, ``rank{R}.stdout.log`` and ``rank{R}.stderr.log``."""
+    config_path: str
+    """The launch's own DeepSpeed config file."""
+    user_config_path: str
+    """The user's config file; a script argument that names it is pointed to ``config_path``."""
+    overlay: Mapping[str, Any] = field(default_factory=dict)
+    """Laid over whatever config the script passes to ``deepspeed.initialize``; None removes a key."""
+    start_profile_step: int = 3
+    """First global step (from 1) that counts."""
+    end_profile_step: int = 5
+    """Last global step that counts; every rank leaves after it."""
+    device_memory_bytes: int | None = None
+    """What one rank may allocate; None for all there is."""
+
+    def __post_init__(self) -> None:
+        if self.purpose not in PURPOSES:
+            raise ValueError(
+                f"purpose is one of {', '.join(PURPOSES)}; launch {self.launch_id!r} has {self.purpose!r}."
+            )
+        if not 1 <= self.start_profile_step <= self.end_profile_step:
+            raise ValueError(
+                "Profile steps count from 1 and start no later than they end; "
+                f"got start {self.start_profile_step}, end {self.end_profile_step}."
+            )
+        if self.device_memory_bytes is not None and self.device_memory_bytes < 1:
+            raise ValueError(
+                f"device_memory_bytes is positive or None; got {self.device_memory_bytes}. "
+                "Give None for all there is."
+            )
+
+    @property
+    def measures(self) -> bool:
+        """Whether steps are measured and the launch ends after ``end_profile_step``."""
+        return self.purpose != "full"
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to ``path``, atomically."""
+        target = Path(path)
+        temporary = target.with_name(f".{target.name}.{os.getpid()}")
+        temporary.write_text(
+            json.dumps({**asdict(self), "overlay": dict(self.overlay)}, indent=2), encoding="utf-8"
+        )
+        temporary.replace(target)
+
+    @classmethod
+    def load(cls, path: str | Path) -> LaunchPlan:
+        """Read the plan at ``path``; keys that a newer launcher added are ignored.
+
+        Raises:
+            OSError: If the file cannot be read.
+            ValueError: If it is not a launch description.
+        """
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(record, dict):
+            raise ValueError(f"{path} holds no launch description: a JSON object is expected.")
+        known = {f.name for f in fields(cls)}
+        try:
+            return cls(**{key: value for key, value in record.items() if key in known})
+        except TypeError as error:
+            raise ValueError(f"{path} holds no launch description: {error}.") from error

@@ -1,0 +1,217 @@
+"""The profile launch: what one step teaches about model and hardware.
+
+One step alone is looked at, the last warm-up step: optimizer states exist by then, the allocator's caches and
+the libraries' workspaces are warm, and no step that counts is slowed. FLOPs are torch's own count
+(``FlopCounterMode``: 2 per multiply-add, recomputation included; custom kernels unknown to torch count
+nothing). A count that torch cannot make is given as 0: not known.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from optuna_dsat.runtime.events import Event, ProfileMeasured
+from optuna_dsat.runtime.memory import MemoryProbe, host_memory_bytes
+from optuna_dsat.runtime.plan import LaunchPlan
+from optuna_dsat.runtime.rank import Rank
+
+__all__ = ["Profiler", "count_parameters", "profile_step"]
+
+
+def profile_step(plan: LaunchPlan) -> int:
+    """Return the step that is looked at: the second, or the first where warm-up is shorter."""
+    return max(1, min(2, plan.start_profile_step - 1))
+
+
+def count_parameters(module: Any) -> tuple[int, int]:
+    """Return (all, trainable) parameters of the modules this rank holds, as they were before partitioning.
+
+    A pipeline engine's rank holds its own stage alone.
+    """
+    sizes = [(_numel(parameter), parameter.requires_grad) for parameter in module.parameters()]
+    return sum(size for size, _ in sizes), sum(size for size, trainable in sizes if trainable)
+
+
+def _numel(parameter: Any) -> int:
+    # ZeRO 3 leaves an empty tensor in place of a partitioned parameter and keeps the size in ds_numel.
+    return int(getattr(parameter, "ds_numel", None) or parameter.numel())
+
+
+class Profiler:
+    """Looks closer at one step of an engine and records what it learned (a ``StepObserver``).
+
+    Args:
+        engine: What ``deepspeed.initialize`` returned.
+        accelerator: DeepSpeed's accelerator.
+        plan: The launch.
+        rank: This rank.
+        memory: Follows memory.
+        write: Records an event.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        *,
+        accelerator: Any,
+        plan: LaunchPlan,
+        rank: Rank,
+        memory: MemoryProbe,
+        write: Callable[[Event], None],
+    ) -> None:
+        self._engine = engine
+        self._accelerator = accelerator
+        self._on_cpu = accelerator.device_name() == "cpu"
+        self._plan = plan
+        self._rank = rank
+        self._memory = memory
+        self._write = write
+        self._step = profile_step(plan)
+        self._flops = 0
+        self._flops_known = True
+        self._activations = 0
+
+    @contextmanager
+    def observe(self, phase: str, step: int) -> Iterator[None]:
+        """Count FLOPs around forward and backward, and what forward keeps."""
+        if step != self._step or phase == "step":
+            yield
+            return
+        with ExitStack() as stack:
+            counter = stack.enter_context(_flop_counter())
+            saved: dict[int, int] = {}
+            before = 0
+            if phase != "backward":
+                if self._on_cpu:
+                    stack.enter_context(_saved_tensors(self._engine.module, saved))
+                else:
+                    before = int(self._accelerator.memory_allocated())
+            yield
+            if phase == "forward" and not self._on_cpu:
+                self._activations += max(0, int(self._accelerator.memory_allocated()) - before)
+        self._activations += sum(saved.values())
+        self._flops += counter.get_total_flops()
+        self._flops_known &= not counter.failed
+
+    def boundary(self, step: int, samples: int) -> None:
+        """Record the profile once the step is over."""
+        if step != self._step:
+            return
+        params, trainable = count_parameters(self._engine.module)
+        peaks = self._memory.peaks()
+        divisor = max(1, samples)
+        host = host_memory_bytes()
+        self._write(
+            ProfileMeasured(
+                rank=self._rank.rank,
+                time=time.time(),
+                params=params,
+                trainable_params=trainable,
+                largest_layer_params=_largest_layer(self._engine.module),
+                param_bytes=_element_size(self._engine.module),
+                activation_bytes_per_sample=self._activations // divisor,
+                flops_per_sample=self._flops // divisor if self._flops_known else 0,
+                device_memory_bytes=self._device_memory(host),
+                host_memory_bytes=host,
+                peak_bytes=peaks.allocated,
+                device_name=self._device_name(),
+                optimizer=_optimizer_name(self._engine),
+            )
+        )
+
+    def _device_memory(self, host: int) -> int:
+        total = host // self._rank.local_world_size
+        if not self._on_cpu:
+            total = int(self._accelerator.total_memory())
+        limit = self._plan.device_memory_bytes
+        return total if limit is None else min(limit, total)
+
+    def _device_name(self) -> str:
+        if self._on_cpu:
+            return platform.processor() or platform.machine()
+        import torch
+
+        if torch.cuda.is_available():
+            return torch.cuda.get_device_name()
+        return str(self._accelerator.device_name())
+
+
+def _flop_counter() -> Any:
+    """Return torch's FLOP counter, made safe for engines.
+
+    It keeps no track of modules (whose hooks would meet DeepSpeed's own), and an operation whose formula
+    fails is noted in ``failed`` instead of ending the script.
+    """
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+    def forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+        return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
+
+    def backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+        return int(sdpa_backward_flop_count(grad, query, key, value))  # type: ignore[no-untyped-call]
+
+    cpu_attention = "_scaled_dot_product_flash_attention_for_cpu"  # torch counts its CUDA siblings alone
+    formulas = {cpu_attention: forward, f"{cpu_attention}_backward": backward}
+    aten = torch.ops.aten
+    attention = {getattr(aten, name): formula for name, formula in formulas.items() if hasattr(aten, name)}
+
+    class Everything:
+        parents = frozenset({"Global"})
+
+        def __enter__(self) -> None:
+            pass
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    class Counter(FlopCounterMode):
+        failed = False
+
+        def __init__(self) -> None:
+            super().__init__(display=False, custom_mapping=attention)
+            self.mod_tracker: Any = Everything()
+
+        def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
+            try:
+                super()._count_flops(func_packet, out, args, kwargs)  # type: ignore[no-untyped-call]
+            except Exception:  # noqa: BLE001 - formulas assert about shapes; that must not end the script
+                self.failed = True
+            return out
+
+    return Counter()
+
+
+def _saved_tensors(module: Any, saved: dict[int, int]) -> Any:
+    """Return a context that notes what autograd keeps for backward: address -> bytes, without parameters."""
+    import torch
+
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+
+    def pack(tensor: Any) -> Any:
+        owner = tensor if tensor._base is None else tensor._base
+        if isinstance(owner, torch.nn.Parameter):
+            return tensor  # ZeRO 3 swaps its data between forward and backward: it must stay the same object
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor.detach()  # a saved output that kept its own graph would never be freed
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+
+def _largest_layer(module: Any) -> int:
+    return max((sum(_numel(p) for p in m.parameters(recurse=False)) for m in module.modules()), default=0)
+
+
+def _element_size(module: Any) -> int:
+    return next((int(parameter.element_size()) for parameter in module.parameters()), 4)
+
+
+def _optimizer_name(engine: Any) -> str:
+    optimizer = getattr(engine, "basic_optimizer", None)
+    return "" if optimizer is None else type(optimizer).__name__

@@ -1,0 +1,76 @@
+"""What the environment says of this rank; nothing else in the runtime reads environment variables."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from optuna_dsat.runtime.plan import LAUNCH_ENV
+
+__all__ = ["Rank"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """One process of a launch, as torchrun describes it (``RANK``, ``LOCAL_RANK``, ...)."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    host: str
+    launch_path: str
+    """Path of ``launch.json``."""
+    can_compile: bool
+    """Whether a C++ compiler and ninja are found, so that DeepSpeed can build its operators."""
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Rank:
+        """Read the environment (this process's unless given).
+
+        Raises:
+            ValueError: If no launch description is named, or a rank variable is no number.
+        """
+        env = os.environ if environ is None else environ
+        launch_path = env.get(LAUNCH_ENV, "")
+        if not launch_path:
+            raise ValueError(
+                f"{LAUNCH_ENV} names no launch description. The runtime is started by optuna-dsat; "
+                "to train with a config, run the script itself with torchrun or deepspeed."
+            )
+        world_size = _number(env, "WORLD_SIZE", 1)
+        return cls(
+            rank=_number(env, "RANK", 0),
+            local_rank=_number(env, "LOCAL_RANK", 0),
+            world_size=world_size,
+            local_world_size=_number(env, "LOCAL_WORLD_SIZE", world_size),
+            host=socket.gethostname(),
+            launch_path=launch_path,
+            can_compile=_can_compile(env),
+        )
+
+    @property
+    def local_ranks(self) -> range:
+        """Global ranks on this host (torchrun numbers them in one block)."""
+        first = self.rank - self.local_rank
+        return range(first, first + self.local_world_size)
+
+
+def _number(env: Mapping[str, str], name: str, default: int) -> int:
+    text = env.get(name, "")
+    if not text:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name} is a whole number, set by torchrun; got {text!r}.") from None
+
+
+def _can_compile(env: Mapping[str, str]) -> bool:
+    path = env.get("PATH")
+    compilers = [env["CXX"]] if env.get("CXX") else ["c++", "g++"]
+    found = any(shutil.which(name.split()[0], path=path) for name in compilers)
+    return found and shutil.which("ninja", path=path) is not None

@@ -1,0 +1,62 @@
+"""Appends the events of one rank to its file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from optuna_dsat.runtime.events import Event, encode_event
+
+__all__ = ["EventWriteError", "EventWriter", "events_path"]
+
+
+class EventWriteError(OSError):
+    """An event could not be written (a full disk, a removed directory): the launch cannot be recorded."""
+
+
+def events_path(events_dir: str | Path, rank: int) -> Path:
+    """Return the path of a rank's event file."""
+    return Path(events_dir) / f"rank{rank}.jsonl"
+
+
+class EventWriter:
+    """Writes one JSON line an event, whole or not at all as far as the disk allows.
+
+    Args:
+        path: File to append to; created where missing.
+
+    Raises:
+        EventWriteError: If the file cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._torn = False
+        try:
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def write(self, event: Event) -> None:
+        """Append an event; it is with the kernel when this returns.
+
+        Raises:
+            EventWriteError: If it could not be written whole.
+        """
+        line = f"{encode_event(event)}\n".encode()
+        data = memoryview(b"\n" + line if self._torn else line)
+        self._torn = True
+        try:
+            while data:
+                data = data[os.write(self._fd, data) :]
+        except OSError as error:
+            raise self._failure(error) from error
+        self._torn = False
+
+    def _failure(self, error: OSError) -> EventWriteError:
+        return EventWriteError(
+            error.errno,
+            f"optuna-dsat cannot record this rank's events ({error.strerror}). "
+            "Free space there or choose another --output-dir",
+            str(self._path),
+        )
