@@ -1,0 +1,55 @@
+"""torchrun, tied to the life of the tuner, and leaving a record of its ranks' exit codes.
+
+    python -m optuna_dsat.launch.agent RECORD TUNER_PID TORCHRUN_ARGUMENTS...
+
+The same as ``python -m torch.distributed.run TORCHRUN_ARGUMENTS...``, with two differences. The kernel kills it when
+the thread that started it ends, and so with the tuner (``kill -9`` included). And where ranks fail, it writes their exit codes and signals to RECORD as JSON:
+torchrun itself only logs them, and an outcome is never read from a log.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from optuna_dsat.runtime.session import die_with_parent
+
+__all__ = ["main"]
+
+
+def _write_record(path: Path, failures: Mapping[int, Any]) -> None:
+    record = {
+        "failures": [
+            {"rank": rank, "pid": failure.pid, "exit_code": failure.exitcode, "time": failure.timestamp}
+            for rank, failure in sorted(failures.items())
+        ]
+    }
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(record), encoding="utf-8")
+    temporary.replace(path)
+
+
+def main(argv: list[str]) -> int:
+    """Run torchrun with the arguments behind the first two; return the exit code."""
+    record, parent_pid, arguments = Path(argv[0]), int(argv[1]), argv[2:]
+    die_with_parent()
+    if os.getppid() != parent_pid:  # the tuner ended before this process could ask
+        return 1
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        run.run(run.parse_args(arguments))  # type: ignore[no-untyped-call]
+    except ChildFailedError as error:
+        print(error, file=sys.stderr)
+        _write_record(record, error.failures)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

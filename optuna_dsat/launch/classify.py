@@ -1,0 +1,329 @@
+"""What became of a launch: pure functions from what was observed to an outcome.
+
+Nothing here reads a log. What counts, in this order:
+
+1. An ``out_of_memory`` record of any rank: it explains the communication errors of the others, and is knowledge even
+   when the launch was being stopped at that moment. Then a ``host_out_of_memory`` record.
+2. That the launch was stopped: by the pruner, for its time limit, or because all ranks were silent.
+3. A rank that the kernel killed for want of host memory: SIGKILL that we did not send and no record. The kernel's own
+   count of such kills decides. Where the count cannot be read, SIGKILL means ``host_out_of_memory``, since nothing else
+   commonly sends it; where it can be read and has not moved, somebody else sent it, and it is a ``script_error``.
+4. An ``invalid_config`` record, then a ``script_error`` record.
+5. A rank that ended without a record: by a signal, or with an exit code of its own (``script_error``). SIGABRT and
+   SIGTERM rank below a communication error: NCCL and gloo abort processes, and torchrun ends the siblings of a failed
+   rank with SIGTERM.
+6. A ``communication_error`` record, or ranks that never started.
+7. A rank that left before the profile steps were done (``script_error``).
+8. All profile steps done, but the engine was fed another batch than the configured one (``invalid_config``).
+9. Else the launch is measured.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.events import EngineReady, Event, RankFailed, RankFinished, RankStarted, StepMeasured
+
+__all__ = ["LaunchFacts", "StopReason", "Verdict", "classify", "observed_micro_batch"]
+
+_EXCERPT_LINES = 20
+"""Last lines of a traceback that a report carries."""
+
+_QUIET_SIGNALS = frozenset({signal.SIGABRT, signal.SIGTERM})
+"""Signals that are more often the consequence of another rank's failure than a cause."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopReason:
+    """Why the launcher ended a launch itself."""
+
+    outcome: Outcome
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchFacts:
+    """All that is known of a launch that is over."""
+
+    slots: int
+    end_profile_step: int
+    start_profile_step: int
+    micro_batch: int | None
+    """Configured ``train_micro_batch_size_per_gpu``, None where the config leaves it open."""
+    events: Mapping[int, Sequence[Event]]
+    """By rank, in the order written."""
+    exit_codes: Mapping[int, int] = field(default_factory=dict)
+    """Ranks that torchrun saw fail by themselves: exit code, negative for a signal. Not those that the launcher ended."""
+    agent_exit_code: int | None = None
+    """Exit code of torchrun, negative for a signal, None where the launcher ended it."""
+    stop: StopReason | None = None
+    oom_kills: int | None = None
+    """How often the kernel killed a process for want of memory during the launch, None where it cannot be read."""
+    config_path: str = "ds_config.json"
+    """The user's own DeepSpeed config, for the remedy in messages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What became of a launch, in the terms of a report."""
+
+    outcome: Outcome
+    message: str
+    error_excerpt: str = ""
+    missing_bytes: int | None = None
+    rank: int = 0
+    """The rank whose log tells most."""
+
+
+def classify(facts: LaunchFacts) -> Verdict:
+    """Return what became of a launch. See the module's docstring for the rules."""
+    rules = (
+        _out_of_memory,
+        _stopped,
+        _killed_by_kernel,
+        _own_failure,
+        _silent_death,
+        _communication,
+        _left_early,
+    )
+    for rule in rules:
+        verdict = rule(facts)
+        if verdict is not None:
+            return verdict
+    return _batch_differs(facts) or Verdict(outcome=Outcome.MEASURED, message=_measured_message(facts))
+
+
+def observed_micro_batch(facts: LaunchFacts) -> int | None:
+    """Return the largest batch that an engine was fed in a counted step, None where none could be seen.
+
+    The largest, since the last batch of an epoch may be a smaller one.
+    """
+    seen = [
+        event.observed_micro_batch
+        for events in facts.events.values()
+        for event in events
+        if isinstance(event, StepMeasured) and event.observed_micro_batch is not None
+    ]
+    counted = [
+        event.observed_micro_batch
+        for events in facts.events.values()
+        for event in events
+        if isinstance(event, StepMeasured)
+        and event.observed_micro_batch is not None
+        and event.step >= facts.start_profile_step
+    ]
+    return max(counted or seen, default=None)
+
+
+def _failures(facts: LaunchFacts, *outcomes: Outcome) -> list[RankFailed]:
+    """Return the failure records that speak for one of ``outcomes``, the earliest first."""
+    found = [
+        event
+        for events in facts.events.values()
+        for event in events
+        if isinstance(event, RankFailed) and _outcome_of(event) in outcomes
+    ]
+    return sorted(found, key=lambda event: (event.time, event.rank))
+
+
+def _outcome_of(failed: RankFailed) -> Outcome:
+    try:
+        return Outcome(failed.outcome)
+    except ValueError:  # a newer runtime's word
+        return Outcome.SCRIPT_ERROR
+
+
+def _from_record(record: RankFailed, text: str) -> Verdict:
+    where = f" in {record.phase}" if record.phase not in ("script", "between") else ""
+    after = f" after {record.steps} steps" if record.steps else ""
+    return Verdict(
+        outcome=_outcome_of(record),
+        message=f"rank {record.rank}: {text}{where}{after}",
+        error_excerpt=_tail(record.traceback) or f"{record.error_type}: {record.message}",
+        missing_bytes=record.missing_bytes,
+        rank=record.rank,
+    )
+
+
+def _tail(text: str) -> str:
+    return "\n".join(text.rstrip().splitlines()[-_EXCERPT_LINES:])
+
+
+def _first_line(text: str) -> str:
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")
+
+
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.2f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:.1f} MiB"
+
+
+def _out_of_memory(facts: LaunchFacts) -> Verdict | None:
+    for outcome, text in (
+        (Outcome.OUT_OF_MEMORY, "out of memory"),
+        (Outcome.HOST_OUT_OF_MEMORY, "out of host memory"),
+    ):
+        records = _failures(facts, outcome)
+        if records:
+            known = [record for record in records if record.missing_bytes is not None]
+            record = (known or records)[0]
+            if record.missing_bytes is not None:
+                text = f"{text}, {_size(record.missing_bytes)} could not be allocated,"
+            return _from_record(record, text)
+    return None
+
+
+def _stopped(facts: LaunchFacts) -> Verdict | None:
+    if facts.stop is None:
+        return None
+    return Verdict(
+        outcome=facts.stop.outcome, message=facts.stop.message or f"stopped: {facts.stop.outcome.value}"
+    )
+
+
+def _deaths(facts: LaunchFacts) -> dict[int, int]:
+    """Return the exit codes of the ranks that left no record of their end."""
+    return {
+        rank: code
+        for rank, code in sorted(facts.exit_codes.items())
+        if not any(isinstance(event, RankFailed | RankFinished) for event in facts.events.get(rank, ()))
+    }
+
+
+def _killed_by_kernel(facts: LaunchFacts) -> Verdict | None:
+    killed = [rank for rank, code in _deaths(facts).items() if code == -signal.SIGKILL]
+    agent = facts.agent_exit_code == -signal.SIGKILL
+    if not (killed or agent) or facts.oom_kills == 0:
+        return None
+    who = f"rank {killed[0]}" if killed else "torchrun"
+    how = "the kernel's OOM killer ended it" if facts.oom_kills else "most likely by the kernel's OOM killer"
+    return Verdict(
+        outcome=Outcome.HOST_OUT_OF_MEMORY,
+        message=f"{who}: killed (SIGKILL) for want of host memory: {how}",
+        rank=killed[0] if killed else 0,
+    )
+
+
+def _own_failure(facts: LaunchFacts) -> Verdict | None:
+    for outcome in (Outcome.INVALID_CONFIG, Outcome.SCRIPT_ERROR):
+        records = _failures(facts, outcome)
+        if records:
+            record = records[0]
+            return _from_record(record, f"{record.error_type}: {_first_line(record.message)}")
+    exits = [
+        event
+        for events in facts.events.values()
+        for event in events
+        if isinstance(event, RankFinished) and event.reason.startswith("exit_code_")
+    ]
+    for event in exits:
+        code = event.reason.removeprefix("exit_code_")
+        if code != "0":
+            return Verdict(
+                outcome=Outcome.SCRIPT_ERROR,
+                message=f"rank {event.rank}: the script left with sys.exit({code}) after {event.steps} steps",
+                rank=event.rank,
+            )
+    return None
+
+
+def _describe_death(rank: int, code: int) -> str:
+    if code >= 0:
+        return f"rank {rank}: left with exit code {code} and no traceback"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hints = {
+        -signal.SIGKILL: " sent from outside; the kernel's count of memory kills has not moved",
+        -signal.SIGBUS: "; a full /dev/shm is the usual cause",
+    }
+    return f"rank {rank}: killed by {name}{hints.get(code, '')}"
+
+
+def _silent_death(facts: LaunchFacts) -> Verdict | None:
+    deaths = _deaths(facts)
+    loud = [rank for rank, code in deaths.items() if -code not in _QUIET_SIGNALS]
+    quiet = [] if _failures(facts, Outcome.COMMUNICATION_ERROR) else list(deaths)
+    started = {
+        rank for rank, events in facts.events.items() if any(isinstance(e, RankStarted) for e in events)
+    }
+    candidates = [rank for rank in (*loud, *quiet) if rank in started]
+    if not candidates:
+        return None
+    rank = candidates[0]
+    return Verdict(outcome=Outcome.SCRIPT_ERROR, message=_describe_death(rank, deaths[rank]), rank=rank)
+
+
+def _communication(facts: LaunchFacts) -> Verdict | None:
+    records = _failures(facts, Outcome.COMMUNICATION_ERROR)
+    if records:
+        record = records[0]
+        return _from_record(
+            record, f"communication failed: {record.error_type}: {_first_line(record.message)}"
+        )
+    other = _failures(facts, *(set(Outcome) - {Outcome.COMMUNICATION_ERROR}))
+    if other:  # a runtime that records lost, stalled and the like
+        return _from_record(other[0], f"{other[0].error_type}: {_first_line(other[0].message)}")
+    missing = [rank for rank in range(facts.slots) if not facts.events.get(rank)]
+    if missing:
+        return Verdict(
+            outcome=Outcome.COMMUNICATION_ERROR,
+            message=f"ranks {_ranks(missing)} never started; torchrun ended with {_exit_text(facts.agent_exit_code)}",
+            rank=missing[0],
+        )
+    return None
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ", ".join(str(rank) for rank in ranks)
+
+
+def _exit_text(code: int | None) -> str:
+    if code is None:
+        return "no exit code"
+    return f"exit code {code}" if code >= 0 else f"signal {-code}"
+
+
+def _left_early(facts: LaunchFacts) -> Verdict | None:
+    for rank in range(facts.slots):
+        finished = next((e for e in facts.events[rank] if isinstance(e, RankFinished)), None)
+        if finished is None:
+            return Verdict(
+                outcome=Outcome.SCRIPT_ERROR,
+                message=f"rank {rank}: ended without a record ({_exit_text(facts.agent_exit_code)} of torchrun); "
+                "os._exit in the script leaves none",
+                rank=rank,
+            )
+        if finished.reason == "profile_done" or finished.steps >= facts.end_profile_step:
+            continue
+        if not any(isinstance(event, EngineReady) for events in facts.events.values() for event in events):
+            text = "the script never called deepspeed.initialize"
+        else:
+            text = (
+                f"the script ended after {finished.steps} global steps, before step {facts.end_profile_step}; "
+                f"give it more data, or a smaller --end-profile-step"
+            )
+        return Verdict(outcome=Outcome.SCRIPT_ERROR, message=f"rank {rank}: {text}", rank=rank)
+    return None
+
+
+def _batch_differs(facts: LaunchFacts) -> Verdict | None:
+    observed = observed_micro_batch(facts)
+    if facts.micro_batch is None or observed is None or observed == facts.micro_batch:
+        return None
+    return Verdict(
+        outcome=Outcome.INVALID_CONFIG,
+        message=(
+            f"the config says train_micro_batch_size_per_gpu {facts.micro_batch}, but the script fed batches of "
+            f"{observed}: it takes its batch size from somewhere else than {facts.config_path}. Make it read the "
+            "config, or name its own option: --arg-mapping train_micro_batch_size_per_gpu=--OPTION"
+        ),
+    )
+
+
+def _measured_message(facts: LaunchFacts) -> str:
+    steps = [event.step for event in facts.events.get(0, ()) if isinstance(event, StepMeasured)]
+    return f"measured to step {max(steps)}" if steps else "profile taken"

@@ -1,0 +1,149 @@
+"""The command and the environment of a launch: pure functions, pinned by golden files in the tests."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import optuna_dsat
+from optuna_dsat.launch.devices import Device
+from optuna_dsat.launch.processes import MARK_ENV
+from optuna_dsat.launch.protocol import LaunchRequest
+from optuna_dsat.launch.run_directory import RunDirectory
+from optuna_dsat.runtime.plan import LAUNCH_ENV
+
+__all__ = ["agent_command", "launch_environment", "needs_python_path", "package_dir", "torchrun_command"]
+
+_OWN_PREFIXES = ("OPTUNA_DSAT_", "PET_", "TORCHELASTIC_")
+"""Variables of the tuner, and of a torchrun above it, that a launch must not inherit. torchrun reads its defaults from PET_*."""
+
+_RANK_VARIABLES = frozenset(
+    {
+        "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "RANK",
+        "ROLE_NAME",
+        "ROLE_RANK",
+        "ROLE_WORLD_SIZE",
+        "WORLD_SIZE",
+    }
+)
+"""What torchrun tells its ranks: a stale value would tie a launch to another job or to a port in use."""
+
+_QUIET_TRACKERS = {
+    "CLEARML_OFFLINE_MODE": "1",
+    "NEPTUNE_MODE": "offline",
+    "SWANLAB_MODE": "offline",
+    "WANDB_MODE": "offline",
+    "WANDB_SILENT": "true",
+}
+"""Experiment trackers keep what a trial logs on this machine. A value of "disabled" that the user set is left alone."""
+
+
+def torchrun_command(request: LaunchRequest, *, python: str = sys.executable) -> tuple[str, ...]:
+    """Return the launch's command as plain torchrun, as one would type it.
+
+    A rendezvous on port 0 lets the operating system choose, so that launches side by side never clash; the ranks' own
+    store shares that port.
+    """
+    script = request.command
+    target = ("--module", script.script) if script.is_module else (script.script,)
+    return (
+        python,
+        "-m",
+        "torch.distributed.run",
+        *("--nnodes", "1"),
+        *("--nproc_per_node", str(request.slots)),
+        *("--rdzv_backend", "c10d"),
+        *("--rdzv_endpoint", "127.0.0.1:0"),
+        *("--rdzv_id", request.launch_id),
+        *("--local_addr", "127.0.0.1"),
+        *("--max_restarts", "0"),
+        *("-m", "optuna_dsat.runtime"),
+        *target,
+        *script.args,
+    )
+
+
+def agent_command(command: Sequence[str], *, record: Path, tuner_pid: int) -> list[str]:
+    """Return ``command`` (from ``torchrun_command``) run by ``launch/agent.py``, tied to the life of ``tuner_pid``."""
+    python, _, _, *arguments = command
+    return [python, "-P", "-m", "optuna_dsat.launch.agent", str(record), str(tuner_pid), *arguments]
+
+
+def launch_environment(
+    base: Mapping[str, str],
+    *,
+    request: LaunchRequest,
+    directory: RunDirectory,
+    devices: Sequence[Device],
+    kind: str,
+    total_slots: int,
+    mark: str,
+    cores: int | None = None,
+) -> dict[str, str]:
+    """Return the environment of a launch.
+
+    Args:
+        base: The tuner's own environment.
+        request: The launch; its ``env`` is laid over everything but what the launch itself needs.
+        directory: Its run directory.
+        devices: Its devices.
+        kind: ``cuda`` or ``cpu``.
+        total_slots: Ranks that may run at once on this machine, over all launches.
+        mark: What marks the launch's processes.
+        cores: CPU cores to share out; None for those this process may use.
+    """
+    environ = {
+        name: value
+        for name, value in base.items()
+        if name not in _RANK_VARIABLES and not name.startswith(_OWN_PREFIXES)
+    }
+    if request.purpose != "full":
+        environ.update(_tracker_settings(environ, directory))
+    environ.update(request.env)
+    if kind == "cuda":
+        environ["CUDA_VISIBLE_DEVICES"] = ",".join(device.visible_id for device in devices)
+        environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+        environ.setdefault("DS_ACCELERATOR", "cuda")
+    else:
+        cores = len(os.sched_getaffinity(0)) if cores is None else cores
+        environ["CUDA_VISIBLE_DEVICES"] = ""
+        environ["DS_ACCELERATOR"] = "cpu"
+        environ["LOCAL_SIZE"] = str(len(devices))
+        environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // max(1, total_slots))))
+    environ[LAUNCH_ENV] = str(directory.launch)
+    environ[MARK_ENV] = mark
+    return environ
+
+
+def _tracker_settings(environ: Mapping[str, str], directory: RunDirectory) -> dict[str, str]:
+    settings = {name: value for name, value in _QUIET_TRACKERS.items() if environ.get(name) != "disabled"}
+    settings["WANDB_DIR"] = str(directory.trackers_dir)
+    settings["MLFLOW_TRACKING_URI"] = (directory.trackers_dir / "mlflow").as_uri()
+    return settings
+
+
+def package_dir() -> Path:
+    """Return the folder of the running optuna_dsat package."""
+    return Path(optuna_dsat.__file__).resolve().parent
+
+
+@functools.cache
+def needs_python_path(python: str = sys.executable) -> bool:
+    """Whether a fresh interpreter finds another optuna_dsat than the running one, or none.
+
+    That is so when the package was found through the working directory or a changed ``sys.path``.
+    """
+    code = "import optuna_dsat; print(optuna_dsat.__file__)"
+    answer = subprocess.run([python, "-P", "-c", code], capture_output=True, text=True, check=False, cwd="/")
+    found = answer.stdout.strip()
+    return not found or Path(found).resolve().parent != package_dir()

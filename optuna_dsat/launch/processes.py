@@ -1,0 +1,185 @@
+"""The processes of a launch: marked, found and ended, also after the tuner itself was killed.
+
+torchrun puts every rank into a session of its own, a rank may start data loaders, and orphans are re-parented, so
+neither a process group nor a parent says what belongs to a launch. An environment variable does: it is inherited by
+every descendant and readable in ``/proc`` (Linux). Its value names the tuner, so that another process can tell whether
+a launch has lost its tuner.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+__all__ = [
+    "MARK_ENV",
+    "LaunchProcess",
+    "ProcessKey",
+    "children_of",
+    "end_processes",
+    "find_leftovers",
+    "find_marked",
+    "kernel_oom_kills",
+    "kill_leftovers",
+    "new_mark",
+]
+
+MARK_ENV = "OPTUNA_DSAT_LAUNCH_ID"
+"""Environment variable that marks every process of a launch: ``<uuid>:<pid of the tuner>:<its start time>``."""
+
+_START_TIME_FIELD = 19
+"""Index of the start time (clock ticks since boot) behind the command's name in ``/proc/PID/stat``: proc(5)."""
+
+
+@dataclass(frozen=True)
+class ProcessKey:
+    """A process that is never mistaken for a later one with the same number."""
+
+    pid: int
+    start_ticks: int
+    """Clock ticks between the machine's boot and the process's start."""
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessKey | None:
+        """Return the key of a living process, None where there is none (a zombie is dead)."""
+        try:
+            text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return None
+        fields = text.rpartition(")")[2].split()
+        if not fields or fields[0] in ("Z", "X"):
+            return None
+        return cls(pid, int(fields[_START_TIME_FIELD]))
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process still runs."""
+        return ProcessKey.of(self.pid) == self
+
+
+@dataclass(frozen=True)
+class LaunchProcess:
+    """A process that belongs to a launch."""
+
+    key: ProcessKey
+    mark: str
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether the tuner that started the launch is gone."""
+        _, _, tuner = self.mark.partition(":")
+        pid, _, start = tuner.partition(":")
+        if not (pid.isdigit() and start.isdigit()):
+            return False
+        return not ProcessKey(int(pid), int(start)).alive
+
+
+def new_mark() -> str:
+    """Return a unique mark for a launch of this process."""
+    own = ProcessKey.of(os.getpid())
+    start = own.start_ticks if own is not None else 0
+    return f"{uuid.uuid4()}:{os.getpid()}:{start}"
+
+
+def find_marked(mark: str | None = None) -> list[LaunchProcess]:
+    """Return the living processes of this user that carry ``mark`` (any mark for None), this one left out."""
+    prefix = f"{MARK_ENV}=".encode()
+    found: list[LaunchProcess] = []
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            variables = Path(entry.path, "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        value = next((item[len(prefix) :].decode() for item in variables if item.startswith(prefix)), None)
+        key = ProcessKey.of(int(entry.name)) if value is not None else None
+        if value is not None and key is not None and (mark is None or value == mark):
+            found.append(LaunchProcess(key, value))
+    return found
+
+
+def find_leftovers() -> list[LaunchProcess]:
+    """Return the living processes of launches whose tuner is gone."""
+    return [process for process in find_marked() if process.orphaned]
+
+
+def children_of(keys: Iterable[ProcessKey]) -> set[ProcessKey]:
+    """Return all living descendants of the given processes."""
+    found: set[ProcessKey] = set()
+    for key in keys:
+        if not key.alive:
+            continue
+        with contextlib.suppress(psutil.Error):
+            pids = [child.pid for child in psutil.Process(key.pid).children(recursive=True)]
+            found.update(child for pid in pids if (child := ProcessKey.of(pid)) is not None)
+    return found
+
+
+def end_processes(keys: Iterable[ProcessKey]) -> None:
+    """Send SIGKILL to each process that still runs. Does not wait."""
+    for key in keys:
+        if key.alive:
+            with contextlib.suppress(psutil.Error):
+                psutil.Process(key.pid).kill()
+
+
+def kernel_oom_kills() -> int | None:
+    """Return how often the kernel has killed a process for want of memory, None where it does not say.
+
+    Counted for this process's control group where version 2 is in use (``memory.events``), else for the whole machine
+    (``/proc/vmstat``, Linux 4.13 or newer). Two readings tell whether it happened in between.
+    """
+    candidates: list[Path] = []
+    with contextlib.suppress(OSError):
+        groups = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+        candidates = [
+            Path("/sys/fs/cgroup", group[len("0::/") :], "memory.events")
+            for group in groups
+            if group.startswith("0::/")
+        ]
+    for path in (*candidates, Path("/proc/vmstat")):
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except OSError:
+            continue
+        counts = dict(line.split(" ", 1) for line in lines if " " in line)
+        if counts.get("oom_kill", "").strip().isdigit():
+            return int(counts["oom_kill"])
+    return None
+
+
+def kill_leftovers(mark: str | None = None, *, timeout_s: float = 10.0) -> tuple[int, ...]:
+    """End every process that carries ``mark``, or for None those of all launches whose tuner is gone.
+
+    The search is repeated until nothing is found, since a process may start another while it is being ended.
+
+    Args:
+        mark: Mark of a launch.
+        timeout_s: Longest time to go on.
+
+    Returns:
+        The process numbers that were ended.
+
+    Raises:
+        TimeoutError: If some still run after ``timeout_s``, which only an uninterruptible wait in the kernel explains.
+    """
+    deadline = time.monotonic() + timeout_s
+    ended: set[int] = set()
+    while found := find_leftovers() if mark is None else find_marked(mark):
+        if time.monotonic() > deadline:
+            pids = sorted(process.key.pid for process in found)
+            raise TimeoutError(f"Processes {pids} still run {timeout_s:g} s after SIGKILL.")
+        keys = {process.key for process in found}
+        keys |= children_of(keys)
+        end_processes(keys)
+        ended |= {key.pid for key in keys}
+        time.sleep(0.02)
+    return tuple(sorted(ended))

@@ -1,0 +1,152 @@
+"""What tuner and launchers say to each other.
+
+A launcher may run on other machines than the tuner's: requests, updates and reports are plain values, never handles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.events import Event
+
+__all__ = [
+    "Finished",
+    "LaunchReport",
+    "LaunchRequest",
+    "LaunchUpdate",
+    "Launcher",
+    "Observed",
+    "ScriptCommand",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptCommand:
+    """The user's training script, as it would be given to torchrun."""
+
+    script: str
+    """Path of a Python file, or a module's name when ``is_module``."""
+    args: tuple[str, ...] = ()
+    is_module: bool = False
+    cwd: str
+    """Working directory the script expects."""
+    config_path: str
+    """The user's DeepSpeed config file; an argument that names it is pointed to the trial's own file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchRequest:
+    """One launch: a configuration and how long to run it."""
+
+    launch_id: str
+    """Unique name, also the name of the run directory (``trial-0007``, ``trial-0007-retry-1``, ``profile``)."""
+    purpose: str
+    """``profile``, ``trial``, ``confirm`` or ``full`` (to the end, nothing measured or stopped early)."""
+    command: ScriptCommand
+    ds_config: Mapping[str, Any]
+    """The whole DeepSpeed config of the launch, ready to train with."""
+    overlay: Mapping[str, Any]
+    """What is laid over whatever config the script passes to ``deepspeed.initialize``; a value of None removes a key."""
+    slots: int
+    """Ranks to start, one per GPU (or CPU rank)."""
+    start_profile_step: int = 3
+    """First global step (from 1) that counts; the steps before it are warm-up."""
+    end_profile_step: int = 5
+    """Last global step that counts; every rank leaves after it."""
+    device_memory_bytes: int | None = None
+    """What one rank may allocate; None for all there is."""
+    timeout_s: float | None = None
+    stall_s: float = 600.0
+    """Longest silence of all ranks before the launch is called stalled."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables added for the launch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchReport:
+    """What became of a launch, once all its processes are gone and its devices are free."""
+
+    launch_id: str
+    outcome: Outcome
+    message: str
+    """One line for people: what happened, where, and what to do if something can be done."""
+    exit_code: int | None
+    """Exit code of the launch command (negative: signal), None where it never ran."""
+    error_excerpt: str
+    """Last lines of the traceback of the rank that failed first, empty without a failure."""
+    missing_bytes: int | None
+    """Bytes of the allocation that failed first, where known."""
+    log_path: str
+    """Where the full log of the rank concerned lies, for people to open."""
+    command: tuple[str, ...]
+    """The launch command, without secrets."""
+    host: str
+    devices: tuple[int, ...]
+    """Device indices used; CPU ranks count from 0."""
+    pids: tuple[int, ...]
+    started_at: float
+    """Unix time."""
+    startup_s: float
+    """From start to the first boundary of a step (or to the end, where none came)."""
+    measured_s: float
+    """From the first step boundary to the last."""
+    exit_s: float
+    """From the last event of a rank to all processes gone and devices free."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchUpdate:
+    """Something a launcher observed."""
+
+    launch_id: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed(LaunchUpdate):
+    """A rank wrote an event."""
+
+    event: Event
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished(LaunchUpdate):
+    """The launch is over; always the last update of a launch."""
+
+    report: LaunchReport
+
+
+class Launcher(Protocol):
+    """Starts launches and follows them. All methods are called from one thread."""
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that a launch could take now."""
+        ...
+
+    @property
+    def total_slots(self) -> int:
+        """Slots this launcher manages, busy or free."""
+        ...
+
+    def start(self, request: LaunchRequest) -> None:
+        """Start a launch.
+
+        Raises:
+            RuntimeError: If fewer than ``request.slots`` slots are free.
+        """
+        ...
+
+    def poll(self, timeout_s: float) -> Sequence[LaunchUpdate]:
+        """Return what happened since the last call, waiting up to ``timeout_s`` for something to happen."""
+        ...
+
+    def stop(self, launch_id: str, *, outcome: Outcome = Outcome.PRUNED, message: str = "") -> None:
+        """End a launch at once; its ``Finished`` comes with a later ``poll``. Unknown or ended launches are ignored."""
+        ...
+
+    def close(self) -> None:
+        """End everything still running."""
+        ...

@@ -1,0 +1,292 @@
+"""Every path of a launch's directory, in one class; whatever is written here is written atomically.
+
+The directory of one launch:
+
+    trial-0007/
+      ds_config.json      the launch's whole DeepSpeed config, ready to train with
+      overlay.json        what is laid over the config that the script passes itself
+      launch.json         the launch description that every rank reads
+      command.json        the command, its working directory, its devices
+      command.txt         the command as one line for a shell
+      env.json            environment variables that matter, by an allow-list
+      agent.json          what torchrun saw of its ranks: exit codes and signals
+      report.json         what became of the launch
+      events/rank0.jsonl  what rank 0 reported
+      logs/agent.log      output of torchrun itself
+      logs/rank0.stdout.log, logs/rank0.stderr.log
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import json
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from optuna_dsat.errors import DsatError
+from optuna_dsat.launch.protocol import LaunchReport
+
+__all__ = ["OutputError", "RunDirectory", "recorded_environment", "without_secrets"]
+
+_RECORDED_NAMES = frozenset(
+    {
+        "CLEARML_OFFLINE_MODE",
+        "CUDA_DEVICE_ORDER",
+        "CUDA_HOME",
+        "CUDA_LAUNCH_BLOCKING",
+        "CUDA_VISIBLE_DEVICES",
+        "DS_ACCELERATOR",
+        "HF_DATASETS_OFFLINE",
+        "HF_HUB_OFFLINE",
+        "LD_LIBRARY_PATH",
+        "LD_PRELOAD",
+        "LOCAL_SIZE",
+        "MKL_NUM_THREADS",
+        "NEPTUNE_MODE",
+        "OMP_NUM_THREADS",
+        "OPTUNA_DSAT_LAUNCH",
+        "OPTUNA_DSAT_LAUNCH_ID",
+        "PYTHONPATH",
+        "PYTORCH_ALLOC_CONF",
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "SWANLAB_MODE",
+        "TOKENIZERS_PARALLELISM",
+        "TORCH_EXTENSIONS_DIR",
+        "TRANSFORMERS_OFFLINE",
+        "WANDB_MODE",
+    }
+)
+_RECORDED_PREFIXES = ("DS_BUILD_", "GLOO_", "NCCL_", "TORCH_NCCL_")
+_SECRET_WORDS = frozenset(
+    {"apikey", "auth", "credential", "credentials", "passphrase", "passwd", "password", "secret", "token"}
+)
+_SECRET_PAIRS = frozenset({("api", "key"), ("access", "key"), ("private", "key")})
+_URL_PASSWORD = re.compile(r"(?P<head>[a-zA-Z][a-zA-Z0-9+.-]*://[^/\s:@]*):[^/\s@]+@")
+_HIDDEN = "***"
+
+
+class OutputError(DsatError):
+    """A launch's directory cannot be written: a full disk, a quota or missing rights.
+
+    The study is intact; it can be resumed once the directory can be written again.
+    """
+
+    exit_code = 5
+
+
+def _is_secret_name(name: str) -> bool:
+    words = re.split(r"[-_]+", name.strip("-").lower())
+    return bool(_SECRET_WORDS & set(words)) or bool(_SECRET_PAIRS & set(itertools.pairwise(words)))
+
+
+def without_secrets(command: Sequence[str]) -> tuple[str, ...]:
+    """Return the command with the values of secret-looking options and passwords in URLs replaced by ``***``.
+
+    An option is taken for a secret by its name: ``--hf-token X``, ``--api_key=X``, ``--password X``.
+    """
+    shown: list[str] = []
+    hide_next = False
+    for word in command:
+        if hide_next and not word.startswith("-"):
+            shown.append(_HIDDEN)
+            hide_next = False
+            continue
+        name, equals, _ = word.partition("=")
+        secret = word.startswith("-") and _is_secret_name(name)
+        hide_next = secret and not equals
+        shown.append(
+            f"{name}={_HIDDEN}" if secret and equals else _URL_PASSWORD.sub(rf"\g<head>:{_HIDDEN}@", word)
+        )
+    return tuple(shown)
+
+
+def recorded_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables that may be written down: an allow-list, so that no secret is stored."""
+    return {
+        name: environ[name]
+        for name in sorted(environ)
+        if name in _RECORDED_NAMES or (name.startswith(_RECORDED_PREFIXES) and not _is_secret_name(name))
+    }
+
+
+@contextlib.contextmanager
+def _readable_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            text = (
+                f"No space left to write {path}. Free some space or choose another --output-dir, then resume."
+            )
+        else:
+            text = f"Cannot write {path}: {error.strerror}. Choose an --output-dir that can be written."
+        raise OutputError(text) from error
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """The directory of one launch. Knows all its paths; nobody else builds one of them."""
+
+    root: Path
+
+    @classmethod
+    def create(cls, output_dir: Path, launch_id: str) -> RunDirectory:
+        """Make an empty directory for a launch; one left by an earlier launch of that name is moved aside.
+
+        Raises:
+            ValueError: If ``launch_id`` cannot be a directory's name.
+            OutputError: If the directory cannot be made.
+        """
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", launch_id):
+            raise ValueError(
+                f"launch_id names a directory: letters, digits, '.', '_' and '-' only; got {launch_id!r}."
+            )
+        root = output_dir.resolve() / launch_id
+        with _readable_errors(root):
+            if root.exists():
+                number = 1
+                while (aside := root.with_name(f"{launch_id}.old-{number}")).exists():
+                    number += 1
+                root.rename(aside)
+            directory = cls(root)
+            directory.events_dir.mkdir(parents=True)
+            directory.log_dir.mkdir()
+            directory.trackers_dir.mkdir()
+        return directory
+
+    @property
+    def config(self) -> Path:
+        """The launch's own DeepSpeed config."""
+        return self.root / "ds_config.json"
+
+    @property
+    def overlay(self) -> Path:
+        """What is laid over the script's config."""
+        return self.root / "overlay.json"
+
+    @property
+    def launch(self) -> Path:
+        """The launch description that every rank reads."""
+        return self.root / "launch.json"
+
+    @property
+    def command_json(self) -> Path:
+        """The command for programs."""
+        return self.root / "command.json"
+
+    @property
+    def command_text(self) -> Path:
+        """The command for people."""
+        return self.root / "command.txt"
+
+    @property
+    def environment(self) -> Path:
+        """Environment variables that matter."""
+        return self.root / "env.json"
+
+    @property
+    def agent_record(self) -> Path:
+        """Exit codes of the ranks, as torchrun saw them; missing where it was killed."""
+        return self.root / "agent.json"
+
+    @property
+    def report(self) -> Path:
+        """What became of the launch."""
+        return self.root / "report.json"
+
+    @property
+    def trackers_dir(self) -> Path:
+        """Where experiment trackers put what they would otherwise send away."""
+        return self.root / "trackers"
+
+    @property
+    def events_dir(self) -> Path:
+        """Folder of the event files."""
+        return self.root / "events"
+
+    @property
+    def log_dir(self) -> Path:
+        """Folder of all output."""
+        return self.root / "logs"
+
+    @property
+    def agent_log(self) -> Path:
+        """Output of torchrun itself."""
+        return self.log_dir / "agent.log"
+
+    @property
+    def python_path(self) -> Path:
+        """Folder that makes the package importable where it is not installed; holds one link, so shadows nothing."""
+        return self.root / "pythonpath"
+
+    def events(self, rank: int) -> Path:
+        """Event file of a rank."""
+        return self.events_dir / f"rank{rank}.jsonl"
+
+    def stdout(self, rank: int) -> Path:
+        """Standard output of a rank."""
+        return self.log_dir / f"rank{rank}.stdout.log"
+
+    def stderr(self, rank: int) -> Path:
+        """Standard error of a rank."""
+        return self.log_dir / f"rank{rank}.stderr.log"
+
+    def write_json(self, path: Path, data: Mapping[str, Any]) -> None:
+        """Write ``data`` to ``path``, atomically.
+
+        Raises:
+            OutputError: If it cannot be written.
+        """
+        self.write_text(path, json.dumps(data, indent=2, default=str) + "\n")
+
+    def write_text(self, path: Path, text: str) -> None:
+        """Write ``text`` to ``path``, atomically.
+
+        Raises:
+            OutputError: If it cannot be written.
+        """
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        with _readable_errors(path):
+            try:
+                temporary.write_text(text, encoding="utf-8")
+                temporary.replace(path)
+            except OSError:
+                temporary.unlink(missing_ok=True)
+                raise
+
+    def write_command(
+        self, command: Sequence[str], *, cwd: str, devices: Sequence[int], environ: Mapping[str, str]
+    ) -> None:
+        """Write command and environment, both without secrets.
+
+        Raises:
+            OutputError: If they cannot be written.
+        """
+        shown = without_secrets(command)
+        environment = recorded_environment(environ)
+        self.write_json(self.command_json, {"command": shown, "cwd": cwd, "devices": list(devices)})
+        self.write_json(self.environment, environment)
+        settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in environment.items())
+        self.write_text(self.command_text, f"cd {shlex.quote(cwd)}\nenv {settings} {shlex.join(shown)}\n")
+
+    def write_report(self, report: LaunchReport) -> None:
+        """Write what became of the launch.
+
+        Raises:
+            OutputError: If it cannot be written.
+        """
+        self.write_json(self.report, asdict(report))
+
+    def link_package(self, package_dir: Path) -> Path:
+        """Make the package at ``package_dir`` importable through ``python_path``, alone; return ``python_path``."""
+        with _readable_errors(self.python_path):
+            self.python_path.mkdir()
+            (self.python_path / package_dir.name).symlink_to(package_dir, target_is_directory=True)
+        return self.python_path

@@ -1,0 +1,264 @@
+"""One launch in flight on this machine: its events, its limits, and how it is brought to its end."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from optuna_dsat.launch.classify import LaunchFacts, StopReason
+from optuna_dsat.launch.processes import ProcessKey, children_of, end_processes, find_marked
+from optuna_dsat.launch.protocol import LaunchRequest
+from optuna_dsat.launch.run_directory import RunDirectory
+from optuna_dsat.launch.slots import SlotLease
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.events import (
+    Event,
+    RankFailed,
+    RankFinished,
+    RankStarted,
+    StepMeasured,
+    decode_event,
+)
+
+__all__ = ["EventTail", "RunningLaunch", "first_failure_code", "read_exit_codes"]
+
+_EXIT_GRACE_S = 1.0
+"""After all ranks have said that they are done: time for a clean exit, before they are killed."""
+
+_FAILURE_GRACE_S = 2.0
+"""After one rank has failed: time for the others to leave a record of their own."""
+
+_AGENT_GRACE_S = 1.0
+"""After the ranks were killed: time for torchrun to record the exit codes it saw."""
+
+_LAST_RANK_S = 30.0
+"""After one rank has said that it is done: longest silence of the others, which leave at the same step."""
+
+
+class EventTail:
+    """Reads the events that a rank appends to its file, as they come. A line not finished yet waits for its end."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._partial = b""
+
+    def read(self) -> list[Event]:
+        """Return the events appended since the last call."""
+        try:
+            if self._path.stat().st_size <= self._offset:
+                return []
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        self._offset += len(data)
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        decoded = (decode_event(line.decode("utf-8", errors="replace")) for line in lines)
+        return [event for event in decoded if event is not None]
+
+
+def _load_failures(record: Path) -> list[Mapping[str, float]]:
+    try:
+        failures = json.loads(record.read_text(encoding="utf-8"))["failures"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return [failure for failure in failures if {"rank", "pid", "exit_code", "time"} <= failure.keys()]
+
+
+def read_exit_codes(record: Path, *, without: Sequence[int] = ()) -> dict[int, int]:
+    """Return the exit codes that the agent recorded, by rank; processes in ``without`` are left out."""
+    return {
+        int(failure["rank"]): int(failure["exit_code"])
+        for failure in _load_failures(record)
+        if failure["pid"] not in without
+    }
+
+
+def first_failure_code(record: Path) -> int | None:
+    """Return the exit code of the rank that failed first (negative: signal), None where the agent recorded none."""
+    failures = sorted(_load_failures(record), key=lambda failure: failure["time"])
+    return int(failures[0]["exit_code"]) if failures else None
+
+
+@dataclass(kw_only=True)
+class RunningLaunch:
+    """One launch in flight: follows its events and brings it to its end. Times are monotonic unless named otherwise."""
+
+    request: LaunchRequest
+    directory: RunDirectory
+    lease: SlotLease
+    mark: str
+    agent: subprocess.Popen[bytes]
+    command: tuple[str, ...]
+    started: float
+    started_unix: float
+    oom_kills_before: int | None
+
+    gone_at: float | None = field(default=None, init=False)
+    """When the last process was seen to be gone."""
+    last_event: float = field(init=False)
+    stop_reason: StopReason | None = field(default=None, init=False)
+    events: dict[int, list[Event]] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.last_event = self.started
+        self._tails = {rank: EventTail(self.directory.events(rank)) for rank in range(self.request.slots)}
+        self._ranks: dict[int, ProcessKey] = {}
+        self._known: set[ProcessKey] = set()
+        self._killed: set[int] = set()
+        self._agent_key = ProcessKey.of(self.agent.pid)
+        self._kill_ranks_at: float | None = None
+        self._sweeping = False
+        if self._agent_key is not None:
+            self._known.add(self._agent_key)
+
+    @property
+    def known(self) -> frozenset[ProcessKey]:
+        """All processes of the launch that were ever seen."""
+        return frozenset(self._known)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process numbers of torchrun and the ranks."""
+        ranks = [e.pid for events in self.events.values() for e in events if isinstance(e, RankStarted)]
+        return (self.agent.pid, *ranks)
+
+    def advance(self, now: float) -> list[Event]:
+        """Follow the launch for a moment: read its events, watch its limits, end what must end."""
+        dead = {rank for rank, key in self._ranks.items() if not key.alive}
+        agent_ended = self.agent.poll() is not None
+        events = self._read(now)  # after the look at the processes: what they wrote before they died is in
+        if agent_ended:
+            self._sweeping = True
+        elif not self._sweeping:
+            self._decide(now, dead)
+        if self._sweeping:
+            self._sweep(now)
+            if self.gone_at is not None:
+                events += self._read(now)
+        return events
+
+    def end(self, reason: StopReason) -> None:
+        """Kill the launch now; does not wait. A launch that is already ending keeps its first reason."""
+        if self.stop_reason is None and not self._sweeping:
+            self.stop_reason = reason
+            self._start_sweep()
+
+    def facts(self, oom_kills_after: int | None) -> LaunchFacts:
+        """Return all that is known of the launch, once it is over."""
+        micro_batch = self.request.ds_config.get("train_micro_batch_size_per_gpu")
+        before = self.oom_kills_before
+        agent_killed = self.agent.pid in self._killed
+        return LaunchFacts(
+            slots=self.request.slots,
+            start_profile_step=self.request.start_profile_step,
+            end_profile_step=self.request.end_profile_step,
+            micro_batch=micro_batch if isinstance(micro_batch, int) else None,
+            events=self.events,
+            exit_codes=read_exit_codes(self.directory.agent_record, without=tuple(self._killed)),
+            agent_exit_code=None if agent_killed else self.agent.returncode,
+            stop=self.stop_reason,
+            oom_kills=None if before is None or oom_kills_after is None else oom_kills_after - before,
+            config_path=self.request.command.config_path,
+        )
+
+    def _read(self, now: float) -> list[Event]:
+        fresh: list[Event] = []
+        for rank, tail in self._tails.items():
+            read = tail.read()
+            if read:
+                self.events.setdefault(rank, []).extend(read)
+                fresh += read
+        for event in fresh:
+            if isinstance(event, RankStarted):
+                key = ProcessKey.of(event.pid)
+                if key is not None:
+                    self._known.add(key)
+                    self._ranks[event.rank] = key
+        if fresh:
+            self.last_event = now
+        return sorted(fresh, key=lambda event: event.time)
+
+    def _ends(self) -> dict[int, RankFailed | RankFinished]:
+        """Return the record that each rank left of its end."""
+        return {
+            rank: event
+            for rank, events in self.events.items()
+            for event in events
+            if isinstance(event, RankFailed | RankFinished)
+        }
+
+    def _decide(self, now: float, dead: set[int]) -> None:
+        ends = self._ends()
+        done = {r for r, e in ends.items() if isinstance(e, RankFinished) and e.reason == "profile_done"}
+        if len(done) == self.request.slots:
+            self._kill_by(now + _EXIT_GRACE_S)
+            if len(dead) == self.request.slots:
+                self._start_sweep()
+                return
+        elif set(ends) - done or dead - set(ends):
+            self._kill_by(now + _FAILURE_GRACE_S)
+        if self._kill_ranks_at is None:
+            self._check_limits(now, bool(done))
+        elif now >= self._kill_ranks_at + _AGENT_GRACE_S:
+            self._start_sweep()
+        elif now >= self._kill_ranks_at:
+            self._kill(self._descendants_of_agent())
+
+    def _kill_by(self, deadline: float) -> None:
+        if self._kill_ranks_at is None:
+            self._kill_ranks_at = deadline
+
+    def _check_limits(self, now: float, some_done: bool) -> None:
+        request = self.request
+        if request.timeout_s is not None and now - self.started > request.timeout_s:
+            text = f"longer than the limit of {request.timeout_s:g} s (--trial-timeout); {self._progress()}"
+            self.end(StopReason(outcome=Outcome.TIMEOUT, message=text))
+            return
+        stall_s = min(request.stall_s, _LAST_RANK_S) if some_done else request.stall_s
+        if now - self.last_event > stall_s:
+            text = f"no sign of life from any rank for {stall_s:g} s; {self._progress()}"
+            self.end(StopReason(outcome=Outcome.STALLED, message=text))
+
+    def _progress(self) -> str:
+        steps = [e.step for events in self.events.values() for e in events if isinstance(e, StepMeasured)]
+        if steps:
+            return f"the last step was {max(steps)} of {self.request.end_profile_step}"
+        return "no step was finished"
+
+    def _descendants_of_agent(self) -> set[ProcessKey]:
+        roots = set(self._ranks.values())
+        if self._agent_key is not None:
+            roots.add(self._agent_key)
+        found = children_of(roots) | set(self._ranks.values())
+        self._known |= found
+        return found
+
+    def _kill(self, keys: set[ProcessKey]) -> None:
+        alive = {key for key in keys if key.alive}
+        self._known |= alive
+        self._killed |= {key.pid for key in alive}
+        end_processes(alive)
+
+    def _start_sweep(self) -> None:
+        """Kill torchrun first, so that it starts nothing and signals nobody, then all below it."""
+        self._sweeping = True
+        below = self._descendants_of_agent()
+        if self._agent_key is not None:
+            self._kill({self._agent_key})
+        self._kill(below)
+
+    def _sweep(self, now: float) -> None:
+        """Kill whatever is left, wherever it was re-parented to; called again until nothing is."""
+        self.agent.poll()  # reaps it
+        left = {process.key for process in find_marked(self.mark)}
+        left |= children_of(left) | {key for key in self._known if key.alive}
+        if left:
+            self._kill(left)
+        elif self.agent.returncode is not None:
+            self.gone_at = now

@@ -1,0 +1,431 @@
+"""A launcher that answers from a landscape: whole searches in seconds, without a GPU, in virtual time.
+
+A landscape says what would become of a configuration. Any object with the two methods of ``Landscape`` will do:
+
+    class Hill:
+        '''ZeRO 1 is fastest, throughput saturates with the micro-batch, 40 samples fit.'''
+
+        def profile(self, slots):
+            return SimulatedProfile(
+                params=10**9, trainable_params=10**9, largest_layer_params=10**7, param_bytes=2,
+                activation_bytes_per_sample=10**9, flops_per_sample=6 * 10**12,
+                device_memory_bytes=80 * 2**30, host_memory_bytes=2**40, peak_bytes=20 * 2**30,
+            )
+
+        def run(self, ds_config, slots):
+            micro_batch = ds_config["train_micro_batch_size_per_gpu"]
+            stage = ds_config.get("zero_optimization", {}).get("stage", 0)
+            if micro_batch > 40:
+                return SimulatedResult(outcome=Outcome.OUT_OF_MEMORY, startup_s=20.0, missing_bytes=2**30)
+            forward_s = 0.01 * (micro_batch + 4) * (1 + 0.1 * abs(stage - 1))
+            return SimulatedResult(
+                startup_s=20.0, forward_s=forward_s, backward_s=2 * forward_s, step_s=0.02,
+                peak_bytes=(20 + micro_batch) * 2**30,
+            )
+
+    launcher = SimulatedLauncher(Hill(), total_slots=8, noise=0.02)
+
+The launcher sends the same events and reports as a real one. Its clock jumps from event to event, so launches in flight
+at the same time interleave as they would in real time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import heapq
+import itertools
+import json
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from optuna_dsat.launch.protocol import Finished, LaunchReport, LaunchRequest, LaunchUpdate, Observed
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.events import (
+    EngineReady,
+    Event,
+    ProfileMeasured,
+    RankFailed,
+    RankFinished,
+    RankStarted,
+    StepMeasured,
+)
+
+__all__ = ["Landscape", "SimulatedLauncher", "SimulatedProfile", "SimulatedResult"]
+
+_EPOCH_S = 1_700_000_000.0
+"""Unix time at which virtual time starts, so that simulated events look like real ones."""
+
+_EXIT_S = 0.5
+"""From the last event of a launch, or the order to stop it, to its end."""
+
+_RECORDED_FAILURES = frozenset(
+    {
+        Outcome.COMMUNICATION_ERROR,
+        Outcome.HOST_OUT_OF_MEMORY,
+        Outcome.INVALID_CONFIG,
+        Outcome.OUT_OF_MEMORY,
+        Outcome.SCRIPT_ERROR,
+    }
+)
+"""Outcomes of which a rank leaves a record; the others are seen by the launcher alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedProfile:
+    """What a profile launch would teach: the fields of ``ProfileMeasured``, in the same units."""
+
+    params: int
+    trainable_params: int
+    largest_layer_params: int
+    param_bytes: int
+    activation_bytes_per_sample: int
+    flops_per_sample: int
+    device_memory_bytes: int
+    host_memory_bytes: int
+    peak_bytes: int
+    device_name: str = "simulated"
+    optimizer: str = "AdamW"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedResult:
+    """What would become of a configuration, without noise."""
+
+    outcome: Outcome = Outcome.MEASURED
+    startup_s: float = 0.0
+    """From the start of the launch to the first step; for a failure to its end."""
+    forward_s: float = 0.0
+    """Of one global step (all its micro-batches)."""
+    backward_s: float = 0.0
+    """Of one global step."""
+    step_s: float = 0.0
+    """Of one global step."""
+    other_s: float = 0.0
+    """Of one global step, outside the three: data loading and the like."""
+    peak_bytes: int = 0
+    missing_bytes: int | None = None
+    """Bytes that could not be allocated."""
+    failed_at_step: int = 1
+    """Global step (from 1) in which a failure occurs."""
+    message: str = ""
+
+    @property
+    def latency_s(self) -> float:
+        """Wall time of one global step."""
+        return self.forward_s + self.backward_s + self.step_s + self.other_s
+
+
+class Landscape(Protocol):
+    """What would become of any configuration of one model on one machine. Answers must not vary: noise is added later."""
+
+    def profile(self, slots: int) -> SimulatedProfile:
+        """Return what a profile launch on ``slots`` devices would measure."""
+        ...
+
+    def run(self, ds_config: Mapping[str, Any], slots: int) -> SimulatedResult:
+        """Return what would become of a launch of the whole DeepSpeed config on ``slots`` devices."""
+        ...
+
+
+@dataclass
+class _Flight:
+    """One simulated launch."""
+
+    request: LaunchRequest
+    started_s: float
+    devices: tuple[int, ...]
+    first_boundary_s: float | None = None
+    last_boundary_s: float | None = None
+
+
+class SimulatedLauncher:
+    """Answers launches from a landscape, in virtual time. Implements the ``Launcher`` protocol.
+
+    Args:
+        landscape: What would become of each configuration.
+        total_slots: Devices of the simulated machine.
+        noise: Relative standard deviation of a step's times. The same factor applies to all steps of a launch, as
+            differences from run to run are mostly of that kind; a fifth of it varies from step to step.
+        seed: With the configuration and how often this launcher has run it before, decides the noise.
+
+    Raises:
+        ValueError: If ``total_slots`` is less than 1 or ``noise`` is negative.
+    """
+
+    def __init__(
+        self, landscape: Landscape, *, total_slots: int = 8, noise: float = 0.0, seed: int = 0
+    ) -> None:
+        if total_slots < 1:
+            raise ValueError(f"total_slots is at least 1; got {total_slots}.")
+        if noise < 0:
+            raise ValueError(f"noise is a relative standard deviation, 0 or more; got {noise}.")
+        self._landscape = landscape
+        self._noise = noise
+        self._seed = seed
+        self._free = list(range(total_slots))
+        self._total = total_slots
+        self._flights: dict[str, _Flight] = {}
+        self._attempts: Counter[str] = Counter()
+        self._queue: list[tuple[float, int, LaunchUpdate]] = []
+        self._order = itertools.count()
+        self._now_s = 0.0
+        self._busy_s = 0.0
+
+    @property
+    def now_s(self) -> float:
+        """Virtual time in seconds since the launcher was made."""
+        return self._now_s
+
+    @property
+    def busy_s(self) -> float:
+        """Virtual seconds of all launches that are over, added up (not slot-seconds)."""
+        return self._busy_s
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that a launch could take now."""
+        return len(self._free)
+
+    @property
+    def total_slots(self) -> int:
+        """Slots this launcher manages, busy or free."""
+        return self._total
+
+    def start(self, request: LaunchRequest) -> None:
+        """Start a launch.
+
+        Raises:
+            RuntimeError: If fewer than ``request.slots`` slots are free.
+            ValueError: If a launch of this name runs, or the purpose is ``full``.
+        """
+        if request.purpose == "full":
+            raise ValueError("A landscape cannot train: the purpose 'full' is not simulated.")
+        if request.launch_id in self._flights:
+            raise ValueError(f"launch_id is unique; {request.launch_id!r} is running.")
+        if not 1 <= request.slots <= len(self._free):
+            raise RuntimeError(
+                f"A launch asks for {request.slots} slots; {len(self._free)} of {self._total} are free."
+            )
+        devices = tuple(self._free[: request.slots])
+        del self._free[: request.slots]
+        flight = _Flight(request, self._now_s, devices)
+        self._flights[request.launch_id] = flight
+        result = self._landscape.run(request.ds_config, request.slots)
+        key = json.dumps(request.ds_config, sort_keys=True, default=str)
+        digest = hashlib.sha256(f"{self._seed}/{key}/{self._attempts[key]}".encode()).digest()
+        self._attempts[key] += 1
+        self._schedule(flight, result, random.Random(digest))
+
+    def _schedule(self, flight: _Flight, result: SimulatedResult, rng: random.Random) -> None:
+        """Put all updates of a launch into the queue."""
+        request = flight.request
+        script = _Script(request, result, rng, self._noise)
+        profile = self._landscape.profile(request.slots) if request.purpose == "profile" else None
+        end_s = 0.0
+        for offset_s, event in script.events(profile):
+            if request.timeout_s is not None and offset_s > request.timeout_s:
+                break
+            end_s = offset_s
+            self._push(flight.started_s + offset_s, Observed(launch_id=request.launch_id, event=event))
+            if isinstance(event, StepMeasured):
+                flight.first_boundary_s = (
+                    offset_s if flight.first_boundary_s is None else flight.first_boundary_s
+                )
+                flight.last_boundary_s = offset_s
+        outcome, message, end_s = script.ending(end_s)
+        self._finish_at(flight, flight.started_s + end_s + _EXIT_S, outcome, message, result)
+
+    def _finish_at(
+        self, flight: _Flight, time_s: float, outcome: Outcome, message: str, result: SimulatedResult | None
+    ) -> None:
+        request = flight.request
+        measured = flight.first_boundary_s is not None and flight.last_boundary_s is not None
+        report = LaunchReport(
+            launch_id=request.launch_id,
+            outcome=outcome,
+            message=message,
+            exit_code=0 if outcome is Outcome.MEASURED else 1,
+            error_excerpt="" if outcome in (Outcome.MEASURED, Outcome.PRUNED) else message,
+            missing_bytes=None if result is None else result.missing_bytes,
+            log_path="",
+            command=("simulated", request.command.script, *request.command.args),
+            host="simulated",
+            devices=flight.devices,
+            pids=(),
+            started_at=_EPOCH_S + flight.started_s,
+            startup_s=(flight.first_boundary_s or 0.0) if measured else time_s - flight.started_s,
+            measured_s=(flight.last_boundary_s or 0.0) - (flight.first_boundary_s or 0.0),
+            exit_s=_EXIT_S,
+        )
+        self._push(time_s, Finished(launch_id=request.launch_id, report=report))
+
+    def _push(self, time_s: float, update: LaunchUpdate) -> None:
+        if isinstance(update, Observed):
+            event = dataclasses.replace(update.event, time=_EPOCH_S + time_s)
+            update = Observed(launch_id=update.launch_id, event=event)
+        heapq.heappush(self._queue, (time_s, next(self._order), update))
+
+    def poll(self, timeout_s: float) -> Sequence[LaunchUpdate]:  # noqa: ARG002 - virtual time never waits
+        """Advance the clock to the next thing that happens; return all that happens at that moment."""
+        if not self._queue:
+            return ()
+        self._now_s = self._queue[0][0]
+        updates: list[LaunchUpdate] = []
+        while self._queue and self._queue[0][0] <= self._now_s:
+            update = heapq.heappop(self._queue)[2]
+            updates.append(update)
+            if isinstance(update, Finished):
+                self._release(update.launch_id)
+        return updates
+
+    def _release(self, launch_id: str) -> None:
+        flight = self._flights.pop(launch_id)
+        self._free = sorted((*self._free, *flight.devices))
+        self._busy_s += self._now_s - flight.started_s
+
+    def stop(self, launch_id: str, *, outcome: Outcome = Outcome.PRUNED, message: str = "") -> None:
+        """End a launch; its ``Finished`` comes half a virtual second later. Unknown launches are ignored."""
+        flight = self._flights.get(launch_id)
+        if flight is None:
+            return
+        self._queue = [entry for entry in self._queue if entry[2].launch_id != launch_id]
+        heapq.heapify(self._queue)
+        elapsed_s = self._now_s - flight.started_s
+        if flight.last_boundary_s is not None:
+            flight.last_boundary_s = min(flight.last_boundary_s, elapsed_s)
+        if flight.first_boundary_s is not None and flight.first_boundary_s > elapsed_s:
+            flight.first_boundary_s = flight.last_boundary_s = None
+        text = message or f"stopped: {outcome.value}"
+        self._finish_at(flight, self._now_s + _EXIT_S, outcome, text, None)
+
+    def close(self) -> None:
+        """End everything still running."""
+        for launch_id in list(self._flights):
+            self._release(launch_id)
+        self._queue.clear()
+
+
+class _Script:
+    """What the ranks of one simulated launch report, and when."""
+
+    def __init__(
+        self, request: LaunchRequest, result: SimulatedResult, rng: random.Random, noise: float
+    ) -> None:
+        self._request = request
+        self._result = result
+        self._rng = rng
+        self._noise = noise
+        self._run_factor = max(0.1, rng.gauss(1.0, noise))
+        config = request.ds_config
+        self._micro_batch = int(config.get("train_micro_batch_size_per_gpu", 1))
+        self._accumulation = int(config.get("gradient_accumulation_steps", 1))
+        self._stage = int(config.get("zero_optimization", {}).get("stage", 0))
+        self._failed = result.outcome is not Outcome.MEASURED
+        self._last_step = request.end_profile_step
+        if self._failed:
+            self._last_step = min(self._last_step, result.failed_at_step - 1)
+
+    def events(self, profile: SimulatedProfile | None) -> list[tuple[float, Event]]:
+        """Return the events of all ranks with their offsets in seconds from the start of the launch."""
+        ranks = range(self._request.slots)
+        startup_s = self._result.startup_s
+        timed: list[tuple[float, Event]] = [(0.0, self._started(rank)) for rank in ranks]
+        timed += [(startup_s * 0.9, self._ready(rank, profile)) for rank in ranks]
+        now_s = startup_s
+        if profile is not None and not self._failed:
+            now_s += self._result.latency_s
+            values = dataclasses.asdict(profile)
+            timed += [(now_s, ProfileMeasured(rank=rank, time=0.0, **values)) for rank in ranks]
+        for step in range(1, self._last_step + 1):
+            factor = self._run_factor * max(0.1, self._rng.gauss(1.0, self._noise / 5))
+            now_s += self._result.latency_s * factor
+            timed += [(now_s, self._step(rank, step, factor)) for rank in ranks]
+        if not self._failed:
+            timed += [(now_s, _finished(rank, self._last_step)) for rank in ranks]
+        elif self._result.outcome in _RECORDED_FAILURES:
+            timed.append((now_s, self._failure()))
+        return timed
+
+    def ending(self, last_event_s: float) -> tuple[Outcome, str, float]:
+        """Return outcome, message and time of the launch's end, limits applied."""
+        request, result = self._request, self._result
+        timeout_s = request.timeout_s
+        silent = result.outcome in (Outcome.STALLED, Outcome.TIMEOUT)
+        silent_until_s = last_event_s + request.stall_s
+        planned_s = result.startup_s + result.latency_s * self._run_factor * max(0, self._last_step)
+        if timeout_s is not None and (
+            (silent and silent_until_s > timeout_s) or (not silent and planned_s > timeout_s)
+        ):
+            return Outcome.TIMEOUT, f"longer than the limit of {timeout_s:g} s (--trial-timeout)", timeout_s
+        if silent:
+            text = f"no sign of life from any rank for {request.stall_s:g} s"
+            return Outcome.STALLED, text, silent_until_s
+        if self._failed:
+            return result.outcome, self._message(), last_event_s
+        return Outcome.MEASURED, f"measured to step {self._last_step}", last_event_s
+
+    def _message(self) -> str:
+        return self._result.message or f"rank 0: {self._result.outcome.value.replace('_', ' ')}"
+
+    def _started(self, rank: int) -> RankStarted:
+        slots = self._request.slots
+        return RankStarted(rank=rank, time=0.0, local_rank=rank, world_size=slots, pid=0, host="simulated")
+
+    def _ready(self, rank: int, profile: SimulatedProfile | None) -> EngineReady:
+        slots = self._request.slots
+        return EngineReady(
+            rank=rank,
+            time=0.0,
+            zero_stage=self._stage,
+            train_batch_size=self._micro_batch * self._accumulation * slots,
+            train_micro_batch_size_per_gpu=self._micro_batch,
+            gradient_accumulation_steps=self._accumulation,
+            data_parallel_size=slots,
+            pipeline=False,
+            params=0 if profile is None else profile.params,
+            trainable_params=0 if profile is None else profile.trainable_params,
+            initialize_s=self._result.startup_s * 0.5,
+            device="cuda",
+            torch_version="simulated",
+            deepspeed_version="simulated",
+        )
+
+    def _step(self, rank: int, step: int, factor: float) -> StepMeasured:
+        result = self._result
+        return StepMeasured(
+            rank=rank,
+            time=0.0,
+            step=step,
+            latency_s=result.latency_s * factor,
+            forward_s=result.forward_s * factor,
+            backward_s=result.backward_s * factor,
+            step_s=result.step_s * factor,
+            samples=self._micro_batch * self._accumulation,
+            observed_micro_batch=self._micro_batch,
+            loss=None,
+            peak_allocated_bytes=result.peak_bytes,
+            peak_reserved_bytes=result.peak_bytes,
+            rss_bytes=0,
+        )
+
+    def _failure(self) -> RankFailed:
+        result = self._result
+        return RankFailed(
+            rank=0,
+            time=0.0,
+            outcome=result.outcome.value,
+            phase="forward",
+            error_type="SimulatedError",
+            message=self._message(),
+            traceback="",
+            missing_bytes=result.missing_bytes,
+            steps=self._last_step,
+        )
+
+
+def _finished(rank: int, steps: int) -> RankFinished:
+    return RankFinished(rank=rank, time=0.0, reason="profile_done", steps=steps)
