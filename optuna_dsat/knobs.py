@@ -1,0 +1,324 @@
+"""The knobs: every DeepSpeed setting the search may change, where it is used, and its default choices.
+
+Where a knob applies was read in DeepSpeed's source (``used_by`` names the place) and the contested cases were
+run. A knob is sampled only where it changes what DeepSpeed does; elsewhere it would only multiply
+configurations that behave alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from optuna_dsat.errors import ConfigError
+
+__all__ = ["KNOBS", "MICRO_BATCH", "Kind", "Knob", "Site", "known_names", "normalise"]
+
+MICRO_BATCH = "train_micro_batch_size_per_gpu"
+
+Kind = str
+"""``stage``, ``flag``, ``size`` (a number of elements) or ``device`` (``none``, ``cpu``, ``nvme``)."""
+
+_BUCKETS = tuple(n * 10**m for m in range(6, 10) for n in (1, 5))
+"""dsat's defaults: n * 10^m elements for n in (1, 5), m in 6..9."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """What decides, beside the params drawn so far, whether a knob applies."""
+
+    pipeline: bool = False
+    """The script trains a pipeline module."""
+    bf16_optimizer: bool = False
+    """bf16 with fp32 gradient accumulation: ZeRO 1 then runs ``BF16_Optimizer``, unless the optimizer is
+    offloaded.
+    """
+    prescaled: bool = False
+    """``prescale_gradients`` or a ``gradient_predivide_factor``: ZeRO 2 and 3 then refuse ``reduce_scatter``.
+    """
+    sequential: bool = False
+    """``stage3_allgather_sequential``: ZeRO 3 then sets its prefetch bucket to 1."""
+    nvme_only: bool = False
+    """The optimizer may be offloaded to NVMe only, which ZeRO 1 and 2 cannot."""
+
+
+Condition = Callable[[Mapping[str, Any], Site], bool]
+
+
+def _stage(params: Mapping[str, Any]) -> int:
+    return int(params.get("zero_stage", 0))
+
+
+def _offloads(params: Mapping[str, Any]) -> bool:
+    return bool(params.get("offload_optimizer", "none") != "none")
+
+
+def _reduces(params: Mapping[str, Any], site: Site) -> bool:
+    """Whether ZeRO's own gradient reduction runs."""
+    stage = _stage(params)
+    return stage >= 2 or (stage == 1 and not (site.bf16_optimizer and not _offloads(params)))
+
+
+def _picks_contiguous(params: Mapping[str, Any], site: Site) -> bool:
+    return _reduces(params, site) and (_stage(params) == 3 or not _offloads(params))
+
+
+def _is_contiguous(params: Mapping[str, Any], site: Site) -> bool:
+    return not _picks_contiguous(params, site) or bool(params.get("contiguous_gradients", True))
+
+
+def _picks_scatter(params: Mapping[str, Any], site: Site) -> bool:
+    if not _reduces(params, site) or not _is_contiguous(params, site):
+        return False
+    return not (site.prescaled and _stage(params) >= 2)
+
+
+def _third(params: Mapping[str, Any], _: Site) -> bool:
+    return _stage(params) == 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knob:
+    """One DeepSpeed setting the search may change."""
+
+    name: str
+    """Name of the Optuna parameter: DeepSpeed's own key."""
+    path: tuple[str, ...]
+    """Where the value stands in a DeepSpeed config."""
+    kind: Kind
+    choices: tuple[Any, ...]
+    """Default choices, in rising order."""
+    where: str
+    """Where it applies, for people."""
+    used_by: str
+    """The place in DeepSpeed 0.19.8 that uses it, and why it applies where it does."""
+    applies: Condition
+    inert: bool = False
+    """DeepSpeed takes the value and does nothing with it: sampled only if the user lists values."""
+
+
+def _zero(name: str, key: str | None = None) -> tuple[str, ...]:
+    return ("zero_optimization", key or name)
+
+
+KNOBS: tuple[Knob, ...] = (
+    Knob(
+        name="zero_stage",
+        path=_zero("stage"),
+        kind="stage",
+        choices=(0, 1, 2, 3),
+        where="always; 0 and 1 with pipeline parallelism",
+        used_by="engine.DeepSpeedEngine._configure_zero_optimizer; pipe.engine.PipelineEngine asserts stage < 2.",
+        applies=lambda _params, _site: True,
+    ),
+    Knob(
+        name="offload_optimizer",
+        path=("zero_optimization", "offload_optimizer", "device"),
+        kind="device",
+        choices=("none", "cpu"),
+        where="ZeRO 1, 2, 3",
+        used_by=(
+            "zero.stage_1_and_2.DeepSpeedZeroOptimizer.__init__ (cpu_offload) for stages 1 and 2, "
+            "zero.stage3.DeepSpeedZeroOptimizer_Stage3._configure_offloading. Older guides allow stages 2 and 3 only; "
+            "today's offload_config documents and runs stage 1, too. Stage 0 has no ZeRO optimizer to offload."
+        ),
+        applies=lambda params, site: _stage(params) == 3 or (_stage(params) >= 1 and not site.nvme_only),
+    ),
+    Knob(
+        name="offload_optimizer_nvme",
+        path=("zero_optimization", "offload_optimizer", "device"),
+        kind="flag",
+        choices=(False, True),
+        where="ZeRO 3 with optimizer offload, where an NVMe path is given",
+        used_by=(
+            "zero.stage3.DeepSpeedZeroOptimizer_Stage3._configure_tensor_swapping. Stages 1 and 2 take nvme and "
+            "offload to the CPU. A knob of its own, because an Optuna parameter has the same choices at every stage."
+        ),
+        applies=lambda params, _site: _stage(params) == 3 and _offloads(params),
+    ),
+    Knob(
+        name="offload_param",
+        path=("zero_optimization", "offload_param", "device"),
+        kind="device",
+        choices=("none", "cpu"),
+        where="ZeRO 3",
+        used_by="zero.stage3.DeepSpeedZeroOptimizer_Stage3._configure_offloading; stages below 3 never look at it.",
+        applies=_third,
+    ),
+    Knob(
+        name="contiguous_gradients",
+        path=_zero("contiguous_gradients"),
+        kind="flag",
+        choices=(False, True),
+        where="ZeRO 1 and 2 without optimizer offload, ZeRO 3",
+        used_by=(
+            "stage_1_and_2.DeepSpeedZeroOptimizer.setup_buckets and copy_grads_in_partition; its __init__ sets it with "
+            "optimizer offload, whatever the config says. stage3._setup_for_real_optimizer allocates the bucket by it."
+        ),
+        applies=_picks_contiguous,
+    ),
+    Knob(
+        name="overlap_comm",
+        path=_zero("overlap_comm"),
+        kind="flag",
+        choices=(False, True),
+        where="ZeRO 1, 2, 3; not with pipeline parallelism",
+        used_by=(
+            "stage_1_and_2.DeepSpeedZeroOptimizer.process_gradients, average_tensor; "
+            "stage3.reduce_and_partition_stream and DeepSpeedZeRoOffload's all-gather stream. "
+            "engine._configure_zero_optimizer turns it off for pipelines."
+        ),
+        applies=lambda params, site: _reduces(params, site) and not site.pipeline,
+    ),
+    Knob(
+        name="reduce_scatter",
+        path=_zero("reduce_scatter"),
+        kind="flag",
+        choices=(False, True),
+        where="ZeRO 1, 2, 3 with contiguous gradients",
+        used_by=(
+            "stage_1_and_2.DeepSpeedZeroOptimizer.average_tensor and stage3.__reduce_and_partition_ipg_grads read it "
+            "for contiguous buckets only. Stages 2 and 3 refuse it with prescale_gradients or a predivide factor."
+        ),
+        applies=_picks_scatter,
+    ),
+    Knob(
+        name="reduce_bucket_size",
+        path=_zero("reduce_bucket_size"),
+        kind="size",
+        choices=_BUCKETS,
+        where="ZeRO 1, 2, 3",
+        used_by=(
+            "stage_1_and_2.reduce_independent_p_g_buckets_and_remove_grads, stage3.reduce_independent_p_g_buckets. "
+            "ZeRO 1 with bf16 and fp32 gradient accumulation runs BF16_Optimizer, which has no buckets."
+        ),
+        applies=_reduces,
+    ),
+    Knob(
+        name="allgather_bucket_size",
+        path=_zero("allgather_bucket_size"),
+        kind="size",
+        choices=_BUCKETS,
+        where="nowhere with torch 1.13 or newer; where you list values, ZeRO 1 and 2",
+        used_by=(
+            "runtime.utils.all_gather_dp_groups shards by it only if the backend lacks all_gather_into_tensor, which "
+            "every torch since 1.13 has (comm.torch.TorchBackend.has_all_gather_into_tensor)."
+        ),
+        applies=lambda params, _site: _stage(params) in (1, 2),
+        inert=True,
+    ),
+    Knob(
+        name="allgather_partitions",
+        path=_zero("allgather_partitions"),
+        kind="flag",
+        choices=(False, True),
+        where="nowhere; where you list values, ZeRO 1 and 2",
+        used_by="engine.DeepSpeedEngine.zero_allgather_partitions reads it, and nothing calls that.",
+        applies=lambda params, _site: _stage(params) in (1, 2),
+        inert=True,
+    ),
+    Knob(
+        name="stage3_prefetch_bucket_size",
+        path=_zero("stage3_prefetch_bucket_size"),
+        kind="size",
+        choices=(5_000_000, 50_000_000, 500_000_000),
+        where="ZeRO 3",
+        used_by=(
+            "zero.partitioned_param_coordinator.PartitionedParameterCoordinator.fetch_sub_module; "
+            "stage3_allgather_sequential sets it to 1 (engine._configure_zero_optimizer)."
+        ),
+        applies=lambda params, site: _stage(params) == 3 and not site.sequential,
+    ),
+    Knob(
+        name="stage3_max_live_parameters",
+        path=_zero("stage3_max_live_parameters"),
+        kind="size",
+        choices=(100_000_000, 1_000_000_000),
+        where="ZeRO 3",
+        used_by="PartitionedParameterCoordinator.fetch_sub_module: bounds what is prefetched.",
+        applies=lambda params, _site: _stage(params) == 3 and params.get("stage3_prefetch_bucket_size", 1) > 0,
+    ),
+    Knob(
+        name="stage3_max_reuse_distance",
+        path=_zero("stage3_max_reuse_distance"),
+        kind="size",
+        choices=(100_000_000, 1_000_000_000),
+        where="ZeRO 3",
+        used_by="PartitionedParameterCoordinator.__params_to_release: keeps what is used again within the distance.",
+        applies=_third,
+    ),
+    Knob(
+        name="stage3_param_persistence_threshold",
+        path=_zero("stage3_param_persistence_threshold"),
+        kind="size",
+        choices=(10_000, 100_000, 1_000_000),
+        where="ZeRO 3",
+        used_by="zero.parameter_offload.DeepSpeedZeRoOffload.mark_persistent_parameters.",
+        applies=_third,
+    ),
+    Knob(
+        name="sub_group_size",
+        path=_zero("sub_group_size"),
+        kind="size",
+        choices=(100_000_000, 1_000_000_000),
+        where="ZeRO 3",
+        used_by="stage3.DeepSpeedZeroOptimizer_Stage3._create_fp16_sub_groups: elements updated at a time.",
+        applies=_third,
+    ),
+)
+"""In the order they are suggested: a condition reads only knobs that come before."""
+
+_MINIMUM = {"reduce_bucket_size": 1, "allgather_bucket_size": 2}
+"""Smallest value DeepSpeed accepts, 0 for the sizes not named."""
+
+
+def known_names() -> str:
+    """Return the names of all knobs, for messages."""
+    return ", ".join([*(knob.name for knob in KNOBS if knob.name != "offload_optimizer_nvme"), MICRO_BATCH])
+
+
+def normalise(name: str, kind: Kind, value: Any) -> Any:
+    """Return a knob's value in the form it is suggested in: ``5e8`` becomes 500000000, ``"true"`` true.
+
+    Text is read as JSON would be, so that values from a command line can be passed as they are.
+
+    Raises:
+        ConfigError: If the value has the wrong type or DeepSpeed would refuse it.
+    """
+    if kind == "device":
+        return _device(name, value)
+    if kind == "flag":
+        flags = {True: True, False: False, "true": True, "false": False, "True": True, "False": False}
+        if not isinstance(value, bool | str) or value not in flags:
+            raise ConfigError(f"{name} is {value!r}; it must be true or false.")
+        return flags[value]
+    number = _whole(name, value)
+    if kind == "stage" and number not in (0, 1, 2, 3):
+        raise ConfigError(f"{name} is {value!r}; ZeRO stages are 0, 1, 2 and 3.")
+    lowest = 1 if kind == "count" else _MINIMUM.get(name, 0)
+    if number < lowest:
+        raise ConfigError(f"{name} is {value!r}; it must be at least {lowest}.")
+    if name == "allgather_bucket_size" and number % 2:
+        raise ConfigError(f"{name} is {value!r}; DeepSpeed accepts even numbers only.")
+    return number
+
+
+def _device(name: str, value: Any) -> str:
+    if isinstance(value, Mapping):
+        value = value.get("device", "none")
+    if value is None or value is False:
+        return "none"
+    if value not in ("none", "cpu", "nvme"):
+        raise ConfigError(f"{name} is {value!r}; it must be none, cpu or nvme.")
+    return str(value)
+
+
+def _whole(name: str, value: Any) -> int:
+    try:
+        number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else None
+        if number is not None and number.is_integer():
+            return int(value) if isinstance(value, int) else int(number)
+    except ValueError:
+        pass
+    raise ConfigError(f"{name} is {value!r}; it must be a whole number, such as 5e8 or 500000000.")

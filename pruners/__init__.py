@@ -1,0 +1,6 @@
+"""Optuna pruners that know DeepSpeed, usable in any study."""
+
+from optuna_dsat.pruners._asha import AshaPruner
+from optuna_dsat.pruners._deepspeed import DeepSpeedPruner
+
+__all__ = ["AshaPruner", "DeepSpeedPruner"]

@@ -1,0 +1,129 @@
+"""Asynchronous successive halving over lineages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from optuna.pruners import BasePruner
+from optuna.study import Study
+from optuna.trial import FrozenTrial
+
+from optuna_dsat.lineage import MICRO_BATCH, Lineage, group
+from optuna_dsat.pruners._common import chosen_by_user, lineage_of
+from optuna_dsat.pruners._inflight import below_rung, cannot_win
+from optuna_dsat.pruners._rungs import Rungs, climb
+
+__all__ = ["AshaPruner"]
+
+
+class AshaPruner(BasePruner):
+    """Gives more launches to the lineages that do well.
+
+    Asynchronous successive halving (Li et al. 2018, arXiv:1810.05934) with lineages as the candidates and
+    launches as the resource. A lineage completes rung k when it has ``min_binary_search_trials * divisor **
+    (asha_early_stopping + k)`` launches, or when its search ended earlier. Of the n lineages that completed a
+    rung the best ``n // divisor`` go on to the next; the others wait, and go on later if they are among the
+    best of a rung that has grown. The top rung, ``max_rungs - 1``, is never left. Launches that failed by
+    accident do not count.
+
+    Used with ``BinarySearchSampler`` this is the search of Determined AI's ``dsat asha``: the sampler asks
+    which lineages go on, the highest rung first, and opens a new one when all wait. With other samplers, a
+    trial of a lineage that waits is pruned before it is launched; enqueued trials and copies of lost ones
+    never are.
+
+    Within a launch the same rule is applied to the reported steps: after ``divisor ** (asha_early_stopping +
+    k)`` reports a job must be among the best ``1 / divisor`` of all trials at that step. It is not stopped
+    while it is within ``stop_margin`` (or three standard errors) of the best, so that noise does not decide
+    between good configurations.
+
+    Args:
+        max_rungs: Number of rungs.
+        min_binary_search_trials: Launches of the lowest rung (``r`` in the paper).
+        divisor: One lineage in ``divisor`` goes on (``eta`` in the paper).
+        asha_early_stopping: Raises all rungs by this power of the divisor (``s`` in the paper).
+        stop_margin: Least distance from the best, relative to it, that stops a job in flight.
+        micro_batch: Name of the micro-batch's parameter.
+
+    Raises:
+        ValueError: If a number is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_rungs: int = 5,
+        min_binary_search_trials: int = 3,
+        divisor: int = 2,
+        asha_early_stopping: int = 0,
+        stop_margin: float = 0.1,
+        micro_batch: str = MICRO_BATCH,
+    ) -> None:
+        for name, value, least in (
+            ("max_rungs", max_rungs, 1),
+            ("min_binary_search_trials", min_binary_search_trials, 1),
+            ("divisor", divisor, 2),
+            ("asha_early_stopping", asha_early_stopping, 0),
+            ("stop_margin", stop_margin, 0),
+        ):
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, not {value}")
+        self._rungs = Rungs(
+            max_rungs=max_rungs,
+            min_launches=min_binary_search_trials,
+            divisor=divisor,
+            early_stopping=asha_early_stopping,
+        )
+        self._stop_margin = stop_margin
+        self._micro_batch = micro_batch
+
+    def prune(self, study: Study, trial: FrozenTrial) -> bool:
+        """Return whether to veto a trial (nothing reported yet) or to stop it in flight."""
+        if trial.intermediate_values:
+            return self._stops(study, trial)
+        return self.reason(study, trial) is not None
+
+    def reason(self, study: Study, trial: FrozenTrial) -> str | None:
+        """Return why a trial should not be launched, None if it should."""
+        if chosen_by_user(trial):
+            return None
+        others = [t for t in study.get_trials(deepcopy=False) if t.number != trial.number]
+        lineages = group(others, micro_batch=self._micro_batch)
+        lineage = lineage_of(trial, lineages, micro_batch=self._micro_batch)
+        if lineage is None or lineage.key not in self.held_back(study, lineages):
+            return None
+        if lineage.broken:
+            return "this configuration failed whatever its micro-batch"
+        return f"other configurations did better with {len(lineage.answers)} launches"
+
+    def held_back(self, study: Study, lineages: Mapping[str, Lineage]) -> frozenset[str]:
+        """Return the keys of the lineages that wait, or left the race."""
+        return frozenset(lineages) - frozenset(self.continuable(study, lineages))
+
+    def continuable(self, study: Study, lineages: Mapping[str, Lineage]) -> Sequence[str]:
+        """Return the keys of the lineages that may go on: the highest rung first, then the longest."""
+        ended = frozenset(key for key, lineage in lineages.items() if lineage.ended)
+        ladder = climb(lineages, rungs=self._rungs, direction=study.direction, ended=ended)
+        ranks: dict[str, tuple[int, int]] = {}
+        for key, lineage in lineages.items():
+            done = len(lineage.answers)
+            rung = next((k for k, r in enumerate(ladder) if key not in r.promoted), 0)
+            if key not in ended and done < self._rungs.size(rung):
+                ranks[key] = (rung, done)
+        return sorted(ranks, key=lambda key: ranks[key], reverse=True)
+
+    def hopeless(self, study: Study, lineages: Mapping[str, Lineage]) -> Sequence[Mapping[str, Any]]:
+        """Return no structures: every new lineage may climb."""
+        del study, lineages
+        return ()
+
+    def _stops(self, study: Study, trial: FrozenTrial) -> bool:
+        others = study.get_trials(deepcopy=False)
+        direction = study.direction
+        return below_rung(
+            trial,
+            others,
+            direction=direction,
+            divisor=self._rungs.divisor,
+            early_stopping=self._rungs.early_stopping,
+        ) and cannot_win(trial, others, direction=direction, margin=self._stop_margin)

@@ -1,0 +1,25 @@
+"""What the pruners share: whose trial it is, and which lineage it belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from optuna.trial import FrozenTrial
+
+from optuna_dsat.lineage import Lineage, group
+
+__all__ = ["chosen_by_user", "lineage_of"]
+
+
+def chosen_by_user(trial: FrozenTrial) -> bool:
+    """Return whether a trial was enqueued or repeats a lost one: it is launched whatever a pruner knows."""
+    return bool(trial.system_attrs.get("fixed_params")) or "failed_trial" in trial.system_attrs
+
+
+def lineage_of(trial: FrozenTrial, lineages: Mapping[str, Lineage], *, micro_batch: str) -> Lineage | None:
+    """Return the lineage a trial belongs to, without trials if it is the first; None for a foreign trial."""
+    own = next(iter(group([trial], micro_batch=micro_batch).values()), None)
+    if own is None:
+        return None
+    empty = Lineage(key=own.key, params=own.params, trials=(), micro_batch=micro_batch)
+    return lineages.get(own.key, empty)

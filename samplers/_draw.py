@@ -1,0 +1,177 @@
+"""Drawing the knobs of a new lineage: balanced over those opened before, weighed by what is known to fit.
+
+Pure functions of the history and of a random generator. Three rules, in this order:
+
+1. A choice whose every completion was opened before is not drawn: no lineage is opened twice.
+2. Choices are drawn in turn rather than by pure chance: of weights ``w`` and counts ``n`` of lineages opened
+   so far, one of the choices with the largest ``w / (2 n + 1)`` is taken (the highest averages of
+   Sainte-Laguë), ties at random. With equal weights this is one coordinate of a Latin hypercube (McKay et al.
+   1979): every choice comes once before any comes again, so few lineages cover all choices.
+3. All weights are equal but those of ``zero_stage`` and the offload knobs, see ``_structural_weight``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
+
+from optuna_dsat.lineage import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, STRUCTURE, Lineage, agrees, structure
+
+__all__ = ["closed", "draw", "draw_choice", "generator"]
+
+_NO_OFFLOAD = ("none", None, False)
+_SPARE_WEIGHT = 1 / 8
+"""Offloading trades time for memory: rarely drawn where the lineage fits without."""
+_UNKNOWN_WEIGHT = 1 / 4
+_SHORT_WEIGHT = 1 / 2
+"""Where micro-batches below ``_SHORT_MICRO_BATCH`` are all that fits, more memory may well pay."""
+_SHORT_MICRO_BATCH = 4
+_DEAD_FACTOR = 1 / 4
+"""Per lineage that did not fit at the smallest micro-batch, where none of its kind fits."""
+_HOPELESS_FACTOR = 1 / 50
+
+
+def generator(*parts: object) -> random.Random:
+    """Return a random generator that depends on the parts alone, the same on every machine."""
+    digest = hashlib.sha256("\x1f".join(map(repr, parts)).encode()).digest()
+    return random.Random(int.from_bytes(digest[:8], "big"))
+
+
+def draw(rng: random.Random, distribution: BaseDistribution) -> Any:
+    """Return a value drawn uniformly, on the logarithmic scale where the distribution is."""
+    if isinstance(distribution, CategoricalDistribution):
+        return distribution.choices[rng.randrange(len(distribution.choices))]
+    if isinstance(distribution, IntDistribution):
+        return _draw_int(rng, distribution)
+    if isinstance(distribution, FloatDistribution):
+        return _draw_float(rng, distribution)
+    raise ValueError(f"a distribution must be categorical, int or float, not {distribution!r}")
+
+
+def draw_choice(
+    rng: random.Random,
+    name: str,
+    distribution: CategoricalDistribution,
+    *,
+    params: Mapping[str, Any],
+    lineages: Sequence[Lineage],
+    opening: Sequence[Mapping[str, Any]] = (),
+    hopeless: Sequence[Mapping[str, Any]] = (),
+) -> Any:
+    """Return the choice of one knob of a new lineage.
+
+    Args:
+        rng: Breaks ties.
+        name: The knob.
+        distribution: Its choices.
+        params: The knobs drawn before.
+        lineages: Lineages opened before.
+        opening: Knobs drawn so far of lineages that others are opening now.
+        hopeless: Structures (partial knobs) of which no lineage can win, by the study's pruner.
+    """
+    whole = [lineage for lineage in lineages if lineage.complete]
+    context = structure(params)
+    opened = [p for p in [*(lineage.params for lineage in whole), *opening] if agrees(p, context)]
+    merits = []
+    for choice in distribution.choices:
+        extended = {**params, name: choice}
+        weight = 0.0 if closed(extended, whole) else 1.0
+        if weight and name in STRUCTURE:
+            weight *= _structural_weight(name, choice, context, whole, hopeless)
+        count = sum(name in p and agrees(p, {name: choice}) for p in opened)
+        merits.append(weight / (2 * count + 1))
+    best = max(merits)
+    return rng.choice([c for c, merit in zip(distribution.choices, merits, strict=True) if merit == best])
+
+
+def closed(
+    params: Mapping[str, Any],
+    lineages: Sequence[Lineage],
+    hopeless: Sequence[Mapping[str, Any]] = (),
+) -> bool:
+    """Return whether every lineage that extends partial knobs was opened before, or is hopeless.
+
+    The tree of the conditional space is read off the lineages themselves: below ``params``, the next knob is
+    one that all lineages found there share, and its distribution tells the other choices.
+
+    Args:
+        params: Partial knobs; empty for the whole space.
+        lineages: Lineages whose knobs are all known.
+        hopeless: Structures (partial knobs) of which no lineage can win.
+    """
+    if any(agrees(params, kind, strict=True) for kind in hopeless):
+        return True
+    below = [lineage for lineage in lineages if agrees(lineage.params, params, strict=True)]
+    if not below:
+        return False
+    if any(len(lineage.params) == len(params) for lineage in below):
+        return True
+    shared = [n for n in below[0].params if n not in params and all(n in o.params for o in below)]
+    for name in shared:
+        distribution = below[0].trials[-1].distributions.get(name)
+        if isinstance(distribution, CategoricalDistribution):
+            return all(closed({**params, name: c}, below, hopeless) for c in distribution.choices)
+    return False
+
+
+def _structural_weight(
+    name: str,
+    choice: Any,
+    context: Mapping[str, Any],
+    lineages: Sequence[Lineage],
+    hopeless: Sequence[Mapping[str, Any]],
+) -> float:
+    """Return the weight of a ZeRO stage or of an offload choice, from what is known to fit.
+
+    Offloading starts rare and becomes the rule where nothing fits without it. A choice loses weight with each
+    lineage that did not fit at the smallest micro-batch, and nearly all where the pruner calls all its kinds
+    hopeless.
+    """
+    alike = [o for o in lineages if agrees(o.params, {**context, name: choice}, strict=True)]
+    weight = 1.0
+    if name in (OFFLOAD_OPTIMIZER, OFFLOAD_PARAM) and choice not in _NO_OFFLOAD:
+        weight = _offload_weight(name, context, lineages)
+    if not any(o.largest_fit is not None for o in alike):
+        weight *= _DEAD_FACTOR ** sum(o.dead for o in alike)
+    kinds = [structure(o.params) for o in alike]
+    if kinds and all(kind in hopeless for kind in kinds):
+        weight *= _HOPELESS_FACTOR
+    return weight
+
+
+def _offload_weight(name: str, context: Mapping[str, Any], lineages: Sequence[Lineage]) -> float:
+    without = [
+        o for o in lineages if agrees(o.params, context, strict=True) and o.params.get(name) in _NO_OFFLOAD
+    ]
+    fits = max((o.largest_fit for o in without if o.largest_fit is not None), default=None)
+    if fits is not None:
+        return _SPARE_WEIGHT if fits >= _SHORT_MICRO_BATCH else _SHORT_WEIGHT
+    return 1.0 if any(o.dead for o in without) else _UNKNOWN_WEIGHT
+
+
+def _draw_int(rng: random.Random, distribution: IntDistribution) -> int:
+    low, high, step = distribution.low, distribution.high, distribution.step
+    if distribution.log:
+        value = math.exp(rng.uniform(math.log(low - 0.5), math.log(high + 0.5)))
+        return min(max(round(value), low), high)
+    return rng.randrange(low, high + 1, step)
+
+
+def _draw_float(rng: random.Random, distribution: FloatDistribution) -> float:
+    low, high, step = distribution.low, distribution.high, distribution.step
+    if distribution.log:
+        return min(max(math.exp(rng.uniform(math.log(low), math.log(high))), low), high)
+    if step is not None:
+        steps = math.floor((high - low) / step + 1e-9)
+        return min(low + rng.randint(0, steps) * step, high)
+    return rng.uniform(low, high)

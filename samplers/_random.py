@@ -1,0 +1,208 @@
+"""Random lineages with micro-batches drawn around the middle of their bounds."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+
+from optuna.distributions import IntDistribution
+from optuna.study import Study
+from optuna.trial import FrozenTrial
+
+from optuna_dsat.lineage import (
+    MICRO_BATCH,
+    PLAN_ATTR,
+    Evidence,
+    Lineage,
+    candidates,
+    evidence,
+    score,
+    structure,
+)
+from optuna_dsat.samplers._base import LineageSampler, MaxMicroBatch, Proposal
+
+__all__ = ["LineageRandomSampler"]
+
+
+class LineageRandomSampler(LineageSampler):
+    """Draws lineages at random and a few micro-batches in each, around the middle of its bounds.
+
+    The micro-batch is ``low + Binomial(high - low, 1/2)``. One that fits sets ``low = micro-batch + 1`` (and
+    doubles ``high`` where the bounds were too low, within the distribution), one that does not fit sets
+    ``high = micro-batch - 1``. A lineage ends after ``trials_per_random_config`` answers or when ``low >
+    high``.
+
+    A new lineage starts between 1 and ``search_range_factor * max_micro_batch``. Where a lineage of the same
+    structure (ZeRO stage and offload) was measured, with its best at micro-batch ``b``:
+
+    - if larger micro-batches may pay, half of the new lineages start above: ``low = b + 1``, ``high =
+    max(largest that
+      fits, high of the best, 2 low)``, as Determined AI's ``dsat random`` does for all. It does not do so
+      here where the best lineage is known not to hold more, or to be slower with more: those launches teach
+      nothing;
+    - the others start at ``b`` itself, which compares their knobs with the best ones at the same micro-batch,
+    or,
+      where larger micro-batches were slower, between the neighbours of ``b`` that the best lineage measured.
+
+    Meant for use with ``DeepSpeedPruner``, which ends lineages that cannot win.
+
+    Args:
+        trials_per_random_config: Most launches that may teach something of one lineage.
+        search_range_factor: Multiplies ``max_micro_batch``.
+        max_micro_batch: Largest micro-batch worth trying for given knobs; None for the high end of the
+            micro-batch's distribution, which is always respected.
+        micro_batch: Name of the micro-batch's parameter. It must be an integer parameter, suggested last.
+        seed: Seed of the draws; None draws one for the study and stores it there.
+
+    Raises:
+        ValueError: If ``trials_per_random_config`` is below 1.
+    """
+
+    def __init__(
+        self,
+        *,
+        trials_per_random_config: int = 5,
+        search_range_factor: float = 1.0,
+        max_micro_batch: MaxMicroBatch | None = None,
+        micro_batch: str = MICRO_BATCH,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(
+            search_range_factor=search_range_factor,
+            max_micro_batch=max_micro_batch,
+            micro_batch=micro_batch,
+            seed=seed,
+        )
+        if trials_per_random_config < 1:
+            raise ValueError(
+                f"trials_per_random_config must be at least 1, not {trials_per_random_config}:"
+                " it is the number of launches of one random configuration"
+            )
+        self._budget = trials_per_random_config
+
+    def _propose(
+        self,
+        study: Study,
+        lineage: Lineage,
+        distribution: IntDistribution,
+        *,
+        lineages: Mapping[str, Lineage],
+        history: Sequence[FrozenTrial],
+        rng: random.Random,
+    ) -> Proposal | None:
+        if lineage.running or lineage.broken or len(lineage.answers) >= self._budget:
+            return None
+        ceiling = self._ceiling(lineage.params, history, distribution)
+        edge = edge_alike(lineage, lineages.values())
+        if not lineage.trials:
+            best = _best_alike(study, lineage, lineages)
+            return _open(lineage, distribution, ceiling, best, edge, rng)
+        low, high = replay(lineage, ceiling, distribution, edge=edge)
+        return _draw_between(low, high, distribution, lineage, rng)
+
+
+def replay(
+    lineage: Lineage, ceiling: int, distribution: IntDistribution, *, edge: int | None = None
+) -> tuple[int, int]:
+    """Return the bounds (low, high) that the answers of a lineage leave, from those it was opened with.
+
+    Args:
+        lineage: The lineage; one opened by someone else starts with [low end of the distribution, ceiling].
+        ceiling: Largest micro-batch worth trying by the memory model. It is soft: a success there doubles it.
+        distribution: Of the micro-batch; its high end is a hard limit.
+        edge: Smallest micro-batch that was too large for a lineage alike. Doubling goes no further: other
+            buckets and flags may just make room for it, but not for much more.
+    """
+    low, high = _opening_bounds(lineage) or (distribution.low, ceiling)
+    limit = distribution.high
+    for trial in lineage.answers:
+        size = lineage.size(trial)
+        if evidence(trial) is Evidence.FITS:
+            low = max(low, size + 1)
+            if low > high:
+                reach = max(2 * high, low) if edge is None else min(2 * high, edge)
+                high = min(reach, limit)
+        elif evidence(trial) is Evidence.TOO_LARGE:
+            high = limit = min(high, limit, size - 1)
+    return low, high
+
+
+def edge_alike(lineage: Lineage, lineages: Iterable[Lineage]) -> int | None:
+    """Return the smallest micro-batch that was too large for a lineage of the same structure and fitted none.
+
+    What fits is decided by the ZeRO stage and offload almost alone.
+    """
+    kind = structure(lineage.params)
+    alike = [other for other in lineages if structure(other.params) == kind]
+    fits = max((other.largest_fit for other in alike if other.largest_fit is not None), default=0)
+    return min(
+        (
+            o.smallest_too_large
+            for o in alike
+            if o.smallest_too_large is not None and o.smallest_too_large > fits
+        ),
+        default=None,
+    )
+
+
+def _open(
+    lineage: Lineage,
+    distribution: IntDistribution,
+    ceiling: int,
+    best: tuple[Lineage, FrozenTrial] | None,
+    edge: int | None,
+    rng: random.Random,
+) -> Proposal | None:
+    """Return the first micro-batch of a new lineage."""
+    if best is None:
+        return _draw_between(distribution.low, ceiling, distribution, lineage, rng)
+    rival, trial = best
+    size = rival.size(trial)
+    largest = max(rival.largest_fit or size, size)
+    hard = distribution.high if edge is None else edge - 1
+    bounds = _opening_bounds(rival) or (distribution.low, ceiling)
+    high = min(max(largest, bounds[1], 2 * (size + 1)), hard)
+    if largest > size:
+        others = {found for found, _ in rival.points()} - {size}
+        below = max((found for found in others if found < size), default=distribution.low - 1)
+        above = min((found for found in others if found > size), default=high + 1)
+        if rng.random() < 0.5:
+            return _draw_between(below + 1, max(above - 1, size), distribution, lineage, rng)
+    elif size < high and rng.random() < 0.5:
+        return _draw_between(size + 1, high, distribution, lineage, rng)
+    return Proposal(micro_batch=min(size, distribution.high), low=distribution.low, high=max(high, size))
+
+
+def _draw_between(
+    low: int, high: int, distribution: IntDistribution, lineage: Lineage, rng: random.Random
+) -> Proposal | None:
+    """Return ``low + Binomial(high - low, 1/2)``, or the nearest value that the lineage has not used."""
+    left = candidates(low, high, distribution, used=lineage.used)
+    if not left:
+        return None
+    drawn = low + rng.getrandbits(max(high - low, 1)).bit_count() if high > low else low
+    return Proposal(micro_batch=min(left, key=lambda value: (abs(value - drawn), value)), low=low, high=high)
+
+
+def _best_alike(
+    study: Study, lineage: Lineage, lineages: Mapping[str, Lineage]
+) -> tuple[Lineage, FrozenTrial] | None:
+    """Return the best measured trial of the same ZeRO stage and offload, with its lineage."""
+    kind = structure(lineage.params)
+    best: tuple[Lineage, FrozenTrial] | None = None
+    sign = 1.0 if study.direction.name == "MINIMIZE" else -1.0
+    for other in lineages.values():
+        trial = other.best(study.direction) if structure(other.params) == kind else None
+        if trial is not None and (
+            best is None or sign * (score(trial) or 0.0) < sign * (score(best[1]) or 0.0)
+        ):
+            best = (other, trial)
+    return best
+
+
+def _opening_bounds(lineage: Lineage) -> tuple[int, int] | None:
+    """Return the bounds the lineage was opened with, None where no sampler of this kind opened it."""
+    if not lineage.trials:
+        return None
+    plan = lineage.trials[0].system_attrs.get(PLAN_ATTR) or {}
+    return (int(plan["low"]), int(plan["high"])) if "low" in plan else None
