@@ -1,0 +1,73 @@
+"""Claims: one trial at most runs a configuration, however many workers look for one."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+
+from sqlalchemy import delete, select
+from sqlalchemy.orm import Session
+
+from optuna_dsat.store.models import KEY_LENGTH, ClaimRow
+from optuna_dsat.store.upsert import insert_or_skip
+
+__all__ = ["claim", "claim_owner", "release_claim", "release_trial"]
+
+
+def _stored(config_key: str) -> str:
+    """Return the key as stored: a long one by its digest, because an index entry has a limited length."""
+    if len(config_key) <= KEY_LENGTH:
+        return config_key
+    return "sha256:" + hashlib.sha256(config_key.encode()).hexdigest()
+
+
+def claim(session: Session, study_uuid: str, config_key: str, trial_number: int, *, worker: str) -> bool:
+    """Claim a configuration for a trial.
+
+    Args:
+        session: A session in a transaction.
+        study_uuid: The study.
+        config_key: Canonical key of the configuration.
+        trial_number: The trial that wants to run it.
+        worker: Host and process, for people.
+
+    Returns:
+        Whether the claim is the trial's, now or from before (so that it can be repeated).
+    """
+    insert_or_skip(
+        session,
+        ClaimRow,
+        [
+            {
+                "study_uuid": study_uuid,
+                "config_key": _stored(config_key),
+                "trial_number": trial_number,
+                "worker": worker,
+                "claimed_at": time.time(),
+            }
+        ],
+    )
+    return claim_owner(session, study_uuid, config_key) == trial_number
+
+
+def claim_owner(session: Session, study_uuid: str, config_key: str) -> int | None:
+    """Return the number of the trial that holds the claim, None where nobody does."""
+    return session.scalar(
+        select(ClaimRow.trial_number).where(
+            ClaimRow.study_uuid == study_uuid, ClaimRow.config_key == _stored(config_key)
+        )
+    )
+
+
+def release_claim(session: Session, study_uuid: str, config_key: str) -> None:
+    """Give a configuration free; nothing happens where nobody holds it."""
+    session.execute(
+        delete(ClaimRow).where(ClaimRow.study_uuid == study_uuid, ClaimRow.config_key == _stored(config_key))
+    )
+
+
+def release_trial(session: Session, study_uuid: str, trial_number: int) -> None:
+    """Give free whatever a trial has claimed."""
+    session.execute(
+        delete(ClaimRow).where(ClaimRow.study_uuid == study_uuid, ClaimRow.trial_number == trial_number)
+    )

@@ -1,0 +1,250 @@
+"""From a storage URL to a database: what is supported, how it is opened, transactions and locks.
+
+SQLite is opened with WAL, ``synchronous=NORMAL``, foreign keys, a busy timeout of 60 s and immediate
+transactions (a transaction that reads and then decides holds the write lock from its beginning; without it
+two workers take the same waiting trial). Postgres is opened through psycopg 3, with a ping before a pooled
+connection is used and sessions in UTC.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sqlalchemy import Connection, Engine, create_engine, event, make_url, text
+from sqlalchemy.engine import URL
+from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.orm import Session
+
+from optuna_dsat.errors import StorageUrlError
+from optuna_dsat.store.locks import advisory_lock, file_lock
+from optuna_dsat.store.retry import RETRY_LIMIT_S, one_line_reason, retrying
+
+__all__ = ["Database", "display_url", "engine_options", "install_events", "parse_url"]
+
+T = TypeVar("T")
+
+SQLITE_BUSY_TIMEOUT_S = 60.0
+"""How long SQLite itself waits for a lock, in seconds."""
+
+CONNECT_TIMEOUT_S = 10
+"""How long libpq waits for a connection, in seconds."""
+
+LOCK_TIMEOUT_S = 120.0
+"""How long ``Database.exclusive`` waits for its turn, in seconds."""
+
+_READ_ONLY = "dsat_read_only"
+_POSTGRES_DRIVERS = frozenset({"postgres", "postgresql", "postgresql+psycopg", "postgresql+psycopg2"})
+_SQLITE_DRIVERS = frozenset({"sqlite", "sqlite+pysqlite"})
+_SUPPORTED = "sqlite:///FILE and postgresql://USER@HOST:PORT/DATABASE are supported"
+_SQLITE_PRAGMAS = (
+    f"PRAGMA busy_timeout={int(SQLITE_BUSY_TIMEOUT_S * 1000)}",
+    "PRAGMA journal_mode=WAL",
+    "PRAGMA synchronous=NORMAL",
+    "PRAGMA foreign_keys=ON",
+)
+
+
+def display_url(url: str | URL) -> str:
+    """Return the URL as it may be shown: without its password, also where it cannot be parsed.
+
+    Args:
+        url: A storage URL.
+    """
+    try:
+        parsed = make_url(url)
+    except (ArgumentError, ValueError):
+        shown = re.sub(r"(://[^:/@]*):.*@", r"\1:***@", str(url))
+        return re.sub(r"(?i)([?&][^=&]*pass[^=&]*=)[^&]*", r"\1***", shown)
+    secret = [key for key in parsed.query if "pass" in key.lower()]
+    return parsed.update_query_dict(dict.fromkeys(secret, "***")).render_as_string(hide_password=True)
+
+
+def parse_url(url: str) -> URL:
+    """Parse a storage URL and bring it into the one form that is used inside.
+
+    ``postgres://`` and ``postgresql://`` become ``postgresql+psycopg://``; the file of an SQLite URL becomes
+    absolute.
+
+    Args:
+        url: What the user gave.
+
+    Raises:
+        StorageUrlError: It cannot be parsed, names a database that is not supported, or a file that cannot be
+            opened.
+    """
+    shown = display_url(url)
+    try:
+        parsed = make_url(url)
+    except (ArgumentError, ValueError):
+        raise StorageUrlError(f"The storage URL '{shown}' cannot be parsed: {_SUPPORTED}.") from None
+    if parsed.drivername in _SQLITE_DRIVERS:
+        parsed = _checked_sqlite(parsed, shown)
+    elif parsed.drivername in _POSTGRES_DRIVERS:
+        _require_psycopg(shown)
+        parsed = parsed.set(drivername="postgresql+psycopg")
+    else:
+        raise StorageUrlError(
+            f"The storage '{shown}' is of an unsupported kind ({parsed.drivername}): {_SUPPORTED}."
+        )
+    if set("{}") & set(parsed.render_as_string(hide_password=False)):
+        raise StorageUrlError(
+            f"The storage URL '{shown}' contains a brace, which Optuna takes for a placeholder: "
+            f"choose a name without braces."
+        )
+    return parsed
+
+
+def _checked_sqlite(url: URL, shown: str) -> URL:
+    if url.database in (None, "", ":memory:") or str(url.database).startswith("file:"):
+        raise StorageUrlError(
+            f"The storage '{shown}' is not a file: give sqlite:///FILE, "
+            f"or no worker could join and nothing be resumed."
+        )
+    path = Path(str(url.database)).absolute()
+    if not path.parent.is_dir():
+        raise StorageUrlError(
+            f"The storage '{shown}' cannot be opened: the directory {path.parent} does not exist."
+        )
+    if path.is_dir():
+        raise StorageUrlError(f"The storage '{shown}' cannot be opened: {path} is a directory.")
+    for needed in (path.parent, path):
+        if needed.exists() and not os.access(needed, os.W_OK):
+            raise StorageUrlError(f"The storage '{shown}' cannot be opened: {needed} is not writable.")
+    return url.set(database=str(path))
+
+
+def _require_psycopg(shown: str) -> None:
+    try:
+        import psycopg  # noqa: F401 - only its presence matters, and only for this kind of URL
+    except ImportError as error:
+        raise StorageUrlError(
+            f"The storage '{shown}' needs psycopg 3 ({error}): "
+            f"install it with `pip install 'optuna-dsat[postgres]'`."
+        ) from None
+
+
+def engine_options(url: URL) -> dict[str, Any]:
+    """Return what ``sqlalchemy.create_engine`` takes for a parsed URL, for our engine and Optuna's."""
+    if url.get_backend_name() == "sqlite":
+        return {"connect_args": {"timeout": SQLITE_BUSY_TIMEOUT_S}, "hide_parameters": True}
+    given = url.query.get("options", "")
+    options = given if isinstance(given, str) else " ".join(given)
+    return {
+        "pool_pre_ping": True,
+        "hide_parameters": True,
+        "connect_args": {
+            "options": f"{options} -c timezone=utc".strip(),
+            "connect_timeout": int(str(url.query.get("connect_timeout", CONNECT_TIMEOUT_S))),
+            "application_name": str(url.query.get("application_name", "optuna-dsat")),
+        },
+    }
+
+
+def install_events(engine: Engine) -> None:
+    """Make an engine on SQLite use our settings and immediate transactions; other engines need nothing."""
+    if engine.dialect.name != "sqlite":
+        return
+
+    @event.listens_for(engine, "connect")
+    def configure(dbapi_connection: Any, _record: Any) -> None:
+        dbapi_connection.isolation_level = None  # the driver begins nothing by itself: `begin` below does
+        cursor = dbapi_connection.cursor()
+        for pragma in _SQLITE_PRAGMAS:
+            cursor.execute(pragma)
+        cursor.close()
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: Connection) -> None:
+        read_only = connection.get_execution_options().get(_READ_ONLY, False)
+        connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
+
+
+class Database:
+    """An open database: transactions that outlive a restart, and locks between processes.
+
+    Args:
+        url: Storage URL as the user gave it.
+        retry_limit_s: Seconds for which a transient error is waited out.
+
+    Attributes:
+        url: The parsed URL, with the password.
+        shown: The URL as it may be shown.
+        engine: SQLAlchemy engine of our own tables.
+
+    Raises:
+        StorageUrlError: The database is of an unsupported kind or cannot be opened.
+    """
+
+    def __init__(self, url: str, *, retry_limit_s: float = RETRY_LIMIT_S) -> None:
+        self.url = parse_url(url)
+        self.shown = display_url(url)
+        self.retry_limit_s = retry_limit_s
+        self.engine = create_engine(self.url, **engine_options(self.url))
+        install_events(self.engine)
+        try:
+            with self.engine.connect() as connection:
+                connection.execute(text("SELECT 1"))
+        except (DBAPIError, OSError) as error:
+            self.engine.dispose()
+            raise StorageUrlError(
+                f"The storage '{self.shown}' cannot be opened: {one_line_reason(error)}."
+            ) from None
+
+    def run(self, work: Callable[[Session], T], *, read_only: bool = False) -> T:
+        """Run ``work`` in one transaction and commit it, again after a transient error.
+
+        Args:
+            work: Takes the session. It may run more than once, and a second time after a first commit.
+            read_only: Whether it only reads; on SQLite it then does not wait for writers.
+
+        Returns:
+            What ``work`` returned.
+
+        Raises:
+            StorageError: The database failed, or did not come back in time.
+        """
+
+        def attempt() -> T:
+            with self.engine.connect().execution_options(**{_READ_ONLY: read_only}) as connection:
+                with Session(connection, expire_on_commit=False) as session, session.begin():
+                    result = work(session)
+                connection.commit()
+                return result
+
+        return retrying(attempt, database=self.shown, limit_s=self.retry_limit_s)
+
+    @contextmanager
+    def exclusive(self, purpose: str) -> Iterator[None]:
+        """Hold the one lock of this database that no other process or thread holds at the same time.
+
+        It ends with the process that holds it, however that ends. On SQLite it is a lock on the file
+        ``FILE-lock`` beside the database, on Postgres an advisory lock of a session of its own. It cannot be
+        nested.
+
+        Args:
+            purpose: What it is held for, as a verb ("create the tables"), for the message.
+
+        Raises:
+            StorageError: The lock was not free for two minutes, or the database cannot be reached.
+        """
+        if self.engine.dialect.name == "sqlite":
+            with file_lock(Path(f"{self.url.database}-lock"), purpose=purpose, timeout_s=LOCK_TIMEOUT_S):
+                yield
+            return
+        stack = ExitStack()
+
+        def enter() -> None:
+            stack.enter_context(advisory_lock(self.engine, purpose=purpose, timeout_s=LOCK_TIMEOUT_S))
+
+        retrying(enter, database=self.shown, limit_s=self.retry_limit_s)
+        with stack:
+            yield
+
+    def close(self) -> None:
+        """Close all connections."""
+        self.engine.dispose()

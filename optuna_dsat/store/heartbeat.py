@@ -1,0 +1,174 @@
+"""Signs of life: a thread tells the database which trials this process still runs.
+
+Optuna's own heartbeat covers ``study.optimize`` only, and its thread ends with the first database error; then
+a trial that runs well is taken for dead. This one covers ask and tell, and goes on after any error.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import optuna
+from sqlalchemy import ColumnElement, Float, cast, delete, func, literal_column, select, update
+from sqlalchemy.orm import Session
+
+from optuna_dsat.store.engine import Database
+from optuna_dsat.store.models import HeartbeatRow
+from optuna_dsat.store.registry import STUDY_UUID
+from optuna_dsat.store.upsert import insert_or_update
+from optuna_dsat.store.worker import Worker
+
+__all__ = ["HEARTBEAT_INTERVAL_S", "Heartbeat", "delete_beat", "server_time"]
+
+HEARTBEAT_INTERVAL_S = 5.0
+"""Time between two signs of life, in seconds."""
+
+_JOIN_S = 5.0
+
+_logger = logging.getLogger(__name__)
+
+
+def server_time(session: Session) -> float:
+    """Return the Unix time in seconds by the database server's clock (for SQLite, this machine's)."""
+    if session.get_bind().dialect.name == "sqlite":
+        # The Unix epoch is Julian day 2440587.5 (https://www.sqlite.org/lang_datefunc.html).
+        now: ColumnElement[Any] = (func.julianday("now") - literal_column("2440587.5")) * literal_column(
+            "86400.0"
+        )
+    else:
+        now = func.extract("epoch", func.clock_timestamp())
+    return float(session.execute(select(cast(now, Float))).scalar_one())
+
+
+def delete_beat(session: Session, study_uuid: str, trial_number: int) -> None:
+    """Delete the heartbeat of a trial; nothing happens where there is none."""
+    session.execute(
+        delete(HeartbeatRow).where(
+            HeartbeatRow.study_uuid == study_uuid, HeartbeatRow.trial_number == trial_number
+        )
+    )
+
+
+class Heartbeat:
+    """Keeps the trials of this process alive in the eyes of the other workers.
+
+    Args:
+        database: Where to beat.
+        worker: This process.
+        interval_s: Time between two beats, in seconds.
+    """
+
+    def __init__(
+        self, database: Database, *, worker: Worker, interval_s: float = HEARTBEAT_INTERVAL_S
+    ) -> None:
+        if interval_s <= 0:
+            raise ValueError(f"The heartbeat interval must be positive, got {interval_s} s.")
+        self._database = database
+        self._worker = worker
+        self._interval_s = interval_s
+        self._trials: set[tuple[str, int]] = set()
+        self._lost: set[tuple[str, int]] = set()
+        self._guard = threading.Lock()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def add(self, trial: optuna.Trial) -> None:
+        """Begin to beat for a trial; the first beat is stored when this returns.
+
+        Args:
+            trial: A running trial of a study that the store created.
+
+        Raises:
+            StorageError: The database failed.
+        """
+        key = (str(trial.study.user_attrs[STUDY_UUID]), trial.number)
+
+        def work(session: Session) -> None:
+            row = {
+                "study_uuid": key[0],
+                "trial_number": key[1],
+                "beat_at": server_time(session),
+                "worker": self._worker.name,
+                "machine": self._worker.machine,
+                "pid": self._worker.pid,
+                "pid_started_at": self._worker.pid_started_at,
+            }
+            insert_or_update(session, HeartbeatRow, [row])
+
+        self._database.run(work)
+        with self._guard:
+            self._trials.add(key)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="dsat-heartbeat", daemon=True)
+                self._thread.start()
+
+    def remove(self, trial: optuna.Trial) -> None:
+        """Stop beating for a trial that is over (after it was told).
+
+        Raises:
+            StorageError: The database failed.
+        """
+        key = (str(trial.study.user_attrs[STUDY_UUID]), trial.number)
+        with self._guard:
+            self._trials.discard(key)
+            lost = key in self._lost
+            self._lost.discard(key)
+        if not lost:
+            self._database.run(lambda session: delete_beat(session, *key))
+
+    def is_lost(self, trial: optuna.Trial) -> bool:
+        """Tell whether another worker took this one for dead and gave the trial back to the study.
+
+        That happens to a process that was frozen or cut off from the database for long. The result of the
+        launch is not wanted any more: a copy of the trial is run elsewhere.
+        """
+        with self._guard:
+            return (str(trial.study.user_attrs[STUDY_UUID]), trial.number) in self._lost
+
+    def close(self) -> None:
+        """Stop the thread; the rows of trials still running stay, and are found stale later."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(_JOIN_S)
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._interval_s):
+            try:
+                self._beat()
+            except Exception as error:  # noqa: BLE001 - the thread must outlive whatever happens to the database
+                _logger.warning("No sign of life could be stored, trying on: %s", error)
+
+    def _beat(self) -> None:
+        with self._guard:
+            watched = set(self._trials)
+        if not watched:
+            return
+        alive = self._database.run(lambda session: self._touch(session, watched))
+        with self._guard:
+            self._lost |= (watched - alive) & self._trials
+
+    def _touch(self, session: Session, watched: Iterable[tuple[str, int]]) -> set[tuple[str, int]]:
+        """Renew the rows that are still ours; return those trials."""
+        numbers: dict[str, list[int]] = defaultdict(list)
+        for study_uuid, number in watched:
+            numbers[study_uuid].append(number)
+        now = server_time(session)
+        alive: set[tuple[str, int]] = set()
+        for study_uuid, own in numbers.items():
+            renewed = session.scalars(
+                update(HeartbeatRow)
+                .where(
+                    HeartbeatRow.study_uuid == study_uuid,
+                    HeartbeatRow.trial_number.in_(own),
+                    HeartbeatRow.worker == self._worker.name,
+                )
+                .values(beat_at=now)
+                .returning(HeartbeatRow.trial_number)
+                .execution_options(synchronize_session=False)
+            )
+            alive.update((study_uuid, number) for number in renewed)
+        return alive

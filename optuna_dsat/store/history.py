@@ -1,0 +1,156 @@
+"""Launches and their steps: what was run, for people, reports and exports."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from optuna_dsat.launch.protocol import LaunchReport
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.events import Event, StepMeasured
+from optuna_dsat.store.models import LaunchRow, StepRow
+from optuna_dsat.store.upsert import insert_or_update
+
+__all__ = ["StoredLaunch", "launches", "record_launch", "record_steps", "steps"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredLaunch:
+    """A launch that is over, as it was recorded."""
+
+    report: LaunchReport
+    trial_number: int | None
+    """None for a launch that belongs to no trial."""
+    purpose: str
+    attempt: int
+    """0 for the first launch of a configuration."""
+
+
+def record_launch(
+    session: Session,
+    study_uuid: str,
+    report: LaunchReport,
+    *,
+    trial_number: int | None,
+    purpose: str,
+    attempt: int,
+) -> None:
+    """Store what became of a launch; a second report of the same launch replaces the first."""
+    row = {
+        "study_uuid": study_uuid,
+        "launch_id": report.launch_id,
+        "trial_number": trial_number,
+        "purpose": purpose,
+        "attempt": attempt,
+        "outcome": report.outcome.value,
+        "message": _storable(report.message),
+        "command": list(report.command),
+        "host": report.host,
+        "devices": list(report.devices),
+        "pids": list(report.pids),
+        "started_at": report.started_at,
+        "startup_s": report.startup_s,
+        "measured_s": report.measured_s,
+        "exit_s": report.exit_s,
+        "exit_code": report.exit_code,
+        "error_excerpt": _storable(report.error_excerpt),
+        "missing_bytes": report.missing_bytes,
+        "log_path": report.log_path,
+    }
+    insert_or_update(session, LaunchRow, [row])
+
+
+def record_steps(session: Session, study_uuid: str, launch_id: str, events: Iterable[Event]) -> None:
+    """Store the measured steps among a launch's events; events of other kinds are passed over."""
+    measured = {(event.rank, event.step): event for event in events if isinstance(event, StepMeasured)}
+    rows = [
+        {
+            "study_uuid": study_uuid,
+            "launch_id": launch_id,
+            "rank": event.rank,
+            "step": event.step,
+            "time": event.time,
+            "latency_s": event.latency_s,
+            "forward_s": event.forward_s,
+            "backward_s": event.backward_s,
+            "step_s": event.step_s,
+            "samples": event.samples,
+            "observed_micro_batch": event.observed_micro_batch,
+            "loss": None if event.loss is None or not math.isfinite(event.loss) else event.loss,
+            "peak_allocated_bytes": event.peak_allocated_bytes,
+            "peak_reserved_bytes": event.peak_reserved_bytes,
+            "rss_bytes": event.rss_bytes,
+        }
+        for event in measured.values()
+    ]
+    insert_or_update(session, StepRow, rows)
+
+
+def launches(session: Session, study_uuid: str) -> Sequence[StoredLaunch]:
+    """Return the launches of a study, the earliest first."""
+    rows = session.scalars(
+        select(LaunchRow)
+        .where(LaunchRow.study_uuid == study_uuid)
+        .order_by(LaunchRow.started_at, LaunchRow.launch_id)
+    )
+    return tuple(_launch(row) for row in rows)
+
+
+def steps(session: Session, study_uuid: str, launch_id: str) -> Sequence[StepMeasured]:
+    """Return the steps of a launch, by step and rank."""
+    rows = session.scalars(
+        select(StepRow)
+        .where(StepRow.study_uuid == study_uuid, StepRow.launch_id == launch_id)
+        .order_by(StepRow.step, StepRow.rank)
+    )
+    return tuple(_step(row) for row in rows)
+
+
+def _launch(row: LaunchRow) -> StoredLaunch:
+    report = LaunchReport(
+        launch_id=row.launch_id,
+        outcome=Outcome(row.outcome),
+        message=row.message,
+        exit_code=row.exit_code,
+        error_excerpt=row.error_excerpt,
+        missing_bytes=row.missing_bytes,
+        log_path=row.log_path,
+        command=tuple(row.command),
+        host=row.host,
+        devices=tuple(row.devices),
+        pids=tuple(row.pids),
+        started_at=row.started_at,
+        startup_s=row.startup_s,
+        measured_s=row.measured_s,
+        exit_s=row.exit_s,
+    )
+    return StoredLaunch(
+        report=report, trial_number=row.trial_number, purpose=row.purpose, attempt=row.attempt
+    )
+
+
+def _step(row: StepRow) -> StepMeasured:
+    return StepMeasured(
+        rank=row.rank,
+        time=row.time,
+        step=row.step,
+        latency_s=row.latency_s,
+        forward_s=row.forward_s,
+        backward_s=row.backward_s,
+        step_s=row.step_s,
+        samples=row.samples,
+        observed_micro_batch=row.observed_micro_batch,
+        loss=row.loss,
+        peak_allocated_bytes=row.peak_allocated_bytes,
+        peak_reserved_bytes=row.peak_reserved_bytes,
+        rss_bytes=row.rss_bytes,
+    )
+
+
+def _storable(text: str) -> str:
+    """Return the text without NUL characters, which Postgres does not store."""
+    return text.replace("\x00", "\N{SYMBOL FOR NULL}")

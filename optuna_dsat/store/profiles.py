@@ -1,0 +1,49 @@
+"""Profiles: what was learnt of a model once is used by every later study on it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy.orm import Session
+
+from optuna_dsat.store.models import ProfileRow
+from optuna_dsat.store.upsert import insert_or_update
+
+__all__ = ["StoredProfile", "find_profile", "save_profile"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredProfile:
+    """A profile and where it comes from."""
+
+    fingerprint: str
+    """Of script, arguments, config outside the knobs, hardware and versions; at most 255 characters."""
+    profile: Mapping[str, Any]
+    study_uuid: str
+    """The study that measured it, which may be gone."""
+    created_at: float
+    """Unix time."""
+
+
+def find_profile(session: Session, fingerprint: str) -> StoredProfile | None:
+    """Return the profile with this fingerprint, None where there is none."""
+    row = session.get(ProfileRow, fingerprint)
+    if row is None:
+        return None
+    return StoredProfile(
+        fingerprint=row.fingerprint, profile=row.profile, study_uuid=row.study_uuid, created_at=row.created_at
+    )
+
+
+def save_profile(session: Session, fingerprint: str, profile: Mapping[str, Any], *, study_uuid: str) -> None:
+    """Store a profile; one with the same fingerprint is replaced."""
+    row = {
+        "fingerprint": fingerprint,
+        "profile": dict(profile),
+        "study_uuid": study_uuid,
+        "created_at": time.time(),
+    }
+    insert_or_update(session, ProfileRow, [row])

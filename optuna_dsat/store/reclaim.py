@@ -1,0 +1,255 @@
+"""Trials that lost their worker: found, ended, and enqueued again exactly once per loss.
+
+A trial is lost when the process that ran it is gone (seen from the same machine), or when its heartbeat is
+older than the grace period *and* this process has watched it stand still for two beats. The second condition
+keeps a study whole after the database itself was away for long: everybody's heartbeat is old then, and the
+living need a moment.
+
+What happens to a lost trial is done under the database's lock, in an order that can be cut off anywhere and
+taken up by the next worker: outcome and message, state FAIL, claim released, copy enqueued, heartbeat
+deleted. The heartbeat row is the note that something is left to do. The change of state is atomic, so a trial
+that its worker finishes in the last moment stays finished. A server that restarts frees the lock; should two
+copies come of that, the claim lets one run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optuna
+from optuna.exceptions import UpdateFinishedTrialError
+from optuna.storages import BaseStorage
+from optuna.trial import FrozenTrial, TrialState
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from optuna_dsat import history
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.store.claims import release_trial
+from optuna_dsat.store.engine import Database
+from optuna_dsat.store.heartbeat import HEARTBEAT_INTERVAL_S, delete_beat, server_time
+from optuna_dsat.store.models import HeartbeatRow
+from optuna_dsat.store.upsert import insert_or_skip
+from optuna_dsat.store.worker import Worker
+
+__all__ = ["GRACE_S", "LOSSES", "MAX_LOSSES", "Reclaimer"]
+
+GRACE_S = 60.0
+"""Age from which a heartbeat is stale, in seconds."""
+
+MAX_LOSSES = 3
+"""How often a configuration is enqueued again after its worker died: it may be what brings machines down."""
+
+LOSSES = "dsat_losses"
+"""System attribute of a copy: how many workers its configuration has cost."""
+
+_RETRY_HISTORY = "retry_history"
+_FAILED_TRIAL = "failed_trial"
+"""System attributes as Optuna's ``RetryHeartbeatStaleTrialCallback`` sets and reads them."""
+
+_FIXED_PARAMS = "fixed_params"
+"""System attribute in which Optuna keeps the parameters of an enqueued trial."""
+
+_OF_A_LAUNCH = frozenset(
+    {
+        history.ATTEMPTS,
+        history.CONFIG,
+        history.CONFIG_KEY,
+        history.ERROR,
+        history.LAUNCH_ID,
+        history.MESSAGE,
+        history.METRICS,
+        history.OUTCOME,
+        history.OVERLAY,
+        history.PEAK_BYTES,
+        history.VETOED,
+    }
+)
+"""User attributes that a launch leaves; a copy starts without them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Beat:
+    beat_at: float
+    worker: Worker
+
+
+class Reclaimer:
+    """Gives the lost trials of one study back to it.
+
+    Args:
+        database: Our tables.
+        storage: Optuna's storage in the same database.
+        study_uuid: The study.
+        grace_s: Age from which a heartbeat is stale, in seconds.
+        interval_s: Time between two heartbeats, in seconds.
+        max_losses: How often a configuration is enqueued again after its worker died.
+        clock: Monotonic time in seconds.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        storage: BaseStorage,
+        study_uuid: str,
+        *,
+        grace_s: float = GRACE_S,
+        interval_s: float = HEARTBEAT_INTERVAL_S,
+        max_losses: int = MAX_LOSSES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if grace_s <= interval_s:
+            raise ValueError(
+                f"The grace period ({grace_s} s) must be longer than the interval ({interval_s} s)."
+            )
+        self._database = database
+        self._storage = storage
+        self._uuid = study_uuid
+        self._grace_s = grace_s
+        self._interval_s = interval_s
+        self._max_losses = max_losses
+        self._clock = clock
+        self._seen: dict[int, tuple[float, float]] = {}
+        """Trial number -> (heartbeat, our clock when we first saw that heartbeat)."""
+
+    def reclaim(self, study: optuna.Study) -> tuple[int, ...]:
+        """End the trials that lost their worker and enqueue a copy of each.
+
+        Args:
+            study: The study, loaded from the same database.
+
+        Returns:
+            The numbers of the trials that this call ended.
+
+        Raises:
+            StorageError: The database failed.
+        """
+        running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        now, beats = self._database.run(self._read, read_only=True)
+        silent = [trial.number for trial in running if trial.number not in beats]
+        if silent:
+            self._database.run(lambda session: self._note_silent(session, silent))
+        if not self._stale(now, beats):
+            return ()
+        with self._database.exclusive("give lost trials back"):
+            now, beats = self._database.run(self._read, read_only=True)
+            trials = study.get_trials(deepcopy=False)
+            lost = [trials[number] for number in self._stale(now, beats)]
+            return tuple(
+                trial.number
+                for trial in lost
+                if self._give_back(study, trial, reason=_loss(beats[trial.number].worker), counts=True)
+            )
+
+    def give_back(self, study: optuna.Study, number: int, *, reason: str) -> bool:
+        """Return a trial of this process to the study, to be run later; this costs it none of its retries.
+
+        Args:
+            study: The study.
+            number: Number of a running trial whose launch has been stopped.
+            reason: Why, for people.
+
+        Returns:
+            Whether the trial was still running.
+        """
+        with self._database.exclusive("return a trial"):
+            trial = study.get_trials(deepcopy=False)[number]
+            return self._give_back(study, trial, reason=reason, counts=False)
+
+    def _read(self, session: Session) -> tuple[float, dict[int, _Beat]]:
+        rows = session.scalars(select(HeartbeatRow).where(HeartbeatRow.study_uuid == self._uuid))
+        beats = {
+            row.trial_number: _Beat(
+                beat_at=row.beat_at,
+                worker=Worker(
+                    name=row.worker, machine=row.machine, pid=row.pid, pid_started_at=row.pid_started_at
+                ),
+            )
+            for row in rows
+        }
+        return server_time(session), beats
+
+    def _note_silent(self, session: Session, numbers: Sequence[int]) -> None:
+        """Start the clock for trials without a heartbeat: their worker may have died before its first."""
+        row = {
+            "study_uuid": self._uuid,
+            "beat_at": server_time(session),
+            "worker": "",
+            "machine": "",
+            "pid": 0,
+            "pid_started_at": 0.0,
+        }
+        insert_or_skip(session, HeartbeatRow, [{**row, "trial_number": number} for number in numbers])
+
+    def _stale(self, now: float, beats: dict[int, _Beat]) -> list[int]:
+        watched = self._clock()
+        self._seen = {
+            number: self._seen[number]
+            if number in self._seen and self._seen[number][0] == beat.beat_at
+            else (beat.beat_at, watched)
+            for number, beat in beats.items()
+        }
+        return [
+            number
+            for number, beat in sorted(beats.items())
+            if beat.worker.is_dead()
+            or (
+                now - beat.beat_at > self._grace_s and watched - self._seen[number][1] >= 2 * self._interval_s
+            )
+        ]
+
+    def _give_back(self, study: optuna.Study, trial: FrozenTrial, *, reason: str, counts: bool) -> bool:
+        """Do the steps that are still to be done for one trial; the caller holds the lock."""
+        ended = trial.state is TrialState.RUNNING and self._end(trial, reason)
+        stored = self._storage.get_trial(trial._trial_id)
+        if stored.state is TrialState.FAIL and stored.user_attrs.get(history.OUTCOME) == Outcome.LOST:
+            self._enqueue_copy(study, stored, counts=counts)
+        self._database.run(lambda session: delete_beat(session, self._uuid, trial.number))
+        return ended
+
+    def _end(self, trial: FrozenTrial, reason: str) -> bool:
+        try:
+            self._storage.set_trial_user_attr(trial._trial_id, history.OUTCOME, Outcome.LOST.value)
+            self._storage.set_trial_user_attr(trial._trial_id, history.MESSAGE, reason)
+            return self._storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
+        except UpdateFinishedTrialError:
+            return False  # its worker lives after all, and was faster
+
+    def _enqueue_copy(self, study: optuna.Study, lost: FrozenTrial, *, counts: bool) -> None:
+        attrs = {key: value for key, value in lost.user_attrs.items() if key not in _OF_A_LAUNCH}
+        if not (lost.params or attrs or _FIXED_PARAMS in lost.system_attrs):
+            return  # it died before anything was decided: there is nothing to repeat
+        losses = int(lost.system_attrs.get(LOSSES, 0)) + counts
+        if losses > self._max_losses:
+            return
+        if any(_origin(trial) == lost.number for trial in study.get_trials(deepcopy=False)):
+            return
+        self._database.run(lambda session: release_trial(session, self._uuid, lost.number))
+        system_attrs: dict[str, Any] = {
+            **lost.system_attrs,
+            _FAILED_TRIAL: lost.system_attrs.get(_FAILED_TRIAL, lost.number),
+            _RETRY_HISTORY: [*lost.system_attrs.get(_RETRY_HISTORY, []), lost.number],
+            LOSSES: losses,
+        }
+        study.add_trial(
+            optuna.create_trial(
+                state=TrialState.WAITING,
+                params=lost.params,
+                distributions=lost.distributions,
+                user_attrs=attrs,
+                system_attrs=system_attrs,
+            )
+        )
+
+
+def _origin(trial: FrozenTrial) -> int | None:
+    """Return the number of the trial that this one is the copy of, None where it is none."""
+    retried: list[int] = trial.system_attrs.get(_RETRY_HISTORY, [])
+    return retried[-1] if retried else None
+
+
+def _loss(worker: Worker) -> str:
+    return f"its worker ({worker.name or 'unknown'}) was lost"

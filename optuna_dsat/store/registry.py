@@ -1,0 +1,209 @@
+"""Studies: Optuna's and ours of the same name, made and deleted together."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+from optuna.exceptions import DuplicatedStudyError
+from optuna.storages import BaseStorage
+from optuna.study import StudyDirection
+from sqlalchemy import delete, select
+from sqlalchemy.orm import Session
+
+from optuna_dsat.errors import StudyConflictError, UsageError
+from optuna_dsat.store.engine import Database
+from optuna_dsat.store.models import ClaimRow, HeartbeatRow, LaunchRow, StepRow, StudyRow
+from optuna_dsat.store.upsert import insert_or_skip
+
+__all__ = ["STUDY_UUID", "Registry", "StudyRecord"]
+
+STUDY_UUID = "dsat_study_uuid"
+"""User attribute of the Optuna study that holds the UUID our rows refer to."""
+
+_OF_A_STUDY = (StepRow, LaunchRow, ClaimRow, HeartbeatRow)
+_PACKAGES = ("optuna-dsat", "optuna", "deepspeed", "torch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyRecord:
+    """A study as it was created."""
+
+    uuid: str
+    name: str
+    spec: Mapping[str, Any]
+    """The validated spec, as JSON values."""
+    created_at: float
+    """Unix time."""
+    versions: Mapping[str, str]
+    """Package -> version that created it."""
+
+
+class Registry:
+    """Creates, finds, lists and deletes studies.
+
+    Args:
+        database: Our tables.
+        storage: Optuna's storage in the same database.
+    """
+
+    def __init__(self, database: Database, storage: BaseStorage) -> None:
+        self._database = database
+        self._storage = storage
+
+    def create(self, name: str, spec: Mapping[str, Any], *, direction: StudyDirection) -> StudyRecord:
+        """Create a study, or join it where another worker just made the same one.
+
+        Args:
+            name: Its name.
+            spec: The validated spec, JSON values only.
+            direction: Whether the metric is to be maximised or minimised.
+
+        Returns:
+            The study's record: the existing one where its spec is equal.
+
+        Raises:
+            StudyConflictError: The name belongs to a study with another spec, or to one that optuna-dsat did
+                not make.
+        """
+        wanted = json.loads(json.dumps(spec, allow_nan=False))
+        with self._database.exclusive("create a study"):
+            existing = self.find(name)
+            if existing is not None:
+                if existing.spec != wanted:
+                    raise StudyConflictError(
+                        f"The study '{name}' exists with another spec "
+                        f"({_difference(existing.spec, wanted)}): resume it with "
+                        f"`optuna-dsat resume {name}`, or choose another name with --study."
+                    )
+                return existing
+            study_id = self._optuna_study(name, direction)
+            record = StudyRecord(
+                uuid=str(uuid.uuid4()),
+                name=name,
+                spec=wanted,
+                created_at=time.time(),
+                versions=_versions(),
+            )
+            row = {
+                "uuid": record.uuid,
+                "name": name,
+                "spec": wanted,
+                "created_at": record.created_at,
+                "versions": dict(record.versions),
+            }
+            self._database.run(lambda session: insert_or_skip(session, StudyRow, [row]))
+            self._storage.set_study_user_attr(study_id, STUDY_UUID, record.uuid)
+            return record
+
+    def _optuna_study(self, name: str, direction: StudyDirection) -> int:
+        """Create the Optuna study, or adopt an empty one that a killed creator left behind."""
+        try:
+            return self._storage.create_new_study([direction], name)
+        except DuplicatedStudyError:
+            study_id = self._storage.get_study_id_from_name(name)
+        empty = not self._storage.get_all_trials(study_id, deepcopy=False)
+        unmarked = not self._storage.get_study_user_attrs(study_id)
+        if not (empty and unmarked and self._storage.get_study_directions(study_id) == [direction]):
+            raise StudyConflictError(
+                f"The database has a study '{name}' that optuna-dsat did not make: "
+                f"choose another name with --study."
+            )
+        return study_id
+
+    def find(self, name: str) -> StudyRecord | None:
+        """Return the study of this name, None where there is none or optuna-dsat did not make it."""
+        try:
+            attrs = self._storage.get_study_user_attrs(self._storage.get_study_id_from_name(name))
+        except KeyError:
+            return None
+        study_uuid = attrs.get(STUDY_UUID)
+        if study_uuid is None:
+            return None
+        return self._database.run(lambda session: _record(session, study_uuid, name), read_only=True)
+
+    def list(self) -> Sequence[StudyRecord]:
+        """Return all studies that optuna-dsat made, the earliest first."""
+        uuids = self._uuids()
+
+        def read(session: Session) -> Sequence[StudyRecord]:
+            records = (_record(session, study_uuid, name) for study_uuid, name in uuids.items())
+            return tuple(record for record in records if record is not None)
+
+        return self._database.run(read, read_only=True)
+
+    def delete(self, name: str) -> None:
+        """Delete a study with all its trials, launches, steps and claims; its profile stays.
+
+        Raises:
+            UsageError: There is no such study, or optuna-dsat did not make it.
+        """
+        with self._database.exclusive("delete a study"):
+            record = self.find(name)
+            if record is None:
+                raise UsageError(
+                    f"There is no study '{name}' in {self._database.shown} (see `optuna-dsat studies`)."
+                )
+            self._storage.delete_study(self._storage.get_study_id_from_name(name))
+            self._database.run(lambda session: _delete_rows(session, [record.uuid]))
+
+    def collect_orphans(self) -> int:
+        """Delete the rows of studies that are no longer there (deleted with Optuna's own tools, say).
+
+        Returns:
+            How many studies were cleaned up after.
+        """
+        with self._database.exclusive("clean up after deleted studies"):
+            alive = self._uuids()
+
+            def clean(session: Session) -> int:
+                known: set[str] = set(session.scalars(select(StudyRow.uuid)))
+                for model in _OF_A_STUDY:
+                    known.update(session.scalars(select(model.study_uuid).distinct()))
+                gone = sorted(known - alive.keys())
+                _delete_rows(session, gone)
+                return len(gone)
+
+            return self._database.run(clean)
+
+    def _uuids(self) -> dict[str, str]:
+        """UUID -> name of the studies that Optuna has and that we made."""
+        studies = self._storage.get_all_studies()
+        return {s.user_attrs[STUDY_UUID]: s.study_name for s in studies if STUDY_UUID in s.user_attrs}
+
+
+def _record(session: Session, study_uuid: str, name: str) -> StudyRecord | None:
+    row = session.get(StudyRow, study_uuid)
+    if row is None:
+        return None
+    return StudyRecord(
+        uuid=row.uuid, name=name, spec=row.spec, created_at=row.created_at, versions=row.versions
+    )
+
+
+def _delete_rows(session: Session, uuids: Sequence[str]) -> None:
+    for study_uuid in uuids:
+        for model in _OF_A_STUDY:
+            session.execute(delete(model).where(model.study_uuid == study_uuid))
+        session.execute(delete(StudyRow).where(StudyRow.uuid == study_uuid))
+
+
+def _difference(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    keys = sorted(key for key in {*stored, *wanted} if stored.get(key) != wanted.get(key))
+    shown = ", ".join(keys[:4])
+    return f"it differs in {shown}" if len(keys) <= 4 else f"it differs in {shown} and {len(keys) - 4} more"
+
+
+def _versions() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,182 @@
+"""Optuna's storage, made to outlive a restarted server and a locked file.
+
+Every call is tried again after a transient error (see ``retry``). An error can also arrive after the database
+committed, when only the acknowledgement was lost; then the second try meets its own first. What that means,
+call by call:
+
+* Reads, attributes, intermediate values, parameters: the second write changes nothing.
+* ``set_trial_state_values`` to a finished state: the second try finds the trial finished. It is accepted
+  where the stored state is the one asked for, else the error stands (somebody else has finished the trial).
+* ``set_trial_state_values`` to RUNNING: the second try says "somebody else took it". Nobody runs the trial
+  then; it has no heartbeat, so it is found lost and enqueued again.
+* ``create_new_trial``: a second trial may be made. One without parameters is found lost, without a successor.
+  A second copy of an enqueued configuration is turned away by its claim.
+* ``create_new_study``: the second try says that the name is taken; the registry adopts a study that is still
+  empty.
+* ``delete_study``: the second try finds nothing left to delete, which is what was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from typing import Any, TypeVar
+
+from optuna.distributions import BaseDistribution
+from optuna.exceptions import UpdateFinishedTrialError
+from optuna.storages import BaseStorage
+from optuna.study import StudyDirection
+from optuna.study._frozen import FrozenStudy
+from optuna.trial import FrozenTrial, TrialState
+
+from optuna_dsat.store.retry import RETRY_LIMIT_S, is_transient, retrying
+
+__all__ = ["RetryingStorage"]
+
+T = TypeVar("T")
+
+
+class RetryingStorage(BaseStorage):
+    """A storage that waits for its database to come back.
+
+    It offers no heartbeat to Optuna: ours is ``Heartbeat``, which survives errors, and works with ask and
+    tell.
+
+    Args:
+        backend: The storage that does the work.
+        database: How to name the database in a message: never with its password.
+        retry_limit_s: Seconds for which a transient error is waited out.
+    """
+
+    def __init__(self, backend: BaseStorage, *, database: str, retry_limit_s: float = RETRY_LIMIT_S) -> None:
+        self._backend = backend
+        self._database = database
+        self._retry_limit_s = retry_limit_s
+
+    def _retry(self, work: Callable[[], T]) -> T:
+        return retrying(work, database=self._database, limit_s=self._retry_limit_s)
+
+    def _retry_unless_done(self, work: Callable[[], T], done: Callable[[Exception], T]) -> T:
+        """Run ``work``; after a transient error, ask ``done`` what an error of a later try means."""
+        troubled = False
+
+        def attempt() -> T:
+            nonlocal troubled
+            try:
+                return work()
+            except Exception as error:
+                if is_transient(error):
+                    troubled = True
+                    raise
+                if not troubled:
+                    raise
+                return done(error)
+
+        return self._retry(attempt)
+
+    def create_new_study(self, directions: Sequence[StudyDirection], study_name: str | None = None) -> int:
+        """See ``optuna.storages.BaseStorage``."""
+        return self._retry(lambda: self._backend.create_new_study(directions, study_name))
+
+    def delete_study(self, study_id: int) -> None:
+        """See ``optuna.storages.BaseStorage``."""
+
+        def done(error: Exception) -> None:
+            if not isinstance(error, KeyError):
+                raise error
+
+        self._retry_unless_done(lambda: self._backend.delete_study(study_id), done)
+
+    def set_study_user_attr(self, study_id: int, key: str, value: Any) -> None:
+        """See ``optuna.storages.BaseStorage``."""
+        self._retry(lambda: self._backend.set_study_user_attr(study_id, key, value))
+
+    def set_study_system_attr(self, study_id: int, key: str, value: Any) -> None:
+        """See ``optuna.storages.BaseStorage``."""
+        self._retry(lambda: self._backend.set_study_system_attr(study_id, key, value))
+
+    def get_study_id_from_name(self, study_name: str) -> int:
+        """See ``optuna.storages.BaseStorage``."""
+        return self._retry(lambda: self._backend.get_study_id_from_name(study_name))
+
+    def get_study_name_from_id(self, study_id: int) -> str:
+        """See ``optuna.storages.BaseStorage``."""
+        return self._retry(lambda: self._backend.get_study_name_from_id(study_id))
+
+    def get_study_directions(self, study_id: int) -> list[StudyDirection]:
+        """See ``optuna.storages.BaseStorage``."""
+        return self._retry(lambda: self._backend.get_study_directions(study_id))
+
+    def get_study_user_attrs(self, study_id: int) -> dict[str, Any]:
+        """See ``optuna.storages.BaseStorage``."""
+        return self._retry(lambda: self._backend.get_study_user_attrs(study_id))
+
+    def get_study_system_attrs(self, study_id: int) -> dict[str, Any]:
+        """See ``optuna.storages.BaseStorage``."""
+        return self._retry(lambda: self._backend.get_study_system_attrs(study_id))
+
+    def get_all_studies(self) -> list[FrozenStudy]:
+        """See ``optuna.storages.BaseStorage``."""
+        return self._retry(self._backend.get_all_studies)
+
+    def create_new_trial(self, study_id: int, template_trial: FrozenTrial | None = None) -> int:
+        """See ``optuna.storages.BaseStorage``."""
+        return self._retry(lambda: self._backend.create_new_trial(study_id, template_trial))
+
+    def set_trial_param(
+        self, trial_id: int, param_name: str, param_value_internal: float, distribution: BaseDistribution
+    ) -> None:
+        """See ``optuna.storages.BaseStorage``."""
+        self._retry(
+            lambda: self._backend.set_trial_param(trial_id, param_name, param_value_internal, distribution)
+        )
+
+    def get_trial_id_from_study_id_trial_number(self, study_id: int, trial_number: int) -> int:
+        """See ``optuna.storages.BaseStorage``."""
+        return self._retry(
+            lambda: self._backend.get_trial_id_from_study_id_trial_number(study_id, trial_number)
+        )
+
+    def set_trial_state_values(
+        self, trial_id: int, state: TrialState, values: Sequence[float] | None = None
+    ) -> bool:
+        """See ``optuna.storages.BaseStorage``."""
+
+        def done(error: Exception) -> bool:
+            stored = isinstance(error, UpdateFinishedTrialError) and self._backend.get_trial(trial_id).state
+            if stored is not state:
+                raise error
+            return True
+
+        return self._retry_unless_done(
+            lambda: self._backend.set_trial_state_values(trial_id, state, values), done
+        )
+
+    def set_trial_intermediate_value(self, trial_id: int, step: int, intermediate_value: float) -> None:
+        """See ``optuna.storages.BaseStorage``."""
+        self._retry(lambda: self._backend.set_trial_intermediate_value(trial_id, step, intermediate_value))
+
+    def set_trial_user_attr(self, trial_id: int, key: str, value: Any) -> None:
+        """See ``optuna.storages.BaseStorage``."""
+        self._retry(lambda: self._backend.set_trial_user_attr(trial_id, key, value))
+
+    def set_trial_system_attr(self, trial_id: int, key: str, value: Any) -> None:
+        """See ``optuna.storages.BaseStorage``."""
+        self._retry(lambda: self._backend.set_trial_system_attr(trial_id, key, value))
+
+    def get_trial(self, trial_id: int) -> FrozenTrial:
+        """See ``optuna.storages.BaseStorage``."""
+        return self._retry(lambda: self._backend.get_trial(trial_id))
+
+    def get_all_trials(
+        self, study_id: int, deepcopy: bool = True, states: Container[TrialState] | None = None
+    ) -> list[FrozenTrial]:
+        """See ``optuna.storages.BaseStorage``."""
+        return self._retry(lambda: self._backend.get_all_trials(study_id, deepcopy, states))
+
+    def get_best_trial(self, study_id: int) -> FrozenTrial:
+        """See ``optuna.storages.BaseStorage``."""
+        return self._retry(lambda: self._backend.get_best_trial(study_id))
+
+    def remove_session(self) -> None:
+        """See ``optuna.storages.BaseStorage``."""
+        self._backend.remove_session()

@@ -1,0 +1,269 @@
+"""The store: everything a study needs, in one database, behind one object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import optuna
+from optuna.storages import BaseStorage, RDBStorage, get_storage
+from optuna.study import StudyDirection
+from sqlalchemy.exc import DBAPIError
+
+from optuna_dsat.errors import StorageUrlError
+from optuna_dsat.launch.protocol import LaunchReport
+from optuna_dsat.runtime.events import Event, StepMeasured
+from optuna_dsat.store import claims, history, migrate, profiles
+from optuna_dsat.store.engine import Database, engine_options, install_events, parse_url
+from optuna_dsat.store.heartbeat import HEARTBEAT_INTERVAL_S, Heartbeat
+from optuna_dsat.store.history import StoredLaunch
+from optuna_dsat.store.profiles import StoredProfile
+from optuna_dsat.store.reclaim import GRACE_S, MAX_LOSSES, Reclaimer
+from optuna_dsat.store.registry import STUDY_UUID, Registry, StudyRecord
+from optuna_dsat.store.resilient import RetryingStorage
+from optuna_dsat.store.retry import RETRY_LIMIT_S, one_line_reason
+from optuna_dsat.store.worker import this_worker
+
+__all__ = ["Store"]
+
+
+class Store:
+    """An open store. Use ``Store.open``; close it, or use it in a ``with`` statement.
+
+    All methods wait for a database that is away (up to a limit) and raise ``StorageError`` when it stays away
+    or fails for good; all may be called again after that.
+
+    Args:
+        database: Our tables, migrated.
+        rdb: Optuna's tables in the same database.
+        heartbeat_interval_s: Time between two signs of life, in seconds.
+        grace_s: Age from which a sign of life is stale, in seconds.
+        max_losses: How often a configuration is enqueued again after its worker died.
+
+    Attributes:
+        storage: What to give to ``optuna.load_study``.
+        heartbeat: Tells the other workers which trials this process runs.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        rdb: RDBStorage,
+        *,
+        heartbeat_interval_s: float = HEARTBEAT_INTERVAL_S,
+        grace_s: float = GRACE_S,
+        max_losses: int = MAX_LOSSES,
+    ) -> None:
+        self._database = database
+        self._rdb = rdb
+        self._worker = this_worker()
+        self.storage: BaseStorage = RetryingStorage(
+            get_storage(rdb), database=database.shown, retry_limit_s=database.retry_limit_s
+        )
+        self.heartbeat = Heartbeat(database, worker=self._worker, interval_s=heartbeat_interval_s)
+        self._registry = Registry(database, self.storage)
+        self._new_reclaimer: Callable[[str], Reclaimer] = lambda study_uuid: Reclaimer(
+            database,
+            self.storage,
+            study_uuid,
+            grace_s=grace_s,
+            interval_s=heartbeat_interval_s,
+            max_losses=max_losses,
+        )
+        self._reclaimers: dict[str, Reclaimer] = {}
+
+    @classmethod
+    def open(
+        cls,
+        url: str,
+        *,
+        create: bool = True,
+        retry_limit_s: float = RETRY_LIMIT_S,
+        heartbeat_interval_s: float = HEARTBEAT_INTERVAL_S,
+        grace_s: float = GRACE_S,
+        max_losses: int = MAX_LOSSES,
+    ) -> Store:
+        """Open a database; a new one is created and migrated, one process at a time.
+
+        Args:
+            url: ``sqlite:///FILE`` or ``postgresql://USER@HOST:PORT/DATABASE``. A password may also come from
+                the environment or a password file, as libpq reads them.
+            create: Whether an SQLite file that does not exist is made (else it is refused).
+            retry_limit_s: Seconds for which a transient error is waited out.
+            heartbeat_interval_s: Time between two signs of life, in seconds.
+            grace_s: Age from which a sign of life is stale, in seconds.
+            max_losses: How often a configuration is enqueued again after its worker died.
+
+        Raises:
+            StorageUrlError: The URL cannot be opened, or its schema is older or newer than this version's.
+            StorageError: The database failed while it was opened.
+        """
+        parsed = parse_url(url)
+        if not create and parsed.get_backend_name() == "sqlite" and not Path(str(parsed.database)).exists():
+            raise StorageUrlError(f"There is no database {url}: name the right one with --storage.")
+        database = Database(url, retry_limit_s=retry_limit_s)
+        try:
+            with database.exclusive("create or check the tables"):
+                migrate.require_usable(database)
+                rdb = _open_optuna(database)
+                if migrate.check(database) is not migrate.SchemaState.CURRENT:
+                    migrate.upgrade_locked(database)
+            store = cls(
+                database,
+                rdb,
+                heartbeat_interval_s=heartbeat_interval_s,
+                grace_s=grace_s,
+                max_losses=max_losses,
+            )
+        except BaseException:
+            database.close()
+            raise
+        try:
+            store.collect_orphans()
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    @property
+    def url(self) -> str:
+        """The storage URL as it may be shown, without its password."""
+        return self._database.shown
+
+    def close(self) -> None:
+        """Stop the heartbeat and close all connections."""
+        self.heartbeat.close()
+        self._rdb.remove_session()
+        self._rdb.engine.dispose()
+        self._database.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def create_study(
+        self, name: str, spec: Mapping[str, Any], *, direction: StudyDirection | str = "maximize"
+    ) -> StudyRecord:
+        """Create a study, or return the existing one where its spec is equal. See ``Registry.create``."""
+        wanted = StudyDirection[direction.upper()] if isinstance(direction, str) else direction
+        return self._registry.create(name, spec, direction=wanted)
+
+    def find_study(self, name: str) -> StudyRecord | None:
+        """Return the study of this name, None where there is none or optuna-dsat did not make it."""
+        return self._registry.find(name)
+
+    def list_studies(self) -> Sequence[StudyRecord]:
+        """Return all studies that optuna-dsat made, the earliest first."""
+        return self._registry.list()
+
+    def delete_study(self, name: str) -> None:
+        """Delete a study and all that belongs to it. See ``Registry.delete``."""
+        self._registry.delete(name)
+
+    def collect_orphans(self) -> int:
+        """Delete the rows of studies that are no longer there; return of how many studies."""
+        return self._registry.collect_orphans()
+
+    def claim(self, study_uuid: str, config_key: str, trial_number: int) -> bool:
+        """Claim a configuration for a trial; False where another trial has it."""
+        return self._database.run(
+            lambda session: claims.claim(
+                session, study_uuid, config_key, trial_number, worker=self._worker.name
+            )
+        )
+
+    def release_claim(self, study_uuid: str, config_key: str) -> None:
+        """Give a configuration free, so that a later trial may run it."""
+        self._database.run(lambda session: claims.release_claim(session, study_uuid, config_key))
+
+    def claim_owner(self, study_uuid: str, config_key: str) -> int | None:
+        """Return the number of the trial that has claimed a configuration, None where nobody has."""
+        return self._database.run(
+            lambda session: claims.claim_owner(session, study_uuid, config_key), read_only=True
+        )
+
+    def find_profile(self, fingerprint: str) -> StoredProfile | None:
+        """Return the profile with this fingerprint, whichever study measured it."""
+        return self._database.run(lambda session: profiles.find_profile(session, fingerprint), read_only=True)
+
+    def save_profile(self, fingerprint: str, profile: Mapping[str, Any], *, study_uuid: str) -> None:
+        """Store what a profile launch taught; one with the same fingerprint is replaced."""
+        self._database.run(
+            lambda session: profiles.save_profile(session, fingerprint, profile, study_uuid=study_uuid)
+        )
+
+    def record_launch(
+        self, study_uuid: str, report: LaunchReport, *, trial_number: int | None, purpose: str, attempt: int
+    ) -> None:
+        """Store what became of a launch."""
+        self._database.run(
+            lambda session: history.record_launch(
+                session, study_uuid, report, trial_number=trial_number, purpose=purpose, attempt=attempt
+            )
+        )
+
+    def record_steps(self, study_uuid: str, launch_id: str, events: Iterable[Event]) -> None:
+        """Store the measured steps among a launch's events."""
+        kept = tuple(events)
+        self._database.run(lambda session: history.record_steps(session, study_uuid, launch_id, kept))
+
+    def launches(self, study_uuid: str) -> Sequence[StoredLaunch]:
+        """Return the launches of a study, the earliest first."""
+        return self._database.run(lambda session: history.launches(session, study_uuid), read_only=True)
+
+    def steps(self, study_uuid: str, launch_id: str) -> Sequence[StepMeasured]:
+        """Return the steps of a launch, by step and rank."""
+        return self._database.run(
+            lambda session: history.steps(session, study_uuid, launch_id), read_only=True
+        )
+
+    def reclaim_stale(self, study: optuna.Study) -> tuple[int, ...]:
+        """End the trials that lost their worker and enqueue a copy of each; return their numbers."""
+        return self._reclaimer(study).reclaim(study)
+
+    def return_trial(self, study: optuna.Study, trial: optuna.Trial, *, reason: str) -> bool:
+        """Give a running trial of this process back to the study, so that whoever resumes it runs it again.
+
+        Args:
+            study: The study.
+            trial: A trial whose launch has been stopped.
+            reason: Why, for people.
+
+        Returns:
+            Whether the trial was still running.
+        """
+        returned = self._reclaimer(study).give_back(study, trial.number, reason=reason)
+        self.heartbeat.remove(trial)
+        return returned
+
+    def _reclaimer(self, study: optuna.Study) -> Reclaimer:
+        study_uuid = str(study.user_attrs[STUDY_UUID])
+        if study_uuid not in self._reclaimers:
+            self._reclaimers[study_uuid] = self._new_reclaimer(study_uuid)
+        return self._reclaimers[study_uuid]
+
+
+def _open_optuna(database: Database) -> RDBStorage:
+    """Open Optuna's tables, creating them where missing; the caller holds the database's lock."""
+    try:
+        rdb = RDBStorage(
+            database.url.render_as_string(hide_password=False), engine_kwargs=engine_options(database.url)
+        )
+    except RuntimeError as error:  # Optuna's way to say that its own schema is of another version
+        advice = " ".join(str(error).split())
+        raise StorageUrlError(f"The storage '{database.shown}' cannot be used. {advice}") from None
+    except (DBAPIError, optuna.exceptions.StorageInternalError) as error:
+        raise StorageUrlError(
+            f"The storage '{database.shown}' cannot be used: {one_line_reason(error)}."
+        ) from None
+    # Connections that Optuna opened before our settings were in place are dropped.
+    install_events(rdb.engine)
+    rdb.remove_session()
+    rdb.engine.dispose()
+    return rdb
