@@ -1,0 +1,100 @@
+"""The ``autotuning`` section of a DeepSpeed config: what DeepSpeed's own autotuner reads, as far as it is honoured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from optuna_dsat.errors import ConfigError
+
+__all__ = ["Autotuning", "parse_autotuning", "positive_int"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Autotuning:
+    """The ``autotuning`` section of a config, as far as it is honoured here. None: not given."""
+
+    enabled: bool = False
+    start_profile_step: int | None = None
+    """Also read from ``start_step``."""
+    end_profile_step: int | None = None
+    """Also read from ``end_step``."""
+    metric: str | None = None
+    """``latency``, ``throughput``, ``flops`` and so on, as written."""
+    arg_mappings: Mapping[str, str] | None = None
+    """DeepSpeed key -> argument of the script that must carry the same value."""
+    min_train_micro_batch_size_per_gpu: int | None = None
+    max_train_micro_batch_size_per_gpu: int | None = None
+    max_train_batch_size: int | None = None
+    tuner_type: str | None = None
+    tuner_num_trials: int | None = None
+    tuner_early_stopping: int | None = None
+    num_gpus: int | None = None
+    """Largest where a list is given."""
+    ignored: tuple[str, ...] = ()
+    """Keys of DeepSpeed's autotuner that mean nothing here (folders, ``fast``, ``mp_size``...)."""
+    unknown: tuple[str, ...] = ()
+    """Keys that DeepSpeed's autotuner does not know either."""
+
+
+_RENAMED = {"start_step": "start_profile_step", "end_step": "end_profile_step", "num_trials": "tuner_num_trials"}
+_IGNORED = frozenset({
+    "fast", "results_dir", "exps_dir", "overwrite", "metric_path", "mp_size", "model_info", "model_info_path",
+    "num_tuning_micro_batch_sizes", "num_nodes", "min_train_batch_size",
+})  # fmt: skip
+_COUNTS = frozenset({
+    "start_profile_step", "end_profile_step", "min_train_micro_batch_size_per_gpu",
+    "max_train_micro_batch_size_per_gpu", "max_train_batch_size", "tuner_num_trials", "tuner_early_stopping",
+    "num_gpus",
+})  # fmt: skip
+
+
+def parse_autotuning(config: Mapping[str, Any], *, path: str = "<config>") -> Autotuning:
+    """Read the ``autotuning`` section of a config; absent, it is all defaults.
+
+    Raises:
+        ConfigError: If a value has the wrong type, or bounds contradict each other.
+    """
+    section: Mapping[str, Any] = config.get("autotuning") or {}
+    known = {field.name for field in fields(Autotuning)} - {"ignored", "unknown"}
+    values: dict[str, Any] = {}
+    for key, value in section.items():
+        name = _RENAMED.get(key, key)
+        if name in known and value is not None:
+            values[name] = _autotuning_value(name, value, where=f"{path}: autotuning.")
+    low, high = values.get("min_train_micro_batch_size_per_gpu"), values.get("max_train_micro_batch_size_per_gpu")
+    if low is not None and high is not None and low > high:
+        raise ConfigError(f"{path}: autotuning.min_train_micro_batch_size_per_gpu is {low}, above the maximum {high}.")
+    return Autotuning(
+        **values,
+        ignored=tuple(sorted(_IGNORED & section.keys())),
+        unknown=tuple(sorted(section.keys() - known - _RENAMED.keys() - _IGNORED)),
+    )
+
+
+def _autotuning_value(name: str, value: Any, *, where: str) -> Any:
+    if name in _COUNTS:
+        if name == "num_gpus" and isinstance(value, list) and value:
+            return max(positive_int(one, name, where=where) for one in value)
+        return positive_int(value, name, where=where)
+    if name == "enabled" and not isinstance(value, bool):
+        raise ConfigError(f"{where}{name} is {value!r}; it must be true or false.")
+    if name == "arg_mappings":
+        if not isinstance(value, dict) or not all(isinstance(one, str) for one in value.values()):
+            raise ConfigError(f"{where}{name} is {value!r}; it must map DeepSpeed keys to names of script arguments.")
+        return dict(value)
+    if name in ("metric", "tuner_type") and not isinstance(value, str):
+        raise ConfigError(f"{where}{name} is {value!r}; it must be a string.")
+    return value
+
+
+def positive_int(value: Any, key: str, *, where: str = "") -> int:
+    """Return a count that may be written as ``8`` or ``8.0``.
+
+    Raises:
+        ConfigError: If it is no whole number of at least 1; ``where`` and ``key`` say which value is meant.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < 1:
+        raise ConfigError(f"{where}{key} is {value!r}; it must be a whole number of at least 1.")
+    return int(value)

@@ -1,0 +1,105 @@
+"""The ``optuna-dsat`` command. Importing it pulls in neither torch nor Optuna; each command imports what it runs."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from typing import Annotated, NoReturn
+
+import typer
+
+from optuna_dsat import __version__
+from optuna_dsat.cli.options import AshaOptions, BinaryOptions, RandomOptions, spread_numbers, with_options
+from optuna_dsat.cli.studies import add_commands
+from optuna_dsat.errors import DsatError, ScriptFailedError
+
+__all__ = ["app", "main"]
+
+EXIT_INTERRUPTED = 130
+
+app = typer.Typer(
+    name="optuna-dsat",
+    help="Find the DeepSpeed configuration that trains your model fastest on the GPUs you have.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"optuna-dsat {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+def _random(options: RandomOptions) -> None:
+    from optuna_dsat.cli.tune import run
+
+    run("random", options)
+
+
+def _binary(options: BinaryOptions) -> None:
+    from optuna_dsat.cli.tune import run
+
+    run("binary", options)
+
+
+def _asha(options: AshaOptions) -> None:
+    from optuna_dsat.cli.tune import run
+
+    run("asha", options)
+
+
+app.command("random")(
+    with_options(
+        RandomOptions,
+        _random,
+        "Search random configurations; knowledge of DeepSpeed and the search's history stop those that cannot win.",
+    )
+)
+app.command("binary")(with_options(BinaryOptions, _binary, "Bisect the micro-batch of randomly drawn configurations."))
+app.command("asha")(
+    with_options(
+        AshaOptions,
+        _asha,
+        "Bisect the micro-batch of random configurations, giving more launches to the best (successive halving).",
+    )
+)
+add_commands(app)
+
+
+def _report(error: DsatError) -> None:
+    sys.stderr.write(f"optuna-dsat: {error}\n")
+    if isinstance(error, ScriptFailedError):
+        if error.traceback_tail:
+            sys.stderr.write(f"\n{error.traceback_tail.rstrip()}\n")
+        if error.log_path:
+            sys.stderr.write(f"\nFull log: {error.log_path}\n")
+
+
+def main(argv: list[str] | None = None) -> NoReturn:
+    """Run the command; exit with 0 (found), 2 (usage), 3 (nothing runs), 4 (script error), 5 (storage) or 130."""
+    arguments = sys.argv[1:] if argv is None else argv
+
+    def interrupt(_signal: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        app(args=spread_numbers(arguments, "--zero-stages"), standalone_mode=True)
+    except DsatError as error:
+        _report(error)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+    sys.exit(0)

@@ -1,0 +1,257 @@
+"""Options of the tuning commands, declared once: names and defaults are those of the dsat guide where it has them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import typer
+
+__all__ = ["AshaOptions", "BinaryOptions", "RandomOptions", "TuneOptions", "spread_numbers", "with_options"]
+
+_WHAT = "What to tune"
+_BUDGET = "Budget"
+_MEASURE = "Measuring"
+_WHERE = "Where"
+_METHOD = "Method"
+_SHOW = "Output"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneOptions:
+    """What every search method takes."""
+
+    script: Annotated[Path, typer.Argument(help="The training script, as it is.", metavar="SCRIPT", show_default=False)]
+    ds_config: Annotated[
+        Path,
+        typer.Argument(help="The script's DeepSpeed config (JSON).", metavar="DS_CONFIG", show_default=False),
+    ]
+    script_args: Annotated[
+        list[str] | None,
+        typer.Argument(help="Arguments of the script, after --.", metavar="[-- SCRIPT_ARGS]", show_default=False),
+    ] = None
+
+    metric: Annotated[
+        str,
+        typer.Option(
+            help="Metric to optimise: FLOPS_per_gpu, throughput, latency, forward, backward or step.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = "FLOPS_per_gpu"
+    zero_stages: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="ZeRO stages to search: '1 2 3', '1,2,3' or the option repeated.  \\[default: 1 2 3]",
+            metavar="STAGES",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None
+    fix: Annotated[
+        list[str] | None,
+        typer.Option(help="Hold a knob at one value: KEY=VALUE (repeatable).", rich_help_panel=_WHAT),
+    ] = None
+    no_tune: Annotated[
+        list[str] | None,
+        typer.Option(help="Leave a knob as your config has it (repeatable).", metavar="KEY", rich_help_panel=_WHAT),
+    ] = None
+    nvme_path: Annotated[
+        str | None,
+        typer.Option(help="Directory for NVMe offload; without it NVMe is not tried.", rich_help_panel=_WHAT),
+    ] = None
+    enqueue_user_config: Annotated[
+        bool,
+        typer.Option(help="Measure your present config first, to show speed-ups over it.", rich_help_panel=_WHAT),
+    ] = True
+
+    profile_reuse: Annotated[
+        bool,
+        typer.Option(
+            help="Take the profile of an earlier study of the same script, config and hardware.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = True
+
+    max_trials: Annotated[int, typer.Option(help="Launches of trials.", rich_help_panel=_BUDGET)] = 64
+    max_concurrent_trials: Annotated[int, typer.Option(help="Launches in flight.", rich_help_panel=_BUDGET)] = 16
+    max_slots: Annotated[int | None, typer.Option(help="GPUs (CPU ranks) in use at once.", rich_help_panel=_BUDGET)] = (
+        None
+    )
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds after which the search ends.", rich_help_panel=_BUDGET)
+    ] = None
+    trial_timeout: Annotated[
+        float | None, typer.Option(help="Seconds after which one launch is ended.", rich_help_panel=_BUDGET)
+    ] = None
+    max_retries: Annotated[
+        int,
+        typer.Option(
+            help="Further launches of a trial after a communication error, a stall or a time-out.",
+            rich_help_panel=_BUDGET,
+        ),
+    ] = 1
+    confirm: Annotated[int, typer.Option(help="Finalists measured again with more steps.", rich_help_panel=_BUDGET)] = 3
+
+    start_profile_step: Annotated[
+        int, typer.Option(help="First step that counts (from 1).", rich_help_panel=_MEASURE)
+    ] = 3
+    end_profile_step: Annotated[
+        int, typer.Option(help="Last step that counts; the launch ends after it.", rich_help_panel=_MEASURE)
+    ] = 5
+    random_seed: Annotated[int, typer.Option(help="Seed of the search.", rich_help_panel=_MEASURE)] = 42
+
+    gpus_per_trial: Annotated[
+        int | None, typer.Option(help="GPUs of one launch.  \\[default: all]", rich_help_panel=_WHERE)
+    ] = None
+    cpu_ranks: Annotated[
+        int | None,
+        typer.Option(help="Run on the CPU with this many ranks.  [default without a GPU: 2]", rich_help_panel=_WHERE),
+    ] = None
+    device_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="What one rank may allocate, such as 2GiB.  \\[default: all there is]",
+            rich_help_panel=_WHERE,
+        ),
+    ] = None
+    storage: Annotated[
+        str,
+        typer.Option(
+            help="Database of the study: SQLite or PostgreSQL.",
+            envvar="OPTUNA_DSAT_STORAGE",
+            rich_help_panel=_WHERE,
+        ),
+    ] = "sqlite:///optuna-dsat.db"
+    study: Annotated[
+        str | None,
+        typer.Option(help="Name of the study.  \\[default: SCRIPT-METHOD]", rich_help_panel=_WHERE),
+    ] = None
+    output_dir: Annotated[
+        Path,
+        typer.Option(
+            help="Directory for launches, logs and the best config.",
+            envvar="OPTUNA_DSAT_OUTPUT_DIR",
+            rich_help_panel=_WHERE,
+        ),
+    ] = Path("optuna-dsat-output")
+
+    run_full_experiment: Annotated[
+        bool,
+        typer.Option(
+            "--run-full-experiment",
+            help="Train with the best config when the search is done.",
+            rich_help_panel=_SHOW,
+        ),
+    ] = False
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Show the space, the profile launch and the first configs; launch nothing.",
+            rich_help_panel=_SHOW,
+        ),
+    ] = False
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show the result alone.", rich_help_panel=_SHOW)] = False
+    json_output: Annotated[bool, typer.Option("--json", help="Print the result as JSON.", rich_help_panel=_SHOW)] = (
+        False
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomOptions(TuneOptions):
+    """What ``random`` takes beside."""
+
+    trials_per_random_config: Annotated[
+        int, typer.Option(help="Launches of one class of configurations at most.", rich_help_panel=_METHOD)
+    ] = 5
+    early_stopping: Annotated[
+        int | None,
+        typer.Option(
+            help="End after this many launches without a new best.  \\[default: never]",
+            rich_help_panel=_METHOD,
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BinaryOptions(TuneOptions):
+    """What ``binary`` takes beside."""
+
+    search_range_factor: Annotated[
+        float,
+        typer.Option(help="Factor on the largest micro-batch that the memory model predicts.", rich_help_panel=_METHOD),
+    ] = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AshaOptions(BinaryOptions):
+    """What ``asha`` takes beside."""
+
+    max_rungs: Annotated[int, typer.Option(help="Rungs.", rich_help_panel=_METHOD)] = 5
+    min_binary_search_trials: Annotated[
+        int,
+        typer.Option(
+            help="Launches a class of configurations needs to complete the lowest rung.",
+            rich_help_panel=_METHOD,
+        ),
+    ] = 3
+    divisor: Annotated[
+        int,
+        typer.Option(help="The best 1/DIVISOR of a rung goes on (eta of arXiv:1810.05934).", rich_help_panel=_METHOD),
+    ] = 2
+    asha_early_stopping: Annotated[
+        int,
+        typer.Option(help="s of arXiv:1810.05934: rungs start DIVISOR**s higher.", rich_help_panel=_METHOD),
+    ] = 0
+
+
+Options = TypeVar("Options", bound=TuneOptions)
+
+
+def with_options(options: type[Options], run: Callable[[Options], None], doc: str) -> Callable[..., None]:
+    """Return a command function whose parameters are the fields of ``options``; it calls ``run`` with them."""
+
+    def command(**values: Any) -> None:
+        run(options(**values))
+
+    hints = get_type_hints(options, include_extras=True)
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                annotation=hints[field.name],
+                default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            )
+            for field in fields(options)
+        ]
+    )
+    command.__annotations__ = {field.name: hints[field.name] for field in fields(options)}
+    command.__doc__ = doc
+    return command
+
+
+def spread_numbers(argv: list[str], option: str) -> list[str]:
+    """Return ``argv`` with ``option 1 2 3`` written as ``option 1,2,3``, which click understands.
+
+    Only what stands before ``--`` is touched.
+    """
+    result: list[str] = []
+    tokens = iter(enumerate(argv))
+    skip_to = 0
+    for index, token in tokens:
+        if index < skip_to:
+            continue
+        if token == "--":
+            return result + argv[index:]
+        result.append(token)
+        if token == option:
+            end = index + 1
+            while end < len(argv) and argv[end].replace(",", "").isdigit():
+                end += 1
+            if end > index + 2:
+                result.append(",".join(argv[index + 1 : end]))
+                skip_to = end
+    return result

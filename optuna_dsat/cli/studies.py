@@ -1,0 +1,385 @@
+"""Commands on stored studies: list, show, export, delete, resume, join; and on the database itself."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+import time
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from optuna_dsat.errors import NothingRunnableError, UsageError
+
+if TYPE_CHECKING:
+    import optuna
+    from optuna.trial import FrozenTrial
+
+    from optuna_dsat.spec import StudySpec
+    from optuna_dsat.store import Store, StudyRecord
+
+__all__ = ["add_commands"]
+
+_Storage = Annotated[
+    str,
+    typer.Option("--storage", help="Database of the study: SQLite or PostgreSQL.", envvar="OPTUNA_DSAT_STORAGE"),
+]
+_Name = Annotated[str, typer.Argument(metavar="STUDY", help="Name of the study.", show_default=False)]
+_DEFAULT_STORAGE = "sqlite:///optuna-dsat.db"
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_Quiet = Annotated[bool, typer.Option("--quiet", help="Show the result alone.")]
+_MaxTrials = Annotated[
+    int | None, typer.Option("--max-trials", help="New number of launches of trials.", show_default=False)
+]
+_Workdir = Annotated[
+    Path | None,
+    typer.Option(
+        "--workdir",
+        help="Working directory, where the script lies elsewhere on this machine.",
+        show_default=False,
+    ),
+]
+
+
+class ExportFormat(StrEnum):
+    """Formats of ``export``."""
+
+    JSON = "json"
+    CSV = "csv"
+
+
+def _open(storage: str) -> Store:
+    from optuna_dsat.store import Store
+
+    return Store.open(storage, create=False)
+
+
+def _record(store: Store, name: str) -> StudyRecord:
+    record = store.find_study(name)
+    if record is None:
+        known = ", ".join(study.name for study in store.list_studies()) or "none"
+        raise UsageError(f"There is no study {name!r} in {store.url}; there: {known}.")
+    return record
+
+
+def _spec(record: StudyRecord) -> StudySpec:
+    from optuna_dsat.spec import StudySpec
+
+    return StudySpec.model_validate(dict(record.spec))
+
+
+def _study(store: Store, name: str) -> optuna.Study:
+    import optuna
+
+    return optuna.load_study(study_name=name, storage=store.storage)
+
+
+def _trials(store: Store, name: str) -> Sequence[FrozenTrial]:
+    return _study(store, name).get_trials(deepcopy=False)
+
+
+def _row(trial: FrozenTrial) -> dict[str, Any]:
+    """Return a trial as one flat row."""
+    from optuna_dsat import history
+    from optuna_dsat.words import config_in_words
+
+    attrs = trial.user_attrs
+    return {
+        "number": trial.number,
+        "state": trial.state.name.lower(),
+        "outcome": attrs.get(history.OUTCOME),
+        "value": None if trial.values is None else trial.values[0],
+        "configuration": config_in_words(attrs[history.CONFIG]) if history.CONFIG in attrs else None,
+        "attempts": attrs.get(history.ATTEMPTS),
+        "peak_memory_bytes": attrs.get(history.PEAK_BYTES),
+        "message": attrs.get(history.MESSAGE, attrs.get(history.VETOED)),
+        "params": trial.params,
+        "metrics": attrs.get(history.METRICS, {}),
+        "config": attrs.get(history.CONFIG),
+    }
+
+
+def _print_table(headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_edge=False, pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        table.add_row(*("" if cell is None else str(cell) for cell in row))
+    Console(highlight=False).print(table)
+
+
+def studies(storage: _Storage = _DEFAULT_STORAGE, as_json: _Json = False) -> None:
+    """List the studies of a database."""
+    from optuna_dsat import history
+
+    rows = []
+    with _open(storage) as store:
+        for record in store.list_studies():
+            spec = _spec(record)
+            trials = _trials(store, record.name)
+            best = history.best_trials(trials, maximize=spec.direction == "maximize")
+            rows.append(
+                {
+                    "study": record.name,
+                    "method": spec.method,
+                    "script": spec.script.script,
+                    "launches": f"{history.launches_used(trials)}/{spec.max_trials}",
+                    "metric": spec.metric,
+                    "best": best[0].values[0] if best else None,
+                    "created": time.strftime("%Y-%m-%d %H:%M", time.localtime(record.created_at)),
+                }
+            )
+    if as_json:
+        print(json.dumps(rows, indent=2))
+    else:
+        headings = ("study", "method", "script", "launches", "metric", "best", "created")
+        _print_table(headings, [[row[heading] for heading in headings] for row in rows])
+
+
+def show(name: _Name, storage: _Storage = _DEFAULT_STORAGE, as_json: _Json = False) -> None:
+    """Show a study: what it tunes, how far it is, its best configuration."""
+    from collections import Counter
+
+    from optuna_dsat import history
+    from optuna_dsat.words import config_in_words, metric_in_words
+
+    with _open(storage) as store:
+        record = _record(store, name)
+        spec = _spec(record)
+        trials = _trials(store, name)
+        launches = store.launches(record.uuid)
+    best = history.best_trials(trials, maximize=spec.direction == "maximize")
+    outcomes = Counter(t.user_attrs[history.OUTCOME] for t in trials if history.OUTCOME in t.user_attrs)
+    if as_json:
+        state = {
+            "spec": spec.model_dump(mode="json"),
+            "versions": dict(record.versions),
+            "outcomes": outcomes,
+            "launches": [{"purpose": row.purpose, "outcome": row.report.outcome.value} for row in launches],
+            "best": _row(best[0]) if best else None,
+        }
+        print(json.dumps(state, indent=2))
+        return
+    print(f"Study {name}: {spec.method}, {spec.metric}, script {spec.script.script}")
+    print(f"Launches: {history.launches_used(trials)} of {spec.max_trials}; {dict(outcomes)}")
+    for trial in best[:5]:
+        words = config_in_words(trial.user_attrs[history.CONFIG])
+        print(f"  trial {trial.number}: {metric_in_words(spec.metric, trial.values[0])}, {words}")
+
+
+def trials(name: _Name, storage: _Storage = _DEFAULT_STORAGE, as_json: _Json = False) -> None:
+    """List the trials of a study."""
+    with _open(storage) as store:
+        _record(store, name)
+        rows = [_row(trial) for trial in _trials(store, name)]
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    headings = ("number", "outcome", "value", "configuration", "message")
+    _print_table(headings, [[row[heading] for heading in headings] for row in rows])
+
+
+def best(
+    name: _Name,
+    storage: _Storage = _DEFAULT_STORAGE,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the config to this file.", show_default=False)
+    ] = None,
+) -> None:
+    """Print the best configuration of a study, ready to train with."""
+    from optuna_dsat import ds_config, history
+    from optuna_dsat.export import trainable_config
+
+    with _open(storage) as store:
+        spec = _spec(_record(store, name))
+        study = _study(store, name)
+        found = history.best_trials(study.get_trials(deepcopy=False), maximize=spec.direction == "maximize")
+        winner = study.user_attrs.get(history.WINNER)
+    if not found:
+        raise NothingRunnableError(f"The study {name!r} has measured nothing yet.")
+    trial = next((t for t in found if t.number == winner), found[0])
+    config = trainable_config(trial.user_attrs[history.CONFIG], world_size=spec.slots_per_trial)
+    if output is None:
+        print(json.dumps(config, indent=2))
+    else:
+        ds_config.write_json_atomic(output, config)
+        print(output)
+
+
+def export(
+    name: _Name,
+    storage: _Storage = _DEFAULT_STORAGE,
+    fmt: Annotated[ExportFormat, typer.Option("--format", help="Format.")] = ExportFormat.JSON,
+) -> None:
+    """Print all trials of a study as JSON or CSV."""
+    with _open(storage) as store:
+        spec = _spec(_record(store, name))
+        rows = [_row(trial) for trial in _trials(store, name)]
+    if fmt is ExportFormat.JSON:
+        print(json.dumps({"spec": spec.model_dump(mode="json"), "trials": rows}, indent=2))
+        return
+    plain = (
+        "number",
+        "state",
+        "outcome",
+        "value",
+        "configuration",
+        "attempts",
+        "peak_memory_bytes",
+        "message",
+    )
+    params = sorted({key for row in rows for key in row["params"]})
+    metrics = sorted({key for row in rows for key in row["metrics"]})
+    writer = csv.writer(sys.stdout)
+    writer.writerow([*plain, *(f"param:{key}" for key in params), *(f"metric:{key}" for key in metrics)])
+    for row in rows:
+        writer.writerow(
+            [row[key] for key in plain]
+            + [row["params"].get(key) for key in params]
+            + [row["metrics"].get(key) for key in metrics]
+        )
+
+
+def delete(
+    name: _Name,
+    storage: _Storage = _DEFAULT_STORAGE,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Delete a study from the database; its files in the output directory stay."""
+    with _open(storage) as store:
+        _record(store, name)
+        if not yes:
+            typer.confirm(f"Delete the study {name!r} and all its trials?", abort=True, err=True)
+        store.delete_study(name)
+
+
+def resume(
+    name: _Name,
+    storage: _Storage = _DEFAULT_STORAGE,
+    max_trials: _MaxTrials = None,
+    workdir: _Workdir = None,
+    quiet: _Quiet = False,
+    as_json: _Json = False,
+) -> None:
+    """Continue a study where it stands, with the settings it was started with."""
+    _continue(name, storage, max_trials=max_trials, workdir=workdir, quiet=quiet, as_json=as_json, conclude=True)
+
+
+def worker(
+    name: _Name,
+    storage: _Storage = _DEFAULT_STORAGE,
+    workdir: _Workdir = None,
+    quiet: _Quiet = False,
+) -> None:
+    """Join a study from another process or machine; whoever started it confirms and exports the winner."""
+    _continue(name, storage, max_trials=None, workdir=workdir, quiet=quiet, as_json=False, conclude=False)
+
+
+def _continue(
+    name: str,
+    storage: str,
+    *,
+    max_trials: int | None,
+    workdir: Path | None,
+    quiet: bool,
+    as_json: bool,
+    conclude: bool,
+) -> None:
+    from optuna_dsat.cli.tune import run_spec
+    from optuna_dsat.launch.devices import cpu_devices, detect_devices
+
+    with _open(storage) as store:
+        record = _record(store, name)
+        spec = _spec(record)
+        if max_trials is not None:
+            spec = spec.model_copy(update={"max_trials": max_trials})
+            store.update_spec(record.uuid, spec.model_dump(mode="json"))
+    spec = _relocated(spec, workdir)
+    devices = detect_devices() if spec.device == "cuda" else cpu_devices(spec.slots_per_trial)
+    if devices.kind != spec.device or len(devices.devices) < spec.slots_per_trial:
+        raise UsageError(
+            f"The study needs {spec.slots_per_trial} {spec.device} slots a launch; "
+            f"this machine offers {len(devices.devices)} of {devices.kind}."
+        )
+    run_spec(spec, devices, storage=storage, quiet=quiet, as_json=as_json, run_full=False, conclude=conclude)
+
+
+def _relocated(spec: StudySpec, workdir: Path | None) -> StudySpec:
+    """Return the spec with its paths moved from the stored working directory to ``workdir``."""
+    script = spec.script
+    if workdir is not None:
+        if not workdir.is_dir():
+            raise UsageError(f"--workdir is {workdir}, which is not a directory.")
+        new = workdir.resolve()
+
+        def moved(path: str) -> str:
+            inside = Path(path).is_relative_to(script.cwd)
+            return str(new / Path(path).relative_to(script.cwd)) if inside else path
+
+        script = script.model_copy(
+            update={
+                "cwd": str(new),
+                "script": script.script if script.is_module else moved(script.script),
+                "config_path": moved(script.config_path),
+            }
+        )
+        spec = spec.model_copy(update={"script": script, "output_dir": moved(spec.output_dir)})
+    if not script.is_module and not Path(script.script).is_file():
+        raise UsageError(f"The script {script.script} is not on this machine; say with --workdir where it lies.")
+    return spec
+
+
+def _db_upgrade(storage: _Storage = _DEFAULT_STORAGE) -> None:
+    """Bring a database made by an older version up to date."""
+    from optuna_dsat.store import migrate
+    from optuna_dsat.store.engine import Database
+
+    database = Database(storage)
+    try:
+        migrate.upgrade(database)
+        print(migrate.current(database))
+    finally:
+        database.close()
+
+
+def _db_current(storage: _Storage = _DEFAULT_STORAGE) -> None:
+    """Print the schema revision of a database."""
+    from optuna_dsat.store import migrate
+    from optuna_dsat.store.engine import Database
+
+    database = Database(storage)
+    try:
+        print(migrate.current(database))
+    finally:
+        database.close()
+
+
+def _db_check(storage: _Storage = _DEFAULT_STORAGE) -> None:
+    """Say whether this version can use a database; exit with 2 if not."""
+    from optuna_dsat.store import migrate
+    from optuna_dsat.store.engine import Database
+
+    database = Database(storage)
+    try:
+        migrate.require_usable(database)
+        print(migrate.check(database).value)
+    finally:
+        database.close()
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Add the commands of this module to ``app``."""
+    for command in (studies, show, trials, best, export, delete, resume, worker):
+        app.command()(command)
+    database = typer.Typer(help="The database's schema.", no_args_is_help=True)
+    database.command("upgrade")(_db_upgrade)
+    database.command("current")(_db_current)
+    database.command("check")(_db_check)
+    app.add_typer(database, name="db")

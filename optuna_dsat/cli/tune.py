@@ -1,0 +1,236 @@
+"""``random``, ``binary`` and ``asha``: check what was given, tune, show the result."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from optuna_dsat import ds_config
+from optuna_dsat.cli.options import TuneOptions
+from optuna_dsat.cli.show import make_observer, show_plan, show_result
+from optuna_dsat.errors import UsageError
+from optuna_dsat.export import TuneResult
+from optuna_dsat.launch.devices import Devices, cpu_devices, detect_devices
+from optuna_dsat.launch.protocol import LaunchRequest
+from optuna_dsat.profiling import script_command
+from optuna_dsat.spec import MethodOptions, ScriptSpec, StudySpec, make_spec, parse_bytes
+
+__all__ = ["make_devices", "run", "run_spec", "spec_of"]
+
+
+def run(method: str, options: TuneOptions) -> None:
+    """Tune as the options say; print the result.
+
+    Raises:
+        DsatError: With the exit code that the command leaves with.
+    """
+    devices = make_devices(options)
+    spec = spec_of(method, options, devices)
+    if options.dry_run:
+        show_plan(spec)
+        return
+    run_spec(
+        spec,
+        devices,
+        storage=options.storage,
+        quiet=options.quiet,
+        as_json=options.json_output,
+        run_full=options.run_full_experiment,
+        reuse_profile=options.profile_reuse,
+    )
+
+
+def run_spec(
+    spec: StudySpec,
+    devices: Devices,
+    *,
+    storage: str,
+    quiet: bool,
+    as_json: bool,
+    run_full: bool = False,
+    reuse_profile: bool = True,
+    conclude: bool = True,
+) -> None:
+    """Tune, show the result, and train with it where asked for.
+
+    Raises:
+        KeyboardInterrupt: If the search was interrupted; what was found so far is shown before.
+    """
+    import optuna
+
+    from optuna_dsat.launch.torchrun import TorchrunLauncher, run_full as train
+    from optuna_dsat.session import Session
+    from optuna_dsat.store import Store
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)  # its lines would repeat ours
+    launcher = TorchrunLauncher(spec.study_dir, devices=devices, max_slots=spec.max_slots)
+    try:
+        with Store.open(storage) as store, make_observer(quiet=quiet) as observer:
+            session = Session(
+                spec,
+                store=store,
+                launcher=launcher,
+                device_names=tuple(device.name for device in devices.devices),
+                observer=observer,
+                reuse_profile=reuse_profile,
+            )
+            result = session.run(conclude=conclude)
+        if result is not None:
+            show_result(result, as_json=as_json)
+        if session.interrupted:
+            raise KeyboardInterrupt
+    finally:
+        launcher.close()
+    if run_full and result is not None:
+        sys.exit(train(_full_request(spec, result), devices=devices, output_dir=spec.study_dir))
+
+
+def _full_request(spec: StudySpec, result: TuneResult) -> LaunchRequest:
+    config = dict(result.config)
+    return LaunchRequest(
+        launch_id="full",
+        purpose="full",
+        command=script_command(spec),
+        ds_config=config,
+        overlay=config,
+        slots=spec.slots_per_trial,
+    )
+
+
+def make_devices(options: TuneOptions) -> Devices:
+    """Return the devices to tune on.
+
+    Raises:
+        UsageError: If more GPUs are asked for than there are, or both GPUs and CPU ranks.
+    """
+    if options.cpu_ranks is not None:
+        if options.gpus_per_trial is not None:
+            raise UsageError("--gpus-per-trial and --cpu-ranks exclude each other: give one.")
+        return cpu_devices(options.cpu_ranks)
+    devices = detect_devices()
+    wanted = options.gpus_per_trial
+    if wanted is None:
+        return devices
+    available = len(devices.devices) if devices.kind == "cuda" else 0
+    if wanted < 1 or wanted > available:
+        raise UsageError(
+            f"--gpus-per-trial is {wanted}, but this machine offers {available} GPU{'s' * (available != 1)}. "
+            + ("Use --cpu-ranks to tune on the CPU." if available == 0 else f"Give 1 to {available}.")
+        )
+    return devices
+
+
+def spec_of(method: str, options: TuneOptions, devices: Devices) -> StudySpec:
+    """Check all options and return the spec; nothing is launched or written.
+
+    Raises:
+        UsageError: On the first thing that cannot be used.
+    """
+    script = _script(options.script)
+    user = ds_config.load(options.ds_config)
+    slots = options.gpus_per_trial or len(devices.devices)
+    ds_config.batch_triangle(ds_config.effective(user.raw), world_size=slots)
+    own = set(MethodOptions.model_fields)
+    spec = make_spec(
+        name=options.study or f"{script.stem}-{method}",
+        method=method,
+        options=make_options({k: v for k, v in asdict(options).items() if k in own}),
+        script=ScriptSpec(
+            script=str(script),
+            args=tuple(options.script_args or ()),
+            cwd=str(Path.cwd()),
+            config_path=str(options.ds_config.resolve()),
+        ),
+        ds_config=dict(user.raw),
+        metric=options.metric,
+        zero_stages=_stages(options.zero_stages),
+        fix=_fixed(options.fix or ()),
+        no_tune=tuple(options.no_tune or ()),
+        nvme_path=options.nvme_path,
+        device=devices.kind,
+        slots_per_trial=slots,
+        device_memory_bytes=None if options.device_memory is None else parse_bytes(options.device_memory),
+        max_trials=options.max_trials,
+        max_concurrent_trials=options.max_concurrent_trials,
+        max_slots=options.max_slots,
+        start_profile_step=options.start_profile_step,
+        end_profile_step=options.end_profile_step,
+        trial_timeout_s=options.trial_timeout,
+        timeout_s=options.timeout,
+        max_retries=options.max_retries,
+        random_seed=options.random_seed,
+        enqueue_user_config=options.enqueue_user_config,
+        confirm=options.confirm,
+        output_dir=str(_writable(options.output_dir)),
+    )
+    from optuna_dsat.session import space_of
+
+    space_of(spec, None)  # A knob or value that the space cannot take is refused here, before anything runs.
+    return spec
+
+
+def make_options(values: dict[str, Any]) -> MethodOptions:
+    """Return the method's options, refusing bad ones in one line."""
+    from pydantic import ValidationError
+
+    try:
+        return MethodOptions(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        option = str(first["loc"][-1]).replace("_", "-")
+        raise UsageError(f"--{option} is {first['input']!r}: {first['msg'].lower()}.") from None
+
+
+def _script(path: Path) -> Path:
+    if not path.is_file():
+        raise UsageError(f"The script {path} {'is not a file' if path.exists() else 'does not exist'}.")
+    try:
+        ast.parse(path.read_bytes(), filename=str(path))
+    except (SyntaxError, ValueError) as error:
+        where = f" (line {error.lineno})" if isinstance(error, SyntaxError) and error.lineno else ""
+        raise UsageError(f"The script {path} is not Python{where}: {error.args[0]}.") from None
+    return path.resolve()
+
+
+def _stages(texts: Sequence[str] | None) -> tuple[int, ...]:
+    if not texts:
+        return (1, 2, 3)
+    stages = []
+    for text in re.split(r"[,\s]+", " ".join(texts).strip()):
+        if text not in ("0", "1", "2", "3"):
+            raise UsageError(f"--zero-stages names {text!r}; ZeRO stages are 0, 1, 2 and 3.")
+        stages.append(int(text))
+    return tuple(sorted(set(stages)))
+
+
+def _fixed(pairs: Sequence[str]) -> dict[str, Any]:
+    fixed: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not equals or not key or not text:
+            raise UsageError(f"--fix is {pair!r}; write KEY=VALUE, such as --fix overlap_comm=true.")
+        try:
+            fixed[key] = json.loads(text)
+        except ValueError:
+            fixed[key] = text
+    return fixed
+
+
+def _writable(path: Path) -> Path:
+    """Return the absolute output directory if it can be written to, or made; makes nothing."""
+    absolute = path.absolute()
+    parent = absolute
+    while not parent.exists() and parent != parent.parent:
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise UsageError(
+            f"The output directory {path} cannot be written to ({parent}). Give another with --output-dir."
+        )
+    return absolute

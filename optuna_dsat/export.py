@@ -1,0 +1,97 @@
+"""What a study leaves to train with: ``best_ds_config.json``, ``best_ds_metrics.json`` and the command."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from optuna_dsat import ds_config
+from optuna_dsat.spec import ScriptSpec, StudySpec
+
+__all__ = ["BEST_CONFIG", "BEST_METRICS", "TuneResult", "trainable_config", "training_command", "write_best"]
+
+BEST_CONFIG = "best_ds_config.json"
+BEST_METRICS = "best_ds_metrics.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneResult:
+    """What a study found."""
+
+    study: str
+    reason: str
+    """Why the search ended."""
+    metric: str
+    trial: int
+    """Number of the winning trial."""
+    value: float
+    low: float | None
+    """Lower end of the 95 % confidence interval, where the winner was confirmed."""
+    high: float | None
+    user_value: float | None
+    """The user's own config, measured the same way; None where it could not be measured."""
+    speed_up: float | None
+    """The winner against the user's own config."""
+    config: Mapping[str, Any]
+    """The winning DeepSpeed config, ready to train with."""
+    metrics: Mapping[str, float]
+    config_path: str
+    metrics_path: str
+    command: str
+    """The command that trains with it."""
+    command_names_config: bool
+    """Whether the command names the winning config; otherwise the script has to be pointed to it."""
+    launches: Mapping[str, int]
+    """Outcome -> launches of trials."""
+    slot_minutes: float
+    """GPU minutes (CPU-rank minutes without a GPU) of all launches, profile and finalists included."""
+
+
+def trainable_config(config: Mapping[str, Any], *, world_size: int) -> dict[str, Any]:
+    """Return ``config`` without any tuning key and with a consistent batch triangle, ready to train with."""
+    clean = ds_config.strip_tuning(config)
+    triangle = ds_config.batch_triangle(clean, world_size=world_size)
+    return {
+        **clean,
+        "train_batch_size": triangle.train_batch_size,
+        "train_micro_batch_size_per_gpu": triangle.micro_batch,
+        "gradient_accumulation_steps": triangle.gradient_accumulation_steps,
+    }
+
+
+def write_best(directory: Path, config: Mapping[str, Any], metrics: Mapping[str, Any]) -> tuple[Path, Path]:
+    """Write the winning config and its metrics; return their paths."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config_path, metrics_path = directory / BEST_CONFIG, directory / BEST_METRICS
+    ds_config.write_json_atomic(config_path, config)
+    ds_config.write_json_atomic(metrics_path, metrics)
+    return config_path, metrics_path
+
+
+def training_command(spec: StudySpec, config_path: Path) -> tuple[str, bool]:
+    """Return the shell command that trains with the config at ``config_path``, and whether it names that config.
+
+    An argument that names the user's config is pointed to the new one. A script that is not given its config on the
+    command line has to be pointed to it by its user.
+    """
+    script = spec.script
+    args, replaced = _point_to(script, config_path)
+    target = ["-m", script.script] if script.is_module else [script.script]
+    prefix = [] if spec.device == "cuda" else ["env", "DS_ACCELERATOR=cpu", f"LOCAL_SIZE={spec.slots_per_trial}"]
+    command = [*prefix, "torchrun", "--nproc_per_node", str(spec.slots_per_trial), *target, *args]
+    return shlex.join(command), replaced
+
+
+def _point_to(script: ScriptSpec, config_path: Path) -> tuple[list[str], bool]:
+    replaced = False
+    args = []
+    for arg in script.args:
+        flag, equals, value = arg.rpartition("=")
+        if (Path(script.cwd) / value).resolve() == Path(script.config_path).resolve():
+            arg = f"{flag}{equals}{config_path}"
+            replaced = True
+        args.append(arg)
+    return args, replaced

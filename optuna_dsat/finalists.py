@@ -1,0 +1,121 @@
+"""The finalists: the best few configurations measured again with more steps, so that noise does not pick the winner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from optuna.trial import FrozenTrial
+
+from optuna_dsat import history
+from optuna_dsat.launch.protocol import Launcher, LaunchReport, LaunchRequest
+from optuna_dsat.measurement import LaunchRecord, confidence_interval
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.profiling import follow, script_command
+from optuna_dsat.spec import StudySpec
+
+__all__ = ["Finalist", "choose_winner", "confirm", "confirmation_steps"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finalist:
+    """A configuration measured again."""
+
+    number: int
+    """Number of the trial that it confirms."""
+    value: float | None
+    """The metric over all counted steps; None where the launch did not finish."""
+    low: float | None
+    """Lower end of the 95 % confidence interval."""
+    high: float | None
+    metrics: Mapping[str, float]
+    steps: int
+    """Counted steps."""
+    outcome: str
+    message: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what the constructor takes."""
+        return asdict(self)
+
+
+def confirmation_steps(spec: StudySpec) -> int:
+    """Return how many steps a confirmation counts: five times a trial's, at least ten."""
+    return max(10, 5 * (spec.end_profile_step - spec.start_profile_step + 1))
+
+
+def confirm(
+    spec: StudySpec,
+    candidates: Sequence[FrozenTrial],
+    *,
+    launcher: Launcher,
+    metric: str,
+    flops_per_sample: float,
+    on_report: Callable[[LaunchReport, LaunchRecord, FrozenTrial], None],
+) -> list[Finalist]:
+    """Launch each candidate once more, alone, with more steps; return what was measured, in the same order."""
+    finalists = []
+    for trial in candidates:
+        request = LaunchRequest(
+            launch_id=f"confirm-{trial.number:04d}",
+            purpose="confirm",
+            command=script_command(spec),
+            ds_config=trial.user_attrs[history.CONFIG],
+            overlay=trial.user_attrs[history.OVERLAY],
+            slots=spec.slots_per_trial,
+            start_profile_step=spec.start_profile_step,
+            end_profile_step=spec.start_profile_step + confirmation_steps(spec) - 1,
+            device_memory_bytes=spec.device_memory_bytes,
+            timeout_s=None if spec.trial_timeout_s is None else 5 * spec.trial_timeout_s,
+        )
+        record, report = follow(launcher, request)
+        on_report(report, record, trial)
+        finalists.append(_finalist(trial, record, report, metric=metric, flops_per_sample=flops_per_sample))
+    return finalists
+
+
+def _finalist(
+    trial: FrozenTrial, record: LaunchRecord, report: LaunchReport, *, metric: str, flops_per_sample: float
+) -> Finalist:
+    if report.outcome is not Outcome.MEASURED:
+        return Finalist(
+            number=trial.number,
+            value=None,
+            low=None,
+            high=None,
+            metrics={},
+            steps=len(record.counted),
+            outcome=report.outcome.value,
+            message=report.message,
+        )
+    interval = confidence_interval(
+        record.counted, metric, flops_per_sample=flops_per_sample, world_size=record.world_size
+    )
+    return Finalist(
+        number=trial.number,
+        value=interval.value,
+        low=interval.low,
+        high=interval.high,
+        metrics=record.metrics(flops_per_sample=flops_per_sample),
+        steps=len(record.counted),
+        outcome=report.outcome.value,
+        message=report.message,
+    )
+
+
+def choose_winner(
+    candidates: Sequence[FrozenTrial], finalists: Sequence[Finalist], *, maximize: bool
+) -> tuple[FrozenTrial, Finalist | None]:
+    """Return the winner: the best finalist; without any that finished, the best trial.
+
+    Raises:
+        ValueError: If there is no candidate.
+    """
+    if not candidates:
+        raise ValueError("there is no measured trial to choose from")
+    finished = [f for f in finalists if f.value is not None]
+    if not finished:
+        return candidates[0], None
+    best = (max if maximize else min)(finished, key=lambda f: f.value or 0.0)
+    return next(t for t in candidates if t.number == best.number), best

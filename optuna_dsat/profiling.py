@@ -1,0 +1,237 @@
+"""The profile launch: what one launch at micro-batch 1 teaches about model and hardware.
+
+If the user's own config does not fit at micro-batch 1, the launch climbs a ladder of ever less device memory (the order
+of the DeepSpeed configuration guide) before giving up.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from optuna_dsat import ds_config
+from optuna_dsat.errors import DsatError, NothingRunnableError, ScriptFailedError
+from optuna_dsat.launch.protocol import (
+    Finished,
+    Launcher,
+    LaunchReport,
+    LaunchRequest,
+    Observed,
+    ScriptCommand,
+)
+from optuna_dsat.measurement import LaunchRecord
+from optuna_dsat.memory import ModelProfile
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.events import Event
+from optuna_dsat.spec import StudySpec
+
+__all__ = ["LADDER", "Profiled", "Rung", "fingerprint", "follow", "measure_profile", "script_command"]
+
+_KNOB_SECTIONS = {
+    "zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+    "autotuning",
+}  # fmt: skip
+_MAX_FILES = 200
+_PROFILE_END_STEP = 2
+"""Steps of a profile launch: one is profiled, one more shows that the optimizer's state fits, too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rung:
+    """One step of the ladder: a ZeRO stage with its offloads."""
+
+    words: str
+    stage: int | None
+    """None for the user's own setting."""
+    offload_optimizer: bool = False
+    offload_param: bool = False
+
+    def overlay(self) -> dict[str, Any]:
+        """Return the DeepSpeed settings of this rung at micro-batch 1."""
+        batch: dict[str, Any] = {
+            "train_batch_size": None,
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+        }
+        if self.stage is None:
+            return batch
+        cpu = {"device": "cpu"}
+        zero = {
+            "stage": self.stage,
+            "offload_optimizer": cpu if self.offload_optimizer else None,
+            "offload_param": cpu if self.offload_param else None,
+        }
+        return {**batch, "zero_optimization": zero}
+
+
+LADDER = (
+    Rung(words="your own ZeRO settings", stage=None),
+    Rung(words="ZeRO 2", stage=2),
+    Rung(words="ZeRO 2 + optimizer offload", stage=2, offload_optimizer=True),
+    Rung(words="ZeRO 3", stage=3),
+    Rung(words="ZeRO 3 + parameter offload", stage=3, offload_param=True),
+    Rung(words="ZeRO 3 + parameter and optimizer offload", stage=3, offload_param=True, offload_optimizer=True),
+)
+"""In the order of the guide: each rung needs less device memory, and is slower, than the one before it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profiled:
+    """A profile and how it was come by."""
+
+    profile: ModelProfile
+    rung: str
+    """Words of the rung that fitted."""
+    pipeline: bool
+    """Whether the script trains a pipeline module (ZeRO at most 1)."""
+    device: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what ``from_json`` reads back."""
+        return {
+            "profile": self.profile.to_json(),
+            "rung": self.rung,
+            "pipeline": self.pipeline,
+            "device": self.device,
+        }
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Profiled:
+        """Build from what ``to_json`` returned."""
+        return cls(
+            profile=ModelProfile.from_json(record["profile"]),
+            rung=record["rung"],
+            pipeline=record["pipeline"],
+            device=record["device"],
+        )
+
+
+def script_command(spec: StudySpec) -> ScriptCommand:
+    """Return the launch command of the user's script."""
+    script = spec.script
+    return ScriptCommand(
+        script=script.script,
+        args=script.args,
+        is_module=script.is_module,
+        cwd=script.cwd,
+        config_path=script.config_path,
+    )
+
+
+def follow(
+    launcher: Launcher, request: LaunchRequest, on_event: Callable[[Event], None] = lambda _: None
+) -> tuple[LaunchRecord, LaunchReport]:
+    """Run one launch to its end while nothing else runs; return what was recorded and what became of it."""
+    record = LaunchRecord(world_size=request.slots, start_profile_step=request.start_profile_step)
+    launcher.start(request)
+    while True:
+        for update in launcher.poll(1.0):
+            if isinstance(update, Observed):
+                record.add(update.event)
+                on_event(update.event)
+            elif isinstance(update, Finished) and update.launch_id == request.launch_id:
+                return record, update.report
+
+
+def _rungs(spec: StudySpec) -> Iterator[Rung]:
+    for rung in LADDER:
+        if rung.stage is None or rung.stage in spec.zero_stages:
+            yield rung
+
+
+def measure_profile(
+    spec: StudySpec,
+    launcher: Launcher,
+    *,
+    on_rung: Callable[[Rung], None],
+    on_report: Callable[[LaunchReport, LaunchRecord], None],
+) -> Profiled:
+    """Launch the script at micro-batch 1, climbing the ladder while memory is short.
+
+    Args:
+        spec: The study.
+        launcher: Where to launch.
+        on_rung: Called before each launch.
+        on_report: Called after each launch.
+
+    Raises:
+        ScriptFailedError: If the script fails for a reason that is not memory.
+        NothingRunnableError: If no rung fits; says what was tried and how much memory was missing.
+    """
+    config = ds_config.effective(spec.ds_config)
+    tried: list[str] = []
+    for index, rung in enumerate(_rungs(spec)):
+        on_rung(rung)
+        overlay = rung.overlay()
+        request = LaunchRequest(
+            launch_id="profile" if index == 0 else f"profile-{index}",
+            purpose="profile",
+            command=script_command(spec),
+            ds_config=ds_config.merge(config, overlay),
+            overlay=overlay,
+            slots=spec.slots_per_trial,
+            start_profile_step=1,
+            end_profile_step=_PROFILE_END_STEP,
+            device_memory_bytes=spec.device_memory_bytes,
+            timeout_s=spec.trial_timeout_s,
+        )
+        record, report = follow(launcher, request)
+        on_report(report, record)
+        if report.outcome is Outcome.MEASURED and record.profile is not None and record.engine is not None:
+            return Profiled(
+                profile=ModelProfile.from_event(record.profile),
+                rung=rung.words,
+                pipeline=record.engine.pipeline,
+                device=record.engine.device,
+            )
+        if not report.outcome.infeasible:
+            raise _failure(report)
+        missing = "" if report.missing_bytes is None else f", short of {report.missing_bytes / 2**20:.0f} MiB"
+        tried.append(f"{rung.words} ({report.outcome.value}{missing})")
+    raise NothingRunnableError(
+        "The model does not fit at micro-batch 1. Tried: " + "; ".join(tried) + ". "
+        "Free device memory, allow more ZeRO stages with --zero-stages, use more GPUs, or make the model smaller."
+    )
+
+
+def _failure(report: LaunchReport) -> DsatError:
+    return ScriptFailedError(
+        f"The profile launch ended with {report.outcome.value}: {report.message}",
+        traceback_tail=report.error_excerpt,
+        log_path=report.log_path,
+    )
+
+
+def fingerprint(spec: StudySpec, *, device_names: tuple[str, ...]) -> str:
+    """Return a hash of all that a profile depends on.
+
+    The script and the Python files beside it (their content), its arguments, the config outside the knobs and batch
+    sizes, hardware and versions. A model that is imported from elsewhere, or read from data, is not seen: give
+    ``--no-profile-reuse`` after changing it.
+    """
+    outside = {key: value for key, value in spec.ds_config.items() if key not in _KNOB_SECTIONS}
+    parts = {
+        "code": _code_hashes(Path(spec.script.script), Path(spec.script.cwd)),
+        "script": spec.script.script if spec.script.is_module else Path(spec.script.script).name,
+        "args": spec.script.args,
+        "config": outside,
+        "device": spec.device,
+        "devices": device_names,
+        "slots": spec.slots_per_trial,
+        "device_memory_bytes": spec.device_memory_bytes,
+        "versions": {name: importlib.metadata.version(name) for name in ("torch", "deepspeed")},
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _code_hashes(script: Path, cwd: Path) -> list[str]:
+    """Return the hashes of the script and of the Python files in its folder and below, at most ``_MAX_FILES``."""
+    folder = script.parent if script.is_file() else cwd
+    files = itertools.islice(sorted(folder.glob("*.py")) + sorted(folder.glob("*/*.py")), _MAX_FILES)
+    return [hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path.is_file()]

@@ -1,0 +1,339 @@
+"""One study from its spec to its result: open or create, profile, search, confirm, export."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import optuna
+from optuna.trial import FrozenTrial
+
+from optuna_dsat import ds_config, history, memory
+from optuna_dsat.errors import StudyConflictError
+from optuna_dsat.export import TuneResult, trainable_config, training_command, write_best
+from optuna_dsat.finalists import Finalist, choose_winner, confirm
+from optuna_dsat.launch.protocol import Launcher, LaunchReport
+from optuna_dsat.measurement import LaunchRecord
+from optuna_dsat.methods import hardware_of, make_method
+from optuna_dsat.profiling import Profiled, fingerprint, measure_profile
+from optuna_dsat.progress import FinalistMeasured, Message, Observer, ProfileFinished, ProfileStarted
+from optuna_dsat.space import SearchSpace, build_space
+from optuna_dsat.spec import StudySpec
+from optuna_dsat.store import Store, StudyRecord
+from optuna_dsat.tuner import EndReason, Tuner, objective, speed_up, user_config
+from optuna_dsat.words import config_in_words
+
+__all__ = ["Session", "micro_batch_cap", "open_study", "space_of"]
+
+_MAX_MICRO_BATCH = 2**16
+"""No micro-batch beyond this is tried, whatever the memory model says."""
+
+
+def open_study(store: Store, spec: StudySpec) -> tuple[StudyRecord, StudySpec, bool]:
+    """Return the study's record, its spec and whether it was there before; create it where it was not.
+
+    Budgets of ``spec`` win over the stored ones, so a study can be given more.
+
+    Raises:
+        StudyConflictError: If a study of this name exists for something else; says what differs.
+    """
+    found = store.find_study(spec.name)
+    if found is None:
+        record = store.create_study(spec.name, spec.model_dump(mode="json"), direction=spec.direction)
+        return record, spec, False
+    stored = StudySpec.model_validate(found.spec)
+    differing = _differences(stored.identity(), spec.identity())
+    if differing:
+        raise StudyConflictError(
+            f"A study named {spec.name!r} exists in this storage with other settings: {'; '.join(differing)}. "
+            f"Give this one another name with --study, continue the other one with its own settings, "
+            f"or delete it."
+        )
+    return found, spec, True
+
+
+def _differences(stored: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for key in stored:
+        if stored[key] != given.get(key):
+            old, new = str(stored[key]), str(given.get(key))
+            detail = f"{key} was {old}, is {new}" if len(old) + len(new) < 80 else f"{key} differs"
+            lines.append(detail)
+    return lines
+
+
+def micro_batch_cap(spec: StudySpec, profiled: Profiled) -> int:
+    """Return the upper end of the micro-batch's distribution: twice what the most frugal configuration can hold.
+
+    The memory model errs; the factor two leaves room to find out.
+    """
+    hardware = hardware_of(spec, profiled)
+    base = ds_config.effective(spec.ds_config)
+    best = 1
+    for stage in spec.zero_stages:
+        for offload in (None, {"device": "cpu"}) if stage > 0 else (None,):
+            zero = {
+                "stage": stage,
+                "offload_optimizer": offload,
+                "offload_param": offload if stage == 3 else None,
+            }
+            config = ds_config.merge(base, {"zero_optimization": zero})
+            best = max(best, memory.largest_micro_batch(profiled.profile, config, hardware=hardware))
+    wanted = max(2, int(2 * best * spec.options.search_range_factor))
+    limit = ds_config.parse_autotuning(spec.ds_config).max_train_micro_batch_size_per_gpu or _MAX_MICRO_BATCH
+    return min(wanted, limit, _MAX_MICRO_BATCH)
+
+
+def space_of(spec: StudySpec, profiled: Profiled | None) -> SearchSpace:
+    """Return the search space; before the profile launch it is not yet capped by the model's size."""
+    return build_space(
+        spec.ds_config,
+        zero_stages=spec.zero_stages,
+        fix=spec.fix,
+        no_tune=spec.no_tune,
+        nvme_path=spec.nvme_path,
+        params=None if profiled is None else profiled.profile.params,
+        micro_batch_cap=_MAX_MICRO_BATCH if profiled is None else micro_batch_cap(spec, profiled),
+        pipeline=profiled is not None and profiled.pipeline,
+        device=spec.device,
+    )
+
+
+class Session:
+    """Runs one study from its spec to its result.
+
+    Args:
+        spec: What to tune.
+        store: Where the study lives.
+        launcher: Where launches run.
+        device_names: Names of the devices, for the profile's fingerprint.
+        observer: Hears the news.
+        reuse_profile: Whether a stored profile of the same script, config and hardware spares the profile launch.
+    """
+
+    def __init__(
+        self,
+        spec: StudySpec,
+        *,
+        store: Store,
+        launcher: Launcher,
+        device_names: tuple[str, ...],
+        observer: Observer,
+        reuse_profile: bool = True,
+    ) -> None:
+        self._reuse_profile = reuse_profile
+        self.interrupted = False
+        self.record, self.spec, self.resumed = open_study(store, spec)
+        self._store = store
+        self._launcher = launcher
+        self._device_names = device_names
+        self._observer = observer
+
+    def run(self, *, conclude: bool = True) -> TuneResult | None:
+        """Profile, search, confirm and export; return None when there is nothing to show.
+
+        Args:
+            conclude: Whether to confirm and export the winner; a worker that joins leaves that to the study's owner.
+
+        Raises:
+            ScriptFailedError: If the script fails whatever the configuration.
+            NothingRunnableError: If no configuration runs.
+            StorageError: If the database failed and did not come back in time.
+        """
+        profiled = self._profile()
+        space = space_of(self.spec, profiled)
+        method = make_method(self.spec, profiled, space)
+        study = self._load_study(method.sampler, method.pruner)
+        self._enqueue_user_config(study, space)
+        reason = Tuner(
+            self.spec,
+            study=study,
+            study_uuid=self.record.uuid,
+            space=space,
+            profiled=profiled,
+            method=method,
+            store=self._store,
+            launcher=self._launcher,
+            observer=self._observer,
+        ).run()
+        self.interrupted = reason is EndReason.INTERRUPTED
+        return self._conclude(study, profiled, reason) if conclude else None
+
+    def _profile(self) -> Profiled:
+        """Return the stored profile of the same script, config and hardware, else measure it."""
+        key = fingerprint(self.spec, device_names=self._device_names)
+        stored = self._store.find_profile(key) if self._reuse_profile else None
+        if stored is not None:
+            profiled, reused = Profiled.from_json(stored.profile), True
+        else:
+            profiled = measure_profile(
+                self.spec,
+                self._launcher,
+                on_rung=lambda rung: self._observer(ProfileStarted(rung=rung.words)),
+                on_report=lambda report, record: self._keep(report, record, purpose="profile"),
+            )
+            self._store.save_profile(key, profiled.to_json(), study_uuid=self.record.uuid)
+            reused = False
+        base = ds_config.effective(self.spec.ds_config)
+        largest = {
+            stage: memory.largest_micro_batch(
+                profiled.profile,
+                ds_config.merge(
+                    base,
+                    {"zero_optimization": {"stage": stage, "offload_optimizer": None, "offload_param": None}},
+                ),
+                hardware=hardware_of(self.spec, profiled),
+            )
+            for stage in self.spec.zero_stages
+        }
+        self._observer(
+            ProfileFinished(profile=profiled.profile, rung=profiled.rung, reused=reused, largest_micro_batches=largest)
+        )
+        if objective(self.spec, profiled) != self.spec.metric:
+            self._observer(
+                Message(
+                    text="FLOPs could not be counted for this model: throughput is optimised instead, "
+                    "which ranks configurations in the same order."
+                )
+            )
+        return profiled
+
+    def _load_study(self, sampler: optuna.samplers.BaseSampler, pruner: optuna.pruners.BasePruner) -> optuna.Study:
+        return optuna.load_study(study_name=self.spec.name, storage=self._store.storage, sampler=sampler, pruner=pruner)
+
+    def _enqueue_user_config(self, study: optuna.Study, space: SearchSpace) -> None:
+        """Have the user's present config measured first, once per study."""
+        if not self.spec.enqueue_user_config:
+            return
+        attrs = {history.PURPOSE: history.USER_CONFIG}
+        if any(t.user_attrs.get(history.PURPOSE) == history.USER_CONFIG for t in study.get_trials(deepcopy=False)):
+            return
+        config, _ = user_config(self.spec)
+        study.enqueue_trial(space.params_of(config) or {}, user_attrs=attrs)
+
+    def _keep(
+        self, report: LaunchReport, record: LaunchRecord, *, purpose: str, trial: FrozenTrial | None = None
+    ) -> None:
+        self._store.record_launch(
+            self.record.uuid,
+            report,
+            trial_number=None if trial is None else trial.number,
+            purpose=purpose,
+            attempt=0,
+        )
+        self._store.record_steps(self.record.uuid, report.launch_id, record.events)
+
+    def _conclude(self, study: optuna.Study, profiled: Profiled, reason: EndReason) -> TuneResult | None:
+        metric = objective(self.spec, profiled)
+        maximize = self.spec.direction == "maximize"
+        trials = study.get_trials(deepcopy=False)
+        candidates = history.best_trials(trials, maximize=maximize)
+        if not candidates:
+            return None
+        finalists: list[Finalist] = []
+        if reason is not EndReason.INTERRUPTED:
+            finalists = self._confirm(study, self._to_confirm(trials, candidates), metric, profiled)
+        winner, finalist = choose_winner(candidates, finalists, maximize=maximize)
+        return self._result(study, trials, winner, finalist, finalists, metric=metric, reason=reason, maximize=maximize)
+
+    def _to_confirm(self, trials: Sequence[FrozenTrial], candidates: Sequence[FrozenTrial]) -> list[FrozenTrial]:
+        """Return the best few and the user's own config: both sides of the speed-up are measured alike."""
+        chosen = list(candidates[: self.spec.confirm])
+        baseline = history.user_config_trial(trials)
+        if chosen and baseline is not None and baseline not in chosen:
+            chosen.append(baseline)
+        return chosen
+
+    def _confirm(
+        self, study: optuna.Study, candidates: Sequence[FrozenTrial], metric: str, profiled: Profiled
+    ) -> list[Finalist]:
+        """Measure the finalists again; those that an earlier run of this study confirmed are not launched twice."""
+        known = {f["number"]: Finalist(**f) for f in study.user_attrs.get(history.FINALISTS, [])}
+        todo = [trial for trial in candidates if trial.number not in known]
+        measured = confirm(
+            self.spec,
+            todo,
+            launcher=self._launcher,
+            metric=metric,
+            flops_per_sample=profiled.profile.flops_per_sample,
+            on_report=lambda report, record, trial: self._keep(report, record, purpose="confirm", trial=trial),
+        )
+        for trial, finalist in zip(todo, measured, strict=True):
+            self._observer(
+                FinalistMeasured(
+                    number=finalist.number,
+                    words=config_in_words(trial.user_attrs[history.CONFIG]),
+                    value=finalist.value,
+                    low=finalist.low,
+                    high=finalist.high,
+                    message=finalist.message,
+                )
+            )
+        known |= {f.number: f for f in measured}
+        study.set_user_attr(history.FINALISTS, [f.to_json() for f in known.values()])
+        return [known[trial.number] for trial in candidates]
+
+    def _result(
+        self,
+        study: optuna.Study,
+        trials: Sequence[FrozenTrial],
+        winner: FrozenTrial,
+        finalist: Finalist | None,
+        finalists: Sequence[Finalist],
+        *,
+        metric: str,
+        reason: EndReason,
+        maximize: bool,
+    ) -> TuneResult:
+        spec = self.spec
+        config = trainable_config(winner.user_attrs[history.CONFIG], world_size=spec.slots_per_trial)
+        metrics = dict(finalist.metrics if finalist is not None else winner.user_attrs[history.METRICS])
+        baseline = history.user_config_trial(trials)
+        # Like is compared with like: a confirmed winner with the confirmed user config, where there is one.
+        confirmed = {f.number: f.value for f in finalists if f.value is not None}
+        user_value = None if baseline is None else confirmed.get(baseline.number, baseline.values[0])
+        value = winner.values[0] if finalist is None or finalist.value is None else finalist.value
+        ratio = speed_up(value, user_value, maximize=maximize)
+        launches = self._store.launches(self.record.uuid)
+        config_path, metrics_path = write_best(
+            spec.study_dir,
+            config,
+            {
+                "study": spec.name,
+                "trial": winner.number,
+                "metric": metric,
+                "value": value,
+                "confidence_interval_95": None if finalist is None else [finalist.low, finalist.high],
+                "user_config_value": user_value,
+                "speed_up": ratio,
+                "metrics": metrics,
+                "finalists": [asdict(f) for f in finalists],
+            },
+        )
+        command, names_config = training_command(spec, config_path)
+        study.set_user_attr(history.WINNER, winner.number)
+        return TuneResult(
+            study=spec.name,
+            reason=reason.value,
+            metric=metric,
+            trial=winner.number,
+            value=value,
+            low=None if finalist is None else finalist.low,
+            high=None if finalist is None else finalist.high,
+            user_value=user_value,
+            speed_up=ratio,
+            config=config,
+            metrics=metrics,
+            config_path=str(config_path),
+            metrics_path=str(metrics_path),
+            command=command,
+            command_names_config=names_config,
+            launches=dict(Counter(row.report.outcome.value for row in launches if row.purpose == "trial")),
+            slot_minutes=sum(_slot_seconds(row.report) for row in launches) / 60,
+        )
+
+
+def _slot_seconds(report: LaunchReport) -> float:
+    return (report.startup_s + report.measured_s + report.exit_s) * len(report.devices)

@@ -1,0 +1,426 @@
+"""The tuner: profile, ask, veto, launch, report, prune, tell, confirm, export.
+
+All decisions are functions of the study's history, so any process can continue any study. One thread does everything;
+launches run side by side because the launcher only reports what they do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+import optuna
+from optuna.trial import FrozenTrial, TrialState
+
+from optuna_dsat import ds_config, history
+from optuna_dsat.errors import NothingRunnableError, ScriptFailedError
+from optuna_dsat.launch.protocol import (
+    Finished,
+    Launcher,
+    LaunchReport,
+    LaunchRequest,
+    LaunchUpdate,
+    Observed,
+)
+from optuna_dsat.measurement import GlobalStep, LaunchRecord
+from optuna_dsat.methods import Method
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.profiling import Profiled, script_command
+from optuna_dsat.progress import Message, Observer, SearchStarted, TrialFinished, TrialStarted, TrialStepped
+from optuna_dsat.space import SearchSpace
+from optuna_dsat.spec import StudySpec
+from optuna_dsat.store import Store
+from optuna_dsat.words import config_in_words
+
+__all__ = ["EndReason", "Tuner", "objective", "speed_up", "user_config"]
+
+_REFUSALS = 200
+"""Asked configurations in a row that were run before or vetoed, after which the space counts as exhausted."""
+
+_WAIT_S = 0.5
+"""Pause between two looks at what other workers still run, in seconds."""
+
+_STATES = {
+    Outcome.MEASURED: TrialState.COMPLETE,
+    Outcome.OUT_OF_MEMORY: TrialState.PRUNED,
+    Outcome.HOST_OUT_OF_MEMORY: TrialState.PRUNED,
+    Outcome.PRUNED: TrialState.PRUNED,
+}
+"""Outcome -> state of the trial; everything else is FAIL."""
+
+
+class EndReason(StrEnum):
+    """Why a search ended."""
+
+    BUDGET = "the budget of launches is spent"
+    EARLY_STOPPING = "no new best for as many launches as --early-stopping allows"
+    TIMEOUT = "the time of --timeout is over"
+    EXHAUSTED = "every configuration that may win has been tried"
+    INTERRUPTED = "interrupted"
+
+
+@dataclass(kw_only=True)
+class _Running:
+    """A trial whose launch is in flight."""
+
+    trial: optuna.Trial
+    request: LaunchRequest
+    record: LaunchRecord
+    words: str
+    attempt: int = 0
+    params: Mapping[str, Any]
+
+
+class Tuner:
+    """Runs one study until its budget is spent, from wherever its history stands.
+
+    Args:
+        spec: What to tune.
+        study: The Optuna study, made with ``method``'s sampler and pruner.
+        study_uuid: The study's own identifier in the store.
+        space: The search space.
+        profiled: What the profile launch taught.
+        method: Sampler and pruner.
+        store: Claims, heartbeats and launches.
+        launcher: Where launches run.
+        observer: Hears the news.
+    """
+
+    def __init__(
+        self,
+        spec: StudySpec,
+        *,
+        study: optuna.Study,
+        study_uuid: str,
+        space: SearchSpace,
+        profiled: Profiled,
+        method: Method,
+        store: Store,
+        launcher: Launcher,
+        observer: Observer,
+    ) -> None:
+        self._spec = spec
+        self._study = study
+        self._uuid = study_uuid
+        self._space = space
+        self._profiled = profiled
+        self._method = method
+        self._store = store
+        self._launcher = launcher
+        self._observer = observer
+        self._config = ds_config.effective(spec.ds_config)
+        self._maximize = spec.direction == "maximize"
+        self._running: dict[str, _Running] = {}
+        self._refused = 0
+        self._objective = objective(spec, profiled)
+        self._deadline = None if spec.timeout_s is None else time.monotonic() + spec.timeout_s
+
+    def run(self) -> EndReason:
+        """Search until the budget, ``--early-stopping``, ``--timeout`` or the space is exhausted; say which.
+
+        Raises:
+            ScriptFailedError: If launch after launch ends with the same error of the script.
+            NothingRunnableError: If the search ended and nothing was measured.
+            StorageError: If the database failed for longer than the store's patience.
+        """
+        trials = self._trials()
+        self._observer(
+            SearchStarted(
+                study=self._spec.name,
+                metric=self._objective,
+                maximize=self._maximize,
+                max_trials=self._spec.max_trials,
+                launched=history.launches_used(trials),
+            )
+        )
+        try:
+            reason = self._loop()
+        except KeyboardInterrupt:
+            reason = EndReason.INTERRUPTED
+        finally:
+            self._return_running()
+        if reason is not EndReason.INTERRUPTED:
+            self._check_something_ran()
+        return reason
+
+    def _loop(self) -> EndReason:
+        reason: EndReason | None = None
+        while True:
+            if reason is None:
+                reason = self._fill()
+            if reason is not None and not self._running:
+                if reason is EndReason.TIMEOUT or not self._others_running():
+                    return reason
+                reason = None  # another worker's trial may be lost, and is then run here
+                time.sleep(_WAIT_S)
+                continue
+            for update in self._launcher.poll(0.5):
+                self._take(update)
+            if reason is None and self._deadline is not None and time.monotonic() > self._deadline:
+                reason = EndReason.TIMEOUT
+                for launch_id in self._running:
+                    self._launcher.stop(launch_id, message="the search ran out of time (--timeout)")
+
+    def _others_running(self) -> bool:
+        """Whether other workers' trials are in flight: the study is not over before they are."""
+        return bool(self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)))
+
+    def _fill(self) -> EndReason | None:
+        """Launch trials until no slot is free; return why the search ends, if it does."""
+        if self._may_launch():
+            self._store.reclaim_stale(self._study)
+        while self._may_launch():
+            trials = self._trials()
+            if history.launches_used(trials) >= self._spec.max_trials:
+                return EndReason.BUDGET
+            limit = self._spec.options.early_stopping
+            if limit is not None and history.launches_since_best(trials, maximize=self._maximize) >= limit:
+                return EndReason.EARLY_STOPPING
+            if self._refused >= _REFUSALS or self._method.exhausted(self._study):
+                # Launches in flight may still open new ground, for this worker or another.
+                return EndReason.EXHAUSTED if not self._running else None
+            self._ask()
+        return None
+
+    def _may_launch(self) -> bool:
+        slots = self._spec.slots_per_trial
+        if self._launcher.free_slots < slots or len(self._running) >= self._spec.max_concurrent_trials:
+            return False
+        return self._spec.max_slots is None or (len(self._running) + 1) * slots <= self._spec.max_slots
+
+    def _ask(self) -> None:
+        """Ask for a trial and launch it, or tell at once why it is not launched."""
+        trial = self._study.ask()
+        self._store.heartbeat.add(trial)
+        if trial.user_attrs.get(history.PURPOSE) == history.USER_CONFIG:
+            params: dict[str, Any] = {}
+            config, overlay = user_config(self._spec)
+            if self._space.params_of(config) is not None:
+                params = self._space.suggest(trial)
+        else:
+            params = self._space.suggest(trial)
+            overlay = self._space.overlay(params)
+            config = ds_config.merge(self._config, overlay)
+        key = ds_config.canonical_key(config, params_count=self._profiled.profile.params)
+        if not self._store.claim(self._uuid, key, trial.number):
+            self._refuse(trial, "duplicate")
+            return
+        if self._study.pruner.prune(self._study, self._frozen(trial)):
+            self._store.release_claim(self._uuid, key)
+            self._refuse(trial, "held back by the pruner")
+            return
+        self._refused = 0
+        self._launch(trial, config=config, overlay=overlay, params=params, key=key)
+
+    def _refuse(self, trial: optuna.Trial, why: str) -> None:
+        self._refused += 1
+        trial.set_user_attr(history.VETOED, why)
+        self._study.tell(trial, state=TrialState.PRUNED, skip_if_finished=True)
+        self._store.heartbeat.remove(trial)
+
+    def _launch(
+        self,
+        trial: optuna.Trial,
+        *,
+        config: Mapping[str, Any],
+        overlay: Mapping[str, Any],
+        params: Mapping[str, Any],
+        key: str,
+    ) -> None:
+        spec = self._spec
+        request = LaunchRequest(
+            launch_id=f"trial-{trial.number:04d}",
+            purpose="trial",
+            command=script_command(spec),
+            ds_config=config,
+            overlay=overlay,
+            slots=spec.slots_per_trial,
+            start_profile_step=spec.start_profile_step,
+            end_profile_step=spec.end_profile_step,
+            device_memory_bytes=spec.device_memory_bytes,
+            timeout_s=spec.trial_timeout_s,
+        )
+        trial.set_user_attr(history.CONFIG, dict(config))
+        trial.set_user_attr(history.OVERLAY, dict(overlay))
+        trial.set_user_attr(history.CONFIG_KEY, key)
+        trial.set_user_attr(history.LAUNCH_ID, request.launch_id)
+        self._start(
+            _Running(
+                trial=trial,
+                request=request,
+                record=self._new_record(),
+                words=config_in_words(config),
+                params=params,
+            )
+        )
+
+    def _new_record(self) -> LaunchRecord:
+        return LaunchRecord(world_size=self._spec.slots_per_trial, start_profile_step=self._spec.start_profile_step)
+
+    def _start(self, running: _Running) -> None:
+        self._running[running.request.launch_id] = running
+        self._observer(
+            TrialStarted(
+                number=running.trial.number,
+                words=running.words,
+                attempt=running.attempt,
+                end_profile_step=running.request.end_profile_step,
+            )
+        )
+        self._launcher.start(running.request)
+
+    def _take(self, update: LaunchUpdate) -> None:
+        running = self._running.get(update.launch_id)
+        if running is None:
+            return
+        if isinstance(update, Observed):
+            step = running.record.add(update.event)
+            if step is not None:
+                self._report(running, step)
+        elif isinstance(update, Finished):
+            del self._running[update.launch_id]
+            self._finish(running, update.report)
+
+    def _report(self, running: _Running, step: GlobalStep) -> None:
+        """Report a step that counts and let the pruner stop a job that cannot win."""
+        self._observer(
+            TrialStepped(number=running.trial.number, step=step.step, samples_per_s=step.samples / step.latency_s)
+        )
+        if step.step < self._spec.start_profile_step:
+            return
+        running.trial.report(self._metrics(running)[self._objective], step.step)
+        if step.step >= running.request.end_profile_step:
+            return
+        if self._study.pruner.prune(self._study, self._frozen(running.trial)):
+            self._launcher.stop(
+                running.request.launch_id, message=f"stopped at step {step.step}: it cannot be among the best"
+            )
+
+    def _metrics(self, running: _Running) -> dict[str, float]:
+        return running.record.metrics(flops_per_sample=self._profiled.profile.flops_per_sample)
+
+    def _finish(self, running: _Running, report: LaunchReport) -> None:
+        """Retry, or tell the trial what became of it."""
+        trial = running.trial
+        self._store.record_launch(
+            self._uuid,
+            report,
+            trial_number=trial.number,
+            purpose=running.request.purpose,
+            attempt=running.attempt,
+        )
+        self._store.record_steps(self._uuid, report.launch_id, running.record.events)
+        if report.outcome.retryable and running.attempt < self._spec.max_retries:
+            attempt = running.attempt + 1
+            request = replace(running.request, launch_id=f"trial-{trial.number:04d}-retry-{attempt}")
+            self._observer(Message(text=f"Trial {trial.number}: {report.outcome.value}, launched again."))
+            self._start(replace(running, request=request, record=self._new_record(), attempt=attempt))
+            return
+        self._tell(running, report)
+
+    def _tell(self, running: _Running, report: LaunchReport) -> None:
+        trial = running.trial
+        if self._store.heartbeat.is_lost(trial):
+            self._observer(Message(text=f"Trial {trial.number} was given to another worker; its result is dropped."))
+            self._store.heartbeat.remove(trial)
+            return
+        measured = report.outcome is Outcome.MEASURED
+        value = None
+        trial.set_user_attr(history.MESSAGE, report.message)
+        trial.set_user_attr(history.ATTEMPTS, running.attempt + 1)
+        trial.set_user_attr(history.PEAK_BYTES, running.record.peak_bytes)
+        if report.error_excerpt:
+            trial.set_user_attr(history.ERROR, report.error_excerpt.strip().splitlines()[-1][:500])
+        if running.record.counted:
+            metrics = self._metrics(running)
+            trial.set_user_attr(history.METRICS, metrics)
+            value = metrics[self._objective] if measured else None
+        trial.set_user_attr(history.OUTCOME, report.outcome.value)
+        self._study.tell(trial, value, state=_STATES.get(report.outcome, TrialState.FAIL), skip_if_finished=True)
+        self._store.heartbeat.remove(trial)
+        self._tell_observer(running, report, value)
+        error = history.repeated_script_error(self._trials())
+        if error is not None:
+            raise ScriptFailedError(
+                f"Launch after launch ends with the same error of the script: {error}",
+                traceback_tail=report.error_excerpt,
+                log_path=report.log_path,
+            )
+
+    def _tell_observer(self, running: _Running, report: LaunchReport, value: float | None) -> None:
+        trials = self._trials()
+        best = history.best_trials(trials, maximize=self._maximize)
+        baseline = history.user_config_trial(trials)
+        self._observer(
+            TrialFinished(
+                number=running.trial.number,
+                words=running.words,
+                outcome=report.outcome,
+                value=value,
+                speed_up=speed_up(value, None if baseline is None else baseline.values[0], maximize=self._maximize),
+                best=bool(best) and best[0].number == running.trial.number,
+                message=report.message,
+                launched=history.launches_used(trials),
+            )
+        )
+
+    def _return_running(self) -> None:
+        """Give what is still in flight back to the study, so that whoever resumes it runs it again."""
+        running, self._running = list(self._running.values()), {}
+        for item in running:
+            self._launcher.stop(item.request.launch_id, outcome=Outcome.LOST, message="the search was stopped")
+        for item in running:
+            self._store.return_trial(self._study, item.trial, reason="the search was stopped")
+
+    def _check_something_ran(self) -> None:
+        trials = self._trials()
+        if history.best_trials(trials, maximize=self._maximize):
+            return
+        outcomes: dict[str, int] = {}
+        for trial in trials:
+            outcome = trial.user_attrs.get(history.OUTCOME)
+            if outcome is not None:
+                outcomes[outcome] = outcomes.get(outcome, 0) + 1
+        counts = ", ".join(f"{count} x {name}" for name, count in sorted(outcomes.items()))
+        raise NothingRunnableError(
+            f"No configuration could be measured ({counts or 'nothing was launched'}). "
+            f"The logs lie in {self._spec.study_dir}."
+        )
+
+    def _trials(self) -> Sequence[FrozenTrial]:
+        return self._study.get_trials(deepcopy=False)
+
+    def _frozen(self, trial: optuna.Trial) -> FrozenTrial:
+        return self._study._storage.get_trial(trial._trial_id)
+
+
+def objective(spec: StudySpec, profiled: Profiled) -> str:
+    """Return the metric that is optimised: the one asked for, or throughput where FLOPs could not be counted.
+
+    FLOPs per sample are the same for every configuration, so both rank alike.
+    """
+    if spec.metric == "FLOPS_per_gpu" and profiled.profile.flops_per_sample <= 0:
+        return "throughput"
+    return spec.metric
+
+
+def user_config(spec: StudySpec) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the user's present config with its batch sizes made explicit, and the overlay that says the same."""
+    config = ds_config.effective(spec.ds_config)
+    triangle = ds_config.batch_triangle(config, world_size=spec.slots_per_trial)
+    overlay = {
+        "train_batch_size": None,
+        "train_micro_batch_size_per_gpu": triangle.micro_batch,
+        "gradient_accumulation_steps": triangle.gradient_accumulation_steps,
+    }
+    return ds_config.merge(config, overlay), overlay
+
+
+def speed_up(value: float | None, user_value: float | None, *, maximize: bool) -> float | None:
+    """Return how many times better ``value`` is than the user's own config; None where either is missing."""
+    if not value or not user_value:
+        return None
+    return value / user_value if maximize else user_value / value

@@ -1,0 +1,49 @@
+"""Configurations, sizes and durations in words, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["bytes_in_words", "config_in_words", "duration_in_words", "metric_in_words"]
+
+
+def config_in_words(config: Mapping[str, Any]) -> str:
+    """Return stage, offloads and micro-batch of a config, such as ``ZeRO 2 + optimizer offload, micro-batch 8``."""
+    zero = config.get("zero_optimization") or {}
+    text = f"ZeRO {zero.get('stage', 0)}"
+    offloads = []
+    for key, word in (("offload_param", "parameter"), ("offload_optimizer", "optimizer")):
+        device = (zero.get(key) or {}).get("device", "none")
+        if device != "none":
+            offloads.append(f"{word} offload" + (" to NVMe" if device == "nvme" else ""))
+    if offloads:
+        text += " + " + " and ".join(offloads)
+    return f"{text}, micro-batch {config.get('train_micro_batch_size_per_gpu', '?')}"
+
+
+def bytes_in_words(count: float) -> str:
+    """Return a size such as ``1.25 GiB`` or ``700 MiB``."""
+    return f"{count / 2**30:.2f} GiB" if abs(count) >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def duration_in_words(seconds: float) -> str:
+    """Return a duration such as ``45 s``, ``3 min 20 s`` or ``2 h 5 min``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def metric_in_words(metric: str, value: float) -> str:
+    """Return a metric's value with its unit, such as ``141.2 samples/s``."""
+    if metric == "throughput":
+        return f"{value:.4g} samples/s"
+    if metric == "FLOPS_per_gpu":
+        for power, prefix in ((15, "P"), (12, "T"), (9, "G"), (6, "M")):
+            if value >= 10**power:
+                return f"{value / 10**power:.4g} {prefix}FLOP/s per GPU"
+        return f"{value:.4g} FLOP/s per GPU"
+    return f"{value * 1000:.4g} ms"

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+GOOD = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+
+
+def tune(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", "from optuna_dsat.cli import main; main()", *args],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text("print('never run')\n")
+    (tmp_path / "ds.json").write_text(json.dumps(GOOD))
+    (tmp_path / "broken.py").write_text("def oops(:\n")
+    (tmp_path / "empty.json").write_text("")
+    (tmp_path / "text.json").write_text("stage: 2")
+    (tmp_path / "twice.json").write_text('{"bf16": {}, "bf16": {}}')
+    (tmp_path / "list.json").write_text("[1]")
+    (tmp_path / "triangle.json").write_text(
+        json.dumps(
+            {"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+        )
+    )
+    (tmp_path / "plain-file").write_text("")
+    return tmp_path
+
+
+CASES = {
+    "script-missing": (["random", "gone.py", "ds.json"], "gone.py does not exist"),
+    "script-not-python": (["random", "broken.py", "ds.json"], "not Python (line 1)"),
+    "config-missing": (["random", "train.py", "gone.json"], "gone.json"),
+    "config-empty": (["random", "train.py", "empty.json"], "empty"),
+    "config-not-json": (["random", "train.py", "text.json"], "text.json"),
+    "config-duplicate-key": (["random", "train.py", "twice.json"], "bf16"),
+    "config-not-object": (["random", "train.py", "list.json"], "list.json"),
+    "stage": (
+        ["random", "train.py", "ds.json", "--zero-stages", "1", "5"],
+        "'5'; ZeRO stages are 0, 1, 2 and 3",
+    ),
+    "metric": (["random", "train.py", "ds.json", "--metric", "speed"], "--metric is 'speed'"),
+    "triangle": (["random", "train.py", "triangle.json"], "train_batch_size"),
+    "gpus": (
+        ["random", "train.py", "ds.json", "--gpus-per-trial", "9"],
+        "--gpus-per-trial is 9, but this machine",
+    ),
+    "output-dir": (
+        ["random", "train.py", "ds.json", "--output-dir", "plain-file/out"],
+        "cannot be written to",
+    ),
+    "storage-kind": (["random", "train.py", "ds.json", "--storage", "mysql://u:geheim@h/db"], "PostgreSQL"),
+    "storage-path": (
+        ["random", "train.py", "ds.json", "--storage", "sqlite:///no/such/dir/x.db"],
+        "no/such/dir",
+    ),
+    "memory": (["random", "train.py", "ds.json", "--device-memory", "lots"], "'lots' is not a size"),
+    "knob": (["random", "train.py", "ds.json", "--fix", "speed=1"], "speed"),
+    "fix-without-value": (["random", "train.py", "ds.json", "--fix", "overlap_comm"], "KEY=VALUE"),
+    "budget": (["asha", "train.py", "ds.json", "--divisor", "1"], "--divisor is 1"),
+}
+
+
+@pytest.mark.parametrize(("args", "message"), CASES.values(), ids=CASES.keys())
+def test_bad_input_is_one_clear_line_and_leaves_nothing(folder: Path, args: list[str], message: str) -> None:
+    before = {path.name for path in folder.iterdir()}
+    done = tune(folder, *args)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "geheim" not in done.stderr
+    assert done.stdout == ""
+    assert {path.name for path in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [["--zero-stages", "1", "2"], ["--zero-stages", "1,2"], ["--zero-stages", "1", "--zero-stages", "2"]],
+)
+def test_a_dry_run_shows_the_space_and_launches_nothing(folder: Path, stages: list[str]) -> None:
+    before = {path.name for path in folder.iterdir()}
+    done = tune(folder, "random", "train.py", "ds.json", "--dry-run", *stages)
+    assert done.returncode == 0, done.stderr
+    assert "reduce_bucket_size" in done.stdout
+    assert "stage3_prefetch_bucket_size" not in done.stdout
+    assert "Profile launch" in done.stdout
+    assert {path.name for path in folder.iterdir()} == before
+
+
+def test_arguments_after_two_dashes_are_the_scripts(folder: Path) -> None:
+    done = tune(folder, "random", "train.py", "ds.json", "--dry-run", "--", "--zero-stages", "1", "2")
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,68 @@
+"""A test leaves nothing behind: no environment variable, thread, child process, or file in the working directory."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+import pytest
+
+T = TypeVar("T")
+
+ROOT = Path(__file__).parents[1]
+THIRD_PARTY_VARIABLES = ("PYTEST_", "PYTORCH_NVML_BASED_CUDA_CHECK", "KMP_", "TORCHINDUCTOR_", "TRITON_")
+"""Prefixes of variables that pytest, or a library on import, sets for the whole process."""
+TOOL_FOLDERS = frozenset({"__pycache__", ".cache", ".mypy_cache", ".pytest_cache", ".ruff_cache", ".coverage"})
+PATIENCE_S = 2.0
+"""How long a thread or process that is on its way out may take."""
+
+
+def environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(THIRD_PARTY_VARIABLES)}
+
+
+def non_daemon_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if not thread.daemon}
+
+
+def child_processes() -> set[psutil.Process]:
+    """Return the living children of this process; what servers of wider fixtures start below them is theirs."""
+    return {child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE}
+
+
+def files() -> set[str]:
+    return {f"{folder}/{entry.name}" for folder in {ROOT, Path.cwd()} for entry in os.scandir(folder)} - {
+        f"{folder}/{name}" for folder in {ROOT, Path.cwd()} for name in TOOL_FOLDERS
+    }
+
+
+def _settle(current: Callable[[], set[T]], before: set[T]) -> set[T]:
+    """Return what is there now and was not before, once it has had time to go."""
+    deadline = time.monotonic() + PATIENCE_S
+    while (left := current() - before) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind() -> Iterator[None]:
+    variables, folder = environment(), Path.cwd()
+    threads, children, entries = non_daemon_threads(), child_processes(), files()
+    yield
+    now = environment()
+    changed = sorted(name for name in variables.keys() | now.keys() if variables.get(name) != now.get(name))
+    left = {
+        "environment variables": changed,
+        "working directory": [] if Path.cwd() == folder else [str(Path.cwd())],
+        "threads": sorted(thread.name for thread in _settle(non_daemon_threads, threads)),
+        "child processes": sorted(str(child) for child in _settle(child_processes, children)),
+        "files": sorted(files() - entries),
+    }
+    found = {kind: what for kind, what in left.items() if what}
+    if found:
+        pytest.fail(f"The test left behind: {found}", pytrace=False)

@@ -1,0 +1,70 @@
+"""What the tests of launches share."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from optuna_dsat.launch.protocol import (
+    Finished,
+    Launcher,
+    LaunchReport,
+    LaunchRequest,
+    LaunchUpdate,
+    Observed,
+    ScriptCommand,
+)
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+DS_CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 1,
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
+    "zero_optimization": {"stage": 0},
+}
+
+
+def request(
+    cwd: Path, *, launch_id: str = "trial-0000", args: Sequence[str] = (), slots: int = 2, **changes: Any
+) -> LaunchRequest:
+    config_path = cwd / "user_config.json"
+    fields: dict[str, Any] = {
+        "launch_id": launch_id,
+        "purpose": "trial",
+        "command": ScriptCommand(
+            script=str(SCRIPTS / "tiny_launch.py"),
+            args=(str(config_path), *args),
+            cwd=str(cwd),
+            config_path=str(config_path),
+        ),
+        "ds_config": DS_CONFIG,
+        "overlay": {"train_micro_batch_size_per_gpu": 4},
+        "slots": slots,
+        "start_profile_step": 2,
+        "end_profile_step": 3,
+    }
+    return LaunchRequest(**{**fields, **changes})
+
+
+def updates_until_finished(launcher: Launcher, count: int = 1, limit_s: float = 120.0) -> list[LaunchUpdate]:
+    updates: list[LaunchUpdate] = []
+    deadline = time.monotonic() + limit_s
+    while sum(isinstance(update, Finished) for update in updates) < count:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"No end after {limit_s} s: {updates}")
+        updates += launcher.poll(1.0)
+    return updates
+
+
+def reports(updates: Sequence[LaunchUpdate]) -> dict[str, LaunchReport]:
+    return {update.launch_id: update.report for update in updates if isinstance(update, Finished)}
+
+
+def events(updates: Sequence[LaunchUpdate], kind: type) -> list[Any]:
+    return [u.event for u in updates if isinstance(u, Observed) and isinstance(u.event, kind)]
+
+
+PYTHON = sys.executable

@@ -1,0 +1,226 @@
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from optuna_dsat.launch.classify import LaunchFacts, StopReason, classify, observed_micro_batch
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.events import EngineReady, Event, RankFailed, RankFinished, RankStarted, StepMeasured
+
+PRUNE = StopReason(outcome=Outcome.PRUNED, message="cannot win")
+
+
+def started(rank: int) -> RankStarted:
+    return RankStarted(rank=rank, time=1.0, local_rank=rank, world_size=2, pid=100 + rank, host="here")
+
+
+def ready(rank: int) -> EngineReady:
+    return EngineReady(
+        rank=rank,
+        time=2.0,
+        zero_stage=1,
+        train_batch_size=8,
+        train_micro_batch_size_per_gpu=4,
+        gradient_accumulation_steps=1,
+        data_parallel_size=2,
+        pipeline=False,
+        params=10,
+        trainable_params=10,
+        initialize_s=1.0,
+        device="cpu",
+        torch_version="0",
+        deepspeed_version="0",
+    )
+
+
+def step(rank: int, number: int, batch: int | None = 4) -> StepMeasured:
+    return StepMeasured(
+        rank=rank,
+        time=2.0 + number,
+        step=number,
+        latency_s=1.0,
+        forward_s=0.3,
+        backward_s=0.3,
+        step_s=0.3,
+        samples=batch or 0,
+        observed_micro_batch=batch,
+        loss=None,
+        peak_allocated_bytes=1,
+        peak_reserved_bytes=1,
+        rss_bytes=1,
+    )
+
+
+def failed(rank: int, outcome: str, *, time: float = 9.0, **fields: Any) -> RankFailed:
+    values: dict[str, Any] = {
+        "phase": "forward",
+        "error_type": "RuntimeError",
+        "message": f"{outcome} happened",
+        "traceback": f"Traceback: {outcome} in rank {rank}",
+        "missing_bytes": None,
+        "steps": 0,
+    }
+    return RankFailed(rank=rank, time=time, outcome=outcome, **{**values, **fields})
+
+
+def finished(rank: int, reason: str = "profile_done", steps: int = 5) -> RankFinished:
+    return RankFinished(rank=rank, time=9.0, reason=reason, steps=steps)
+
+
+def facts(*ends: Event | None, events: Mapping[int, Sequence[Event]] | None = None, **fields: Any) -> LaunchFacts:
+    """Two ranks that did five steps and ended with the given events."""
+    begun = {
+        rank: [started(rank), ready(rank), *(step(rank, n) for n in range(1, 6)), *([end] if end else [])]
+        for rank, end in enumerate(ends)
+    }
+    return LaunchFacts(
+        **{
+            "slots": 2,
+            "start_profile_step": 3,
+            "end_profile_step": 5,
+            "micro_batch": 4,
+            "events": begun if events is None else events,
+            "agent_exit_code": 1,
+            "oom_kills": 0,
+            **fields,
+        }
+    )
+
+
+OOM, HOST, COMM = "out_of_memory", "host_out_of_memory", "communication_error"
+INVALID, SCRIPT = "invalid_config", "script_error"
+
+
+@pytest.mark.parametrize(
+    ("what", "outcome"),
+    [
+        (facts(finished(0), finished(1)), Outcome.MEASURED),
+        (facts(finished(0), finished(1), agent_exit_code=None), Outcome.MEASURED),
+        (facts(failed(0, OOM), failed(1, COMM)), Outcome.OUT_OF_MEMORY),
+        (facts(failed(0, COMM, time=1.0), failed(1, OOM, time=2.0)), Outcome.OUT_OF_MEMORY),
+        (facts(failed(0, SCRIPT, time=1.0), failed(1, OOM, time=2.0)), Outcome.OUT_OF_MEMORY),
+        (facts(failed(0, OOM), None, exit_codes={1: -9}), Outcome.OUT_OF_MEMORY),
+        (facts(failed(0, OOM), finished(1)), Outcome.OUT_OF_MEMORY),
+        (facts(failed(0, OOM), None, stop=PRUNE), Outcome.OUT_OF_MEMORY),
+        (facts(failed(0, HOST), failed(1, COMM)), Outcome.HOST_OUT_OF_MEMORY),
+        (facts(failed(0, HOST), failed(1, OOM)), Outcome.OUT_OF_MEMORY),
+        (facts(failed(0, INVALID), failed(1, SCRIPT)), Outcome.INVALID_CONFIG),
+        (facts(failed(0, INVALID), failed(1, INVALID)), Outcome.INVALID_CONFIG),
+        (facts(failed(0, SCRIPT), failed(1, COMM)), Outcome.SCRIPT_ERROR),
+        (facts(failed(0, COMM), failed(1, COMM)), Outcome.COMMUNICATION_ERROR),
+        (facts(failed(0, "a word of tomorrow"), None), Outcome.SCRIPT_ERROR),
+        (facts(failed(0, "stalled"), None), Outcome.STALLED),
+        (facts(None, None, stop=PRUNE), Outcome.PRUNED),
+        (facts(finished(0), finished(1), stop=PRUNE), Outcome.PRUNED),
+        (facts(None, failed(1, COMM), stop=PRUNE), Outcome.PRUNED),
+        (facts(None, None, stop=StopReason(outcome=Outcome.TIMEOUT, message="slow")), Outcome.TIMEOUT),
+        (facts(None, None, stop=StopReason(outcome=Outcome.STALLED, message="still")), Outcome.STALLED),
+        (facts(None, failed(1, COMM), exit_codes={0: -9}, oom_kills=1), Outcome.HOST_OUT_OF_MEMORY),
+        (facts(None, None, exit_codes={0: -9}, oom_kills=None), Outcome.HOST_OUT_OF_MEMORY),
+        (facts(None, None, exit_codes={0: -9}, oom_kills=0), Outcome.SCRIPT_ERROR),
+        (facts(None, failed(1, COMM), exit_codes={0: -9}, oom_kills=0), Outcome.SCRIPT_ERROR),
+        (facts(None, None, agent_exit_code=-9, oom_kills=2), Outcome.HOST_OUT_OF_MEMORY),
+        (facts(finished(0), finished(1), exit_codes={1: -9}, oom_kills=1), Outcome.MEASURED),
+        (facts(None, failed(1, COMM), exit_codes={0: -signal.SIGSEGV}), Outcome.SCRIPT_ERROR),
+        (facts(None, failed(1, COMM), exit_codes={0: -signal.SIGABRT}), Outcome.COMMUNICATION_ERROR),
+        (facts(None, None, exit_codes={0: -signal.SIGABRT}), Outcome.SCRIPT_ERROR),
+        (facts(None, failed(1, COMM), exit_codes={0: -signal.SIGTERM}), Outcome.COMMUNICATION_ERROR),
+        (facts(None, failed(1, COMM), exit_codes={0: 3}), Outcome.SCRIPT_ERROR),
+        (facts(finished(0, "exit_code_3"), failed(1, COMM)), Outcome.SCRIPT_ERROR),
+        (facts(finished(0, "exit_code_0", 2), finished(1, "exit_code_0", 2)), Outcome.SCRIPT_ERROR),
+        (facts(finished(0, "script_end", 4), finished(1, "script_end", 4)), Outcome.SCRIPT_ERROR),
+        (facts(finished(0, "script_end", 5), finished(1, "script_end", 5)), Outcome.MEASURED),
+        (facts(finished(0), None), Outcome.SCRIPT_ERROR),
+        (facts(None, None, agent_exit_code=0), Outcome.SCRIPT_ERROR),
+        (facts(events={}), Outcome.COMMUNICATION_ERROR),
+        (facts(events={0: [started(0)]}), Outcome.COMMUNICATION_ERROR),
+        (facts(events={}, exit_codes={0: 2, 1: 2}), Outcome.COMMUNICATION_ERROR),
+    ],
+)
+def test_outcome(what: LaunchFacts, outcome: Outcome) -> None:
+    assert classify(what).outcome is outcome
+
+
+def test_out_of_memory_tells_rank_place_and_size() -> None:
+    record = failed(1, OOM, missing_bytes=3 * 2**30, steps=2, traceback="\n".join(map(str, range(100))))
+    verdict = classify(facts(failed(0, OOM, time=1.0), record))
+    assert verdict.missing_bytes == 3 * 2**30
+    assert verdict.rank == 1
+    assert "rank 1" in verdict.message
+    assert "3.00 GiB" in verdict.message
+    assert "in forward" in verdict.message
+    assert "after 2 steps" in verdict.message
+    assert verdict.error_excerpt.splitlines() == [str(n) for n in range(80, 100)]
+
+
+def test_the_rank_that_failed_first_is_quoted() -> None:
+    verdict = classify(facts(failed(0, SCRIPT, time=5.0), failed(1, SCRIPT, time=4.0)))
+    assert verdict.rank == 1
+    assert verdict.error_excerpt == "Traceback: script_error in rank 1"
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE])
+def test_a_signal_is_called_by_its_name(number: signal.Signals) -> None:
+    assert number.name in classify(facts(None, None, exit_codes={0: -number})).message
+
+
+def test_an_unknown_signal_is_called_by_its_number() -> None:
+    assert "signal 100" in classify(facts(None, None, exit_codes={0: -100})).message
+
+
+def test_a_script_that_ends_early_is_told_the_remedy() -> None:
+    message = classify(facts(finished(0, "script_end", 4), finished(1, "script_end", 4))).message
+    assert "after 4 global steps" in message
+    assert "before step 5" in message
+    assert "--end-profile-step" in message
+
+
+def test_a_script_without_an_engine_is_told_so() -> None:
+    events = {rank: [started(rank), finished(rank, "script_end", 0)] for rank in (0, 1)}
+    assert "never called deepspeed.initialize" in classify(facts(events=events)).message
+
+
+def test_ranks_that_never_started_are_named_with_the_exit_code_of_torchrun() -> None:
+    message = classify(facts(events={0: [started(0)]}, agent_exit_code=3)).message
+    assert "ranks 1 never started" in message
+    assert "exit code 3" in message
+
+
+def with_batches(*batches: int | None, configured: int | None = 4) -> LaunchFacts:
+    events = {
+        rank: [started(rank), ready(rank), *(step(rank, n, b) for n, b in enumerate(batches, 1)), finished(rank)]
+        for rank in (0, 1)
+    }
+    return facts(events=events, micro_batch=configured)
+
+
+@pytest.mark.parametrize(
+    ("what", "observed", "outcome"),
+    [
+        (with_batches(4, 4, 4, 4, 4), 4, Outcome.MEASURED),
+        (with_batches(4, 4, 4, 4, 1), 4, Outcome.MEASURED),
+        (with_batches(4, 4, 2, 4, 4), 4, Outcome.MEASURED),
+        (with_batches(9, 9, 4, 4, 4), 4, Outcome.MEASURED),
+        (with_batches(None, None, None, None, None), None, Outcome.MEASURED),
+        (with_batches(8, 8, 8, 8, 8, configured=None), 8, Outcome.MEASURED),
+        (with_batches(4, 4), 4, Outcome.MEASURED),
+        (with_batches(8, 8, 8, 8, 8), 8, Outcome.INVALID_CONFIG),
+        (with_batches(2, 2, 2, 2, 2), 2, Outcome.INVALID_CONFIG),
+        (with_batches(8, 8), 8, Outcome.INVALID_CONFIG),
+    ],
+)
+def test_the_observed_batch_must_be_the_configured_one(
+    what: LaunchFacts, observed: int | None, outcome: Outcome
+) -> None:
+    assert observed_micro_batch(what) == observed
+    assert classify(what).outcome is outcome
+
+
+def test_a_differing_batch_is_told_with_both_numbers_and_the_remedy() -> None:
+    message = classify(with_batches(8, 8, 8, 8, 8)).message
+    assert "train_micro_batch_size_per_gpu 4" in message
+    assert "batches of 8" in message
+    assert "--arg-mapping" in message

@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+
+import pytest
+
+from optuna_dsat.errors import DsatError
+from optuna_dsat.launch.protocol import LaunchReport
+from optuna_dsat.launch.run_directory import OutputError, RunDirectory, recorded_environment, without_secrets
+from optuna_dsat.outcome import Outcome
+
+
+def report() -> LaunchReport:
+    return LaunchReport(
+        launch_id="trial-0001",
+        outcome=Outcome.OUT_OF_MEMORY,
+        message="rank 0: out of memory",
+        exit_code=1,
+        error_excerpt="",
+        missing_bytes=7,
+        log_path="",
+        command=("python",),
+        host="here",
+        devices=(0, 1),
+        pids=(1, 2),
+        started_at=1.0,
+        startup_s=1.0,
+        measured_s=1.0,
+        exit_s=1.0,
+    )
+
+
+def test_every_path_lies_inside_and_is_distinct(tmp_path: Path) -> None:
+    directory = RunDirectory.create(tmp_path, "trial-0001")
+    paths = [
+        *(directory.config, directory.overlay, directory.launch, directory.command_json, directory.command_text),
+        *(directory.environment, directory.agent_record, directory.report, directory.agent_log),
+        *(directory.events(0), directory.events(1), directory.stdout(0), directory.stderr(0)),
+    ]
+    assert len(set(paths)) == len(paths)
+    assert all(path.is_relative_to(tmp_path / "trial-0001") for path in paths)
+    assert all(path.parent.is_dir() for path in paths)
+
+
+def test_the_directory_of_an_earlier_launch_is_moved_aside(tmp_path: Path) -> None:
+    for content in ("first", "second"):
+        RunDirectory.create(tmp_path, "profile").events(0).write_text(content)
+    fresh = RunDirectory.create(tmp_path, "profile")
+    assert not fresh.events(0).exists()
+    assert (tmp_path / "profile.old-1/events/rank0.jsonl").read_text() == "first"
+    assert (tmp_path / "profile.old-2/events/rank0.jsonl").read_text() == "second"
+
+
+@pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden", "a b"])
+def test_a_name_that_is_no_directory_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="launch_id names a directory"):
+        RunDirectory.create(tmp_path, name)
+
+
+def test_files_are_replaced_whole_and_leave_no_temporary_ones(tmp_path: Path) -> None:
+    directory = RunDirectory.create(tmp_path, "one")
+    directory.write_json(directory.config, {"a": 1})
+    directory.write_json(directory.config, {"a": 2})
+    assert json.loads(directory.config.read_text()) == {"a": 2}
+    assert sorted(path.name for path in directory.root.iterdir() if path.is_file()) == ["ds_config.json"]
+
+
+def test_a_report_is_written_in_plain_values(tmp_path: Path) -> None:
+    directory = RunDirectory.create(tmp_path, "one")
+    directory.write_report(report())
+    written = json.loads(directory.report.read_text())
+    assert written["outcome"] == "out_of_memory"
+    assert written["devices"] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("number", "words"), [(errno.ENOSPC, "No space left"), (errno.EDQUOT, "No space left"), (errno.EACCES, "Cannot write")]
+)
+def test_a_disk_that_refuses_is_a_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, words: str
+) -> None:
+    directory = RunDirectory.create(tmp_path, "one")
+    directory.write_json(directory.config, {"a": 1})
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, "refused")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", refuse)
+        with pytest.raises(OutputError, match=words) as caught:
+            directory.write_json(directory.config, {"a": 2})
+    assert isinstance(caught.value, DsatError)
+    assert caught.value.exit_code == 5
+    assert "--output-dir" in str(caught.value)
+    assert json.loads(directory.config.read_text()) == {"a": 1}
+
+
+def test_a_directory_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="Cannot write"):
+        RunDirectory.create(tmp_path / "file", "one")
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        (("train.py", "--lr", "1"), ("train.py", "--lr", "1")),
+        (("--hf-token", "abc", "x"), ("--hf-token", "***", "x")),
+        (("--hf_token=abc",), ("--hf_token=***",)),
+        (("--api-key", "abc"), ("--api-key", "***")),
+        (("--password", "--next", "v"), ("--password", "--next", "v")),
+        (("--tokenizer", "gpt2"), ("--tokenizer", "gpt2")),
+        (("--max-tokens", "512"), ("--max-tokens", "512")),
+        (("postgresql://me:pw@host/db",), ("postgresql://me:***@host/db",)),
+        (("--url=https://me:pw@host/",), ("--url=https://me:***@host/",)),
+        (("https://host:80/x",), ("https://host:80/x",)),
+    ],
+)
+def test_secrets_are_hidden_in_commands(command: tuple[str, ...], shown: tuple[str, ...]) -> None:
+    assert without_secrets(command) == shown
+
+
+def test_only_listed_variables_are_recorded(tmp_path: Path) -> None:
+    environ = {
+        "HF_TOKEN": "s3cret",
+        "AWS_SECRET_ACCESS_KEY": "s3cret",
+        "OPTUNA_DSAT_STORAGE": "postgresql://me:s3cret@host/db",
+        "NCCL_DEBUG": "INFO",
+        "NCCL_SECRET": "s3cret",
+        "OMP_NUM_THREADS": "1",
+    }
+    assert recorded_environment(environ) == {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1"}
+    directory = RunDirectory.create(tmp_path, "one")
+    directory.write_command(["python", "--token", "s3cret"], cwd="/x y", devices=(0,), environ=environ)
+    texts = [path.read_text() for path in directory.root.rglob("*") if path.is_file()]
+    assert len(texts) == 3
+    assert not any("s3cret" in text for text in texts)
+    assert directory.command_text.read_text() == (
+        "cd '/x y'\nenv NCCL_DEBUG=INFO OMP_NUM_THREADS=1 python --token '***'\n"
+    )

@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from .launching import DS_CONFIG, events, reports, request, updates_until_finished
+
+from optuna_dsat.launch.protocol import Finished, Launcher, LaunchUpdate, Observed
+from optuna_dsat.launch.simulated import SimulatedLauncher, SimulatedProfile, SimulatedResult
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.events import (
+    EngineReady,
+    ProfileMeasured,
+    RankFailed,
+    RankFinished,
+    RankStarted,
+    StepMeasured,
+)
+
+
+class Hill:
+    """Forty samples fit; the rest is linear."""
+
+    def profile(self, slots: int) -> SimulatedProfile:
+        return SimulatedProfile(
+            params=1000 * slots,
+            trainable_params=1000,
+            largest_layer_params=100,
+            param_bytes=2,
+            activation_bytes_per_sample=10,
+            flops_per_sample=100,
+            device_memory_bytes=10**6,
+            host_memory_bytes=10**7,
+            peak_bytes=10**5,
+        )
+
+    def run(self, ds_config: Mapping[str, Any], slots: int) -> SimulatedResult:
+        micro_batch = ds_config["train_micro_batch_size_per_gpu"]
+        if micro_batch > 40:
+            return SimulatedResult(outcome=Outcome.OUT_OF_MEMORY, startup_s=10.0, missing_bytes=7)
+        outcome = Outcome(ds_config.get("outcome", "measured"))
+        return SimulatedResult(
+            outcome=outcome,
+            startup_s=10.0,
+            forward_s=0.1 * micro_batch,
+            backward_s=0.2 * micro_batch,
+            step_s=0.5,
+            other_s=0.5 / slots,
+            peak_bytes=micro_batch,
+        )
+
+
+def launcher(**options: Any) -> SimulatedLauncher:
+    return SimulatedLauncher(Hill(), **options)
+
+
+def config(micro_batch: int = 10, **more: Any) -> dict[str, Any]:
+    return {**DS_CONFIG, "train_micro_batch_size_per_gpu": micro_batch, **more}
+
+
+def run(simulated: SimulatedLauncher, **fields: Any) -> list[LaunchUpdate]:
+    simulated.start(request(Path("/nowhere"), **fields))
+    return updates_until_finished(simulated)
+
+
+def test_a_measured_launch_sends_what_a_real_one_sends() -> None:
+    simulated: Launcher = launcher()
+    simulated.start(request(Path("/nowhere"), ds_config=config(), slots=2))
+    assert simulated.free_slots == 6
+    updates = updates_until_finished(simulated)
+    kinds = [type(u.event) for u in updates if isinstance(u, Observed) and u.event.rank == 1]
+    assert kinds == [RankStarted, EngineReady, StepMeasured, StepMeasured, StepMeasured, RankFinished]
+    step = events(updates, StepMeasured)[0]
+    assert step.latency_s == pytest.approx(3.75)
+    assert (step.samples, step.observed_micro_batch, step.peak_allocated_bytes) == (10, 10, 10)
+    assert [e.step for e in events(updates, StepMeasured) if e.rank == 0] == [1, 2, 3]
+    times = [u.event.time for u in updates if isinstance(u, Observed)]
+    assert times == sorted(times)
+    report = reports(updates)["trial-0000"]
+    assert isinstance(updates[-1], Finished)
+    assert report.outcome is Outcome.MEASURED
+    assert report.devices == (0, 1)
+    assert report.startup_s == pytest.approx(13.75)
+    assert report.measured_s == pytest.approx(7.5)
+    assert simulated.free_slots == simulated.total_slots == 8
+
+
+def test_a_profile_launch_measures_the_landscape_s_profile() -> None:
+    profile = events(run(launcher(), purpose="profile"), ProfileMeasured)[0]
+    assert (profile.params, profile.device_memory_bytes, profile.device_name) == (2000, 10**6, "simulated")
+    assert not events(run(launcher()), ProfileMeasured)
+
+
+def test_out_of_memory_is_recorded_by_a_rank() -> None:
+    updates = run(launcher(), ds_config=config(41))
+    assert events(updates, RankFailed)[0].outcome == "out_of_memory"
+    assert not events(updates, StepMeasured)
+    report = reports(updates)["trial-0000"]
+    assert report.outcome is Outcome.OUT_OF_MEMORY
+    assert report.missing_bytes == 7
+
+
+@pytest.mark.parametrize(
+    ("outcome", "limits", "expected", "seconds"),
+    [
+        ("stalled", {"stall_s": 100.0}, Outcome.STALLED, 109.0),
+        ("stalled", {"stall_s": 100.0, "timeout_s": 50.0}, Outcome.TIMEOUT, 50.0),
+        ("timeout", {"stall_s": 600.0, "timeout_s": 50.0}, Outcome.TIMEOUT, 50.0),
+        ("measured", {"timeout_s": 12.0}, Outcome.TIMEOUT, 12.0),
+        ("script_error", {}, Outcome.SCRIPT_ERROR, 10.0),
+    ],
+)
+def test_limits_end_a_launch(outcome: str, limits: dict[str, float], expected: Outcome, seconds: float) -> None:
+    simulated = launcher()
+    report = reports(run(simulated, ds_config=config(outcome=outcome), **limits))["trial-0000"]
+    assert report.outcome is expected
+    assert simulated.now_s == pytest.approx(seconds + 0.5)
+
+
+def test_launches_interleave_in_virtual_time() -> None:
+    simulated = launcher()
+    simulated.start(request(Path("/nowhere"), launch_id="slow", ds_config=config(40), slots=4))
+    simulated.start(request(Path("/nowhere"), launch_id="fast", ds_config=config(1), slots=4))
+    with pytest.raises(RuntimeError, match="asks for 1 slots; 0 of 8 are free"):
+        simulated.start(request(Path("/nowhere"), launch_id="more", slots=1))
+    updates = updates_until_finished(simulated, 2)
+    assert list(reports(updates)) == ["fast", "slow"]
+    assert simulated.now_s < simulated.busy_s
+
+
+def test_a_stopped_launch_ends_at_once() -> None:
+    simulated = launcher()
+    simulated.start(request(Path("/nowhere"), ds_config=config(), end_profile_step=50))
+    updates: list[LaunchUpdate] = []
+    while not events(updates, StepMeasured):
+        updates += simulated.poll(1.0)
+    stopped_at = simulated.now_s
+    simulated.stop("trial-0000", message="cannot win")
+    simulated.stop("unknown")
+    updates += updates_until_finished(simulated)
+    report = reports(updates)["trial-0000"]
+    assert (report.outcome, report.message) == (Outcome.PRUNED, "cannot win")
+    assert simulated.now_s == pytest.approx(stopped_at + 0.5)
+    assert {event.step for event in events(updates, StepMeasured)} == {1}
+    assert simulated.poll(0.0) == ()
+
+
+def latencies(simulated: SimulatedLauncher, micro_batch: int = 10) -> list[float]:
+    return [e.latency_s for e in events(run(simulated, ds_config=config(micro_batch)), StepMeasured)]
+
+
+def test_noise_depends_on_seed_configuration_and_attempt_alone() -> None:
+    one, same, other = launcher(noise=0.05), launcher(noise=0.05), launcher(noise=0.05, seed=1)
+    first = latencies(one)
+    latencies(same, 20)  # another configuration in between changes nothing
+    assert latencies(same) == first
+    assert latencies(one) != first
+    assert latencies(other) != first
+    assert len({*first}) == 3
+    assert latencies(launcher()) == [3.75] * 6
+
+
+def test_close_ends_everything() -> None:
+    simulated = launcher()
+    simulated.start(request(Path("/nowhere")))
+    simulated.close()
+    assert simulated.poll(0.0) == ()
+    assert simulated.free_slots == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "words"), [({"total_slots": 0}, "total_slots is at least 1"), ({"noise": -0.1}, "noise is")]
+)
+def test_bad_options_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        launcher(**options)
+
+
+def test_a_name_in_use_and_a_full_run_are_refused() -> None:
+    simulated = launcher()
+    simulated.start(request(Path("/nowhere")))
+    with pytest.raises(ValueError, match="launch_id is unique"):
+        simulated.start(request(Path("/nowhere")))
+    with pytest.raises(ValueError, match="full"):
+        simulated.start(request(Path("/nowhere"), launch_id="full", purpose="full"))

@@ -1,0 +1,113 @@
+"""Starts scripts under the runtime: with torchrun, or alone where neither torch nor DeepSpeed is needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from optuna_dsat.runtime.events import Event, decode_event
+from optuna_dsat.runtime.overlay import merge
+from optuna_dsat.runtime.plan import LAUNCH_ENV, LaunchPlan
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "tests" / "scripts"
+
+USER_CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 1,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.001, "torch_adam": True}},
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": 1000, "allgather_bucket_size": 1000},
+    "steps_per_print": 1000000,
+}
+
+E = TypeVar("E", bound=Event)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """A launch that is over."""
+
+    folder: Path
+    exit_code: int
+    output: str
+    """What the launcher itself wrote."""
+
+    def events(self, rank: int = 0) -> list[Event]:
+        lines = (self.folder / f"rank{rank}.jsonl").read_text(encoding="utf-8").splitlines()
+        events = [decode_event(line) for line in lines]
+        assert None not in events
+        return [event for event in events if event is not None]
+
+    def of(self, kind: type[E], rank: int = 0) -> list[E]:
+        return [event for event in self.events(rank) if isinstance(event, kind)]
+
+    def log(self, stream: str, rank: int = 0) -> str:
+        return (self.folder / f"rank{rank}.{stream}.log").read_text(encoding="utf-8")
+
+
+class Starter:
+    """Writes the files of a launch into a folder and starts it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.user_config = folder / "user_config.json"
+        self.user_config.write_text(json.dumps(USER_CONFIG), encoding="utf-8")
+        self.config = folder / "ds_config.json"
+
+    def environment(self, overlay: Mapping[str, Any], **plan: Any) -> dict[str, str]:
+        """Write ``launch.json`` and the launch's config; return the environment of its ranks."""
+        self.config.write_text(json.dumps(merge(USER_CONFIG, overlay)), encoding="utf-8")
+        described = LaunchPlan(
+            launch_id="trial-0000",
+            events_dir=str(self.folder),
+            log_dir=str(self.folder),
+            config_path=str(self.config),
+            user_config_path=str(self.user_config),
+            overlay=overlay,
+            **{"purpose": "trial", **plan},
+        )
+        described.save(self.folder / "launch.json")
+        return {
+            **os.environ,
+            LAUNCH_ENV: str(self.folder / "launch.json"),
+            "DS_ACCELERATOR": "cpu",
+            "LOCAL_SIZE": "2",
+            "OMP_NUM_THREADS": "1",
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "TORCH_EXTENSIONS_DIR": str(ROOT / ".cache" / "torch_extensions"),
+        }
+
+    def torchrun(self, script: str | Path, *args: str, overlay: Mapping[str, Any] | None = None, **plan: Any) -> Launch:
+        """Run a script of ``tests/scripts`` on two ranks."""
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+        command += ["-m", "optuna_dsat.runtime", str(SCRIPTS / script), *args]
+        return self._run(command, self.environment(overlay or {}, **plan))
+
+    def alone(
+        self, *command: str, overlay: Mapping[str, Any] | None = None, stubs: Path | None = None, **plan: Any
+    ) -> Launch:
+        """Run a command under the runtime as the only rank, with stub packages to import where given."""
+        environment = self.environment(overlay or {}, **plan)
+        if stubs is not None:
+            environment["PYTHONPATH"] += f"{os.pathsep}{stubs}"
+        return self._run([sys.executable, "-m", "optuna_dsat.runtime", *command], environment)
+
+    def _run(self, command: list[str], environment: Mapping[str, str]) -> Launch:
+        done = subprocess.run(
+            command,
+            env=environment,
+            cwd=self.folder,
+            timeout=180,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        return Launch(folder=self.folder, exit_code=done.returncode, output=done.stdout)

@@ -1,0 +1,134 @@
+"""Real launches: torchrun, two ranks, DeepSpeed on the CPU."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from optuna_dsat.runtime.events import (
+    EngineReady,
+    ProfileMeasured,
+    RankFailed,
+    RankFinished,
+    RankStarted,
+    StepMeasured,
+)
+
+from .starting import Starter
+
+pytestmark = pytest.mark.torchrun
+
+RANKS = (0, 1)
+
+
+def test_a_dict_config_gets_the_overlay_and_every_step_is_recorded(start: Starter) -> None:
+    overlay = {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {"stage": 0},
+    }
+    launch = start.torchrun("configured.py", "--by=dict", f"--deepspeed_config={start.user_config}", overlay=overlay)
+    assert launch.exit_code == 0, launch.output
+    for rank in RANKS:
+        kinds = [event.kind for event in launch.events(rank)]
+        assert kinds == ["rank_started", "engine_ready", *["step_measured"] * 5, "rank_finished"]
+        assert launch.of(RankStarted, rank)[0].local_rank == rank
+        engine = launch.of(EngineReady, rank)[0]
+        assert (engine.zero_stage, engine.train_batch_size) == (0, 12)
+        steps = launch.of(StepMeasured, rank)
+        assert [step.step for step in steps] == [1, 2, 3, 4, 5]
+        assert {step.samples for step in steps} == {6}  # evaluation's 7 are none of them
+        assert {step.observed_micro_batch for step in steps} == {3}
+        for step in steps:
+            assert 0 < step.forward_s + step.backward_s + step.step_s <= step.latency_s
+            assert step.loss is not None
+            assert 0 < step.peak_allocated_bytes
+        assert launch.of(RankFinished, rank) == [launch.events(rank)[-1]]
+        assert launch.of(RankFinished, rank)[0].reason == "profile_done"
+    seen = json.loads(launch.log("stdout").splitlines()[-1])
+    assert seen == {"same_config": True, "deepspeed_config": True, "optuna": False, "optimizer": "AdamW"}
+
+
+def test_a_profile_of_zero_3_with_offload_by_args_and_a_client_optimizer(start: Starter) -> None:
+    overlay = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+    }
+    launch = start.torchrun(
+        "configured.py",
+        "--by=args",
+        "--client-optimizer",
+        "--deepspeed_config",
+        str(start.user_config),
+        overlay=overlay,
+        purpose="profile",
+        device_memory_bytes=2 * 2**30,
+    )
+    assert launch.exit_code == 0, launch.output + launch.log("stderr")
+    for rank in RANKS:
+        [profile] = launch.of(ProfileMeasured, rank)
+        assert profile.params == profile.trainable_params == 8 * 8 + 8 + 8 + 1
+        assert profile.largest_layer_params == 72
+        assert profile.param_bytes == 4
+        # Forward, gradients of the weights, and of the second layer's input: 2 FLOPs per multiply-add.
+        assert profile.flops_per_sample == 2 * (64 + 8) + 2 * (64 + 8) + 2 * 8
+        assert profile.activation_bytes_per_sample >= 4 * (8 + 8)
+        assert profile.device_memory_bytes == 2 * 2**30
+        assert profile.host_memory_bytes > profile.device_memory_bytes
+        assert 0 < profile.peak_bytes < 2 * 2**30
+        assert profile.optimizer == "AdamW"
+        assert len(launch.of(StepMeasured, rank)) == 5
+    assert json.loads(launch.log("stdout").splitlines()[-1])["deepspeed_config"] is True
+
+
+def test_throughput_of_a_script_that_waits_for_data_is_the_known_truth(start: Starter) -> None:
+    launch = start.torchrun("sleepy.py", str(start.user_config), "0.25", overlay={"zero_optimization": {"stage": 1}})
+    assert launch.exit_code == 0, launch.output
+    counted = [[step for step in launch.of(StepMeasured, rank) if step.step >= 3] for rank in RANKS]
+    samples = sum(step.samples for steps in counted for step in steps)
+    elapsed = max(sum(step.latency_s for step in steps) for steps in counted)
+    assert samples / elapsed == pytest.approx(2 * 2 / 0.25, rel=0.05)
+
+
+def test_a_real_lack_of_memory_is_recorded_as_one(start: Starter) -> None:
+    launch = start.torchrun(
+        "configured.py",
+        "--width=2048",
+        "--batch=20000",
+        f"--deepspeed_config={start.user_config}",
+        overlay={"zero_optimization": {"stage": 0}},
+        device_memory_bytes=300 * 2**20,
+    )
+    assert launch.exit_code == 1
+    failures = [failure for rank in RANKS for failure in launch.of(RankFailed, rank)]
+    starved = [failure for failure in failures if failure.outcome == "out_of_memory"]
+    assert starved
+    assert {failure.outcome for failure in failures} <= {"out_of_memory", "communication_error"}
+    assert starved[0].missing_bytes == 20000 * 2048 * 4
+    assert starved[0].phase in ("between", "forward")  # the batch itself, or what the first layer makes of it
+
+
+def test_the_scripts_own_mistake_is_recorded_and_ends_the_launch(start: Starter) -> None:
+    launch = start.torchrun("configured.py", "--by=path", "--fail-at=2", f"--deepspeed_config={start.user_config}")
+    assert launch.exit_code == 1
+    [failure] = launch.of(RankFailed, 1)
+    assert (failure.outcome, failure.error_type) == ("script_error", "ValueError")
+    assert failure.message == "the script's own mistake"
+    assert failure.steps == 2
+    first = failure.traceback.splitlines()[1]
+    assert "configured.py" in first
+    assert 'raise ValueError("the script\'s own mistake")' in launch.log("stderr", 1)
+    assert launch.events(0)[0].kind == "rank_started"
+
+
+def test_a_pipeline_is_measured_batch_by_batch(start: Starter) -> None:
+    overlay = {"gradient_accumulation_steps": 3, "zero_optimization": {"stage": 0}}
+    launch = start.torchrun("pipeline.py", str(start.user_config), overlay=overlay, purpose="profile")
+    assert launch.exit_code == 0, launch.output + launch.log("stderr")
+    for rank in RANKS:
+        assert launch.of(EngineReady, rank)[0].pipeline
+        assert {(step.samples, step.observed_micro_batch) for step in launch.of(StepMeasured, rank)} == {(6, 2)}
+        [profile] = launch.of(ProfileMeasured, rank)
+        assert profile.params == 2 * 72
+        assert profile.flops_per_sample > 0

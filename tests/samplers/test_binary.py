@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from optuna.trial import FrozenTrial, TrialState
+
+from optuna_dsat.lineage import MICRO_BATCH, PLAN_ATTR, group
+from optuna_dsat.samplers import BinarySearchSampler
+
+
+def sizes(study: Any) -> list[int]:
+    return [t.params[MICRO_BATCH] for t in study.trials]
+
+
+@pytest.mark.parametrize("edge", [0, 1, 2, 31, 32, 33, 63, 64])
+def test_bisection_finds_the_edge_in_at_most_log2_launches(kit: SimpleNamespace, edge: int) -> None:
+    study = kit.create(BinarySearchSampler(seed=0))
+    only = partial(kit.suggest, stages=(1,), wide=False)
+    driver = kit.Driver(study, suggest=only, edge=lambda _: edge)
+    while not study.sampler.exhausted(study):
+        driver.run(1)
+    (lineage,) = group(study.trials).values()
+    assert lineage.largest_fit == (edge or None)
+    assert len(study.trials) <= math.floor(math.log2(64)) + 1
+
+
+def test_it_starts_in_the_middle_and_follows_the_answers(kit: SimpleNamespace) -> None:
+    study = kit.create(BinarySearchSampler(seed=0))
+    kit.Driver(study, suggest=partial(kit.suggest, stages=(2,), wide=False)).run(6)
+    assert sizes(study) == [32, 16, 24, 20, 22, 21]  # 21 fits: see the driver's edge of ZeRO 2
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(1.0, 5), (2.0, 10), (0.5, 3), (0.01, 1), (100.0, 32)], ids=str)
+def test_the_ceiling_is_the_memory_models_times_the_factor(kit: SimpleNamespace, factor: float, expected: int) -> None:
+    seen: list[tuple[Mapping[str, Any], int]] = []
+
+    def largest(params: Mapping[str, Any], history: Sequence[FrozenTrial]) -> int:
+        seen.append((dict(params), len(history)))
+        return 10
+
+    study = kit.create(BinarySearchSampler(seed=0, max_micro_batch=largest, search_range_factor=factor))
+    kit.Driver(study, suggest=partial(kit.suggest, stages=(1,), wide=False)).run(1)
+    assert sizes(study) == [expected]
+    assert seen == [({"zero_stage": 1}, 0)]
+
+
+def test_a_raised_ceiling_reopens_a_lineage(kit: SimpleNamespace) -> None:
+    largest = 4
+    sampler = BinarySearchSampler(seed=0, max_micro_batch=lambda _params, _history: largest)
+    study = kit.create(sampler)
+    driver = kit.Driver(study, suggest=partial(kit.suggest, stages=(1,), wide=False))
+    driver.run(3)
+    assert sizes(study) == [2, 3, 4]
+    assert sampler.exhausted(study)
+    largest = 8
+    assert not sampler.exhausted(study)
+    driver.run(1)
+    assert sizes(study)[-1] == 6
+
+
+def test_stages_and_flags_are_drawn_in_turn(kit: SimpleNamespace) -> None:
+    study = kit.create(BinarySearchSampler(seed=0))
+    driver = kit.Driver(study)
+    while len(group(study.trials)) < 9:
+        driver.run(1)
+    opened = [o.params for o in group(study.trials).values()]
+    stages = [p["zero_stage"] for p in opened]
+    assert sorted(stages[:3]) == sorted(stages[3:6]) == sorted(stages[6:]) == [1, 2, 3]
+    assert len({p["reduce_bucket_size"] for p in opened if p["zero_stage"] == 2}) == 3
+
+
+def test_offloading_is_rare_where_it_is_not_needed_and_the_rule_where_it_is(kit: SimpleNamespace) -> None:
+    def share(edge: Any) -> float:
+        study = kit.create(BinarySearchSampler(seed=0, max_micro_batch=lambda p, _: max(edge(p), 1)))
+        kit.Driver(study, suggest=partial(kit.suggest, stages=(1, 2)), edge=edge).run(60)
+        fitting = [t for t in study.trials if t.state == TrialState.COMPLETE]
+        assert fitting
+        offloaded = [t for t in study.trials if t.params["offload_optimizer"] == "cpu"]
+        return len(offloaded) / len(study.trials)
+
+    assert share(lambda _: 40) < 0.5
+    assert share(lambda p: 40 if p["offload_optimizer"] == "cpu" else 0) > 0.5
+
+
+def test_broken_configurations_are_left(kit: SimpleNamespace) -> None:
+    study = kit.create(BinarySearchSampler(seed=0))
+    only = partial(kit.suggest, stages=(1, 2), wide=False)
+    trial = study.ask()
+    knobs = only(trial)
+    trial.set_user_attr("outcome", "invalid_config")
+    study.tell(trial, state=TrialState.FAIL)
+    kit.Driver(study, suggest=only).run(6)
+    assert {t.params["zero_stage"] for t in study.trials[1:]} == {3 - knobs["zero_stage"]}
+
+
+def test_the_plan_is_stored_before_parameters_are_suggested(kit: SimpleNamespace) -> None:
+    study = kit.create(BinarySearchSampler(seed=0))
+    kit.Driver(study, suggest=partial(kit.suggest, stages=(2,), wide=False)).run(1)
+    study.ask()
+    plan = study.trials[-1].system_attrs[PLAN_ATTR]
+    assert plan["lineage"] == {"zero_stage": 2}
+    assert (plan["low"], plan["micro_batch"], plan["high"]) == (1, 16, 31)
+
+
+def test_exhaustion_counts_classes_where_the_caller_knows_them(kit: SimpleNamespace) -> None:
+    study = kit.create(BinarySearchSampler(seed=0))
+
+    def mixed(trial: Any) -> Any:  # a float knob: the space cannot be read off the trials
+        trial.suggest_float("zero_hpz", 0.5, 0.5)
+        return kit.suggest(trial, wide=False)
+
+    driver = kit.Driver(study, suggest=mixed)
+    for _ in range(40):
+        if study.sampler.exhausted(study, 3):
+            break
+        driver.run(1)
+    assert study.sampler.exhausted(study, 3)
+    assert not study.sampler.exhausted(study, 4)
+    assert {o.largest_fit for o in group(study.trials).values()} == {9, 21, 33}
+    assert kit.launched(study) == len(study.trials) == len(set(kit.sequence(study)))
+
+
+def test_nothing_is_exhausted_while_a_trial_is_in_flight(kit: SimpleNamespace) -> None:
+    study = kit.create(BinarySearchSampler(seed=0))
+    only = partial(kit.suggest, stages=(1,), wide=False, high=1)
+    driver = kit.Driver(study, suggest=only)
+    trial, knobs = driver.ask()
+    assert not study.sampler.exhausted(study, 1)
+    driver.answer(trial, knobs)
+    assert study.sampler.exhausted(study, 1)
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, float("nan")])
+def test_a_factor_must_be_positive(factor: float) -> None:
+    with pytest.raises(ValueError, match="search_range_factor must be above 0"):
+        BinarySearchSampler(search_range_factor=factor)
+
+
+def test_the_micro_batch_must_have_a_name() -> None:
+    with pytest.raises(ValueError, match="micro_batch must name"):
+        BinarySearchSampler(micro_batch="")

@@ -1,0 +1,28 @@
+"""Optuna's own contract for samplers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+from optuna.samplers import BaseSampler
+from optuna.testing.pytest_samplers import BasicSamplerTestCase, SingleOnlySamplerTestCase
+
+from optuna_dsat.samplers import BinarySearchSampler, LineageRandomSampler
+
+
+class TestSamplers(BasicSamplerTestCase, SingleOnlySamplerTestCase):
+    @pytest.fixture(
+        params=[
+            BinarySearchSampler,
+            partial(BinarySearchSampler, seed=3),
+            partial(BinarySearchSampler, micro_batch="x"),
+            LineageRandomSampler,
+            partial(LineageRandomSampler, seed=3),
+            partial(LineageRandomSampler, micro_batch="x"),
+        ]
+    )
+    def sampler(self, request: pytest.FixtureRequest) -> Callable[[], BaseSampler]:
+        factory: Callable[[], BaseSampler] = request.param
+        return factory

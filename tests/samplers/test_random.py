@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from optuna_dsat.lineage import MICRO_BATCH, PLAN_ATTR, group
+from optuna_dsat.pruners import DeepSpeedPruner
+from optuna_dsat.samplers import LineageRandomSampler
+
+
+@pytest.mark.parametrize("budget", [1, 3, 5])
+def test_a_lineage_has_its_budget_and_no_more(kit: SimpleNamespace, budget: int) -> None:
+    study = kit.create(LineageRandomSampler(seed=0, trials_per_random_config=budget))
+    kit.Driver(study).run(30)
+    counts = [len(o.trials) for o in group(study.trials).values()]
+    assert max(counts) == budget
+
+
+def test_bounds_follow_the_answers(kit: SimpleNamespace) -> None:
+    study = kit.create(LineageRandomSampler(seed=0, trials_per_random_config=9))
+    kit.Driver(study, suggest=partial(kit.suggest, stages=(2,), wide=False)).run(8)
+    (lineage,) = group(study.trials).values()
+    low, high = 1, 64
+    for trial in lineage.trials:
+        plan = trial.system_attrs[PLAN_ATTR]
+        assert (plan["low"], plan["high"]) == (low, high)
+        assert low <= lineage.size(trial) <= high
+        if lineage.size(trial) <= 21:
+            low = lineage.size(trial) + 1
+        else:
+            high = lineage.size(trial) - 1
+        if low > high:
+            break
+
+
+def test_a_success_at_the_soft_ceiling_doubles_it(kit: SimpleNamespace) -> None:
+    sampler = LineageRandomSampler(seed=0, max_micro_batch=lambda _params, _history: 2)
+    study = kit.create(sampler)
+    kit.Driver(study, suggest=partial(kit.suggest, stages=(3,), wide=False)).run(5)
+    found = [t.params[MICRO_BATCH] for t in study.trials]
+    assert found[0] <= 2
+    assert max(found) > 4
+    assert max(found) <= 64
+
+
+def test_new_lineages_start_from_the_best_of_their_structure(kit: SimpleNamespace) -> None:
+    study = kit.create(LineageRandomSampler(seed=0), DeepSpeedPruner())
+    only = partial(kit.suggest, stages=(2,))
+    kit.Driver(study, suggest=only).run(40)
+    same = [o for o in group(study.trials).values() if o.params["offload_optimizer"] == "none"]
+    firsts = [o.size(o.trials[0]) for o in same]
+    assert len(firsts) == 3
+    assert all(first >= 20 for first in firsts[1:])  # 21 is the edge
+
+
+def test_a_peak_below_the_edge_is_refined(kit: SimpleNamespace) -> None:
+    def peaked(knobs: dict[str, Any]) -> float:
+        return 1000.0 - float((knobs[MICRO_BATCH] - 11) ** 2)
+
+    study = kit.create(LineageRandomSampler(seed=3), DeepSpeedPruner())
+    kit.Driver(study, edge=lambda _: 60, metric=peaked).run(60)
+    assert study.best_value >= 990.0  # within 1 % of the peak, far below the middle of the first bounds
+
+
+def test_the_budget_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="trials_per_random_config must be at least 1, not 0"):
+        LineageRandomSampler(trials_per_random_config=0)

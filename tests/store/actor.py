@@ -1,0 +1,110 @@
+"""Workers for the tests, each run in a process of its own: ``actor.py ROLE URL [NUMBER]``.
+
+Every role prints ``ready`` once its imports are done, waits for a line on stdin, and prints JSON when it is done.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+
+import optuna
+
+from optuna_dsat.store import Store
+
+STUDY = "shared"
+SPEC = {"zero_stages": [1, 2, 3]}
+
+
+def wait() -> None:
+    print("ready", flush=True)
+    sys.stdin.readline()
+
+
+def open_study(store: Store) -> tuple[str, optuna.Study]:
+    record = store.create_study(STUDY, SPEC)
+    return record.uuid, optuna.load_study(study_name=STUDY, storage=store.storage)
+
+
+def opens(url: str) -> object:
+    """Open an empty database and create the study, at the same instant as others."""
+    wait()
+    with Store.open(url) as store:
+        return open_study(store)[0]
+
+
+def claims(url: str, count: int, keys: int) -> object:
+    """Claim configurations that the other workers want too, and tell a trial for each."""
+    wait()
+    won: list[str] = []
+    with Store.open(url) as store:
+        study_uuid, study = open_study(store)
+        wanted = [f"config-{number}" for number in range(keys)]
+        random.Random(time.time_ns()).shuffle(wanted)
+        for key in wanted:
+            if len(won) == count:
+                break
+            if store.claim_owner(study_uuid, key) is not None:
+                continue
+            trial = study.ask()
+            store.heartbeat.add(trial)
+            if store.claim(study_uuid, key, trial.number):
+                trial.set_user_attr("key", key)
+                trial.report(1.0, 1)
+                study.tell(trial, 1.0)
+                won.append(key)
+            else:
+                study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+            store.heartbeat.remove(trial)
+    return won
+
+
+def takes(url: str, count: int) -> object:
+    """Take trials from the queue until it is empty."""
+    wait()
+    taken: list[int] = []
+    with Store.open(url) as store:
+        _, study = open_study(store)
+        while len(taken) < count:
+            trial = study.ask()
+            if "queued" not in trial.user_attrs:
+                study.tell(trial, state=optuna.trial.TrialState.FAIL)
+                break
+            taken.append(trial.suggest_int("number", 0, 10_000))
+            study.tell(trial, 1.0)
+    return taken
+
+
+def holds(url: str) -> object:
+    """Run a trial until somebody kills this process."""
+    with Store.open(url) as store:
+        study_uuid, study = open_study(store)
+        trial = study.ask()
+        store.heartbeat.add(trial)
+        micro_batch = trial.suggest_int("train_micro_batch_size_per_gpu", 1, 64)
+        store.claim(study_uuid, f"mbs-{micro_batch}", trial.number)
+        trial.set_user_attr("launch_id", "trial-0000")
+        wait()
+        time.sleep(600)
+    return None
+
+
+def reclaims(url: str) -> object:
+    """Look for lost trials for two seconds."""
+    with Store.open(url, heartbeat_interval_s=0.2, grace_s=1.0) as store:
+        _, study = open_study(store)
+        wait()
+        found: list[int] = []
+        end = time.monotonic() + 2.0
+        while time.monotonic() < end:
+            found.extend(store.reclaim_stale(study))
+    return found
+
+
+if __name__ == "__main__":
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    role, url, *numbers = sys.argv[1:]
+    roles = {"opens": opens, "claims": claims, "takes": takes, "holds": holds, "reclaims": reclaims}
+    print(json.dumps(roles[role](url, *map(int, numbers))), flush=True)

@@ -1,0 +1,171 @@
+"""What several processes do to one database at once."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+
+from optuna_dsat.store import Store
+
+STUDY = "shared"
+SPEC = {"zero_stages": [1, 2, 3]}
+
+ActorFactory = Callable[..., Any]
+
+
+def start_together(actors: list[Any]) -> None:
+    for one in actors:
+        one.wait_ready()
+    for one in actors:
+        one.go()
+
+
+def load(store: Store) -> optuna.Study:
+    return optuna.load_study(study_name=STUDY, storage=store.storage)
+
+
+def test_four_workers_start_on_an_empty_database(url: str, actor: ActorFactory) -> None:
+    actors = [actor("opens", url) for _ in range(4)]
+    start_together(actors)
+    uuids = {one.answer() for one in actors}
+    assert len(uuids) == 1
+    with Store.open(url) as store:
+        assert [record.name for record in store.list_studies()] == [STUDY]
+
+
+def test_eight_workers_claim_overlapping_configurations(url: str, actor: ActorFactory) -> None:
+    actors = [actor("claims", url, "25", "200") for _ in range(8)]
+    start_together(actors)
+    won = [key for one in actors for key in json.loads(one.answer())]
+    assert len(won) == len(set(won))
+    with Store.open(url) as store:
+        study = load(store)
+        complete = study.get_trials(states=(TrialState.COMPLETE,))
+        record = store.find_study(STUDY)
+        assert record is not None
+        assert sorted(trial.user_attrs["key"] for trial in complete) == sorted(won)
+        for trial in complete:
+            assert store.claim_owner(record.uuid, trial.user_attrs["key"]) == trial.number
+        assert sorted(trial.number for trial in study.trials) == list(range(len(study.trials)))
+        assert not study.get_trials(states=(TrialState.RUNNING,))
+    # The last keys of one worker may all be gone to others by then: nothing is lost where every key is taken.
+    assert len(won) == 200
+
+
+def test_enqueued_trials_are_taken_once(url: str, actor: ActorFactory) -> None:
+    with Store.open(url) as store:
+        store.create_study(STUDY, SPEC)
+        study = load(store)
+        for number in range(60):
+            study.enqueue_trial({"number": number}, user_attrs={"queued": True})
+    actors = [actor("takes", url, "60") for _ in range(3)]
+    start_together(actors)
+    taken = [number for one in actors for number in json.loads(one.answer())]
+    assert sorted(taken) == list(range(60))
+
+
+def test_a_killed_workers_trial_is_enqueued_once_by_two_that_look(url: str, actor: ActorFactory) -> None:
+    victim = actor("holds", url)
+    victim.wait_ready()
+    searchers = [actor("reclaims", url) for _ in range(2)]
+    for one in searchers:
+        one.wait_ready()
+    victim.process.send_signal(signal.SIGKILL)
+    victim.process.wait()
+    for one in searchers:
+        one.go()
+    found = [number for one in searchers for number in json.loads(one.answer())]
+    assert found == [0]
+    with Store.open(url) as store:
+        study = load(store)
+        lost, copy = study.trials
+        assert (lost.state, lost.user_attrs["outcome"]) == (TrialState.FAIL, "lost")
+        assert copy.state is TrialState.WAITING
+        assert copy.params == lost.params
+        assert "launch_id" not in copy.user_attrs
+        record = store.find_study(STUDY)
+        assert record is not None
+        trial = study.ask()
+        assert trial.number == copy.number
+        micro_batch = trial.suggest_int("train_micro_batch_size_per_gpu", 1, 64)
+        assert micro_batch == lost.params["train_micro_batch_size_per_gpu"]
+        assert store.claim(record.uuid, f"mbs-{micro_batch}", trial.number)
+
+
+@pytest.mark.postgres
+def test_the_server_restarts_in_the_middle(
+    postgres_server: Any, postgres_url: str, actor: ActorFactory
+) -> None:
+    if postgres_server.restart is None:
+        pytest.skip("the server given by the environment is not ours to restart")
+    actors = [actor("claims", postgres_url, "150", "300") for _ in range(2)]
+    start_together(actors)
+    with Store.open(postgres_url) as store:
+        while store.find_study(STUDY) is None or len(load(store).trials) < 20:
+            time.sleep(0.05)
+        postgres_server.restart()
+        before = len(load(store).trials)
+        assert before >= 20
+        won = [key for one in actors for key in json.loads(one.answer())]
+        study = load(store)
+        complete = study.get_trials(states=(TrialState.COMPLETE,))
+        assert len(study.trials) > before, "the restart came after the work was done"
+        assert sorted(trial.user_attrs["key"] for trial in complete) == sorted(won)
+        assert len(won) == len(set(won)) == 300
+
+
+def test_a_file_locked_for_twenty_seconds_is_waited_for(sqlite_url: str) -> None:
+    with Store.open(sqlite_url) as store:
+        record = store.create_study(STUDY, SPEC)
+        study = load(store)
+        trial = study.ask()
+        other = sqlite3.connect(
+            sqlite_url.removeprefix("sqlite:///"), isolation_level=None, check_same_thread=False
+        )
+        other.execute("BEGIN EXCLUSIVE")
+        release = threading.Timer(20.0, other.rollback)
+        release.start()
+        try:
+            study.tell(trial, 1.0)
+            assert not other.in_transaction
+            assert store.claim(record.uuid, "key", trial.number)
+        finally:
+            release.join()
+            other.close()
+        assert study.best_value == 1.0
+
+
+def test_a_full_disk_is_a_clear_error_and_leaves_the_study_whole(sqlite_url: str, tmp_path: Path) -> None:
+    from sqlalchemy import event
+
+    from optuna_dsat.errors import StorageError
+
+    with Store.open(sqlite_url) as store:
+        record = store.create_study(STUDY, SPEC)
+        engine = store._database.engine
+        engine.dispose()
+
+        def limit(dbapi_connection: Any, _record: Any) -> None:
+            (pages,) = dbapi_connection.execute("PRAGMA page_count").fetchone()
+            dbapi_connection.execute(f"PRAGMA max_page_count={pages}")
+
+        event.listen(engine, "connect", limit)
+        with pytest.raises(StorageError, match="database or disk is full"):
+            store.save_profile("fingerprint", {"text": "x" * 200_000}, study_uuid=record.uuid)
+        event.remove(engine, "connect", limit)
+        engine.dispose()
+        assert store.find_profile("fingerprint") is None
+        store.save_profile("fingerprint", {"text": "x" * 200_000}, study_uuid=record.uuid)
+        found = store.find_profile("fingerprint")
+        assert found is not None
+        assert found.study_uuid == record.uuid
