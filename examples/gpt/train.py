@@ -127,9 +127,7 @@ def main() -> None:
     engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
     data = CountingTokens(args.samples, args.seq)
     sampler: DistributedSampler[Tensor] = DistributedSampler(data, seed=0)
-    loader = DataLoader(
-        data, batch_size=config["train_micro_batch_size_per_gpu"], sampler=sampler, drop_last=True
-    )
+    loader = DataLoader(data, batch_size=config["train_micro_batch_size_per_gpu"], sampler=sampler, drop_last=True)
     feed = batches(loader, sampler)
     for step in range(1, args.steps + 1):
         for _ in range(engine.gradient_accumulation_steps()):

@@ -42,8 +42,7 @@ def parse_command(argv: Sequence[str]) -> Target:
         return Target(name=argv[1], is_module=True, args=tuple(argv[2:]))
     if not argv or argv[0].startswith("-"):
         raise ValueError(
-            "python -m optuna_dsat.runtime takes SCRIPT ARGS... or --module PKG.MOD ARGS...; "
-            f"got {list(argv)}."
+            f"python -m optuna_dsat.runtime takes SCRIPT ARGS... or --module PKG.MOD ARGS...; got {list(argv)}."
         )
     return Target(name=argv[0], is_module=False, args=tuple(argv[1:]))
 

@@ -165,8 +165,7 @@ class RankFailed(Event):
 
 
 _KINDS: dict[str, type[Event]] = {
-    cls.kind: cls
-    for cls in (RankStarted, EngineReady, ProfileMeasured, StepMeasured, RankFinished, RankFailed)
+    cls.kind: cls for cls in (RankStarted, EngineReady, ProfileMeasured, StepMeasured, RankFinished, RankFailed)
 }
 
 

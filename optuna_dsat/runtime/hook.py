@@ -134,12 +134,13 @@ class DeepSpeedHook:
             # The operator's build would fail and end the rank; without it DeepSpeed communicates through gloo
             # alone.
             self._deepspeed.ops.__compatible_ops__[_SHM_OPERATOR] = False
-        if self._plan.measures:
+        limit = self._plan.device_memory_bytes
+        if self._plan.measures or limit is not None:
             _import_what_initialize_imports(self._plan.overlay)
         memory = CpuMemory()
         self._memory = memory
-        if self._plan.device_memory_bytes is not None:
-            limit_process_memory(self._plan.device_memory_bytes, memory.baseline)
+        if limit is not None:
+            limit_process_memory(limit, memory.baseline)
             self._progress.limited = True
 
     def _wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:

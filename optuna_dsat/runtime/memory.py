@@ -84,9 +84,7 @@ def read_process_memory() -> ProcessMemory:
         name, _, value = line.partition(":")
         if name in kib:
             kib[name] = int(value.split()[0])
-    return ProcessMemory(
-        data=kib["VmData"] * 1024, resident=kib["VmRSS"] * 1024, peak_resident=kib["VmHWM"] * 1024
-    )
+    return ProcessMemory(data=kib["VmData"] * 1024, resident=kib["VmRSS"] * 1024, peak_resident=kib["VmHWM"] * 1024)
 
 
 class CpuMemory:

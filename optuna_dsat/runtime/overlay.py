@@ -79,8 +79,7 @@ def read_config(config: Any) -> dict[str, Any]:
         parsed = _parse(_text(config))
     except (OSError, TypeError, ValueError) as error:  # a wrong path reads as broken base64
         raise ValueError(
-            "deepspeed.initialize takes a config as a dict, the path of a JSON file or base64; "
-            f"got {config!r}."
+            f"deepspeed.initialize takes a config as a dict, the path of a JSON file or base64; got {config!r}."
         ) from error
     if not isinstance(parsed, dict):
         raise ValueError(f"A DeepSpeed config is a JSON object; {config!r} holds {type(parsed).__name__}.")
@@ -120,9 +119,7 @@ def _settle_triangle(config: dict[str, Any], overlay: Mapping[str, Any]) -> None
 
 def _offloads_optimizer(zero: Mapping[str, Any]) -> bool:
     offload = zero.get("offload_optimizer")
-    return (isinstance(offload, Mapping) and offload.get("device") in ("cpu", "nvme")) or bool(
-        zero.get("cpu_offload")
-    )
+    return (isinstance(offload, Mapping) and offload.get("device") in ("cpu", "nvme")) or bool(zero.get("cpu_offload"))
 
 
 def _is_foreign(optimizer: object | None) -> bool:

@@ -53,8 +53,7 @@ class LaunchPlan:
             )
         if self.device_memory_bytes is not None and self.device_memory_bytes < 1:
             raise ValueError(
-                f"device_memory_bytes is positive or None; got {self.device_memory_bytes}. "
-                "Give None for all there is."
+                f"device_memory_bytes is positive or None; got {self.device_memory_bytes}. Give None for all there is."
             )
 
     @property
@@ -66,9 +65,7 @@ class LaunchPlan:
         """Write the plan to ``path``, atomically."""
         target = Path(path)
         temporary = target.with_name(f".{target.name}.{os.getpid()}")
-        temporary.write_text(
-            json.dumps({**asdict(self), "overlay": dict(self.overlay)}, indent=2), encoding="utf-8"
-        )
+        temporary.write_text(json.dumps({**asdict(self), "overlay": dict(self.overlay)}, indent=2), encoding="utf-8")
         temporary.replace(target)
 
     @classmethod

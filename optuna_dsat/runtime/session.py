@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from optuna_dsat.runtime.arguments import Target, point_to_config
+from optuna_dsat.runtime.config_file import reads_redirected
 from optuna_dsat.runtime.events import Event, RankFailed, RankFinished, RankStarted, decode_event
 from optuna_dsat.runtime.failure import diagnose, format_traceback, without_runtime_frames
 from optuna_dsat.runtime.hook import DeepSpeedHook
@@ -68,12 +69,11 @@ class _Session:
                 host=rank.host,
             )
         )
-        DeepSpeedHook(
-            plan=plan, rank=rank, writer=self._writer, progress=self._progress, leave=self._leave
-        ).install()
+        DeepSpeedHook(plan=plan, rank=rank, writer=self._writer, progress=self._progress, leave=self._leave).install()
         args = point_to_config(target.args, user_config=plan.user_config_path, config=plan.config_path)
         try:
-            Target(name=target.name, is_module=target.is_module, args=args).run()
+            with reads_redirected(user_config=plan.user_config_path, config=plan.config_path):
+                Target(name=target.name, is_module=target.is_module, args=args).run()
         except SystemExit as end:
             self._finish("script_end" if end.code in (None, 0) else f"exit_code_{_exit_code(end)}")
             raise
@@ -120,7 +120,7 @@ class _Session:
                 steps=self._progress.steps,
             )
         )
-        sys.excepthook(type(error), error, trace)
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
         if not self._plan.measures:
             sys.exit(1)  # a full training run may have something to save on its way out
         end_process(1)

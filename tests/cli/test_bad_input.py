@@ -60,7 +60,7 @@ CASES = {
         ["random", "train.py", "ds.json", "--output-dir", "plain-file/out"],
         "cannot be written to",
     ),
-    "storage-kind": (["random", "train.py", "ds.json", "--storage", "mysql://u:geheim@h/db"], "PostgreSQL"),
+    "storage-kind": (["random", "train.py", "ds.json", "--storage", "mysql://u:geheim@h/db"], "unsupported kind (mysql)"),
     "storage-path": (
         ["random", "train.py", "ds.json", "--storage", "sqlite:///no/such/dir/x.db"],
         "no/such/dir",

@@ -66,11 +66,10 @@ class Starter:
         described = LaunchPlan(
             launch_id="trial-0000",
             events_dir=str(self.folder),
-            log_dir=str(self.folder),
             config_path=str(self.config),
             user_config_path=str(self.user_config),
             overlay=overlay,
-            **{"purpose": "trial", **plan},
+            **{"purpose": "trial", "log_dir": str(self.folder), **plan},
         )
         described.save(self.folder / "launch.json")
         return {

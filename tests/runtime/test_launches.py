@@ -43,7 +43,7 @@ def test_a_dict_config_gets_the_overlay_and_every_step_is_recorded(start: Starte
         for step in steps:
             assert 0 < step.forward_s + step.backward_s + step.step_s <= step.latency_s
             assert step.loss is not None
-            assert 0 < step.peak_allocated_bytes
+            assert step.peak_allocated_bytes > 0
         assert launch.of(RankFinished, rank) == [launch.events(rank)[-1]]
         assert launch.of(RankFinished, rank)[0].reason == "profile_done"
     seen = json.loads(launch.log("stdout").splitlines()[-1])

@@ -7,6 +7,7 @@ import argparse
 import copy
 import json
 import sys
+from pathlib import Path
 
 import deepspeed
 import torch
@@ -21,9 +22,8 @@ parser.add_argument("--client-optimizer", action="store_true")
 deepspeed.add_config_arguments(parser)
 args = parser.parse_args()
 
-path, config = args.deepspeed_config, None
-with open(path) as file:
-    config = json.load(file)
+path = args.deepspeed_config
+config = json.loads(Path(path).read_text(encoding="utf-8"))
 before = copy.deepcopy(config)
 model = torch.nn.Sequential(torch.nn.Linear(args.width, args.width), torch.nn.Linear(args.width, 1))
 given = {"model": model, "model_parameters": model.parameters()}

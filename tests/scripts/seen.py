@@ -1,8 +1,8 @@
 """Prints what a script sees of its surroundings, and ends as its first argument says."""
 
 import json
-import os
 import sys
+from pathlib import Path
 
 print(
     json.dumps(
@@ -11,7 +11,7 @@ print(
             "file": __file__,
             "argv": sys.argv,
             "path0": sys.path[0],
-            "cwd": os.getcwd(),
+            "cwd": str(Path.cwd()),
             "main": sys.modules["__main__"].__dict__ is globals(),
         }
     )

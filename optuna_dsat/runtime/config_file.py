@@ -1,0 +1,54 @@
+"""A script that reads its DeepSpeed config by itself reads the launch's own config instead.
+
+Many scripts open a config whose name is written in them, or is the default of an option, and take their batch size from
+it. Pointing arguments to another file does not reach those; so whoever opens the user's config for reading gets the
+launch's.
+"""
+
+from __future__ import annotations
+
+import builtins
+import io
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+__all__ = ["reads_redirected"]
+
+_WRITING = frozenset("wax+")
+
+
+@contextmanager
+def reads_redirected(*, user_config: str, config: str) -> Iterator[None]:
+    """Within this context ``open`` on the user's config, for reading, opens ``config``.
+
+    Covers ``open``, ``io.open`` and ``pathlib``. Writing is left alone, and so are other files; those cost one
+    comparison of names.
+    """
+    real = builtins.open
+    name = Path(user_config).name
+
+    def redirected(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if isinstance(file, str | os.PathLike) and not _WRITING & set(mode) and _names(file, name, user_config):
+            file = config
+        return real(file, mode, *args, **kwargs)
+
+    builtins.open = redirected
+    io.open = redirected
+    try:
+        yield
+    finally:
+        builtins.open = real
+        io.open = real
+
+
+def _names(file: str | os.PathLike[str], name: str, user_config: str) -> bool:
+    path = os.fspath(file)
+    if not isinstance(path, str) or not path.endswith(name):
+        return False
+    try:
+        return Path(path).samefile(user_config)
+    except OSError:
+        return False

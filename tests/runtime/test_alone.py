@@ -1,0 +1,162 @@
+"""The runtime around scripts that need neither torch nor DeepSpeed: stubs stand for them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from optuna_dsat.runtime.events import RankFailed, RankFinished
+
+from .starting import ROOT, SCRIPTS, Starter
+
+SEEN = str(SCRIPTS / "seen.py")
+
+STUB = """
+import json
+class accelerator:
+    class get_accelerator:
+        def device_name(self): return "cuda"
+def initialize(args=None, model=None, optimizer=None, config=None, config_params=None):
+    print(json.dumps([config, config_params, vars(args) if args else None], sort_keys=True))
+    if args is not None and args.deepspeed_config is not None and config is not None:
+        raise AssertionError("given two")
+    return (object(),)
+"""
+
+
+@pytest.fixture
+def stubs(tmp_path: Path) -> Path:
+    package = tmp_path / "stubs" / "deepspeed"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(STUB, encoding="utf-8")
+    return package.parent
+
+
+def script(start: Starter, text: str) -> str:
+    path = start.folder / "script.py"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize("command", [[SEEN, "a", "--b=c"], ["--module", "seen", "x"]], ids=["script", "module"])
+def test_a_script_sees_what_it_would_without_the_runtime(start: Starter, command: list[str]) -> None:
+    (start.folder / "seen.py").write_text(Path(SEEN).read_text(encoding="utf-8"), encoding="utf-8")
+    plain = [sys.executable, "-m", *command[1:]] if command[0] == "--module" else [sys.executable, *command]
+    without = subprocess.run(plain, cwd=start.folder, capture_output=True, check=True)
+    launch = start.alone(*command)
+    assert launch.exit_code == 0, launch.output
+    assert (start.folder / "rank0.stdout.log").read_bytes() == without.stdout
+    assert launch.log("stderr") == "imported: []\n"
+    assert launch.output == ""
+    assert [event.kind for event in launch.events()] == ["rank_started", "rank_finished"]
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "reason", "stderr"),
+    [
+        ("", 0, "script_end", ""),
+        ("exit0", 0, "script_end", ""),
+        ("exit7", 7, "exit_code_7", ""),
+        ("text", 1, "exit_code_1", "that is all\n"),
+    ],
+)
+def test_a_scripts_end_is_recorded_and_passed_on(start: Starter, end: str, code: int, reason: str, stderr: str) -> None:
+    launch = start.alone(SEEN, end)
+    assert launch.exit_code == code
+    assert launch.log("stderr") == "imported: []\n" + stderr
+    assert [(event.reason, event.steps) for event in launch.of(RankFinished)] == [(reason, 0)]
+
+
+@pytest.mark.parametrize("purpose", ["trial", "full"])
+def test_an_exception_is_recorded_and_shown_as_python_shows_it(start: Starter, purpose: str) -> None:
+    without = subprocess.run([sys.executable, SEEN, "raise"], capture_output=True, text=True, check=False)
+    launch = start.alone(SEEN, "raise", purpose=purpose)
+    assert launch.exit_code == without.returncode == 1
+    assert launch.log("stderr") == without.stderr
+    [failure] = launch.of(RankFailed)
+    assert (failure.outcome, failure.phase, failure.error_type) == ("script_error", "script", "KeyError")
+    assert failure.traceback == without.stderr.removeprefix("imported: []\n")
+    assert launch.events()[-1] == failure
+
+
+def test_a_missing_script_is_a_failure_of_the_script(start: Starter) -> None:
+    launch = start.alone("nowhere.py")
+    assert launch.exit_code == 1
+    assert launch.of(RankFailed)[0].error_type == "FileNotFoundError"
+
+
+OVERLAY = {"train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": 1}}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "deepspeed.initialize(config=CONFIG)",
+        "deepspeed.initialize(None, 'model', None, CONFIG)",
+        "deepspeed.initialize(config=PATH)",
+        "deepspeed.initialize(config_params=CONFIG)",
+        "deepspeed.initialize(ARGS)",
+        "initialize(ARGS, config_params=None)",
+    ],
+)
+def test_the_overlay_reaches_deepspeed_however_the_config_is_passed(start: Starter, stubs: Path, call: str) -> None:
+    text = f"""
+import argparse, copy, json, sys
+import deepspeed
+from deepspeed import initialize
+PATH = sys.argv[1]
+CONFIG = json.load(open(PATH))
+ARGS = argparse.Namespace(deepspeed_config=PATH, other=1)
+before = copy.deepcopy(CONFIG)
+{call}
+print(CONFIG == before, ARGS.deepspeed_config == PATH, PATH)
+"""
+    launch = start.alone(script(start, text), str(start.user_config), overlay=OVERLAY, stubs=stubs, purpose="full")
+    assert launch.exit_code == 0, launch.log("stderr")
+    given, after = launch.log("stdout").splitlines()
+    config, config_params, args = json.loads(given)
+    assert config["train_micro_batch_size_per_gpu"] == 8
+    assert config["zero_optimization"]["stage"] == 1
+    assert config["optimizer"]["type"] == "AdamW"
+    assert config_params is None
+    assert args in (None, {"deepspeed_config": None, "other": 1})
+    assert after == f"True True {start.config}"
+    assert [event.kind for event in launch.events()] == ["rank_started", "rank_finished"]
+
+
+def test_two_configs_are_left_for_deepspeed_to_refuse(start: Starter, stubs: Path) -> None:
+    text = "import argparse, deepspeed\ndeepspeed.initialize(argparse.Namespace(deepspeed_config='a'), config={})\n"
+    launch = start.alone(script(start, text), stubs=stubs)
+    [failure] = launch.of(RankFailed)
+    assert (failure.outcome, failure.phase, failure.message) == ("invalid_config", "initialize", "given two")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+def test_events_that_cannot_be_written_end_the_rank_with_a_reason(start: Starter) -> None:
+    (start.folder / "rank0.jsonl").symlink_to("/dev/full")
+    launch = start.alone(SEEN)
+    assert launch.exit_code == 74
+    assert "No space left on device" in launch.log("stderr")
+    assert "--output-dir" in launch.log("stderr")
+    assert launch.log("stdout") == ""
+
+
+def test_without_a_log_folder_the_output_goes_where_it_went(start: Starter) -> None:
+    launch = start.alone(SEEN, log_dir="")
+    assert launch.output.startswith('{"name": "__main__"')
+
+
+def test_a_wrong_start_says_how_it_is_done() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "optuna_dsat.runtime", "train.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("OPTUNA_DSAT_LAUNCH names no launch description.")

@@ -1,0 +1,156 @@
+"""Memory peaks and limits, and the hook's preparations, without a device or DeepSpeed."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from optuna_dsat.runtime.events import RankFailed, RankFinished
+from optuna_dsat.runtime.hook import ImportWatch
+from optuna_dsat.runtime.memory import (
+    CpuMemory,
+    CudaMemory,
+    ProcessMemory,
+    host_memory_bytes,
+    limit_cuda_memory,
+    read_process_memory,
+)
+
+from .starting import Starter
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+
+
+def test_the_cpu_peak_is_the_larger_of_allocated_and_touched() -> None:
+    states = iter(
+        [
+            ProcessMemory(data=100, resident=50, peak_resident=60),  # baseline
+            ProcessMemory(data=400, resident=50, peak_resident=60),  # allocated, not touched
+            ProcessMemory(data=150, resident=90, peak_resident=90),
+            ProcessMemory(data=150, resident=90, peak_resident=550),  # touched and freed within a phase
+        ]
+    )
+    memory = CpuMemory(lambda: next(states))
+    memory.sample()
+    assert memory.peaks().allocated == 300
+    peaks = memory.peaks()
+    assert (peaks.allocated, peaks.reserved, peaks.resident) == (500, 550, 550)
+
+
+@linux
+def test_process_memory_is_read_from_the_system() -> None:
+    before = read_process_memory()
+    block = bytearray(64 * 2**20)
+    after = read_process_memory()
+    assert after.data - before.data >= len(block)
+    assert after.peak_resident >= after.resident > before.resident
+    assert host_memory_bytes() > after.resident
+
+
+def test_the_cuda_peak_counts_from_the_engine_on() -> None:
+    calls: list[str] = []
+    accelerator = SimpleNamespace(
+        reset_peak_memory_stats=lambda: calls.append("reset"),
+        max_memory_allocated=lambda: 7,
+        max_memory_reserved=lambda: 9,
+    )
+    memory = CudaMemory(accelerator)
+    memory.engine_ready()
+    assert calls == ["reset"]
+    assert (memory.peaks().allocated, memory.peaks().reserved) == (7, 9)
+
+
+class FakeTorch:
+    """As much of torch as the limit on CUDA memory uses, with two devices of 1000 bytes."""
+
+    def __init__(self) -> None:
+        self.queued: list[Any] = []
+        self.limits: list[tuple[float, int]] = []
+        self._C = SimpleNamespace(_cuda_getDeviceCount=None)
+        self.cuda = SimpleNamespace(
+            _lazy_call=self.queued.append,
+            device_count=lambda: 2,
+            current_device=lambda: 0,
+            get_device_properties=lambda _device: SimpleNamespace(total_memory=1000),
+            set_per_process_memory_fraction=lambda fraction, device: self.limits.append((fraction, device)),
+        )
+
+
+@pytest.mark.parametrize(
+    ("budget", "local_rank", "limit"), [(250, 1, (0.25, 1)), (5000, 0, (1.0, 0)), (500, 3, (0.5, 0))]
+)
+def test_cuda_memory_is_limited_once_cuda_starts(budget: int, local_rank: int, limit: tuple[float, int]) -> None:
+    torch = FakeTorch()
+    limit_cuda_memory(torch, budget, local_rank)
+    assert torch.limits == []  # CUDA is not started for it
+    torch.queued[0]()
+    assert torch.limits == [limit]
+
+
+def test_a_torch_without_cuda_is_left_alone() -> None:
+    torch = FakeTorch()
+    del torch._C._cuda_getDeviceCount
+    limit_cuda_memory(torch, 100, 0)
+    assert torch.queued == []
+
+
+def test_the_watch_calls_back_once_after_the_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "watched_module.py").write_text("value = 1\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    seen: list[Any] = []
+
+    def change(module: ModuleType) -> None:
+        seen.append(module.__dict__["value"])
+        module.__dict__["value"] = 2
+
+    ImportWatch({"watched_module": change, "json": seen.append}).install()
+    assert seen == [sys.modules["json"]]
+    namespace: dict[str, Any] = {}
+    exec("from watched_module import value\nimport watched_module", namespace)
+    assert (namespace["value"], seen[1:]) == (2, [1])
+    assert namespace["watched_module"].__loader__.get_source("watched_module") == "value = 1\n"
+    monkeypatch.delitem(sys.modules, "watched_module")
+    exec("import watched_module", namespace)
+    assert namespace["watched_module"].value == 1
+    assert len(seen) == 2
+
+
+CPU_STUB = """
+class accelerator:
+    class get_accelerator:
+        def device_name(self): return "cpu"
+class ops:
+    __compatible_ops__ = {"deepspeed_shm_comm": True}
+def initialize(config=None): pass
+"""
+
+
+@linux
+def test_on_a_cpu_without_compiler_the_limit_holds_and_gloo_is_used(
+    start: Starter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = start.folder / "stubs" / "deepspeed"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(CPU_STUB, encoding="utf-8")
+    script = start.folder / "script.py"
+    script.write_text(
+        "import sys\nsys.modules['torch._dynamo'] = None\nimport deepspeed\n"
+        "print(deepspeed.ops.__compatible_ops__)\nblock = bytearray(400 << 20)\n",
+        encoding="utf-8",
+    )
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    fits = start.alone(str(script), stubs=package.parent, device_memory_bytes=500 * 2**20)
+    assert fits.exit_code == 0, fits.log("stderr")
+    assert fits.log("stdout") == "{'deepspeed_shm_comm': False}\n"
+    assert fits.of(RankFinished)[0].reason == "script_end"
+    starved = start.alone(str(script), stubs=package.parent, device_memory_bytes=300 * 2**20)
+    assert starved.exit_code == 1
+    [failure] = starved.of(RankFailed)
+    assert (failure.outcome, failure.error_type) == ("out_of_memory", "MemoryError")
+    assert resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY  # this process is not limited

@@ -1,0 +1,302 @@
+"""The meter on stub engines, with a clock that moves when told."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from optuna_dsat.runtime.clock import DeviceClock
+from optuna_dsat.runtime.events import Event, StepMeasured
+from optuna_dsat.runtime.memory import MemoryPeaks
+from optuna_dsat.runtime.meter import Meter, Progress, leading_dimension
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.time = 100.0
+        self.waits = 0
+        self.marks = 0
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+    def now(self) -> float:
+        return self.time
+
+    def mark(self) -> float:
+        self.marks += 1
+        return self.time
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+
+class FakeMemory:
+    def __init__(self) -> None:
+        self.samples = 0
+        self.reads = 0
+
+    def engine_ready(self) -> None:
+        pass
+
+    def sample(self) -> None:
+        self.samples += 1
+
+    def peaks(self) -> MemoryPeaks:
+        self.reads += 1
+        return MemoryPeaks(allocated=1, reserved=2, resident=3)
+
+
+class Engine(torch.nn.Module):
+    """Answers as DeepSpeed's engine does; every phase takes a known time."""
+
+    def __init__(self, clock: FakeClock, accumulation: int = 1) -> None:
+        super().__init__()
+        self.module = torch.nn.Linear(2, 1)
+        self.clock = clock
+        self.accumulation = accumulation
+        self.micro_steps = 0
+        self.failing = ""
+
+    def forward(self, *_: Any, **__: Any) -> torch.Tensor:
+        self._take("forward", 1.0)
+        return torch.tensor(0.5)
+
+    def backward(self, loss: torch.Tensor) -> torch.Tensor:
+        self._take("backward", 2.0)
+        return loss
+
+    def step(self) -> None:
+        self._take("step", 0.25)
+        self.micro_steps += 1
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        return (self.micro_steps + 1) % self.accumulation == 0
+
+    def _take(self, phase: str, seconds: float) -> None:
+        if self.failing == phase:
+            raise RuntimeError(phase)
+        self.clock.time += seconds
+
+
+class PipelineEngine:
+    def __init__(self, clock: FakeClock) -> None:
+        self.module = torch.nn.Linear(2, 1)
+        self.clock = clock
+
+    def train_batch(self) -> torch.Tensor:
+        for _ in range(3):
+            self.module(torch.ones(4, 2))
+            self.clock.time += 1.0
+        return torch.tensor(0.5)
+
+
+class Bench:
+    """A meter on an engine, and all that came of it."""
+
+    def __init__(self, engine: Callable[[FakeClock], Any], observer: Any = None) -> None:
+        self.clock = FakeClock()
+        self.memory = FakeMemory()
+        self.progress = Progress(phase="script")
+        self.events: list[Event] = []
+        self.left = 0
+        self.engine = engine(self.clock)
+        Meter(
+            self.engine,
+            rank=3,
+            write=self.events.append,
+            clock=self.clock,
+            memory=self.memory,
+            progress=self.progress,
+            end_step=2,
+            leave=self._leave,
+            observer=observer,
+        ).attach()
+
+    def _leave(self) -> None:
+        self.left += 1
+
+    @property
+    def steps(self) -> list[StepMeasured]:
+        return [event for event in self.events if isinstance(event, StepMeasured)]
+
+    def micro_step(self, batch: Any = None, data_s: float = 0.0) -> None:
+        self.clock.time += data_s
+        loss = self.engine(torch.ones(4, 2) if batch is None else batch)
+        self.engine.backward(loss)
+        self.engine.step()
+
+
+def test_a_step_is_timed_end_to_end_and_by_phase() -> None:
+    bench = Bench(Engine)
+    bench.micro_step(data_s=10.0)
+    bench.micro_step(data_s=20.0)
+    first, second = bench.steps
+    assert (first.step, first.latency_s) == (1, 13.25)
+    assert (second.step, second.latency_s) == (2, 23.25)
+    assert (second.forward_s, second.backward_s, second.step_s) == (1.0, 2.0, 0.25)
+    assert (second.rank, second.samples, second.observed_micro_batch, second.loss) == (3, 4, 4, 0.5)
+    assert (second.peak_allocated_bytes, second.peak_reserved_bytes, second.rss_bytes) == (1, 2, 3)
+
+
+def test_the_rank_leaves_after_the_last_profile_step_and_not_before() -> None:
+    bench = Bench(Engine)
+    bench.micro_step()
+    assert bench.left == 0
+    bench.micro_step()
+    assert bench.left == 1
+    assert bench.progress.steps == 2
+
+
+def test_a_step_holds_all_its_micro_batches() -> None:
+    bench = Bench(lambda clock: Engine(clock, accumulation=3))
+    for size in (4, 6, 2):
+        assert bench.steps == []
+        bench.micro_step(torch.ones(size, 2), data_s=1.0)
+    [step] = bench.steps
+    assert (step.samples, step.observed_micro_batch) == (12, 6)
+    assert (step.forward_s, step.backward_s, step.step_s, step.latency_s) == (3.0, 6.0, 0.75, 12.75)
+
+
+def test_measuring_costs_a_fixed_few_calls_a_step() -> None:
+    bench = Bench(lambda clock: Engine(clock, accumulation=4))
+    bench.clock.waits = 0
+    for _ in range(4):
+        bench.micro_step()
+    assert len(bench.events) == 1
+    assert bench.clock.waits == 1
+    assert bench.clock.marks == 4 * 3 * 2
+    assert bench.memory.samples == 4 * 3
+    assert bench.memory.reads == 1
+
+
+def test_evaluation_is_no_training() -> None:
+    bench = Bench(Engine)
+    bench.engine.module.eval()
+    bench.engine(torch.ones(64, 2))
+    bench.engine.module.train()
+    with torch.no_grad():
+        bench.engine(torch.ones(32, 2))
+    bench.micro_step()
+    assert (bench.steps[0].samples, bench.steps[0].forward_s) == (4, 1.0)
+    assert bench.steps[0].latency_s == 5.25  # but it takes time all the same
+
+
+def test_a_backward_on_the_loss_itself_is_what_lies_between_forward_and_step() -> None:
+    bench = Bench(Engine)
+    bench.engine(torch.ones(4, 2))
+    bench.clock.time += 7.0  # loss.backward()
+    bench.engine.step()
+    assert (bench.steps[0].backward_s, bench.steps[0].loss) == (7.0, 0.5)
+
+
+def test_a_script_that_accumulates_by_itself_ends_a_step_with_every_step() -> None:
+    bench = Bench(lambda clock: Engine(clock, accumulation=8))
+    object.__setattr__(bench.engine, "managed_gradient_accumulation", lambda: False)
+    bench.micro_step()
+    assert len(bench.steps) == 1
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "step"])
+def test_where_it_failed_is_known(phase: str) -> None:
+    bench = Bench(Engine)
+    assert bench.progress.phase == "between"
+    bench.engine.failing = phase
+    with pytest.raises(RuntimeError, match=phase):
+        bench.micro_step()
+    assert bench.progress.phase == phase
+    bench.engine.failing = ""
+    bench.micro_step()
+    assert bench.progress.phase == "between"
+
+
+def test_a_pipeline_is_measured_by_whole_batches() -> None:
+    bench = Bench(PipelineEngine)
+    bench.clock.time += 5.0
+    assert bench.engine.train_batch().item() == 0.5
+    [step] = bench.steps
+    assert (step.latency_s, step.forward_s, step.backward_s, step.step_s) == (8.0, 0.0, 0.0, 0.0)
+    assert (step.samples, step.observed_micro_batch, step.loss) == (12, 4, 0.5)
+
+
+def test_an_observer_sees_every_phase_and_boundary() -> None:
+    seen: list[Any] = []
+
+    def observe(phase: str, step: int) -> Any:
+        seen.append((phase, step))
+        return nullcontext()
+
+    observer = SimpleNamespace(observe=observe, boundary=lambda step, samples: seen.append((step, samples)))
+    Bench(Engine, observer).micro_step()
+    assert seen == [("forward", 1), ("backward", 1), ("step", 1), (1, 4)]
+
+
+@pytest.mark.parametrize(
+    ("batch", "size"),
+    [
+        (torch.ones(3, 9), 3),
+        ((torch.tensor(1.0), torch.ones(5)), 5),
+        ((("text", {"labels": [torch.ones(6, 1)]}), {}), 6),
+        (((), {"input_ids": torch.ones(7, 2)}), 7),
+        (UserDict({"input_ids": torch.ones(8, 2)}), 8),
+        ((["a", "b"], {}), None),
+        ([[[[[[torch.ones(2)]]]]]], None),
+        (None, None),
+    ],
+    ids=str,
+)
+def test_the_batch_is_the_first_leading_dimension(batch: Any, size: int | None) -> None:
+    assert leading_dimension(batch) == size
+
+
+@pytest.mark.parametrize(
+    ("output", "loss"),
+    [
+        (torch.ones(1), 1.0),
+        (SimpleNamespace(loss=torch.tensor(2.0)), 2.0),
+        (torch.ones(2), None),
+        ({"logits": torch.ones(1)}, None),
+    ],
+    ids=["scalar", "output object", "logits", "dict"],
+)
+def test_the_loss_is_read_where_it_can_be_seen(output: Any, loss: float | None) -> None:
+    bench = Bench(lambda clock: _answering(clock, output))
+    bench.engine(torch.ones(4, 2))
+    bench.engine.step()
+    assert bench.steps[0].loss == loss
+
+
+def _answering(clock: FakeClock, output: Any) -> Engine:
+    engine = Engine(clock)
+    object.__setattr__(engine, "forward", lambda *_, **__: output)
+    return engine
+
+
+def test_device_phases_are_timed_by_events_and_waited_for_once() -> None:
+    class Recorded:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+            self.at: float | None = None
+
+        def record(self) -> None:
+            self.at = next(times)
+
+        def elapsed_time(self, end: Recorded) -> float:
+            assert self.at is not None
+            assert end.at is not None
+            return end.at - self.at
+
+    times = iter([1000.0, 3500.0])
+    waits: list[None] = []
+    clock = DeviceClock(SimpleNamespace(Event=Recorded, synchronize=lambda: waits.append(None)))
+    start, end = clock.mark(), clock.mark()
+    assert waits == []
+    clock.synchronize()
+    assert len(waits) == 1
+    assert clock.seconds(start, end) == 2.5

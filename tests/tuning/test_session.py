@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from optuna.trial import TrialState
+
+from optuna_dsat import ds_config, history
+from optuna_dsat.errors import NothingRunnableError, ScriptFailedError, StudyConflictError
+from optuna_dsat.launch.simulated import SimulatedResult
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.progress import FinalistMeasured, ProfileFinished, ProfileStarted, TrialFinished
+from tests.tuning.conftest import USER_CONFIG, Bench
+from tests.tuning.landscapes import GIB, Hill
+
+
+def keys_of(configs: list[dict[str, Any]]) -> list[str]:
+    return [ds_config.canonical_key(config) for config in configs]
+
+
+@pytest.mark.parametrize("method", ["random", "binary", "asha"])
+def test_a_study_beats_the_users_config_and_leaves_what_to_train_with(bench: Bench, method: str) -> None:
+    spec = bench.spec(method=method, max_trials=12)
+    result = bench.run(spec, Hill())
+    assert result is not None
+    assert result.speed_up is not None
+    assert result.speed_up > 2
+    config = json.loads(Path(result.config_path).read_text())
+    assert config["train_batch_size"] == config["train_micro_batch_size_per_gpu"] * 2
+    assert "autotuning" not in config
+    metrics = json.loads(Path(result.metrics_path).read_text())
+    assert metrics["value"] == pytest.approx(result.value)
+    assert metrics["confidence_interval_95"][0] <= result.value <= metrics["confidence_interval_95"][1]
+    assert result.command_names_config
+    assert result.config_path in result.command
+    assert sum(result.launches.values()) == 12
+    assert json.dumps(asdict(result))
+
+
+def test_the_users_config_is_measured_first_and_confirmed_with_the_winner(bench: Bench) -> None:
+    hill = Hill()
+    bench.run(bench.spec(), hill)
+    assert hill.configs[1]["train_micro_batch_size_per_gpu"] == 2
+    first = bench.study().trials[0]
+    assert first.user_attrs[history.PURPOSE] == history.USER_CONFIG
+    confirmed = {news.number for news in bench.news if isinstance(news, FinalistMeasured)}
+    assert 0 in confirmed
+    speed_ups = [n.speed_up for n in bench.news if isinstance(n, TrialFinished) and n.value is not None]
+    assert speed_ups[0] == pytest.approx(1.0)
+
+
+def test_a_users_config_outside_the_space_is_still_the_baseline(bench: Bench) -> None:
+    config = {**USER_CONFIG, "zero_optimization": {"stage": 0}}
+    result = bench.run(bench.spec(ds_config=config, zero_stages=(1, 2)), Hill())
+    assert result is not None
+    first = bench.study().trials[0]
+    assert first.params == {}
+    assert first.state is TrialState.COMPLETE
+    assert result.user_value == pytest.approx(first.value, rel=1e-6)
+
+
+def test_no_configuration_runs_twice_and_the_budget_counts_launches_only(bench: Bench) -> None:
+    hill = Hill()
+    bench.run(bench.spec(max_trials=20, confirm=0), hill)
+    trial_configs = hill.configs[1:]  # the first is the profile's
+    assert len(trial_configs) == 20
+    assert len(set(keys_of(trial_configs))) == 20
+    trials = bench.study().trials
+    assert history.launches_used(trials) == 20
+
+
+def test_out_of_memory_is_pruned_knowledge_not_a_failure(bench: Bench) -> None:
+    bench.run(bench.spec(method="binary", max_trials=12, options={"search_range_factor": 3.0}), Hill())
+    oom = [t for t in bench.study().trials if t.user_attrs.get(history.OUTCOME) == Outcome.OUT_OF_MEMORY]
+    assert oom
+    assert {t.state for t in oom} == {TrialState.PRUNED}
+
+
+def test_concurrent_launches_share_the_slots(bench: Bench) -> None:
+    hill = Hill()
+    result = bench.run(bench.spec(max_trials=16, max_concurrent_trials=3), hill, slots=8)
+    assert result is not None
+    assert sum(result.launches.values()) == 16
+    assert len(set(keys_of(hill.configs[1:17]))) == 16
+
+
+def test_a_second_run_of_a_finished_study_launches_no_trial_again(bench: Bench) -> None:
+    first = bench.run(bench.spec(), Hill())
+    again = Hill()
+    second = bench.run(bench.spec(), again)
+    assert again.configs == []
+    assert first is not None
+    assert second is not None
+    assert second.trial == first.trial
+
+
+def test_a_raised_budget_adds_exactly_the_difference(bench: Bench) -> None:
+    bench.run(bench.spec(max_trials=5, confirm=0), Hill())
+    more = Hill()
+    bench.run(bench.spec(max_trials=9, confirm=0), more)
+    assert len(more.configs) == 4
+
+
+def test_another_script_under_the_same_name_is_refused_with_what_differs(bench: Bench) -> None:
+    bench.run(bench.spec(max_trials=2, confirm=0), Hill())
+    with pytest.raises(StudyConflictError, match=r"zero_stages was \[1, 2, 3\], is \[1\]"):
+        bench.run(bench.spec(zero_stages=(1,)), Hill())
+
+
+def test_a_second_study_of_the_same_script_spares_the_profile_launch(bench: Bench) -> None:
+    bench.run(bench.spec(max_trials=2, confirm=0), Hill())
+    bench.news.clear()
+    bench.run(bench.spec(name="t", max_trials=2, confirm=0), Hill())
+    assert not [n for n in bench.news if isinstance(n, ProfileStarted)]
+    assert [n.reused for n in bench.news if isinstance(n, ProfileFinished)] == [True]
+
+
+def test_the_profile_climbs_the_ladder_until_a_rung_fits(bench: Bench) -> None:
+    def needs_stage_3(config: Mapping[str, Any]) -> SimulatedResult | None:
+        if config.get("zero_optimization", {}).get("stage", 0) < 3:
+            return SimulatedResult(outcome=Outcome.OUT_OF_MEMORY, startup_s=5, missing_bytes=GIB)
+        return None
+
+    result = bench.run(bench.spec(max_trials=12), Hill(override=needs_stage_3))
+    rungs = [n.rung for n in bench.news if isinstance(n, ProfileStarted)]
+    assert rungs == ["your own ZeRO settings", "ZeRO 2", "ZeRO 2 + optimizer offload", "ZeRO 3"]
+    assert result is not None
+    assert result.config["zero_optimization"]["stage"] == 3
+    assert result.speed_up is None
+
+
+def test_when_no_rung_fits_the_message_names_rungs_and_missing_memory(bench: Bench) -> None:
+    full = SimulatedResult(outcome=Outcome.OUT_OF_MEMORY, startup_s=5, missing_bytes=3 * GIB)
+    with pytest.raises(NothingRunnableError) as caught:
+        bench.run(bench.spec(), Hill(override=lambda _: full))
+    message = str(caught.value)
+    assert "ZeRO 3 + parameter and optimizer offload" in message
+    assert "short of 3072 MiB" in message
+
+
+def test_a_script_that_fails_at_once_ends_the_study_after_the_profile_launch(bench: Bench) -> None:
+    broken = SimulatedResult(outcome=Outcome.SCRIPT_ERROR, startup_s=1, message="ValueError: no data")
+    hill = Hill(override=lambda _: broken)
+    with pytest.raises(ScriptFailedError) as caught:
+        bench.run(bench.spec(), hill)
+    assert len(hill.configs) == 1
+    assert "no data" in caught.value.traceback_tail
+
+
+def test_the_same_script_error_again_and_again_ends_the_study(bench: Bench) -> None:
+    def breaks_beyond_profile(config: Mapping[str, Any]) -> SimulatedResult | None:
+        if config["train_micro_batch_size_per_gpu"] == 1:
+            return None
+        return SimulatedResult(outcome=Outcome.SCRIPT_ERROR, startup_s=1, message="ValueError: batch")
+
+    hill = Hill(override=breaks_beyond_profile)
+    with pytest.raises(ScriptFailedError, match="Launch after launch"):
+        bench.run(bench.spec(max_trials=30), hill)
+    assert len(hill.configs) < 10
+
+
+def test_a_communication_error_is_launched_again_and_then_given_up(bench: Bench) -> None:
+    flaky = SimulatedResult(outcome=Outcome.COMMUNICATION_ERROR, startup_s=1, message="connection reset")
+
+    def only_trials(config: Mapping[str, Any]) -> SimulatedResult | None:
+        return flaky if config["train_micro_batch_size_per_gpu"] == 2 else None
+
+    bench.run(bench.spec(max_retries=2, confirm=0), Hill(override=only_trials))
+    first = bench.study().trials[0]
+    assert first.state is TrialState.FAIL
+    assert first.user_attrs[history.ATTEMPTS] == 3
+    record = bench.store.find_study("s")
+    assert record is not None
+    launches = [row for row in bench.store.launches(record.uuid) if row.trial_number == 0]
+    assert [row.attempt for row in launches] == [0, 1, 2]
+
+
+def test_early_stopping_ends_the_search_and_says_so(bench: Bench) -> None:
+    result = bench.run(bench.spec(max_trials=60, options={"early_stopping": 4}, confirm=0), Hill())
+    assert result is not None
+    assert "early-stopping" in result.reason
+    assert sum(result.launches.values()) < 60
+
+
+def test_a_small_space_is_exhausted_and_says_so(bench: Bench) -> None:
+    fix = {key: False for key in ("overlap_comm", "contiguous_gradients", "reduce_scatter")}
+    spec = bench.spec(
+        zero_stages=(1,), fix={**fix, "reduce_bucket_size": 5e8, "offload_optimizer": "none"}, max_trials=60,
+        method="binary", confirm=0,
+    )  # fmt: skip
+    result = bench.run(spec, Hill())
+    assert result is not None
+    assert "every configuration" in result.reason
+    assert sum(result.launches.values()) < 20
+
+
+def test_a_metric_to_minimise_picks_the_smallest(bench: Bench) -> None:
+    result = bench.run(bench.spec(metric="latency", max_trials=8), Hill())
+    assert result is not None
+    values = [t.value for t in bench.study().trials if t.state is TrialState.COMPLETE]
+    assert result.value == pytest.approx(min(v for v in values if v is not None), rel=1e-6)
