@@ -126,6 +126,7 @@ class Tuner:
             NothingRunnableError: If the search ended and nothing was measured.
             StorageError: If the database failed for longer than the store's patience.
         """
+        self._store.reclaim_stale(self._study)
         trials = self._trials()
         self._observer(
             SearchStarted(

@@ -1,6 +1,6 @@
 """Train a small GPT with DeepSpeed on synthetic tokens: on GPUs, or on a CPU without any.
 
-    torchrun --nproc_per_node 2 train.py --deepspeed_config ds_config.json
+    torchrun --nproc_per_node 2 train.py
 
 The batch size comes from the DeepSpeed config, as in most DeepSpeed scripts.
 """
@@ -115,6 +115,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--log-every", type=int, default=10, help="steps between two loss lines")
     parser.add_argument("--local_rank", type=int, default=-1, help="set by DeepSpeed's launcher")
     deepspeed.add_config_arguments(parser)
+    parser.set_defaults(deepspeed_config=str(Path(__file__).with_name("ds_config.json")))
     return parser.parse_args()
 
 

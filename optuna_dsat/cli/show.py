@@ -46,7 +46,7 @@ def lines_of(news: progress.News, metric: str) -> list[str]:
 
 def _profile_lines(news: progress.ProfileFinished) -> list[str]:
     profile = news.profile
-    how = "taken from an earlier study" if news.reused else f"measured with {news.rung}"
+    how = "measured before, no launch needed" if news.reused else f"measured with {news.rung}"
     largest = ", ".join(f"ZeRO {stage}: {size}" for stage, size in sorted(news.largest_micro_batches.items()))
     return [
         f"Profile ({how}): {profile.params / 1e6:.4g} M parameters ({profile.trainable_params / 1e6:.4g} M trainable), "

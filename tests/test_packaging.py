@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SHIPPED = {"optuna_dsat": "optuna_dsat", "samplers": "optuna_dsat/samplers", "pruners": "optuna_dsat/pruners"}
+
+
+def tracked(folder: str) -> set[str]:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", folder],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return {name for name in listed.stdout.splitlines() if (ROOT / name).is_file()}
+
+
+@pytest.fixture(scope="module")
+def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """Build a wheel from a copy of what git would commit, so that stray files of this checkout cannot help."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    for name in tracked("."):
+        target = source / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_symlink():
+            target.symlink_to(os.readlink(ROOT / name))
+        else:
+            shutil.copy2(ROOT / name, target)
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(source)]
+    done = subprocess.run(build, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = folder.glob("*.whl")
+    return set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_the_wheel_holds_exactly_what_the_tree_holds(wheel_names: set[str]) -> None:
+    expected = set()
+    for folder, shipped in SHIPPED.items():
+        for name in tracked(folder):
+            if name.endswith((".py", "py.typed")):
+                expected.add(shipped + name.removeprefix(folder))
+    for name in tracked("alembic"):
+        if name.endswith((".py", ".mako")):
+            expected.add("optuna_dsat/migrations" + name.removeprefix("alembic"))
+    code = {name for name in wheel_names if ".dist-info/" not in name}
+    assert code == expected
+
+
+def test_the_migrations_folder_does_not_shadow_alembic(wheel_names: set[str]) -> None:
+    assert "optuna_dsat/migrations/env.py" in wheel_names
+    assert "optuna_dsat/migrations/__init__.py" not in wheel_names
+
+
+def test_the_wheel_carries_its_licence(wheel_names: set[str]) -> None:
+    assert any(name.endswith("licenses/LICENSE") for name in wheel_names)
