@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from alembic import context
+
 from optuna_dsat.store.migrate import VERSION_TABLE
 from optuna_dsat.store.models import Base
 

@@ -68,6 +68,4 @@ def release_claim(session: Session, study_uuid: str, config_key: str) -> None:
 
 def release_trial(session: Session, study_uuid: str, trial_number: int) -> None:
     """Give free whatever a trial has claimed."""
-    session.execute(
-        delete(ClaimRow).where(ClaimRow.study_uuid == study_uuid, ClaimRow.trial_number == trial_number)
-    )
+    session.execute(delete(ClaimRow).where(ClaimRow.study_uuid == study_uuid, ClaimRow.trial_number == trial_number))

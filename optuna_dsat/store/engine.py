@@ -88,10 +88,8 @@ def parse_url(url: str) -> URL:
         _require_psycopg(shown)
         parsed = parsed.set(drivername="postgresql+psycopg")
     else:
-        raise StorageUrlError(
-            f"The storage '{shown}' is of an unsupported kind ({parsed.drivername}): {_SUPPORTED}."
-        )
-    if set("{}") & set(parsed.render_as_string(hide_password=False)):
+        raise StorageUrlError(f"The storage '{shown}' is of an unsupported kind ({parsed.drivername}): {_SUPPORTED}.")
+    if set("{}") & {*parsed.render_as_string(hide_password=False), *(parsed.database or "")}:
         raise StorageUrlError(
             f"The storage URL '{shown}' contains a brace, which Optuna takes for a placeholder: "
             f"choose a name without braces."
@@ -102,14 +100,11 @@ def parse_url(url: str) -> URL:
 def _checked_sqlite(url: URL, shown: str) -> URL:
     if url.database in (None, "", ":memory:") or str(url.database).startswith("file:"):
         raise StorageUrlError(
-            f"The storage '{shown}' is not a file: give sqlite:///FILE, "
-            f"or no worker could join and nothing be resumed."
+            f"The storage '{shown}' is not a file: give sqlite:///FILE, or no worker could join and nothing be resumed."
         )
     path = Path(str(url.database)).absolute()
     if not path.parent.is_dir():
-        raise StorageUrlError(
-            f"The storage '{shown}' cannot be opened: the directory {path.parent} does not exist."
-        )
+        raise StorageUrlError(f"The storage '{shown}' cannot be opened: the directory {path.parent} does not exist.")
     if path.is_dir():
         raise StorageUrlError(f"The storage '{shown}' cannot be opened: {path} is a directory.")
     for needed in (path.parent, path):
@@ -123,8 +118,7 @@ def _require_psycopg(shown: str) -> None:
         import psycopg  # noqa: F401 - only its presence matters, and only for this kind of URL
     except ImportError as error:
         raise StorageUrlError(
-            f"The storage '{shown}' needs psycopg 3 ({error}): "
-            f"install it with `pip install 'optuna-dsat[postgres]'`."
+            f"The storage '{shown}' needs psycopg 3 ({error}): install it with `pip install 'optuna-dsat[postgres]'`."
         ) from None
 
 
@@ -187,13 +181,17 @@ class Database:
         self.engine = create_engine(self.url, **engine_options(self.url))
         install_events(self.engine)
         try:
-            with self.engine.connect() as connection:
-                connection.execute(text("SELECT 1"))
+            self._connect_once()
         except (DBAPIError, OSError) as error:
             self.engine.dispose()
-            raise StorageUrlError(
-                f"The storage '{self.shown}' cannot be opened: {one_line_reason(error)}."
-            ) from None
+            raise StorageUrlError(f"The storage '{self.shown}' cannot be opened: {one_line_reason(error)}.") from None
+
+    def _connect_once(self) -> None:
+        with ExitStack() as stack:
+            if self.engine.dialect.name == "sqlite":
+                # The change to WAL of a new file does not wait for others who try the same: it fails at once.
+                stack.enter_context(self.exclusive("open the database"))
+            stack.enter_context(self.engine.connect()).execute(text("SELECT 1"))
 
     def run(self, work: Callable[[Session], T], *, read_only: bool = False) -> T:
         """Run ``work`` in one transaction and commit it, again after a transient error.

@@ -36,9 +36,7 @@ def server_time(session: Session) -> float:
     """Return the Unix time in seconds by the database server's clock (for SQLite, this machine's)."""
     if session.get_bind().dialect.name == "sqlite":
         # The Unix epoch is Julian day 2440587.5 (https://www.sqlite.org/lang_datefunc.html).
-        now: ColumnElement[Any] = (func.julianday("now") - literal_column("2440587.5")) * literal_column(
-            "86400.0"
-        )
+        now: ColumnElement[Any] = (func.julianday("now") - literal_column("2440587.5")) * literal_column("86400.0")
     else:
         now = func.extract("epoch", func.clock_timestamp())
     return float(session.execute(select(cast(now, Float))).scalar_one())
@@ -47,9 +45,7 @@ def server_time(session: Session) -> float:
 def delete_beat(session: Session, study_uuid: str, trial_number: int) -> None:
     """Delete the heartbeat of a trial; nothing happens where there is none."""
     session.execute(
-        delete(HeartbeatRow).where(
-            HeartbeatRow.study_uuid == study_uuid, HeartbeatRow.trial_number == trial_number
-        )
+        delete(HeartbeatRow).where(HeartbeatRow.study_uuid == study_uuid, HeartbeatRow.trial_number == trial_number)
     )
 
 
@@ -62,9 +58,7 @@ class Heartbeat:
         interval_s: Time between two beats, in seconds.
     """
 
-    def __init__(
-        self, database: Database, *, worker: Worker, interval_s: float = HEARTBEAT_INTERVAL_S
-    ) -> None:
+    def __init__(self, database: Database, *, worker: Worker, interval_s: float = HEARTBEAT_INTERVAL_S) -> None:
         if interval_s <= 0:
             raise ValueError(f"The heartbeat interval must be positive, got {interval_s} s.")
         self._database = database

@@ -93,9 +93,7 @@ def record_steps(session: Session, study_uuid: str, launch_id: str, events: Iter
 def launches(session: Session, study_uuid: str) -> Sequence[StoredLaunch]:
     """Return the launches of a study, the earliest first."""
     rows = session.scalars(
-        select(LaunchRow)
-        .where(LaunchRow.study_uuid == study_uuid)
-        .order_by(LaunchRow.started_at, LaunchRow.launch_id)
+        select(LaunchRow).where(LaunchRow.study_uuid == study_uuid).order_by(LaunchRow.started_at, LaunchRow.launch_id)
     )
     return tuple(_launch(row) for row in rows)
 
@@ -128,9 +126,7 @@ def _launch(row: LaunchRow) -> StoredLaunch:
         measured_s=row.measured_s,
         exit_s=row.exit_s,
     )
-    return StoredLaunch(
-        report=report, trial_number=row.trial_number, purpose=row.purpose, attempt=row.attempt
-    )
+    return StoredLaunch(report=report, trial_number=row.trial_number, purpose=row.purpose, attempt=row.attempt)
 
 
 def _step(row: StepRow) -> StepMeasured:

@@ -63,9 +63,7 @@ def head() -> str:
     """Return the revision that this version of optuna-dsat uses."""
     revision = ScriptDirectory.from_config(_config()).get_current_head()
     if revision is None:
-        raise FileNotFoundError(
-            f"There are no migrations in {migrations_path()}: optuna-dsat is not installed whole."
-        )
+        raise FileNotFoundError(f"There are no migrations in {migrations_path()}: optuna-dsat is not installed whole.")
     return revision
 
 

@@ -102,9 +102,7 @@ class Reclaimer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if grace_s <= interval_s:
-            raise ValueError(
-                f"The grace period ({grace_s} s) must be longer than the interval ({interval_s} s)."
-            )
+            raise ValueError(f"The grace period ({grace_s} s) must be longer than the interval ({interval_s} s).")
         self._database = database
         self._storage = storage
         self._uuid = study_uuid
@@ -164,9 +162,7 @@ class Reclaimer:
         beats = {
             row.trial_number: _Beat(
                 beat_at=row.beat_at,
-                worker=Worker(
-                    name=row.worker, machine=row.machine, pid=row.pid, pid_started_at=row.pid_started_at
-                ),
+                worker=Worker(name=row.worker, machine=row.machine, pid=row.pid, pid_started_at=row.pid_started_at),
             )
             for row in rows
         }
@@ -196,9 +192,7 @@ class Reclaimer:
             number
             for number, beat in sorted(beats.items())
             if beat.worker.is_dead()
-            or (
-                now - beat.beat_at > self._grace_s and watched - self._seen[number][1] >= 2 * self._interval_s
-            )
+            or (now - beat.beat_at > self._grace_s and watched - self._seen[number][1] >= 2 * self._interval_s)
         ]
 
     def _give_back(self, study: optuna.Study, trial: FrozenTrial, *, reason: str, counts: bool) -> bool:

@@ -111,8 +111,7 @@ class Registry:
         unmarked = not self._storage.get_study_user_attrs(study_id)
         if not (empty and unmarked and self._storage.get_study_directions(study_id) == [direction]):
             raise StudyConflictError(
-                f"The database has a study '{name}' that optuna-dsat did not make: "
-                f"choose another name with --study."
+                f"The database has a study '{name}' that optuna-dsat did not make: choose another name with --study."
             )
         return study_id
 
@@ -126,6 +125,22 @@ class Registry:
         if study_uuid is None:
             return None
         return self._database.run(lambda session: _record(session, study_uuid, name), read_only=True)
+
+    def update_spec(self, study_uuid: str, spec: Mapping[str, Any]) -> None:
+        """Replace a study's spec, for a new budget; the caller answers for what makes results comparable.
+
+        Raises:
+            UsageError: There is no such study.
+        """
+        text = json.dumps(spec, allow_nan=False)
+
+        def work(session: Session) -> None:
+            row = session.get(StudyRow, study_uuid)
+            if row is None:
+                raise UsageError(f"There is no study {study_uuid} in {self._database.shown}.")
+            row.spec = json.loads(text)
+
+        self._database.run(work)
 
     def list(self) -> Sequence[StudyRecord]:
         """Return all studies that optuna-dsat made, the earliest first."""
@@ -146,9 +161,7 @@ class Registry:
         with self._database.exclusive("delete a study"):
             record = self.find(name)
             if record is None:
-                raise UsageError(
-                    f"There is no study '{name}' in {self._database.shown} (see `optuna-dsat studies`)."
-                )
+                raise UsageError(f"There is no study '{name}' in {self._database.shown} (see `optuna-dsat studies`).")
             self._storage.delete_study(self._storage.get_study_id_from_name(name))
             self._database.run(lambda session: _delete_rows(session, [record.uuid]))
 
@@ -181,9 +194,7 @@ def _record(session: Session, study_uuid: str, name: str) -> StudyRecord | None:
     row = session.get(StudyRow, study_uuid)
     if row is None:
         return None
-    return StudyRecord(
-        uuid=row.uuid, name=name, spec=row.spec, created_at=row.created_at, versions=row.versions
-    )
+    return StudyRecord(uuid=row.uuid, name=name, spec=row.spec, created_at=row.created_at, versions=row.versions)
 
 
 def _delete_rows(session: Session, uuids: Sequence[str]) -> None:

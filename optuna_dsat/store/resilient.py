@@ -126,19 +126,13 @@ class RetryingStorage(BaseStorage):
         self, trial_id: int, param_name: str, param_value_internal: float, distribution: BaseDistribution
     ) -> None:
         """See ``optuna.storages.BaseStorage``."""
-        self._retry(
-            lambda: self._backend.set_trial_param(trial_id, param_name, param_value_internal, distribution)
-        )
+        self._retry(lambda: self._backend.set_trial_param(trial_id, param_name, param_value_internal, distribution))
 
     def get_trial_id_from_study_id_trial_number(self, study_id: int, trial_number: int) -> int:
         """See ``optuna.storages.BaseStorage``."""
-        return self._retry(
-            lambda: self._backend.get_trial_id_from_study_id_trial_number(study_id, trial_number)
-        )
+        return self._retry(lambda: self._backend.get_trial_id_from_study_id_trial_number(study_id, trial_number))
 
-    def set_trial_state_values(
-        self, trial_id: int, state: TrialState, values: Sequence[float] | None = None
-    ) -> bool:
+    def set_trial_state_values(self, trial_id: int, state: TrialState, values: Sequence[float] | None = None) -> bool:
         """See ``optuna.storages.BaseStorage``."""
 
         def done(error: Exception) -> bool:
@@ -147,9 +141,7 @@ class RetryingStorage(BaseStorage):
                 raise error
             return True
 
-        return self._retry_unless_done(
-            lambda: self._backend.set_trial_state_values(trial_id, state, values), done
-        )
+        return self._retry_unless_done(lambda: self._backend.set_trial_state_values(trial_id, state, values), done)
 
     def set_trial_intermediate_value(self, trial_id: int, step: int, intermediate_value: float) -> None:
         """See ``optuna.storages.BaseStorage``."""

@@ -16,7 +16,7 @@ from optuna_dsat.errors import StorageUrlError
 from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.runtime.events import Event, StepMeasured
 from optuna_dsat.store import claims, history, migrate, profiles
-from optuna_dsat.store.engine import Database, engine_options, install_events, parse_url
+from optuna_dsat.store.engine import Database, display_url, engine_options, install_events, parse_url
 from optuna_dsat.store.heartbeat import HEARTBEAT_INTERVAL_S, Heartbeat
 from optuna_dsat.store.history import StoredLaunch
 from optuna_dsat.store.profiles import StoredProfile
@@ -102,7 +102,7 @@ class Store:
         """
         parsed = parse_url(url)
         if not create and parsed.get_backend_name() == "sqlite" and not Path(str(parsed.database)).exists():
-            raise StorageUrlError(f"There is no database {url}: name the right one with --storage.")
+            raise StorageUrlError(f"There is no database {display_url(url)}: name the right one with --storage.")
         database = Database(url, retry_limit_s=retry_limit_s)
         try:
             with database.exclusive("create or check the tables"):
@@ -158,6 +158,10 @@ class Store:
         """Return the study of this name, None where there is none or optuna-dsat did not make it."""
         return self._registry.find(name)
 
+    def update_spec(self, study_uuid: str, spec: Mapping[str, Any]) -> None:
+        """Replace a study's spec, for a new budget. See ``Registry.update_spec``."""
+        self._registry.update_spec(study_uuid, spec)
+
     def list_studies(self) -> Sequence[StudyRecord]:
         """Return all studies that optuna-dsat made, the earliest first."""
         return self._registry.list()
@@ -173,9 +177,7 @@ class Store:
     def claim(self, study_uuid: str, config_key: str, trial_number: int) -> bool:
         """Claim a configuration for a trial; False where another trial has it."""
         return self._database.run(
-            lambda session: claims.claim(
-                session, study_uuid, config_key, trial_number, worker=self._worker.name
-            )
+            lambda session: claims.claim(session, study_uuid, config_key, trial_number, worker=self._worker.name)
         )
 
     def release_claim(self, study_uuid: str, config_key: str) -> None:
@@ -184,9 +186,7 @@ class Store:
 
     def claim_owner(self, study_uuid: str, config_key: str) -> int | None:
         """Return the number of the trial that has claimed a configuration, None where nobody has."""
-        return self._database.run(
-            lambda session: claims.claim_owner(session, study_uuid, config_key), read_only=True
-        )
+        return self._database.run(lambda session: claims.claim_owner(session, study_uuid, config_key), read_only=True)
 
     def find_profile(self, fingerprint: str) -> StoredProfile | None:
         """Return the profile with this fingerprint, whichever study measured it."""
@@ -194,9 +194,7 @@ class Store:
 
     def save_profile(self, fingerprint: str, profile: Mapping[str, Any], *, study_uuid: str) -> None:
         """Store what a profile launch taught; one with the same fingerprint is replaced."""
-        self._database.run(
-            lambda session: profiles.save_profile(session, fingerprint, profile, study_uuid=study_uuid)
-        )
+        self._database.run(lambda session: profiles.save_profile(session, fingerprint, profile, study_uuid=study_uuid))
 
     def record_launch(
         self, study_uuid: str, report: LaunchReport, *, trial_number: int | None, purpose: str, attempt: int
@@ -219,9 +217,7 @@ class Store:
 
     def steps(self, study_uuid: str, launch_id: str) -> Sequence[StepMeasured]:
         """Return the steps of a launch, by step and rank."""
-        return self._database.run(
-            lambda session: history.steps(session, study_uuid, launch_id), read_only=True
-        )
+        return self._database.run(lambda session: history.steps(session, study_uuid, launch_id), read_only=True)
 
     def reclaim_stale(self, study: optuna.Study) -> tuple[int, ...]:
         """End the trials that lost their worker and enqueue a copy of each; return their numbers."""
@@ -253,17 +249,22 @@ def _open_optuna(database: Database) -> RDBStorage:
     """Open Optuna's tables, creating them where missing; the caller holds the database's lock."""
     try:
         rdb = RDBStorage(
-            database.url.render_as_string(hide_password=False), engine_kwargs=engine_options(database.url)
+            database.url.render_as_string(hide_password=False),
+            engine_kwargs=engine_options(database.url),
+            skip_compatibility_check=True,  # ours below closes what it opened
         )
-    except RuntimeError as error:  # Optuna's way to say that its own schema is of another version
-        advice = " ".join(str(error).split())
-        raise StorageUrlError(f"The storage '{database.shown}' cannot be used. {advice}") from None
+        current, head = rdb.get_current_version(), rdb.get_head_version()
+        known = current in rdb.get_all_versions()
     except (DBAPIError, optuna.exceptions.StorageInternalError) as error:
-        raise StorageUrlError(
-            f"The storage '{database.shown}' cannot be used: {one_line_reason(error)}."
-        ) from None
+        raise StorageUrlError(f"The storage '{database.shown}' cannot be used: {one_line_reason(error)}.") from None
     # Connections that Optuna opened before our settings were in place are dropped.
     install_events(rdb.engine)
     rdb.remove_session()
     rdb.engine.dispose()
+    if current != head:
+        remedy = f"run: optuna storage upgrade --storage '{database.shown}'" if known else "install a newer Optuna"
+        raise StorageUrlError(
+            f"Optuna's own tables in {database.shown} have the schema {current}, and Optuna "
+            f"{optuna.__version__} uses {head}: {remedy}"
+        )
     return rdb

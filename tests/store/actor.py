@@ -9,6 +9,7 @@ import json
 import random
 import sys
 import time
+from collections.abc import Callable
 
 import optuna
 
@@ -106,5 +107,11 @@ def reclaims(url: str) -> object:
 if __name__ == "__main__":
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     role, url, *numbers = sys.argv[1:]
-    roles = {"opens": opens, "claims": claims, "takes": takes, "holds": holds, "reclaims": reclaims}
+    roles: dict[str, Callable[..., object]] = {
+        "opens": opens,
+        "claims": claims,
+        "takes": takes,
+        "holds": holds,
+        "reclaims": reclaims,
+    }
     print(json.dumps(roles[role](url, *map(int, numbers))), flush=True)

@@ -8,13 +8,14 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import optuna
 import pytest
 from optuna.trial import TrialState
+from sqlalchemy import event
 
+from optuna_dsat.errors import StorageError
 from optuna_dsat.store import Store
 
 STUDY = "shared"
@@ -103,9 +104,7 @@ def test_a_killed_workers_trial_is_enqueued_once_by_two_that_look(url: str, acto
 
 
 @pytest.mark.postgres
-def test_the_server_restarts_in_the_middle(
-    postgres_server: Any, postgres_url: str, actor: ActorFactory
-) -> None:
+def test_the_server_restarts_in_the_middle(postgres_server: Any, postgres_url: str, actor: ActorFactory) -> None:
     if postgres_server.restart is None:
         pytest.skip("the server given by the environment is not ours to restart")
     actors = [actor("claims", postgres_url, "150", "300") for _ in range(2)]
@@ -129,9 +128,7 @@ def test_a_file_locked_for_twenty_seconds_is_waited_for(sqlite_url: str) -> None
         record = store.create_study(STUDY, SPEC)
         study = load(store)
         trial = study.ask()
-        other = sqlite3.connect(
-            sqlite_url.removeprefix("sqlite:///"), isolation_level=None, check_same_thread=False
-        )
+        other = sqlite3.connect(sqlite_url.removeprefix("sqlite:///"), isolation_level=None, check_same_thread=False)
         other.execute("BEGIN EXCLUSIVE")
         release = threading.Timer(20.0, other.rollback)
         release.start()
@@ -145,11 +142,7 @@ def test_a_file_locked_for_twenty_seconds_is_waited_for(sqlite_url: str) -> None
         assert study.best_value == 1.0
 
 
-def test_a_full_disk_is_a_clear_error_and_leaves_the_study_whole(sqlite_url: str, tmp_path: Path) -> None:
-    from sqlalchemy import event
-
-    from optuna_dsat.errors import StorageError
-
+def test_a_full_disk_is_a_clear_error_and_leaves_the_study_whole(sqlite_url: str) -> None:
     with Store.open(sqlite_url) as store:
         record = store.create_study(STUDY, SPEC)
         engine = store._database.engine

@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+
+import optuna
+import pytest
+from optuna.storages import RetryHeartbeatStaleTrialCallback
+from optuna.trial import TrialState
+from sqlalchemy import select, update
+
+from optuna_dsat import history
+from optuna_dsat.store import Store
+from optuna_dsat.store.heartbeat import Heartbeat
+from optuna_dsat.store.models import HeartbeatRow
+from optuna_dsat.store.reclaim import Reclaimer
+from optuna_dsat.store.worker import Worker, this_worker
+
+KEY = "key"
+
+
+def start(store: Store) -> tuple[str, optuna.Study]:
+    record = store.create_study("study", {})
+    return record.uuid, optuna.load_study(study_name="study", storage=store.storage)
+
+
+def run_trial(store: Store, study: optuna.Study, study_uuid: str) -> optuna.Trial:
+    trial = study.ask()
+    store.heartbeat.add(trial)
+    trial.suggest_int("train_micro_batch_size_per_gpu", 1, 8)
+    store.claim(study_uuid, KEY, trial.number)
+    return trial
+
+
+def pretend(store: Store, **columns: object) -> None:
+    """Change the heartbeats of the store, as if they were another worker's."""
+    store.heartbeat.close()
+    with store._database.engine.begin() as connection:
+        connection.execute(update(HeartbeatRow).values(**columns))
+
+
+def dead() -> dict[str, object]:
+    return {"pid": 2**22 + 1, "worker": "gone:1"}
+
+
+def until(condition: Callable[[], bool], limit_s: float = 10.0) -> bool:
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_a_living_worker_keeps_its_trial_beyond_the_grace_period(store: Store) -> None:
+    study_uuid, study = start(store)
+    run_trial(store, study, study_uuid)
+    end = time.monotonic() + 1.6
+    while time.monotonic() < end:
+        assert store.reclaim_stale(study) == ()
+        time.sleep(0.1)
+
+
+def test_a_dead_process_on_this_machine_loses_its_trial_at_once(store: Store) -> None:
+    study_uuid, study = start(store)
+    run_trial(store, study, study_uuid)
+    pretend(store, **dead())
+    assert store.reclaim_stale(study) == (0,)
+    assert store.reclaim_stale(study) == ()
+    lost, copy = study.trials
+    assert lost.state is TrialState.FAIL
+    assert lost.user_attrs[history.MESSAGE] == "its worker (gone:1) was lost"
+    assert copy.params == lost.params
+    with warnings.catch_warnings(category=optuna.exceptions.ExperimentalWarning, action="ignore"):
+        assert RetryHeartbeatStaleTrialCallback.retried_trial_number(copy) == 0
+        assert RetryHeartbeatStaleTrialCallback.retry_history(copy) == [0]
+    assert store.claim(study_uuid, KEY, study.ask().number)
+
+
+def test_another_machines_silence_is_believed_after_the_grace_period(store: Store) -> None:
+    study_uuid, study = start(store)
+    run_trial(store, study, study_uuid)
+    pretend(store, machine="another", pid=1)
+    assert store.reclaim_stale(study) == ()
+    assert until(lambda: store.reclaim_stale(study) == (0,))
+
+
+def test_an_old_heartbeat_is_watched_before_it_is_believed(store: Store) -> None:
+    study_uuid, study = start(store)
+    run_trial(store, study, study_uuid)
+    pretend(store, machine="another", beat_at=1.0)
+    now = [100.0]
+    reclaimer = Reclaimer(
+        store._database, store.storage, study_uuid, grace_s=60.0, interval_s=5.0, clock=lambda: now[0]
+    )
+    assert reclaimer.reclaim(study) == ()
+    now[0] += 9.9
+    assert reclaimer.reclaim(study) == ()
+    pretend(store, beat_at=2.0)
+    now[0] += 0.2
+    assert reclaimer.reclaim(study) == ()
+    now[0] += 10.0
+    assert reclaimer.reclaim(study) == (0,)
+
+
+def test_a_trial_without_any_heartbeat_is_found_lost(store: Store) -> None:
+    _, study = start(store)
+    study.ask().suggest_int("train_micro_batch_size_per_gpu", 1, 8)
+    assert until(lambda: store.reclaim_stale(study) == (0,))
+    assert [trial.state for trial in study.trials] == [TrialState.FAIL, TrialState.WAITING]
+
+
+def test_a_trial_that_decided_nothing_has_no_copy(store: Store) -> None:
+    _, study = start(store)
+    store.heartbeat.add(study.ask())
+    pretend(store, **dead())
+    assert store.reclaim_stale(study) == (0,)
+    assert len(study.trials) == 1
+
+
+def test_an_enqueued_trial_keeps_its_wishes(store: Store) -> None:
+    _, study = start(store)
+    study.enqueue_trial({"zero_stage": 3}, user_attrs={history.PURPOSE: history.USER_CONFIG})
+    store.heartbeat.add(study.ask())
+    pretend(store, **dead())
+    store.reclaim_stale(study)
+    copy = study.ask()
+    assert copy.user_attrs == {history.PURPOSE: history.USER_CONFIG}
+    assert copy.suggest_categorical("zero_stage", [1, 2, 3]) == 3
+
+
+def test_a_configuration_that_kills_its_workers_is_given_up(store: Store) -> None:
+    study_uuid, study = start(store)
+    for loss in range(4):
+        heartbeat = Heartbeat(store._database, worker=this_worker(), interval_s=60.0)
+        trial = study.ask()
+        heartbeat.add(trial)
+        heartbeat.close()
+        trial.suggest_int("train_micro_batch_size_per_gpu", 1, 8)
+        assert store.claim(study_uuid, KEY, trial.number)
+        pretend(store, **dead())
+        assert store.reclaim_stale(study) == (loss,)
+    assert [trial.state for trial in study.trials] == [TrialState.FAIL] * 4
+    assert store.claim_owner(study_uuid, KEY) == 3
+
+
+def test_a_reclaim_that_was_cut_off_is_finished_by_the_next(store: Store) -> None:
+    study_uuid, study = start(store)
+    trial = run_trial(store, study, study_uuid)
+    trial.set_user_attr(history.OUTCOME, "lost")
+    store.storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
+    pretend(store, **dead())
+    assert store.reclaim_stale(study) == ()
+    assert [t.state for t in study.trials] == [TrialState.FAIL, TrialState.WAITING]
+    assert store.reclaim_stale(study) == ()
+    assert len(study.trials) == 2
+
+
+def test_the_heartbeat_of_a_finished_trial_is_swept_up(store: Store) -> None:
+    study_uuid, study = start(store)
+    trial = run_trial(store, study, study_uuid)
+    study.tell(trial, 1.0)
+    pretend(store, **dead())
+    assert store.reclaim_stale(study) == ()
+    assert [t.state for t in study.trials] == [TrialState.COMPLETE]
+    with store._database.engine.connect() as connection:
+        assert connection.execute(select(HeartbeatRow)).all() == []
+
+
+def test_a_returned_trial_costs_no_retry(store: Store) -> None:
+    study_uuid, study = start(store)
+    for number in range(6):
+        trial = run_trial(store, study, study_uuid)
+        assert store.return_trial(study, trial, reason="the search was stopped")
+        assert not store.return_trial(study, trial, reason="again")
+        assert len(study.trials) == number + 2
+    assert study.trials[0].user_attrs[history.MESSAGE] == "the search was stopped"
+
+
+def test_a_frozen_worker_learns_that_its_trial_was_given_back(url: str) -> None:
+    with Store.open(url, heartbeat_interval_s=0.2, grace_s=1.0) as store:
+        study_uuid, study = start(store)
+        trial = run_trial(store, study, study_uuid)
+        assert not store.heartbeat.is_lost(trial)
+        with store._database.engine.begin() as connection:
+            connection.execute(update(HeartbeatRow).values(**dead()))
+        assert store.reclaim_stale(study) == (0,)
+        assert until(lambda: store.heartbeat.is_lost(trial))
+        study.tell(trial, 1.0, skip_if_finished=True)
+        store.heartbeat.remove(trial)
+        assert [t.state for t in study.trials] == [TrialState.FAIL, TrialState.WAITING]
+
+
+def test_a_process_is_dead_only_where_it_can_be_seen() -> None:
+    me = this_worker()
+    assert not me.is_dead()
+    assert replace(me, pid_started_at=me.pid_started_at - 1000).is_dead()
+    assert not replace(me, machine="another", pid=2**22 + 1).is_dead()
+    assert Worker(name="", machine=me.machine, pid=2**22 + 1, pid_started_at=0.0).is_dead()
+
+
+def test_intervals_that_cannot_work_are_refused(store: Store) -> None:
+    with pytest.raises(ValueError, match="must be longer than the interval"):
+        Reclaimer(store._database, store.storage, "uuid", grace_s=5.0, interval_s=5.0)
+    with pytest.raises(ValueError, match="must be positive"):
+        Heartbeat(store._database, worker=this_worker(), interval_s=0.0)

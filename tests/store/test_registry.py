@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import optuna
+import pytest
+from optuna.study import StudyDirection
+from sqlalchemy import text
+
+from optuna_dsat.errors import StudyConflictError, UsageError
+from optuna_dsat.launch.protocol import LaunchReport
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.events import RankStarted, StepMeasured
+from optuna_dsat.store import Store
+
+SPEC = {"script": "train.py", "zero_stages": [1, 2], "timeout_s": None}
+TABLES = ("dsat_studies", "dsat_launches", "dsat_steps", "dsat_claims", "dsat_heartbeats")
+
+
+def rows(store: Store) -> dict[str, int]:
+    with store._database.engine.connect() as connection:
+        return {name: connection.execute(text(f"SELECT count(*) FROM {name}")).scalar_one() for name in TABLES}
+
+
+def report(launch_id: str = "trial-0000") -> LaunchReport:
+    return LaunchReport(
+        launch_id=launch_id,
+        outcome=Outcome.OUT_OF_MEMORY,
+        message="rank 1 ran out of memory",
+        exit_code=-9,
+        error_excerpt="torch.OutOfMemoryError\x00",
+        missing_bytes=5 * 2**30,
+        log_path="rank-1.err",
+        command=("torchrun", "train.py"),
+        host="node",
+        devices=(0, 1),
+        pids=(11, 12),
+        started_at=1000.5,
+        startup_s=1.5,
+        measured_s=0.0,
+        exit_s=0.25,
+    )
+
+
+def step(rank: int, number: int, *, loss: float | None = 2.5) -> StepMeasured:
+    return StepMeasured(
+        rank=rank,
+        time=1001.0,
+        step=number,
+        latency_s=0.5,
+        forward_s=0.1,
+        backward_s=0.2,
+        step_s=0.1,
+        samples=4,
+        observed_micro_batch=4,
+        loss=loss,
+        peak_allocated_bytes=2**33,
+        peak_reserved_bytes=2**34,
+        rss_bytes=2**35,
+    )
+
+
+def fill(store: Store, study_uuid: str) -> None:
+    store.record_launch(study_uuid, report(), trial_number=0, purpose="trial", attempt=0)
+    store.record_steps(study_uuid, "trial-0000", [step(0, 1)])
+    store.claim(study_uuid, "key", 0)
+
+
+def test_a_study_is_created_found_and_listed(store: Store) -> None:
+    record = store.create_study("llama", SPEC, direction="minimize")
+    assert record.spec == SPEC
+    assert record.versions["optuna"] == optuna.__version__
+    assert store.find_study("llama") == record
+    assert store.list_studies() == (record,)
+    study = optuna.load_study(study_name="llama", storage=store.storage)
+    assert study.direction is StudyDirection.MINIMIZE
+    assert study.user_attrs["dsat_study_uuid"] == record.uuid
+
+
+def test_the_same_spec_joins_and_another_conflicts(store: Store) -> None:
+    record = store.create_study("llama", SPEC)
+    assert store.create_study("llama", SPEC) == record
+    with pytest.raises(StudyConflictError, match=r"it differs in zero_stages.*optuna-dsat resume llama"):
+        store.create_study("llama", {**SPEC, "zero_stages": [3]})
+
+
+def test_a_foreign_study_is_left_alone(store: Store) -> None:
+    study = optuna.create_study(study_name="foreign", storage=store.storage, direction="maximize")
+    study.add_trial(optuna.create_trial(value=1.0))
+    with pytest.raises(StudyConflictError, match="did not make"):
+        store.create_study("foreign", SPEC)
+    assert store.find_study("foreign") is None
+    assert store.list_studies() == ()
+    with pytest.raises(UsageError, match="no study 'foreign'"):
+        store.delete_study("foreign")
+
+
+def test_what_a_killed_creator_left_is_completed(store: Store) -> None:
+    optuna.create_study(study_name="half", storage=store.storage, direction="maximize")
+    record = store.create_study("half", SPEC)
+    assert store.find_study("half") == record
+
+
+def test_deleting_takes_all_but_the_profile(store: Store) -> None:
+    record = store.create_study("llama", SPEC)
+    other = store.create_study("other", SPEC)
+    fill(store, record.uuid)
+    fill(store, other.uuid)
+    store.save_profile("fingerprint", {"params": 1}, study_uuid=record.uuid)
+    store.delete_study("llama")
+    assert store.find_study("llama") is None
+    assert rows(store) == {**dict.fromkeys(TABLES, 1), "dsat_heartbeats": 0}
+    assert store.find_profile("fingerprint") is not None
+    assert store.launches(other.uuid)
+    with pytest.raises(UsageError, match="no study 'llama'"):
+        store.delete_study("llama")
+
+
+def test_rows_of_a_study_deleted_with_optuna_are_collected_on_open(url: str) -> None:
+    with Store.open(url) as store:
+        record = store.create_study("gone", SPEC)
+        fill(store, record.uuid)
+        study = optuna.load_study(study_name="gone", storage=store.storage)
+        store.heartbeat.add(study.ask())
+    storage = optuna.storages.RDBStorage(url)
+    optuna.delete_study(study_name="gone", storage=storage)
+    storage.remove_session()
+    storage.engine.dispose()
+    with Store.open(url) as store:
+        assert rows(store) == dict.fromkeys(TABLES, 0)
+        assert store.create_study("gone", SPEC).uuid != record.uuid
+
+
+def test_launches_and_steps_come_back_as_they_were(store: Store) -> None:
+    record = store.create_study("llama", SPEC)
+    for _ in range(2):  # the second time stands for an acknowledgement that was lost
+        store.record_launch(record.uuid, report(), trial_number=None, purpose="profile", attempt=1)
+        started = RankStarted(rank=0, time=1.0, local_rank=0, world_size=2, pid=1, host="node")
+        events = [started, step(1, 2), step(0, 2, loss=float("nan")), step(0, 1)]
+        store.record_steps(record.uuid, "trial-0000", events)
+    (launch,) = store.launches(record.uuid)
+    assert (launch.trial_number, launch.purpose, launch.attempt) == (None, "profile", 1)
+    assert launch.report.error_excerpt == "torch.OutOfMemoryError\N{SYMBOL FOR NULL}"
+    assert launch.report.missing_bytes == 5 * 2**30
+    assert launch.report.devices == (0, 1)
+    assert launch.report.outcome is Outcome.OUT_OF_MEMORY
+    assert store.steps(record.uuid, "trial-0000") == (step(0, 1), step(0, 2, loss=None), step(1, 2))
+    assert store.steps(record.uuid, "trial-0001") == ()
+
+
+def test_many_steps_are_stored(store: Store) -> None:
+    record = store.create_study("llama", SPEC)
+    store.record_steps(record.uuid, "full", [step(rank, n) for n in range(1, 701) for rank in range(2)])
+    assert len(store.steps(record.uuid, "full")) == 1400
+
+
+def test_a_profile_is_replaced_by_a_later_one(store: Store) -> None:
+    assert store.find_profile("fp") is None
+    store.save_profile("fp", {"params": 1}, study_uuid="a")
+    store.save_profile("fp", {"params": 2}, study_uuid="b")
+    found = store.find_profile("fp")
+    assert found is not None
+    assert (found.profile, found.study_uuid) == ({"params": 2}, "b")
+
+
+def test_a_claim_is_one_trials_until_it_is_released(store: Store) -> None:
+    long_key = '{"zero_optimization": ' + "x" * 5000
+    for key in ("short", long_key):
+        assert store.claim_owner("study", key) is None
+        assert store.claim("study", key, 1)
+        assert store.claim("study", key, 1), "the same trial may repeat its claim"
+        assert not store.claim("study", key, 2)
+        assert store.claim("another study", key, 2)
+        assert store.claim_owner("study", key) == 1
+        store.release_claim("study", key)
+        assert store.claim("study", key, 2)

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable
+from typing import Any
+
+import optuna
+import pytest
+from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
+from optuna.storages import InMemoryStorage
+from optuna.study import StudyDirection
+from optuna.trial import TrialState
+from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
+
+from optuna_dsat.errors import StorageError
+from optuna_dsat.store.resilient import RetryingStorage
+from optuna_dsat.store.retry import is_transient, one_line_reason, retrying
+
+
+def sqlite_error(code: int, message: str) -> DBAPIError:
+    original = sqlite3.OperationalError(message)
+    original.sqlite_errorcode = code
+    return OperationalError("UPDATE t SET x = :secret", {"secret": "hunter2"}, original)
+
+
+LOCKED = sqlite_error(5, "database is locked")
+FULL = sqlite_error(13, "database or disk is full")
+
+
+class PostgresError(Exception):
+    """Stands for an error of psycopg, which carries an SQLSTATE where the server gave one."""
+
+    def __init__(self, sqlstate: str | None) -> None:
+        super().__init__("server closed the connection unexpectedly\n\tThis probably means trouble.")
+        self.sqlstate = sqlstate
+
+
+def failing(times: int, error: Exception) -> Callable[[], str]:
+    left = [error] * times
+
+    def work() -> str:
+        if left:
+            raise left.pop()
+        return "done"
+
+    return work
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (LOCKED, True),
+        (sqlite_error(517, "database is locked"), True),
+        (FULL, False),
+        (sqlite_error(8, "attempt to write a readonly database"), False),
+        (OperationalError("SELECT 1", {}, PostgresError(None)), True),
+        (OperationalError("SELECT 1", {}, PostgresError("57P01")), True),
+        (OperationalError("SELECT 1", {}, PostgresError("53100")), False),
+        (DBAPIError("SELECT 1", {}, PostgresError("42601")), False),
+        (IntegrityError("INSERT", {}, sqlite3.IntegrityError("unique")), False),
+        (DBAPIError("SELECT 1", {}, PostgresError("XX000"), connection_invalidated=True), True),
+        (ValueError("no database in sight"), False),
+    ],
+)
+def test_which_errors_pass_by_themselves(error: Exception, expected: bool) -> None:
+    assert is_transient(error) is expected
+    wrapped = StorageInternalError("An exception is raised during the commit.")
+    wrapped.__cause__ = error
+    assert is_transient(wrapped) is expected
+
+
+def test_transient_errors_are_waited_out() -> None:
+    assert retrying(failing(3, LOCKED), database="db") == "done"
+
+
+def test_a_database_that_stays_away_is_one_clear_line() -> None:
+    error = OperationalError("SELECT 1", {}, PostgresError(None))
+    with pytest.raises(StorageError, match=r"did not come back within 0\.2 s: server closed") as caught:
+        retrying(failing(1000, error), database="postgresql://me:***@host/db", limit_s=0.2)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_lasting_error_is_not_tried_again() -> None:
+    work = failing(1, FULL)
+    with pytest.raises(StorageError, match="database or disk is full") as caught:
+        retrying(work, database="db")
+    assert "hunter2" not in str(caught.value)
+    assert work() == "done"
+
+
+def test_other_errors_pass_through() -> None:
+    with pytest.raises(KeyError):
+        retrying(failing(1, KeyError("trial")), database="db")
+
+
+def test_a_reason_has_one_line_without_sql() -> None:
+    error = OperationalError("SELECT 1", {}, PostgresError(None))
+    assert one_line_reason(error) == "server closed the connection unexpectedly"
+
+
+class LosesAcknowledgements(InMemoryStorage):
+    """Does what it is told, and then says that it could not, once per method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lost: set[str] = set()
+
+    def _lose(self, method: str) -> None:
+        if method not in self.lost:
+            self.lost.add(method)
+            raise StorageInternalError("An exception is raised during the commit.") from LOCKED
+
+    def set_trial_state_values(self, *args: Any, **kwargs: Any) -> bool:
+        done = super().set_trial_state_values(*args, **kwargs)
+        self._lose("state")
+        return done
+
+    def delete_study(self, study_id: int) -> None:
+        super().delete_study(study_id)
+        self._lose("delete")
+
+    def set_trial_user_attr(self, *args: Any, **kwargs: Any) -> None:
+        super().set_trial_user_attr(*args, **kwargs)
+        self._lose("attr")
+
+
+def test_a_lost_acknowledgement_does_not_undo_or_repeat_anything() -> None:
+    storage = RetryingStorage(LosesAcknowledgements(), database="db")
+    study_id = storage.create_new_study([StudyDirection.MAXIMIZE], "one")
+    trial_id = storage.create_new_trial(study_id)
+    storage.set_trial_user_attr(trial_id, "key", 1)
+    assert storage.set_trial_state_values(trial_id, TrialState.COMPLETE, [1.5])
+    trial = storage.get_trial(trial_id)
+    assert (trial.state, trial.value, trial.user_attrs) == (TrialState.COMPLETE, 1.5, {"key": 1})
+    with pytest.raises(UpdateFinishedTrialError):
+        storage.set_trial_state_values(trial_id, TrialState.FAIL)
+    storage.delete_study(study_id)
+    with pytest.raises(KeyError):
+        storage.delete_study(study_id)
+
+
+def test_a_trial_that_another_worker_finished_stays_theirs() -> None:
+    backend = LosesAcknowledgements()
+    storage = RetryingStorage(backend, database="db")
+    study_id = storage.create_new_study([StudyDirection.MAXIMIZE])
+    trial_id = storage.create_new_trial(study_id)
+    backend.lost.add("state")
+    backend.set_trial_state_values(trial_id, TrialState.FAIL)
+    with pytest.raises(UpdateFinishedTrialError):
+        storage.set_trial_state_values(trial_id, TrialState.COMPLETE, [1.0])
+
+
+def test_ask_and_tell_give_no_warning_about_heartbeats() -> None:
+    storage = RetryingStorage(InMemoryStorage(), database="db")
+    study = optuna.create_study(storage=storage)
+    study.tell(study.ask(), 1.0)
+    assert study.best_value == 1.0
