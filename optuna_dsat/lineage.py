@@ -29,6 +29,8 @@ __all__ = [
     "OFFLOAD_OPTIMIZER",
     "OFFLOAD_PARAM",
     "OUTCOME_ATTR",
+    "PEAK_MARGIN",
+    "PEAK_WIDTH",
     "PLAN_ATTR",
     "STRUCTURE",
     "VETOED_ATTR",
@@ -42,6 +44,8 @@ __all__ = [
     "group",
     "lineage_key",
     "middle",
+    "past_peak",
+    "peak_gap",
     "score",
     "search_interval",
     "structure",
@@ -62,6 +66,11 @@ VETOED_ATTR = "vetoed"
 """User attribute: why the trial was told without a launch."""
 PLAN_ATTR = "dsat:plan"
 """System attribute: what a sampler means to run, so that a running trial shows its lineage early."""
+
+PEAK_MARGIN = 0.03
+"""Relative difference between two metrics of a lineage that is taken as real, not as noise."""
+PEAK_WIDTH = 0.1
+"""A peak is known well enough within this part of its micro-batch: there the metric is flat."""
 
 _FIXED_ATTR = "fixed_params"  # where Optuna 5 keeps the parameters of ``Study.enqueue_trial``
 
@@ -187,13 +196,16 @@ class Lineage:
         highs = [t.system_attrs[PLAN_ATTR]["high"] for t in self.trials if "high" in _plan(t)]
         return min(self.distribution.high, int(highs[-1])) if highs else self.distribution.high
 
-    @cached_property
-    def ended(self) -> bool:
-        """Whether no micro-batch is left to try up to ``ceiling``, or none can help."""
+    def ended(self, direction: StudyDirection) -> bool:
+        """Return whether a bisection has nothing left to try up to ``ceiling``, or nothing can help."""
         if self.broken or self.distribution is None or self.ceiling is None:
             return self.broken
+        if direction == StudyDirection.MAXIMIZE and past_peak(self, direction):
+            return not peak_gap(self, self.distribution, direction)
         low, high = search_interval(self, self.ceiling, floor=self.distribution.low)
-        return not candidates(low, high, self.distribution, used=self.used.difference(self.running))
+        if candidates(low, high, self.distribution, used=self.used.difference(self.running)):
+            return False
+        return not peak_gap(self, self.distribution, direction)
 
     def size(self, trial: FrozenTrial) -> int:
         """Return the micro-batch of one of the lineage's trials."""
@@ -310,9 +322,44 @@ def search_interval(lineage: Lineage, ceiling: int, *, floor: int = 1) -> tuple[
     return low, high
 
 
-def candidates(
-    low: int, high: int, distribution: IntDistribution, *, used: Iterable[int] = ()
-) -> Sequence[int]:
+def past_peak(lineage: Lineage, direction: StudyDirection) -> bool:
+    """Return whether a micro-batch was measured to be worse than a smaller one, by more than ``PEAK_MARGIN``."""
+    sign = -1.0 if direction == StudyDirection.MAXIMIZE else 1.0
+    points = sorted((sign * value, size) for size, value in lineage.points())
+    if not points:
+        return False
+    best, peak = points[0]
+    return any(size > peak and cost > best + PEAK_MARGIN * abs(best) for cost, size in points)
+
+
+def peak_gap(lineage: Lineage, distribution: IntDistribution, direction: StudyDirection) -> Sequence[int]:
+    """Return the unused micro-batches among which the best one lies, once a larger one was measured as worse.
+
+    With one peak, the best micro-batch lies between the measured neighbours of the best measured one. The wider of
+    the two gaps beside it is returned; nothing before the peak was passed, or where both gaps are narrower than
+    ``PEAK_WIDTH`` of the micro-batch itself.
+
+    Args:
+        lineage: The lineage.
+        distribution: Of the micro-batch.
+        direction: What is better.
+    """
+    if not past_peak(lineage, direction):
+        return ()
+    sign = -1.0 if direction == StudyDirection.MAXIMIZE else 1.0
+    _, peak = min((sign * value, size) for size, value in lineage.points())
+    sizes = {size for size, _ in lineage.points()}
+    left = max((size for size in sizes if size < peak), default=distribution.low - 1)
+    right = min(size for size in sizes if size > peak)
+    gaps = [
+        candidates(left + 1, peak - 1, distribution, used=lineage.used),
+        candidates(peak + 1, right - 1, distribution, used=lineage.used),
+    ]
+    widest = max(gaps, key=len)
+    return widest if len(widest) * distribution.step > PEAK_WIDTH * peak else ()
+
+
+def candidates(low: int, high: int, distribution: IntDistribution, *, used: Iterable[int] = ()) -> Sequence[int]:
     """Return the unused micro-batches of [low, high] that the distribution holds, ascending."""
     step = distribution.step
     start = max(distribution.low, distribution.low + -((distribution.low - low) // step) * step)

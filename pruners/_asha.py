@@ -102,7 +102,7 @@ class AshaPruner(BasePruner):
 
     def continuable(self, study: Study, lineages: Mapping[str, Lineage]) -> Sequence[str]:
         """Return the keys of the lineages that may go on: the highest rung first, then the longest."""
-        ended = frozenset(key for key, lineage in lineages.items() if lineage.ended)
+        ended = frozenset(key for key, lineage in lineages.items() if lineage.ended(study.direction))
         ladder = climb(lineages, rungs=self._rungs, direction=study.direction, ended=ended)
         ranks: dict[str, tuple[int, int]] = {}
         for key, lineage in lineages.items():

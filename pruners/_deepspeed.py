@@ -159,9 +159,7 @@ def why_held_back(
     return None
 
 
-def hopeless_structures(
-    lineages: Iterable[Lineage], *, direction: StudyDirection, budget: int
-) -> list[dict[str, Any]]:
+def hopeless_structures(lineages: Iterable[Lineage], *, direction: StudyDirection, budget: int) -> list[dict[str, Any]]:
     """Return the structures of which enough lineages were judged, and none can come near the best.
 
     A lineage is judged when it ended, spent its budget, or was measured at two micro-batches. While one of a
@@ -194,7 +192,7 @@ def _promise(lineage: Lineage, direction: StudyDirection, budget: int) -> float:
     nothing = -math.inf if direction == StudyDirection.MAXIMIZE else math.inf
     shown = lineage.best_score(direction)
     shown = nothing if shown is None else shown
-    if lineage.dead or lineage.ended or len(lineage.answers) >= budget:
+    if lineage.dead or lineage.ended(direction) or len(lineage.answers) >= budget:
         return shown
     if len({size for size, _ in lineage.points()}) < 2:
         return -nothing

@@ -31,9 +31,7 @@ def step_noise(trials: Iterable[FrozenTrial]) -> float:
     return statistics.median(found) if found else 0.0
 
 
-def cannot_win(
-    trial: FrozenTrial, others: Sequence[FrozenTrial], *, direction: StudyDirection, margin: float
-) -> bool:
+def cannot_win(trial: FrozenTrial, others: Sequence[FrozenTrial], *, direction: StudyDirection, margin: float) -> bool:
     """Return whether a job's best plausible metric is worse than the best completed trial's at those steps.
 
     With ``m`` the mean of the job's n reports and ``b`` the mean of the best trial's reports at the same

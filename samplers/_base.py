@@ -181,10 +181,9 @@ class LineageSampler(BaseSampler):
             param_distribution,
             params=trial.params,
             lineages=list(lineages.values()),
-            opening=[
-                t.params for t in history if t.state == TrialState.RUNNING and self._name not in t.params
-            ],
+            opening=[t.params for t in history if t.state == TrialState.RUNNING and self._name not in t.params],
             hopeless=gate.hopeless(study, lineages) if isinstance(gate, LineageGate) else (),
+            direction=study.direction,
         )
 
     def reseed_rng(self) -> None:
@@ -199,9 +198,7 @@ class LineageSampler(BaseSampler):
         for lineage in self._ready(study, lineages, history, fixed):
             if lineage.distribution is None:
                 continue
-            proposal = self._propose(
-                study, lineage, lineage.distribution, lineages=lineages, history=history, rng=rng
-            )
+            proposal = self._propose(study, lineage, lineage.distribution, lineages=lineages, history=history, rng=rng)
             if proposal is not None:
                 return {"draw": number, "lineage": dict(lineage.params), **_bounds_of(proposal)}
         return {"draw": number}
@@ -252,9 +249,7 @@ class LineageSampler(BaseSampler):
         study._storage.set_trial_system_attr(trial._trial_id, PLAN_ATTR, {**plan, **_bounds_of(proposal)})
         return proposal.micro_batch
 
-    def _leftover(
-        self, lineage: Lineage, distribution: IntDistribution, history: Sequence[FrozenTrial]
-    ) -> int:
+    def _leftover(self, lineage: Lineage, distribution: IntDistribution, history: Sequence[FrozenTrial]) -> int:
         """Return an unused micro-batch of a lineage that has nothing to learn, any if all were used."""
         top = self._ceiling(lineage.params, history, distribution)
         if lineage.smallest_too_large is not None:
@@ -262,13 +257,9 @@ class LineageSampler(BaseSampler):
         unused = candidates(distribution.low, top, distribution, used=lineage.used)
         return middle(unused or candidates(distribution.low, distribution.high, distribution))
 
-    def _ceiling(
-        self, params: Mapping[str, Any], history: Sequence[FrozenTrial], distribution: IntDistribution
-    ) -> int:
+    def _ceiling(self, params: Mapping[str, Any], history: Sequence[FrozenTrial], distribution: IntDistribution) -> int:
         """Return the largest micro-batch worth trying, within the distribution."""
-        largest = (
-            distribution.high if self._max_micro_batch is None else self._max_micro_batch(params, history)
-        )
+        largest = distribution.high if self._max_micro_batch is None else self._max_micro_batch(params, history)
         return int(min(distribution.high, max(distribution.low, self._factor * largest)))
 
     def _study_seed(self, study: Study) -> int:

@@ -7,7 +7,8 @@ Pure functions of the history and of a random generator. Three rules, in this or
    so far, one of the choices with the largest ``w / (2 n + 1)`` is taken (the highest averages of
    Sainte-Laguë), ties at random. With equal weights this is one coordinate of a Latin hypercube (McKay et al.
    1979): every choice comes once before any comes again, so few lineages cover all choices.
-3. All weights are equal but those of ``zero_stage`` and the offload knobs, see ``_structural_weight``.
+3. All weights are equal but those of ``zero_stage`` and the offload knobs, which decide what fits and what is
+   communicated: see ``_structural_weight`` and ``_merit``.
 """
 
 from __future__ import annotations
@@ -24,21 +25,25 @@ from optuna.distributions import (
     FloatDistribution,
     IntDistribution,
 )
+from optuna.study import StudyDirection
 
 from optuna_dsat.lineage import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, STRUCTURE, Lineage, agrees, structure
 
 __all__ = ["closed", "draw", "draw_choice", "generator"]
 
 _NO_OFFLOAD = ("none", None, False)
-_SPARE_WEIGHT = 1 / 8
-"""Offloading trades time for memory: rarely drawn where the lineage fits without."""
-_UNKNOWN_WEIGHT = 1 / 4
-_SHORT_WEIGHT = 1 / 2
-"""Where micro-batches below ``_SHORT_MICRO_BATCH`` are all that fits, more memory may well pay."""
-_SHORT_MICRO_BATCH = 4
+_OFFLOAD_WEIGHTS = (1 / 16, 1 / 2)
+"""Bounds of the weight of offloading where a lineage fits without: 1 / (largest micro-batch that fits)."""
+_UNKNOWN_WEIGHT = 1 / 8
+"""Weight of offloading before it is known what fits without."""
 _DEAD_FACTOR = 1 / 4
 """Per lineage that did not fit at the smallest micro-batch, where none of its kind fits."""
 _HOPELESS_FACTOR = 1 / 50
+_JUDGED_ANSWERS = 3
+"""Launches after which a lineage speaks for its structure."""
+_MERIT_POWER = 4
+"""A structure at 80 % of the best is drawn about 0.4 times as often, one at half of it 0.06 times."""
+_LEAST_RATIO = 0.25
 
 
 def generator(*parts: object) -> random.Random:
@@ -67,6 +72,7 @@ def draw_choice(
     lineages: Sequence[Lineage],
     opening: Sequence[Mapping[str, Any]] = (),
     hopeless: Sequence[Mapping[str, Any]] = (),
+    direction: StudyDirection = StudyDirection.MAXIMIZE,
 ) -> Any:
     """Return the choice of one knob of a new lineage.
 
@@ -78,6 +84,7 @@ def draw_choice(
         lineages: Lineages opened before.
         opening: Knobs drawn so far of lineages that others are opening now.
         hopeless: Structures (partial knobs) of which no lineage can win, by the study's pruner.
+        direction: What is better.
     """
     whole = [lineage for lineage in lineages if lineage.complete]
     context = structure(params)
@@ -88,6 +95,7 @@ def draw_choice(
         weight = 0.0 if closed(extended, whole) else 1.0
         if weight and name in STRUCTURE:
             weight *= _structural_weight(name, choice, context, whole, hopeless)
+            weight *= _merit({**context, name: choice}, whole, direction)
         count = sum(name in p and agrees(p, {name: choice}) for p in opened)
         merits.append(weight / (2 * count + 1))
     best = max(merits)
@@ -149,13 +157,30 @@ def _structural_weight(
     return weight
 
 
+def _merit(params: Mapping[str, Any], lineages: Sequence[Lineage], direction: StudyDirection) -> float:
+    """Return how good the best lineage of a structure is, relative to the best of all: a power of the ratio.
+
+    Only lineages with some launches count, so that no structure is judged by its first micro-batch; without one, or
+    with metrics that are not positive, the merit is 1.
+    """
+    judged = [o for o in lineages if len(o.answers) >= _JUDGED_ANSWERS]
+    alike = [o for o in judged if agrees(o.params, params, strict=True)]
+    maximize = direction == StudyDirection.MAXIMIZE
+    scores = [s for s in (o.best_score(direction) for o in alike) if s is not None]
+    every = [s for s in (o.best_score(direction) for o in judged) if s is not None]
+    if not scores or min(every) <= 0 or max(every) == math.inf:
+        return 1.0
+    ratio = max(scores) / max(every) if maximize else min(every) / min(scores)
+    return float(max(ratio, _LEAST_RATIO) ** _MERIT_POWER)
+
+
 def _offload_weight(name: str, context: Mapping[str, Any], lineages: Sequence[Lineage]) -> float:
-    without = [
-        o for o in lineages if agrees(o.params, context, strict=True) and o.params.get(name) in _NO_OFFLOAD
-    ]
+    """Return the weight of offloading: it trades time for memory, which pays where little fits without."""
+    without = [o for o in lineages if agrees(o.params, context, strict=True) and o.params.get(name) in _NO_OFFLOAD]
     fits = max((o.largest_fit for o in without if o.largest_fit is not None), default=None)
     if fits is not None:
-        return _SPARE_WEIGHT if fits >= _SHORT_MICRO_BATCH else _SHORT_WEIGHT
+        rare, common = _OFFLOAD_WEIGHTS
+        return min(max(1 / fits, rare), common)
     return 1.0 if any(o.dead for o in without) else _UNKNOWN_WEIGHT
 
 

@@ -136,11 +136,7 @@ def edge_alike(lineage: Lineage, lineages: Iterable[Lineage]) -> int | None:
     alike = [other for other in lineages if structure(other.params) == kind]
     fits = max((other.largest_fit for other in alike if other.largest_fit is not None), default=0)
     return min(
-        (
-            o.smallest_too_large
-            for o in alike
-            if o.smallest_too_large is not None and o.smallest_too_large > fits
-        ),
+        (o.smallest_too_large for o in alike if o.smallest_too_large is not None and o.smallest_too_large > fits),
         default=None,
     )
 
@@ -184,18 +180,14 @@ def _draw_between(
     return Proposal(micro_batch=min(left, key=lambda value: (abs(value - drawn), value)), low=low, high=high)
 
 
-def _best_alike(
-    study: Study, lineage: Lineage, lineages: Mapping[str, Lineage]
-) -> tuple[Lineage, FrozenTrial] | None:
+def _best_alike(study: Study, lineage: Lineage, lineages: Mapping[str, Lineage]) -> tuple[Lineage, FrozenTrial] | None:
     """Return the best measured trial of the same ZeRO stage and offload, with its lineage."""
     kind = structure(lineage.params)
     best: tuple[Lineage, FrozenTrial] | None = None
     sign = 1.0 if study.direction.name == "MINIMIZE" else -1.0
     for other in lineages.values():
         trial = other.best(study.direction) if structure(other.params) == kind else None
-        if trial is not None and (
-            best is None or sign * (score(trial) or 0.0) < sign * (score(best[1]) or 0.0)
-        ):
+        if trial is not None and (best is None or sign * (score(trial) or 0.0) < sign * (score(best[1]) or 0.0)):
             best = (other, trial)
     return best
 

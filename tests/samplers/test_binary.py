@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -65,13 +66,41 @@ def test_a_raised_ceiling_reopens_a_lineage(kit: SimpleNamespace) -> None:
 
 def test_stages_and_flags_are_drawn_in_turn(kit: SimpleNamespace) -> None:
     study = kit.create(BinarySearchSampler(seed=0))
-    driver = kit.Driver(study)
+    driver = kit.Driver(study, metric=lambda _: 1.0)
     while len(group(study.trials)) < 9:
         driver.run(1)
     opened = [o.params for o in group(study.trials).values()]
     stages = [p["zero_stage"] for p in opened]
     assert sorted(stages[:3]) == sorted(stages[3:6]) == sorted(stages[6:]) == [1, 2, 3]
     assert len({p["reduce_bucket_size"] for p in opened if p["zero_stage"] == 2}) == 3
+
+
+def test_stages_that_do_badly_are_drawn_less(kit: SimpleNamespace) -> None:
+    study = kit.create(BinarySearchSampler(seed=0))
+    driver = kit.Driver(study, metric=lambda p: {1: 30.0, 2: 100.0, 3: 40.0}[p["zero_stage"]])
+    while len(group(study.trials)) < 9:
+        driver.run(1)
+    counts = Counter(o.params["zero_stage"] for o in group(study.trials).values())
+    assert counts[2] > 3 > min(counts[1], counts[3]) >= 1
+
+
+def test_a_bisection_that_passed_a_peak_goes_back_to_it(kit: SimpleNamespace) -> None:
+    study = kit.create(BinarySearchSampler(seed=0), direction="maximize")
+    only = partial(kit.suggest, stages=(3,), wide=False)
+    driver = kit.Driver(study, suggest=only, edge=lambda _: 64, metric=lambda p: 500.0 - (p[MICRO_BATCH] - 11) ** 2 / 8)
+    driver.run(10)
+    assert sizes(study)[:4] == [32, 48, 16, 8]  # 48 is slower than 32, 32 than 16
+    assert study.best_value >= 0.99 * 500.0
+    assert study.sampler.exhausted(study)
+
+
+def test_a_duration_is_searched_below_the_best_only_after_the_edge_is_known(kit: SimpleNamespace) -> None:
+    study = kit.create(BinarySearchSampler(seed=0), direction="minimize")
+    only = partial(kit.suggest, stages=(3,), wide=False)
+    driver = kit.Driver(study, suggest=only, metric=lambda p: 1.0 + p[MICRO_BATCH])
+    driver.run(12)
+    assert sizes(study)[:6] == [32, 48, 40, 36, 34, 33]  # the edge first: 33 fits
+    assert study.best_params[MICRO_BATCH] == 1
 
 
 def test_offloading_is_rare_where_it_is_not_needed_and_the_rule_where_it_is(kit: SimpleNamespace) -> None:

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from optuna.study import StudyDirection
+
+from optuna_dsat.lineage import group
+from optuna_dsat.pruners import AshaPruner
+from optuna_dsat.pruners._rungs import Rungs, climb
+
+THREE = Rungs(max_rungs=3, min_launches=1, divisor=2, early_stopping=0)
+
+
+def buckets(keys: Any, lineages: Any) -> list[int]:
+    return [lineages[key].params["bucket"] for key in keys]
+
+
+@pytest.mark.parametrize(("early_stopping", "expected"), [(0, [3, 6, 12, 24, 48]), (1, [6, 12, 24, 48, 96])])
+def test_sizes_of_rungs(early_stopping: int, expected: list[int]) -> None:
+    rungs = Rungs(max_rungs=5, min_launches=3, divisor=2, early_stopping=early_stopping)
+    assert [rungs.size(k) for k in range(5)] == expected
+
+
+def test_a_ladder_worked_by_hand(kit: SimpleNamespace) -> None:
+    # rung sizes 1, 2, 4. First launches: 10, 20, 30, 40 -> 40 and 30 go on. Second launches: bucket 3 shows 45,
+    # bucket 2 shows 50 -> of two that completed rung 1 one goes on, bucket 2.
+    trials = [kit.trial(8, 10.0 * (i + 1), bucket=i) for i in range(4)]
+    trials += [kit.trial(12, 45.0, bucket=3), kit.trial(12, 50.0, bucket=2)]
+    study = kit.study(AshaPruner(), trials)
+    lineages = group(study.trials)
+    first, second, third = climb(lineages, rungs=THREE, direction=StudyDirection.MAXIMIZE)
+    assert buckets(first.completed, lineages) == [3, 2, 1, 0]
+    assert sorted(buckets(first.promoted, lineages)) == [2, 3]
+    assert buckets(second.completed, lineages) == [2, 3]
+    assert buckets(second.promoted, lineages) == [2]
+    assert third.completed == ()
+    assert third.promoted == frozenset()
+
+
+def test_ranking_counts_only_the_launches_of_the_rung(kit: SimpleNamespace) -> None:
+    trials = [kit.trial(8, 10.0, bucket=0), kit.trial(8, 20.0, bucket=1), kit.trial(12, 99.0, bucket=0)]
+    lineages = group(kit.study(AshaPruner(), trials).trials)
+    first, *_ = climb(lineages, rungs=THREE, direction=StudyDirection.MAXIMIZE)
+    assert buckets(first.completed, lineages) == [1, 0]
+    assert sorted(buckets(first.promoted, lineages)) == [0, 1]  # bucket 0 had gone on before
+
+
+def test_one_that_waited_is_promoted_when_the_rung_grows(kit: SimpleNamespace) -> None:
+    pruner = AshaPruner(min_binary_search_trials=1)
+    study = kit.study(pruner, [kit.trial(8, 10.0, bucket=0)])
+    assert pruner.continuable(study, group(study.trials)) == []
+    study.add_trial(kit.trial(8, 5.0, bucket=1))
+    lineages = group(study.trials)
+    assert buckets(pruner.continuable(study, lineages), lineages) == [0]
+    assert buckets(pruner.held_back(study, lineages), lineages) == [1]
+    study.add_trial(kit.trial(12, 11.0, bucket=0))
+    for bucket, value in ((2, 4.0), (3, 3.0)):
+        study.add_trial(kit.trial(8, value, bucket=bucket))
+    lineages = group(study.trials)
+    assert buckets(pruner.continuable(study, lineages), lineages) == [1]  # now second of four
+
+
+def test_the_highest_rung_goes_first_then_the_longest(kit: SimpleNamespace) -> None:
+    pruner = AshaPruner(min_binary_search_trials=2)
+    trials = [kit.trial(8 + n, 50.0, bucket=0) for n in range(2)]  # completed rung 0, best of two: goes on
+    trials += [kit.trial(8 + n, 40.0, bucket=1) for n in range(2)]  # completed rung 0, waits
+    trials += [kit.trial(8, 1.0, bucket=2), kit.trial(8, 2.0, bucket=3)]  # in rung 0
+    study = kit.study(pruner, trials)
+    lineages = group(study.trials)
+    assert buckets(pruner.continuable(study, lineages), lineages) == [0, 2, 3]
+
+
+def test_a_bisection_that_ended_early_has_completed_its_rung(kit: SimpleNamespace) -> None:
+    pruner = AshaPruner()
+    trials = [kit.trial(1, kit.OOM, bucket=0)]
+    trials += [kit.trial(8 + n, 40.0, bucket=1) for n in range(3)]
+    study = kit.study(pruner, trials)
+    lineages = group(study.trials)
+    assert buckets(pruner.continuable(study, lineages), lineages) == [1]
+
+
+def test_the_top_rung_is_never_left_and_broken_ones_are_out(kit: SimpleNamespace) -> None:
+    pruner = AshaPruner(max_rungs=1, min_binary_search_trials=1)
+    trials = [kit.trial(8, 50.0, bucket=0), kit.trial(8, 40.0, bucket=1), kit.trial(8, kit.BROKEN, bucket=2)]
+    study = kit.study(pruner, trials)
+    assert pruner.continuable(study, group(study.trials)) == []
+
+
+def test_smaller_is_better_when_minimizing(kit: SimpleNamespace) -> None:
+    pruner = AshaPruner(min_binary_search_trials=1)
+    trials = [kit.trial(8, 10.0, bucket=0), kit.trial(8, 5.0, bucket=1)]
+    study = kit.study(pruner, trials, "minimize")
+    lineages = group(study.trials)
+    assert buckets(pruner.continuable(study, lineages), lineages) == [1]
+
+
+def test_a_waiting_lineage_is_vetoed_unless_enqueued(kit: SimpleNamespace) -> None:
+    pruner = AshaPruner(min_binary_search_trials=1)
+    study = kit.study(pruner, [kit.trial(8, 10.0, bucket=0), kit.trial(8, 5.0, bucket=1)])
+    assert kit.start(study, 12, bucket=1).should_prune()
+    assert "did better" in str(pruner.reason(study, study.trials[-1]))
+    assert not kit.start(study, 12, bucket=0).should_prune()
+    assert not kit.start(study, 12, bucket=7).should_prune()
+    study.enqueue_trial({"zero_stage": 1, "bucket": 1, "train_micro_batch_size_per_gpu": 16})
+    assert not study.ask().should_prune()
+
+
+@pytest.mark.parametrize(
+    ("direction", "reported", "stopped"),
+    [
+        ("maximize", 79.0, True),
+        ("maximize", 95.0, False),
+        ("maximize", 120.0, False),
+        ("minimize", 121.0, True),
+        ("minimize", 79.0, False),
+    ],
+)
+def test_in_flight_only_those_far_from_the_best_are_stopped(
+    kit: SimpleNamespace, direction: str, reported: float, stopped: bool
+) -> None:
+    trials = [kit.trial(8, 100.0, bucket=0), kit.trial(8, 101.0, bucket=1)]
+    study = kit.study(AshaPruner(), trials, direction)
+    running = kit.start(study, 8, bucket=2)
+    running.report(reported, 3)
+    assert running.should_prune() is stopped
+
+
+def test_asha_early_stopping_puts_off_the_judgement_of_steps(kit: SimpleNamespace) -> None:
+    study = kit.study(AshaPruner(asha_early_stopping=1), [kit.trial(8, 100.0, bucket=b) for b in range(3)])
+    running = kit.start(study, 8, bucket=4)
+    running.report(1.0, 3)
+    assert not running.should_prune()
+    running.report(1.0, 4)
+    assert running.should_prune()
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"max_rungs": 0}, "max_rungs must be at least 1, not 0"),
+        ({"min_binary_search_trials": 0}, "min_binary_search_trials must be at least 1, not 0"),
+        ({"divisor": 1}, "divisor must be at least 2, not 1"),
+        ({"asha_early_stopping": -1}, "asha_early_stopping must be at least 0, not -1"),
+        ({"stop_margin": -0.1}, "stop_margin must be at least 0, not -0.1"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AshaPruner(**kwargs)

@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from optuna_dsat.lineage import group
+from optuna_dsat.pruners import DeepSpeedPruner
+
+Rows = list[tuple[int, Any, dict[str, Any]]]
+
+WINNER: Rows = [(16, 900.0, {"zero_stage": 2, "bucket": 7}), (32, 1000.0, {"zero_stage": 2, "bucket": 7})]
+SLOW_ZERO_3: Rows = [
+    # 16 / 300 = 0.0533 s, 32 / 320 = 0.1 s: the affine model promises 342 at micro-batch 64 at most
+    (16, 300.0, {"zero_stage": 3, "bucket": 0}),
+    (32, 320.0, {"zero_stage": 3, "bucket": 0}),
+    (16, 290.0, {"zero_stage": 3, "bucket": 1}),
+    (32, 310.0, {"zero_stage": 3, "bucket": 1}),
+]
+RISING_ZERO_3: Rows = [
+    # 0.1 s and 0.104 s: 64 samples would take about 0.112 s, 571 a second and still rising; twice that is not out
+    # of reach of 400 but of 1000 it is
+    (16, 160.0, {"zero_stage": 3, "bucket": 0}),
+    (32, 308.0, {"zero_stage": 3, "bucket": 0}),
+    (16, 160.0, {"zero_stage": 3, "bucket": 1}),
+    (32, 308.0, {"zero_stage": 3, "bucket": 1}),
+]
+
+
+@pytest.mark.parametrize(
+    ("rows", "new", "reason"),
+    [
+        pytest.param([], (8, {}), None, id="nothing known"),
+        pytest.param([(1, "oom", {"bucket": 1})], (8, {"bucket": 1}), "smallest micro-batch", id="dead"),
+        pytest.param([(1, "oom", {"bucket": 1})], (8, {"bucket": 2}), None, id="another one than the dead"),
+        pytest.param([(9, "broken", {"bucket": 1})], (8, {"bucket": 1}), "whatever", id="broken"),
+        pytest.param(
+            [(n, 10.0 * n, {"bucket": 1}) for n in range(1, 6)], (8, {"bucket": 1}), "5 launches", id="budget"
+        ),
+        pytest.param([(n, 10.0 * n, {"bucket": 1}) for n in range(1, 5)], (8, {"bucket": 1}), None, id="budget left"),
+        pytest.param(
+            [(20, 500.0, {"bucket": 0}), (16, "oom", {"bucket": 1})],
+            (8, {"bucket": 1}),
+            "ran micro-batch 20",
+            id="another of the structure runs larger",
+        ),
+        pytest.param(
+            [(20, 500.0, {"bucket": 0}), (16, "oom", {"bucket": 1}), (8, 480.0, {"bucket": 1})],
+            (12, {"bucket": 1}),
+            None,
+            id="another runs larger, but this one may become faster",
+        ),
+        pytest.param(
+            [(20, 500.0, {"bucket": 0, "zero_stage": 3}), (16, "oom", {"bucket": 1})],
+            (8, {"bucket": 1}),
+            None,
+            id="another structure runs larger",
+        ),
+        pytest.param([*WINNER, *SLOW_ZERO_3], (48, {"zero_stage": 3, "bucket": 0}), "expected", id="behind"),
+        pytest.param([*WINNER, *SLOW_ZERO_3], (8, {"zero_stage": 3, "bucket": 5}), "cannot reach", id="hopeless"),
+        pytest.param(
+            [*WINNER, *SLOW_ZERO_3[:2]], (8, {"zero_stage": 3, "bucket": 5}), None, id="one witness is not enough"
+        ),
+        pytest.param(
+            [(32, 400.0, {"zero_stage": 2, "bucket": 7}), *RISING_ZERO_3],
+            (8, {"zero_stage": 3, "bucket": 5}),
+            None,
+            id="zero 3 may win through a larger micro-batch",
+        ),
+        pytest.param(
+            [(32, 400.0, {"zero_stage": 2, "bucket": 7}), *RISING_ZERO_3],
+            (64, {"zero_stage": 3, "bucket": 0}),
+            None,
+            id="rising",
+        ),
+        pytest.param([*WINNER, *SLOW_ZERO_3], (8, {"zero_stage": 2, "bucket": 5}), None, id="structure of the best"),
+    ],
+)
+def test_vetoes(kit: SimpleNamespace, rows: Rows, new: tuple[int, dict[str, Any]], reason: str | None) -> None:
+    pruner = DeepSpeedPruner()
+    study = kit.study(pruner, [kit.trial(size, result, **knobs) for size, result, knobs in rows])
+    size, knobs = new
+    trial = kit.start(study, size, **knobs)
+    assert trial.should_prune() is (reason is not None)
+    said = pruner.reason(study, study.trials[-1])
+    assert said is None if reason is None else reason in str(said)
+
+
+def test_what_is_vetoed_is_not_offered_to_samplers(kit: SimpleNamespace) -> None:
+    pruner = DeepSpeedPruner()
+    study = kit.study(pruner, [kit.trial(size, result, **knobs) for size, result, knobs in [*WINNER, *SLOW_ZERO_3]])
+    lineages = group(study.trials)
+    assert [lineages[key].params["zero_stage"] for key in pruner.continuable(study, lineages)] == [2]
+    assert {lineages[key].params["zero_stage"] for key in pruner.held_back(study, lineages)} == {3}
+    assert pruner.hopeless(study, lineages) == [{"zero_stage": 3}]
+
+
+def test_enqueued_trials_and_copies_of_lost_ones_are_never_vetoed(kit: SimpleNamespace) -> None:
+    study = kit.study(DeepSpeedPruner(), [kit.trial(1, kit.OOM, bucket=1)])
+    study.enqueue_trial({"zero_stage": 1, "bucket": 1, "train_micro_batch_size_per_gpu": 4})
+    assert not study.ask().should_prune()
+    copy = kit.start(study, 4, bucket=1)
+    assert copy.should_prune()
+    study._storage.set_trial_system_attr(copy._trial_id, "failed_trial", 0)
+    assert not copy.should_prune()
+
+
+@pytest.mark.parametrize(
+    ("direction", "reports", "stopped"),
+    [
+        ("maximize", [70.0], True),
+        ("maximize", [85.0], False),
+        ("maximize", [130.0], False),
+        ("maximize", [70.0, 70.0], True),
+        ("maximize", [40.0, 160.0], False),
+        ("maximize", [float("nan")], False),
+        ("minimize", [130.0], True),
+        ("minimize", [70.0], False),
+    ],
+)
+def test_in_flight(kit: SimpleNamespace, direction: str, reports: list[float], stopped: bool) -> None:
+    study = kit.study(DeepSpeedPruner(), [kit.trial(8, 100.0, bucket=0)], direction)
+    running = kit.start(study, 8, bucket=2)
+    for step, value in enumerate(reports, start=3):
+        running.report(value, step)
+    assert running.should_prune() is stopped
+
+
+def test_noise_widens_the_margin(kit: SimpleNamespace) -> None:
+    noisy = kit.trial(8, 100.0, bucket=0)
+    noisy.intermediate_values = {3: 100.0, 4: 130.0, 5: 70.0}
+    study = kit.study(DeepSpeedPruner(), [noisy])
+    running = kit.start(study, 8, bucket=2)
+    running.report(70.0, 3)
+    assert not running.should_prune()
+
+
+def test_without_a_best_or_before_the_warm_up_nothing_is_stopped(kit: SimpleNamespace) -> None:
+    study = kit.study(DeepSpeedPruner(), [kit.trial(64, kit.OOM, bucket=0)])
+    running = kit.start(study, 8, bucket=2)
+    running.report(1.0, 3)
+    assert not running.should_prune()
+    study = kit.study(DeepSpeedPruner(warmup_reports=2), [kit.trial(8, 100.0, bucket=0)])
+    running = kit.start(study, 8, bucket=2)
+    running.report(1.0, 3)
+    assert not running.should_prune()
+    running.report(1.0, 4)
+    assert running.should_prune()
+
+
+def test_foreign_trials_are_left_alone(kit: SimpleNamespace) -> None:
+    study = kit.study(DeepSpeedPruner(), [kit.trial(1, kit.OOM)])
+    assert not study.ask().should_prune()
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"trials_per_random_config": 0}, "trials_per_random_config must be at least 1, not 0"),
+        ({"warmup_reports": 0}, "warmup_reports must be at least 1, not 0"),
+        ({"stop_margin": -1}, "stop_margin must be at least 0, not -1"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DeepSpeedPruner(**kwargs)
