@@ -1,5 +1,7 @@
 """Errors that optuna-dsat raises for its users.
 
+The tree, with what the command exits with::
+
     DsatError                    base class: one clear line for the user, an exit code for the shell
     ├── UsageError               something the user gave cannot be used (exit 2)
     │   ├── ConfigError          a DeepSpeed config, or a knob in it

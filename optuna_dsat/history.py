@@ -18,6 +18,7 @@ __all__ = [
     "CONFIG_KEY",
     "ERROR",
     "FINALISTS",
+    "FINGERPRINT",
     "LAUNCH_ID",
     "MESSAGE",
     "METRICS",
@@ -57,6 +58,8 @@ USER_CONFIG = "user_config"
 """``PURPOSE`` of the trial that measures the user's present config."""
 FINALISTS = "finalists"
 """On the study: what was measured again with more steps."""
+FINGERPRINT = "profile_fingerprint"
+"""On the study: under which key the store keeps its profile."""
 WINNER = "winner"
 """On the study: number of the trial that won."""
 

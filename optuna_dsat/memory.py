@@ -119,7 +119,7 @@ class MemoryEstimate:
     parts: Mapping[str, int]
     """What is live at the moment of the peak, in bytes."""
     moment: str = ""
-    """``forward``, ``backward`` or ``step``: when the peak comes."""
+    """``forward``, ``backward``, ``convert`` or ``step``: when the peak comes."""
 
 
 def estimate(

@@ -78,6 +78,12 @@ class Method:
         """Whether nothing is left that may win."""
         return self.sampler.exhausted(study, classes=self.classes)
 
+    def veto(self, study: optuna.Study, trial: FrozenTrial) -> str | None:
+        """Return why a trial is not worth its launch, None where it is."""
+        if isinstance(self.pruner, AshaPruner | DeepSpeedPruner):
+            return self.pruner.reason(study, trial)
+        return "held back by the pruner" if self.pruner.prune(study, trial) else None
+
 
 def _random(spec: StudySpec, space: SearchSpace, ceiling: Ceiling) -> Method:
     limit = spec.options.trials_per_random_config

@@ -80,6 +80,8 @@ class ZeroSettings:
     """Optimizer state per trainable parameter."""
     fused_optimizer: bool
     """Whether the optimizer step needs no temporaries."""
+    on_cpu: bool
+    """The ranks compute on the CPU."""
     accumulates: bool
     """Whether gradients outlive a backward pass (gradient accumulation above 1)."""
     offload_optimizer: str
@@ -142,7 +144,8 @@ class ZeroSettings:
             master_bytes=2 if half_master else _FP32,
             grad_bytes=_FP32 if grad_dtype in ("fp32", "float32", "float") else elem,
             state_bytes=state_bytes // 2 if bf16.get("bf16_optimizer_states") else state_bytes,
-            fused_optimizer=_is_fused(plain, optimizer, on_cpu=on_cpu, offloaded=offload["offload_optimizer"]),
+            fused_optimizer=_is_fused(plain, optimizer),
+            on_cpu=on_cpu,
             accumulates=accumulation > 1,
             offload_optimizer=offload["offload_optimizer"],
             offload_param=offload["offload_param"],
@@ -180,15 +183,17 @@ def _offload_device(zero: Mapping[str, Any], key: str, stage: int) -> str:
     return "cpu" if device == "nvme" and stage != 3 else device
 
 
-def _is_fused(config: Mapping[str, Any], optimizer: str, *, on_cpu: bool, offloaded: str) -> bool:
-    """Whether the optimizer updates in place: FusedAdam and its kin, or the CPU optimizers of ZeRO-Offload."""
+def _is_fused(config: Mapping[str, Any], optimizer: str) -> bool:
+    """Whether the optimizer updates in place: DeepSpeed's own, on the GPU (FusedAdam) or the CPU (DeepSpeedCPUAdam).
+
+    ``DeepSpeedEngine._configure_basic_optimizer`` builds them for ``Adam`` and ``AdamW`` unless ``torch_adam`` is set.
+    An optimizer that nothing is known of counts as fused.
+    """
     section = config.get("optimizer") or {}
     name = str(section.get("type") or "").lower()
-    if name in ("adam", "adamw") and not (section.get("params") or {}).get("torch_adam", False):
-        return True
-    if offloaded != "none" and not on_cpu:
-        return True
-    return (name or optimizer.lower()).startswith(("fused", "deepspeedcpu", "lion"))
+    if name in ("adam", "adamw"):
+        return not (section.get("params") or {}).get("torch_adam", False)
+    return (name or optimizer.lower() or "fused").startswith(("fused", "deepspeedcpu", "lion"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,31 +220,29 @@ class Moment:
         return replace(self, bytes_per_sample=bytes_per_sample)
 
 
-def moments(s: ZeroSettings) -> tuple[Moment, Moment, Moment]:
-    """Return the three moments of a step at which memory may peak.
+def moments(s: ZeroSettings) -> tuple[Moment, ...]:
+    """Return the moments of a step at which memory may peak.
 
-    Activations grow linearly with the micro-batch (Korthikanti et al., arXiv:2205.05198, section 4: every
-    term of ``s b h (34 + 5 a s / h)`` is proportional to the micro-batch b), and are freed layer by layer
-    while gradients grow, so with even layers the peak of the backward pass is at one of its ends. The known
-    error: layers that are not even, and a large logits tensor at the end, shift the peak by up to the size of
-    one layer's activations.
+    Activations grow linearly with the micro-batch (Korthikanti et al., arXiv:2205.05198, section 4: every term of
+    ``s b h (34 + 5 a s / h)`` is proportional to the micro-batch b), and are freed layer by layer while gradients grow,
+    so with even layers the peak of the backward pass is at one of its ends. At the first of them the buckets are there
+    already. The known error: layers that are not even, and a large logits tensor at the end, shift the peak by up to
+    the size of one layer's activations.
     """
-    persistent = _persistent(s)
-    buckets = _buckets(s)
-    kept = _gradients(s) if s.accumulates else {}
+    persistent, buckets, gradients = _persistent(s), _buckets(s), _gradients(s)
+    kept = gradients if s.accumulates else {}
     forward = Moment(
         name="forward",
         parts={**persistent, **buckets, **kept, **_gathered(s, at_end_of_forward=True)},
         bytes_per_sample=s.activation_bytes,
     )
-    backward = Moment(
-        name="backward",
-        parts={
-            **persistent, **buckets, **_gradients(s), **_reduction(s), **_gathered(s, at_end_of_forward=False)
-        },
-    )  # fmt: skip
-    step = Moment(name="step", parts={**persistent, **buckets, **_gradients(s), **_step_temporaries(s)})
-    return forward, backward, step
+    gathered = _gathered(s, at_end_of_forward=False)
+    backward = Moment(name="backward", parts={**persistent, **buckets, **gradients, **_reduction(s), **gathered})
+    # The buckets of stages 1 and 2 are released after the backward pass (``_release_ipg_buffers``).
+    lasting = {**persistent, **buckets} if s.stage == 3 else persistent
+    convert = Moment(name="convert", parts={**lasting, **_conversion(s)})
+    step = Moment(name="step", parts={**lasting, **_update(s)})
+    return forward, backward, convert, step
 
 
 def _persistent(s: ZeroSettings) -> dict[str, int]:
@@ -282,8 +285,7 @@ def _gradients(s: ZeroSettings) -> dict[str, int]:
         return {"gradients": s.param_bytes * s.trainable}
     early = s.overlap and s.contiguous and not s.accumulates
     if s.stage == 1 and not early:
-        partition = s.param_bytes * s.partition if s.contiguous and s.offload_optimizer == "none" else 0
-        return {"gradients": (s.param_bytes + copy) * s.trainable, "gradient_partition": partition}
+        return {"gradients": (s.param_bytes + copy) * s.trainable}
     if s.offload_optimizer != "none":
         return {}
     return {"gradients": s.grad_bytes * s.partition}
@@ -343,22 +345,54 @@ def _gathered(s: ZeroSettings, *, at_end_of_forward: bool) -> dict[str, int]:
     return parts
 
 
-def _step_temporaries(s: ZeroSettings) -> dict[str, int]:
-    """Return what the optimizer step needs besides: fp32 gradients and the optimizer's own temporaries.
+def _conversion(s: ZeroSettings) -> dict[str, int]:
+    """Return the gradients live while they are made ready for the optimizer.
 
-    Stages 1 and 2 convert the whole partition to fp32 (``single_grad_partition``), stage 3 a sub-group at a
-    time (``sub_group_size``), stage 0 all (``FP16_Optimizer.step``); DeepSpeed's estimators count the same 4
-    bytes. In fp32 training the conversion is a flattened copy for more than one parameter. torch's own Adam
-    needs about one more fp32 element a parameter (its ``foreach`` square root), the fused ones none.
+    Stages 1 and 2 flatten the gradients of the rank's partition into a new tensor and convert that to fp32
+    (``DeepSpeedZeroOptimizer.step``), all of it at once; only then are the gradients freed. Where the gradients are fp32
+    already, nothing is converted. DeepSpeed's estimators count the 4 bytes of the fp32 gradients, too.
+    """
+    if s.stage in (0, 3) or s.offload_optimizer != "none":
+        return {}
+    fp32 = _FP32 * s.partition if s.grad_bytes != _FP32 else 0
+    gradients = s.grad_bytes * s.partition
+    return {"gradients": gradients, "flat_gradients": gradients, "fp32_gradients": fp32}
+
+
+def _update(s: ZeroSettings) -> dict[str, int]:
+    """Return what is live while the optimizer updates: fp32 gradients and the optimizer's own temporaries.
+
+    Stages 1 and 2 update the whole partition at once, stage 3 a sub-group (``sub_group_size``) at a time, stage 0 tensor
+    by tensor but in one list. Stage 0 keeps the half-precision gradients beside their fp32 copies.
     """
     if s.offload_optimizer != "none":
         return {}
-    elements = s.trainable if s.stage == 0 else s.partition
-    if s.stage == 3:
-        elements = min(elements, s.sub_group) if s.sub_group else elements
-    fp32 = elements * _FP32 if s.mixed or s.stage > 0 else 0
-    scratch = 0 if s.fused_optimizer or s.state_bytes == 0 else elements * _FP32
-    return {"fp32_gradients": fp32, "optimizer_scratch": scratch}
+    elements = _updated_at_once(s)
+    parts = {"fp32_gradients": _FP32 * elements, "optimizer_scratch": _scratch(s, elements)}
+    if s.stage == 0:
+        parts["gradients"] = s.param_bytes * s.trainable
+        parts["fp32_gradients"] = _FP32 * s.trainable if s.mixed else 0
+    return parts
+
+
+def _updated_at_once(s: ZeroSettings) -> int:
+    if s.stage == 0:
+        return s.trainable
+    return min(s.partition, s.sub_group) if s.stage == 3 and s.sub_group else s.partition
+
+
+def _scratch(s: ZeroSettings, elements: int) -> int:
+    """Return the temporaries of torch's Adam: one fp32 element a parameter on CUDA, two on the CPU; DeepSpeed's, none.
+
+    ``torch.optim.adam._multi_tensor_adam`` (the default on CUDA) keeps the square roots of all second moments,
+    ``_single_tensor_adam`` (on the CPU) square root and quotient of one tensor, which under ZeRO is all that is updated
+    at once and without ZeRO at most the largest layer's. Other optimizers of torch are taken to be alike.
+    """
+    if s.fused_optimizer or s.state_bytes == 0:
+        return 0
+    if s.on_cpu or s.offload_optimizer != "none":
+        return 2 * _FP32 * (min(elements, s.largest_layer) if s.stage == 0 else elements)
+    return _FP32 * elements
 
 
 def rank_host_parts(s: ZeroSettings) -> dict[str, int]:
@@ -373,10 +407,9 @@ def rank_host_parts(s: ZeroSettings) -> dict[str, int]:
     """
     parts: dict[str, int] = {}
     if s.offload_optimizer != "none":
-        elements = s.partition
-        if s.offload_optimizer == "nvme":
-            elements = min(elements, max(s.sub_group, 1))
+        elements = _updated_at_once(s) if s.offload_optimizer == "nvme" else s.partition
         parts["optimizer"] = (s.master_bytes + s.state_bytes + _FP32) * elements
+        parts["optimizer_scratch"] = _scratch(s, _updated_at_once(s))
         if s.stage == 3:
             parts["gradients"] = s.grad_bytes * s.partition
         else:

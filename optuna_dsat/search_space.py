@@ -210,7 +210,8 @@ class SearchSpace:
         value = present(tuned.knob, zero)
         if tuned.name == OFFLOAD and value == "nvme" and tuned.role is not Role.KEPT:
             return "cpu"
-        return capped(tuned.name, value, self.params) if tuned.knob.kind == "size" else value
+        searched = tuned.knob.kind == "size" and tuned.role is Role.PARAMETER
+        return capped(tuned.name, value, self.params) if searched else value
 
     def describe(self) -> list[KnobRow]:
         """Return one row per knob: what is searched, held or left out, where it applies and who uses it."""

@@ -128,7 +128,7 @@ class Session:
         self.record, self.spec, self.resumed = open_study(store, spec)
         self._store = store
         self._launcher = launcher
-        self._device_names = device_names
+        self._fingerprint = fingerprint(self.spec, device_names=device_names)
         self._observer = observer
 
     def run(self, *, conclude: bool = True) -> TuneResult | None:
@@ -146,6 +146,7 @@ class Session:
         space = space_of(self.spec, profiled)
         method = make_method(self.spec, profiled, space)
         study = self._load_study(method.sampler, method.pruner)
+        study.set_user_attr(history.FINGERPRINT, self._fingerprint)
         self._enqueue_user_config(study, space)
         reason = Tuner(
             self.spec,
@@ -163,7 +164,7 @@ class Session:
 
     def _profile(self) -> Profiled:
         """Return the stored profile of the same script, config and hardware, else measure it."""
-        key = fingerprint(self.spec, device_names=self._device_names)
+        key = self._fingerprint
         stored = self._store.find_profile(key) if self._reuse_profile else None
         if stored is not None:
             profiled, reused = Profiled.from_json(stored.profile), True

@@ -239,10 +239,11 @@ class _Builder:
             return held, held
         section = configs.parse_autotuning(self.config)
         low = section.min_train_micro_batch_size_per_gpu or 1
-        high = section.max_train_micro_batch_size_per_gpu or cap
+        high = section.max_train_micro_batch_size_per_gpu or max(low, cap)
         if isinstance(listed, list) and listed:
             values = [normalise(MICRO_BATCH, "count", value) for value in listed]
-            low, high = max(low, min(values)), min(high, max(values))
+            bounded = section.max_train_micro_batch_size_per_gpu is not None
+            low, high = max(low, min(values)), min(high, max(values)) if bounded else max(values)
         if low > high:
             raise ConfigError(
                 f"{MICRO_BATCH} would have to be at least {low} and at most {high}: the list in the config "

@@ -183,7 +183,8 @@ class Tuner:
             if self._refused >= _REFUSALS or self._method.exhausted(self._study):
                 # Launches in flight may still open new ground, for this worker or another.
                 return EndReason.EXHAUSTED if not self._running else None
-            self._ask()
+            if not self._ask() and self._running:
+                return None  # what is in flight may open new ground
         return None
 
     def _may_launch(self) -> bool:
@@ -192,8 +193,8 @@ class Tuner:
             return False
         return self._spec.max_slots is None or (len(self._running) + 1) * slots <= self._spec.max_slots
 
-    def _ask(self) -> None:
-        """Ask for a trial and launch it, or tell at once why it is not launched."""
+    def _ask(self) -> bool:
+        """Ask for a trial and launch it, or tell at once why it is not launched; return False for a duplicate."""
         trial = self._study.ask()
         self._store.heartbeat.add(trial)
         if trial.user_attrs.get(history.PURPOSE) == history.USER_CONFIG:
@@ -208,13 +209,15 @@ class Tuner:
         key = ds_config.canonical_key(config, params_count=self._profiled.profile.params)
         if not self._store.claim(self._uuid, key, trial.number):
             self._refuse(trial, "duplicate")
-            return
-        if self._study.pruner.prune(self._study, self._frozen(trial)):
+            return False
+        why = self._method.veto(self._study, self._frozen(trial))
+        if why is not None:
             self._store.release_claim(self._uuid, key)
-            self._refuse(trial, "held back by the pruner")
-            return
+            self._refuse(trial, why)
+            return True
         self._refused = 0
         self._launch(trial, config=config, overlay=overlay, params=params, key=key)
+        return True
 
     def _refuse(self, trial: optuna.Trial, why: str) -> None:
         self._refused += 1
@@ -293,8 +296,9 @@ class Tuner:
         if step.step < self._spec.start_profile_step:
             return
         running.trial.report(self._metrics(running)[self._objective], step.step)
-        if step.step >= running.request.end_profile_step:
-            return
+        own = running.trial.user_attrs.get(history.PURPOSE) == history.USER_CONFIG
+        if own or step.step >= running.request.end_profile_step:
+            return  # everything is compared with the user's own config, so that is measured to its end
         if self._study.pruner.prune(self._study, self._frozen(running.trial)):
             self._launcher.stop(
                 running.request.launch_id, message=f"stopped at step {step.step}: it cannot be among the best"

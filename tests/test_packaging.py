@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -33,7 +32,7 @@ def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         target = source / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / name).is_symlink():
-            target.symlink_to(os.readlink(ROOT / name))
+            target.symlink_to((ROOT / name).readlink())
         else:
             shutil.copy2(ROOT / name, target)
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(source)]

@@ -98,12 +98,12 @@ class LiveView:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._live = Live(console=console, refresh_per_second=4, transient=True, get_renderable=self._render)
         self._running: dict[int, tuple[progress.TrialStarted, float, progress.TrialStepped | None]] = {}
         self._search: progress.SearchStarted | None = None
         self._best: progress.TrialFinished | None = None
         self._launched = 0
         self._started = time.monotonic()
+        self._live = Live(console=console, refresh_per_second=4, transient=True, get_renderable=self._render)
 
     def __enter__(self) -> LiveView:
         """Start drawing."""
@@ -141,7 +141,7 @@ class LiveView:
         table = Table(title=self._title(), title_justify="left", show_edge=False, pad_edge=False, expand=False)
         for heading in ("trial", "configuration", "step", "samples/s", "running"):
             table.add_column(heading)
-        for number, (started, since, step) in sorted(self._running.items()):
+        for number, (started, since, step) in sorted(dict(self._running).items()):  # a copy: this runs in a thread
             table.add_row(
                 str(number),
                 started.words,

@@ -183,7 +183,8 @@ def trials(name: _Name, storage: _Storage = _DEFAULT_STORAGE, as_json: _Json = F
         print(json.dumps(rows, indent=2))
         return
     headings = ("number", "outcome", "value", "configuration", "message")
-    _print_table(headings, [[row[heading] for heading in headings] for row in rows])
+    shown = [{**row, "outcome": row["outcome"] or row["state"]} for row in rows]
+    _print_table(headings, [[row[heading] for heading in headings] for row in shown])
 
 
 def best(

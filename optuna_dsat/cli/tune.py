@@ -65,7 +65,8 @@ def run_spec(
     """
     import optuna
 
-    from optuna_dsat.launch.torchrun import TorchrunLauncher, run_full as train
+    from optuna_dsat.launch.torchrun import TorchrunLauncher
+    from optuna_dsat.launch.torchrun import run_full as train
     from optuna_dsat.session import Session
     from optuna_dsat.store import Store
 

@@ -20,7 +20,7 @@ class Hill:
     configs: list[dict[str, Any]] = field(default_factory=list)
     """Every config that was run, in order."""
 
-    def profile(self, slots: int) -> SimulatedProfile:
+    def profile(self, slots: int) -> SimulatedProfile:  # noqa: ARG002 - the protocol's
         return SimulatedProfile(
             params=10**9,
             trainable_params=10**9,
@@ -33,7 +33,7 @@ class Hill:
             peak_bytes=20 * GIB,
         )
 
-    def run(self, ds_config: Mapping[str, Any], slots: int) -> SimulatedResult:
+    def run(self, ds_config: Mapping[str, Any], slots: int) -> SimulatedResult:  # noqa: ARG002 - the protocol's
         self.configs.append(dict(ds_config))
         special = self.override(ds_config)
         if special is not None:

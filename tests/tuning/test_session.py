@@ -187,7 +187,7 @@ def test_early_stopping_ends_the_search_and_says_so(bench: Bench) -> None:
 
 
 def test_a_small_space_is_exhausted_and_says_so(bench: Bench) -> None:
-    fix = {key: False for key in ("overlap_comm", "contiguous_gradients", "reduce_scatter")}
+    fix = dict.fromkeys(("overlap_comm", "contiguous_gradients", "reduce_scatter"), False)
     spec = bench.spec(
         zero_stages=(1,), fix={**fix, "reduce_bucket_size": 5e8, "offload_optimizer": "none"}, max_trials=60,
         method="binary", confirm=0,
