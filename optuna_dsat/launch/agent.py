@@ -3,8 +3,8 @@
     python -m optuna_dsat.launch.agent RECORD TUNER_PID TORCHRUN_ARGUMENTS...
 
 The same as ``python -m torch.distributed.run TORCHRUN_ARGUMENTS...``, with two differences. The kernel kills it when
-the thread that started it ends, and so with the tuner (``kill -9`` included). And where ranks fail, it writes their exit codes and signals to RECORD as JSON:
-torchrun itself only logs them, and an outcome is never read from a log.
+the thread that started it ends, and so with the tuner, by ``kill -9`` too. And where ranks fail, it writes their exit
+codes and signals to RECORD as JSON: torchrun itself only logs them, and an outcome is never read from a log.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class LaunchFacts:
     events: Mapping[int, Sequence[Event]]
     """By rank, in the order written."""
     exit_codes: Mapping[int, int] = field(default_factory=dict)
-    """Ranks that torchrun saw fail by themselves: exit code, negative for a signal. Not those that the launcher ended."""
+    """Ranks that torchrun saw fail by themselves: exit code, negative for a signal. Without those that were killed."""
     agent_exit_code: int | None = None
     """Exit code of torchrun, negative for a signal, None where the launcher ended it."""
     stop: StopReason | None = None
@@ -178,9 +178,7 @@ def _out_of_memory(facts: LaunchFacts) -> Verdict | None:
 def _stopped(facts: LaunchFacts) -> Verdict | None:
     if facts.stop is None:
         return None
-    return Verdict(
-        outcome=facts.stop.outcome, message=facts.stop.message or f"stopped: {facts.stop.outcome.value}"
-    )
+    return Verdict(outcome=facts.stop.outcome, message=facts.stop.message or f"stopped: {facts.stop.outcome.value}")
 
 
 def _deaths(facts: LaunchFacts) -> dict[int, int]:
@@ -247,9 +245,7 @@ def _silent_death(facts: LaunchFacts) -> Verdict | None:
     deaths = _deaths(facts)
     loud = [rank for rank, code in deaths.items() if -code not in _QUIET_SIGNALS]
     quiet = [] if _failures(facts, Outcome.COMMUNICATION_ERROR) else list(deaths)
-    started = {
-        rank for rank, events in facts.events.items() if any(isinstance(e, RankStarted) for e in events)
-    }
+    started = {rank for rank, events in facts.events.items() if any(isinstance(e, RankStarted) for e in events)}
     candidates = [rank for rank in (*loud, *quiet) if rank in started]
     if not candidates:
         return None
@@ -261,9 +257,7 @@ def _communication(facts: LaunchFacts) -> Verdict | None:
     records = _failures(facts, Outcome.COMMUNICATION_ERROR)
     if records:
         record = records[0]
-        return _from_record(
-            record, f"communication failed: {record.error_type}: {_first_line(record.message)}"
-        )
+        return _from_record(record, f"communication failed: {record.error_type}: {_first_line(record.message)}")
     other = _failures(facts, *(set(Outcome) - {Outcome.COMMUNICATION_ERROR}))
     if other:  # a runtime that records lost, stalled and the like
         return _from_record(other[0], f"{other[0].error_type}: {_first_line(other[0].message)}")

@@ -19,7 +19,7 @@ from optuna_dsat.runtime.plan import LAUNCH_ENV
 __all__ = ["agent_command", "launch_environment", "needs_python_path", "package_dir", "torchrun_command"]
 
 _OWN_PREFIXES = ("OPTUNA_DSAT_", "PET_", "TORCHELASTIC_")
-"""Variables of the tuner, and of a torchrun above it, that a launch must not inherit. torchrun reads its defaults from PET_*."""
+"""Variables of the tuner, or of a torchrun above it, that a launch must not inherit (PET_*: torchrun's defaults)."""
 
 _RANK_VARIABLES = frozenset(
     {
@@ -89,6 +89,7 @@ def launch_environment(
     total_slots: int,
     mark: str,
     cores: int | None = None,
+    python: str = sys.executable,
 ) -> dict[str, str]:
     """Return the environment of a launch.
 
@@ -101,6 +102,8 @@ def launch_environment(
         total_slots: Ranks that may run at once on this machine, over all launches.
         mark: What marks the launch's processes.
         cores: CPU cores to share out; None for those this process may use.
+        python: Interpreter of the launch. Its folder is added to the end of ``PATH``: DeepSpeed looks there for ninja
+            when it compiles its operators, also where the virtual environment is not activated.
     """
     environ = {
         name: value
@@ -120,6 +123,9 @@ def launch_environment(
         environ["DS_ACCELERATOR"] = "cpu"
         environ["LOCAL_SIZE"] = str(len(devices))
         environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // max(1, total_slots))))
+    folders = [*filter(None, environ.get("PATH", "").split(os.pathsep))]
+    if (own := str(Path(python).parent)) not in folders:
+        environ["PATH"] = os.pathsep.join([*folders, own])
     environ[LAUNCH_ENV] = str(directory.launch)
     environ[MARK_ENV] = mark
     return environ

@@ -1,4 +1,6 @@
-"""The devices of this machine: GPUs as NVML sees them, or ranks on the CPU. Never imports torch, never makes a CUDA context.
+"""The devices of this machine: GPUs as NVML sees them, or ranks on the CPU.
+
+Never imports torch and never makes a CUDA context: the tuner must not take memory from what it measures.
 
 The NVML part is written from NVIDIA's NVML documentation and tested with a substitute module; it has not been run on a
 machine with a GPU yet.
@@ -138,13 +140,9 @@ class Nvml:
         """
         handle = self._handle(device.visible_id)
         compute = self._call("nvmlDeviceGetComputeRunningProcesses", handle)
-        graphics = {
-            int(process.pid) for process in self._call("nvmlDeviceGetGraphicsRunningProcesses", handle)
-        }
+        graphics = {int(process.pid) for process in self._call("nvmlDeviceGetGraphicsRunningProcesses", handle)}
         return {
-            int(process.pid): int(process.usedGpuMemory or 0)
-            for process in compute
-            if int(process.pid) not in graphics
+            int(process.pid): int(process.usedGpuMemory or 0) for process in compute if int(process.pid) not in graphics
         }
 
 
@@ -181,9 +179,7 @@ def cpu_devices(ranks: int) -> Devices:
     memory, name = host_memory_bytes(), _cpu_name()
     return Devices(
         kind="cpu",
-        devices=tuple(
-            Device(index=i, visible_id="", name=name, memory_bytes=memory // ranks) for i in range(ranks)
-        ),
+        devices=tuple(Device(index=i, visible_id="", name=name, memory_bytes=memory // ranks) for i in range(ranks)),
         host_memory_bytes=memory,
     )
 
@@ -221,17 +217,13 @@ def detect_devices(
     """
     environ = os.environ if environ is None else environ
     cpu = cpu_devices(DEFAULT_CPU_RANKS if cpu_ranks is None else cpu_ranks)
-    if (
-        environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
-        or environ.get("DS_ACCELERATOR") == "cpu"
-    ):
+    if environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1") or environ.get("DS_ACCELERATOR") == "cpu":
         return cpu
     try:
         nvml = Nvml() if nvml is None else nvml
         ids = _visible_ids(environ, nvml.count())
         found = tuple(
-            nvml.device(one, index=position if one.startswith("MIG-") else None)
-            for position, one in enumerate(ids)
+            nvml.device(one, index=position if one.startswith("MIG-") else None) for position, one in enumerate(ids)
         )
     except NvmlError as error:
         if not _DRIVER.exists():

@@ -49,7 +49,7 @@ class LaunchRequest:
     ds_config: Mapping[str, Any]
     """The whole DeepSpeed config of the launch, ready to train with."""
     overlay: Mapping[str, Any]
-    """What is laid over whatever config the script passes to ``deepspeed.initialize``; a value of None removes a key."""
+    """What is laid over whatever config the script passes to ``deepspeed.initialize``; a None removes a key."""
     slots: int
     """Ranks to start, one per GPU (or CPU rank)."""
     start_profile_step: int = 3

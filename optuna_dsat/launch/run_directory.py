@@ -101,9 +101,7 @@ def without_secrets(command: Sequence[str]) -> tuple[str, ...]:
         name, equals, _ = word.partition("=")
         secret = word.startswith("-") and _is_secret_name(name)
         hide_next = secret and not equals
-        shown.append(
-            f"{name}={_HIDDEN}" if secret and equals else _URL_PASSWORD.sub(rf"\g<head>:{_HIDDEN}@", word)
-        )
+        shown.append(f"{name}={_HIDDEN}" if secret and equals else _URL_PASSWORD.sub(rf"\g<head>:{_HIDDEN}@", word))
     return tuple(shown)
 
 
@@ -122,9 +120,7 @@ def _readable_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            text = (
-                f"No space left to write {path}. Free some space or choose another --output-dir, then resume."
-            )
+            text = f"No space left to write {path}. Free some space or choose another --output-dir, then resume."
         else:
             text = f"Cannot write {path}: {error.strerror}. Choose an --output-dir that can be written."
         raise OutputError(text) from error
@@ -145,9 +141,7 @@ class RunDirectory:
             OutputError: If the directory cannot be made.
         """
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", launch_id):
-            raise ValueError(
-                f"launch_id names a directory: letters, digits, '.', '_' and '-' only; got {launch_id!r}."
-            )
+            raise ValueError(f"launch_id names a directory: letters, digits, '.', '_' and '-' only; got {launch_id!r}.")
         root = output_dir.resolve() / launch_id
         with _readable_errors(root):
             if root.exists():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -80,8 +81,13 @@ def read_exit_codes(record: Path, *, without: Sequence[int] = ()) -> dict[int, i
 
 
 def first_failure_code(record: Path) -> int | None:
-    """Return the exit code of the rank that failed first (negative: signal), None where the agent recorded none."""
-    failures = sorted(_load_failures(record), key=lambda failure: failure["time"])
+    """Return the exit code of the rank that failed first (negative: signal), None where the agent recorded none.
+
+    torchrun counts in whole seconds, and lists the siblings that it ended itself (SIGTERM) beside the cause.
+    """
+    failures = sorted(
+        _load_failures(record), key=lambda failure: (failure["exit_code"] == -signal.SIGTERM, failure["time"])
+    )
     return int(failures[0]["exit_code"]) if failures else None
 
 
@@ -198,9 +204,6 @@ class RunningLaunch:
         done = {r for r, e in ends.items() if isinstance(e, RankFinished) and e.reason == "profile_done"}
         if len(done) == self.request.slots:
             self._kill_by(now + _EXIT_GRACE_S)
-            if len(dead) == self.request.slots:
-                self._start_sweep()
-                return
         elif set(ends) - done or dead - set(ends):
             self._kill_by(now + _FAILURE_GRACE_S)
         if self._kill_ranks_at is None:

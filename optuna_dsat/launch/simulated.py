@@ -120,7 +120,7 @@ class SimulatedResult:
 
 
 class Landscape(Protocol):
-    """What would become of any configuration of one model on one machine. Answers must not vary: noise is added later."""
+    """What would become of any configuration of one model on one machine. Answers do not vary: noise is added later."""
 
     def profile(self, slots: int) -> SimulatedProfile:
         """Return what a profile launch on ``slots`` devices would measure."""
@@ -156,9 +156,7 @@ class SimulatedLauncher:
         ValueError: If ``total_slots`` is less than 1 or ``noise`` is negative.
     """
 
-    def __init__(
-        self, landscape: Landscape, *, total_slots: int = 8, noise: float = 0.0, seed: int = 0
-    ) -> None:
+    def __init__(self, landscape: Landscape, *, total_slots: int = 8, noise: float = 0.0, seed: int = 0) -> None:
         if total_slots < 1:
             raise ValueError(f"total_slots is at least 1; got {total_slots}.")
         if noise < 0:
@@ -207,9 +205,7 @@ class SimulatedLauncher:
         if request.launch_id in self._flights:
             raise ValueError(f"launch_id is unique; {request.launch_id!r} is running.")
         if not 1 <= request.slots <= len(self._free):
-            raise RuntimeError(
-                f"A launch asks for {request.slots} slots; {len(self._free)} of {self._total} are free."
-            )
+            raise RuntimeError(f"A launch asks for {request.slots} slots; {len(self._free)} of {self._total} are free.")
         devices = tuple(self._free[: request.slots])
         del self._free[: request.slots]
         flight = _Flight(request, self._now_s, devices)
@@ -232,9 +228,7 @@ class SimulatedLauncher:
             end_s = offset_s
             self._push(flight.started_s + offset_s, Observed(launch_id=request.launch_id, event=event))
             if isinstance(event, StepMeasured):
-                flight.first_boundary_s = (
-                    offset_s if flight.first_boundary_s is None else flight.first_boundary_s
-                )
+                flight.first_boundary_s = offset_s if flight.first_boundary_s is None else flight.first_boundary_s
                 flight.last_boundary_s = offset_s
         outcome, message, end_s = script.ending(end_s)
         self._finish_at(flight, flight.started_s + end_s + _EXIT_S, outcome, message, result)
@@ -312,9 +306,7 @@ class SimulatedLauncher:
 class _Script:
     """What the ranks of one simulated launch report, and when."""
 
-    def __init__(
-        self, request: LaunchRequest, result: SimulatedResult, rng: random.Random, noise: float
-    ) -> None:
+    def __init__(self, request: LaunchRequest, result: SimulatedResult, rng: random.Random, noise: float) -> None:
         self._request = request
         self._result = result
         self._rng = rng

@@ -1,4 +1,4 @@
-"""Who may use which device: launches take slots (GPUs or CPU ranks) and give them back once they are measurably free."""
+"""Who may use which device: launches take slots (GPUs or CPU ranks), given back once they are measurably free."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from optuna_dsat.launch.processes import ProcessKey
 __all__ = ["SlotLease", "SlotPool"]
 
 _TOLERANCE_BYTES = 64 * 2**20
-"""Used memory may stay this much above what it was: drivers keep a few MiB for later (a CUDA context takes 200 or more)."""
+"""Used memory may stay this much above what it was: drivers keep a few MiB (a CUDA context takes 200 or more)."""
 
 _FOREIGN_SHARE = 0.2
-"""A GPU of which this share is in use without a launch of ours is somebody else's, even if NVML lists no compute process
-(as in containers). A desktop takes less."""
+"""A GPU of which this share is in use without a launch of ours is somebody else's, even if NVML lists no compute
+process (as in containers). A desktop takes less."""
 
 _SURVEY_S = 1.0
 """How long an answer about other processes' use of the GPUs is believed."""

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from optuna_dsat.launch.build_locks import remove_stale_locks
 from optuna_dsat.launch.classify import LaunchFacts, StopReason, Verdict, classify
 from optuna_dsat.launch.command import (
     agent_command,
@@ -43,12 +44,15 @@ _FREE_DEADLINE_S = 60.0
 _FULL_DISK_BYTES = 2**20
 """With less than this left, a rank that died without a record is taken to have found the disk full."""
 
+_EXPLAINED_BY_LOG = frozenset({Outcome.COMMUNICATION_ERROR, Outcome.SCRIPT_ERROR, Outcome.STALLED, Outcome.TIMEOUT})
+"""Outcomes for which a report quotes the end of the log where no rank recorded a traceback: shown, never read."""
+
 _EXCERPT_BYTES = 8192
 _EXCERPT_LINES = 20
 
 
 class TorchrunLauncher:
-    """Starts launches on this machine, each ``torchrun`` in a session of its own, and follows them through their files.
+    """Starts launches on this machine, each ``torchrun`` in a session of its own, and follows its event files.
 
     Implements the ``Launcher`` protocol. ``start`` must be called from a thread that lives as long as the launches: the
     kernel ends a launch with the thread that started it, and so with a tuner that is killed.
@@ -119,6 +123,7 @@ class TorchrunLauncher:
         prepared = _prepare(
             request, lease, pool=self._pool, output_dir=self._output_dir, base_env=self._base_env, mark=mark
         )
+        remove_stale_locks(self._base_env)
         oom_kills = kernel_oom_kills()
         with prepared.directory.agent_log.open("wb") as log:
             agent = subprocess.Popen(
@@ -179,6 +184,7 @@ class TorchrunLauncher:
         else:
             self._pool.give_back(launch.lease)
         del self._running[launch.request.launch_id]
+        remove_stale_locks(self._base_env, made_after=launch.started_unix)
         facts = launch.facts(kernel_oom_kills())
         verdict = classify(facts)
         report = _report(launch, facts, verdict, note=note, exit_s=now - launch.last_event)
@@ -271,9 +277,7 @@ def run_full(
     pool, mark = SlotPool(devices, nvml=nvml), new_mark()
     lease = pool.take(request.slots)
     try:
-        prepared = _prepare(
-            request, lease, pool=pool, output_dir=Path(output_dir), base_env=os.environ, mark=mark
-        )
+        prepared = _prepare(request, lease, pool=pool, output_dir=Path(output_dir), base_env=os.environ, mark=mark)
         agent = subprocess.Popen(prepared.argv, cwd=request.command.cwd, env=prepared.environ)
         interrupted = _wait_in_foreground(agent)
         code = first_failure_code(prepared.directory.agent_record)
@@ -370,19 +374,16 @@ def _plan(request: LaunchRequest, directory: RunDirectory) -> dict[str, object]:
     return dict(vars(plan))
 
 
-def _report(
-    launch: RunningLaunch, facts: LaunchFacts, verdict: Verdict, *, note: str, exit_s: float
-) -> LaunchReport:
+def _report(launch: RunningLaunch, facts: LaunchFacts, verdict: Verdict, *, note: str, exit_s: float) -> LaunchReport:
     boundaries = [e.time for events in facts.events.values() for e in events if isinstance(e, StepMeasured)]
     ended = time.time()
     log = _log_of(launch.directory, verdict.rank)
-    failed = verdict.outcome not in (Outcome.MEASURED, Outcome.PRUNED)
     return LaunchReport(
         launch_id=launch.request.launch_id,
         outcome=verdict.outcome,
         message=verdict.message + note,
         exit_code=launch.agent.returncode,
-        error_excerpt=verdict.error_excerpt or (_last_lines(log) if failed else ""),
+        error_excerpt=verdict.error_excerpt or (_last_lines(log) if verdict.outcome in _EXPLAINED_BY_LOG else ""),
         missing_bytes=verdict.missing_bytes,
         log_path=str(log),
         command=launch.command,

@@ -76,7 +76,8 @@ def test_a_report_is_written_in_plain_values(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "words"), [(errno.ENOSPC, "No space left"), (errno.EDQUOT, "No space left"), (errno.EACCES, "Cannot write")]
+    ("number", "words"),
+    [(errno.ENOSPC, "No space left"), (errno.EDQUOT, "No space left"), (errno.EACCES, "Cannot write")],
 )
 def test_a_disk_that_refuses_is_a_clear_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, words: str

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from .launching import DS_CONFIG, events, reports, request, updates_until_finished
 
 from optuna_dsat.launch.protocol import Finished, Launcher, LaunchUpdate, Observed
 from optuna_dsat.launch.simulated import SimulatedLauncher, SimulatedProfile, SimulatedResult
@@ -18,6 +17,8 @@ from optuna_dsat.runtime.events import (
     RankStarted,
     StepMeasured,
 )
+
+from .launching import DS_CONFIG, events, reports, request, updates_until_finished
 
 
 class Hill:

@@ -1,4 +1,4 @@
-"""A tiny DeepSpeed training whose end can be chosen: ``tiny_launch.py CONFIG [--end KIND] [--end-rank R] [--at STEP]``."""
+"""A tiny DeepSpeed training whose end can be chosen: ``tiny_launch.py CONFIG --end KIND --end-rank R --at STEP``."""
 
 from __future__ import annotations
 

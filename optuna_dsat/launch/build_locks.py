@@ -1,0 +1,61 @@
+"""Locks that a killed launch leaves in torch's folder of compiled extensions.
+
+DeepSpeed compiles its operators on first use. torch guards a build with a lock *file* and waits for it without limit,
+so a rank that is killed while it builds (a prune, a time limit, ``kill -9``) would make every later launch hang.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+__all__ = ["extensions_dir", "remove_stale_locks"]
+
+_ABANDONED_S = 600.0
+"""A lock that no process of this machine holds and that is this old is nobody's: builds take 30 to 90 s."""
+
+
+def extensions_dir(environ: Mapping[str, str]) -> Path:
+    """Return the folder where torch compiles extensions under an environment (``torch.utils.cpp_extension``)."""
+    if chosen := environ.get("TORCH_EXTENSIONS_DIR"):
+        return Path(chosen)
+    cache = environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "torch_extensions"
+
+
+def remove_stale_locks(environ: Mapping[str, str], *, made_after: float | None = None) -> tuple[Path, ...]:
+    """Remove build locks that no living process holds; return them.
+
+    torch keeps the lock file open while it builds, so an open file shows a living builder. A home directory may be
+    shared with other machines, whose processes cannot be seen: a lock goes only if it was made during a launch of ours
+    that is over, or is ten minutes old.
+
+    Args:
+        environ: Environment of the launch.
+        made_after: Unix time at which the launch that is over began; None if there was none.
+    """
+    root = extensions_dir(environ)
+    stale: list[Path] = []
+    for path in (*root.glob("*/lock"), *root.glob("*/*/lock")):
+        try:
+            made = path.stat().st_mtime
+        except OSError:
+            continue
+        ours = made_after is not None and made >= made_after - 1.0
+        if (ours or time.time() - made > _ABANDONED_S) and not _is_open(path):
+            path.unlink(missing_ok=True)
+            stale.append(path)
+    return tuple(stale)
+
+
+def _is_open(path: Path) -> bool:
+    """Whether a process of this user has the file open."""
+    target = str(path.resolve())
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            if str(descriptor.readlink()) == target:
+                return True
+        except OSError:
+            continue
+    return False

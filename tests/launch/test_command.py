@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optuna_dsat.launch.command import agent_command, launch_environment, package_dir, torchrun_command
+from optuna_dsat.launch.devices import Device, cpu_devices
+from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
+from optuna_dsat.launch.run_directory import RunDirectory
+
+from .launching import request
+
+GOLDEN = Path(__file__).parent / "golden"
+GPUS = tuple(Device(index=i, visible_id=str(i), name="GPU", memory_bytes=1) for i in (2, 3))
+
+
+def golden_request(**changes: Any) -> LaunchRequest:
+    command = ScriptCommand(script="train.py", args=("--epochs", "3"), cwd="/work", config_path="/work/ds_config.json")
+    return replace(request(Path("/work"), launch_id="trial-0007"), command=replace(command, **changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("torchrun_script.txt", {}), ("torchrun_module.txt", {"script": "package.train", "is_module": True})],
+)
+def test_the_command_is_the_golden_one(name: str, changes: dict[str, Any]) -> None:
+    command = torchrun_command(golden_request(**changes), python="python")
+    assert "\n".join(command) + "\n" == (GOLDEN / name).read_text(encoding="utf-8")
+
+
+def test_the_agent_gets_the_arguments_of_torchrun() -> None:
+    command = torchrun_command(golden_request(), python="python")
+    agent = agent_command(command, record=Path("/run/agent.json"), tuner_pid=17)
+    assert agent[:6] == ["python", "-P", "-m", "optuna_dsat.launch.agent", "/run/agent.json", "17"]
+    assert tuple(agent[6:]) == command[3:]
+
+
+def environment(base: dict[str, str], *, kind: str = "cpu", purpose: str = "trial", **options: Any) -> dict[str, str]:
+    devices = GPUS if kind == "cuda" else cpu_devices(2).devices
+    return launch_environment(
+        base,
+        request=replace(request(Path("/work")), purpose=purpose, env={"MINE": "1"}),
+        directory=RunDirectory(Path("/out/trial-0000")),
+        devices=devices,
+        kind=kind,
+        mark="mark",
+        **{"total_slots": 4, "cores": 16, "python": "/venv/bin/python", **options},
+    )
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_the_environment_is_the_golden_one(kind: str) -> None:
+    made = environment({"PATH": "/bin", "MASTER_PORT": "29500", "PET_NNODES": "3"}, kind=kind)
+    golden = (GOLDEN / f"environment_{kind}.json").read_text(encoding="utf-8")
+    assert json.dumps(made, indent=2, sort_keys=True) + "\n" == golden
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["MASTER_PORT", "MASTER_ADDR", "RANK", "WORLD_SIZE", "PET_NNODES", "TORCHELASTIC_RUN_ID", "OPTUNA_DSAT_STORAGE"],
+)
+def test_what_belongs_to_another_job_or_to_the_tuner_is_not_inherited(name: str) -> None:
+    assert name not in environment({name: "1"})
+
+
+def test_a_launch_sees_its_own_gpus_only() -> None:
+    made = environment({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, kind="cuda")
+    assert made["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert made["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert "OMP_NUM_THREADS" not in made
+
+
+@pytest.mark.parametrize(
+    ("base", "slots", "threads"), [({}, 4, "4"), ({}, 100, "1"), ({"OMP_NUM_THREADS": "7"}, 4, "7")]
+)
+def test_the_cores_are_shared_out(base: dict[str, str], slots: int, threads: str) -> None:
+    assert environment(base, total_slots=slots)["OMP_NUM_THREADS"] == threads
+
+
+def test_trackers_stay_offline_in_trials_and_are_the_user_s_in_a_full_run() -> None:
+    assert environment({"WANDB_MODE": "online"})["WANDB_MODE"] == "offline"
+    assert environment({"WANDB_MODE": "disabled"})["WANDB_MODE"] == "disabled"
+    assert environment({})["MLFLOW_TRACKING_URI"] == "file:///out/trial-0000/trackers/mlflow"
+    full = environment({"WANDB_MODE": "online"}, purpose="full")
+    assert full["WANDB_MODE"] == "online"
+    assert "MLFLOW_TRACKING_URI" not in full
+
+
+def test_the_interpreter_s_folder_is_on_the_path_once() -> None:
+    assert environment({"PATH": "/usr/bin"})["PATH"] == "/usr/bin:/venv/bin"
+    assert environment({"PATH": "/venv/bin:/usr/bin"})["PATH"] == "/venv/bin:/usr/bin"
+
+
+def test_the_request_s_own_variables_are_added() -> None:
+    assert environment({"MINE": "0"})["MINE"] == "1"
+
+
+def test_the_package_is_importable_through_the_link_and_nothing_else_is(tmp_path: Path) -> None:
+    directory = RunDirectory.create(tmp_path, "one")
+    link = directory.link_package(package_dir())
+    assert [path.name for path in link.iterdir()] == ["optuna_dsat"]
+    code = "import optuna_dsat.runtime.plan as plan; print(plan.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-P", "-S", "-c", code],
+        env={**os.environ, "PYTHONPATH": str(link)},
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+    )
+    assert Path(done.stdout.strip()).is_relative_to(link)

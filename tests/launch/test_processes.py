@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from optuna_dsat.launch.build_locks import extensions_dir, remove_stale_locks
+from optuna_dsat.launch.processes import (
+    MARK_ENV,
+    LaunchProcess,
+    ProcessKey,
+    find_leftovers,
+    find_marked,
+    kernel_oom_kills,
+    kill_leftovers,
+    new_mark,
+)
+from optuna_dsat.launch.running import EventTail, first_failure_code, read_exit_codes
+from optuna_dsat.runtime.events import RankFinished, encode_event
+
+TREE = (
+    "import subprocess, sys, time\n"
+    "sleep = [sys.executable, '-c', 'import time; time.sleep(600)']\n"
+    "subprocess.Popen(sleep)\n"
+    "subprocess.Popen(sleep, start_new_session=True)\n"
+    "subprocess.run(['sh', '-c', 'sleep 600 & exit 0'], start_new_session=True)\n"  # re-parented
+    "print('ready', flush=True)\n"
+    "time.sleep(600)\n"
+)
+
+
+@pytest.fixture
+def tree() -> Iterator[tuple[str, int]]:
+    """A marked process with a child, one in another session, and an orphan."""
+    mark = new_mark()
+    process = subprocess.Popen(
+        [sys.executable, "-c", TREE], env={**os.environ, MARK_ENV: mark}, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    yield mark, process.pid
+    kill_leftovers(mark)
+    process.wait()
+    process.stdout.close()
+
+
+def test_all_processes_of_a_launch_are_found_and_ended(tree: tuple[str, int]) -> None:
+    mark, pid = tree
+    found = {process.key.pid for process in find_marked(mark)}
+    assert pid in found
+    assert len(found) == 4
+    assert set(kill_leftovers(mark)) == found
+    assert find_marked(mark) == []
+    assert kill_leftovers(mark) == ()
+
+
+def test_a_launch_with_a_living_tuner_is_no_leftover(tree: tuple[str, int]) -> None:
+    mark, _ = tree
+    assert mark not in {process.mark for process in find_leftovers()}
+    assert find_marked("another mark") == []
+
+
+@pytest.mark.parametrize(
+    ("mark", "orphaned"),
+    [("id:4194305:1", True), (f"id:{os.getpid()}:1", True), (new_mark(), False), ("", False), ("id:x:y", False)],
+)
+def test_a_mark_tells_whether_its_tuner_lives(mark: str, orphaned: bool) -> None:
+    assert LaunchProcess(ProcessKey(1, 1), mark).orphaned is orphaned
+
+
+def test_leftovers_of_a_dead_tuner_are_ended() -> None:
+    code = (
+        "import os, subprocess, sys\n"
+        "from optuna_dsat.launch.processes import MARK_ENV, new_mark\n"
+        "env = {**os.environ, MARK_ENV: new_mark()}\n"
+        "print(subprocess.Popen(['sleep', '600'], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).pid)\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    tuner = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+    pid = int(tuner.stdout)
+    assert pid in {process.key.pid for process in find_leftovers()}
+    assert pid in kill_leftovers()
+    assert ProcessKey.of(pid) is None
+
+
+def test_a_process_key_is_not_fooled_by_a_reused_number() -> None:
+    own = ProcessKey.of(os.getpid())
+    assert own is not None
+    assert own.alive
+    assert not ProcessKey(own.pid, own.start_ticks - 1).alive
+    assert ProcessKey.of(2**22 + 1) is None
+
+
+def test_a_zombie_is_dead() -> None:
+    process = subprocess.Popen(["true"])
+    deadline = time.monotonic() + 5
+    while ProcessKey.of(process.pid) is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert ProcessKey.of(process.pid) is None
+    process.wait()
+
+
+def test_the_kernel_s_count_of_memory_kills_never_falls() -> None:
+    first, second = kernel_oom_kills(), kernel_oom_kills()
+    assert first is None or (second is not None and 0 <= first <= second)
+
+
+def test_events_are_read_as_they_come(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.jsonl"
+    tail = EventTail(path)
+    assert tail.read() == []
+    events = [RankFinished(rank=0, time=float(n), reason="profile_done", steps=n) for n in range(3)]
+    lines = [encode_event(event).encode() for event in events]
+    path.write_bytes(lines[0] + b"\n" + lines[1][:10])
+    assert tail.read() == [events[0]]
+    assert tail.read() == []
+    with path.open("ab") as file:
+        file.write(lines[1][10:] + b"\nnot json\n\n" + lines[2] + b"\n")
+    assert tail.read() == events[1:]
+    assert tail.read() == []
+
+
+def test_exit_codes_are_read_from_the_agent_s_record(tmp_path: Path) -> None:
+    record = tmp_path / "agent.json"
+    assert read_exit_codes(record) == {}
+    assert first_failure_code(record) is None
+    record.write_text(
+        '{"failures": [{"rank": 0, "pid": 10, "exit_code": -9, "time": 2},'
+        ' {"rank": 1, "pid": 11, "exit_code": 3, "time": 1}]}'
+    )
+    assert read_exit_codes(record) == {0: -9, 1: 3}
+    assert read_exit_codes(record, without=[10]) == {1: 3}
+    assert first_failure_code(record) == 3
+    record.write_text(
+        '{"failures": [{"rank": 0, "pid": 10, "exit_code": -15, "time": 1},'
+        ' {"rank": 1, "pid": 11, "exit_code": 3, "time": 1}]}'
+    )
+    assert first_failure_code(record) == 3
+    record.write_text("{")
+    assert read_exit_codes(record) == {}
+
+
+def test_a_lock_left_by_a_killed_build_is_removed(tmp_path: Path) -> None:
+    environ = {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    lock = tmp_path / "py311_cpu" / "op" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    now = time.time()
+    assert remove_stale_locks(environ) == ()  # fresh, and of no launch of ours
+    assert remove_stale_locks(environ, made_after=now + 60) == ()
+    with lock.open():  # its builder lives
+        assert remove_stale_locks(environ, made_after=now - 60) == ()
+    assert remove_stale_locks(environ, made_after=now - 60) == (lock,)
+    lock.touch()
+    os.utime(lock, (now - 3600, now - 3600))
+    assert remove_stale_locks(environ) == (lock,)
+
+
+def test_torch_s_folder_of_extensions_is_found() -> None:
+    assert extensions_dir({"TORCH_EXTENSIONS_DIR": "/a"}) == Path("/a")
+    assert extensions_dir({"XDG_CACHE_HOME": "/c"}) == Path("/c/torch_extensions")
+    assert extensions_dir({}) == Path.home() / ".cache/torch_extensions"

@@ -1,0 +1,209 @@
+"""Real launches through torchrun on the CPU, two ranks at most."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optuna_dsat.launch.devices import cpu_devices
+from optuna_dsat.launch.processes import ProcessKey, find_leftovers, find_marked, kill_leftovers
+from optuna_dsat.launch.protocol import LaunchUpdate
+from optuna_dsat.launch.torchrun import TorchrunLauncher
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.events import EngineReady, RankFailed, RankFinished, RankStarted, StepMeasured
+
+from .launching import DS_CONFIG, events, reports, request, updates_until_finished
+
+ROOT = Path(__file__).parents[2]
+BASE_ENV = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(ROOT / ".cache" / "torch_extensions")),
+}
+
+pytestmark = pytest.mark.torchrun
+
+
+@pytest.fixture
+def cwd(tmp_path: Path) -> Path:
+    user_config = {**DS_CONFIG, "train_micro_batch_size_per_gpu": 2}
+    (tmp_path / "user_config.json").write_text(json.dumps(user_config), encoding="utf-8")
+    return tmp_path
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[TorchrunLauncher]:
+    made = TorchrunLauncher(tmp_path / "out", devices=cpu_devices(2), base_env=BASE_ENV)
+    yield made
+    made.close()
+
+
+def until(launcher: TorchrunLauncher, found: Callable[[Sequence[LaunchUpdate]], bool]) -> list[LaunchUpdate]:
+    updates: list[LaunchUpdate] = []
+    deadline = time.monotonic() + 120
+    while not found(updates):
+        assert time.monotonic() < deadline, updates
+        updates += launcher.poll(1.0)
+    return updates
+
+
+def assert_gone(pids: Sequence[int]) -> None:
+    alive = [pid for pid in pids if ProcessKey.of(pid) is not None]
+    assert alive == []
+
+
+def own_processes(tuner_pid: int) -> list[int]:
+    """Return the processes of all launches of a tuner."""
+    return [process.key.pid for process in find_marked() if process.mark.split(":")[1] == str(tuner_pid)]
+
+
+def test_a_launch_is_measured_and_leaves_its_directory(launcher: TorchrunLauncher, cwd: Path) -> None:
+    launcher.start(request(cwd))
+    assert launcher.free_slots == 0
+    updates = updates_until_finished(launcher)
+    report = reports(updates)["trial-0000"]
+    assert report.outcome is Outcome.MEASURED, report
+    assert report.exit_code == 0
+    assert report.devices == (0, 1)
+    assert_gone(report.pids)
+    assert len(report.pids) == 3
+    assert {event.rank for event in events(updates, EngineReady)} == {0, 1}
+    assert {event.observed_micro_batch for event in events(updates, StepMeasured)} == {4}
+    assert {event.reason for event in events(updates, RankFinished)} == {"profile_done"}
+    assert launcher.free_slots == 2
+    directory = launcher.run_directory("trial-0000")
+    assert json.loads(directory.report.read_text())["outcome"] == "measured"
+    assert json.loads(directory.config.read_text()) == DS_CONFIG
+    assert "training starts" in directory.stdout(0).read_text()
+    assert "torch.distributed.run" in directory.command_text.read_text()
+
+
+def test_one_rank_s_exception_ends_the_launch(launcher: TorchrunLauncher, cwd: Path) -> None:
+    launcher.start(request(cwd, args=("--end", "raise", "--end-rank", "1", "--orphan")))
+    updates = updates_until_finished(launcher)
+    report = reports(updates)["trial-0000"]
+    assert report.outcome is Outcome.SCRIPT_ERROR, report
+    assert "the script's own mistake" in report.message
+    assert "ValueError: the script's own mistake" in report.error_excerpt
+    assert events(updates, RankFailed)[0].rank == 1
+    assert_gone(report.pids)
+    assert own_processes(os.getpid()) == []
+
+
+def test_a_rank_that_is_killed_ends_the_launch(launcher: TorchrunLauncher, cwd: Path) -> None:
+    launcher.start(request(cwd, args=("--end", "sleep", "--at", "3"), end_profile_step=5))
+    updates = until(launcher, lambda seen: len(events(seen, StepMeasured)) >= 2)
+    victim = next(event.pid for event in events(updates, RankStarted) if event.rank == 1)
+    os.kill(victim, signal.SIGKILL)
+    report = reports(updates_until_finished(launcher))["trial-0000"]
+    assert report.outcome in (Outcome.SCRIPT_ERROR, Outcome.HOST_OUT_OF_MEMORY)  # by what the kernel tells
+    assert "rank 1: killed" in report.message
+    assert_gone(report.pids)
+
+
+def test_a_launch_is_pruned_in_flight_and_the_next_one_starts(launcher: TorchrunLauncher, cwd: Path) -> None:
+    launcher.start(request(cwd, args=("--step-s", "0.05"), end_profile_step=90))
+    until(launcher, lambda seen: bool(events(seen, StepMeasured)))
+    launcher.stop("trial-0000", message="cannot win")
+    launcher.stop("unknown")
+    report = reports(updates_until_finished(launcher))["trial-0000"]
+    assert (report.outcome, report.message) == (Outcome.PRUNED, "cannot win")
+    assert_gone(report.pids)
+    launcher.start(request(cwd, launch_id="trial-0001", args=("--steps", "1")))
+    report = reports(updates_until_finished(launcher))["trial-0001"]
+    assert report.outcome is Outcome.SCRIPT_ERROR
+    assert "ended after 1 global steps" in report.message
+
+
+@pytest.mark.parametrize(
+    ("limits", "outcome"), [({"stall_s": 8.0}, Outcome.STALLED), ({"timeout_s": 8.0}, Outcome.TIMEOUT)]
+)
+def test_a_silent_launch_is_ended(
+    launcher: TorchrunLauncher, cwd: Path, limits: dict[str, Any], outcome: Outcome
+) -> None:
+    launcher.start(request(cwd, args=("--end", "sleep", "--at", "1"), **limits))
+    report = reports(updates_until_finished(launcher))["trial-0000"]
+    assert report.outcome is outcome, report
+    assert_gone(report.pids)
+
+
+def test_launches_side_by_side_do_not_clash(launcher: TorchrunLauncher, cwd: Path) -> None:
+    for name in ("one", "two"):
+        launcher.start(request(cwd, launch_id=name, slots=1))
+    found = reports(updates_until_finished(launcher, 2))
+    assert {name: report.outcome for name, report in found.items()} == {
+        "one": Outcome.MEASURED,
+        "two": Outcome.MEASURED,
+    }, found
+    assert {report.devices for report in found.values()} == {(0,), (1,)}
+
+
+TUNER = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from launching import request
+from optuna_dsat.launch.devices import cpu_devices
+from optuna_dsat.launch.torchrun import {imports}
+{body}
+"""
+FOLLOW = """
+from optuna_dsat.runtime.events import RankStarted, StepMeasured
+launcher = TorchrunLauncher(Path({cwd!r}) / "out", devices=cpu_devices(2))
+launcher.start(request(Path({cwd!r}), args=("--step-s", "0.05", "--orphan"), end_profile_step=90))
+while True:
+    for update in launcher.poll(1.0):
+        if isinstance(getattr(update, "event", None), StepMeasured):
+            print("running", flush=True)
+"""
+FULL = """
+full = request(Path({cwd!r}), purpose="full", args=("--steps", "3", "--end", {end!r}, "--at", "2"))
+sys.exit(run_full(full, devices=cpu_devices(2)))
+"""
+
+
+def tuner(cwd: Path, imports: str, body: str) -> list[str]:
+    code = TUNER.format(tests=str(Path(__file__).parent), imports=imports, body=body)
+    (cwd / "tuner.py").write_text(code, encoding="utf-8")
+    return [sys.executable, str(cwd / "tuner.py")]
+
+
+def test_a_tuner_that_is_killed_takes_its_launch_along(cwd: Path) -> None:
+    environ = {**BASE_ENV, "PYTHONPATH": str(ROOT)}
+    command = tuner(cwd, "TorchrunLauncher", FOLLOW.format(cwd=str(cwd)))
+    process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True, cwd=cwd)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "running\n"
+    own = own_processes(process.pid)
+    paths = (cwd / "out/trial-0000/events").glob("rank*.jsonl")
+    ranks = [json.loads(path.read_text(encoding="utf-8").splitlines()[0])["pid"] for path in paths]
+    assert set(ranks) < set(own)
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    deadline = time.monotonic() + 10
+    while any(ProcessKey.of(pid) for pid in ranks) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert_gone(ranks)
+    kill_leftovers()  # the orphans that the script had started itself
+    assert_gone(own)
+    assert find_leftovers() == []
+
+
+@pytest.mark.parametrize(("end", "code"), [("", 0), ("exit", 7)])
+def test_a_full_run_is_on_the_terminal_and_passes_its_exit_code_on(cwd: Path, end: str, code: int) -> None:
+    environ = {**BASE_ENV, "PYTHONPATH": str(ROOT)}
+    command = tuner(cwd, "run_full", FULL.format(cwd=str(cwd), end=end))
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, cwd=cwd)
+    assert done.returncode == code, done.stderr
+    assert "training starts" in done.stdout
+    assert not (cwd / "out").exists()
