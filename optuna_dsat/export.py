@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from optuna_dsat import ds_config
+from optuna_dsat.arg_mapping import map_arguments
 from optuna_dsat.spec import ScriptSpec, StudySpec
 
 __all__ = ["BEST_CONFIG", "BEST_METRICS", "TuneResult", "trainable_config", "training_command", "write_best"]
@@ -71,14 +72,15 @@ def write_best(directory: Path, config: Mapping[str, Any], metrics: Mapping[str,
     return config_path, metrics_path
 
 
-def training_command(spec: StudySpec, config_path: Path) -> tuple[str, bool]:
-    """Return the shell command that trains with the config at ``config_path``, and whether it names that config.
+def training_command(spec: StudySpec, config: Mapping[str, Any], config_path: Path) -> tuple[str, bool]:
+    """Return the shell command that trains with ``config``, written to ``config_path``, and whether it names that file.
 
     An argument that names the user's config is pointed to the new one. A script that is not given its config on the
     command line has to be pointed to it by its user.
     """
     script = spec.script
-    args, replaced = _point_to(script, config_path)
+    pointed, replaced = _point_to(script, config_path)
+    args = map_arguments(pointed, script.arg_mappings, config, world_size=spec.slots_per_trial)
     target = ["-m", script.script] if script.is_module else [script.script]
     prefix = [] if spec.device == "cuda" else ["env", "DS_ACCELERATOR=cpu", f"LOCAL_SIZE={spec.slots_per_trial}"]
     command = [*prefix, "torchrun", "--nproc_per_node", str(spec.slots_per_trial), *target, *args]

@@ -184,10 +184,10 @@ def _offload_device(zero: Mapping[str, Any], key: str, stage: int) -> str:
 
 
 def _is_fused(config: Mapping[str, Any], optimizer: str) -> bool:
-    """Whether the optimizer updates in place: DeepSpeed's own, on the GPU (FusedAdam) or the CPU (DeepSpeedCPUAdam).
+    """Whether the optimizer updates in place, as DeepSpeed's own FusedAdam and DeepSpeedCPUAdam do.
 
-    ``DeepSpeedEngine._configure_basic_optimizer`` builds them for ``Adam`` and ``AdamW`` unless ``torch_adam`` is set.
-    An optimizer that nothing is known of counts as fused.
+    ``DeepSpeedEngine._configure_basic_optimizer`` builds them for ``Adam`` and ``AdamW`` unless
+    ``torch_adam`` is set. An optimizer that nothing is known of counts as fused.
     """
     section = config.get("optimizer") or {}
     name = str(section.get("type") or "").lower()
@@ -223,11 +223,11 @@ class Moment:
 def moments(s: ZeroSettings) -> tuple[Moment, ...]:
     """Return the moments of a step at which memory may peak.
 
-    Activations grow linearly with the micro-batch (Korthikanti et al., arXiv:2205.05198, section 4: every term of
-    ``s b h (34 + 5 a s / h)`` is proportional to the micro-batch b), and are freed layer by layer while gradients grow,
-    so with even layers the peak of the backward pass is at one of its ends. At the first of them the buckets are there
-    already. The known error: layers that are not even, and a large logits tensor at the end, shift the peak by up to
-    the size of one layer's activations.
+    Activations grow linearly with the micro-batch (Korthikanti et al., arXiv:2205.05198, section 4: every
+    term of ``s b h (34 + 5 a s / h)`` is proportional to the micro-batch b), and are freed layer by layer
+    while gradients grow, so with even layers the peak of the backward pass is at one of its ends. At the
+    first of them the buckets are there already. The known error: layers that are not even, and a large logits
+    tensor at the end, shift the peak by up to the size of one layer's activations.
     """
     persistent, buckets, gradients = _persistent(s), _buckets(s), _gradients(s)
     kept = gradients if s.accumulates else {}
@@ -349,8 +349,9 @@ def _conversion(s: ZeroSettings) -> dict[str, int]:
     """Return the gradients live while they are made ready for the optimizer.
 
     Stages 1 and 2 flatten the gradients of the rank's partition into a new tensor and convert that to fp32
-    (``DeepSpeedZeroOptimizer.step``), all of it at once; only then are the gradients freed. Where the gradients are fp32
-    already, nothing is converted. DeepSpeed's estimators count the 4 bytes of the fp32 gradients, too.
+    (``DeepSpeedZeroOptimizer.step``), all of it at once; only then are the gradients freed. Where the
+    gradients are fp32 already, nothing is converted. DeepSpeed's estimators count the 4 bytes of the fp32
+    gradients, too.
     """
     if s.stage in (0, 3) or s.offload_optimizer != "none":
         return {}
@@ -362,12 +363,13 @@ def _conversion(s: ZeroSettings) -> dict[str, int]:
 def _update(s: ZeroSettings) -> dict[str, int]:
     """Return what is live while the optimizer updates: fp32 gradients and the optimizer's own temporaries.
 
-    Stages 1 and 2 update the whole partition at once, stage 3 a sub-group (``sub_group_size``) at a time, stage 0 tensor
-    by tensor but in one list. Stage 0 keeps the half-precision gradients beside their fp32 copies.
+    Stages 1 and 2 update the whole partition at once, stage 3 a sub-group (``sub_group_size``) at a time,
+    stage 0 all. Stage 0 keeps the half-precision gradients beside their fp32 copies. With optimizer offload
+    all this is the host's, which for CPU ranks is their own memory.
     """
-    if s.offload_optimizer != "none":
-        return {}
     elements = _updated_at_once(s)
+    if s.offload_optimizer != "none":
+        return {"optimizer_scratch": _scratch(s, elements)} if s.on_cpu else {}
     parts = {"fp32_gradients": _FP32 * elements, "optimizer_scratch": _scratch(s, elements)}
     if s.stage == 0:
         parts["gradients"] = s.param_bytes * s.trainable
@@ -382,11 +384,12 @@ def _updated_at_once(s: ZeroSettings) -> int:
 
 
 def _scratch(s: ZeroSettings, elements: int) -> int:
-    """Return the temporaries of torch's Adam: one fp32 element a parameter on CUDA, two on the CPU; DeepSpeed's, none.
+    """Return the temporaries of torch's Adam: one fp32 element a parameter on CUDA, two on the CPU.
 
-    ``torch.optim.adam._multi_tensor_adam`` (the default on CUDA) keeps the square roots of all second moments,
-    ``_single_tensor_adam`` (on the CPU) square root and quotient of one tensor, which under ZeRO is all that is updated
-    at once and without ZeRO at most the largest layer's. Other optimizers of torch are taken to be alike.
+    ``torch.optim.adam._multi_tensor_adam`` (the default on CUDA) keeps the square roots of all second
+    moments, ``_single_tensor_adam`` (on the CPU) square root and quotient of one tensor, which under ZeRO is
+    all that is updated at once and without ZeRO at most the largest layer's. DeepSpeed's own optimizers need
+    none; others of torch are taken to be alike.
     """
     if s.fused_optimizer or s.state_bytes == 0:
         return 0
@@ -399,17 +402,17 @@ def rank_host_parts(s: ZeroSettings) -> dict[str, int]:
     """Return what one rank keeps in host memory, in bytes.
 
     Optimizer offload (ZeRO-Offload, arXiv:2101.06840, section 3): master, optimizer state, fp32 gradients and
-    a half-precision copy of the partition, (4 + k + 4 + b) T/N. Stages 1 and 2 add a gradient of the largest
-    parameter and, under gradient accumulation, the accumulated partition; stage 3 the gradient partition. To
-    NVMe (ZeRO-Infinity) only the buffers of one sub-group stay. Parameter offload: b P/N, to NVMe the swap
-    buffers. DeepSpeed's estimators multiply by 1.5 for what the CUDA host allocator rounds up (pinned blocks
-    are powers of two, so up to twice); that factor is not in here.
+    a half-precision copy of the partition, (4 + k + 4 + b) T/N, and the temporaries of an optimizer of torch.
+    Stages 1 and 2 add a gradient of the largest parameter and, under gradient accumulation, the accumulated
+    partition; stage 3 the gradient partition. To NVMe (ZeRO-Infinity) only the buffers of one sub-group stay.
+    Parameter offload: b P/N, to NVMe the swap buffers. DeepSpeed's estimators multiply by 1.5 for what the CUDA
+    host allocator rounds up (pinned blocks are powers of two, so up to twice); that factor is not in here.
     """
     parts: dict[str, int] = {}
     if s.offload_optimizer != "none":
         elements = _updated_at_once(s) if s.offload_optimizer == "nvme" else s.partition
         parts["optimizer"] = (s.master_bytes + s.state_bytes + _FP32) * elements
-        parts["optimizer_scratch"] = _scratch(s, _updated_at_once(s))
+        parts["optimizer_scratch"] = 0 if s.on_cpu else _scratch(s, _updated_at_once(s))
         if s.stage == 3:
             parts["gradients"] = s.grad_bytes * s.partition
         else:

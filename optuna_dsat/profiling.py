@@ -121,6 +121,7 @@ def script_command(spec: StudySpec) -> ScriptCommand:
         is_module=script.is_module,
         cwd=script.cwd,
         config_path=script.config_path,
+        arg_mappings=script.arg_mappings,
     )
 
 
@@ -220,6 +221,7 @@ def fingerprint(spec: StudySpec, *, device_names: tuple[str, ...]) -> str:
         "code": _code_hashes(Path(spec.script.script), Path(spec.script.cwd)),
         "script": spec.script.script if spec.script.is_module else Path(spec.script.script).name,
         "args": spec.script.args,
+        "arg_mappings": spec.script.arg_mappings,
         "config": outside,
         "device": spec.device,
         "devices": device_names,

@@ -125,8 +125,9 @@ class SearchSpace:
         3, and an ``offload_optimizer`` without ZeRO makes DeepSpeed build a CPU optimizer for parameters on
         the GPU. With ZeRO and an optimizer that is not in DeepSpeed's list of tested ones (or the script's
         own, which cannot be seen), ``zero_allow_untested_optimizer`` is set unless the user's config says
-        something: DeepSpeed otherwise refuses ZeRO with it, and the assertion is all that the key changes. ``reduce_scatter`` is turned off at
-        stages 2 and 3 where gradients are prescaled, because its default would be refused there.
+        something: DeepSpeed otherwise refuses ZeRO with it, and the assertion is all that the key changes.
+        ``reduce_scatter`` is turned off at stages 2 and 3 where gradients are prescaled, because its default
+        would be refused there.
 
         Args:
             params: As :meth:`suggest` returned them.

@@ -313,7 +313,7 @@ class Session:
                 "finalists": [asdict(f) for f in finalists],
             },
         )
-        command, names_config = training_command(spec, config_path)
+        command, names_config = training_command(spec, config, config_path)
         study.set_user_attr(history.WINNER, winner.number)
         return TuneResult(
             study=spec.name,

@@ -175,6 +175,9 @@ class _Builder:
         if pipeline:
             reason += ", and pipeline parallelism runs with ZeRO 0 and 1 only"
             stages = tuple(stage for stage in stages if stage <= 1)
+        if _other_accumulation(self.config):
+            reason += ", and ZeRO 0 cannot accumulate gradients in another type than the model's (data_types)"
+            stages = tuple(stage for stage in stages if stage > 0)
         if not stages:
             raise ConfigError(f"No ZeRO stage is left to search: {reason}. Widen one of them.")
         return tuple(sorted(stages))
@@ -260,13 +263,28 @@ class _Builder:
         return tuple(legacy)
 
 
+_DTYPES = MappingProxyType({"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32"})
+
+
+def _types(config: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the types of model and accumulated gradients: ``fp16``, ``bf16`` or ``fp32``."""
+    enabled = [key for key in ("fp16", "bf16") if (config.get(key) or {}).get("enabled") is True]
+    model = enabled[0] if enabled else "fp32"
+    given = (config.get("data_types") or {}).get("grad_accum_dtype")
+    return model, model if given in (None, configs.AUTO) else _DTYPES.get(given, given)
+
+
+def _other_accumulation(config: Mapping[str, Any]) -> bool:
+    """Whether ``engine._do_optimizer_sanity_check`` refuses the config without ZeRO."""
+    model, accumulated = _types(config)
+    return model != accumulated
+
+
 def _site(plain: Mapping[str, Any], *, pipeline: bool, nvme_only: bool) -> Site:
-    bf16 = (plain.get("bf16") or plain.get("bfloat16") or {}).get("enabled") is True
-    grad_dtype = (plain.get("data_types") or {}).get("grad_accum_dtype")
     predivide = plain.get("gradient_predivide_factor", 1.0)
     return Site(
         pipeline=pipeline,
-        bf16_optimizer=bf16 and grad_dtype in ("fp32", "float32", "float"),
+        bf16_optimizer=_types(plain) == ("bf16", "fp32"),
         prescaled=bool(plain.get("prescale_gradients", False)) or predivide not in (1, configs.AUTO),
         sequential=plain[ZERO].get("stage3_allgather_sequential") is True,
         nvme_only=nvme_only,

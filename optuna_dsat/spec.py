@@ -68,6 +68,8 @@ class ScriptSpec(_Frozen):
     """Absolute path of the working directory the script is run in."""
     config_path: str
     """Absolute path of the user's DeepSpeed config."""
+    arg_mappings: dict[str, str] = Field(default_factory=dict)
+    """Key of the DeepSpeed config -> option of the script that follows it."""
 
 
 class MethodOptions(_Frozen):

@@ -13,7 +13,7 @@ LAYERS = [
     {"session"},
     {"tuner", "methods", "finalists", "profiling", "export", "progress"},
     {"samplers", "pruners", "launch", "store"},
-    {"lineage", "memory", "model_states", "space", "search_space", "knobs", "ds_config", "autotuning", "history", "measurement", "words", "spec"},
+    {"lineage", "memory", "model_states", "space", "search_space", "knobs", "ds_config", "autotuning", "arg_mapping", "history", "measurement", "words", "spec"},
     {"outcome", "errors", "runtime"},
 ]
 

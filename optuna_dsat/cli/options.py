@@ -57,6 +57,14 @@ class TuneOptions:
         list[str] | None,
         typer.Option(help="Leave a knob as your config has it (repeatable).", metavar="KEY", rich_help_panel=_WHAT),
     ] = None
+    arg_mapping: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Have an option of the script follow the config: KEY=--OPTION, such as "
+            "train_micro_batch_size_per_gpu=--batch-size (repeatable).",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None
     nvme_path: Annotated[
         str | None,
         typer.Option(help="Directory for NVMe offload; without it NVMe is not tried.", rich_help_panel=_WHAT),

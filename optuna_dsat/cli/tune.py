@@ -7,12 +7,13 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from optuna_dsat import ds_config
+from optuna_dsat.arg_mapping import parse_mappings
 from optuna_dsat.cli.options import TuneOptions
 from optuna_dsat.cli.show import make_observer, show_plan, show_result
 from optuna_dsat.errors import UsageError
@@ -65,12 +66,14 @@ def run_spec(
     """
     import optuna
 
+    from optuna_dsat.launch.processes import kill_leftovers
     from optuna_dsat.launch.torchrun import TorchrunLauncher
     from optuna_dsat.launch.torchrun import run_full as train
     from optuna_dsat.session import Session
     from optuna_dsat.store import Store
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)  # its lines would repeat ours
+    kill_leftovers()  # launches whose tuner was killed, if any of their processes outlived it
     launcher = TorchrunLauncher(spec.study_dir, devices=devices, max_slots=spec.max_slots)
     try:
         with Store.open(storage) as store, make_observer(quiet=quiet) as observer:
@@ -148,6 +151,7 @@ def spec_of(method: str, options: TuneOptions, devices: Devices) -> StudySpec:
             args=tuple(options.script_args or ()),
             cwd=str(Path.cwd()),
             config_path=str(options.ds_config.resolve()),
+            arg_mappings=_mappings(options.arg_mapping or (), user.autotuning.arg_mappings or {}),
         ),
         ds_config=dict(user.raw),
         metric=options.metric,
@@ -157,7 +161,7 @@ def spec_of(method: str, options: TuneOptions, devices: Devices) -> StudySpec:
         nvme_path=options.nvme_path,
         device=devices.kind,
         slots_per_trial=slots,
-        device_memory_bytes=None if options.device_memory is None else parse_bytes(options.device_memory),
+        device_memory_bytes=_device_memory(options, devices),
         max_trials=options.max_trials,
         max_concurrent_trials=options.max_concurrent_trials,
         max_slots=options.max_slots,
@@ -189,6 +193,17 @@ def make_options(values: dict[str, Any]) -> MethodOptions:
         raise UsageError(f"--{option} is {first['input']!r}: {first['msg'].lower()}.") from None
 
 
+def _device_memory(options: TuneOptions, devices: Devices) -> int | None:
+    """Return what a rank may allocate: as asked for; on the CPU three quarters of its share of the host's memory.
+
+    On a GPU an allocation that does not fit fails on its own. On the CPU the kernel would end some process of the
+    machine, and not always ours.
+    """
+    if options.device_memory is not None:
+        return parse_bytes(options.device_memory)
+    return devices.devices[0].memory_bytes * 3 // 4 if devices.kind == "cpu" else None
+
+
 def _script(path: Path) -> Path:
     if not path.is_file():
         raise UsageError(f"The script {path} {'is not a file' if path.exists() else 'does not exist'}.")
@@ -209,6 +224,17 @@ def _stages(texts: Sequence[str] | None) -> tuple[int, ...]:
             raise UsageError(f"--zero-stages names {text!r}; ZeRO stages are 0, 1, 2 and 3.")
         stages.append(int(text))
     return tuple(sorted(set(stages)))
+
+
+def _mappings(pairs: Sequence[str], from_config: Mapping[str, str]) -> dict[str, str]:
+    """Return the script's options that follow the config: those of the config's autotuning section, then ours."""
+    given = dict(from_config)
+    for pair in pairs:
+        key, equals, option = pair.partition("=")
+        if not equals:
+            raise UsageError(f"--arg-mapping is {pair!r}; write KEY=--OPTION.")
+        given[key] = option
+    return parse_mappings(given)
 
 
 def _fixed(pairs: Sequence[str]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import optuna_dsat
+from optuna_dsat.arg_mapping import map_arguments
 from optuna_dsat.launch.devices import Device
 from optuna_dsat.launch.processes import MARK_ENV
 from optuna_dsat.launch.protocol import LaunchRequest
@@ -69,7 +70,7 @@ def torchrun_command(request: LaunchRequest, *, python: str = sys.executable) ->
         *("--max_restarts", "0"),
         *("-m", "optuna_dsat.runtime"),
         *target,
-        *script.args,
+        *map_arguments(script.args, script.arg_mappings, request.ds_config, world_size=request.slots),
     )
 
 

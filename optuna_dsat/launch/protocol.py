@@ -35,6 +35,8 @@ class ScriptCommand:
     """Working directory the script expects."""
     config_path: str
     """The user's DeepSpeed config file; an argument that names it is pointed to the trial's own file."""
+    arg_mappings: Mapping[str, str] = field(default_factory=dict)
+    """Key of the DeepSpeed config -> option of the script that follows it."""
 
 
 @dataclass(frozen=True, kw_only=True)

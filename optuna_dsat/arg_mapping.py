@@ -1,0 +1,72 @@
+"""Script options that follow the trial's config: for scripts that take their batch size from the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from optuna_dsat.errors import UsageError
+
+__all__ = ["MAPPABLE", "map_arguments", "parse_mappings"]
+
+MAPPABLE = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+"""Keys of a DeepSpeed config that an option of the script may follow."""
+
+
+def parse_mappings(pairs: Mapping[str, str]) -> dict[str, str]:
+    """Return the mappings with their options as they stand on a command line.
+
+    DeepSpeed's ``autotuning.arg_mappings`` names options without dashes; those get two.
+
+    Raises:
+        UsageError: If a key cannot be mapped or an option is empty.
+    """
+    mappings = {}
+    for key, option in pairs.items():
+        if key not in MAPPABLE:
+            raise UsageError(f"An argument cannot be mapped to {key!r}; {', '.join(MAPPABLE)} can.")
+        if not option.strip("-"):
+            raise UsageError(f"The mapping of {key} names no option: write {key}=--OPTION.")
+        mappings[key] = option if option.startswith("-") else f"--{option}"
+    return mappings
+
+
+def map_arguments(
+    args: Sequence[str], mappings: Mapping[str, str], config: Mapping[str, Any], *, world_size: int
+) -> tuple[str, ...]:
+    """Return a script's arguments with the mapped options set to what ``config`` says.
+
+    An option that is there (``--flag value`` or ``--flag=value``) is overridden, else it is added at the end.
+
+    Args:
+        args: The script's arguments.
+        mappings: Key of the config -> option, as ``parse_mappings`` returns them.
+        config: A DeepSpeed config with numbers for its batch sizes.
+        world_size: Data-parallel ranks, for a train batch size that the config leaves to DeepSpeed.
+    """
+    if not mappings:
+        return tuple(args)
+    micro_batch = int(config["train_micro_batch_size_per_gpu"])
+    accumulation = int(config.get("gradient_accumulation_steps") or 1)
+    values = {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": accumulation,
+        "train_batch_size": config.get("train_batch_size") or micro_batch * accumulation * world_size,
+    }
+    result = list(args)
+    for key, option in mappings.items():
+        _set_option(result, option, str(values[key]))
+    return tuple(result)
+
+
+def _set_option(args: list[str], option: str, value: str) -> None:
+    found = False
+    for index, arg in enumerate(args):
+        if arg == option and index + 1 < len(args):
+            args[index + 1] = value
+            found = True
+        elif arg.startswith(f"{option}="):
+            args[index] = f"{option}={value}"
+            found = True
+    if not found:
+        args += [option, value]
