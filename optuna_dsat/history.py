@@ -15,6 +15,7 @@ from optuna_dsat.outcome import Outcome
 __all__ = [
     "ATTEMPTS",
     "CONFIG",
+    "CONFIGURATION",
     "CONFIG_KEY",
     "ERROR",
     "FINALISTS",
@@ -46,6 +47,8 @@ VETOED = "vetoed"
 MESSAGE = "message"
 METRICS = "metrics"
 CONFIG = "config"
+CONFIGURATION = "configuration"
+"""The config in a few words, for people who look at trials in a dashboard."""
 OVERLAY = "overlay"
 """What the trial laid over the config that the script passes."""
 CONFIG_KEY = "config_key"

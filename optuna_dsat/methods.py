@@ -29,6 +29,7 @@ def hardware_of(spec: StudySpec, profiled: Profiled) -> memory.Hardware:
         ranks_per_node=spec.slots_per_trial,
         device_memory_bytes=profiled.profile.device_memory_bytes,
         host_memory_bytes=profiled.profile.host_memory_bytes,
+        device=spec.device,
     )
 
 

@@ -98,6 +98,9 @@ def space_of(spec: StudySpec, profiled: Profiled | None) -> SearchSpace:
         micro_batch_cap=_MAX_MICRO_BATCH if profiled is None else micro_batch_cap(spec, profiled),
         pipeline=profiled is not None and profiled.pipeline,
         device=spec.device,
+        gradient_accumulation_steps=ds_config.batch_triangle(
+            ds_config.effective(spec.ds_config), world_size=spec.slots_per_trial
+        ).gradient_accumulation_steps,
     )
 
 

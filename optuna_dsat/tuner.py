@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 import optuna
+from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, TrialState
 
 from optuna_dsat import ds_config, history
@@ -41,7 +42,7 @@ _REFUSALS = 200
 """Asked configurations in a row that were run before or vetoed, after which the space counts as exhausted."""
 
 _WAIT_S = 0.5
-"""Pause between two looks at what other workers still run, in seconds."""
+"""Longest wait for news of the launches in flight, and pause between two looks at other workers', in seconds."""
 
 _STATES = {
     Outcome.MEASURED: TrialState.COMPLETE,
@@ -148,25 +149,23 @@ class Tuner:
         return reason
 
     def _loop(self) -> EndReason:
-        reason: EndReason | None = None
+        timed_out = False
         while True:
-            if reason is None:
-                reason = self._fill()
-            if reason is not None and not self._running:
-                if reason is EndReason.TIMEOUT or not self._others_running():
+            # Asked anew each time: another worker's trial may be lost, and is then run here.
+            reason = EndReason.TIMEOUT if timed_out else self._fill()
+            if not self._running:
+                if reason is not None and (timed_out or not self._any_running()):
                     return reason
-                reason = None  # another worker's trial may be lost, and is then run here
                 time.sleep(_WAIT_S)
-                continue
-            for update in self._launcher.poll(0.5):
+            for update in self._launcher.poll(_WAIT_S if self._running else 0.0):
                 self._take(update)
-            if reason is None and self._deadline is not None and time.monotonic() > self._deadline:
-                reason = EndReason.TIMEOUT
+            if not timed_out and self._deadline is not None and time.monotonic() > self._deadline:
+                timed_out = True
                 for launch_id in self._running:
                     self._launcher.stop(launch_id, message="the search ran out of time (--timeout)")
 
-    def _others_running(self) -> bool:
-        """Whether other workers' trials are in flight: the study is not over before they are."""
+    def _any_running(self) -> bool:
+        """Whether trials are in flight, here or elsewhere: the study is not over before they are."""
         return bool(self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)))
 
     def _fill(self) -> EndReason | None:
@@ -183,9 +182,24 @@ class Tuner:
             if self._refused >= _REFUSALS or self._method.exhausted(self._study):
                 # Launches in flight may still open new ground, for this worker or another.
                 return EndReason.EXHAUSTED if not self._running else None
-            if not self._ask() and self._running:
-                return None  # what is in flight may open new ground
+            trial = self._next_trial()
+            if trial is None or (not self._consider(trial) and self._any_running()):
+                return None  # what is in flight, here or elsewhere, may open new ground or be given back
         return None
+
+    def _next_trial(self) -> optuna.Trial | None:
+        """Ask for a trial; return None where those that are being considered already may use up the budget.
+
+        Workers ask one at a time, so that all of them together launch no more than the budget allows.
+        """
+        with self._store.exclusive("ask for a trial"):
+            trials = self._trials()
+            considered = sum(t.state is TrialState.RUNNING and history.LAUNCH_ID not in t.user_attrs for t in trials)
+            if history.launches_used(trials) + considered >= self._spec.max_trials:
+                return None
+            trial = self._study.ask()
+        self._store.heartbeat.add(trial)
+        return trial
 
     def _may_launch(self) -> bool:
         slots = self._spec.slots_per_trial
@@ -193,10 +207,16 @@ class Tuner:
             return False
         return self._spec.max_slots is None or (len(self._running) + 1) * slots <= self._spec.max_slots
 
-    def _ask(self) -> bool:
-        """Ask for a trial and launch it, or tell at once why it is not launched; return False for a duplicate."""
-        trial = self._study.ask()
-        self._store.heartbeat.add(trial)
+    def _consider(self, trial: optuna.Trial) -> bool:
+        """Launch a trial, or tell at once why it is not launched; return False for a duplicate."""
+        try:
+            return self._launch_or_refuse(trial)
+        except UpdateFinishedTrialError:
+            self._store.release_trial(self._uuid, trial.number)
+            self._drop(trial)
+            return False
+
+    def _launch_or_refuse(self, trial: optuna.Trial) -> bool:
         if trial.user_attrs.get(history.PURPOSE) == history.USER_CONFIG:
             params: dict[str, Any] = {}
             config, overlay = user_config(self._spec)
@@ -248,6 +268,7 @@ class Tuner:
             timeout_s=spec.trial_timeout_s,
         )
         trial.set_user_attr(history.CONFIG, dict(config))
+        trial.set_user_attr(history.CONFIGURATION, config_in_words(config))
         trial.set_user_attr(history.OVERLAY, dict(overlay))
         trial.set_user_attr(history.CONFIG_KEY, key)
         trial.set_user_attr(history.LAUNCH_ID, request.launch_id)
@@ -280,13 +301,23 @@ class Tuner:
         running = self._running.get(update.launch_id)
         if running is None:
             return
-        if isinstance(update, Observed):
-            step = running.record.add(update.event)
-            if step is not None:
-                self._report(running, step)
-        elif isinstance(update, Finished):
-            del self._running[update.launch_id]
-            self._finish(running, update.report)
+        try:
+            if isinstance(update, Observed):
+                step = running.record.add(update.event)
+                if step is not None:
+                    self._report(running, step)
+            elif isinstance(update, Finished):
+                del self._running[update.launch_id]
+                self._finish(running, update.report)
+        except UpdateFinishedTrialError:
+            self._running.pop(update.launch_id, None)
+            self._launcher.stop(update.launch_id, outcome=Outcome.LOST, message="given to another worker")
+            self._drop(running.trial)
+
+    def _drop(self, trial: optuna.Trial) -> None:
+        """Forget a trial that was given to another worker, because this one was frozen or cut off for long."""
+        self._observer(Message(text=f"Trial {trial.number} was given to another worker; its result is dropped."))
+        self._store.heartbeat.remove(trial)
 
     def _report(self, running: _Running, step: GlobalStep) -> None:
         """Report a step that counts and let the pruner stop a job that cannot win."""
@@ -329,8 +360,7 @@ class Tuner:
     def _tell(self, running: _Running, report: LaunchReport) -> None:
         trial = running.trial
         if self._store.heartbeat.is_lost(trial):
-            self._observer(Message(text=f"Trial {trial.number} was given to another worker; its result is dropped."))
-            self._store.heartbeat.remove(trial)
+            self._drop(trial)
             return
         measured = report.outcome is Outcome.MEASURED
         value = None

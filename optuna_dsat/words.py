@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["bytes_in_words", "config_in_words", "duration_in_words", "metric_in_words"]
+__all__ = ["bytes_in_words", "config_in_words", "duration_in_words", "metric_in_words", "zero_in_words"]
 
 
-def config_in_words(config: Mapping[str, Any]) -> str:
-    """Return stage, offloads and micro-batch of a config, such as ``ZeRO 2 + optimizer offload, micro-batch 8``."""
+def zero_in_words(config: Mapping[str, Any]) -> str:
+    """Return stage and offloads of a config, such as ``ZeRO 2 + optimizer offload``."""
     zero = config.get("zero_optimization") or {}
     text = f"ZeRO {zero.get('stage', 0)}"
     offloads = []
@@ -19,7 +19,12 @@ def config_in_words(config: Mapping[str, Any]) -> str:
             offloads.append(f"{word} offload" + (" to NVMe" if device == "nvme" else ""))
     if offloads:
         text += " + " + " and ".join(offloads)
-    return f"{text}, micro-batch {config.get('train_micro_batch_size_per_gpu', '?')}"
+    return text
+
+
+def config_in_words(config: Mapping[str, Any]) -> str:
+    """Return stage, offloads and micro-batch of a config, such as ``ZeRO 2 + optimizer offload, micro-batch 8``."""
+    return f"{zero_in_words(config)}, micro-batch {config.get('train_micro_batch_size_per_gpu', '?')}"
 
 
 def bytes_in_words(count: float) -> str:

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LAYERS = [
     {"cli"},
-    {"session"},
+    {"session", "report"},
     {"tuner", "methods", "finalists", "profiling", "export", "progress"},
     {"samplers", "pruners", "launch", "store"},
     {"lineage", "memory", "model_states", "space", "search_space", "knobs", "ds_config", "autotuning", "arg_mapping", "history", "measurement", "words", "spec"},
@@ -27,7 +27,7 @@ def layer_of(part: str) -> int:
 
 def sources() -> list[tuple[str, Path]]:
     found = [(path.stem, path) for path in (ROOT / "optuna_dsat").glob("*.py") if path.stem != "__init__"]
-    for folder in ("cli", "launch", "runtime", "store"):
+    for folder in ("cli", "launch", "report", "runtime", "store"):
         found += [(folder, path) for path in (ROOT / "optuna_dsat" / folder).rglob("*.py")]
     for folder in ("samplers", "pruners"):
         found += [(folder, path) for path in (ROOT / folder).rglob("*.py")]

@@ -88,7 +88,7 @@ def test_lists_are_read_as_narrowing_and_resolved_to_their_first(tmp_path: Path)
     }
 
 
-def test_reading_leaves_the_raw_config_alone(tmp_path: Path) -> None:
+def test_reading_leaves_the_raw_config_alone() -> None:
     raw = {"zero_optimization": {"stage": [1, 2], "cpu_offload": True}, "autotuning": {"enabled": False}}
     before = json.dumps(raw)
     ds_config.effective(raw)
@@ -197,7 +197,9 @@ def with_zero(**zero: Any) -> dict[str, Any]:
     ],
 )
 def test_configs_that_behave_alike_share_a_key(same: dict[str, Any]) -> None:
-    assert ds_config.canonical_key(same, params_count=1_000_000) == ds_config.canonical_key(BASE, params_count=1_000_000)
+    assert ds_config.canonical_key(same, params_count=1_000_000) == ds_config.canonical_key(
+        BASE, params_count=1_000_000
+    )
 
 
 @pytest.mark.parametrize(
@@ -213,7 +215,9 @@ def test_configs_that_behave_alike_share_a_key(same: dict[str, Any]) -> None:
     ],
 )
 def test_configs_that_differ_have_different_keys(other: dict[str, Any]) -> None:
-    assert ds_config.canonical_key(other, params_count=1_000_000) != ds_config.canonical_key(BASE, params_count=1_000_000)
+    assert ds_config.canonical_key(other, params_count=1_000_000) != ds_config.canonical_key(
+        BASE, params_count=1_000_000
+    )
 
 
 def test_the_key_knows_that_overlap_is_the_default_of_stage_3_alone() -> None:

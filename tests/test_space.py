@@ -26,7 +26,11 @@ SPACES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "unknown size": ({}, {"params": None}),
     "all stages and nvme": ({}, {"zero_stages": (0, 1, 2, 3), "nvme_path": "/nvme", "device": "cuda"}),
     "user offloads": (
-        {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.9, "buffer_count": 6}, "offload_param": {"device": "cpu"}},
+        {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu", "ratio": 0.9, "buffer_count": 6},
+            "offload_param": {"device": "cpu"},
+        },
         {"device": "cuda"},
     ),
     "user on nvme": ({"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/disk"}}, {}),
@@ -38,7 +42,10 @@ SPACES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"stage": 1, "contiguous_gradients": False, "offload_optimizer": {"device": "cpu"}},
         {"no_tune": ("contiguous_gradients", "offload_optimizer", "stage3_max_live_parameters")},
     ),
-    "old spelling": ({"stage": 2, "cpu_offload": True, "prefetch_bucket_size": 7, "cpu_offload_use_pin_memory": False}, {}),
+    "old spelling": (
+        {"stage": 2, "cpu_offload": True, "prefetch_bucket_size": 7, "cpu_offload_use_pin_memory": False},
+        {},
+    ),
     "sequential": ({"stage": 3, "stage3_allgather_sequential": True}, {}),
     "pipeline": ({"stage": 1}, {"pipeline": True, "zero_stages": (0, 1, 2, 3)}),
 }  # fmt: skip
@@ -117,7 +124,7 @@ def test_knobs_that_do_nothing_are_not_drawn(stage: dict[str, Any], without: set
     every = {tuned.name: tuned.choices[-1] for tuned in space.knobs}
     params = space.suggest(optuna.trial.FixedTrial({**every, **stage, MICRO_BATCH: 1}))
     assert not without & params.keys()
-    assert list(params)[0] == "zero_stage"
+    assert next(iter(params)) == "zero_stage"
     assert list(params)[-1] == MICRO_BATCH
 
 
@@ -134,6 +141,14 @@ def test_zero_1_with_the_bf16_optimizer_has_no_buckets() -> None:
     for params in draw(make(config=bf16, zero_stages=(1,)), 40):
         buckets = params["offload_optimizer"] == "cpu"
         assert ("reduce_bucket_size" in params) == ("overlap_comm" in params) == buckets
+
+
+def test_zero_0_is_left_out_where_deepspeed_refuses_its_gradient_type() -> None:
+    mixed = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    assert make(config=mixed, zero_stages=(0, 1)).stages == (1,)
+    assert make(config={**mixed, "data_types": {"grad_accum_dtype": "bfloat16"}}, zero_stages=(0, 1)).stages == (0, 1)
+    with pytest.raises(ConfigError, match="ZeRO 0 cannot accumulate"):
+        make(config=mixed, zero_stages=(0,))
 
 
 @pytest.mark.parametrize("extra", [{"prescale_gradients": True}, {"gradient_predivide_factor": 2.0}])
