@@ -27,6 +27,7 @@ from optuna_dsat.runtime.memory import (
     MemoryProbe,
     limit_cuda_memory,
     limit_process_memory,
+    process_limit_lifted,
 )
 from optuna_dsat.runtime.meter import Meter, Progress, is_pipeline
 from optuna_dsat.runtime.overlay import effective_config, read_config
@@ -140,6 +141,7 @@ class DeepSpeedHook:
         memory = CpuMemory()
         self._memory = memory
         if limit is not None:
+            _compile_without_limit()
             limit_process_memory(limit, memory.baseline)
             self._progress.limited = True
 
@@ -232,6 +234,20 @@ class DeepSpeedHook:
             torch_version=str(sys.modules["torch"].__version__),
             deepspeed_version=str(self._deepspeed.__version__),
         )
+
+
+def _compile_without_limit() -> None:
+    """Have DeepSpeed build its operators outside the memory limit: a compiler inherits it, and takes more."""
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    build = OpBuilder.jit_load
+
+    @functools.wraps(build)
+    def jit_load(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with process_limit_lifted():
+            return build(self, *args, **kwargs)
+
+    OpBuilder.jit_load = jit_load
 
 
 def _import_what_initialize_imports(overlay: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ import contextlib
 import os
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,6 +28,7 @@ __all__ = [
     "host_memory_bytes",
     "limit_cuda_memory",
     "limit_process_memory",
+    "process_limit_lifted",
     "read_process_memory",
 ]
 
@@ -155,6 +156,17 @@ def limit_process_memory(budget_bytes: int, baseline: ProcessMemory) -> None:
     if hard != resource.RLIM_INFINITY:
         soft = min(soft, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+@contextlib.contextmanager
+def process_limit_lifted() -> Iterator[None]:
+    """Within this context the process, and what it starts, may allocate without the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def limit_cuda_memory(torch: Any, budget_bytes: int, local_rank: int) -> None:

@@ -18,6 +18,7 @@ from optuna_dsat.runtime.memory import (
     ProcessMemory,
     host_memory_bytes,
     limit_cuda_memory,
+    process_limit_lifted,
     read_process_memory,
 )
 
@@ -154,3 +155,15 @@ def test_on_a_cpu_without_compiler_the_limit_holds_and_gloo_is_used(
     [failure] = starved.of(RankFailed)
     assert (failure.outcome, failure.error_type) == ("out_of_memory", "MemoryError")
     assert resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY  # this process is not limited
+
+
+def test_the_process_limit_is_lifted_for_a_compiler_and_then_back() -> None:
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    limited = (8 * 2**30, before[1])
+    resource.setrlimit(resource.RLIMIT_DATA, limited)
+    try:
+        with process_limit_lifted():
+            assert resource.getrlimit(resource.RLIMIT_DATA)[0] == before[1]
+        assert resource.getrlimit(resource.RLIMIT_DATA) == limited
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
