@@ -141,7 +141,8 @@ class DeepSpeedHook:
         memory = CpuMemory()
         self._memory = memory
         if limit is not None:
-            _compile_without_limit()
+            if self._rank.can_compile:
+                _compile_without_limit()
             limit_process_memory(limit, memory.baseline)
             self._progress.limited = True
 
