@@ -1,0 +1,48 @@
+"""The command that shows a study in the browser."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+__all__ = ["dashboard"]
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def dashboard(
+    name: Annotated[str, typer.Argument(metavar="STUDY", help="Name of the study.", show_default=False)],
+    storage: Annotated[
+        str,
+        typer.Option("--storage", help="Database of the study: SQLite or PostgreSQL.", envvar="OPTUNA_DSAT_STORAGE"),
+    ] = "sqlite:///optuna-dsat.db",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 for any free one.", min=0, max=65535)] = 8080,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+) -> None:
+    """Show a study in the browser, with notes, plots, logs and configs (needs the extra: dashboard)."""
+    from optuna_dsat.report.dashboard import refresh, require_installed
+    from optuna_dsat.report.serve import serve
+    from optuna_dsat.store import Store
+
+    require_installed()
+    with Store.open(storage, create=False) as store:
+        refreshed = refresh(store, name)
+        if refreshed.store is None:
+            _say("The study's output directory is not on this machine: logs and configs are not offered.")
+        if host not in _LOOPBACK:
+            _say(f"Whoever reaches {host} can read and delete studies: optuna-dashboard asks for no password.")
+
+        def show_address(found: int) -> None:
+            print(f"http://{host}:{found}/dashboard/studies/{refreshed.study_id}", flush=True)
+            _say("Press Ctrl-C to end; start again to show what the study did since.")
+
+        try:
+            serve(store.storage, host=host, port=port, artifacts=refreshed.store, on_ready=show_address)
+        except KeyboardInterrupt:
+            _say("Ended.")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

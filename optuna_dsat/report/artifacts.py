@@ -1,0 +1,161 @@
+"""Logs and configs of a study as artifacts that optuna-dashboard offers for download.
+
+Optuna's ``upload_artifact`` records an artifact with its trial, which Optuna forbids once the trial has finished, and
+logs are complete only then. So the record goes where optuna-dashboard also looks: to a system attribute of the study.
+An artifact's id is made from its place, name and content; writing it again changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.artifacts import FileSystemArtifactStore
+from optuna.artifacts.exceptions import ArtifactNotFound
+
+from optuna_dsat import history
+from optuna_dsat.export import BEST_CONFIG, BEST_METRICS
+from optuna_dsat.launch.run_directory import RunDirectory
+from optuna_dsat.report.markdown import hidden
+from optuna_dsat.report.view import StudyView
+
+__all__ = ["FOLDER", "LOG_LIMIT_BYTES", "Artifact", "artifacts_of", "save_artifacts", "tail"]
+
+FOLDER = "artifacts"
+"""Folder of the artifacts in a study's output directory."""
+LOG_LIMIT_BYTES = 256 * 1024
+"""Of a longer log only the end is kept: 64 launches of 8 ranks then take 256 MiB at most."""
+
+_STUDY_PREFIX = "artifacts:"
+_TRIAL_PREFIX = "dashboard:artifacts:{trial_id}:"
+_NAMESPACE = uuid.uuid5(uuid.NAMESPACE_URL, "optuna-dsat/artifacts")
+_REMOVED = json.dumps(None)
+"""How optuna-dashboard marks an artifact that is gone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Artifact:
+    """A file to offer."""
+
+    trial_id: int | None
+    """Optuna's id of the trial it belongs to, None for the study itself."""
+    filename: str
+    content: bytes
+
+    @property
+    def prefix(self) -> str:
+        """Beginning of the key of its system attribute."""
+        return _STUDY_PREFIX if self.trial_id is None else _TRIAL_PREFIX.format(trial_id=self.trial_id)
+
+    @property
+    def mimetype(self) -> str:
+        """MIME type by the file's name."""
+        return "application/json" if self.filename.endswith(".json") else "text/plain; charset=utf-8"
+
+    def identifier(self, study_uuid: str) -> str:
+        """Return an id that changes with place, name and content only."""
+        digest = hashlib.sha256(self.content).hexdigest()
+        return str(uuid.uuid5(_NAMESPACE, f"{study_uuid}/{self.prefix}/{self.filename}/{digest}"))
+
+
+def tail(path: Path, limit_bytes: int = LOG_LIMIT_BYTES) -> bytes:
+    """Return the end of a file, from the start of a line, with a first line that says what was left out."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        if size <= limit_bytes:
+            return file.read()
+        file.seek(size - limit_bytes)
+        kept = file.read(limit_bytes)
+    kept = kept[kept.find(b"\n") + 1 :]
+    return f"[the first {size - len(kept)} bytes are left out; the whole log: {path}]\n".encode() + kept
+
+
+def artifacts_of(view: StudyView) -> Iterator[Artifact]:
+    """Yield the files of a study: its best config, the profile launch's logs, config and logs of every launched trial.
+
+    Files that are not on this machine, and empty logs, are left out. Configs come without secrets.
+    """
+    folder = view.spec.study_dir
+    for name in (BEST_CONFIG, BEST_METRICS):
+        with contextlib.suppress(OSError, ValueError):
+            yield Artifact(trial_id=None, filename=name, content=_json(json.loads((folder / name).read_text())))
+    for row in view.launches:
+        if row.trial_number is None:
+            yield from _logs(view, row.report.launch_id, trial_id=None)
+    for trial in view.launched:
+        config = trial.user_attrs[history.CONFIG]
+        yield Artifact(trial_id=trial._trial_id, filename="ds_config.json", content=_json(config))
+        for launch_id in view.launch_ids(trial):
+            yield from _logs(view, launch_id, trial_id=trial._trial_id)
+
+
+def _json(data: Mapping[str, Any]) -> bytes:
+    return (json.dumps(hidden(data), indent=2) + "\n").encode()
+
+
+def _logs(view: StudyView, launch_id: str, *, trial_id: int | None) -> Iterator[Artifact]:
+    directory = RunDirectory(view.spec.study_dir / launch_id)
+    ranks = range(view.spec.slots_per_trial)
+    paths = [path for rank in ranks for path in (directory.stderr(rank), directory.stdout(rank))]
+    for path in (*paths, directory.agent_log):
+        content = b""
+        with contextlib.suppress(OSError):
+            content = tail(path)
+        if content:
+            yield Artifact(trial_id=trial_id, filename=f"{launch_id}.{path.name}", content=content)
+
+
+def save_artifacts(
+    study: optuna.Study, study_uuid: str, artifacts: Iterable[Artifact], store: FileSystemArtifactStore
+) -> int:
+    """Save artifacts for optuna-dashboard; return how many were new.
+
+    An earlier artifact of the same place and name, whose content has changed since, is removed.
+
+    Args:
+        study: The study; its storage receives the records.
+        study_uuid: The study's own identifier.
+        artifacts: What to save.
+        store: Receives the content.
+    """
+    storage, study_id = study._storage, study._study_id
+    present = _present(storage.get_study_system_attrs(study_id))
+    new = 0
+    for artifact in artifacts:
+        key = artifact.prefix + artifact.identifier(study_uuid)
+        others = present.get((artifact.prefix, artifact.filename), set())
+        if key in others:
+            continue
+        record = {
+            "artifact_id": artifact.identifier(study_uuid),
+            "filename": artifact.filename,
+            "mimetype": artifact.mimetype,
+            "encoding": None,
+        }
+        store.write(record["artifact_id"] or "", io.BytesIO(artifact.content))
+        storage.set_study_system_attr(study_id, key, json.dumps(record))
+        for other in others:
+            storage.set_study_system_attr(study_id, other, _REMOVED)
+            with contextlib.suppress(ArtifactNotFound):
+                store.remove(other.removeprefix(artifact.prefix))
+        new += 1
+    return new
+
+
+def _present(attributes: Mapping[str, Any]) -> dict[tuple[str, str], set[str]]:
+    """Return (prefix, file name) -> keys of the artifacts that are recorded."""
+    found: dict[tuple[str, str], set[str]] = {}
+    for key, value in attributes.items():
+        if not key.startswith((_STUDY_PREFIX, "dashboard:artifacts:")) or value == _REMOVED:
+            continue
+        prefix = key[: key.rindex(":") + 1]
+        found.setdefault((prefix, str(json.loads(value)["filename"])), set()).add(key)
+    return found

@@ -1,0 +1,66 @@
+"""Small pieces of Markdown, as optuna-dashboard renders it (GitHub's, without HTML)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from optuna_dsat.launch.run_directory import without_secrets
+
+__all__ = ["OWN_TEXT", "code", "fenced", "hidden", "json_block", "keep_own_text", "table"]
+
+OWN_TEXT = "*Written by optuna-dsat, anew at every refresh. What you write below this line is kept.*"
+"""Last line of every generated note."""
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Return a table; a None is an empty cell."""
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
+
+
+def _cell(value: object) -> str:
+    return "" if value is None else str(value).replace("\n", " ").replace("|", "\\|")
+
+
+def code(text: str) -> str:
+    """Return text to be shown as it is, inside a line."""
+    mark = "``" if "`" in text else "`"
+    padding = " " if "`" in text else ""
+    return f"{mark}{padding}{text}{padding}{mark}"
+
+
+def fenced(text: str, language: str = "") -> str:
+    """Return text to be shown as it is, as a block."""
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    return f"{fence}{language}\n{text.rstrip()}\n{fence}"
+
+
+def json_block(data: Mapping[str, Any]) -> str:
+    """Return a JSON object as a block, without secrets."""
+    return fenced(json.dumps(hidden(data), indent=2), "json")
+
+
+def hidden(data: Any, name: str = "") -> Any:
+    """Return JSON data with the texts under secret-looking names replaced by ``***``."""
+    if isinstance(data, Mapping):
+        return {key: hidden(value, str(key)) for key, value in data.items()}
+    if isinstance(data, list):
+        return [hidden(item, name) for item in data]
+    if isinstance(data, str) and name:
+        option = f"--{name}="
+        return without_secrets((option + data,))[0].removeprefix(option)
+    return data
+
+
+def keep_own_text(generated: str, present: str) -> str:
+    """Return the note to save: the generated text, and below it what people wrote into the present note.
+
+    In a note of optuna-dsat's that is what stands below its last line; a note of someone else's is kept whole.
+    """
+    _, mark, own = present.partition(OWN_TEXT)
+    own = (own if mark else present).strip()
+    return f"{generated.rstrip()}\n\n---\n{OWN_TEXT}\n" + (f"\n{own}\n" if own else "")

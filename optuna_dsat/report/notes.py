@@ -1,0 +1,311 @@
+"""The notes of a study and of its trials, in Markdown: pure functions of a ``StudyView``."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections import Counter
+from collections.abc import Mapping
+
+from optuna.trial import FrozenTrial
+
+from optuna_dsat import history, memory
+from optuna_dsat.export import BEST_CONFIG, trainable_config, training_command
+from optuna_dsat.launch.run_directory import without_secrets
+from optuna_dsat.lineage import MICRO_BATCH
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.report.markdown import code, fenced, json_block, table
+from optuna_dsat.report.memory_table import memory_table
+from optuna_dsat.report.view import Standing, StudyView
+from optuna_dsat.study_space import hardware_of, space_of
+from optuna_dsat.words import bytes_in_words, config_in_words, duration_in_words, metric_in_words
+
+__all__ = ["study_note", "trial_note"]
+
+_MEANING: Mapping[Outcome, tuple[str, str]] = {
+    Outcome.MEASURED: ("All profile steps ran; the metric is the trial's value.", ""),
+    Outcome.OUT_OF_MEMORY: (
+        "The device had too little memory.",
+        "Nothing: the search now knows that this micro-batch is too large for this class of configurations.",
+    ),
+    Outcome.HOST_OUT_OF_MEMORY: (
+        "The host had too little memory.",
+        "Nothing, if offload is not wanted. Else free host memory, or run fewer launches at once with --max-slots.",
+    ),
+    Outcome.INVALID_CONFIG: (
+        "DeepSpeed refused the configuration, or the script did not follow it.",
+        "Read the message below. If the script sets a value itself, hold that knob with --no-tune.",
+    ),
+    Outcome.SCRIPT_ERROR: (
+        "The script raised an error of its own, or ended before the profile steps were done.",
+        "Read the error below and the log of the rank that it names; run the script alone with this config.",
+    ),
+    Outcome.COMMUNICATION_ERROR: (
+        "The ranks lost each other, and no rank had a cause of its own.",
+        "Look at the network and the driver if it comes back; NCCL_DEBUG=INFO makes the logs say more.",
+    ),
+    Outcome.STALLED: (
+        "No rank was heard from for too long.",
+        "Look at the logs for the last thing that every rank did; a rank that waits alone points to a deadlock.",
+    ),
+    Outcome.TIMEOUT: (
+        "The launch took longer than --trial-timeout allows.",
+        "Allow more time if slow configurations are of interest; else nothing.",
+    ),
+    Outcome.PRUNED: ("The launch was stopped: it could not be among the best.", ""),
+    Outcome.LOST: ("Its worker died, or the search was stopped.", "Nothing: a copy is run by whoever continues."),
+}
+"""Outcome -> what happened, and what to do if something can be done."""
+
+_MAX_CHOICES = 8
+
+
+def study_note(view: StudyView) -> str:
+    """Return the note of a study: best, what was tuned, model, memory, outcomes, how to go on."""
+    parts = [f"# {view.spec.name}", _progress(view), "## Best", _best(view), "## What was tuned", _tuned(view)]
+    if view.profiled is not None:
+        parts += ["### Search space", _space(view), "## Model and hardware", _profile(view)]
+        parts += ["## Memory", _memory(view)]
+    parts += ["## Outcomes", _outcomes(view), "## How to go on", _commands(view)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _progress(view: StudyView) -> str:
+    used = history.launches_used(view.trials)
+    running = f", {view.running} running" if view.running else ""
+    slots = "GPU" if view.spec.device == "cuda" else "CPU-rank"
+    seconds = sum(
+        (row.report.startup_s + row.report.measured_s + row.report.exit_s) * len(row.report.devices)
+        for row in view.launches
+    )
+    return f"{used} of {view.spec.max_trials} launches made{running}; {seconds / 60:.1f} {slots} minutes in all."
+
+
+def _value(view: StudyView, standing: Standing) -> str:
+    text = f"**{metric_in_words(view.metric, standing.value)}**"
+    if standing.low is not None and standing.high is not None:
+        low, high = metric_in_words(view.metric, standing.low), metric_in_words(view.metric, standing.high)
+        text += f" (95 % between {low} and {high})"
+    return text
+
+
+def _best(view: StudyView) -> str:
+    best, baseline = view.best, view.baseline
+    if best is None:
+        return "Nothing has been measured yet."
+    config = best.trial.user_attrs[history.CONFIG]
+    ratio = view.speed_up(best)
+    rows = [["best", best.trial.number, config_in_words(config), _value(view, best), _times(ratio)]]
+    if baseline is not None:
+        words = config_in_words(baseline.trial.user_attrs[history.CONFIG])
+        rows.append(["your own config", baseline.trial.number, words, _value(view, baseline), _times(1.0)])
+    lines = [table(("", "trial", "configuration", view.metric, "speed-up"), rows)]
+    if baseline is None:
+        lines.append("Your own config was not measured, so there is no speed-up to show.")
+    if history.WINNER not in view.attributes:
+        lines.append("The search has not ended: this is the best so far, not yet confirmed with more steps.")
+    first = history.best_trials(view.trials, maximize=view.maximize)[0]
+    if first.number != best.trial.number:
+        lines.append(
+            f"optuna-dashboard calls trial {first.number} the best: it goes by the few steps of the search. "
+            f"Measured again with more steps, trial {best.trial.number} came out ahead."
+        )
+    lines.append(json_block(trainable_config(config, world_size=view.spec.slots_per_trial)))
+    return "\n\n".join(lines)
+
+
+def _times(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f} x"
+
+
+def _tuned(view: StudyView) -> str:
+    spec = view.spec
+    target = ["-m", spec.script.script] if spec.script.is_module else [spec.script.script]
+    ranks = f"{spec.slots_per_trial} {'GPUs' if spec.device == 'cuda' else 'CPU ranks'}"
+    limit = f", {bytes_in_words(spec.device_memory_bytes)} each" if spec.device_memory_bytes else ""
+    versions = ", ".join(f"{name} {version}" for name, version in sorted(view.record.versions.items()))
+    metric = view.metric
+    if metric != spec.metric:
+        metric += f" (FLOPs could not be counted, so not {spec.metric}; both rank alike)"
+    rows = [
+        ("script", code(shlex.join(without_secrets((*target, *spec.script.args))))),
+        ("working directory", code(spec.script.cwd)),
+        ("DeepSpeed config", code(spec.script.config_path)),
+        ("method", spec.method),
+        ("metric", f"{metric}, {'larger' if view.maximize else 'smaller'} is better"),
+        ("steps counted", f"{spec.start_profile_step} to {spec.end_profile_step}"),
+        ("one launch", ranks + limit),
+        ("files", code(str(spec.study_dir))),
+        ("created", time.strftime("%Y-%m-%d %H:%M", time.localtime(view.record.created_at))),
+        ("versions", versions),
+    ]
+    return table(("", ""), rows)
+
+
+def _space(view: StudyView) -> str:
+    space = space_of(view.spec, view.profiled)
+    rows = [
+        (code(row.knob), row.role, row.where, _choices(row.choices))
+        for row in space.describe()
+        if row.choices and row.knob != MICRO_BATCH
+    ]
+    low, high = space.micro_batches
+    rows.append((code(MICRO_BATCH), "searched", "always", f"{low} to {high}"))
+    count = f"{space.classes()} classes of configurations beside the micro-batch."
+    return table(("knob", "role", "where it applies", "choices"), rows) + f"\n\n{count}"
+
+
+def _choices(choices: tuple[object, ...]) -> str:
+    shown = ", ".join(str(choice) for choice in choices[:_MAX_CHOICES])
+    return shown + (f" and {len(choices) - _MAX_CHOICES} more" if len(choices) > _MAX_CHOICES else "")
+
+
+def _profile(view: StudyView) -> str:
+    if view.profiled is None:
+        return ""
+    profile = view.profiled.profile
+    flops = f"{profile.flops_per_sample / 1e9:.4g} GFLOP" if profile.flops_per_sample > 0 else "could not be counted"
+    rows = [
+        ("parameters", f"{profile.params / 1e6:.4g} million, {profile.trainable_params / 1e6:.4g} million trainable"),
+        ("activations", f"{bytes_in_words(profile.activation_bytes_per_sample)} per sample"),
+        ("FLOPs", flops if profile.flops_per_sample <= 0 else f"{flops} per sample"),
+        ("optimizer", profile.optimizer or "not known"),
+        ("device", profile.device_name or view.profiled.device),
+        ("device memory", f"{bytes_in_words(profile.device_memory_bytes)} per rank"),
+        ("host memory", bytes_in_words(profile.host_memory_bytes)),
+        ("measured with", view.profiled.rung),
+    ]
+    return table(("", ""), rows)
+
+
+def _memory(view: StudyView) -> str:
+    if view.profiled is None:
+        return ""
+    rows = [
+        (
+            row.words,
+            bytes_in_words(row.device_bytes),
+            bytes_in_words(row.host_bytes),
+            row.largest or "none",
+            row.ran,
+            row.too_large,
+        )
+        for row in memory_table(view.spec, view.profiled, view.trials)
+    ]
+    headings = (
+        "", "per rank at micro-batch 1", "host at micro-batch 1", "largest micro-batch, predicted",
+        "largest that ran", "smallest out of memory",
+    )  # fmt: skip
+    text = (
+        "Predictions are the memory model's own, before any correction by measurements; what ran comes from the trials."
+    )
+    return table(headings, rows) + f"\n\n{text}"
+
+
+def _outcomes(view: StudyView) -> str:
+    counts = Counter(t.user_attrs[history.OUTCOME] for t in view.trials if history.OUTCOME in t.user_attrs)
+    if not counts:
+        return "No launch has ended yet."
+    rows = [(name, count, _MEANING[Outcome(name)][0]) for name, count in counts.most_common()]
+    return table(("outcome", "trials", "meaning"), rows)
+
+
+def _commands(view: StudyView) -> str:
+    name, storage = shlex.quote(view.spec.name), f"--storage {shlex.quote(view.storage_url)}"
+    more = f" --max-trials {2 * view.spec.max_trials}" if history.WINNER in view.attributes else ""
+    lines = [
+        "# search on, with more launches" if more else "# continue",
+        f"optuna-dsat resume {name} {storage}{more}",
+        "# the best config, ready to train with",
+        f"optuna-dsat best {name} {storage} -o {BEST_CONFIG}",
+        "# all trials as a table",
+        f"optuna-dsat export {name} {storage} --format csv",
+    ]
+    if view.best is not None and history.WINNER in view.attributes:
+        config = trainable_config(view.best.trial.user_attrs[history.CONFIG], world_size=view.spec.slots_per_trial)
+        command, names_config = training_command(view.spec, config, view.spec.study_dir / BEST_CONFIG)
+        shown = shlex.join(without_secrets(shlex.split(command)))
+        lines += ["# train" if names_config else f"# train, once the script reads {BEST_CONFIG}", shown]
+    return fenced("\n".join(lines), "sh")
+
+
+def trial_note(view: StudyView, trial: FrozenTrial) -> str:
+    """Return the note of a trial that was launched: its outcome in plain words, what to do, its figures.
+
+    Args:
+        view: The study.
+        trial: One of ``view.launched``.
+    """
+    attrs = trial.user_attrs
+    outcome = Outcome(attrs.get(history.OUTCOME, Outcome.LOST))
+    what, advice = _MEANING[outcome]
+    title = config_in_words(attrs[history.CONFIG])
+    own = " (your own config)" if attrs.get(history.PURPOSE) == history.USER_CONFIG else ""
+    parts = [f"## {title}{own}", f"**{outcome.value.replace('_', ' ')}**: {what}", _standing(view, trial)]
+    message = attrs.get(history.MESSAGE, "")
+    report = view.last_report(trial)
+    if message:
+        parts.append(f"Message: {code(message)}")
+    if advice:
+        parts.append(f"What to do: {advice}")
+    if report is not None and report.error_excerpt.strip() not in ("", message):
+        parts.append(fenced(report.error_excerpt))
+    parts += [_figures(view, trial), _launches(view, trial)]
+    if history.OVERLAY in attrs:
+        parts += [
+            "Laid over the config that the script passes (null removes a key):",
+            json_block(attrs[history.OVERLAY]),
+        ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _standing(view: StudyView, trial: FrozenTrial) -> str:
+    if trial.values is None or trial.user_attrs.get(history.OUTCOME) != Outcome.MEASURED:
+        return ""
+    standing = view.standing(trial)
+    ratio = view.speed_up(standing)
+    text = f"{view.metric}: {_value(view, standing)}"
+    if ratio is not None and trial.user_attrs.get(history.PURPOSE) != history.USER_CONFIG:
+        text += f", {ratio:.2f} times as good as your own config"
+    if view.attributes.get(history.WINNER) == trial.number:
+        text += ". **The winner of this study.**"
+    return text
+
+
+def _figures(view: StudyView, trial: FrozenTrial) -> str:
+    attrs = trial.user_attrs
+    rows = [
+        (name, metric_in_words(name, value))
+        for name, value in attrs.get(history.METRICS, {}).items()
+        if name in ("throughput", "FLOPS_per_gpu", "latency", "forward", "backward", "step") and value > 0
+    ]
+    if attrs.get(history.PEAK_BYTES, 0) > 0:
+        rows.append(("peak memory of the worst rank", bytes_in_words(attrs[history.PEAK_BYTES])))
+    if view.profiled is not None:
+        config = attrs[history.CONFIG]
+        predicted = memory.estimate(
+            view.profiled.profile,
+            config,
+            micro_batch=int(config[MICRO_BATCH]),
+            hardware=hardware_of(view.spec, view.profiled),
+        )
+        rows.append(("peak memory, predicted", bytes_in_words(predicted.device_bytes)))
+        rows.append(("device memory per rank", bytes_in_words(view.profiled.profile.device_memory_bytes)))
+    return table(("", ""), rows) if rows else ""
+
+
+def _launches(view: StudyView, trial: FrozenTrial) -> str:
+    rows = [
+        (
+            code(row.report.launch_id),
+            row.report.outcome.value.replace("_", " "),
+            row.report.host,
+            ", ".join(str(device) for device in row.report.devices),
+            duration_in_words(row.report.startup_s),
+            duration_in_words(row.report.measured_s),
+        )
+        for row in view.reports.get(trial.number, ())
+    ]
+    if not rows:
+        return ""
+    return "### Launches\n\n" + table(("launch", "outcome", "host", "devices", "start-up", "steps"), rows)

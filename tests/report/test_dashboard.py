@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from sqlalchemy import make_url
+
+from optuna_dsat import history
+from optuna_dsat.cli import main
+from optuna_dsat.errors import UsageError
+from optuna_dsat.report.artifacts import artifacts_of, tail
+from optuna_dsat.report.dashboard import MEMORY_PLOT, METRIC_PLOT, refresh
+from optuna_dsat.store import Store
+from tests.report.conftest import Reported, serving
+from tests.tuning.landscapes import Hill
+
+dashboard = pytest.importorskip("optuna_dashboard", reason="optuna-dashboard is not installed")
+
+
+def attributes(bench: Reported) -> dict[str, Any]:
+    study = bench.study()
+    return dict(study._storage.get_study_system_attrs(study._study_id))
+
+
+def artifact_names(bench: Reported, prefix: str) -> list[str]:
+    records = [json.loads(value) for key, value in attributes(bench).items() if key.startswith(prefix)]
+    return sorted(record["filename"] for record in records if record is not None)
+
+
+def run(*args: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(["dashboard", *args])
+    return int(caught.value.code or 0)
+
+
+def test_a_finished_study_has_its_notes_and_plots_already(finished: Reported) -> None:
+    assert "## Memory" in dashboard.get_note(finished.study())
+    keys = attributes(finished)
+    assert f"dashboard:plot_data:{METRIC_PLOT}:0" in keys
+    assert f"dashboard:plot_data:{MEMORY_PLOT}:0" in keys
+    assert keys["study:metric_names"] == ["throughput"]
+    assert not [key for key in keys if "artifacts:" in key]
+
+
+def test_every_trial_has_its_config_and_every_ranks_log(finished: Reported) -> None:
+    refresh(finished.store, "s")
+    trial = finished.study().trials[0]
+    names = artifact_names(finished, f"dashboard:artifacts:{trial._trial_id}:")
+    logs = [f"{launch}.rank{rank}.stderr.log" for launch in ("confirm-0000", "trial-0000") for rank in (0, 1)]
+    assert names == sorted(["ds_config.json", *logs])
+    assert "best_ds_config.json" in artifact_names(finished, "artifacts:")
+    assert "profile.rank1.stderr.log" in artifact_names(finished, "artifacts:")
+    view = finished.view()
+    configs = [a for a in artifacts_of(view) if a.trial_id == trial._trial_id and a.filename == "ds_config.json"]
+    assert json.loads(configs[0].content) == trial.user_attrs[history.CONFIG]
+
+
+def test_a_second_refresh_changes_nothing(finished: Reported) -> None:
+    assert refresh(finished.store, "s").artifacts > 16
+    before = attributes(finished)
+    files = sorted((finished.folder / "out" / "s" / "artifacts").iterdir())
+    again = refresh(finished.store, "s")
+    assert (again.notes, again.artifacts) == (0, 0)
+    assert attributes(finished) == before
+    assert sorted((finished.folder / "out" / "s" / "artifacts").iterdir()) == files
+
+
+def test_a_changed_log_replaces_the_old_artifact(finished: Reported) -> None:
+    refresh(finished.store, "s")
+    prefix = f"dashboard:artifacts:{finished.study().trials[0]._trial_id}:"
+    names = artifact_names(finished, prefix)
+    count = len(list((finished.folder / "out" / "s" / "artifacts").iterdir()))
+    finished.log("trial-0000").write_text("another end\n")
+    assert refresh(finished.store, "s").artifacts == 1
+    assert artifact_names(finished, prefix) == names
+    contents = [path.read_text() for path in (finished.folder / "out" / "s" / "artifacts").iterdir()]
+    assert len(contents) == count
+    assert "another end\n" in contents
+    assert "trial-0000 rank 0\n" not in contents
+
+
+def test_text_that_people_added_survives_a_refresh(finished: Reported) -> None:
+    study = finished.study()
+    dashboard.save_note(study, dashboard.get_note(study) + "\nbuy more memory\n")
+    record = finished.store.find_study("s")
+    assert record is not None
+    finished.store.update_spec(record.uuid, {**record.spec, "max_trials": 20})
+    assert refresh(finished.store, "s").notes == 1
+    note = dashboard.get_note(finished.study())
+    assert "16 of 20 launches" in note
+    assert note.rstrip().endswith("buy more memory")
+
+
+def test_of_a_long_log_the_end_is_kept_and_the_rest_is_named(finished: Reported) -> None:
+    path = finished.log("trial-0000")
+    path.write_text("".join(f"line {number}\n" for number in range(1000)))
+    first, *rest = tail(path, 100).decode().splitlines()
+    assert rest[-1] == "line 999"
+    assert all(line.startswith("line ") for line in rest)
+    left = path.stat().st_size - sum(len(line) + 1 for line in rest)
+    assert first == f"[the first {left} bytes are left out; the whole log: {path}]"
+    assert tail(path).decode() == path.read_text()
+
+
+def test_without_the_extra_a_study_runs_and_the_command_names_what_to_install(
+    bench: Reported, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "optuna_dashboard", None)
+    assert bench.run(bench.spec(max_trials=3, confirm=0), Hill()) is not None
+    assert not [key for key in attributes(bench) if key.startswith("dashboard:")]
+    assert run("s", "--storage", bench.url) == 2
+    error = capsys.readouterr().err
+    assert error == "optuna-dsat: optuna-dashboard is not installed: pip install 'optuna-dsat[dashboard]'\n"
+
+
+def test_a_note_that_cannot_be_written_does_not_cost_the_result(
+    bench: Reported, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr("optuna_dsat.report.dashboard.refresh", fail)
+    assert bench.run(bench.spec(max_trials=3, confirm=0), Hill()) is not None
+    assert "no room" in str(bench.news[-1])
+
+
+def test_an_unknown_study_is_refused_with_those_there_are(
+    finished: Reported, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("t", "--storage", finished.url) == 2
+    assert "no study 't'" in (error := capsys.readouterr().err)
+    assert "there: s." in error
+
+
+def test_a_taken_port_is_refused(finished: Reported, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert run("s", "--storage", finished.url, "--port", str(port)) == 2
+    assert f"Cannot listen on 127.0.0.1:{port}: Address already in use." in capsys.readouterr().err
+
+
+def test_without_the_output_directory_no_artifact_is_offered_and_none_is_made(finished: Reported) -> None:
+    moved = finished.folder / "elsewhere"
+    (finished.folder / "out").rename(moved)
+    refreshed = refresh(finished.store, "s")
+    assert refreshed.store is None
+    assert not (finished.folder / "out").exists()
+
+
+def test_an_unknown_study_cannot_be_refreshed(bench: Reported) -> None:
+    with pytest.raises(UsageError, match="there: none"):
+        refresh(bench.store, "s")
+
+
+@pytest.mark.postgres
+def test_on_postgres_the_password_reaches_neither_process_list_nor_page(
+    tmp_path: Path, postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = make_url(postgres_url).set(password="s3cret").render_as_string(hide_password=False)
+    (tmp_path / "train.py").write_text("")
+    with Store.open(url) as store:
+        bench = Reported(tmp_path, store)
+        bench.run(bench.spec(max_trials=3, confirm=0), Hill())
+    monkeypatch.setenv("OPTUNA_DSAT_STORAGE", url)
+    with serving("s", "--port", "0") as (process, address):
+        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        commands = [word for one in family for word in one.cmdline()]
+        page = address.replace("/dashboard/studies/", "/api/studies/")
+        with urllib.request.urlopen(f"{page}?after=0", timeout=20) as response:
+            shown = response.read().decode()
+    assert "optuna-dsat resume s --storage" in shown
+    assert len(json.loads(shown)["plotly_graph_objects"]) == 2
+    assert "s3cret" not in shown
+    assert not [word for word in commands if "s3cret" in word]

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from optuna_dsat import ds_config, history, memory
+from optuna_dsat.lineage import Evidence, evidence
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.report.markdown import OWN_TEXT, code, fenced, hidden, keep_own_text, table
+from optuna_dsat.report.memory_table import memory_table
+from optuna_dsat.report.notes import study_note, trial_note
+from optuna_dsat.report.view import StudyView
+from optuna_dsat.study_space import hardware_of
+from optuna_dsat.words import bytes_in_words, metric_in_words
+from tests.report.conftest import Reported
+
+
+def test_the_study_note_tells_best_against_the_users_own_config(view: StudyView) -> None:
+    text = study_note(view)
+    assert view.best is not None
+    assert view.baseline is not None
+    ratio = view.best.value / view.baseline.value
+    assert ratio > 2
+    assert metric_in_words("throughput", view.best.value) in text
+    assert f"| {ratio:.2f} x |" in text
+    assert "ZeRO 2, micro-batch 2" in text
+    assert f'"train_micro_batch_size_per_gpu": {view.best.trial.params["train_micro_batch_size_per_gpu"]}' in text
+
+
+def test_the_study_note_tells_what_was_tuned_and_how_to_go_on(view: StudyView) -> None:
+    text = study_note(view)
+    assert "train.py --deepspeed_config ds.json" in text
+    assert "| method | binary |" in text
+    assert "| `zero_stage` | searched |" in text
+    assert "1000 million" in text
+    assert f"optuna-dsat resume s --storage {view.storage_url}" in text
+    assert "optuna-dsat best s" in text
+    assert "best_ds_config.json" in text
+
+
+def test_the_memory_tables_numbers_are_the_memory_models(view: StudyView) -> None:
+    assert view.profiled is not None
+    rows = {row.words: row for row in memory_table(view.spec, view.profiled, view.trials)}
+    assert len(rows) == 2 + 2 + 4
+    hardware = hardware_of(view.spec, view.profiled)
+    for words, stage, offload in (("ZeRO 1", 1, None), ("ZeRO 3 + optimizer offload", 3, {"device": "cpu"})):
+        zero = {"stage": stage, "offload_optimizer": offload, "offload_param": None}
+        config = ds_config.merge(ds_config.effective(view.spec.ds_config), {"zero_optimization": zero})
+        expected = memory.estimate(view.profiled.profile, config, micro_batch=1, hardware=hardware)
+        assert rows[words].device_bytes == expected.device_bytes
+        assert rows[words].host_bytes == expected.host_bytes
+        assert rows[words].largest == memory.largest_micro_batch(view.profiled.profile, config, hardware=hardware)
+        assert bytes_in_words(expected.device_bytes) in study_note(view)
+    too_large = [t for t in view.trials if evidence(t) is Evidence.TOO_LARGE]
+    smallest = min(t.params["train_micro_batch_size_per_gpu"] for t in too_large)
+    assert smallest in {row.too_large for row in rows.values()}
+
+
+def test_nvme_gets_its_rows_where_it_is_searched(view: StudyView) -> None:
+    assert view.profiled is not None
+    spec = view.spec.model_copy(update={"nvme_path": "/nvme", "zero_stages": (2, 3)})
+    words = [row.words for row in memory_table(spec, view.profiled, ())]
+    assert "ZeRO 3 + optimizer offload to NVMe" in words
+    assert "ZeRO 2 + optimizer offload to NVMe" not in words
+
+
+@pytest.mark.parametrize(
+    ("outcome", "said"),
+    [
+        (Outcome.OUT_OF_MEMORY, "What to do: Nothing"),
+        (Outcome.SCRIPT_ERROR, "Message: `ValueError: batch | odd`"),
+        (Outcome.MEASURED, "times as good as your own config"),
+    ],
+)
+def test_a_trials_note_says_what_happened_and_what_to_do(view: StudyView, outcome: Outcome, said: str) -> None:
+    trials = [t for t in view.launched if t.user_attrs[history.OUTCOME] == outcome]
+    text = trial_note(view, trials[-1])
+    assert f"**{outcome.value.replace('_', ' ')}**" in text
+    assert said in text
+    assert trials[-1].user_attrs[history.CONFIGURATION] in text
+    assert f"`{trials[-1].user_attrs[history.LAUNCH_ID]}`" in text
+
+
+def test_a_study_with_nothing_measured_has_a_note(bench: Reported) -> None:
+    bench.store.create_study("s", bench.spec().model_dump(mode="json"))
+    text = study_note(bench.view())
+    assert "Nothing has been measured yet." in text
+    assert "0 of 8 launches" in text
+
+
+def test_no_secret_reaches_a_note(view: StudyView) -> None:
+    script = view.spec.script.model_copy(update={"args": ("--hf-token", "s3cret", "--deepspeed_config", "ds.json")})
+    view = replace(view, spec=view.spec.model_copy(update={"script": script}))
+    assert "s3cret" not in study_note(view)
+    assert hidden({"comet": {"api_key": "s3cret", "project": "p"}}) == {"comet": {"api_key": "***", "project": "p"}}
+
+
+def test_what_people_wrote_below_the_line_is_kept() -> None:
+    first = keep_own_text("old figures", "")
+    assert first.rstrip().endswith(OWN_TEXT)
+    second = keep_own_text("new figures", first + "\nmine\n")
+    assert "old" not in second
+    assert second.rstrip().endswith("mine")
+    assert keep_own_text("new figures", second) == second
+    assert keep_own_text("figures", "written before").rstrip().endswith("written before")
+
+
+def test_markdown_survives_pipes_backticks_and_fences() -> None:
+    assert table(("a",), [("x | y\nz",)]).endswith("| x \\| y z |")
+    assert code("a`b") == "`` a`b ``"
+    assert fenced("```\ninner").startswith("````\n")
+
+
+def test_a_winner_that_the_dashboard_ranks_lower_is_explained(view: StudyView) -> None:
+    first, second, *_ = history.best_trials(view.trials, maximize=True)
+    told = study_note(replace(view, attributes={**view.attributes, history.WINNER: second.number}))
+    assert f"trial {second.number} came out ahead" in told
+    told = study_note(replace(view, attributes={**view.attributes, history.WINNER: first.number}))
+    assert "came out ahead" not in told
