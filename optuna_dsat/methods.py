@@ -12,29 +12,24 @@ from optuna.trial import FrozenTrial
 
 from optuna_dsat import ds_config, history, memory
 from optuna_dsat.errors import UsageError
-from optuna_dsat.lineage import MICRO_BATCH
+from optuna_dsat.lineage import MICRO_BATCH, lineage_key
+from optuna_dsat.lineage_history import same_trial
+from optuna_dsat.memory_fit import CorrectionFit
 from optuna_dsat.profiling import Profiled
 from optuna_dsat.pruners import AshaPruner, DeepSpeedPruner
 from optuna_dsat.samplers import BinarySearchSampler, LineageRandomSampler
 from optuna_dsat.space import SearchSpace
 from optuna_dsat.spec import StudySpec
+from optuna_dsat.study_space import hardware_of
 
-__all__ = ["Ceiling", "Method", "hardware_of", "make_method"]
-
-
-def hardware_of(spec: StudySpec, profiled: Profiled) -> memory.Hardware:
-    """Return the hardware of one launch as the memory model wants it."""
-    return memory.Hardware(
-        world_size=spec.slots_per_trial,
-        ranks_per_node=spec.slots_per_trial,
-        device_memory_bytes=profiled.profile.device_memory_bytes,
-        host_memory_bytes=profiled.profile.host_memory_bytes,
-        device=spec.device,
-    )
+__all__ = ["Ceiling", "Method", "make_method"]
 
 
 class Ceiling:
     """Largest micro-batch worth trying for given knobs: the memory model, corrected by the peaks measured so far.
+
+    The answer depends on the knobs and on the finished trials alone. What was learnt from them is kept, so that a
+    growing history costs what is new in it; a history that does not continue the last one is learnt from anew.
 
     Args:
         spec: The study.
@@ -47,23 +42,44 @@ class Ceiling:
         self._profile = profiled.profile
         self._hardware = hardware_of(spec, profiled)
         self._space = space
-        self._correction: tuple[int, memory.Correction] | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._fit = CorrectionFit(self._profile, self._hardware)
+        self._learnt: dict[int, FrozenTrial] = {}
+        self._last: Sequence[FrozenTrial] | None = None
+        self._answers: tuple[memory.Correction, dict[str, int]] = (memory.Correction(), {})
 
     def __call__(self, params: Mapping[str, Any], trials: Sequence[FrozenTrial]) -> int:
-        """Return the micro-batch; at least 1, since a model may err."""
-        config = ds_config.merge(self._base, self._space.overlay({**params, MICRO_BATCH: 1}))
-        largest = memory.largest_micro_batch(
-            self._profile, config, hardware=self._hardware, correction=self._corrected(trials)
-        )
-        return max(1, largest)
+        """Return the micro-batch; at least 1, since a model may err.
+
+        Args:
+            params: Knobs.
+            trials: The study's trials.
+        """
+        correction = self._corrected(trials)
+        if self._answers[0] is not correction:
+            self._answers = (correction, {})
+        key = lineage_key(params)
+        answers = self._answers[1]
+        if key not in answers:
+            config = ds_config.merge(self._base, self._space.overlay({**params, MICRO_BATCH: 1}))
+            largest = memory.largest_micro_batch(self._profile, config, hardware=self._hardware, correction=correction)
+            answers[key] = max(1, largest)
+        return answers[key]
 
     def _corrected(self, trials: Sequence[FrozenTrial]) -> memory.Correction:
-        """Return the correction for this history; fitted once per history, since many lineages ask."""
-        peaks = history.measured_peaks(trials)
-        if self._correction is None or self._correction[0] != len(peaks):
-            fitted = memory.Correction.fit(peaks, self._profile, self._hardware)
-            self._correction = (len(peaks), fitted)
-        return self._correction[1]
+        """Return the correction for this history; many lineages ask with the same one."""
+        if trials is not self._last:
+            done = {trial.number: trial for trial in trials if trial.state.is_finished()}
+            replaced = [one for number, one in self._learnt.items() if one is not done.get(number)]
+            if any(not same_trial(one, done.get(one.number)) for one in replaced):
+                self._forget()
+            new = [trial for number, trial in done.items() if number not in self._learnt]
+            self._learnt = done
+            self._fit.add(history.measured_peaks(new))
+            self._last = trials
+        return self._fit.correction()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -16,19 +17,20 @@ from optuna_dsat.export import TuneResult, trainable_config, training_command, w
 from optuna_dsat.finalists import Finalist, choose_winner, confirm
 from optuna_dsat.launch.protocol import Launcher, LaunchReport
 from optuna_dsat.measurement import LaunchRecord
-from optuna_dsat.methods import hardware_of, make_method
+from optuna_dsat.methods import make_method
 from optuna_dsat.profiling import Profiled, fingerprint, measure_profile
 from optuna_dsat.progress import FinalistMeasured, Message, Observer, ProfileFinished, ProfileStarted
-from optuna_dsat.space import SearchSpace, build_space
+from optuna_dsat.space import SearchSpace
 from optuna_dsat.spec import StudySpec
 from optuna_dsat.store import Store, StudyRecord
+from optuna_dsat.study_space import hardware_of, space_of
 from optuna_dsat.tuner import EndReason, Tuner, objective, speed_up, user_config
 from optuna_dsat.words import config_in_words
 
-__all__ = ["Session", "micro_batch_cap", "open_study", "space_of"]
+__all__ = ["Session", "open_study"]
 
-_MAX_MICRO_BATCH = 2**16
-"""No micro-batch beyond this is tried, whatever the memory model says."""
+_WAIT_S = 1.0
+"""Pause between two looks for a profile that another worker measures, in seconds."""
 
 
 def open_study(store: Store, spec: StudySpec) -> tuple[StudyRecord, StudySpec, bool]:
@@ -51,6 +53,8 @@ def open_study(store: Store, spec: StudySpec) -> tuple[StudyRecord, StudySpec, b
             f"Give this one another name with --study, continue the other one with its own settings, "
             f"or delete it."
         )
+    if spec != stored:
+        store.update_spec(found.uuid, spec.model_dump(mode="json"))
     return found, spec, True
 
 
@@ -62,46 +66,6 @@ def _differences(stored: Mapping[str, Any], given: Mapping[str, Any]) -> list[st
             detail = f"{key} was {old}, is {new}" if len(old) + len(new) < 80 else f"{key} differs"
             lines.append(detail)
     return lines
-
-
-def micro_batch_cap(spec: StudySpec, profiled: Profiled) -> int:
-    """Return the upper end of the micro-batch's distribution: twice what the most frugal configuration can hold.
-
-    The memory model errs; the factor two leaves room to find out.
-    """
-    hardware = hardware_of(spec, profiled)
-    base = ds_config.effective(spec.ds_config)
-    best = 1
-    for stage in spec.zero_stages:
-        for offload in (None, {"device": "cpu"}) if stage > 0 else (None,):
-            zero = {
-                "stage": stage,
-                "offload_optimizer": offload,
-                "offload_param": offload if stage == 3 else None,
-            }
-            config = ds_config.merge(base, {"zero_optimization": zero})
-            best = max(best, memory.largest_micro_batch(profiled.profile, config, hardware=hardware))
-    wanted = max(2, int(2 * best * spec.options.search_range_factor))
-    limit = ds_config.parse_autotuning(spec.ds_config).max_train_micro_batch_size_per_gpu or _MAX_MICRO_BATCH
-    return min(wanted, limit, _MAX_MICRO_BATCH)
-
-
-def space_of(spec: StudySpec, profiled: Profiled | None) -> SearchSpace:
-    """Return the search space; before the profile launch it is not yet capped by the model's size."""
-    return build_space(
-        spec.ds_config,
-        zero_stages=spec.zero_stages,
-        fix=spec.fix,
-        no_tune=spec.no_tune,
-        nvme_path=spec.nvme_path,
-        params=None if profiled is None else profiled.profile.params,
-        micro_batch_cap=_MAX_MICRO_BATCH if profiled is None else micro_batch_cap(spec, profiled),
-        pipeline=profiled is not None and profiled.pipeline,
-        device=spec.device,
-        gradient_accumulation_steps=ds_config.batch_triangle(
-            ds_config.effective(spec.ds_config), world_size=spec.slots_per_trial
-        ).gradient_accumulation_steps,
-    )
 
 
 class Session:
@@ -163,23 +127,26 @@ class Session:
             observer=self._observer,
         ).run()
         self.interrupted = reason is EndReason.INTERRUPTED
-        return self._conclude(study, profiled, reason) if conclude else None
+        if not conclude:
+            return None
+        result = self._conclude(study, profiled, reason)
+        self._fill_dashboard()
+        return result
+
+    def _fill_dashboard(self) -> None:
+        """Leave notes and plots for optuna-dashboard, where it is installed; logs are copied when it is started."""
+        from optuna_dsat.report.dashboard import is_installed, refresh
+
+        if not is_installed():
+            return
+        try:
+            refresh(self._store, self.spec.name, artifacts=False)
+        except Exception as error:  # noqa: BLE001 - a note is no reason to lose a result that is there
+            self._observer(Message(text=f"optuna-dashboard's notes and plots could not be written: {error}"))
 
     def _profile(self) -> Profiled:
-        """Return the stored profile of the same script, config and hardware, else measure it."""
-        key = self._fingerprint
-        stored = self._store.find_profile(key) if self._reuse_profile else None
-        if stored is not None:
-            profiled, reused = Profiled.from_json(stored.profile), True
-        else:
-            profiled = measure_profile(
-                self.spec,
-                self._launcher,
-                on_rung=lambda rung: self._observer(ProfileStarted(rung=rung.words)),
-                on_report=lambda report, record: self._keep(report, record, purpose="profile"),
-            )
-            self._store.save_profile(key, profiled.to_json(), study_uuid=self.record.uuid)
-            reused = False
+        """Return the stored profile of the same script, config and hardware, else measure it; announce it."""
+        profiled, reused = self._find_or_measure_profile()
         base = ds_config.effective(self.spec.ds_config)
         largest = {
             stage: memory.largest_micro_batch(
@@ -204,6 +171,28 @@ class Session:
             )
         return profiled
 
+    def _find_or_measure_profile(self) -> tuple[Profiled, bool]:
+        """Return the profile and whether it was there; where another worker measures it, wait for that."""
+        waiting = False
+        while True:
+            with self._store.profile_turn(self.record.uuid) as mine:
+                stored = self._store.find_profile(self._fingerprint) if self._reuse_profile or waiting else None
+                if stored is not None:
+                    return Profiled.from_json(stored.profile), True
+                if mine:
+                    profiled = measure_profile(
+                        self.spec,
+                        self._launcher,
+                        on_rung=lambda rung: self._observer(ProfileStarted(rung=rung.words)),
+                        on_report=lambda report, record: self._keep(report, record, purpose="profile"),
+                    )
+                    self._store.save_profile(self._fingerprint, profiled.to_json(), study_uuid=self.record.uuid)
+                    return profiled, False
+            if not waiting:
+                waiting = True
+                self._observer(Message(text="Another worker measures the profile; waiting for it."))
+            time.sleep(_WAIT_S)
+
     def _load_study(self, sampler: optuna.samplers.BaseSampler, pruner: optuna.pruners.BasePruner) -> optuna.Study:
         return optuna.load_study(study_name=self.spec.name, storage=self._store.storage, sampler=sampler, pruner=pruner)
 
@@ -211,11 +200,12 @@ class Session:
         """Have the user's present config measured first, once per study."""
         if not self.spec.enqueue_user_config:
             return
-        attrs = {history.PURPOSE: history.USER_CONFIG}
-        if any(t.user_attrs.get(history.PURPOSE) == history.USER_CONFIG for t in study.get_trials(deepcopy=False)):
-            return
         config, _ = user_config(self.spec)
-        study.enqueue_trial(space.params_of(config) or {}, user_attrs=attrs)
+        params = space.params_of(config) or {}
+        with self._store.exclusive("enqueue the user's config"):
+            trials = study.get_trials(deepcopy=False)
+            if not any(t.user_attrs.get(history.PURPOSE) == history.USER_CONFIG for t in trials):
+                study.enqueue_trial(params, user_attrs={history.PURPOSE: history.USER_CONFIG})
 
     def _keep(
         self, report: LaunchReport, record: LaunchRecord, *, purpose: str, trial: FrozenTrial | None = None

@@ -11,9 +11,24 @@ ROOT = Path(__file__).parents[1]
 LAYERS = [
     {"cli"},
     {"session", "report"},
-    {"tuner", "methods", "finalists", "profiling", "export", "progress"},
+    {"tuner", "methods", "finalists", "profiling", "export", "progress", "study_space"},
     {"samplers", "pruners", "launch", "store"},
-    {"lineage", "memory", "model_states", "space", "search_space", "knobs", "ds_config", "autotuning", "arg_mapping", "history", "measurement", "words", "spec"},
+    {
+        "lineage",
+        "memory",
+        "memory_fit",
+        "model_states",
+        "space",
+        "search_space",
+        "knobs",
+        "ds_config",
+        "autotuning",
+        "arg_mapping",
+        "history",
+        "measurement",
+        "words",
+        "spec",
+    },
     {"outcome", "errors", "runtime"},
 ]
 

@@ -9,7 +9,9 @@ from typing import Annotated, NoReturn
 import typer
 
 from optuna_dsat import __version__
+from optuna_dsat.cli.dashboard import dashboard
 from optuna_dsat.cli.options import AshaOptions, BinaryOptions, RandomOptions, spread_numbers, with_options
+from optuna_dsat.cli.password import hide_password
 from optuna_dsat.cli.studies import add_commands
 from optuna_dsat.errors import DsatError, ScriptFailedError
 
@@ -76,6 +78,7 @@ app.command("asha")(
     )
 )
 add_commands(app)
+app.command("dashboard")(dashboard)
 
 
 def _report(error: DsatError) -> None:
@@ -89,6 +92,8 @@ def _report(error: DsatError) -> None:
 
 def main(argv: list[str] | None = None) -> NoReturn:
     """Run the command; exit with 0 (found), 2 (usage), 3 (nothing runs), 4 (script error), 5 (storage) or 130."""
+    if argv is None:
+        hide_password()
     arguments = sys.argv[1:] if argv is None else argv
 
     def interrupt(_signal: int, _frame: object) -> None:

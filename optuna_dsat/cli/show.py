@@ -211,7 +211,7 @@ def show_plan(spec: StudySpec) -> None:
 
     from optuna_dsat import ds_config
     from optuna_dsat.profiling import LADDER
-    from optuna_dsat.session import space_of
+    from optuna_dsat.study_space import space_of
     from optuna_dsat.tuner import user_config
     from optuna_dsat.words import config_in_words
 

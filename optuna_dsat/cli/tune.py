@@ -175,7 +175,7 @@ def spec_of(method: str, options: TuneOptions, devices: Devices) -> StudySpec:
         confirm=options.confirm,
         output_dir=str(_writable(options.output_dir)),
     )
-    from optuna_dsat.session import space_of
+    from optuna_dsat.study_space import space_of
 
     space_of(spec, None)  # A knob or value that the space cannot take is refused here, before anything runs.
     return spec

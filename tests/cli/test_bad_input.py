@@ -30,9 +30,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "twice.json").write_text('{"bf16": {}, "bf16": {}}')
     (tmp_path / "list.json").write_text("[1]")
     (tmp_path / "triangle.json").write_text(
-        json.dumps(
-            {"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
-        )
+        json.dumps({"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2})
     )
     (tmp_path / "plain-file").write_text("")
     return tmp_path
@@ -60,7 +58,7 @@ CASES = {
         ["random", "train.py", "ds.json", "--output-dir", "plain-file/out"],
         "cannot be written to",
     ),
-    "storage-kind": (["random", "train.py", "ds.json", "--storage", "mysql://u:geheim@h/db"], "unsupported kind (mysql)"),
+    "storage-kind": (["random", "train.py", "ds.json", "--storage", "mysql://u:geheim@h/db"], "unsupported kind"),
     "storage-path": (
         ["random", "train.py", "ds.json", "--storage", "sqlite:///no/such/dir/x.db"],
         "no/such/dir",

@@ -103,6 +103,9 @@ def test_a_raised_budget_adds_exactly_the_difference(bench: Bench) -> None:
     more = Hill()
     bench.run(bench.spec(max_trials=9, confirm=0), more)
     assert len(more.configs) == 4
+    record = bench.store.find_study("s")
+    assert record is not None
+    assert record.spec["max_trials"] == 9
 
 
 def test_another_script_under_the_same_name_is_refused_with_what_differs(bench: Bench) -> None:

@@ -1,0 +1,57 @@
+"""Keeps a database password off the process list, where every user of the machine could read it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+__all__ = ["STORAGE_ENV", "hide_password", "without_password"]
+
+STORAGE_ENV = "OPTUNA_DSAT_STORAGE"
+"""Environment variable that ``--storage`` is read from where it is not given; only its user can read it."""
+
+_OPTION = "--storage"
+
+
+def without_password(command: Sequence[str]) -> tuple[list[str], str | None]:
+    """Return a command without the storage URL that holds a password, and that URL; None where there is none.
+
+    Only what stands before ``--`` is read: the rest are the script's own arguments.
+    """
+    kept: list[str] = []
+    secret: str | None = None
+    words = iter(command)
+    for word in words:
+        if word == "--":
+            return [*kept, word, *words], secret
+        name, equals, value = word.partition("=")
+        if name == _OPTION:
+            given = [word] if equals else [word, *(following for following in [next(words, None)] if following)]
+            url = value if equals else given[-1]
+            if _has_password(url):
+                secret = url
+                continue
+            kept += given
+        else:
+            kept.append(word)
+    return kept, secret
+
+
+def _has_password(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return "@" in url
+    return parts.password is not None or "pass" in parts.query.lower()
+
+
+def hide_password() -> None:
+    """Start this command again, in this process, with the storage URL in its environment, if it holds a password.
+
+    Returns where there is none to hide.
+    """
+    command, secret = without_password(sys.orig_argv)
+    if secret is not None:
+        os.execve(sys.executable, command, {**os.environ, STORAGE_ENV: secret})
