@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from optuna.distributions import IntDistribution
 from optuna.study import Study, StudyDirection
@@ -32,6 +32,7 @@ __all__ = [
     "PEAK_MARGIN",
     "PEAK_WIDTH",
     "PLAN_ATTR",
+    "RETRY_ATTR",
     "STRUCTURE",
     "VETOED_ATTR",
     "ZERO_STAGE",
@@ -40,6 +41,7 @@ __all__ = [
     "LineageGate",
     "agrees",
     "candidates",
+    "canonical",
     "evidence",
     "group",
     "lineage_key",
@@ -50,7 +52,10 @@ __all__ = [
     "search_interval",
     "structure",
     "unreachable",
+    "visible_params",
 ]
+
+T = TypeVar("T")
 
 MICRO_BATCH = "train_micro_batch_size_per_gpu"
 """Optuna parameter (and DeepSpeed key) of the micro-batch, in samples per GPU."""
@@ -66,6 +71,9 @@ VETOED_ATTR = "vetoed"
 """User attribute: why the trial was told without a launch."""
 PLAN_ATTR = "dsat:plan"
 """System attribute: what a sampler means to run, so that a running trial shows its lineage early."""
+
+RETRY_ATTR = "failed_trial"
+"""System attribute that Optuna's ``RetryHeartbeatStaleTrialCallback`` sets on the copy of a lost trial."""
 
 PEAK_MARGIN = 0.03
 """Relative difference between two metrics of a lineage that is taken as real, not as noise."""
@@ -139,9 +147,14 @@ class Lineage:
         return tuple(t for t in self.trials if t.state.is_finished() and not t.user_attrs.get(VETOED_ATTR))
 
     @cached_property
+    def taught(self) -> tuple[Evidence, ...]:
+        """What each of ``trials`` says."""
+        return tuple(map(evidence, self.trials))
+
+    @cached_property
     def answers(self) -> tuple[FrozenTrial, ...]:
         """Launches that taught something of the configuration, by number; accidents are left out."""
-        return tuple(t for t in self.trials if evidence(t) is not Evidence.NONE)
+        return tuple(t for t, says in zip(self.trials, self.taught, strict=True) if says is not Evidence.NONE)
 
     @cached_property
     def running(self) -> tuple[int, ...]:
@@ -151,22 +164,25 @@ class Lineage:
     @cached_property
     def used(self) -> frozenset[int]:
         """Micro-batches of all trials, vetoed and failed ones included: none is proposed again."""
-        return frozenset(self.size(t) for t in self.trials)
+        return frozenset(map(self.size, self.trials))
 
     @cached_property
     def largest_fit(self) -> int | None:
         """Largest micro-batch known to fit."""
-        return max((self.size(t) for t in self.trials if evidence(t) is Evidence.FITS), default=None)
+        return max(self._sizes(Evidence.FITS), default=None)
 
     @cached_property
     def smallest_too_large(self) -> int | None:
         """Smallest micro-batch known not to fit."""
-        return min((self.size(t) for t in self.trials if evidence(t) is Evidence.TOO_LARGE), default=None)
+        return min(self._sizes(Evidence.TOO_LARGE), default=None)
+
+    def _sizes(self, kind: Evidence) -> list[int]:
+        return [self.size(t) for t, says in zip(self.trials, self.taught, strict=True) if says is kind]
 
     @cached_property
     def broken(self) -> bool:
         """Whether the configuration failed for a reason that no micro-batch changes."""
-        return any(evidence(t) is Evidence.BROKEN for t in self.trials)
+        return Evidence.BROKEN in self.taught
 
     @cached_property
     def dead(self) -> bool:
@@ -178,6 +194,21 @@ class Lineage:
     def complete(self) -> bool:
         """Whether a trial has suggested all its parameters: the micro-batch comes last."""
         return any(self.micro_batch in t.params for t in self.trials)
+
+    @cached_property
+    def first_number(self) -> int:
+        """Number of the first trial; -1 for a lineage without trials."""
+        return self.trials[0].number if self.trials else -1
+
+    @cached_property
+    def structure(self) -> Mapping[str, Any]:
+        """The knobs that decide where model states live: ZeRO stage and offload."""
+        return structure(self.params)
+
+    @cached_property
+    def structure_key(self) -> str:
+        """Canonical text of ``structure``."""
+        return lineage_key(self.structure)
 
     @cached_property
     def distribution(self) -> IntDistribution | None:
@@ -198,6 +229,9 @@ class Lineage:
 
     def ended(self, direction: StudyDirection) -> bool:
         """Return whether a bisection has nothing left to try up to ``ceiling``, or nothing can help."""
+        return self.derived(("ended", direction), lambda: self._has_ended(direction))
+
+    def _has_ended(self, direction: StudyDirection) -> bool:
         if self.broken or self.distribution is None or self.ceiling is None:
             return self.broken
         if direction == StudyDirection.MAXIMIZE and past_peak(self, direction):
@@ -209,25 +243,50 @@ class Lineage:
 
     def size(self, trial: FrozenTrial) -> int:
         """Return the micro-batch of one of the lineage's trials."""
-        return int(_visible_params(trial, self.micro_batch)[self.micro_batch])
+        known = trial.params if trial.state.is_finished() else visible_params(trial, self.micro_batch)
+        return int(known[self.micro_batch])
 
-    def points(self) -> list[tuple[int, float]]:
+    def points(self) -> Sequence[tuple[int, float]]:
         """Return (micro-batch, metric) of all trials that showed a metric, by number."""
-        shown = ((t, score(t)) for t in self.trials)
-        return [(self.size(t), value) for t, value in shown if value is not None]
+
+        def find() -> tuple[tuple[int, float], ...]:
+            shown = ((t, score(t)) for t in self.trials)
+            return tuple((self.size(t), value) for t, value in shown if value is not None)
+
+        return self.derived("points", find)
 
     def best(self, direction: StudyDirection) -> FrozenTrial | None:
         """Return the best measured trial (state COMPLETE, value not NaN), the earliest of equals."""
-        measured = [t for t in self.trials if t.state == TrialState.COMPLETE and score(t) is not None]
-        return _best(measured, direction)
+
+        def find() -> FrozenTrial | None:
+            measured = [t for t in self.trials if t.state == TrialState.COMPLETE and score(t) is not None]
+            return _best(measured, direction)
+
+        return self.derived(("best", direction), find)
 
     def best_score(self, direction: StudyDirection, *, answers: int | None = None) -> float | None:
         """Return the best metric among the first ``answers`` launches that taught something (all for None).
 
         The last report of a job stopped in flight counts, so that a stop does not hide what was seen.
         """
-        best = _best([t for t in self.answers[:answers] if score(t) is not None], direction)
-        return None if best is None else score(best)
+
+        def find() -> float | None:
+            best = _best([t for t in self.answers[:answers] if score(t) is not None], direction)
+            return None if best is None else score(best)
+
+        return self.derived(("best score", direction, answers), find)
+
+    def derived(self, key: Hashable, compute: Callable[[], T]) -> T:
+        """Return what ``compute`` derives from this lineage alone; computed once for each ``key``."""
+        known = self._derived
+        if key not in known:
+            known[key] = compute()
+        found: T = known[key]
+        return found
+
+    @cached_property
+    def _derived(self) -> dict[Hashable, Any]:
+        return {}
 
 
 @runtime_checkable
@@ -253,7 +312,7 @@ def group(trials: Iterable[FrozenTrial], *, micro_batch: str = MICRO_BATCH) -> d
     members: dict[str, list[FrozenTrial]] = {}
     params: dict[str, dict[str, Any]] = {}
     for trial in sorted(trials, key=lambda t: t.number):
-        knobs = _visible_params(trial, micro_batch)
+        knobs = visible_params(trial, micro_batch)
         size = knobs.pop(micro_batch, None)
         if isinstance(size, bool) or not isinstance(size, int):
             continue
@@ -268,7 +327,7 @@ def group(trials: Iterable[FrozenTrial], *, micro_batch: str = MICRO_BATCH) -> d
 
 def lineage_key(params: Mapping[str, Any], *, micro_batch: str = MICRO_BATCH) -> str:
     """Return the canonical text of knobs: sorted, without the micro-batch, 5e7 and 50000000 alike."""
-    knobs = {name: _canonical(value) for name, value in params.items() if name != micro_batch}
+    knobs = {name: canonical(value) for name, value in params.items() if name != micro_batch}
     return json.dumps(knobs, sort_keys=True, default=repr)
 
 
@@ -285,7 +344,7 @@ def agrees(params: Mapping[str, Any], other: Mapping[str, Any], *, strict: bool 
         if found is missing:
             if strict:
                 return False
-        elif _canonical(found) != _canonical(value) or isinstance(found, bool) != isinstance(value, bool):
+        elif canonical(found) != canonical(value) or isinstance(found, bool) != isinstance(value, bool):
             return False
     return True
 
@@ -373,7 +432,8 @@ def middle(values: Sequence[int]) -> int:
     return values[(len(values) - 1) // 2]
 
 
-def _visible_params(trial: FrozenTrial, micro_batch: str) -> dict[str, Any]:
+def visible_params(trial: FrozenTrial, micro_batch: str = MICRO_BATCH) -> dict[str, Any]:
+    """Return a trial's parameters; an unfinished trial's are completed by those it is going to have."""
     if trial.state.is_finished():
         return dict(trial.params)
     plan = _plan(trial)
@@ -393,5 +453,6 @@ def _best(trials: Sequence[FrozenTrial], direction: StudyDirection) -> FrozenTri
     return min(trials, key=lambda t: (sign * (score(t) or 0.0), t.number))
 
 
-def _canonical(value: Any) -> Any:
+def canonical(value: Any) -> Any:
+    """Return a knob's value in one form: 5e7 as 50000000."""
     return int(value) if isinstance(value, float) and value.is_integer() else value

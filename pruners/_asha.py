@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from optuna.pruners import BasePruner
-from optuna.study import Study
+from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial
 
-from optuna_dsat.lineage import MICRO_BATCH, Lineage, group
+from optuna_dsat.lineage import MICRO_BATCH, Lineage
+from optuna_dsat.lineage_history import read_history
+from optuna_dsat.lineage_set import Kind, Lineages
 from optuna_dsat.pruners._common import chosen_by_user, lineage_of
-from optuna_dsat.pruners._inflight import below_rung, cannot_win
+from optuna_dsat.pruners._inflight import below_rung, cannot_win, reports_of
 from optuna_dsat.pruners._rungs import Rungs, climb
 
 __all__ = ["AshaPruner"]
@@ -87,10 +89,9 @@ class AshaPruner(BasePruner):
         """Return why a trial should not be launched, None if it should."""
         if chosen_by_user(trial):
             return None
-        others = [t for t in study.get_trials(deepcopy=False) if t.number != trial.number]
-        lineages = group(others, micro_batch=self._micro_batch)
+        lineages = read_history(study, micro_batch=self._micro_batch, without=trial.number).lineages
         lineage = lineage_of(trial, lineages, micro_batch=self._micro_batch)
-        if lineage is None or lineage.key not in self.held_back(study, lineages):
+        if lineage is None or lineage.key not in lineages or lineage.key in self.continuable(study, lineages):
             return None
         if lineage.broken:
             return "this configuration failed whatever its micro-batch"
@@ -102,15 +103,22 @@ class AshaPruner(BasePruner):
 
     def continuable(self, study: Study, lineages: Mapping[str, Lineage]) -> Sequence[str]:
         """Return the keys of the lineages that may go on: the highest rung first, then the longest."""
-        ended = frozenset(key for key, lineage in lineages.items() if lineage.ended(study.direction))
-        ladder = climb(lineages, rungs=self._rungs, direction=study.direction, ended=ended)
-        ranks: dict[str, tuple[int, int]] = {}
-        for key, lineage in lineages.items():
+        known, direction = Lineages.of(lineages), study.direction
+        return known.derived(("continuable", self._rungs, direction), lambda: self._climbing(known, direction))
+
+    def _climbing(self, lineages: Lineages, direction: StudyDirection) -> list[str]:
+        split = [_split(kind, direction, self._rungs.size(0)) for kind in lineages.kinds.values()]
+        beginners = [ranked for below, _ in split for ranked in below]
+        climbers = {o.key: o for o in sorted((o for _, on in split for o in on), key=lambda o: o.first_number)}
+        ended = frozenset(key for key, lineage in climbers.items() if lineage.ended(direction))
+        ladder = climb(climbers, rungs=self._rungs, direction=direction, ended=ended)
+        going_on = []
+        for key, lineage in climbers.items():
             done = len(lineage.answers)
             rung = next((k for k, r in enumerate(ladder) if key not in r.promoted), 0)
             if key not in ended and done < self._rungs.size(rung):
-                ranks[key] = (rung, done)
-        return sorted(ranks, key=lambda key: ranks[key], reverse=True)
+                going_on.append((-rung, -done, lineage.first_number, key))
+        return [key for *_, key in sorted([*going_on, *beginners])]
 
     def hopeless(self, study: Study, lineages: Mapping[str, Lineage]) -> Sequence[Mapping[str, Any]]:
         """Return no structures: every new lineage may climb."""
@@ -118,12 +126,33 @@ class AshaPruner(BasePruner):
         return ()
 
     def _stops(self, study: Study, trial: FrozenTrial) -> bool:
-        others = study.get_trials(deepcopy=False)
-        direction = study.direction
+        history = read_history(study, micro_batch=self._micro_batch, without=trial.number)
+        reports, direction = reports_of(history), study.direction
         return below_rung(
             trial,
-            others,
+            reports,
+            history.pending,
             direction=direction,
             divisor=self._rungs.divisor,
             early_stopping=self._rungs.early_stopping,
-        ) and cannot_win(trial, others, direction=direction, margin=self._stop_margin)
+        ) and cannot_win(trial, reports, direction=direction, margin=self._stop_margin)
+
+
+_Ranked = tuple[int, int, int, str]
+"""Rung and launches, both negative, number of the first trial and key: the most urgent first."""
+
+
+def _split(kind: Kind, direction: StudyDirection, least: int) -> tuple[Sequence[_Ranked], Sequence[Lineage]]:
+    """Return the lineages of a kind that have not completed the lowest rung, of ``least`` launches, and the others."""
+
+    def find() -> tuple[list[_Ranked], list[Lineage]]:
+        below, on = [], []
+        for lineage in kind.members.values():
+            done = len(lineage.answers)
+            if done >= least or lineage.ended(direction):
+                on.append(lineage)
+            else:
+                below.append((0, -done, lineage.first_number, lineage.key))
+        return sorted(below), on
+
+    return kind.derived(("split", direction, least), find)

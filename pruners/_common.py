@@ -6,14 +6,14 @@ from collections.abc import Mapping
 
 from optuna.trial import FrozenTrial
 
-from optuna_dsat.lineage import Lineage, group
+from optuna_dsat.lineage import RETRY_ATTR, Lineage, group
 
 __all__ = ["chosen_by_user", "lineage_of"]
 
 
 def chosen_by_user(trial: FrozenTrial) -> bool:
     """Return whether a trial was enqueued or repeats a lost one: it is launched whatever a pruner knows."""
-    return bool(trial.system_attrs.get("fixed_params")) or "failed_trial" in trial.system_attrs
+    return bool(trial.system_attrs.get("fixed_params")) or RETRY_ATTR in trial.system_attrs
 
 
 def lineage_of(trial: FrozenTrial, lineages: Mapping[str, Lineage], *, micro_batch: str) -> Lineage | None:

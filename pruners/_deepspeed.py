@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
 from typing import Any
 
 from optuna.pruners import BasePruner
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial
 
-from optuna_dsat.lineage import MICRO_BATCH, Lineage, group, lineage_key, search_interval, structure
+from optuna_dsat.lineage import MICRO_BATCH, Lineage, search_interval
+from optuna_dsat.lineage_history import read_history
+from optuna_dsat.lineage_set import Kind, Lineages, best_score
 from optuna_dsat.pruners._common import chosen_by_user, lineage_of
-from optuna_dsat.pruners._inflight import cannot_win
+from optuna_dsat.pruners._inflight import cannot_win, reports_of
 from optuna_dsat.pruners._knowledge import potential
 
 __all__ = ["DeepSpeedPruner"]
@@ -87,19 +93,19 @@ class DeepSpeedPruner(BasePruner):
             return self.reason(study, trial) is not None
         if len(trial.intermediate_values) < self._warmup:
             return False
-        others = study.get_trials(deepcopy=False)
-        return cannot_win(trial, others, direction=study.direction, margin=self._stop_margin)
+        reports = reports_of(read_history(study, micro_batch=self._micro_batch, without=trial.number))
+        return cannot_win(trial, reports, direction=study.direction, margin=self._stop_margin)
 
     def reason(self, study: Study, trial: FrozenTrial) -> str | None:
         """Return why a trial should not be launched, None if it should."""
         if chosen_by_user(trial):
             return None
-        others = [t for t in study.get_trials(deepcopy=False) if t.number != trial.number]
-        lineages = group(others, micro_batch=self._micro_batch)
+        lineages = read_history(study, micro_batch=self._micro_batch, without=trial.number).lineages
         lineage = lineage_of(trial, lineages, micro_batch=self._micro_batch)
         if lineage is None:
             return None
-        return self._why(lineage, lineages, self.hopeless(study, lineages), study.direction)
+        verdict = self._judge(lineage, lineages, study.direction)
+        return None if verdict is None else self._explain(verdict, lineage, lineages, study.direction)
 
     def held_back(self, study: Study, lineages: Mapping[str, Lineage]) -> frozenset[str]:
         """Return the keys of the lineages that cannot win any more."""
@@ -107,28 +113,73 @@ class DeepSpeedPruner(BasePruner):
 
     def continuable(self, study: Study, lineages: Mapping[str, Lineage]) -> Sequence[str]:
         """Return the keys of the lineages that may get another launch, the oldest first."""
-        kinds = self.hopeless(study, lineages)
-        return [k for k, o in lineages.items() if self._why(o, lineages, kinds, study.direction) is None]
+        known, direction = Lineages.of(lineages), study.direction
+
+        def find() -> list[str]:
+            hopeless = hopeless_structures(known, direction=direction, budget=self._budget)
+            best = best_score(known, direction)
+            going_on: list[tuple[int, str]] = []
+            for kind in known.kinds.values():
+                is_hopeless = kind.params in hopeless
+                going_on += kind.derived(
+                    ("going on", self._budget, direction, best, is_hopeless),
+                    partial(self._going_on, kind, known, direction),
+                )
+            return [key for _, key in sorted(going_on)]
+
+        return known.derived(("continuable", self._budget, direction), find)
+
+    def _going_on(self, kind: Kind, lineages: Lineages, direction: StudyDirection) -> list[tuple[int, str]]:
+        """Return the lineages of a kind that may get another launch: number of the first trial, and key."""
+        return [(o.first_number, o.key) for o in kind.members.values() if self._judge(o, lineages, direction) is None]
 
     def hopeless(self, study: Study, lineages: Mapping[str, Lineage]) -> Sequence[Mapping[str, Any]]:
         """Return the structures (ZeRO stage and offload) of which no lineage can win."""
-        return hopeless_structures(lineages.values(), direction=study.direction, budget=self._budget)
+        return hopeless_structures(Lineages.of(lineages), direction=study.direction, budget=self._budget)
 
-    def _why(
-        self,
-        lineage: Lineage,
-        lineages: Mapping[str, Lineage],
-        hopeless: Sequence[Mapping[str, Any]],
-        direction: StudyDirection,
-    ) -> str | None:
-        if not lineage.answers and structure(lineage.params) in hopeless:
-            return f"{_describe(lineage)} cannot reach the best result so far, by what its trials measured"
-        return why_held_back(lineage, lineages, direction=direction, budget=self._budget)
+    def _judge(self, lineage: Lineage, lineages: Lineages, direction: StudyDirection) -> Verdict | None:
+        if not lineage.answers:
+            hopeless = hopeless_structures(lineages, direction=direction, budget=self._budget)
+            if lineage.structure in hopeless:
+                return Verdict.HOPELESS
+        return judge(lineage, lineages, direction=direction, budget=self._budget)
+
+    def _explain(self, verdict: Verdict, lineage: Lineage, lineages: Lineages, direction: StudyDirection) -> str:
+        """Return a verdict in words; of the configurations that overtook this one, the earliest is named."""
+        _, high, promise = _outlook(lineage, direction)
+        kind = lineages.kind_of(lineage.params)
+        overtakers = [
+            other
+            for other in (kind.members.values() if kind is not None else ())
+            if verdict is Verdict.OVERTAKEN
+            and other.key != lineage.key
+            and (other.largest_fit or 0) >= high
+            and (theirs := other.best_score(direction)) is not None
+            and _overtaken(lineage, promise, theirs, direction)
+        ]
+        earliest = min(overtakers, key=lambda other: other.first_number, default=lineage)
+        return verdict.value.format(
+            launches=self._budget,
+            structure=", ".join(f"{name} {value}" for name, value in lineage.structure.items()) or "the same structure",
+            larger=earliest.largest_fit,
+            high=high,
+            promise=promise,
+            best=best_score(lineages, direction) or 0.0,
+        )
 
 
-def why_held_back(
-    lineage: Lineage, lineages: Mapping[str, Lineage], *, direction: StudyDirection, budget: int
-) -> str | None:
+class Verdict(StrEnum):
+    """Why a lineage gets no further launch."""
+
+    BROKEN = "this configuration failed whatever its micro-batch"
+    DEAD = "this configuration does not fit at the smallest micro-batch"
+    SPENT = "this configuration had its {launches} launches"
+    OVERTAKEN = "another configuration of {structure} ran micro-batch {larger}, this one can reach {high} at most"
+    BEHIND = "at most {promise:.4g} can be expected of this configuration, the best so far is {best:.4g}"
+    HOPELESS = "{structure} cannot reach the best result so far, by what its trials measured"
+
+
+def judge(lineage: Lineage, lineages: Lineages, *, direction: StudyDirection, budget: int) -> Verdict | None:
     """Return why a lineage should get no further launch, None if it may.
 
     Args:
@@ -138,67 +189,103 @@ def why_held_back(
         budget: Most launches of one lineage that may teach something.
     """
     if lineage.broken:
-        return "this configuration failed whatever its micro-batch"
+        return Verdict.BROKEN
     if lineage.dead:
-        return "this configuration does not fit at the smallest micro-batch"
+        return Verdict.DEAD
     if len(lineage.answers) >= budget:
-        return f"this configuration had its {budget} launches"
-    low, high = _reach(lineage)
-    promise = potential(lineage.points(), low, high, direction=direction, margin=_NOISE)
-    if lineage.smallest_too_large is not None and low <= high:
-        rival = _larger_and_no_slower(lineage, lineages.values(), high, promise, direction)
-        if rival is not None:
-            return (
-                f"another configuration of {_describe(lineage)} ran micro-batch {rival.largest_fit},"
-                f" this one can reach {high} at most"
-            )
-    best = _best_score(lineages.values(), direction)
+        return Verdict.SPENT
+    low, high, promise = _outlook(lineage, direction)
+    if low > high:
+        return None
+    if lineage.smallest_too_large is not None:
+        rival = _best_of_larger(lineage, lineages, high, direction)
+        if rival is not None and _overtaken(lineage, promise, rival, direction):
+            return Verdict.OVERTAKEN
+    best = lineages.derived(("best score", direction), lambda: best_score(lineages, direction))
     measured_twice = len({size for size, _ in lineage.points()}) > 1
-    if best is not None and low <= high and measured_twice and _worse(promise, best, direction, _NOISE):
-        return f"at most {promise:.4g} can be expected of this configuration, the best so far is {best:.4g}"
+    if best is not None and measured_twice and _worse(promise, best, direction, _NOISE):
+        return Verdict.BEHIND
     return None
 
 
-def hopeless_structures(lineages: Iterable[Lineage], *, direction: StudyDirection, budget: int) -> list[dict[str, Any]]:
-    """Return the structures of which enough lineages were judged, and none can come near the best.
+def hopeless_structures(lineages: Lineages, *, direction: StudyDirection, budget: int) -> Sequence[Mapping[str, Any]]:
+    """Return the structures (ZeRO stage and offload) of which no lineage can win.
 
-    A lineage is judged when it ended, spent its budget, or was measured at two micro-batches. While one of a
-    structure is not, the structure is not hopeless.
+    That is: at least two of its lineages were judged, and what any lineage showed or promises is worse than the
+    best metric of the study by more than ``_SPREAD``. A lineage is judged when it ended, spent its budget, or was
+    measured at two micro-batches. While one of a structure is not, the structure is not hopeless.
 
     Args:
         lineages: All lineages of the study.
         direction: What is better.
         budget: Most launches of one lineage that may teach something.
     """
-    known = [lineage for lineage in lineages if lineage.answers]
-    best = _best_score(known, direction)
-    if best is None:
-        return []
-    promises: dict[str, list[float]] = {}
-    kinds: dict[str, dict[str, Any]] = {}
-    for lineage in known:
-        kind = structure(lineage.params)
-        kinds.setdefault(lineage_key(kind), kind)
-        promises.setdefault(lineage_key(kind), []).append(_promise(lineage, direction, budget))
-    return [
-        kinds[key]
-        for key, found in promises.items()
-        if len(found) >= _WITNESSES and all(_worse(promise, best, direction, _SPREAD) for promise in found)
-    ]
+
+    def find() -> list[Mapping[str, Any]]:
+        best = best_score(lineages, direction)
+        if best is None:
+            return []
+        found = ((_outlook_of_kind(kind, direction, budget), kind) for kind in lineages.kinds.values())
+        bad = [
+            (outlook.first, kind.params)
+            for outlook, kind in found
+            if outlook.lineages >= _WITNESSES and _worse(outlook.promise, best, direction, _SPREAD)
+        ]
+        return [params for _, params in sorted(bad, key=lambda one: one[0])]
+
+    return lineages.derived(("hopeless", direction, budget), find)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _KindOutlook:
+    """What the lineages of a structure that taught something promise."""
+
+    lineages: int
+    promise: float
+    """The best metric that any of them showed or may still show."""
+    first: int
+    """Number of the first trial of the earliest of them."""
+
+
+def _outlook_of_kind(kind: Kind, direction: StudyDirection, budget: int) -> _KindOutlook:
+    better = max if direction == StudyDirection.MAXIMIZE else min
+
+    def find() -> _KindOutlook:
+        known = [lineage for lineage in kind.members.values() if lineage.answers]
+        return _KindOutlook(
+            lineages=len(known),
+            promise=better((_promise(lineage, direction, budget) for lineage in known), default=math.nan),
+            first=min((lineage.first_number for lineage in known), default=-1),
+        )
+
+    return kind.derived(("outlook", direction, budget), find)
 
 
 def _promise(lineage: Lineage, direction: StudyDirection, budget: int) -> float:
     """Return the best metric that a lineage showed or may still show."""
-    nothing = -math.inf if direction == StudyDirection.MAXIMIZE else math.inf
-    shown = lineage.best_score(direction)
-    shown = nothing if shown is None else shown
-    if lineage.dead or lineage.ended(direction) or len(lineage.answers) >= budget:
-        return shown
-    if len({size for size, _ in lineage.points()}) < 2:
-        return -nothing
-    low, high = _reach(lineage)
-    left = potential(lineage.points(), low, high, direction=direction, margin=_NOISE)
-    return left if _worse(shown, left, direction, 0.0) else shown
+
+    def find() -> float:
+        nothing = -math.inf if direction == StudyDirection.MAXIMIZE else math.inf
+        shown = lineage.best_score(direction)
+        shown = nothing if shown is None else shown
+        if lineage.dead or lineage.ended(direction) or len(lineage.answers) >= budget:
+            return shown
+        if len({size for size, _ in lineage.points()}) < 2:
+            return -nothing
+        _, _, left = _outlook(lineage, direction)
+        return left if _worse(shown, left, direction, 0.0) else shown
+
+    return lineage.derived(("promise", direction, budget), find)
+
+
+def _outlook(lineage: Lineage, direction: StudyDirection) -> tuple[int, int, float]:
+    """Return the micro-batches (low, high) that a lineage has left, and the best metric it can show there."""
+
+    def find() -> tuple[int, int, float]:
+        low, high = _reach(lineage)
+        return low, high, potential(lineage.points(), low, high, direction=direction, margin=_NOISE)
+
+    return lineage.derived(("outlook", direction), find)
 
 
 def _reach(lineage: Lineage) -> tuple[int, int]:
@@ -208,25 +295,36 @@ def _reach(lineage: Lineage) -> tuple[int, int]:
     return search_interval(lineage, distribution.high, floor=distribution.low)
 
 
-def _larger_and_no_slower(
-    lineage: Lineage, lineages: Iterable[Lineage], high: int, promise: float, direction: StudyDirection
-) -> Lineage | None:
-    """Return a lineage of the same structure that ran ``high`` or more and that this one cannot beat."""
-    kind = structure(lineage.params)
-    for other in lineages:
-        if other.key == lineage.key or structure(other.params) != kind or (other.largest_fit or 0) < high:
-            continue
-        theirs = other.best_score(direction)
-        if theirs is not None and (not lineage.points() or _worse(promise, theirs, direction, 0.0)):
-            return other
-    return None
-
-
-def _best_score(lineages: Iterable[Lineage], direction: StudyDirection) -> float | None:
-    scores = [s for s in (lineage.best_score(direction) for lineage in lineages) if s is not None]
-    if not scores:
+def _best_of_larger(lineage: Lineage, lineages: Lineages, high: int, direction: StudyDirection) -> float | None:
+    """Return the best metric of the other lineages of the same structure that ran ``high`` or more."""
+    kind = lineages.kind_of(lineage.params)
+    if kind is None:
         return None
-    return max(scores) if direction == StudyDirection.MAXIMIZE else min(scores)
+    sizes, best_two = kind.derived(("larger", direction), lambda: _best_by_size(kind, direction))
+    above = bisect_right(sizes, -high)  # the first ``above`` lineages ran high or more
+    return next((found for found, key in best_two[above] if key != lineage.key), None)
+
+
+def _best_by_size(kind: Kind, direction: StudyDirection) -> tuple[list[int], list[list[tuple[float, str]]]]:
+    """Return the largest micro-batches of a kind's lineages, negative and ascending, with the best two up to each.
+
+    Item n of the second list holds the best two (metric, key) of the n lineages with the largest micro-batches.
+    """
+    maximize = direction == StudyDirection.MAXIMIZE
+    shown = [
+        (-(o.largest_fit or 0), best, o.key)
+        for o in kind.members.values()
+        if (best := o.best_score(direction)) is not None
+    ]
+    shown.sort()
+    best_two: list[list[tuple[float, str]]] = [[]]
+    for _, best, key in shown:
+        best_two.append(sorted([*best_two[-1], (best, key)], reverse=maximize)[:2])
+    return [size for size, _, _ in shown], best_two
+
+
+def _overtaken(lineage: Lineage, promise: float, rival: float, direction: StudyDirection) -> bool:
+    return not lineage.points() or _worse(promise, rival, direction, 0.0)
 
 
 def _worse(value: float, than: float, direction: StudyDirection, margin: float) -> bool:
@@ -235,8 +333,3 @@ def _worse(value: float, than: float, direction: StudyDirection, margin: float) 
         return value < than if direction == StudyDirection.MAXIMIZE else value > than
     allowed = margin * abs(than)
     return value < than - allowed if direction == StudyDirection.MAXIMIZE else value > than + allowed
-
-
-def _describe(lineage: Lineage) -> str:
-    kind = structure(lineage.params)
-    return ", ".join(f"{name} {value}" for name, value in kind.items()) or "the same structure"

@@ -1,37 +1,93 @@
-"""Stopping a job in flight: pure functions over the metrics that trials reported step by step."""
+"""Stopping a job in flight, by the metrics that trials reported step by step."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left, bisect_right, insort
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from optuna_dsat.lineage import Evidence, evidence
+from optuna_dsat.lineage_history import StudyHistory
 
-__all__ = ["below_rung", "cannot_win", "step_noise"]
+__all__ = ["Reports", "below_rung", "cannot_win", "reports_of"]
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 _SIGMAS = 3.0
 """A job is given the benefit of this many standard errors."""
+_MOST_QUESTIONS = 128
+"""Answers that are kept up to date, of each kind; those not asked for lately are dropped."""
 
 
-def step_noise(trials: Iterable[FrozenTrial]) -> float:
-    """Return the noise of one step: the median over trials of (standard deviation / mean) of their reports.
+class Reports:
+    """What finished trials reported.
 
-    Trials with fewer than two finite reports tell nothing; without any, the noise is 0.
+    Each answer is kept and brought up to date by the trials that finished since it was asked for last.
+
+    Args:
+        finished: Finished trials; more may be appended to the sequence.
     """
-    found = []
-    for trial in trials:
-        values = [value for value in trial.intermediate_values.values() if math.isfinite(value)]
-        mean = statistics.fmean(values) if len(values) > 1 else 0.0
-        if mean:
-            found.append(statistics.stdev(values) / abs(mean))
-    return statistics.median(found) if found else 0.0
+
+    def __init__(self, finished: Sequence[FrozenTrial]) -> None:
+        self._finished = finished
+        self._noise: list[float] = []
+        self._noise_of = 0
+        """Trials that ``_noise`` covers; likewise below."""
+        self._best: OrderedDict[tuple[StudyDirection, tuple[int, ...]], tuple[float | None, int]] = OrderedDict()
+        self._shown: OrderedDict[int, tuple[list[float], int]] = OrderedDict()
+
+    def noise(self) -> float:
+        """Return the noise of one step: the median over completed trials of (standard deviation / mean).
+
+        Trials with fewer than two finite reports tell nothing; without any, the noise is 0.
+        """
+        for trial in self._finished[self._noise_of :]:
+            if trial.state == TrialState.COMPLETE:
+                values = [value for value in trial.intermediate_values.values() if math.isfinite(value)]
+                mean = statistics.fmean(values) if len(values) > 1 else 0.0
+                if mean:
+                    insort(self._noise, statistics.stdev(values) / abs(mean))
+        self._noise_of = len(self._finished)
+        middle = self._noise[(len(self._noise) - 1) // 2 : len(self._noise) // 2 + 1]
+        return statistics.median(middle) if middle else 0.0
+
+    def best(self, steps: tuple[int, ...], direction: StudyDirection) -> float | None:
+        """Return the best mean that a completed trial reported at these steps, None where none reported all."""
+        best, seen = self._best.pop((direction, steps), (None, 0))
+        better = max if direction == StudyDirection.MAXIMIZE else min
+        for trial in self._finished[seen:]:
+            if trial.state == TrialState.COMPLETE:
+                values = [trial.intermediate_values.get(step, math.nan) for step in steps]
+                if all(map(math.isfinite, values)):
+                    mean = statistics.fmean(values)
+                    best = mean if best is None else better(best, mean)
+        _keep(self._best, (direction, steps), (best, len(self._finished)))
+        return best
+
+    def shown(self, step: int) -> Sequence[float]:
+        """Return what trials that fit reported at a step, ascending, without NaN."""
+        values, seen = self._shown.pop(step, ([], 0))
+        for trial in self._finished[seen:]:
+            value = trial.intermediate_values.get(step, math.nan)
+            if not math.isnan(value) and evidence(trial) is Evidence.FITS:
+                insort(values, value)
+        _keep(self._shown, step, (values, len(self._finished)))
+        return values
 
 
-def cannot_win(trial: FrozenTrial, others: Sequence[FrozenTrial], *, direction: StudyDirection, margin: float) -> bool:
+def reports_of(history: StudyHistory) -> Reports:
+    """Return what the finished trials of a history reported."""
+    return history.kept(Reports, lambda: Reports(history.finished))
+
+
+def cannot_win(trial: FrozenTrial, reports: Reports, *, direction: StudyDirection, margin: float) -> bool:
     """Return whether a job's best plausible metric is worse than the best completed trial's at those steps.
 
     With ``m`` the mean of the job's n reports and ``b`` the mean of the best trial's reports at the same
@@ -40,28 +96,24 @@ def cannot_win(trial: FrozenTrial, others: Sequence[FrozenTrial], *, direction: 
 
     Args:
         trial: The running trial.
-        others: The study's trials.
+        reports: What other trials reported.
         direction: What is better.
         margin: Least relative distance from the best that stops a job.
     """
-    complete = [t for t in others if t.state == TrialState.COMPLETE and t.number != trial.number]
     mine = {step: value for step, value in trial.intermediate_values.items() if math.isfinite(value)}
-    sign = -1.0 if direction == StudyDirection.MAXIMIZE else 1.0
-    rivals = [
-        sign * statistics.fmean(t.intermediate_values[step] for step in mine)
-        for t in complete
-        if mine and all(math.isfinite(t.intermediate_values.get(step, math.nan)) for step in mine)
-    ]
-    if not rivals:
+    rival = reports.best(tuple(sorted(mine)), direction) if mine else None
+    if rival is None:
         return False
-    best = min(rivals)
-    allowed = max(margin, _SIGMAS * step_noise(complete) * math.sqrt(2 / len(mine)))
+    sign = -1.0 if direction == StudyDirection.MAXIMIZE else 1.0
+    best = sign * rival
+    allowed = max(margin, _SIGMAS * reports.noise() * math.sqrt(2 / len(mine)))
     return sign * statistics.fmean(mine.values()) > best + allowed * abs(best)
 
 
 def below_rung(
     trial: FrozenTrial,
-    others: Sequence[FrozenTrial],
+    reports: Reports,
+    pending: Sequence[FrozenTrial],
     *,
     direction: StudyDirection,
     divisor: int,
@@ -72,33 +124,44 @@ def below_rung(
     The resource is the number of reports: a job is judged after ``divisor ** (early_stopping + k)`` of them,
     for k = 0, 1, ... It stays while it is among the best ``1 / divisor`` of all trials that reported the same
     step, itself included (Li et al. 2018, arXiv:1810.05934). With fewer than ``divisor`` trials there is no
-    judgement.
+    judgement. Trials that ran out of memory later do not count.
 
     Args:
         trial: The running trial.
-        others: The study's trials; those in flight and those that ran out of memory later count as well.
+        reports: What finished trials reported.
+        pending: The others in flight, which count as well.
         direction: What is better.
         divisor: ``eta`` of the paper.
         early_stopping: ``s`` of the paper.
     """
-    reports = len(trial.intermediate_values)
+    made = len(trial.intermediate_values)
     rung = divisor**early_stopping
-    while rung < reports:
+    while rung < made:
         rung *= divisor
-    if rung != reports:
+    if rung != made:
         return False
     step = max(trial.intermediate_values)
     mine = trial.intermediate_values[step]
-    shown = [
-        t.intermediate_values[step]
-        for t in others
-        if t.number != trial.number
-        and step in t.intermediate_values
-        and (evidence(t) is Evidence.FITS or t.state == TrialState.RUNNING)
-        and not math.isnan(t.intermediate_values[step])
-    ]
-    if math.isnan(mine) or len(shown) + 1 < divisor:
+    if math.isnan(mine):
         return False
-    keep = max((len(shown) + 1) // divisor, 1)
-    better = sum(v > mine if direction == StudyDirection.MAXIMIZE else v < mine for v in shown)
-    return better >= keep
+    shown = reports.shown(step)
+    running = [_report(t.intermediate_values, step) for t in pending if t.state == TrialState.RUNNING]
+    running = [value for value in running if not math.isnan(value)]
+    count = len(shown) + len(running) + 1
+    if count < divisor:
+        return False
+    if direction == StudyDirection.MAXIMIZE:
+        better = len(shown) - bisect_right(shown, mine) + sum(value > mine for value in running)
+    else:
+        better = bisect_left(shown, mine) + sum(value < mine for value in running)
+    return better >= max(count // divisor, 1)
+
+
+def _report(reports: Mapping[int, float], step: int) -> float:
+    return reports.get(step, math.nan)
+
+
+def _keep(answers: OrderedDict[K, V], question: K, answer: V) -> None:
+    answers[question] = answer
+    if len(answers) > _MOST_QUESTIONS:
+        answers.popitem(last=False)

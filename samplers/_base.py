@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import random
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from optuna.trial import FrozenTrial, TrialState
 from optuna_dsat.lineage import (
     MICRO_BATCH,
     PLAN_ATTR,
+    RETRY_ATTR,
     Lineage,
     LineageGate,
     agrees,
@@ -24,9 +25,10 @@ from optuna_dsat.lineage import (
     group,
     lineage_key,
     middle,
-    unreachable,
 )
-from optuna_dsat.samplers._draw import closed, draw, draw_choice, generator
+from optuna_dsat.lineage_history import StudyHistory, notes_of, read_history
+from optuna_dsat.lineage_set import Lineages
+from optuna_dsat.samplers._draw import draw, draw_choice, generator
 
 __all__ = ["LineageSampler", "MaxMicroBatch", "Proposal"]
 
@@ -34,8 +36,8 @@ MaxMicroBatch = Callable[[Mapping[str, Any], Sequence[FrozenTrial]], int]
 """Largest micro-batch worth trying: (knobs of a lineage, trials of the study) -> samples per GPU."""
 
 _SEED_ATTR = "dsat:sampler_seed"
-_RETRY_ATTR = "failed_trial"  # set by Optuna's RetryHeartbeatStaleTrialCallback on the copy of a lost trial
 _PLAN_ATTEMPTS = 3
+_MISSING = object()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,16 @@ class Proposal:
     micro_batch: int
     low: int
     high: int
+
+
+@dataclass(kw_only=True)
+class _Own:
+    """What a worker knows of the trial it suggests, so that it is not read again for each parameter."""
+
+    plan: Mapping[str, Any]
+    """As stored under ``PLAN_ATTR``."""
+    seed: int | None = None
+    """The study's seed."""
 
 
 class LineageSampler(BaseSampler):
@@ -98,7 +110,7 @@ class LineageSampler(BaseSampler):
         lineage: Lineage,
         distribution: IntDistribution,
         *,
-        lineages: Mapping[str, Lineage],
+        lineages: Lineages,
         history: Sequence[FrozenTrial],
         rng: random.Random,
     ) -> Proposal | None:
@@ -115,34 +127,32 @@ class LineageSampler(BaseSampler):
             end of a
                 purely categorical space all of whose lineages were opened.
         """
-        history = study.get_trials(deepcopy=False)
-        if any(not trial.state.is_finished() for trial in history):
+        history = read_history(study, micro_batch=self._name)
+        if history.pending:
             return False
-        lineages = group(history, micro_batch=self._name)
+        lineages = history.lineages
         rng = generator("exhausted")
         if any(
-            self._propose(study, o, o.distribution, lineages=lineages, history=history, rng=rng)
-            for o in self._ready(study, lineages, history, {})
+            self._propose(study, o, o.distribution, lineages=lineages, history=history.trials, rng=rng)
+            for o in self._ready(study, history, {})
             if o.distribution is not None
         ):
             return False
-        opened = [lineage for lineage in lineages.values() if lineage.complete]
-        gate = study.pruner
-        hopeless = gate.hopeless(study, lineages) if isinstance(gate, LineageGate) else ()
-        return (classes is not None and len(opened) >= classes) or closed({}, opened, hopeless)
+        opened = sum(kind.complete for kind in lineages.kinds.values())
+        return (classes is not None and opened >= classes) or lineages.tree.closed({}, _hopeless(study, lineages))
 
     def before_trial(self, study: Study, trial: FrozenTrial) -> None:
         """Decide which lineage the trial continues, or that it opens one, and store that on the trial."""
         if len(study.directions) > 1:
             return  # refused with a message as soon as a parameter is suggested
+        own = self._own(study, trial, begin=True)
         fixed = {**(trial.system_attrs.get("fixed_params") or {}), **trial.params}
         if self._name in fixed or PLAN_ATTR in trial.system_attrs:
             return  # enqueued with its micro-batch, or the copy of a lost trial: it runs what it was made for
         for _ in range(_PLAN_ATTEMPTS):
-            history = _others(study, trial)
-            plan = self._plan(study, trial, history, fixed)
-            study._storage.set_trial_system_attr(trial._trial_id, PLAN_ATTR, plan)
-            if not self._taken(plan, trial, _others(study, trial)):
+            plan = self._plan(study, trial, self._history(study, trial), fixed)
+            self._store_plan(study, trial, own, plan)
+            if "lineage" not in plan or not self._taken(plan["lineage"], trial, self._history(study, trial)):
                 return
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
@@ -163,26 +173,28 @@ class LineageSampler(BaseSampler):
     ) -> Any:
         """Return the planned value of a parameter, or draw it."""
         self._raise_error_if_multi_objective(study)
-        plan = trial.system_attrs.get(PLAN_ATTR) or {}
-        rng = generator(self._study_seed(study), plan.get("draw", trial.number), param_name)
-        if param_name == self._name and isinstance(param_distribution, IntDistribution):
-            return self._sample_micro_batch(study, trial, param_distribution, plan, rng)
-        planned = plan.get("lineage", {})
-        if param_name in planned and _holds(param_distribution, planned[param_name]):
-            return planned[param_name]
+        own = self._own(study, trial)
+        plan = own.plan
+        is_micro_batch = param_name == self._name and isinstance(param_distribution, IntDistribution)
+        planned = plan.get("micro_batch") if is_micro_batch else plan.get("lineage", {}).get(param_name, _MISSING)
+        if is_micro_batch and not self._follows(trial, plan):
+            planned = _MISSING
+        if planned is not _MISSING and _holds(param_distribution, planned):
+            return planned
+        rng = generator(self._study_seed(study, own), plan.get("draw", trial.number), param_name)
+        if isinstance(param_distribution, IntDistribution) and is_micro_batch:
+            return self._sample_micro_batch(study, trial, param_distribution, own, rng)
         if not isinstance(param_distribution, CategoricalDistribution):
             return draw(rng, param_distribution)
-        history = _others(study, trial)
-        lineages = group(history, micro_batch=self._name)
-        gate = study.pruner
+        history = self._history(study, trial, again=False)
         return draw_choice(
             rng,
             param_name,
             param_distribution,
             params=trial.params,
-            lineages=list(lineages.values()),
-            opening=[t.params for t in history if t.state == TrialState.RUNNING and self._name not in t.params],
-            hopeless=gate.hopeless(study, lineages) if isinstance(gate, LineageGate) else (),
+            lineages=history.lineages,
+            opening=[t.params for t in history.pending if t.state == TrialState.RUNNING and self._name not in t.params],
+            hopeless=_hopeless(study, history.lineages),
             direction=study.direction,
         )
 
@@ -190,63 +202,63 @@ class LineageSampler(BaseSampler):
         """Do nothing: draws depend on the study alone, so workers cannot repeat each other's."""
 
     def _plan(
-        self, study: Study, trial: FrozenTrial, history: Sequence[FrozenTrial], fixed: Mapping[str, Any]
+        self, study: Study, trial: FrozenTrial, history: StudyHistory, fixed: Mapping[str, Any]
     ) -> dict[str, Any]:
         number = _draw_number(trial, history)
-        rng = generator(self._study_seed(study), number, self._name)
-        lineages = group(history, micro_batch=self._name)
-        for lineage in self._ready(study, lineages, history, fixed):
+        rng = generator(self._study_seed(study, self._own(study, trial)), number, self._name)
+        for lineage in self._ready(study, history, fixed):
             if lineage.distribution is None:
                 continue
-            proposal = self._propose(study, lineage, lineage.distribution, lineages=lineages, history=history, rng=rng)
+            proposal = self._propose(
+                study, lineage, lineage.distribution, lineages=history.lineages, history=history.trials, rng=rng
+            )
             if proposal is not None:
                 return {"draw": number, "lineage": dict(lineage.params), **_bounds_of(proposal)}
         return {"draw": number}
 
-    def _ready(
-        self,
-        study: Study,
-        lineages: Mapping[str, Lineage],
-        history: Sequence[FrozenTrial],
-        fixed: Mapping[str, Any],
-    ) -> list[Lineage]:
-        """Return the lineages that another trial may continue, the most urgent first."""
+    def _ready(self, study: Study, history: StudyHistory, fixed: Mapping[str, Any]) -> Iterator[Lineage]:
+        """Yield the lineages that another trial may continue, the most urgent first."""
         gate = study.pruner
+        lineages = history.lineages
         keys = gate.continuable(study, lineages) if isinstance(gate, LineageGate) else list(lineages)
-        missed = unreachable(history, micro_batch=self._name)
-        found = (lineages[key] for key in keys if key not in missed)
-        return [o for o in found if o.complete and not o.running and not o.broken and agrees(o.params, fixed)]
+        missed = history.unreachable
+        for key in keys:
+            found = lineages[key]
+            free = found.complete and not found.running and not found.broken and key not in missed
+            if free and agrees(found.params, fixed):
+                yield found
 
-    def _taken(self, plan: Mapping[str, Any], trial: FrozenTrial, others: Sequence[FrozenTrial]) -> bool:
+    def _taken(self, planned: Mapping[str, Any], trial: FrozenTrial, others: StudyHistory) -> bool:
         """Return whether an earlier trial in flight planned the same lineage at the same time."""
+        rivals = [t for t in others.pending if t.number < trial.number]
+        return lineage_key(planned, micro_batch=self._name) in group(rivals, micro_batch=self._name)
+
+    def _follows(self, trial: FrozenTrial, plan: Mapping[str, Any]) -> bool:
+        """Return whether a trial got the knobs that were planned for it."""
         if "lineage" not in plan:
             return False
-        key = lineage_key(plan["lineage"], micro_batch=self._name)
-        rivals = [t for t in others if t.number < trial.number and not t.state.is_finished()]
-        return key in group(rivals, micro_batch=self._name)
+        planned = lineage_key(plan["lineage"], micro_batch=self._name)
+        return planned == lineage_key(_without(trial.params, self._name))
 
     def _sample_micro_batch(
         self,
         study: Study,
         trial: FrozenTrial,
         distribution: IntDistribution,
-        plan: Mapping[str, Any],
+        own: _Own,
         rng: random.Random,
     ) -> int:
-        params = {name: value for name, value in trial.params.items() if name != self._name}
+        params = _without(trial.params, self._name)
         key = lineage_key(params)
-        history = _others(study, trial)
-        lineages = group(history, micro_batch=self._name)
+        history = self._history(study, trial)
         empty = Lineage(key=key, params=params, trials=(), micro_batch=self._name)
-        lineage = lineages.get(key, empty)
-        if "lineage" in plan and lineage_key(plan["lineage"], micro_batch=self._name) == key:
-            planned = int(plan["micro_batch"])
-            if _holds(distribution, planned):
-                return planned
-        proposal = self._propose(study, lineage, distribution, lineages=lineages, history=history, rng=rng)
+        lineage = history.lineages.get(key, empty)
+        proposal = self._propose(
+            study, lineage, distribution, lineages=history.lineages, history=history.trials, rng=rng
+        )
         if proposal is None:
-            return self._leftover(lineage, distribution, history)
-        study._storage.set_trial_system_attr(trial._trial_id, PLAN_ATTR, {**plan, **_bounds_of(proposal)})
+            return self._leftover(lineage, distribution, history.trials)
+        self._store_plan(study, trial, own, {**own.plan, **_bounds_of(proposal)})
         return proposal.micro_batch
 
     def _leftover(self, lineage: Lineage, distribution: IntDistribution, history: Sequence[FrozenTrial]) -> int:
@@ -262,24 +274,49 @@ class LineageSampler(BaseSampler):
         largest = distribution.high if self._max_micro_batch is None else self._max_micro_batch(params, history)
         return int(min(distribution.high, max(distribution.low, self._factor * largest)))
 
-    def _study_seed(self, study: Study) -> int:
+    def _study_seed(self, study: Study, own: _Own) -> int:
         if self._seed is not None:
             return self._seed
-        stored = study._storage.get_study_system_attrs(study._study_id).get(_SEED_ATTR)
-        if stored is None:
-            study._storage.set_study_system_attr(study._study_id, _SEED_ATTR, secrets.randbits(32))
-            stored = study._storage.get_study_system_attrs(study._study_id)[_SEED_ATTR]
-        return int(stored)
+        if own.seed is None:
+            stored = study._storage.get_study_system_attrs(study._study_id).get(_SEED_ATTR)
+            if stored is None:
+                study._storage.set_study_system_attr(study._study_id, _SEED_ATTR, secrets.randbits(32))
+                stored = study._storage.get_study_system_attrs(study._study_id)[_SEED_ATTR]
+            own.seed = int(stored)
+        return own.seed
+
+    def _history(self, study: Study, trial: FrozenTrial, *, again: bool = True) -> StudyHistory:
+        return read_history(study, micro_batch=self._name, without=trial.number, again=again)
+
+    def _own(self, study: Study, trial: FrozenTrial, *, begin: bool = False) -> _Own:
+        """Return what is known of a trial that is being suggested, read from the study where it is not."""
+        return notes_of(
+            study,
+            trial,
+            lambda: _Own(plan=trial.system_attrs.get(PLAN_ATTR) or {}),
+            micro_batch=self._name,
+            begin=begin,
+        )
+
+    def _store_plan(self, study: Study, trial: FrozenTrial, own: _Own, plan: dict[str, Any]) -> None:
+        study._storage.set_trial_system_attr(trial._trial_id, PLAN_ATTR, plan)
+        own.plan = plan
 
 
-def _others(study: Study, trial: FrozenTrial) -> list[FrozenTrial]:
-    return [other for other in study.get_trials(deepcopy=False) if other.number != trial.number]
+def _without(params: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {other: value for other, value in params.items() if other != name}
 
 
-def _draw_number(trial: FrozenTrial, history: Sequence[FrozenTrial]) -> int:
+def _draw_number(trial: FrozenTrial, history: StudyHistory) -> int:
     """Return the number that draws depend on: the trial's own, less the copies of lost trials before it."""
-    number = int(trial.system_attrs.get(_RETRY_ATTR, trial.number))
-    return number - sum(_RETRY_ATTR in other.system_attrs for other in history if other.number < number)
+    number = int(trial.system_attrs.get(RETRY_ATTR, trial.number))
+    return number - history.copies_before(number)
+
+
+def _hopeless(study: Study, lineages: Lineages) -> Sequence[Mapping[str, Any]]:
+    """Return the structures of which no lineage can win, by the study's pruner."""
+    gate = study.pruner
+    return gate.hopeless(study, lineages) if isinstance(gate, LineageGate) else ()
 
 
 def _bounds_of(proposal: Proposal) -> dict[str, int]:

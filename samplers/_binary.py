@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from optuna.distributions import IntDistribution
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.lineage import Lineage, candidates, middle, past_peak, peak_gap, search_interval
+from optuna_dsat.lineage_set import Lineages
 from optuna_dsat.samplers._base import LineageSampler, Proposal
 
 __all__ = ["BinarySearchSampler"]
@@ -57,18 +58,27 @@ class BinarySearchSampler(LineageSampler):
         lineage: Lineage,
         distribution: IntDistribution,
         *,
-        lineages: Mapping[str, Lineage],
+        lineages: Lineages,
         history: Sequence[FrozenTrial],
         rng: random.Random,
     ) -> Proposal | None:
         del lineages, rng
         if lineage.running or lineage.broken:
             return None
-        ceiling = self._ceiling(lineage.params, history, distribution)
-        low, high = search_interval(lineage, ceiling, floor=distribution.low)
-        left = candidates(low, high, distribution, used=lineage.used)
-        beyond = study.direction == StudyDirection.MAXIMIZE and past_peak(lineage, study.direction)
-        if left and not beyond:
-            return Proposal(micro_batch=middle(left), low=low, high=high)
-        gap = peak_gap(lineage, distribution, study.direction)
+        direction = study.direction
+        if lineage.derived(("climbs", direction, distribution), lambda: _climbs(lineage, distribution, direction)):
+            ceiling = self._ceiling(lineage.params, history, distribution)
+            low, high = search_interval(lineage, ceiling, floor=distribution.low)
+            left = candidates(low, high, distribution, used=lineage.used)
+            if left:
+                return Proposal(micro_batch=middle(left), low=low, high=high)
+        gap = lineage.derived(("gap", direction, distribution), lambda: peak_gap(lineage, distribution, direction))
         return Proposal(micro_batch=middle(gap), low=gap[0], high=gap[-1]) if gap else None
+
+
+def _climbs(lineage: Lineage, distribution: IntDistribution, direction: StudyDirection) -> bool:
+    """Return whether a high enough ceiling would leave a micro-batch to try in the search for the edge."""
+    if direction == StudyDirection.MAXIMIZE and past_peak(lineage, direction):
+        return False
+    low, high = search_interval(lineage, distribution.high, floor=distribution.low)
+    return bool(candidates(low, high, distribution, used=lineage.used))

@@ -27,9 +27,10 @@ from optuna.distributions import (
 )
 from optuna.study import StudyDirection
 
-from optuna_dsat.lineage import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, STRUCTURE, Lineage, agrees, structure
+from optuna_dsat.lineage import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, STRUCTURE, agrees, structure
+from optuna_dsat.lineage_set import Kind, Lineages
 
-__all__ = ["closed", "draw", "draw_choice", "generator"]
+__all__ = ["draw", "draw_choice", "generator"]
 
 _NO_OFFLOAD = ("none", None, False)
 _OFFLOAD_WEIGHTS = (1 / 16, 1 / 2)
@@ -69,7 +70,7 @@ def draw_choice(
     distribution: CategoricalDistribution,
     *,
     params: Mapping[str, Any],
-    lineages: Sequence[Lineage],
+    lineages: Lineages,
     opening: Sequence[Mapping[str, Any]] = (),
     hopeless: Sequence[Mapping[str, Any]] = (),
     direction: StudyDirection = StudyDirection.MAXIMIZE,
@@ -86,57 +87,28 @@ def draw_choice(
         hopeless: Structures (partial knobs) of which no lineage can win, by the study's pruner.
         direction: What is better.
     """
-    whole = [lineage for lineage in lineages if lineage.complete]
     context = structure(params)
-    opened = [p for p in [*(lineage.params for lineage in whole), *opening] if agrees(p, context)]
+    kinds = [kind for kind in lineages.kinds.values() if kind.complete]
+    beside = [kind for kind in kinds if agrees(kind.params, context)]
+    begun = [p for p in opening if agrees(p, context)]
     merits = []
     for choice in distribution.choices:
-        extended = {**params, name: choice}
-        weight = 0.0 if closed(extended, whole) else 1.0
+        weight = 0.0 if lineages.tree.closed({**params, name: choice}) else 1.0
         if weight and name in STRUCTURE:
-            weight *= _structural_weight(name, choice, context, whole, hopeless)
-            weight *= _merit({**context, name: choice}, whole, direction)
-        count = sum(name in p and agrees(p, {name: choice}) for p in opened)
+            weight *= _structural_weight(name, choice, context, kinds, hopeless)
+            weight *= _merit({**context, name: choice}, kinds, direction)
+        count = sum(name in p and agrees(p, {name: choice}) for p in begun)
+        count += sum(kind.count(name, choice) for kind in beside)
         merits.append(weight / (2 * count + 1))
     best = max(merits)
     return rng.choice([c for c, merit in zip(distribution.choices, merits, strict=True) if merit == best])
-
-
-def closed(
-    params: Mapping[str, Any],
-    lineages: Sequence[Lineage],
-    hopeless: Sequence[Mapping[str, Any]] = (),
-) -> bool:
-    """Return whether every lineage that extends partial knobs was opened before, or is hopeless.
-
-    The tree of the conditional space is read off the lineages themselves: below ``params``, the next knob is
-    one that all lineages found there share, and its distribution tells the other choices.
-
-    Args:
-        params: Partial knobs; empty for the whole space.
-        lineages: Lineages whose knobs are all known.
-        hopeless: Structures (partial knobs) of which no lineage can win.
-    """
-    if any(agrees(params, kind, strict=True) for kind in hopeless):
-        return True
-    below = [lineage for lineage in lineages if agrees(lineage.params, params, strict=True)]
-    if not below:
-        return False
-    if any(len(lineage.params) == len(params) for lineage in below):
-        return True
-    shared = [n for n in below[0].params if n not in params and all(n in o.params for o in below)]
-    for name in shared:
-        distribution = below[0].trials[-1].distributions.get(name)
-        if isinstance(distribution, CategoricalDistribution):
-            return all(closed({**params, name: c}, below, hopeless) for c in distribution.choices)
-    return False
 
 
 def _structural_weight(
     name: str,
     choice: Any,
     context: Mapping[str, Any],
-    lineages: Sequence[Lineage],
+    kinds: Sequence[Kind],
     hopeless: Sequence[Mapping[str, Any]],
 ) -> float:
     """Return the weight of a ZeRO stage or of an offload choice, from what is known to fit.
@@ -145,43 +117,64 @@ def _structural_weight(
     lineage that did not fit at the smallest micro-batch, and nearly all where the pruner calls all its kinds
     hopeless.
     """
-    alike = [o for o in lineages if agrees(o.params, {**context, name: choice}, strict=True)]
+    alike = [kind for kind in kinds if agrees(kind.params, {**context, name: choice}, strict=True)]
     weight = 1.0
     if name in (OFFLOAD_OPTIMIZER, OFFLOAD_PARAM) and choice not in _NO_OFFLOAD:
-        weight = _offload_weight(name, context, lineages)
-    if not any(o.largest_fit is not None for o in alike):
-        weight *= _DEAD_FACTOR ** sum(o.dead for o in alike)
-    kinds = [structure(o.params) for o in alike]
-    if kinds and all(kind in hopeless for kind in kinds):
+        weight = _offload_weight(name, context, kinds)
+    if not any(_largest_fit(kind) is not None for kind in alike):
+        weight *= _DEAD_FACTOR ** sum(_dead(kind) for kind in alike)
+    if alike and all(kind.params in hopeless for kind in alike):
         weight *= _HOPELESS_FACTOR
     return weight
 
 
-def _merit(params: Mapping[str, Any], lineages: Sequence[Lineage], direction: StudyDirection) -> float:
+def _merit(params: Mapping[str, Any], kinds: Sequence[Kind], direction: StudyDirection) -> float:
     """Return how good the best lineage of a structure is, relative to the best of all: a power of the ratio.
 
     Only lineages with some launches count, so that no structure is judged by its first micro-batch; without one, or
     with metrics that are not positive, the merit is 1.
     """
-    judged = [o for o in lineages if len(o.answers) >= _JUDGED_ANSWERS]
-    alike = [o for o in judged if agrees(o.params, params, strict=True)]
-    maximize = direction == StudyDirection.MAXIMIZE
-    scores = [s for s in (o.best_score(direction) for o in alike) if s is not None]
-    every = [s for s in (o.best_score(direction) for o in judged) if s is not None]
+    every = [score for kind in kinds for score in _judged(kind, direction)]
+    scores = [s for kind in kinds if agrees(kind.params, params, strict=True) for s in _judged(kind, direction)]
     if not scores or min(every) <= 0 or max(every) == math.inf:
         return 1.0
+    maximize = direction == StudyDirection.MAXIMIZE
     ratio = max(scores) / max(every) if maximize else min(every) / min(scores)
     return float(max(ratio, _LEAST_RATIO) ** _MERIT_POWER)
 
 
-def _offload_weight(name: str, context: Mapping[str, Any], lineages: Sequence[Lineage]) -> float:
+def _judged(kind: Kind, direction: StudyDirection) -> Sequence[float]:
+    """Return the smallest and the largest of the best metrics of a kind's lineages that speak for it."""
+
+    def find() -> tuple[float, ...]:
+        judged = (o.best_score(direction) for o in kind.members.values() if len(o.answers) >= _JUDGED_ANSWERS)
+        scores = [score for score in judged if score is not None]
+        return (min(scores), max(scores)) if scores else ()
+
+    return kind.derived(("judged", direction), find)
+
+
+def _largest_fit(kind: Kind) -> int | None:
+    """Return the largest micro-batch that fitted a lineage of a kind."""
+    return kind.derived(
+        "largest fit",
+        lambda: max((o.largest_fit for o in kind.members.values() if o.largest_fit is not None), default=None),
+    )
+
+
+def _dead(kind: Kind) -> int:
+    """Return how many lineages of a kind did not fit at the smallest micro-batch."""
+    return kind.derived("dead", lambda: sum(o.dead for o in kind.members.values()))
+
+
+def _offload_weight(name: str, context: Mapping[str, Any], kinds: Sequence[Kind]) -> float:
     """Return the weight of offloading: it trades time for memory, which pays where little fits without."""
-    without = [o for o in lineages if agrees(o.params, context, strict=True) and o.params.get(name) in _NO_OFFLOAD]
-    fits = max((o.largest_fit for o in without if o.largest_fit is not None), default=None)
+    without = [k for k in kinds if agrees(k.params, context, strict=True) and k.params.get(name) in _NO_OFFLOAD]
+    fits = max((fit for kind in without if (fit := _largest_fit(kind)) is not None), default=None)
     if fits is not None:
         rare, common = _OFFLOAD_WEIGHTS
         return min(max(1 / fits, rare), common)
-    return 1.0 if any(o.dead for o in without) else _UNKNOWN_WEIGHT
+    return 1.0 if any(_dead(kind) for kind in without) else _UNKNOWN_WEIGHT
 
 
 def _draw_int(rng: random.Random, distribution: IntDistribution) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 from optuna.distributions import IntDistribution
 from optuna.study import Study
@@ -17,8 +17,8 @@ from optuna_dsat.lineage import (
     candidates,
     evidence,
     score,
-    structure,
 )
+from optuna_dsat.lineage_set import Lineages
 from optuna_dsat.samplers._base import LineageSampler, MaxMicroBatch, Proposal
 
 __all__ = ["LineageRandomSampler"]
@@ -86,18 +86,21 @@ class LineageRandomSampler(LineageSampler):
         lineage: Lineage,
         distribution: IntDistribution,
         *,
-        lineages: Mapping[str, Lineage],
+        lineages: Lineages,
         history: Sequence[FrozenTrial],
         rng: random.Random,
     ) -> Proposal | None:
         if lineage.running or lineage.broken or len(lineage.answers) >= self._budget:
             return None
-        ceiling = self._ceiling(lineage.params, history, distribution)
-        edge = edge_alike(lineage, lineages.values())
+        edge = edge_alike(lineage, lineages)
+        opened = _opening_bounds(lineage) is not None
+        ceiling = distribution.high if opened else self._ceiling(lineage.params, history, distribution)
         if not lineage.trials:
             best = _best_alike(study, lineage, lineages)
             return _open(lineage, distribution, ceiling, best, edge, rng)
-        low, high = replay(lineage, ceiling, distribution, edge=edge)
+        low, high = lineage.derived(
+            ("bounds", ceiling, distribution, edge), lambda: replay(lineage, ceiling, distribution, edge=edge)
+        )
         return _draw_between(low, high, distribution, lineage, rng)
 
 
@@ -127,18 +130,24 @@ def replay(
     return low, high
 
 
-def edge_alike(lineage: Lineage, lineages: Iterable[Lineage]) -> int | None:
+def edge_alike(lineage: Lineage, lineages: Lineages) -> int | None:
     """Return the smallest micro-batch that was too large for a lineage of the same structure and fitted none.
 
     What fits is decided by the ZeRO stage and offload almost alone.
     """
-    kind = structure(lineage.params)
-    alike = [other for other in lineages if structure(other.params) == kind]
-    fits = max((other.largest_fit for other in alike if other.largest_fit is not None), default=0)
-    return min(
-        (o.smallest_too_large for o in alike if o.smallest_too_large is not None and o.smallest_too_large > fits),
-        default=None,
-    )
+    kind = lineages.kind_of(lineage.params)
+    if kind is None:
+        return None
+    alike = kind.members.values()
+
+    def find() -> int | None:
+        fits = max((other.largest_fit for other in alike if other.largest_fit is not None), default=0)
+        return min(
+            (o.smallest_too_large for o in alike if o.smallest_too_large is not None and o.smallest_too_large > fits),
+            default=None,
+        )
+
+    return kind.derived("edge", find)
 
 
 def _open(
@@ -180,16 +189,18 @@ def _draw_between(
     return Proposal(micro_batch=min(left, key=lambda value: (abs(value - drawn), value)), low=low, high=high)
 
 
-def _best_alike(study: Study, lineage: Lineage, lineages: Mapping[str, Lineage]) -> tuple[Lineage, FrozenTrial] | None:
+def _best_alike(study: Study, lineage: Lineage, lineages: Lineages) -> tuple[Lineage, FrozenTrial] | None:
     """Return the best measured trial of the same ZeRO stage and offload, with its lineage."""
-    kind = structure(lineage.params)
-    best: tuple[Lineage, FrozenTrial] | None = None
+    kind = lineages.kind_of(lineage.params)
+    if kind is None:
+        return None
     sign = 1.0 if study.direction.name == "MINIMIZE" else -1.0
-    for other in lineages.values():
-        trial = other.best(study.direction) if structure(other.params) == kind else None
-        if trial is not None and (best is None or sign * (score(trial) or 0.0) < sign * (score(best[1]) or 0.0)):
-            best = (other, trial)
-    return best
+
+    def find() -> tuple[Lineage, FrozenTrial] | None:
+        measured = [(o, trial) for o in kind.members.values() if (trial := o.best(study.direction)) is not None]
+        return min(measured, key=lambda pair: (sign * (score(pair[1]) or 0.0), pair[0].first_number), default=None)
+
+    return kind.derived(("best trial", study.direction), find)
 
 
 def _opening_bounds(lineage: Lineage) -> tuple[int, int] | None:
