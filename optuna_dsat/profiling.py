@@ -6,10 +6,12 @@ of the DeepSpeed configuration guide) before giving up.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import itertools
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,7 @@ from optuna_dsat.launch.protocol import (
     LaunchRequest,
     Observed,
     ScriptCommand,
+    SlotsBusyError,
 )
 from optuna_dsat.measurement import LaunchRecord
 from optuna_dsat.memory import ModelProfile
@@ -38,6 +41,8 @@ _KNOB_SECTIONS = {
     "autotuning",
 }  # fmt: skip
 _MAX_FILES = 200
+_WAIT_S = 0.5
+"""Pause between two looks for free slots, in seconds."""
 _PROFILE_END_STEP = 2
 """Steps of a profile launch: one is profiled, one more shows that the optimizer's state fits, too."""
 
@@ -128,9 +133,12 @@ def script_command(spec: StudySpec) -> ScriptCommand:
 def follow(
     launcher: Launcher, request: LaunchRequest, on_event: Callable[[Event], None] = lambda _: None
 ) -> tuple[LaunchRecord, LaunchReport]:
-    """Run one launch to its end while nothing else runs; return what was recorded and what became of it."""
+    """Run one launch to its end while nothing else runs here; return what was recorded and what became of it.
+
+    Where other tuners hold the slots, it waits for them.
+    """
     record = LaunchRecord(world_size=request.slots, start_profile_step=request.start_profile_step)
-    launcher.start(request)
+    _start(launcher, request)
     while True:
         for update in launcher.poll(1.0):
             if isinstance(update, Observed):
@@ -138,6 +146,15 @@ def follow(
                 on_event(update.event)
             elif isinstance(update, Finished) and update.launch_id == request.launch_id:
                 return record, update.report
+
+
+def _start(launcher: Launcher, request: LaunchRequest) -> None:
+    while True:
+        if launcher.free_slots >= request.slots:
+            with contextlib.suppress(SlotsBusyError):
+                return launcher.start(request)
+        time.sleep(_WAIT_S)
+        launcher.poll(0.0)
 
 
 def _rungs(spec: StudySpec) -> Iterator[Rung]:

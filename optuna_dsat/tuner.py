@@ -25,6 +25,7 @@ from optuna_dsat.launch.protocol import (
     LaunchRequest,
     LaunchUpdate,
     Observed,
+    SlotsBusyError,
 )
 from optuna_dsat.measurement import GlobalStep, LaunchRecord
 from optuna_dsat.methods import Method
@@ -115,6 +116,8 @@ class Tuner:
         self._config = ds_config.effective(spec.ds_config)
         self._maximize = spec.direction == "maximize"
         self._running: dict[str, _Running] = {}
+        self._unstarted: list[_Running] = []
+        """Those of ``_running`` that wait for a slot."""
         self._refused = 0
         self._objective = objective(spec, profiled)
         self._deadline = None if spec.timeout_s is None else time.monotonic() + spec.timeout_s
@@ -159,10 +162,18 @@ class Tuner:
                 time.sleep(_WAIT_S)
             for update in self._launcher.poll(_WAIT_S if self._running else 0.0):
                 self._take(update)
+            self._start_unstarted()
             if not timed_out and self._deadline is not None and time.monotonic() > self._deadline:
                 timed_out = True
-                for launch_id in self._running:
-                    self._launcher.stop(launch_id, message="the search ran out of time (--timeout)")
+                self._end_for_time()
+
+    def _end_for_time(self) -> None:
+        for running in self._unstarted:
+            del self._running[running.request.launch_id]
+            self._store.return_trial(self._study, running.trial, reason="the search ran out of time (--timeout)")
+        self._unstarted.clear()
+        for launch_id in self._running:
+            self._launcher.stop(launch_id, message="the search ran out of time (--timeout)")
 
     def _any_running(self) -> bool:
         """Whether trials are in flight, here or elsewhere: the study is not over before they are."""
@@ -203,7 +214,9 @@ class Tuner:
 
     def _may_launch(self) -> bool:
         slots = self._spec.slots_per_trial
-        if self._launcher.free_slots < slots or len(self._running) >= self._spec.max_concurrent_trials:
+        if self._unstarted or len(self._running) >= self._spec.max_concurrent_trials:
+            return False
+        if self._launcher.free_slots < slots:
             return False
         return self._spec.max_slots is None or (len(self._running) + 1) * slots <= self._spec.max_slots
 
@@ -287,6 +300,11 @@ class Tuner:
 
     def _start(self, running: _Running) -> None:
         self._running[running.request.launch_id] = running
+        try:
+            self._launcher.start(running.request)
+        except SlotsBusyError:
+            self._unstarted.append(running)  # another tuner on this machine was faster
+            return
         self._observer(
             TrialStarted(
                 number=running.trial.number,
@@ -295,7 +313,12 @@ class Tuner:
                 end_profile_step=running.request.end_profile_step,
             )
         )
-        self._launcher.start(running.request)
+
+    def _start_unstarted(self) -> None:
+        """Try again to start the launches for which there was no slot."""
+        unstarted, self._unstarted = self._unstarted, []
+        for running in unstarted:
+            self._start(running)
 
     def _take(self, update: LaunchUpdate) -> None:
         running = self._running.get(update.launch_id)

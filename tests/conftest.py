@@ -12,6 +12,8 @@ from typing import TypeVar
 import psutil
 import pytest
 
+pytest_plugins = ["tests.databases"]
+
 T = TypeVar("T")
 
 ROOT = Path(__file__).parents[1]

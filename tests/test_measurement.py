@@ -6,9 +6,7 @@ from optuna_dsat.measurement import GlobalStep, LaunchRecord, confidence_interva
 from optuna_dsat.runtime.events import EngineReady, StepMeasured
 
 
-def step_of(
-    rank: int = 0, step: int = 3, latency_s: float = 0.5, samples: int = 8, **changes: object
-) -> StepMeasured:
+def step_of(rank: int = 0, step: int = 3, latency_s: float = 0.5, samples: int = 8, **changes: object) -> StepMeasured:
     values: dict[str, object] = {
         "rank": rank,
         "time": 0.0,
@@ -76,9 +74,7 @@ def test_the_slowest_rank_sets_the_time_and_all_ranks_the_samples() -> None:
 
 
 def test_ranks_of_one_model_parallel_group_do_not_count_twice() -> None:
-    merged = merge_ranks(
-        [step_of(rank=0), step_of(rank=1, samples=0)], data_parallel_size=1, configured_samples=64
-    )
+    merged = merge_ranks([step_of(rank=0), step_of(rank=1, samples=0)], data_parallel_size=1, configured_samples=64)
     assert merged.samples == 8
 
 

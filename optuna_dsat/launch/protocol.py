@@ -20,6 +20,7 @@ __all__ = [
     "Launcher",
     "Observed",
     "ScriptCommand",
+    "SlotsBusyError",
 ]
 
 
@@ -120,6 +121,10 @@ class Finished(LaunchUpdate):
     report: LaunchReport
 
 
+class SlotsBusyError(RuntimeError):
+    """A launch asked for more slots than are free now; another tuner on the machine may have been faster."""
+
+
 class Launcher(Protocol):
     """Starts launches and follows them. All methods are called from one thread."""
 
@@ -137,7 +142,8 @@ class Launcher(Protocol):
         """Start a launch.
 
         Raises:
-            RuntimeError: If fewer than ``request.slots`` slots are free.
+            SlotsBusyError: If fewer than ``request.slots`` slots are free; ``free_slots`` may have said otherwise, for
+                other tuners take slots, too.
         """
         ...
 

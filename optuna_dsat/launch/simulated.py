@@ -42,7 +42,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from optuna_dsat.launch.protocol import Finished, LaunchReport, LaunchRequest, LaunchUpdate, Observed
+from optuna_dsat.launch.protocol import (
+    Finished,
+    LaunchReport,
+    LaunchRequest,
+    LaunchUpdate,
+    Observed,
+    SlotsBusyError,
+)
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import (
     EngineReady,
@@ -197,7 +204,7 @@ class SimulatedLauncher:
         """Start a launch.
 
         Raises:
-            RuntimeError: If fewer than ``request.slots`` slots are free.
+            SlotsBusyError: If fewer than ``request.slots`` slots are free.
             ValueError: If a launch of this name runs, or the purpose is ``full``.
         """
         if request.purpose == "full":
@@ -205,7 +212,9 @@ class SimulatedLauncher:
         if request.launch_id in self._flights:
             raise ValueError(f"launch_id is unique; {request.launch_id!r} is running.")
         if not 1 <= request.slots <= len(self._free):
-            raise RuntimeError(f"A launch asks for {request.slots} slots; {len(self._free)} of {self._total} are free.")
+            raise SlotsBusyError(
+                f"A launch asks for {request.slots} slots; {len(self._free)} of {self._total} are free."
+            )
         devices = tuple(self._free[: request.slots])
         del self._free[: request.slots]
         flight = _Flight(request, self._now_s, devices)

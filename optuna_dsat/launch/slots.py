@@ -14,6 +14,7 @@ from pathlib import Path
 from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.devices import Device, DeviceError, Devices, Nvml, NvmlError
 from optuna_dsat.launch.processes import ProcessKey
+from optuna_dsat.launch.protocol import SlotsBusyError
 
 __all__ = ["SlotLease", "SlotPool"]
 
@@ -134,12 +135,12 @@ class SlotPool:
         """Take slots for a launch, the lowest indices first.
 
         Raises:
-            RuntimeError: If fewer are free.
+            SlotsBusyError: If fewer are free.
         """
         self._survey = None
         candidates = self._available()
         if slots < 1 or min(self._limit - self._taken_count(), len(candidates)) < slots:
-            raise RuntimeError(f"A launch asks for {slots} slots; {self.free} of {self.total} are free.")
+            raise SlotsBusyError(f"A launch asks for {slots} slots; {self.free} of {self.total} are free.")
         chosen, locks = self._lock(candidates, slots)
         self._survey = None
         lease = SlotLease(
@@ -165,7 +166,7 @@ class SlotPool:
                 locks.append(lock)
         if len(chosen) < slots:
             _close_all(locks)
-            raise RuntimeError(
+            raise SlotsBusyError(
                 f"A launch asks for {slots} slots; {len(chosen)} are free, the others are taken by another optuna-dsat."
             )
         return chosen, locks

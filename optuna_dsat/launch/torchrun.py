@@ -103,7 +103,7 @@ class TorchrunLauncher:
         """Start a launch.
 
         Raises:
-            RuntimeError: If fewer than ``request.slots`` slots are free.
+            SlotsBusyError: If fewer than ``request.slots`` slots are free.
             ValueError: If the purpose is ``full`` (see ``run_full``) or the name is in use.
             OutputError: If the run directory cannot be written.
         """
@@ -266,7 +266,7 @@ def run_full(
 
     Raises:
         ValueError: If the purpose is another.
-        RuntimeError: If fewer than ``request.slots`` slots are free.
+        SlotsBusyError: If fewer than ``request.slots`` slots are free.
         OutputError: If the run directory cannot be written.
     """
     if request.purpose != "full":

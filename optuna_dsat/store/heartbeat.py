@@ -79,7 +79,15 @@ class Heartbeat:
         Raises:
             StorageError: The database failed.
         """
-        key = (str(trial.study.user_attrs[STUDY_UUID]), trial.number)
+        self.add_number(str(trial.study.user_attrs[STUDY_UUID]), trial.number)
+
+    def add_number(self, study_uuid: str, number: int) -> None:
+        """Begin to beat for a trial, or for another task of a study, which has a negative number.
+
+        Raises:
+            StorageError: The database failed.
+        """
+        key = (study_uuid, number)
 
         def work(session: Session) -> None:
             row = {
@@ -106,7 +114,15 @@ class Heartbeat:
         Raises:
             StorageError: The database failed.
         """
-        key = (str(trial.study.user_attrs[STUDY_UUID]), trial.number)
+        self.remove_number(str(trial.study.user_attrs[STUDY_UUID]), trial.number)
+
+    def remove_number(self, study_uuid: str, number: int) -> None:
+        """Stop beating for what ``add_number`` began.
+
+        Raises:
+            StorageError: The database failed.
+        """
+        key = (study_uuid, number)
         with self._guard:
             self._trials.discard(key)
             lost = key in self._lost

@@ -30,7 +30,7 @@ from optuna_dsat import history
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.store.claims import release_trial
 from optuna_dsat.store.engine import Database
-from optuna_dsat.store.heartbeat import HEARTBEAT_INTERVAL_S, delete_beat, server_time
+from optuna_dsat.store.heartbeat import HEARTBEAT_INTERVAL_S, Heartbeat, delete_beat, server_time
 from optuna_dsat.store.models import HeartbeatRow
 from optuna_dsat.store.upsert import insert_or_skip
 from optuna_dsat.store.worker import Worker
@@ -130,12 +130,12 @@ class Reclaimer:
         silent = [trial.number for trial in running if trial.number not in beats]
         if silent:
             self._database.run(lambda session: self._note_silent(session, silent))
-        if not self._stale(now, beats):
+        if not _trials_among(self._stale(now, beats)):
             return ()
         with self._database.exclusive("give lost trials back"):
             now, beats = self._database.run(self._read, read_only=True)
             trials = study.get_trials(deepcopy=False)
-            lost = [trials[number] for number in self._stale(now, beats)]
+            lost = [trials[number] for number in _trials_among(self._stale(now, beats))]
             return tuple(
                 trial.number
                 for trial in lost
@@ -156,6 +156,23 @@ class Reclaimer:
         with self._database.exclusive("return a trial"):
             trial = study.get_trials(deepcopy=False)[number]
             return self._give_back(study, trial, reason=reason, counts=False)
+
+    def take_turn(self, heartbeat: Heartbeat, number: int) -> bool:
+        """Take on a task of the study that one worker at a time does, unless a living worker does it.
+
+        Args:
+            heartbeat: Of this process; it beats for the task until its ``remove_number`` is called.
+            number: The task's number, negative.
+
+        Returns:
+            Whether the task is this process's now.
+        """
+        with self._database.exclusive("take a turn"):
+            now, beats = self._database.run(self._read, read_only=True)
+            if number in beats and number not in self._stale(now, beats):
+                return False
+            heartbeat.add_number(self._uuid, number)
+            return True
 
     def _read(self, session: Session) -> tuple[float, dict[int, _Beat]]:
         rows = session.scalars(select(HeartbeatRow).where(HeartbeatRow.study_uuid == self._uuid))
@@ -237,6 +254,11 @@ class Reclaimer:
                 system_attrs=system_attrs,
             )
         )
+
+
+def _trials_among(numbers: Sequence[int]) -> list[int]:
+    """Return the numbers that are trials': other tasks of a study have negative ones."""
+    return [number for number in numbers if number >= 0]
 
 
 def _origin(trial: FrozenTrial) -> int | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -27,6 +28,9 @@ from optuna_dsat.store.retry import RETRY_LIMIT_S, one_line_reason
 from optuna_dsat.store.worker import this_worker
 
 __all__ = ["Store"]
+
+_PROFILE_TASK = -1
+"""Number under which the worker that measures a study's profile gives signs of life."""
 
 
 class Store:
@@ -184,6 +188,18 @@ class Store:
         """Give a configuration free, so that a later trial may run it."""
         self._database.run(lambda session: claims.release_claim(session, study_uuid, config_key))
 
+    def release_trial(self, study_uuid: str, trial_number: int) -> None:
+        """Give free what a trial has claimed, whatever that is."""
+        self._database.run(lambda session: claims.release_trial(session, study_uuid, trial_number))
+
+    def exclusive(self, purpose: str) -> AbstractContextManager[None]:
+        """Hold the one lock that no other worker holds at the same time; short, and never nested.
+
+        Args:
+            purpose: What it is held for, as a verb ("ask for a trial"), for the message of one that waits in vain.
+        """
+        return self._database.exclusive(purpose)
+
     def claim_owner(self, study_uuid: str, config_key: str) -> int | None:
         """Return the number of the trial that has claimed a configuration, None where nobody has."""
         return self._database.run(lambda session: claims.claim_owner(session, study_uuid, config_key), read_only=True)
@@ -191,6 +207,19 @@ class Store:
     def find_profile(self, fingerprint: str) -> StoredProfile | None:
         """Return the profile with this fingerprint, whichever study measured it."""
         return self._database.run(lambda session: profiles.find_profile(session, fingerprint), read_only=True)
+
+    @contextmanager
+    def profile_turn(self, study_uuid: str) -> Iterator[bool]:
+        """Tell whether it is up to this process to measure a study's profile: one worker at a time does.
+
+        It ends with the block, or with the process, however that ends.
+        """
+        mine = self._reclaimer_of(study_uuid).take_turn(self.heartbeat, _PROFILE_TASK)
+        try:
+            yield mine
+        finally:
+            if mine:
+                self.heartbeat.remove_number(study_uuid, _PROFILE_TASK)
 
     def save_profile(self, fingerprint: str, profile: Mapping[str, Any], *, study_uuid: str) -> None:
         """Store what a profile launch taught; one with the same fingerprint is replaced."""
@@ -239,7 +268,9 @@ class Store:
         return returned
 
     def _reclaimer(self, study: optuna.Study) -> Reclaimer:
-        study_uuid = str(study.user_attrs[STUDY_UUID])
+        return self._reclaimer_of(str(study.user_attrs[STUDY_UUID]))
+
+    def _reclaimer_of(self, study_uuid: str) -> Reclaimer:
         if study_uuid not in self._reclaimers:
             self._reclaimers[study_uuid] = self._new_reclaimer(study_uuid)
         return self._reclaimers[study_uuid]

@@ -1,0 +1,214 @@
+"""Seven models on seven machines: what would become of any DeepSpeed configuration on each of them.
+
+Each landscape is named after the property that makes it hard, and ``tests/benchmarks`` checks by enumeration that it
+has it. The arithmetic is in :mod:`benchmarks.physics`. Models and machines are typical ones with rounded numbers; none
+was fitted to a search method.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from benchmarks.physics import Machine, Model, Quirks, Settings, step_times, usage
+from optuna_dsat.launch.simulated import SimulatedProfile, SimulatedResult
+from optuna_dsat.outcome import Outcome
+
+__all__ = ["LANDSCAPES", "Trained", "throughput"]
+
+GIB = 2**30
+_STATE_FAILURE = 0.7
+"""Share of the start-up after which model states that do not fit are found out."""
+_HOST_COPY_S_PER_GIB = 0.05
+"""Seconds to allocate and pin offloaded states."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A model on a machine. Implements ``optuna_dsat.launch.simulated.Landscape``."""
+
+    name: str
+    about: str
+    """What makes it hard."""
+    model: Model
+    machine: Machine
+    quirks: Quirks
+    user_zero: Mapping[str, Any]
+    """The ZeRO section of the user's present config, which runs at micro-batch 1."""
+
+    @property
+    def slots(self) -> int:
+        """GPUs of one launch."""
+        return self.machine.gpus
+
+    @property
+    def user_config(self) -> dict[str, Any]:
+        """The DeepSpeed config that every method starts from. fp16, because the older peers know nothing else."""
+        return {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "fp16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+            "zero_optimization": dict(self.user_zero),
+        }
+
+    def profile(self, slots: int) -> SimulatedProfile:  # noqa: ARG002 - a landscape has its own number of devices
+        """Return what a profile launch would measure: activations somewhat off, as in practice."""
+        return SimulatedProfile(
+            params=self.model.params,
+            trainable_params=self.model.params,
+            largest_layer_params=self.model.largest_layer_params,
+            param_bytes=2,
+            activation_bytes_per_sample=int(self.model.activation_bytes * self.quirks.profiled_activations),
+            flops_per_sample=int(self.model.flops_per_sample),
+            device_memory_bytes=self.machine.device_bytes,
+            host_memory_bytes=self.machine.host_bytes,
+            peak_bytes=int(usage(self.model, self.machine, self.quirks, Settings.of(self.user_config), 1).allocated),
+        )
+
+    def run(self, ds_config: Mapping[str, Any], slots: int) -> SimulatedResult:  # noqa: ARG002 - see profile
+        """Return what would become of a launch, without noise."""
+        settings, micro_batch = Settings.of(ds_config), int(ds_config["train_micro_batch_size_per_gpu"])
+        needs = usage(self.model, self.machine, self.quirks, settings, micro_batch)
+        startup_s = self.startup_s + _HOST_COPY_S_PER_GIB * needs.host / GIB
+        if needs.host > self.machine.host_bytes:
+            return SimulatedResult(
+                outcome=Outcome.HOST_OUT_OF_MEMORY, startup_s=startup_s, message="the host ran out of memory"
+            )
+        times = step_times(self.model, self.machine, self.quirks, settings, micro_batch)
+        if needs.device > self.machine.device_bytes:
+            early = needs.states > self.machine.device_bytes
+            return SimulatedResult(
+                outcome=Outcome.OUT_OF_MEMORY,
+                startup_s=startup_s * _STATE_FAILURE if early else startup_s + float(times.forward),
+                missing_bytes=math.ceil(float(needs.device) - self.machine.device_bytes),
+                message="CUDA out of memory",
+            )
+        return SimulatedResult(
+            startup_s=startup_s,
+            forward_s=float(times.forward),
+            backward_s=float(times.backward),
+            step_s=times.step,
+            other_s=times.other,
+            peak_bytes=int(needs.allocated),
+        )
+
+    @property
+    def startup_s(self) -> float:
+        """Seconds to start the processes, import, build the model and its engine: 20 s and more with the size."""
+        return 20.0 + 6.0 * math.sqrt(self.model.params / 1e9)
+
+
+def throughput(landscape: Trained, ds_config: Mapping[str, Any]) -> float:
+    """Return the noise-free samples per second over all GPUs, 0 for what does not run: what a config is worth."""
+    result = landscape.run(ds_config, landscape.slots)
+    if result.outcome is not Outcome.MEASURED:
+        return 0.0
+    samples = ds_config["train_micro_batch_size_per_gpu"] * int(ds_config.get("gradient_accumulation_steps") or 1)
+    return float(samples) * landscape.slots / result.latency_s
+
+
+def _gpt(*, params: float, layers: int, hidden: int, activation_gib: float, sequence: int, half_batch: float) -> Model:
+    return Model(
+        params=int(params),
+        layers=layers,
+        largest_layer_params=50_000 * hidden,
+        matrix_params=4 * hidden * hidden,
+        flops_per_sample=6 * params * sequence,
+        activation_bytes=int(activation_gib * GIB),
+        half_batch=half_batch,
+    )
+
+
+_A100_80 = Machine(
+    gpus=8, gpus_per_node=8, device_bytes=79 * GIB, host_bytes=960 * GIB, flops=180e12, hbm_bytes_per_s=1.6e12,
+    link_bytes_per_s=200e9, link_latency_s=40e-6, pcie_bytes_per_s=12e9, adam_params_per_s=1.2e9,
+)  # fmt: skip
+_A100_80_TWO_NODES = Machine(
+    gpus=16, gpus_per_node=8, device_bytes=79 * GIB, host_bytes=480 * GIB, flops=180e12, hbm_bytes_per_s=1.6e12,
+    link_bytes_per_s=20e9, link_latency_s=80e-6, pcie_bytes_per_s=12e9, adam_params_per_s=1.2e9,
+)  # fmt: skip
+_A100_EIGHT_NODES = Machine(
+    gpus=64, gpus_per_node=8, device_bytes=39 * GIB, host_bytes=960 * GIB, flops=160e12, hbm_bytes_per_s=1.3e12,
+    link_bytes_per_s=10e9, link_latency_s=250e-6, pcie_bytes_per_s=12e9, adam_params_per_s=1.2e9,
+)  # fmt: skip
+_A100_40 = Machine(
+    gpus=8, gpus_per_node=8, device_bytes=39 * GIB, host_bytes=480 * GIB, flops=160e12, hbm_bytes_per_s=1.3e12,
+    link_bytes_per_s=80e9, link_latency_s=40e-6, pcie_bytes_per_s=12e9, adam_params_per_s=1.2e9,
+)  # fmt: skip
+_V100_ETHERNET = Machine(
+    gpus=16, gpus_per_node=4, device_bytes=31 * GIB, host_bytes=240 * GIB, flops=60e12, hbm_bytes_per_s=0.8e12,
+    link_bytes_per_s=1.0e9, link_latency_s=1.5e-3, pcie_bytes_per_s=6e9, adam_params_per_s=0.6e9,
+)  # fmt: skip
+_RTX3090 = Machine(
+    gpus=4, gpus_per_node=4, device_bytes=int(23.5 * GIB), host_bytes=256 * GIB, flops=55e12, hbm_bytes_per_s=0.85e12,
+    link_bytes_per_s=10e9, link_latency_s=60e-6, pcie_bytes_per_s=11e9, adam_params_per_s=0.7e9,
+)  # fmt: skip
+
+_ALL = (
+    Trained(
+        name="tiny-many-gpus",
+        about="0.06 B parameters on 64 GPUs of 8 nodes: everything fits, latency decides",
+        model=_gpt(params=60e6, layers=8, hidden=640, activation_gib=0.11, sequence=512, half_batch=14),
+        machine=_A100_EIGHT_NODES,
+        quirks=Quirks(profiled_activations=1.05),
+        user_zero={"stage": 1},
+    ),
+    Trained(
+        name="fast-links",
+        about="1.3 B parameters on 8 GPUs with NVLink: communication is cheap, the micro-batch decides",
+        model=_gpt(params=1.3e9, layers=24, hidden=2048, activation_gib=2.6, sequence=2048, half_batch=1.5),
+        machine=_A100_80,
+        quirks=Quirks(profiled_activations=0.95),
+        user_zero={"stage": 2},
+    ),
+    Trained(
+        name="slow-links",
+        about="1.3 B parameters on 16 GPUs over Ethernet: communication decides",
+        model=_gpt(params=1.3e9, layers=24, hidden=2048, activation_gib=1.3, sequence=1024, half_batch=1.0),
+        machine=_V100_ETHERNET,
+        quirks=Quirks(profiled_activations=1.06, fragmentation=0.04),
+        user_zero={"stage": 2},
+    ),
+    Trained(
+        name="only-zero-3",
+        about="42 B parameters on 16 GPUs: fits with ZeRO 3 only: the half-precision parameters alone fill a GPU",
+        model=_gpt(params=42e9, layers=56, hidden=7680, activation_gib=3.4, sequence=2048, half_batch=0.6),
+        machine=_A100_80_TWO_NODES,
+        quirks=Quirks(profiled_activations=0.94, fragmentation=0.05),
+        user_zero={"stage": 3},
+    ),
+    Trained(
+        name="only-offload",
+        about="6.7 B parameters on 4 small GPUs: fits only with the optimizer (or parameters) on the host",
+        model=_gpt(params=6.7e9, layers=32, hidden=4096, activation_gib=0.9, sequence=1024, half_batch=0.8),
+        machine=_RTX3090,
+        quirks=Quirks(profiled_activations=1.04),
+        user_zero={"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
+    ),
+    Trained(
+        name="zero-3-larger-batch",
+        about="6.7 B parameters on 8 GPUs: ZeRO 2 fits too, but ZeRO 3 wins through a larger micro-batch",
+        model=_gpt(params=6.7e9, layers=32, hidden=4096, activation_gib=2.2, sequence=1024, half_batch=3.0),
+        machine=_A100_40,
+        quirks=Quirks(profiled_activations=1.03),
+        user_zero={"stage": 2},
+    ),
+    Trained(
+        name="peak-inside",
+        about="0.3 B convolutional parameters on 4 GPUs: kernels lose their workspace long before memory is full",
+        model=Model(
+            params=300_000_000, layers=50, largest_layer_params=20_000_000, matrix_params=4_000_000,
+            flops_per_sample=120e9, activation_bytes=int(0.16 * GIB), half_batch=10.0,
+        ),
+        machine=_RTX3090,
+        quirks=Quirks(profiled_activations=0.96, pressure=0.8, pressure_from=0.45),
+        user_zero={"stage": 1},
+    ),
+)  # fmt: skip
+
+LANDSCAPES: Mapping[str, Trained] = MappingProxyType({landscape.name: landscape for landscape in _ALL})
+"""By name, in the order of the tables."""

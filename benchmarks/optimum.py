@@ -1,0 +1,141 @@
+"""The true best of a landscape, by enumeration of everything the tuner's search space can reach."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, cast
+
+import numpy as np
+import optuna
+
+from benchmarks.landscapes import Trained
+from benchmarks.physics import Settings, step_times, usage
+from optuna_dsat import ds_config
+from optuna_dsat.space import SearchSpace, build_space
+
+__all__ = ["Optimum", "Reach", "lineages", "optimum", "reaches", "search_space"]
+
+
+def search_space(landscape: Trained, *, fix: Mapping[str, Any] = MappingProxyType({})) -> SearchSpace:
+    """Return the tuner's own search space for the landscape's user config, the micro-batch aside.
+
+    Args:
+        landscape: The landscape.
+        fix: Knobs to hold, for a coarser look.
+    """
+    return build_space(landscape.user_config, params=landscape.model.params, device="cuda", fix=fix)
+
+
+class _Odometer:
+    """Stands in for a trial: walks through all combinations of a conditional space, the last choice fastest."""
+
+    def __init__(self) -> None:
+        self._digits: list[tuple[int, int]] = []
+        self._position = 0
+
+    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:  # noqa: ARG002 - Optuna's signature
+        if self._position == len(self._digits):
+            self._digits.append((0, len(choices)))
+        digit = self._digits[self._position][0]
+        self._position += 1
+        return choices[digit]
+
+    def suggest_int(self, name: str, low: int, high: int, **_: Any) -> int:  # noqa: ARG002 - Optuna's signature
+        return low
+
+    def advance(self) -> bool:
+        """Turn to the next combination; return whether there is one."""
+        self._position = 0
+        while self._digits:
+            digit, count = self._digits.pop()
+            if digit + 1 < count:
+                self._digits.append((digit + 1, count))
+                return True
+        return False
+
+
+def lineages(space: SearchSpace) -> Iterator[dict[str, Any]]:
+    """Yield the params of every lineage of the space, at its smallest micro-batch."""
+    odometer = _Odometer()
+    while True:
+        yield space.suggest(cast(optuna.trial.BaseTrial, odometer))
+        if not odometer.advance():
+            return
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reach:
+    """What one lineage reaches."""
+
+    params: dict[str, Any]
+    settings: Settings
+    largest: int
+    """Largest micro-batch that fits; 0 for none."""
+    micro_batch: int
+    """Fastest micro-batch."""
+    throughput: float
+    """Samples per second at the fastest micro-batch; 0 for none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimum:
+    """The best configuration of a landscape."""
+
+    best: Reach
+    lineages: int
+    runnable: int
+    """Lineages that fit at micro-batch 1."""
+    near: int
+    """Lineages within 1 % of the best, at their own best micro-batch."""
+
+
+def reaches(landscape: Trained, space: SearchSpace | None = None) -> Iterator[Reach]:
+    """Yield every lineage with its largest and its fastest micro-batch, each micro-batch tried.
+
+    Lineages that read as the same settings are computed once.
+    """
+    space = space or search_space(landscape)
+    base = ds_config.effective(landscape.user_config)
+    known: dict[Settings, Reach] = {}
+    for params in lineages(space):
+        settings = Settings.of(ds_config.merge(base, space.overlay(params)))
+        if settings not in known:
+            known[settings] = _reach(landscape, params, settings)
+        yield replace(known[settings], params=params)
+
+
+def _reach(landscape: Trained, params: dict[str, Any], settings: Settings) -> Reach:
+    machine, model, quirks = landscape.machine, landscape.model, landscape.quirks
+    sizes = np.arange(1, _most(landscape) + 1, dtype=np.float64)
+    needs = usage(model, machine, quirks, settings, sizes)
+    fits = sizes[needs.device <= machine.device_bytes]
+    if needs.host > machine.host_bytes or not len(fits):
+        return Reach(params=params, settings=settings, largest=0, micro_batch=0, throughput=0.0)
+    rates = fits * machine.gpus / step_times(model, machine, quirks, settings, fits).total
+    fastest = int(np.argmax(rates))
+    return Reach(
+        params=params,
+        settings=settings,
+        largest=int(fits[-1]),
+        micro_batch=int(fits[fastest]),
+        throughput=float(rates[fastest]),
+    )
+
+
+def _most(landscape: Trained) -> int:
+    """Return a micro-batch beyond which activations alone fill the device."""
+    return landscape.machine.device_bytes // landscape.model.activation_bytes + 1
+
+
+def optimum(landscape: Trained) -> Optimum:
+    """Return the true best of a landscape over all lineages and all micro-batches."""
+    found = list(reaches(landscape))
+    best = max(found, key=lambda reach: reach.throughput)
+    return Optimum(
+        best=best,
+        lineages=len(found),
+        runnable=sum(reach.largest > 0 for reach in found),
+        near=sum(reach.throughput >= 0.99 * best.throughput for reach in found),
+    )

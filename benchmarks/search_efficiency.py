@@ -1,0 +1,275 @@
+"""How many launches and seconds each search method needs to find the fastest configuration, on simulated landscapes.
+
+    python -m benchmarks.search_efficiency [--seeds 11] [--landscapes NAME ...] [--methods NAME ...] [--json FILE]
+
+Prints one table per landscape; ``benchmarks/README.md`` says how to read it and how to install the peers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import logging
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import optuna
+
+from benchmarks import ours
+from benchmarks.landscapes import LANDSCAPES, Trained, throughput
+from benchmarks.optimum import Optimum, optimum
+from benchmarks.peers import deepspeed_autotuning, determined_dsat, optuna_samplers
+from benchmarks.rig import Launch, Rig
+from optuna_dsat.outcome import Outcome
+
+__all__ = ["METHODS", "Result", "Row", "main", "run_one", "summarise"]
+
+Runner = Callable[..., None]
+
+METHODS: Mapping[str, Runner] = {
+    "random": ours.run,
+    "binary": ours.run,
+    "asha": ours.run,
+    "optuna-tpe": optuna_samplers.run,
+    "optuna-random": optuna_samplers.run,
+    "dsat-random": determined_dsat.run,
+    "dsat-binary": determined_dsat.run,
+    "dsat-asha": determined_dsat.run,
+    "deepspeed-fast": deepspeed_autotuning.run,
+    "deepspeed-grid": deepspeed_autotuning.run,
+    "deepspeed-random": deepspeed_autotuning.run,
+    "deepspeed-model": deepspeed_autotuning.run,
+}
+"""Ours without a prefix, then the peers."""
+NAMESAKES = {
+    "random": ("dsat-random", "deepspeed-random"),
+    "binary": ("dsat-binary",),
+    "asha": ("dsat-asha",),
+}
+"""Method of ours -> the peers' methods of the same name."""
+NEAR = 0.01
+"""A configuration this close to the true best counts as found."""
+CLOSE = 0.05
+"""A configuration this close is what most would be content with."""
+_NEEDS = {"dsat-": ("determined",), "deepspeed-": ("deepspeed", "tabulate"), "deepspeed-model": ("xgboost",)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One search."""
+
+    landscape: str
+    method: str
+    seed: int
+    launches: int
+    """In all, profile launches and finalists included."""
+    seconds: float
+    """Simulated, in all."""
+    launches_to_near: int | None
+    """Launches, profile launches included, until the held configuration was within ``NEAR`` of the true best."""
+    seconds_to_near: float | None
+    launches_to_close: int | None
+    """Likewise for ``CLOSE``."""
+    distance: float
+    """Of the configuration held at the end from the true best, relative; 1 without any. Negative for one outside the
+    tuner's space that beats it."""
+    outcomes: Mapping[str, int]
+
+    @property
+    def found(self) -> bool:
+        """Whether any configuration ran."""
+        return self.distance < 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One method on one landscape: medians over seeds, infinite where most seeds never got there."""
+
+    landscape: str
+    method: str
+    launches_to_near: float
+    seconds_to_near: float
+    near: float
+    """Share of seeds that held a configuration within ``NEAR`` at some time."""
+    launches_to_close: float
+    distance: float
+    found: float
+    """Share of seeds that found any configuration that runs."""
+    launches: float
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = _parser().parse_args(arguments)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    logging.getLogger("determined").setLevel(logging.ERROR)
+    methods = [method for method in args.methods if not _missing(method)]
+    for method in args.methods:
+        if method not in methods:
+            print(f"{method} is left out: {', '.join(_missing(method))} not installed (see benchmarks/README.md)\n")
+    results: list[Result] = []
+    rows: list[Row] = []
+    for name in args.landscapes:
+        landscape = LANDSCAPES[name]
+        best = optimum(landscape)
+        print(_heading(landscape, best), flush=True)
+        for method in methods:
+            began = time.monotonic()
+            found = [
+                run_one(landscape, method, best=best.best.throughput, budget=args.budget, noise=args.noise, seed=seed)
+                for seed in range(args.seeds)
+            ]
+            results += found
+            rows.append(summarise(found))
+            print(f"{name} {method}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+        print(_table([row for row in rows if row.landscape == name]), flush=True)
+    print(_verdicts(rows))
+    if args.json:
+        args.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.search_efficiency", description=__doc__.split("\n")[0])
+    parser.add_argument("--seeds", type=int, default=11, help="searches per method and landscape (default 11)")
+    parser.add_argument("--landscapes", nargs="+", choices=list(LANDSCAPES), default=list(LANDSCAPES))
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--budget", type=int, default=64, help="launches after the profile launch (default 64)")
+    parser.add_argument("--noise", type=float, default=0.02, help="relative deviation of measured times (default 0.02)")
+    parser.add_argument("--json", type=Path, help="file that receives the result of every search")
+    return parser
+
+
+def _missing(method: str) -> list[str]:
+    needed = [package for prefix, packages in _NEEDS.items() if method.startswith(prefix) for package in packages]
+    return [package for package in needed if importlib.util.find_spec(package) is None]
+
+
+def run_one(landscape: Trained, method: str, *, best: float, budget: int, noise: float, seed: int) -> Result:
+    """Run one search and judge it.
+
+    Args:
+        landscape: Where.
+        method: One of ``METHODS``.
+        best: Throughput of the true best, in samples per second.
+        budget: Launches after the profile launches.
+        noise: Relative standard deviation of measured times.
+        seed: Of the method and of the noise.
+    """
+    rig = Rig(landscape, budget=budget, noise=noise, seed=seed)
+    METHODS[method](method, rig, budget=budget, seed=seed)
+    launches = rig.launches
+    distances = [1 - worth / best for worth in _held(landscape, launches)]
+    near = next((index for index, distance in enumerate(distances) if distance <= NEAR), None)
+    close = next((index for index, distance in enumerate(distances) if distance <= CLOSE), None)
+    outcomes = [launch.outcome.value for launch in launches]
+    return Result(
+        landscape=landscape.name,
+        method=method,
+        seed=seed,
+        launches=len(launches),
+        seconds=launches[-1].ended_s,
+        launches_to_near=None if near is None else near + 1,
+        seconds_to_near=None if near is None else launches[near].ended_s,
+        launches_to_close=None if close is None else close + 1,
+        distance=distances[-1],
+        outcomes={outcome: outcomes.count(outcome) for outcome in sorted(set(outcomes))},
+    )
+
+
+def _held(landscape: Trained, launches: Sequence[Launch]) -> list[float]:
+    """Return after each launch what the configuration then held is worth, without noise.
+
+    Held is what measured best; from the first finalist on, the best finalist.
+    """
+    worths = []
+    held, shown, phase = 0.0, 0.0, "trial"
+    for launch in launches:
+        value = launch.metrics.get("throughput", 0.0)
+        if launch.outcome is Outcome.MEASURED and launch.purpose != "profile":
+            if launch.purpose != phase:
+                phase, shown = launch.purpose, 0.0
+            if value > shown:
+                shown, held = value, throughput(landscape, launch.ds_config)
+        worths.append(held)
+    return worths
+
+
+def summarise(results: Sequence[Result]) -> Row:
+    """Return the medians over the seeds of one method on one landscape."""
+    return Row(
+        landscape=results[0].landscape,
+        method=results[0].method,
+        launches_to_near=_median(r.launches_to_near for r in results),
+        seconds_to_near=_median(r.seconds_to_near for r in results),
+        near=statistics.fmean(r.launches_to_near is not None for r in results),
+        launches_to_close=_median(r.launches_to_close for r in results),
+        distance=statistics.median(r.distance for r in results),
+        found=statistics.fmean(r.found for r in results),
+        launches=statistics.median(r.launches for r in results),
+    )
+
+
+def _median(values: Iterable[float | None]) -> float:
+    """Return the median, infinite where half of the values or more are None: never."""
+    return statistics.median_high([math.inf if value is None else value for value in values])
+
+
+def _heading(landscape: Trained, best: Optimum) -> str:
+    found = best.best
+    lines = [
+        f"### {landscape.name}",
+        f"{landscape.about}. {landscape.slots} GPUs, {landscape.machine.device_bytes / 2**30:.0f} GiB each.",
+        f"True best: {found.throughput:.4g} samples/s at ZeRO {found.params['zero_stage']}, micro-batch "
+        f"{found.micro_batch} of {found.largest} that fit; {best.runnable} of {best.lineages} lineages run, "
+        f"{best.near} hold a configuration within 1 %.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _table(rows: Sequence[Row]) -> str:
+    lines = [
+        "| method | launches to 5 % | to 1 % | minutes to 1 % | seeds that got to 1 % | final distance "
+        "| seeds with any | launches |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for row in rows:
+        minutes = "" if math.isinf(row.seconds_to_near) else f"{row.seconds_to_near / 60:.0f}"
+        lines.append(
+            f"| {row.method} | {_count(row.launches_to_close)} | {_count(row.launches_to_near)} | {minutes} "
+            f"| {row.near:.0%} | {row.distance:.1%} | {row.found:.0%} | {row.launches:.0f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _count(launches: float) -> str:
+    return "never" if math.isinf(launches) else f"{launches:.0f}"
+
+
+def _verdicts(rows: Sequence[Row]) -> str:
+    """Return one line per method of ours and landscape where a peer's method of the same name does better."""
+    known = {(row.landscape, row.method): row for row in rows}
+    lines = []
+    for (landscape, method), own in known.items():
+        for other in (known.get((landscape, peer)) for peer in NAMESAKES.get(method, ())):
+            if other is not None and own.launches_to_near > other.launches_to_near:
+                lines.append(
+                    f"- {landscape}: {method} gets to 1 % in {_count(own.launches_to_near)} launches, "
+                    f"{other.method} in {_count(other.launches_to_near)}"
+                )
+            if other is not None and own.distance > other.distance:
+                lines.append(
+                    f"- {landscape}: {method} ends {own.distance:.2%} away, {other.method} {other.distance:.2%}"
+                )
+    if not lines:
+        return "No method of ours is worse than a peer's of the same name."
+    return "\n".join(["Worse than a peer's method of the same name:", "", *lines])
+
+
+if __name__ == "__main__":
+    main()

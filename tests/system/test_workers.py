@@ -1,0 +1,118 @@
+"""Several workers on one study, with whole sessions over a simulated landscape."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sqlite3
+from collections import Counter
+from pathlib import Path
+
+from optuna.trial import TrialState
+
+from optuna_dsat import history
+from optuna_dsat.launch.protocol import LaunchRequest, SlotsBusyError
+from optuna_dsat.launch.simulated import SimulatedLauncher
+from optuna_dsat.session import Session
+from optuna_dsat.store import Store
+from tests.system.conftest import Bench, Driver, Study, wait_until
+from tests.system.driver import release_file, spec_of
+from tests.tuning.landscapes import Hill
+
+
+def test_eight_workers_share_two_hundred_launches(bench: Bench, url: str) -> None:
+    workers = [bench.driver(url, max_trials=200) for _ in range(8)]
+    bench.run(workers)
+    for worker in workers:
+        worker.finish()
+    study = Study.read(url)
+    study.check_whole(budget=200)
+    assert study.lost == []
+    assert sorted(note.key for note in bench.launched()) == sorted(study.measured)
+    assert len({note.pid for note in bench.launched()}) == 8
+
+
+def test_four_workers_start_at_the_same_instant_on_an_empty_database(bench: Bench, url: str) -> None:
+    workers = [bench.driver(url, max_trials=8, poll_s=0.05) for _ in range(4)]
+    bench.run(workers)
+    for worker in workers:
+        worker.finish()
+    study = Study.read(url)
+    study.check_whole(budget=8)
+    assert len(bench.launched("profile")) == 1
+    own = [trial for trial in study.trials if trial.user_attrs.get(history.PURPOSE) == history.USER_CONFIG]
+    assert [trial.state for trial in own] == [TrialState.COMPLETE]
+
+
+def test_one_of_two_workers_is_killed_and_the_other_finishes_all(bench: Bench, url: str) -> None:
+    victim, survivor = bench.driver(url, max_trials=8, held=2), bench.driver(url, max_trials=8, poll_s=0.1)
+    bench.run([victim, survivor])
+    wait_until(lambda: len(bench.by(victim)) == 2 and len(bench.by(survivor)) >= 2, what="both workers launch")
+    victim.kill()
+    survivor.finish()
+    study = Study.read(url)
+    study.check_whole(budget=8)
+    assert len(study.lost) == 1
+    launched = Counter(note.key for note in bench.launched())
+    again = study.lost[0].user_attrs[history.CONFIG_KEY]
+    assert launched == Counter(study.measured) + Counter([again])
+
+
+def test_a_worker_that_was_frozen_drops_what_was_given_to_another(bench: Bench, sqlite_url: str) -> None:
+    times = {"heartbeat_s": 0.5, "grace_s": 3.0}
+    frozen = bench.driver(sqlite_url, max_trials=8, held=2, **times)
+    other = bench.driver(sqlite_url, max_trials=8, poll_s=0.1, **times)
+    bench.run([frozen, other])
+    wait_until(lambda: len(bench.by(frozen)) == 2, what="a launch is in flight")
+    wait_until(lambda: stopped_outside_a_transaction(frozen, sqlite_url), what="the worker is frozen")
+    try:
+        wait_until(lambda: bool(Study.read(sqlite_url).lost), what="the frozen worker's trial is given back")
+        release_file(bench.folder).touch()
+    finally:
+        frozen.process.send_signal(signal.SIGCONT)
+    frozen.finish()
+    other.finish()
+    study = Study.read(sqlite_url)
+    study.check_whole(budget=8)
+    assert len(study.lost) == 1
+
+
+def stopped_outside_a_transaction(worker: Driver, sqlite_url: str) -> bool:
+    """Stop a process, unless it holds a lock at this moment: nobody could go on then."""
+    worker.process.send_signal(signal.SIGSTOP)
+    path = sqlite_url.removeprefix("sqlite:///")
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None, timeout=2.0)) as connection:
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+            connection.execute("ROLLBACK")
+        except sqlite3.OperationalError:
+            worker.process.send_signal(signal.SIGCONT)
+            return False
+    return True
+
+
+class ContestedLauncher(SimulatedLauncher):
+    """A launcher on a machine where another tuner is faster every first time."""
+
+    def __init__(self) -> None:
+        super().__init__(Hill(), total_slots=4)
+        self.refused: set[str] = set()
+
+    def start(self, request: LaunchRequest) -> None:
+        if request.launch_id not in self.refused:
+            self.refused.add(request.launch_id)
+            raise SlotsBusyError("another tuner was faster")
+        super().start(request)
+
+
+def test_slots_that_another_tuner_takes_first_are_waited_for(tmp_path: Path, sqlite_url: str) -> None:
+    (tmp_path / "train.py").write_text("")
+    launcher = ContestedLauncher()
+    spec = spec_of(tmp_path, max_trials=4, max_concurrent_trials=2, confirm=1)
+    with Store.open(sqlite_url) as store:
+        result = Session(
+            spec, store=store, launcher=launcher, device_names=("simulated",), observer=lambda _: None
+        ).run()
+    assert result is not None
+    assert launcher.refused >= {"profile", "trial-0000", "trial-0001", "trial-0002", "trial-0003"}
+    Study.read(sqlite_url).check_whole(budget=4)

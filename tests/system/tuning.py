@@ -1,0 +1,71 @@
+"""The real command, on real launches of a tiny script on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from optuna_dsat.launch.processes import LaunchProcess, find_marked
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "tests" / "scripts" / "sleepy.py"
+STEP_S = 0.1
+"""What a step of the script takes at least."""
+
+DS_CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
+    "zero_optimization": {"stage": 1},
+    "autotuning": {"max_train_micro_batch_size_per_gpu": 1},
+}
+"""At one micro-batch nothing that is tried depends on what was measured, so any two studies try the same."""
+
+OPTIONS = (
+    *("--cpu-ranks", "1", "--zero-stages", "1", "--no-tune", "offload_optimizer", "--confirm", "0", "--metric"),
+    *("throughput", "--start-profile-step", "2", "--end-profile-step", "3", "--no-enqueue-user-config", "--quiet"),
+)
+
+
+class Command:
+    """``optuna-dsat`` with arguments, in a process of its own."""
+
+    def __init__(self, folder: Path, *arguments: str, environ: Mapping[str, str] | None = None) -> None:
+        extensions = os.environ.get("TORCH_EXTENSIONS_DIR", str(ROOT / ".cache" / "torch_extensions"))
+        self.arguments = arguments
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", "from optuna_dsat.cli import main; main()", *arguments],
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": extensions, **(environ or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def launched(self) -> list[LaunchProcess]:
+        """Return the living processes of the launches that this tuner has started."""
+        return [process for process in find_marked() if process.mark.split(":")[1] == str(self.process.pid)]
+
+    def finish(self, *, code: int = 0, timeout_s: float = 300.0) -> tuple[str, str]:
+        """Wait for the end; return output and errors."""
+        output, errors = self.process.communicate(timeout=timeout_s)
+        assert self.process.returncode == code, f"{self.arguments}: {self.process.returncode}\n{errors}"
+        return output, errors
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def search(name: str, storage: str, *, budget: int, more: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the arguments of a search; its working directory holds ``ds.json``."""
+    options = ("--study", name, "--storage", storage, "--max-trials", str(budget), *OPTIONS, *more)
+    return ("binary", str(SCRIPT), "ds.json", *options, "--", "ds.json", str(STEP_S))
+
+
+def write_config(folder: Path) -> None:
+    folder.joinpath("ds.json").write_text(json.dumps(DS_CONFIG))
