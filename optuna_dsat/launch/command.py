@@ -49,7 +49,9 @@ _QUIET_TRACKERS = {
 """Experiment trackers keep what a trial logs on this machine. A value of "disabled" that the user set is left alone."""
 
 
-def torchrun_command(request: LaunchRequest, *, python: str = sys.executable) -> tuple[str, ...]:
+def torchrun_command(
+    request: LaunchRequest, *, directory: RunDirectory, python: str = sys.executable
+) -> tuple[str, ...]:
     """Return the launch's command as plain torchrun, as one would type it.
 
     A rendezvous on port 0 lets the operating system choose, so that launches side by side never clash; the ranks' own
@@ -68,6 +70,7 @@ def torchrun_command(request: LaunchRequest, *, python: str = sys.executable) ->
         *("--rdzv_id", request.launch_id),
         *("--local_addr", "127.0.0.1"),
         *("--max_restarts", "0"),
+        *("--log_dir", str(directory.torchrun_dir)),  # else torchrun leaves a folder among the temporary files
         *("-m", "optuna_dsat.runtime"),
         *target,
         *map_arguments(script.args, script.arg_mappings, request.ds_config, world_size=request.slots),

@@ -216,6 +216,11 @@ class RunDirectory:
         return self.log_dir / "agent.log"
 
     @property
+    def torchrun_dir(self) -> Path:
+        """Folder that torchrun makes for logs of its own; ours take their place, so it stays without files."""
+        return self.log_dir / "torchrun"
+
+    @property
     def python_path(self) -> Path:
         """Folder that makes the package importable where it is not installed; holds one link, so shadows nothing."""
         return self.root / "pythonpath"

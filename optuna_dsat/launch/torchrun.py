@@ -327,7 +327,7 @@ def _prepare(
 ) -> _Prepared:
     """Write the run directory of a launch and make its command and environment."""
     directory = RunDirectory.create(output_dir, request.launch_id)
-    command = torchrun_command(request)
+    command = torchrun_command(request, directory=directory)
     environ = launch_environment(
         base_env,
         request=request,

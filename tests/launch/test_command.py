@@ -18,6 +18,7 @@ from optuna_dsat.launch.run_directory import RunDirectory
 from .launching import request
 
 GOLDEN = Path(__file__).parent / "golden"
+DIRECTORY = RunDirectory(Path("/out/trial-0007"))
 GPUS = tuple(Device(index=i, visible_id=str(i), name="GPU", memory_bytes=1) for i in (2, 3))
 
 
@@ -31,12 +32,12 @@ def golden_request(**changes: Any) -> LaunchRequest:
     [("torchrun_script.txt", {}), ("torchrun_module.txt", {"script": "package.train", "is_module": True})],
 )
 def test_the_command_is_the_golden_one(name: str, changes: dict[str, Any]) -> None:
-    command = torchrun_command(golden_request(**changes), python="python")
+    command = torchrun_command(golden_request(**changes), directory=DIRECTORY, python="python")
     assert "\n".join(command) + "\n" == (GOLDEN / name).read_text(encoding="utf-8")
 
 
 def test_the_agent_gets_the_arguments_of_torchrun() -> None:
-    command = torchrun_command(golden_request(), python="python")
+    command = torchrun_command(golden_request(), directory=DIRECTORY, python="python")
     agent = agent_command(command, record=Path("/run/agent.json"), tuner_pid=17)
     assert agent[:6] == ["python", "-P", "-m", "optuna_dsat.launch.agent", "/run/agent.json", "17"]
     assert tuple(agent[6:]) == command[3:]
