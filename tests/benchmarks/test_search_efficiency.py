@@ -70,7 +70,7 @@ def test_a_peer_that_is_not_installed_is_left_out_by_name(
 
 
 @pytest.mark.parametrize("method", ["random", "binary", "asha"])
-def test_the_store_in_memory_leads_to_the_same_launches_as_sqlite(method: str, tmp_path: Path) -> None:
+def test_trials_in_memory_lead_to_the_same_launches_as_in_sqlite(method: str, tmp_path: Path) -> None:
     in_memory = Rig(FAST, budget=10, noise=0.02, seed=3)
     ours.run(method, in_memory, budget=10, seed=3)
     on_disk = Rig(FAST, budget=10, noise=0.02, seed=3)
