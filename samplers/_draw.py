@@ -9,9 +9,6 @@ Pure functions of the history and of a random generator. Three rules, in this or
    1979): every choice comes once before any comes again, so few lineages cover all choices.
 3. All weights are equal but those of ``zero_stage`` and the offload knobs, which decide what fits and what is
    communicated: see ``_structural_weight`` and ``_merit``.
-
-Any other knob is, every second time, taken over from the best lineage of the same stage and offload instead of drawn
-(uniform crossover of the best with a new draw; Syswerda 1989), so that what did well is varied rather than forgotten.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ from optuna.distributions import (
 )
 from optuna.study import StudyDirection
 
-from optuna_dsat.lineage import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, STRUCTURE, Lineage, agrees, structure
+from optuna_dsat.lineage import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, STRUCTURE, agrees, structure
 from optuna_dsat.lineage_set import Kind, Lineages
 
 __all__ = ["draw", "draw_choice", "generator"]
@@ -48,8 +45,6 @@ _JUDGED_ANSWERS = 3
 _MERIT_POWER = 4
 """A structure at 80 % of the best is drawn about 0.4 times as often, one at half of it 0.06 times."""
 _LEAST_RATIO = 0.25
-_INHERITED = 1 / 2
-"""Probability that a knob is taken over from the best lineage of its structure."""
 
 
 def generator(*parts: object) -> random.Random:
@@ -94,10 +89,6 @@ def draw_choice(
     """
     context = structure(params)
     kinds = [kind for kind in lineages.kinds.values() if kind.complete]
-    if name not in STRUCTURE and rng.random() < _INHERITED:
-        inherited = _of_the_best(name, context, kinds, direction)
-        if inherited in distribution.choices and not lineages.tree.closed({**params, name: inherited}):
-            return inherited
     beside = [kind for kind in kinds if agrees(kind.params, context)]
     begun = [p for p in opening if agrees(p, context)]
     merits = []
@@ -161,25 +152,6 @@ def _judged(kind: Kind, direction: StudyDirection) -> Sequence[float]:
         return (min(scores), max(scores)) if scores else ()
 
     return kind.derived(("judged", direction), find)
-
-
-def _of_the_best(name: str, context: Mapping[str, Any], kinds: Sequence[Kind], direction: StudyDirection) -> Any:
-    """Return a knob of the best lineage of a structure, None where no lineage of it has a metric or the knob."""
-    alike = [best for kind in kinds if kind.params == context and (best := _best_member(kind, direction)) is not None]
-    return alike[0].params.get(name) if alike else None
-
-
-def _best_member(kind: Kind, direction: StudyDirection) -> Lineage | None:
-    """Return the best lineage of a kind, the earliest of equals."""
-
-    def find() -> Lineage | None:
-        scored = [(score, o) for o in kind.members.values() if (score := o.best_score(direction)) is not None]
-        if not scored:
-            return None
-        best = (max if direction == StudyDirection.MAXIMIZE else min)(score for score, _ in scored)
-        return min((o for score, o in scored if score == best), key=lambda o: o.first_number)
-
-    return kind.derived(("best member", direction), find)
 
 
 def _largest_fit(kind: Kind) -> int | None:
