@@ -10,7 +10,7 @@ export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup demo test lint types check clean
+.PHONY: setup operators demo test lint types check clean
 
 setup: $(VENV)/.installed
 
@@ -22,14 +22,21 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-demo: setup
+# DeepSpeed's operator for communication on the CPU takes a compiler half a minute: once, and in no launch that is timed.
+# Without a compiler DeepSpeed goes without it.
+operators: setup
+	@DS_ACCELERATOR=cpu $(BIN)/python -c "from deepspeed.accelerator import get_accelerator as a; \
+		a().create_op_builder('ShareMemCommBuilder').load(verbose=False)" >/dev/null 2>&1 || \
+		echo "DeepSpeed's CPU operator could not be built; gloo alone is used."
+
+demo: operators
 	rm -rf demo-output && mkdir -p demo-output
 	$(BIN)/optuna-dsat random examples/gpt/train.py examples/gpt/ds_config.json \
 		--study gpt-demo --storage sqlite:///demo-output/study.db --output-dir demo-output \
 		--device-memory 900MiB --zero-stages 0 1 2 3 --max-trials 12 --confirm 2 \
 		-- --deepspeed_config examples/gpt/ds_config.json
 
-test: setup
+test: operators
 	$(BIN)/python -m pytest
 
 lint: setup
