@@ -118,7 +118,9 @@ def measured_peaks(trials: Sequence[FrozenTrial]) -> list[tuple[dict[str, Any], 
 
 
 def repeated_script_error(trials: Sequence[FrozenTrial], *, times: int = 3) -> str | None:
-    """Return the error that the last ``times`` launches all ended with, if different configurations ended so."""
+    """Return the error that the last ``times`` launches all ended with; None once anything was measured."""
+    if any(t.state is TrialState.COMPLETE for t in trials):
+        return None
     ended = [t for t in trials if OUTCOME in t.user_attrs and t.user_attrs[OUTCOME] != Outcome.LOST][-times:]
     errors = {t.user_attrs.get(ERROR) for t in ended if t.user_attrs[OUTCOME] == Outcome.SCRIPT_ERROR}
     if len(ended) < times or len(errors) != 1:

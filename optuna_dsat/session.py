@@ -33,10 +33,11 @@ _WAIT_S = 1.0
 """Pause between two looks for a profile that another worker measures, in seconds."""
 
 
-def open_study(store: Store, spec: StudySpec) -> tuple[StudyRecord, StudySpec, bool]:
+def open_study(store: Store, spec: StudySpec, *, relocated: bool = False) -> tuple[StudyRecord, StudySpec, bool]:
     """Return the study's record, its spec and whether it was there before; create it where it was not.
 
-    Budgets of ``spec`` win over the stored ones, so a study can be given more.
+    Budgets of ``spec`` win over the stored ones, so a study can be given more. A study without any trial takes the new
+    spec whole. A ``relocated`` spec is the stored one with this machine's paths: it is neither compared nor stored.
 
     Raises:
         StudyConflictError: If a study of this name exists for something else; says what differs.
@@ -45,13 +46,16 @@ def open_study(store: Store, spec: StudySpec) -> tuple[StudyRecord, StudySpec, b
     if found is None:
         record = store.create_study(spec.name, spec.model_dump(mode="json"), direction=spec.direction)
         return record, spec, False
+    if relocated:
+        return found, spec, True
     stored = StudySpec.model_validate(found.spec)
+    begun = store.storage.get_n_trials(store.storage.get_study_id_from_name(spec.name)) > 0
     differing = _differences(stored.identity(), spec.identity())
-    if differing:
+    if differing and (begun or stored.direction != spec.direction):
         raise StudyConflictError(
             f"A study named {spec.name!r} exists in this storage with other settings: {'; '.join(differing)}. "
-            f"Give this one another name with --study, continue the other one with its own settings, "
-            f"or delete it."
+            f"Give this one another name with --study, continue that one with "
+            f"`optuna-dsat resume {spec.name}`, or delete it with `optuna-dsat delete {spec.name}`."
         )
     if spec != stored:
         store.update_spec(found.uuid, spec.model_dump(mode="json"))
@@ -78,6 +82,7 @@ class Session:
         device_names: Names of the devices, for the profile's fingerprint.
         observer: Hears the news.
         reuse_profile: Whether a stored profile of the same script, config and hardware spares the profile launch.
+        relocated: Whether the spec is the stored one with paths of this machine (see ``open_study``).
     """
 
     def __init__(
@@ -89,10 +94,11 @@ class Session:
         device_names: tuple[str, ...],
         observer: Observer,
         reuse_profile: bool = True,
+        relocated: bool = False,
     ) -> None:
         self._reuse_profile = reuse_profile
         self.interrupted = False
-        self.record, self.spec, self.resumed = open_study(store, spec)
+        self.record, self.spec, self.resumed = open_study(store, spec, relocated=relocated)
         self._store = store
         self._launcher = launcher
         self._fingerprint = fingerprint(self.spec, device_names=device_names)

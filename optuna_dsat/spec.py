@@ -134,6 +134,8 @@ class StudySpec(_Frozen):
 
     @model_validator(mode="after")
     def _check(self) -> StudySpec:
+        if not self.name.strip() or self.name in (".", "..") or "/" in self.name:
+            raise ValueError(f"--study is {self.name!r}; a name is also that of a folder: no slash, not blank")
         if self.method not in METHODS:
             raise ValueError(f"the method is {self.method!r}; it must be one of {', '.join(METHODS)}")
         if self.metric not in METRICS:

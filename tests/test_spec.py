@@ -45,6 +45,8 @@ def test_what_is_not_a_size_is_refused_by_name(text: str) -> None:
         ({"max_trials": 0}, "--max-trials is 0"),
         ({"max_slots": 1}, "--max-slots is 1, but one launch takes 2"),
         ({"options": {"divisor": 1}}, "--divisor is 1"),
+        ({"name": "../escape"}, "--study is '../escape'"),
+        ({"name": " "}, "--study is ' '"),
     ],
 )
 def test_a_bad_value_is_one_line_with_rule_and_value(changes: dict[str, Any], message: str) -> None:

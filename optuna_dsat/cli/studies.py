@@ -210,7 +210,10 @@ def best(
     if output is None:
         print(json.dumps(config, indent=2))
     else:
-        ds_config.write_json_atomic(output, config)
+        try:
+            ds_config.write_json_atomic(output, config)
+        except OSError as error:
+            raise UsageError(f"{output} cannot be written: {error.strerror}.") from None
         print(output)
 
 
@@ -295,12 +298,13 @@ def _continue(
 ) -> None:
     from optuna_dsat.cli.tune import run_spec
     from optuna_dsat.launch.devices import cpu_devices, detect_devices
+    from optuna_dsat.spec import make_spec
 
     with _open(storage) as store:
         record = _record(store, name)
         spec = _spec(record)
         if max_trials is not None:
-            spec = spec.model_copy(update={"max_trials": max_trials})
+            spec = make_spec(**{**spec.model_dump(), "max_trials": max_trials})
             store.update_spec(record.uuid, spec.model_dump(mode="json"))
     spec = _relocated(spec, workdir)
     devices = detect_devices() if spec.device == "cuda" else cpu_devices(spec.slots_per_trial)
@@ -309,7 +313,9 @@ def _continue(
             f"The study needs {spec.slots_per_trial} {spec.device} slots a launch; "
             f"this machine offers {len(devices.devices)} of {devices.kind}."
         )
-    run_spec(spec, devices, storage=storage, quiet=quiet, as_json=as_json, run_full=False, conclude=conclude)
+    run_spec(
+        spec, devices, storage=storage, quiet=quiet, as_json=as_json, conclude=conclude, relocated=workdir is not None
+    )
 
 
 def _relocated(spec: StudySpec, workdir: Path | None) -> StudySpec:

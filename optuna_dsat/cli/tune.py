@@ -58,6 +58,7 @@ def run_spec(
     run_full: bool = False,
     reuse_profile: bool = True,
     conclude: bool = True,
+    relocated: bool = False,
 ) -> None:
     """Tune, show the result, and train with it where asked for.
 
@@ -84,6 +85,7 @@ def run_spec(
                 device_names=tuple(device.name for device in devices.devices),
                 observer=observer,
                 reuse_profile=reuse_profile,
+                relocated=relocated,
             )
             result = session.run(conclude=conclude)
         if result is not None:

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from optuna_dsat.runtime.clock import Clock, DeviceClock, HostClock
-from optuna_dsat.runtime.events import EngineReady
+from optuna_dsat.runtime.events import EngineReady, Event
 from optuna_dsat.runtime.memory import (
     CpuMemory,
     CudaMemory,
@@ -28,6 +28,7 @@ from optuna_dsat.runtime.memory import (
     limit_cuda_memory,
     limit_process_memory,
     process_limit_lifted,
+    unlink_shared_buffers,
 )
 from optuna_dsat.runtime.meter import Meter, Progress, is_pipeline
 from optuna_dsat.runtime.overlay import effective_config, read_config
@@ -108,6 +109,7 @@ class DeepSpeedHook:
         self._deepspeed: Any = None
         self._memory: MemoryProbe | None = None
         self._engine: Any = None
+        self._buffers_unlinked = False
 
     def install(self) -> None:
         """Start waiting for the script's imports."""
@@ -208,7 +210,7 @@ class DeepSpeedHook:
         Meter(
             engine,
             rank=self._rank.rank,
-            write=self._writer.write,
+            write=self._write_step,
             clock=clock,
             memory=self._memory,
             progress=self._progress,
@@ -216,6 +218,12 @@ class DeepSpeedHook:
             leave=self._leave,
             observer=profiler,
         ).attach()
+
+    def _write_step(self, event: Event) -> None:
+        self._writer.write(event)
+        if not self._buffers_unlinked:  # all ranks have met in a collective by now
+            self._buffers_unlinked = True
+            unlink_shared_buffers()
 
     def _engine_ready(self, engine: Any, initialize_s: float) -> EngineReady:
         params, trainable = count_parameters(engine.module)

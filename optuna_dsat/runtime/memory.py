@@ -30,6 +30,7 @@ __all__ = [
     "limit_process_memory",
     "process_limit_lifted",
     "read_process_memory",
+    "unlink_shared_buffers",
 ]
 
 _STATUS = Path("/proc/self/status")
@@ -167,6 +168,21 @@ def process_limit_lifted() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def unlink_shared_buffers(maps: Path = Path("/proc/self/maps")) -> None:
+    """Remove the names of the shared-memory buffers that DeepSpeed's CPU operator maps and never removes.
+
+    They stay mapped until the last rank of this host ends; without this each rank leaves 66 MiB in ``/dev/shm``.
+    Call it once all ranks have mapped them: after the first step.
+    """
+    try:
+        lines = maps.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return  # no such file outside Linux
+    for path in {line.split(maxsplit=5)[-1] for line in lines if "/dev/shm/deepspeed_" in line}:
+        with contextlib.suppress(OSError):  # another rank was first
+            Path(path).unlink()
 
 
 def limit_cuda_memory(torch: Any, budget_bytes: int, local_rank: int) -> None:

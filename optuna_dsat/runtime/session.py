@@ -15,6 +15,7 @@ from optuna_dsat.runtime.config_file import reads_redirected
 from optuna_dsat.runtime.events import Event, RankFailed, RankFinished, RankStarted, decode_event
 from optuna_dsat.runtime.failure import diagnose, format_traceback, without_runtime_frames
 from optuna_dsat.runtime.hook import DeepSpeedHook
+from optuna_dsat.runtime.memory import unlink_shared_buffers
 from optuna_dsat.runtime.meter import Progress
 from optuna_dsat.runtime.plan import LaunchPlan
 from optuna_dsat.runtime.rank import Rank
@@ -156,6 +157,7 @@ def end_process(code: int) -> NoReturn:
         except (OSError, ValueError):  # a full disk, or a stream the script has closed
             continue
     ctypes.CDLL(None).fflush(None)
+    unlink_shared_buffers()
     os._exit(code)
 
 

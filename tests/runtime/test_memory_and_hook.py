@@ -20,6 +20,7 @@ from optuna_dsat.runtime.memory import (
     limit_cuda_memory,
     process_limit_lifted,
     read_process_memory,
+    unlink_shared_buffers,
 )
 
 from .starting import Starter
@@ -167,3 +168,15 @@ def test_the_process_limit_is_lifted_for_a_compiler_and_then_back() -> None:
         assert resource.getrlimit(resource.RLIMIT_DATA) == limited
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def test_only_deepspeeds_buffers_are_unlinked(tmp_path: Path) -> None:
+    ours = Path("/dev/shm") / f"deepspeed_test_{tmp_path.name}"
+    ours.write_bytes(b"x")
+    other = tmp_path / "deepspeed_other"
+    other.write_bytes(b"x")
+    maps = tmp_path / "maps"
+    maps.write_text(f"7f00-7f01 rw-s 00000000 00:1a 5 {ours}\n7f02-7f03 rw-s 00000000 00:1a 6 {other}\n")
+    unlink_shared_buffers(maps)
+    assert not ours.exists()
+    assert other.exists()

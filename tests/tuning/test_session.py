@@ -114,6 +114,17 @@ def test_another_script_under_the_same_name_is_refused_with_what_differs(bench: 
         bench.run(bench.spec(zero_stages=(1,)), Hill())
 
 
+def test_a_study_without_a_trial_takes_the_new_settings(bench: Bench) -> None:
+    broken = SimulatedResult(outcome=Outcome.SCRIPT_ERROR, startup_s=1, message="ValueError: no data")
+    with pytest.raises(ScriptFailedError):
+        bench.run(bench.spec(zero_stages=(1, 2, 3)), Hill(override=lambda _: broken))
+    result = bench.run(bench.spec(zero_stages=(1,), max_trials=3), Hill())
+    assert result is not None
+    record = bench.store.find_study("s")
+    assert record is not None
+    assert record.spec["zero_stages"] == [1]
+
+
 def test_a_second_study_of_the_same_script_spares_the_profile_launch(bench: Bench) -> None:
     bench.run(bench.spec(max_trials=2, confirm=0), Hill())
     bench.news.clear()
@@ -164,6 +175,17 @@ def test_the_same_script_error_again_and_again_ends_the_study(bench: Bench) -> N
     with pytest.raises(ScriptFailedError, match="Launch after launch"):
         bench.run(bench.spec(max_trials=30), hill)
     assert len(hill.configs) < 10
+
+
+def test_script_errors_after_a_measured_trial_do_not_lose_the_result(bench: Bench) -> None:
+    def too_little_data(config: Mapping[str, Any]) -> SimulatedResult | None:
+        if config["train_micro_batch_size_per_gpu"] <= 2:
+            return None
+        return SimulatedResult(outcome=Outcome.SCRIPT_ERROR, startup_s=1, message="ended early")
+
+    result = bench.run(bench.spec(max_trials=6, confirm=0), Hill(override=too_little_data))
+    assert result is not None
+    assert result.config["train_micro_batch_size_per_gpu"] == 2
 
 
 def test_a_communication_error_is_launched_again_and_then_given_up(bench: Bench) -> None:
