@@ -18,6 +18,7 @@ def end(kind: str) -> None:
     if kind == "raise":
         raise ValueError("the script's own mistake")
     if kind == "exit":
+        torch.distributed.destroy_process_group()  # else gloo's threads may abort Python's exit, under torchrun too
         sys.exit(7)
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -50,6 +51,7 @@ def main() -> None:
         loss = engine(torch.randn(args.batch, 16)).square().mean()
         engine.backward(loss)
         engine.step()
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
