@@ -33,6 +33,7 @@ __all__ = [
     "batch_triangle",
     "canonical_key",
     "effective",
+    "flat",
     "load",
     "merge",
     "parse",
@@ -195,6 +196,10 @@ def _check_shape(raw: Mapping[str, Any], path: str) -> None:
         section = raw.get(key, {})
         if not isinstance(section, dict):
             raise ConfigError(f"{path}: {key} is {_kind(section)}; it must be an object.")
+    for key in ("optimizer", "scheduler"):
+        section = raw.get(key)
+        if isinstance(section, dict) and isinstance(section.get("type"), list):
+            raise ConfigError(f"{path}: {key}.type is a list, but is not searched; give one name.")
     for key in (TRAIN_BATCH, GRADIENT_ACCUMULATION):
         if isinstance(raw.get(key), list):
             raise ConfigError(f"{path}: {key} is a list, but is not searched; give one number.")
@@ -328,6 +333,17 @@ def _copied_value(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_copied_value(one) for one in value]
     return value
+
+
+def flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config without its objects: their keys joined with dots."""
+    result: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            result |= {f"{key}.{below}": one for below, one in flat(value).items()}
+        else:
+            result[key] = value
+    return result
 
 
 def batch_triangle(config: Mapping[str, Any], *, world_size: int) -> BatchTriangle:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -42,7 +42,12 @@ class Finalist:
 
 def confirmation_steps(spec: StudySpec) -> int:
     """Return how many steps a confirmation counts: five times a trial's, at least ten."""
-    return max(10, 5 * (spec.end_profile_step - spec.start_profile_step + 1))
+    return max(10, 5 * _trial_steps(spec))
+
+
+def _trial_steps(spec: StudySpec) -> int:
+    """Return how many steps a trial counts."""
+    return spec.end_profile_step - spec.start_profile_step + 1
 
 
 def confirm(
@@ -53,9 +58,8 @@ def confirm(
     metric: str,
     flops_per_sample: float,
     on_report: Callable[[LaunchReport, LaunchRecord, FrozenTrial], None],
-) -> list[Finalist]:
-    """Launch each candidate once more, alone, with more steps; return what was measured, in the same order."""
-    finalists = []
+) -> Iterator[Finalist]:
+    """Launch each candidate once more, alone, with more steps; yield what was measured, in the same order."""
     for trial in candidates:
         request = LaunchRequest(
             launch_id=f"confirm-{trial.number:04d}",
@@ -71,14 +75,23 @@ def confirm(
         )
         record, report = follow(launcher, request)
         on_report(report, record, trial)
-        finalists.append(_finalist(trial, record, report, metric=metric, flops_per_sample=flops_per_sample))
-    return finalists
+        yield _finalist(
+            trial, record, report, metric=metric, flops_per_sample=flops_per_sample, enough=_trial_steps(spec)
+        )
 
 
 def _finalist(
-    trial: FrozenTrial, record: LaunchRecord, report: LaunchReport, *, metric: str, flops_per_sample: float
+    trial: FrozenTrial,
+    record: LaunchRecord,
+    report: LaunchReport,
+    *,
+    metric: str,
+    flops_per_sample: float,
+    enough: int,
 ) -> Finalist:
-    if report.outcome is not Outcome.MEASURED:
+    """Return what a confirmation showed; where the script's data ended early, ``enough`` steps confirm, too."""
+    short_of_data = report.outcome is Outcome.OUT_OF_DATA and len(record.counted) >= max(2, enough)
+    if report.outcome is not Outcome.MEASURED and not short_of_data:
         return Finalist(
             number=trial.number,
             value=None,

@@ -10,6 +10,7 @@ from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
+from optuna_dsat import ds_config
 from optuna_dsat.outcome import Outcome
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "VETOED",
     "WINNER",
     "best_trials",
+    "data_limit",
     "launches_since_best",
     "launches_used",
     "measured_peaks",
@@ -55,7 +57,7 @@ CONFIG_KEY = "config_key"
 PEAK_BYTES = "peak_memory_bytes"
 ATTEMPTS = "attempts"
 ERROR = "error"
-"""Last line of the traceback of a script error."""
+"""What a script error said, without the rank that said it."""
 PURPOSE = "purpose"
 USER_CONFIG = "user_config"
 """``PURPOSE`` of the trial that measures the user's present config."""
@@ -115,6 +117,20 @@ def measured_peaks(trials: Sequence[FrozenTrial]) -> list[tuple[dict[str, Any], 
         for trial in trials
         if CONFIG in trial.user_attrs and trial.user_attrs.get(PEAK_BYTES, 0) > 0
     ]
+
+
+def data_limit(trials: Sequence[FrozenTrial]) -> int | None:
+    """Return the samples per rank and global step from which on the script's data was too little, None if it never was.
+
+    Samples are those of the micro-batch times the accumulation; the data is the same for every lineage.
+    """
+    short = [
+        int(trial.user_attrs[CONFIG][ds_config.MICRO_BATCH])
+        * int(trial.user_attrs[CONFIG].get(ds_config.GRADIENT_ACCUMULATION, 1))
+        for trial in trials
+        if trial.user_attrs.get(OUTCOME) == Outcome.OUT_OF_DATA and CONFIG in trial.user_attrs
+    ]
+    return min(short, default=None)
 
 
 def repeated_script_error(trials: Sequence[FrozenTrial], *, times: int = 3) -> str | None:

@@ -89,7 +89,7 @@ class Evidence(StrEnum):
     FITS = "fits"
     """At least one full step was run."""
     TOO_LARGE = "too_large"
-    """The device or the host ran out of memory."""
+    """The device or the host ran out of memory, or the script out of data."""
     BROKEN = "broken"
     """The configuration fails whatever the micro-batch: refused by DeepSpeed, or the script raised."""
     NONE = "none"
@@ -111,7 +111,7 @@ def evidence(trial: FrozenTrial) -> Evidence:
     if trial.state == TrialState.FAIL:
         broken = outcome in (Outcome.INVALID_CONFIG, Outcome.SCRIPT_ERROR)
         return Evidence.BROKEN if broken else Evidence.NONE
-    if outcome in (Outcome.OUT_OF_MEMORY, Outcome.HOST_OUT_OF_MEMORY):
+    if outcome in (Outcome.OUT_OF_MEMORY, Outcome.HOST_OUT_OF_MEMORY, Outcome.OUT_OF_DATA):
         return Evidence.TOO_LARGE
     if trial.intermediate_values:
         return Evidence.FITS

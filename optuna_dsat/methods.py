@@ -28,6 +28,8 @@ __all__ = ["Ceiling", "Method", "make_method"]
 class Ceiling:
     """Largest micro-batch worth trying for given knobs: the memory model, corrected by the peaks measured so far.
 
+    Where the script ran out of data, no knob allows a micro-batch as large again.
+
     The answer depends on the knobs and on the finished trials alone. What was learnt from them is kept, so that a
     growing history costs what is new in it; a history that does not continue the last one is learnt from anew.
 
@@ -47,6 +49,7 @@ class Ceiling:
     def _forget(self) -> None:
         self._fit = CorrectionFit(self._profile, self._hardware)
         self._learnt: dict[int, FrozenTrial] = {}
+        self._data_limit: int | None = None
         self._last: Sequence[FrozenTrial] | None = None
         self._answers: tuple[memory.Correction, dict[str, int]] = (memory.Correction(), {})
 
@@ -66,7 +69,9 @@ class Ceiling:
             config = ds_config.merge(self._base, self._space.overlay({**params, MICRO_BATCH: 1}))
             largest = memory.largest_micro_batch(self._profile, config, hardware=self._hardware, correction=correction)
             answers[key] = max(1, largest)
-        return answers[key]
+        if self._data_limit is None:
+            return answers[key]
+        return max(1, min(answers[key], (self._data_limit - 1) // self._space.gradient_accumulation_steps))
 
     def _corrected(self, trials: Sequence[FrozenTrial]) -> memory.Correction:
         """Return the correction for this history; many lineages ask with the same one."""
@@ -78,6 +83,8 @@ class Ceiling:
             new = [trial for number, trial in done.items() if number not in self._learnt]
             self._learnt = done
             self._fit.add(history.measured_peaks(new))
+            limits = [self._data_limit, history.data_limit(new)]
+            self._data_limit = min((limit for limit in limits if limit is not None), default=None)
             self._last = trials
         return self._fit.correction()
 

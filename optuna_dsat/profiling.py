@@ -34,7 +34,7 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import Event
 from optuna_dsat.spec import StudySpec
 
-__all__ = ["LADDER", "Profiled", "Rung", "fingerprint", "follow", "measure_profile", "script_command"]
+__all__ = ["LADDER", "Profiled", "Rung", "fingerprint", "follow", "measure_profile", "rungs", "script_command"]
 
 _KNOB_SECTIONS = {
     "zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
@@ -43,13 +43,15 @@ _KNOB_SECTIONS = {
 _MAX_FILES = 200
 _WAIT_S = 0.5
 """Pause between two looks for free slots, in seconds."""
+_SMALL_BUCKET = 5_000_000
+"""Elements. DeepSpeed's default of 5e8 takes gigabytes on its own, whatever the model."""
 _PROFILE_END_STEP = 2
 """Steps of a profile launch: one is profiled, one more shows that the optimizer's state fits, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rung:
-    """One step of the ladder: a ZeRO stage with its offloads."""
+    """One step of the ladder: a ZeRO stage with its offloads, and buckets that any model's memory has room for."""
 
     words: str
     stage: int | None
@@ -71,19 +73,25 @@ class Rung:
             "stage": self.stage,
             "offload_optimizer": cpu if self.offload_optimizer else None,
             "offload_param": cpu if self.offload_param else None,
+            "reduce_bucket_size": _SMALL_BUCKET,
+            "stage3_prefetch_bucket_size": _SMALL_BUCKET if self.stage == 3 else None,
         }
         return {**batch, "zero_optimization": zero}
 
 
 LADDER = (
     Rung(words="your own ZeRO settings", stage=None),
+    Rung(words="ZeRO 1", stage=1),
+    Rung(words="ZeRO 1 + optimizer offload", stage=1, offload_optimizer=True),
     Rung(words="ZeRO 2", stage=2),
     Rung(words="ZeRO 2 + optimizer offload", stage=2, offload_optimizer=True),
     Rung(words="ZeRO 3", stage=3),
     Rung(words="ZeRO 3 + parameter offload", stage=3, offload_param=True),
     Rung(words="ZeRO 3 + parameter and optimizer offload", stage=3, offload_param=True, offload_optimizer=True),
 )
-"""In the order of the guide: each rung needs less device memory, and is slower, than the one before it."""
+"""In the order of the guide: each rung needs less device memory than the one before it. ZeRO 1 is climbed only where
+neither 2 nor 3 is searched.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,9 +165,11 @@ def _start(launcher: Launcher, request: LaunchRequest) -> None:
         launcher.poll(0.0)
 
 
-def _rungs(spec: StudySpec) -> Iterator[Rung]:
+def rungs(spec: StudySpec) -> Iterator[Rung]:
+    """Yield the rungs of the ladder that a study climbs."""
+    higher = any(stage >= 2 for stage in spec.zero_stages)
     for rung in LADDER:
-        if rung.stage is None or rung.stage in spec.zero_stages:
+        if rung.stage is None or (rung.stage in spec.zero_stages and (rung.stage >= 2 or not higher)):
             yield rung
 
 
@@ -184,7 +194,7 @@ def measure_profile(
     """
     config = ds_config.effective(spec.ds_config)
     tried: list[str] = []
-    for index, rung in enumerate(_rungs(spec)):
+    for index, rung in enumerate(rungs(spec)):
         on_rung(rung)
         overlay = rung.overlay()
         request = LaunchRequest(
@@ -209,7 +219,7 @@ def measure_profile(
                 device=record.engine.device,
             )
         if not report.outcome.infeasible:
-            raise _failure(report)
+            raise _failure(spec, report)
         missing = "" if report.missing_bytes is None else f", short of {report.missing_bytes / 2**20:.0f} MiB"
         tried.append(f"{rung.words} ({report.outcome.value}{missing})")
     raise NothingRunnableError(
@@ -218,9 +228,22 @@ def measure_profile(
     )
 
 
-def _failure(report: LaunchReport) -> DsatError:
+def _hint(spec: StudySpec, report: LaunchReport) -> str:
+    """Return what else may explain a failed profile launch."""
+    if report.outcome is Outcome.OUT_OF_DATA:
+        return (
+            ". If it did train, its loop is one that cannot be followed: "
+            "put `with optuna_dsat.dsat_reporting_context(...)` around forward, backward and step"
+        )
+    autos = [key for key, value in ds_config.flat(spec.ds_config).items() if value == ds_config.AUTO]
+    if report.outcome is Outcome.INVALID_CONFIG or "auto" in report.error_excerpt:
+        return f'. Only Hugging Face fills in "auto", which the config says for {", ".join(autos)}' if autos else ""
+    return ""
+
+
+def _failure(spec: StudySpec, report: LaunchReport) -> DsatError:
     return ScriptFailedError(
-        f"The profile launch ended with {report.outcome.value}: {report.message}",
+        f"The profile launch ended with {report.outcome.value}: {report.message}" + _hint(spec, report),
         traceback_tail=report.error_excerpt,
         log_path=report.log_path,
     )

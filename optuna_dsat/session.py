@@ -22,12 +22,12 @@ from optuna_dsat.profiling import Profiled, fingerprint, measure_profile
 from optuna_dsat.progress import FinalistMeasured, Message, Observer, ProfileFinished, ProfileStarted
 from optuna_dsat.space import SearchSpace
 from optuna_dsat.spec import StudySpec
-from optuna_dsat.store import Store, StudyRecord
+from optuna_dsat.store import Store, StoredProfile, StudyRecord
 from optuna_dsat.study_space import hardware_of, space_of
 from optuna_dsat.tuner import EndReason, Tuner, objective, speed_up, user_config
 from optuna_dsat.words import config_in_words
 
-__all__ = ["Session", "open_study"]
+__all__ = ["Session", "check_study", "open_study"]
 
 _WAIT_S = 1.0
 """Pause between two looks for a profile that another worker measures, in seconds."""
@@ -48,6 +48,21 @@ def open_study(store: Store, spec: StudySpec, *, relocated: bool = False) -> tup
         return record, spec, False
     if relocated:
         return found, spec, True
+    check_study(store, spec)
+    if spec != StudySpec.model_validate(found.spec):
+        store.update_spec(found.uuid, spec.model_dump(mode="json"))
+    return found, spec, True
+
+
+def check_study(store: Store, spec: StudySpec) -> None:
+    """Refuse a spec whose name belongs to a study of something else.
+
+    Raises:
+        StudyConflictError: Says what differs.
+    """
+    found = store.find_study(spec.name)
+    if found is None:
+        return
     stored = StudySpec.model_validate(found.spec)
     begun = store.storage.get_n_trials(store.storage.get_study_id_from_name(spec.name)) > 0
     differing = _differences(stored.identity(), spec.identity())
@@ -57,9 +72,6 @@ def open_study(store: Store, spec: StudySpec, *, relocated: bool = False) -> tup
             f"Give this one another name with --study, continue that one with "
             f"`optuna-dsat resume {spec.name}`, or delete it with `optuna-dsat delete {spec.name}`."
         )
-    if spec != stored:
-        store.update_spec(found.uuid, spec.model_dump(mode="json"))
-    return found, spec, True
 
 
 def _differences(stored: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
@@ -182,7 +194,7 @@ class Session:
         waiting = False
         while True:
             with self._store.profile_turn(self.record.uuid) as mine:
-                stored = self._store.find_profile(self._fingerprint) if self._reuse_profile or waiting else None
+                stored = self._stored_profile() if self._reuse_profile or waiting else None
                 if stored is not None:
                     return Profiled.from_json(stored.profile), True
                 if mine:
@@ -198,6 +210,27 @@ class Session:
                 waiting = True
                 self._observer(Message(text="Another worker measures the profile; waiting for it."))
             time.sleep(_WAIT_S)
+
+    def _stored_profile(self) -> StoredProfile | None:
+        """Return the profile that the study's trials were planned with; before there are any, that of its fingerprint.
+
+        So a comment changed in a file beside the script costs a study that is resumed no launch.
+        """
+        storage = self._store.storage
+        study_id = storage.get_study_id_from_name(self.spec.name)
+        own = storage.get_study_user_attrs(study_id).get(history.FINGERPRINT)
+        if own is not None and own != self._fingerprint and storage.get_n_trials(study_id) > 0:
+            stored = self._store.find_profile(own)
+            if stored is not None:
+                self._observer(
+                    Message(
+                        text="The script, a file beside it or the hardware is not the one this study was profiled "
+                        "with; it goes on with its own profile (--no-profile-reuse measures anew)."
+                    )
+                )
+                self._fingerprint = own
+                return stored
+        return self._store.find_profile(self._fingerprint)
 
     def _load_study(self, sampler: optuna.samplers.BaseSampler, pruner: optuna.pruners.BasePruner) -> optuna.Study:
         return optuna.load_study(study_name=self.spec.name, storage=self._store.storage, sampler=sampler, pruner=pruner)
@@ -235,6 +268,8 @@ class Session:
         finalists: list[Finalist] = []
         if reason is not EndReason.INTERRUPTED:
             finalists = self._confirm(study, self._to_confirm(trials, candidates), metric, profiled)
+            if self.interrupted:
+                reason = EndReason.INTERRUPTED
         winner, finalist = choose_winner(candidates, finalists, maximize=maximize)
         return self._result(study, trials, winner, finalist, finalists, metric=metric, reason=reason, maximize=maximize)
 
@@ -249,31 +284,39 @@ class Session:
     def _confirm(
         self, study: optuna.Study, candidates: Sequence[FrozenTrial], metric: str, profiled: Profiled
     ) -> list[Finalist]:
-        """Measure the finalists again; those that an earlier run of this study confirmed are not launched twice."""
+        """Measure the finalists again; those that an earlier run of this study confirmed are not launched twice.
+
+        An interruption ends it with the finalists there are.
+        """
         known = {f["number"]: Finalist(**f) for f in study.user_attrs.get(history.FINALISTS, [])}
-        todo = [trial for trial in candidates if trial.number not in known]
-        measured = confirm(
-            self.spec,
-            todo,
-            launcher=self._launcher,
-            metric=metric,
-            flops_per_sample=profiled.profile.flops_per_sample,
-            on_report=lambda report, record, trial: self._keep(report, record, purpose="confirm", trial=trial),
-        )
-        for trial, finalist in zip(todo, measured, strict=True):
-            self._observer(
-                FinalistMeasured(
-                    number=finalist.number,
-                    words=config_in_words(trial.user_attrs[history.CONFIG]),
-                    value=finalist.value,
-                    low=finalist.low,
-                    high=finalist.high,
-                    message=finalist.message,
-                )
+        todo = {trial.number: trial for trial in candidates if trial.number not in known}
+        try:
+            for finalist in confirm(
+                self.spec,
+                list(todo.values()),
+                launcher=self._launcher,
+                metric=metric,
+                flops_per_sample=profiled.profile.flops_per_sample,
+                on_report=lambda report, record, trial: self._keep(report, record, purpose="confirm", trial=trial),
+            ):
+                known[finalist.number] = finalist
+                study.set_user_attr(history.FINALISTS, [f.to_json() for f in known.values()])
+                self._announce(finalist, todo[finalist.number])
+        except KeyboardInterrupt:
+            self.interrupted = True
+        return [known[trial.number] for trial in candidates if trial.number in known]
+
+    def _announce(self, finalist: Finalist, trial: FrozenTrial) -> None:
+        self._observer(
+            FinalistMeasured(
+                number=finalist.number,
+                words=config_in_words(trial.user_attrs[history.CONFIG]),
+                value=finalist.value,
+                low=finalist.low,
+                high=finalist.high,
+                message=finalist.message,
             )
-        known |= {f.number: f for f in measured}
-        study.set_user_attr(history.FINALISTS, [f.to_json() for f in known.values()])
-        return [known[trial.number] for trial in candidates]
+        )
 
     def _result(
         self,

@@ -108,6 +108,8 @@ class _Builder:
         self._check_names()
         plain = configs.effective({ZERO: {}, **self.config})
         zero = plain[ZERO]
+        for knob in (one for one in KNOBS if one.name != NVME):
+            read_present(knob, zero)  # refuses what is no value of the knob, whether it is searched or not
         stage = TunedKnob(knob=_BY_NAME["zero_stage"], choices=self._stages(zero, zero_stages, pipeline=pipeline))
         offloads = self._offload_knobs(zero)
         others = [

@@ -32,17 +32,18 @@ METHODS = ("random", "binary", "asha")
 _UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _UNITS |= {f"{prefix}iB": 2 ** (10 * power) for power, prefix in enumerate("KMGT", start=1)}
 _UNITS |= {f"{prefix}B": 10 ** (3 * power) for power, prefix in enumerate("KMGT", start=1)}
+_UNITS = {unit.lower(): size for unit, size in _UNITS.items()}
 
 
 def parse_bytes(text: str) -> int:
     """Return the bytes that a size such as ``2GiB``, ``900MiB``, ``1.5GB`` or ``123456`` names.
 
-    ``GiB`` is 2**30 bytes, ``GB`` is 10**9; a bare ``G`` is read as ``GiB``.
+    ``GiB`` is 2**30 bytes, ``GB`` is 10**9; a bare ``G`` is read as ``GiB``. Case does not matter.
 
     Raises:
         UsageError: If the text is not a positive number with a known unit.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
     if match is None or match.group(2) not in _UNITS or float(match.group(1)) <= 0:
         raise UsageError(f"{text!r} is not a size: write a positive number with a unit, such as 2GiB or 900MiB.")
     return math.floor(float(match.group(1)) * _UNITS[match.group(2)])
@@ -183,7 +184,7 @@ def make_spec(**values: Any) -> StudySpec:
         return StudySpec(**values)
     except ValidationError as error:
         first = error.errors()[0]
-        where = "--" + str(first["loc"][-1]).replace("_", "-") if first["loc"] else ""
+        where = "--" + str(first["loc"][-1]).removesuffix("_s").replace("_", "-") if first["loc"] else ""
         if first["type"] == "value_error":
             raise UsageError(f"{first['msg'].removeprefix('Value error, ')}.") from None
         raise UsageError(f"{where} is {first['input']!r}: {first['msg'].lower()}.") from None

@@ -6,6 +6,7 @@ launches run side by side because the launcher only reports what they do.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -42,6 +43,9 @@ __all__ = ["EndReason", "Tuner", "objective", "speed_up", "user_config"]
 _REFUSALS = 200
 """Asked configurations in a row that were run before or vetoed, after which the space counts as exhausted."""
 
+_RANK = re.compile(r"^rank \d+: ")
+"""Which rank failed first may differ from launch to launch."""
+
 _WAIT_S = 0.5
 """Longest wait for news of the launches in flight, and pause between two looks at other workers', in seconds."""
 
@@ -49,6 +53,7 @@ _STATES = {
     Outcome.MEASURED: TrialState.COMPLETE,
     Outcome.OUT_OF_MEMORY: TrialState.PRUNED,
     Outcome.HOST_OUT_OF_MEMORY: TrialState.PRUNED,
+    Outcome.OUT_OF_DATA: TrialState.PRUNED,
     Outcome.PRUNED: TrialState.PRUNED,
 }
 """Outcome -> state of the trial; everything else is FAIL."""
@@ -390,8 +395,8 @@ class Tuner:
         trial.set_user_attr(history.MESSAGE, report.message)
         trial.set_user_attr(history.ATTEMPTS, running.attempt + 1)
         trial.set_user_attr(history.PEAK_BYTES, running.record.peak_bytes)
-        if report.error_excerpt:
-            trial.set_user_attr(history.ERROR, report.error_excerpt.strip().splitlines()[-1][:500])
+        if report.outcome is Outcome.SCRIPT_ERROR:
+            trial.set_user_attr(history.ERROR, _RANK.sub("", report.message)[:500])
         if running.record.counted:
             metrics = self._metrics(running)
             trial.set_user_attr(history.METRICS, metrics)
@@ -400,6 +405,12 @@ class Tuner:
         self._study.tell(trial, value, state=_STATES.get(report.outcome, TrialState.FAIL), skip_if_finished=True)
         self._store.heartbeat.remove(trial)
         self._tell_observer(running, report, value)
+        if report.outcome is Outcome.OUT_OF_DATA and trial.user_attrs.get(history.PURPOSE) == history.USER_CONFIG:
+            raise ScriptFailedError(
+                f"With your own config {report.message}. Give it more data or more steps, or measure fewer: "
+                "--start-profile-step 1 --end-profile-step 2.",
+                log_path=report.log_path,
+            )
         error = history.repeated_script_error(self._trials())
         if error is not None:
             raise ScriptFailedError(

@@ -28,8 +28,12 @@ def config_in_words(config: Mapping[str, Any]) -> str:
 
 
 def bytes_in_words(count: float) -> str:
-    """Return a size such as ``1.25 GiB`` or ``700 MiB``."""
-    return f"{count / 2**30:.2f} GiB" if abs(count) >= 2**30 else f"{count / 2**20:.0f} MiB"
+    """Return a size such as ``1.25 GiB``, ``700 MiB`` or ``12 KiB``."""
+    if abs(count) >= 2**30:
+        return f"{count / 2**30:.2f} GiB"
+    if abs(count) >= 2**20:
+        return f"{count / 2**20:.4g} MiB"
+    return f"{count / 2**10:.3g} KiB"
 
 
 def duration_in_words(seconds: float) -> str:

@@ -341,3 +341,17 @@ def test_every_knob_names_its_place_in_deepspeed() -> None:
     for row in make({}, zero_stages=(0, 1, 2, 3), nvme_path="/nvme").describe():
         assert row.where
         assert row.used_by
+
+
+@pytest.mark.parametrize(
+    ("zero", "message"),
+    [
+        ({"stage": 7}, "zero_stage is 7"),
+        ({"stage": 2, "reduce_bucket_size": "large"}, "reduce_bucket_size is 'large'"),
+        ({"stage": 2, "offload_optimizer": {"device": "gpu"}}, "offload_optimizer is 'gpu'"),
+        ({"stage": 2, "overlap_comm": "maybe"}, "overlap_comm is 'maybe'"),
+    ],
+)
+def test_values_that_no_knob_has_are_refused_by_name(zero: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_space({"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero})

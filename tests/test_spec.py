@@ -23,7 +23,14 @@ def values(**changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [("2GiB", 2 * 2**30), ("900 MiB", 900 * 2**20), ("1.5GB", 1_500_000_000), ("4G", 2**32), ("77", 77)],
+    [
+        ("2GiB", 2 * 2**30),
+        ("900 MiB", 900 * 2**20),
+        ("1.5GB", 1_500_000_000),
+        ("4G", 2**32),
+        ("900mib", 900 * 2**20),
+        ("77", 77),
+    ],
 )
 def test_sizes_are_read_with_their_units(text: str, count: int) -> None:
     assert parse_bytes(text) == count

@@ -7,6 +7,7 @@ import sys
 from typing import Annotated, NoReturn
 
 import typer
+from typer.exceptions import TyperException
 
 from optuna_dsat import __version__
 from optuna_dsat.cli.dashboard import dashboard
@@ -101,10 +102,16 @@ def main(argv: list[str] | None = None) -> NoReturn:
 
     signal.signal(signal.SIGTERM, interrupt)
     try:
-        app(args=spread_numbers(arguments, "--zero-stages"), standalone_mode=True)
+        code = app(args=spread_numbers(arguments, "--zero-stages"), standalone_mode=False)
     except DsatError as error:
         _report(error)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
+    except TyperException as error:
+        context = getattr(error, "ctx", None)  # usage errors have one
+        remedy = "" if context is None else f" See {context.command_path} --help."
+        if error.format_message():  # empty where the help was shown instead
+            sys.stderr.write(f"optuna-dsat: {error.format_message().rstrip('.')}.{remedy}\n")
+        sys.exit(error.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
         sys.exit(EXIT_INTERRUPTED)
-    sys.exit(0)
+    sys.exit(code or 0)

@@ -210,7 +210,7 @@ def show_plan(spec: StudySpec) -> None:
     import optuna
 
     from optuna_dsat import ds_config
-    from optuna_dsat.profiling import LADDER
+    from optuna_dsat.profiling import rungs
     from optuna_dsat.study_space import space_of
     from optuna_dsat.tuner import user_config
     from optuna_dsat.words import config_in_words
@@ -225,10 +225,10 @@ def show_plan(spec: StudySpec) -> None:
         table.add_row(row.knob, row.role, row.where, ", ".join(str(choice) for choice in row.choices))
     console.print(table)
     console.print(f"{space.classes()} classes of configurations beside the micro-batch.")
-    rungs = [rung.words for rung in LADDER if rung.stage is None or rung.stage in spec.zero_stages]
+    words = [rung.words for rung in rungs(spec)]
     console.print(
         f"Profile launch: {spec.slots_per_trial} {'GPUs' if spec.device == 'cuda' else 'CPU ranks'}, micro-batch 1, "
-        f"{rungs[0]}; while memory is short: {', then '.join(rungs[1:]) or 'nothing else'}."
+        f"{words[0]}; while memory is short: {', then '.join(words[1:]) or 'nothing else'}."
     )
     config, _ = user_config(spec)
     console.print(f"Your own config: {config_in_words(config)}")

@@ -140,7 +140,14 @@ def studies(storage: _Storage = _DEFAULT_STORAGE, as_json: _Json = False) -> Non
         print(json.dumps(rows, indent=2))
     else:
         headings = ("study", "method", "script", "launches", "metric", "best", "created")
-        _print_table(headings, [[row[heading] for heading in headings] for row in rows])
+        shown = [{**row, "best": _value_in_words(row["metric"], row["best"])} for row in rows]
+        _print_table(headings, [[row[heading] for heading in headings] for row in shown])
+
+
+def _value_in_words(metric: Any, value: Any) -> str | None:
+    from optuna_dsat.words import metric_in_words
+
+    return None if value is None else metric_in_words(metric, value)
 
 
 def show(name: _Name, storage: _Storage = _DEFAULT_STORAGE, as_json: _Json = False) -> None:
@@ -177,13 +184,20 @@ def show(name: _Name, storage: _Storage = _DEFAULT_STORAGE, as_json: _Json = Fal
 def trials(name: _Name, storage: _Storage = _DEFAULT_STORAGE, as_json: _Json = False) -> None:
     """List the trials of a study."""
     with _open(storage) as store:
-        _record(store, name)
+        metric = _spec(_record(store, name)).metric
         rows = [_row(trial) for trial in _trials(store, name)]
     if as_json:
         print(json.dumps(rows, indent=2))
         return
     headings = ("number", "outcome", "value", "configuration", "message")
-    shown = [{**row, "outcome": row["outcome"] or row["state"]} for row in rows]
+    shown = [
+        {
+            **row,
+            "outcome": row["outcome"] or row["state"],
+            "value": _value_in_words(metric, row["value"]),
+        }
+        for row in rows
+    ]
     _print_table(headings, [[row[heading] for heading in headings] for row in shown])
 
 
@@ -262,6 +276,7 @@ def delete(
         if not yes:
             typer.confirm(f"Delete the study {name!r} and all its trials?", abort=True, err=True)
         store.delete_study(name)
+    sys.stderr.write(f"Deleted the study {name!r}.\n")
 
 
 def resume(
@@ -361,7 +376,7 @@ def _db_current(storage: _Storage = _DEFAULT_STORAGE) -> None:
     from optuna_dsat.store import migrate
     from optuna_dsat.store.engine import Database
 
-    database = Database(storage)
+    database = Database(storage, create=False)
     try:
         print(migrate.current(database))
     finally:
@@ -373,7 +388,7 @@ def _db_check(storage: _Storage = _DEFAULT_STORAGE) -> None:
     from optuna_dsat.store import migrate
     from optuna_dsat.store.engine import Database
 
-    database = Database(storage)
+    database = Database(storage, create=False)
     try:
         migrate.require_usable(database)
         print(migrate.check(database).value)

@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -35,6 +36,7 @@ def run(method: str, options: TuneOptions) -> None:
     devices = make_devices(options)
     spec = spec_of(method, options, devices)
     if options.dry_run:
+        _check_storage(spec, options.storage)
         show_plan(spec)
         return
     run_spec(
@@ -63,7 +65,7 @@ def run_spec(
     """Tune, show the result, and train with it where asked for.
 
     Raises:
-        KeyboardInterrupt: If the search was interrupted; what was found so far is shown before.
+        KeyboardInterrupt: If the search was interrupted; what was found so far, and how to go on, is shown before.
     """
     import optuna
 
@@ -76,8 +78,10 @@ def run_spec(
     optuna.logging.set_verbosity(optuna.logging.WARNING)  # its lines would repeat ours
     kill_leftovers()  # launches whose tuner was killed, if any of their processes outlived it
     launcher = TorchrunLauncher(spec.study_dir, devices=devices, max_slots=spec.max_slots)
+    store_url = ""
     try:
         with Store.open(storage) as store, make_observer(quiet=quiet) as observer:
+            store_url = store.url
             session = Session(
                 spec,
                 store=store,
@@ -92,10 +96,36 @@ def run_spec(
             show_result(result, as_json=as_json)
         if session.interrupted:
             raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        if store_url:
+            sys.stderr.write(f"Interrupted. Continue with: {_resume_command(spec, storage, store_url)}\n")
+        raise
     finally:
         launcher.close()
+    if not conclude and not quiet:
+        sys.stderr.write(f"Nothing is left for this worker; `optuna-dsat show {spec.name}` shows the study.\n")
     if run_full and result is not None:
-        sys.exit(train(_full_request(spec, result), devices=devices, output_dir=spec.study_dir))
+        request = _full_request(spec, result)
+        sys.exit(train(request, devices=devices, output_dir=spec.study_dir, stdout=sys.stderr if as_json else None))
+
+
+def _check_storage(spec: StudySpec, storage: str) -> None:
+    """Refuse what a real run would: a storage that cannot be opened, a study that is there for something else."""
+    from optuna_dsat.session import check_study
+    from optuna_dsat.store import Store, database_exists
+
+    if not database_exists(storage):
+        return  # made by the run
+    with Store.open(storage, create=False) as store:
+        check_study(store, spec)
+
+
+def _resume_command(spec: StudySpec, storage: str, shown_url: str) -> str:
+    """Return the command that continues a study; a URL's password is not shown."""
+    command = ["optuna-dsat", "resume", spec.name]
+    if storage != TuneOptions.storage:
+        command += ["--storage", shown_url]
+    return shlex.join(command)
 
 
 def _full_request(spec: StudySpec, result: TuneResult) -> LaunchRequest:

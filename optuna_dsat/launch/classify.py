@@ -13,7 +13,8 @@ Nothing here reads a log. What counts, in this order:
    SIGTERM rank below a communication error: NCCL and gloo abort processes, and torchrun ends the siblings of a failed
    rank with SIGTERM.
 6. A ``communication_error`` record, or ranks that never started.
-7. A rank that left before the profile steps were done (``script_error``).
+7. A rank that left before the profile steps were done: ``out_of_data`` where the script ended by itself while it
+   trained, else ``script_error``.
 8. All profile steps done, but the engine was fed another batch than the configured one (``invalid_config``).
 9. Else the launch is measured.
 """
@@ -294,13 +295,16 @@ def _left_early(facts: LaunchFacts) -> Verdict | None:
         if finished.reason == "profile_done" or finished.steps >= facts.end_profile_step:
             continue
         if not any(isinstance(event, EngineReady) for events in facts.events.values() for event in events):
-            text = "the script never called deepspeed.initialize"
-        else:
-            text = (
-                f"the script ended after {finished.steps} global steps, before step {facts.end_profile_step}; "
-                f"give it more data, or a smaller --end-profile-step"
-            )
-        return Verdict(outcome=Outcome.SCRIPT_ERROR, message=f"rank {rank}: {text}", rank=rank)
+            text = f"rank {rank}: the script never called deepspeed.initialize"
+            return Verdict(outcome=Outcome.SCRIPT_ERROR, message=text, rank=rank)
+        return Verdict(
+            outcome=Outcome.OUT_OF_DATA,
+            message=(
+                f"the script ended by itself after {finished.steps} global steps, before step "
+                f"{facts.end_profile_step}: its data or its own number of steps allows no more"
+            ),
+            rank=rank,
+        )
     return None
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from optuna_dsat.launch.build_locks import remove_stale_locks
 from optuna_dsat.launch.classify import LaunchFacts, StopReason, Verdict, classify
@@ -250,6 +251,7 @@ def run_full(
     devices: Devices,
     output_dir: Path | str | None = None,
     nvml: Nvml | None = None,
+    stdout: TextIO | None = None,
 ) -> int:
     """Run a launch to its end in the foreground, on the user's terminal, and return its exit code.
 
@@ -260,6 +262,7 @@ def run_full(
         devices: The devices to use.
         output_dir: Where its run directory goes; None for a temporary one.
         nvml: NVML to ask about GPUs; None for the machine's.
+        stdout: Where its output goes; None for our own.
 
     Returns:
         0, or the exit code of the rank that failed first (128 plus the number of a signal, as shells do).
@@ -273,12 +276,12 @@ def run_full(
         raise ValueError(f"Only a launch of purpose 'full' runs in the foreground; got {request.purpose!r}.")
     if output_dir is None:
         with tempfile.TemporaryDirectory(prefix="optuna-dsat-") as temporary:
-            return run_full(request, devices=devices, output_dir=temporary, nvml=nvml)
+            return run_full(request, devices=devices, output_dir=temporary, nvml=nvml, stdout=stdout)
     pool, mark = SlotPool(devices, nvml=nvml), new_mark()
     lease = pool.take(request.slots)
     try:
         prepared = _prepare(request, lease, pool=pool, output_dir=Path(output_dir), base_env=os.environ, mark=mark)
-        agent = subprocess.Popen(prepared.argv, cwd=request.command.cwd, env=prepared.environ)
+        agent = subprocess.Popen(prepared.argv, cwd=request.command.cwd, env=prepared.environ, stdout=stdout)
         interrupted = _wait_in_foreground(agent)
         code = first_failure_code(prepared.directory.agent_record)
     finally:

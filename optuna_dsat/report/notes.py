@@ -32,12 +32,16 @@ _MEANING: Mapping[Outcome, tuple[str, str]] = {
         "The host had too little memory.",
         "Nothing, if offload is not wanted. Else free host memory, or run fewer launches at once with --max-slots.",
     ),
+    Outcome.OUT_OF_DATA: (
+        "The script ended by itself before the last profile step: its data is too small for steps of this batch.",
+        "Nothing, if such batches are not wanted: smaller ones are tried. Else give the script more data.",
+    ),
     Outcome.INVALID_CONFIG: (
         "DeepSpeed refused the configuration, or the script did not follow it.",
         "Read the message below. If the script sets a value itself, hold that knob with --no-tune.",
     ),
     Outcome.SCRIPT_ERROR: (
-        "The script raised an error of its own, or ended before the profile steps were done.",
+        "The script raised an error of its own, or left without training.",
         "Read the error below and the log of the rank that it names; run the script alone with this config.",
     ),
     Outcome.COMMUNICATION_ERROR: (

@@ -24,7 +24,7 @@ from optuna_dsat.errors import StorageUrlError
 from optuna_dsat.store.locks import advisory_lock, file_lock
 from optuna_dsat.store.retry import RETRY_LIMIT_S, one_line_reason, retrying
 
-__all__ = ["Database", "display_url", "engine_options", "install_events", "parse_url"]
+__all__ = ["Database", "database_exists", "display_url", "engine_options", "install_events", "parse_url"]
 
 T = TypeVar("T")
 
@@ -40,6 +40,8 @@ LOCK_TIMEOUT_S = 120.0
 _READ_ONLY = "dsat_read_only"
 _POSTGRES_DRIVERS = frozenset({"postgres", "postgresql", "postgresql+psycopg", "postgresql+psycopg2"})
 _SQLITE_DRIVERS = frozenset({"sqlite", "sqlite+pysqlite"})
+_SQLITE_MAGIC = b"SQLite format 3\0"
+"""First bytes of every SQLite database (https://www.sqlite.org/fileformat.html)."""
 _SUPPORTED = "sqlite:///FILE and postgresql://USER@HOST:PORT/DATABASE are supported"
 _SQLITE_PRAGMAS = (
     f"PRAGMA busy_timeout={int(SQLITE_BUSY_TIMEOUT_S * 1000)}",
@@ -97,6 +99,16 @@ def parse_url(url: str) -> URL:
     return parsed
 
 
+def database_exists(url: str) -> bool:
+    """Return whether a database is there to be opened; a server's is taken to be.
+
+    Raises:
+        StorageUrlError: As :func:`parse_url`.
+    """
+    parsed = parse_url(url)
+    return parsed.get_backend_name() != "sqlite" or Path(str(parsed.database)).exists()
+
+
 def _checked_sqlite(url: URL, shown: str) -> URL:
     if url.database in (None, "", ":memory:") or str(url.database).startswith("file:"):
         raise StorageUrlError(
@@ -110,6 +122,10 @@ def _checked_sqlite(url: URL, shown: str) -> URL:
     for needed in (path.parent, path):
         if needed.exists() and not os.access(needed, os.W_OK):
             raise StorageUrlError(f"The storage '{shown}' cannot be opened: {needed} is not writable.")
+    if path.exists() and path.stat().st_size:
+        with path.open("rb") as file:
+            if file.read(len(_SQLITE_MAGIC)) != _SQLITE_MAGIC:
+                raise StorageUrlError(f"The storage '{shown}' cannot be opened: {path} is not an SQLite database.")
     return url.set(database=str(path))
 
 
@@ -164,6 +180,7 @@ class Database:
     Args:
         url: Storage URL as the user gave it.
         retry_limit_s: Seconds for which a transient error is waited out.
+        create: Whether an SQLite file that does not exist is made (else it is refused).
 
     Attributes:
         url: The parsed URL, with the password.
@@ -174,9 +191,11 @@ class Database:
         StorageUrlError: The database is of an unsupported kind or cannot be opened.
     """
 
-    def __init__(self, url: str, *, retry_limit_s: float = RETRY_LIMIT_S) -> None:
+    def __init__(self, url: str, *, retry_limit_s: float = RETRY_LIMIT_S, create: bool = True) -> None:
         self.url = parse_url(url)
         self.shown = display_url(url)
+        if not create and not database_exists(url):
+            raise StorageUrlError(f"There is no database {self.shown}: name the right one with --storage.")
         self.retry_limit_s = retry_limit_s
         self.engine = create_engine(self.url, **engine_options(self.url))
         install_events(self.engine)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,7 +16,7 @@ from optuna_dsat.errors import StorageUrlError
 from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.runtime.events import Event, StepMeasured
 from optuna_dsat.store import claims, history, migrate, profiles
-from optuna_dsat.store.engine import Database, display_url, engine_options, install_events, parse_url
+from optuna_dsat.store.engine import Database, engine_options, install_events
 from optuna_dsat.store.heartbeat import HEARTBEAT_INTERVAL_S, Heartbeat
 from optuna_dsat.store.history import StoredLaunch
 from optuna_dsat.store.profiles import StoredProfile
@@ -104,10 +103,7 @@ class Store:
             StorageUrlError: The URL cannot be opened, or its schema is older or newer than this version's.
             StorageError: The database failed while it was opened.
         """
-        parsed = parse_url(url)
-        if not create and parsed.get_backend_name() == "sqlite" and not Path(str(parsed.database)).exists():
-            raise StorageUrlError(f"There is no database {display_url(url)}: name the right one with --storage.")
-        database = Database(url, retry_limit_s=retry_limit_s)
+        database = Database(url, retry_limit_s=retry_limit_s, create=create)
         try:
             with database.exclusive("create or check the tables"):
                 migrate.require_usable(database)

@@ -58,6 +58,11 @@ CASES = {
         ["random", "train.py", "ds.json", "--output-dir", "plain-file/out"],
         "cannot be written to",
     ),
+    "no-such-option": (["random", "train.py", "ds.json", "--nope"], "No such option"),
+    "not-a-number": (["random", "train.py", "ds.json", "--max-trials", "many"], "--max-trials"),
+    "timeout": (["random", "train.py", "ds.json", "--timeout", "-1"], "--timeout is -1"),
+    "storage-not-sqlite": (["random", "train.py", "ds.json", "--storage", "sqlite:///ds.json"], "is not an SQLite"),
+    "no-database": (["db", "check"], "There is no database"),
     "storage-kind": (["random", "train.py", "ds.json", "--storage", "mysql://u:geheim@h/db"], "unsupported kind"),
     "storage-path": (
         ["random", "train.py", "ds.json", "--storage", "sqlite:///no/such/dir/x.db"],

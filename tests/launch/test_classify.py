@@ -130,8 +130,8 @@ INVALID, SCRIPT = "invalid_config", "script_error"
         (facts(None, failed(1, COMM), exit_codes={0: -signal.SIGTERM}), Outcome.COMMUNICATION_ERROR),
         (facts(None, failed(1, COMM), exit_codes={0: 3}), Outcome.SCRIPT_ERROR),
         (facts(finished(0, "exit_code_3"), failed(1, COMM)), Outcome.SCRIPT_ERROR),
-        (facts(finished(0, "exit_code_0", 2), finished(1, "exit_code_0", 2)), Outcome.SCRIPT_ERROR),
-        (facts(finished(0, "script_end", 4), finished(1, "script_end", 4)), Outcome.SCRIPT_ERROR),
+        (facts(finished(0, "exit_code_0", 2), finished(1, "exit_code_0", 2)), Outcome.OUT_OF_DATA),
+        (facts(finished(0, "script_end", 4), finished(1, "script_end", 4)), Outcome.OUT_OF_DATA),
         (facts(finished(0, "script_end", 5), finished(1, "script_end", 5)), Outcome.MEASURED),
         (facts(finished(0), None), Outcome.SCRIPT_ERROR),
         (facts(None, None, agent_exit_code=0), Outcome.SCRIPT_ERROR),
@@ -171,11 +171,10 @@ def test_an_unknown_signal_is_called_by_its_number() -> None:
     assert "signal 100" in classify(facts(None, None, exit_codes={0: -100})).message
 
 
-def test_a_script_that_ends_early_is_told_the_remedy() -> None:
+def test_a_script_that_ends_early_is_told_when() -> None:
     message = classify(facts(finished(0, "script_end", 4), finished(1, "script_end", 4))).message
     assert "after 4 global steps" in message
     assert "before step 5" in message
-    assert "--end-profile-step" in message
 
 
 def test_a_script_without_an_engine_is_told_so() -> None:

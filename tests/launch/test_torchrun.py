@@ -120,8 +120,8 @@ def test_a_launch_is_pruned_in_flight_and_the_next_one_starts(launcher: Torchrun
     assert_gone(report.pids)
     launcher.start(request(cwd, launch_id="trial-0001", args=("--steps", "1")))
     report = reports(updates_until_finished(launcher))["trial-0001"]
-    assert report.outcome is Outcome.SCRIPT_ERROR
-    assert "ended after 1 global steps" in report.message
+    assert report.outcome is Outcome.OUT_OF_DATA
+    assert "after 1 global steps" in report.message
 
 
 @pytest.mark.parametrize(

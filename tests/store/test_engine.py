@@ -75,7 +75,7 @@ def test_a_server_that_refuses_is_named_in_one_line() -> None:
 def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "text.db"
     path.write_text("this is not a database, but long enough to look like a header of one\n" * 20)
-    with pytest.raises(StorageUrlError, match="file is not a database"):
+    with pytest.raises(StorageUrlError, match="is not an SQLite database"):
         Store.open(f"sqlite:///{path}")
 
 

@@ -11,9 +11,11 @@ from optuna.trial import TrialState
 
 from optuna_dsat import ds_config, history
 from optuna_dsat.errors import NothingRunnableError, ScriptFailedError, StudyConflictError
-from optuna_dsat.launch.simulated import SimulatedResult
+from optuna_dsat.launch.protocol import LaunchRequest
+from optuna_dsat.launch.simulated import SimulatedLauncher, SimulatedResult
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.progress import FinalistMeasured, ProfileFinished, ProfileStarted, TrialFinished
+from optuna_dsat.progress import FinalistMeasured, Message, ProfileFinished, ProfileStarted, TrialFinished
+from optuna_dsat.session import Session
 from tests.tuning.conftest import USER_CONFIG, Bench
 from tests.tuning.landscapes import GIB, Hill
 
@@ -186,6 +188,89 @@ def test_script_errors_after_a_measured_trial_do_not_lose_the_result(bench: Benc
     result = bench.run(bench.spec(max_trials=6, confirm=0), Hill(override=too_little_data))
     assert result is not None
     assert result.config["train_micro_batch_size_per_gpu"] == 2
+
+
+def test_out_of_data_bounds_the_micro_batch_of_every_lineage(bench: Bench) -> None:
+    def hundred_samples(config: Mapping[str, Any]) -> SimulatedResult | None:
+        if config["train_micro_batch_size_per_gpu"] <= 10:
+            return None
+        return SimulatedResult(outcome=Outcome.OUT_OF_DATA, startup_s=1, message="the script ended by itself")
+
+    result = bench.run(bench.spec(max_trials=20, method="binary", confirm=0), Hill(override=hundred_samples))
+    assert result is not None
+    assert result.config["train_micro_batch_size_per_gpu"] <= 10
+    smallest = 10**9
+    for trial in (t for t in bench.study().trials if history.OUTCOME in t.user_attrs):
+        micro_batch = trial.params["train_micro_batch_size_per_gpu"]
+        assert micro_batch < smallest
+        if trial.user_attrs[history.OUTCOME] == Outcome.OUT_OF_DATA:
+            assert trial.state is TrialState.PRUNED
+            smallest = micro_batch
+    assert smallest < 10**9
+
+
+def test_a_users_config_that_runs_out_of_data_ends_the_study_with_the_remedy(bench: Bench) -> None:
+    def four_steps(config: Mapping[str, Any]) -> SimulatedResult | None:
+        if config["train_micro_batch_size_per_gpu"] == 1:
+            return None
+        return SimulatedResult(outcome=Outcome.OUT_OF_DATA, startup_s=1, message="the script ended after 4 steps")
+
+    hill = Hill(override=four_steps)
+    with pytest.raises(ScriptFailedError, match=r"your own config.*ended after 4 steps.*--end-profile-step"):
+        bench.run(bench.spec(), hill)
+    assert len(hill.configs) == 2
+
+
+def test_an_interrupted_confirmation_keeps_what_was_confirmed(bench: Bench) -> None:
+    class Interrupts(SimulatedLauncher):
+        def start(self, request: LaunchRequest) -> None:
+            if request.purpose == "confirm" and confirmed:
+                raise KeyboardInterrupt
+            if request.purpose == "confirm":
+                confirmed.append(request.launch_id)
+            super().start(request)
+
+    confirmed: list[str] = []
+    session = Session(
+        bench.spec(),
+        store=bench.store,
+        launcher=Interrupts(Hill(), total_slots=2),
+        device_names=("simulated",),
+        observer=bench.news.append,
+    )
+    result = session.run()
+    assert session.interrupted
+    assert result is not None
+    assert result.reason == "interrupted"
+    assert Path(result.config_path).exists()
+    assert len(confirmed) == len(bench.study().user_attrs[history.FINALISTS]) == 1
+    again = Hill()
+    resumed = bench.run(bench.spec(), again)
+    assert resumed is not None
+    assert len(again.configs) == len(bench.study().user_attrs[history.FINALISTS]) - 1
+
+
+def test_a_resumed_study_goes_on_with_its_own_profile_when_a_file_changes(bench: Bench) -> None:
+    bench.run(bench.spec(confirm=0), Hill())
+    (bench.folder / "helper.py").write_text("# a comment\n")
+    again = Hill()
+    bench.run(bench.spec(confirm=0, max_trials=9), again)
+    assert len(again.configs) == 1
+    assert any(isinstance(news, Message) and "its own profile" in news.text for news in bench.news)
+
+
+def test_the_ladder_climbs_zero_1_where_no_higher_stage_is_searched(bench: Bench) -> None:
+    def needs_offload(config: Mapping[str, Any]) -> SimulatedResult | None:
+        zero = config["zero_optimization"]
+        if zero.get("offload_optimizer") and zero["reduce_bucket_size"] < 5e8:
+            return None
+        return SimulatedResult(outcome=Outcome.OUT_OF_MEMORY, startup_s=1, missing_bytes=2**30)
+
+    hill = Hill(override=needs_offload)
+    with pytest.raises(NothingRunnableError):  # the user's own config does not fit, and it is the only trial
+        bench.run(bench.spec(zero_stages=(0, 1), max_trials=1, confirm=0), hill)
+    rungs = [config["zero_optimization"] for config in hill.configs[:3]]
+    assert [(zero["stage"], "offload_optimizer" in zero) for zero in rungs] == [(2, False), (1, False), (1, True)]
 
 
 def test_a_communication_error_is_launched_again_and_then_given_up(bench: Bench) -> None:
