@@ -15,6 +15,7 @@ from optuna_dsat.runtime.config_file import reads_redirected
 from optuna_dsat.runtime.events import Event, RankFailed, RankFinished, RankStarted, decode_event
 from optuna_dsat.runtime.failure import diagnose, format_traceback, without_runtime_frames
 from optuna_dsat.runtime.hook import DeepSpeedHook
+from optuna_dsat.runtime.local_rank import give_local_rank
 from optuna_dsat.runtime.memory import unlink_shared_buffers
 from optuna_dsat.runtime.meter import Progress
 from optuna_dsat.runtime.plan import LaunchPlan
@@ -71,6 +72,7 @@ class _Session:
             )
         )
         DeepSpeedHook(plan=plan, rank=rank, writer=self._writer, progress=self._progress, leave=self._leave).install()
+        give_local_rank(rank.local_rank)
         args = point_to_config(target.args, user_config=plan.user_config_path, config=plan.config_path)
         try:
             with reads_redirected(user_config=plan.user_config_path, config=plan.config_path):

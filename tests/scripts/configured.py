@@ -19,6 +19,7 @@ parser.add_argument("--width", type=int, default=8)
 parser.add_argument("--batch", type=int, default=0)
 parser.add_argument("--fail-at", type=int, default=0)
 parser.add_argument("--client-optimizer", action="store_true")
+parser.add_argument("--local_rank", type=int, default=0)  # DeepSpeed refuses a wrong one in ``args``
 deepspeed.add_config_arguments(parser)
 args = parser.parse_args()
 

@@ -1,0 +1,34 @@
+"""``--local_rank`` as the ``deepspeed`` launcher gives it.
+
+That launcher passes ``--local_rank=N`` to every rank, and scripts written for it declare the option, often with a
+default that is right for one rank alone. torchrun sets the environment variable ``LOCAL_RANK`` instead; DeepSpeed refuses to
+start where the two differ. So the option's default becomes this rank's number, and an argument given wins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from typing import Any
+
+__all__ = ["give_local_rank"]
+
+_OPTIONS = frozenset({"--local_rank", "--local-rank"})
+
+
+def give_local_rank(local_rank: int) -> None:
+    """Make ``local_rank`` the default of the option in every parser of this process.
+
+    Args:
+        local_rank: Number of this rank on its host, from 0.
+    """
+    original = argparse.ArgumentParser.parse_known_args
+
+    @functools.wraps(original)
+    def parse_known_args(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
+        for action in self._actions:
+            if _OPTIONS.intersection(action.option_strings):
+                action.default = local_rank
+        return original(self, *args, **kwargs)
+
+    argparse.ArgumentParser.parse_known_args = parse_known_args  # type: ignore[method-assign]
