@@ -12,7 +12,15 @@ from optuna_dsat import ds_config
 from optuna_dsat.arg_mapping import map_arguments
 from optuna_dsat.spec import ScriptSpec, StudySpec
 
-__all__ = ["BEST_CONFIG", "BEST_METRICS", "TuneResult", "trainable_config", "training_command", "write_best"]
+__all__ = [
+    "BEST_CONFIG",
+    "BEST_METRICS",
+    "TuneResult",
+    "learning_rate_advice",
+    "trainable_config",
+    "training_command",
+    "write_best",
+]
 
 BEST_CONFIG = "best_ds_config.json"
 BEST_METRICS = "best_ds_metrics.json"
@@ -43,6 +51,13 @@ class TuneResult:
     metrics_path: str
     command: str
     """The command that trains with it."""
+    train_batch_size: int
+    """Global batch of the winner, in samples."""
+    user_train_batch_size: int
+    learning_rate_advice: str | None
+    """What the changed global batch suggests for the learning rate; None where it is the same."""
+    loss_check: Mapping[str, Any] | None
+    """What ``optuna_dsat.loss_check`` found, None where it was not asked for."""
     command_names_config: bool
     """Whether the command names the winning config; otherwise the script has to be pointed to it."""
     launches: Mapping[str, int]
@@ -70,6 +85,36 @@ def write_best(directory: Path, config: Mapping[str, Any], metrics: Mapping[str,
     ds_config.write_json_atomic(config_path, config)
     ds_config.write_json_atomic(metrics_path, metrics)
     return config_path, metrics_path
+
+
+_ADAPTIVE = frozenset({"adam", "adamw", "lamb", "lion", "adagrad", "onebitadam", "zerooneadam", "onebitlamb"})
+
+
+def learning_rate_advice(config: Mapping[str, Any], *, batch: int, user_batch: int) -> str | None:
+    """Return what a changed global batch suggests for the learning rate, None where it did not change.
+
+    The square root of the ratio for Adam and its kin (Malladi et al. 2022, arXiv:2205.10287), the ratio itself for SGD
+    (Goyal et al. 2017, arXiv:1706.02677). Both are rules of thumb up to a batch that the task itself bounds.
+
+    Args:
+        config: The winning DeepSpeed config.
+        batch: Its global batch, in samples.
+        user_batch: The global batch of the user's config.
+    """
+    if batch == user_batch:
+        return None
+    ratio = batch / user_batch
+    root = f"{ratio**0.5:.3g} (the square root of the ratio, for Adam and its kin: arXiv:2205.10287)"
+    linear = f"{ratio:.3g} (the ratio, for SGD: arXiv:1706.02677)"
+    optimizer = config.get("optimizer") or {}
+    kind = str(optimizer.get("type") or "").lower()
+    factor = root if kind in _ADAPTIVE else linear if kind == "sgd" else f"{root}, or by {linear}"
+    rate = (optimizer.get("params") or {}).get("lr")
+    told = f" of {rate:g}" if isinstance(rate, int | float) else ""
+    return (
+        f"The global batch goes from {user_batch} to {batch} samples: consider multiplying your learning rate{told} by "
+        f"{factor}. Keep the batch with --train-batch-size {user_batch}."
+    )
 
 
 def training_command(spec: StudySpec, config: Mapping[str, Any], config_path: Path) -> tuple[str, bool]:

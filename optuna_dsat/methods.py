@@ -69,8 +69,8 @@ class Ceiling:
             config = ds_config.merge(self._base, self._space.overlay({**params, MICRO_BATCH: 1}))
             largest = memory.largest_micro_batch(self._profile, config, hardware=self._hardware, correction=correction)
             answers[key] = max(1, largest)
-        if self._data_limit is None:
-            return answers[key]
+        if self._data_limit is None or self._space.samples_per_rank is not None:
+            return answers[key]  # a held global batch needs the same data whatever the micro-batch
         return max(1, min(answers[key], (self._data_limit - 1) // self._space.gradient_accumulation_steps))
 
     def _corrected(self, trials: Sequence[FrozenTrial]) -> memory.Correction:

@@ -68,6 +68,8 @@ class SearchSpace:
     """In the order they are suggested, without the micro-batch."""
     micro_batches: tuple[int, int]
     """Smallest and largest micro-batch."""
+    micro_batch_values: tuple[int, ...] | None = None
+    """The only micro-batches allowed, ascending; None for all between the smallest and the largest."""
     site: Site
     device: str
     """``cuda`` or ``cpu``."""
@@ -75,6 +77,10 @@ class SearchSpace:
     """Parameter count that caps sizes."""
     nvme_path: str | None = None
     gradient_accumulation_steps: int = 1
+    samples_per_rank: int | None = None
+    """Samples of one global step on one rank, where they are held: accumulation makes up what the micro-batch lacks."""
+    max_samples_per_rank: int | None = None
+    """Most samples of one global step on one rank: larger micro-batches accumulate less."""
     user_zero: Mapping[str, Any] = field(default_factory=dict)
     """The user's own ``zero_optimization`` section, in today's form and without lists."""
     legacy_keys: tuple[str, ...] = ()
@@ -105,8 +111,19 @@ class SearchSpace:
         for _ in self._settings(draw):
             pass
         low, high = self.micro_batches
-        params[MICRO_BATCH] = trial.suggest_int(MICRO_BATCH, low, high, log=True)
+        if self.micro_batch_values is None:
+            params[MICRO_BATCH] = trial.suggest_int(MICRO_BATCH, low, high, log=True)
+        else:
+            params[MICRO_BATCH] = trial.suggest_categorical(MICRO_BATCH, self.micro_batch_values)
         return params
+
+    def accumulation(self, micro_batch: int) -> int:
+        """Return the gradient accumulation steps that go with a micro-batch."""
+        if self.samples_per_rank is not None:
+            return self.samples_per_rank // micro_batch
+        if self.max_samples_per_rank is not None:
+            return max(1, min(self.gradient_accumulation_steps, self.max_samples_per_rank // micro_batch))
+        return self.gradient_accumulation_steps
 
     def _settings(self, pick: Callable[[TunedKnob], Any]) -> Iterator[tuple[TunedKnob, Any]]:
         """Walk the knobs that apply, with their values: picked for parameters, held ones as they are."""
@@ -131,7 +148,7 @@ class SearchSpace:
 
         Args:
             params: As :meth:`suggest` returned them.
-            gradient_accumulation_steps: Replaces the user's own (1 where not given).
+            gradient_accumulation_steps: Replaces what goes with the micro-batch (see :meth:`accumulation`).
 
         Raises:
             ConfigError: If a param that applies is missing.
@@ -156,7 +173,7 @@ class SearchSpace:
         result: dict[str, Any] = {
             ZERO: zero,
             MICRO_BATCH: params[MICRO_BATCH],
-            configs.GRADIENT_ACCUMULATION: gradient_accumulation_steps or self.gradient_accumulation_steps,
+            configs.GRADIENT_ACCUMULATION: gradient_accumulation_steps or self.accumulation(params[MICRO_BATCH]),
             configs.TRAIN_BATCH: None,
         }
         if self.allow_untested_optimizer and values["zero_stage"] > 0:
@@ -202,6 +219,11 @@ class SearchSpace:
         )
         if not inside or not low <= micro_batch <= high:
             return None
+        if self.micro_batch_values is not None and micro_batch not in self.micro_batch_values:
+            return None
+        given = ds_config.get(configs.GRADIENT_ACCUMULATION, self.accumulation(micro_batch))
+        if given not in (configs.AUTO, self.accumulation(micro_batch)):
+            return None
         params = {tuned.name: value for tuned, value in found if tuned.role is Role.PARAMETER}
         return {**params, MICRO_BATCH: micro_batch}
 
@@ -211,8 +233,10 @@ class SearchSpace:
         value = present(tuned.knob, zero)
         if tuned.name == OFFLOAD and value == "nvme" and tuned.role is not Role.KEPT:
             return "cpu"
-        searched = tuned.knob.kind == "size" and tuned.role is Role.PARAMETER
-        return capped(tuned.name, value, self.params) if searched else value
+        if tuned.knob.kind != "size" or tuned.role is not Role.PARAMETER or self.params is None:
+            return value
+        limit = configs.size_limit(tuned.name, self.params)
+        return tuned.choices[-1] if value >= limit and tuned.choices[-1] >= limit else value
 
     def describe(self) -> list[KnobRow]:
         """Return one row per knob: what is searched, held or left out, where it applies and who uses it."""
@@ -232,8 +256,10 @@ class SearchSpace:
                 )
             )
         micro = KnobRow(
-            knob=MICRO_BATCH, role=Role.PARAMETER.value, where="always", choices=self.micro_batches,
-            used_by="The samples of one forward pass; choices are the smallest and the largest.",
+            knob=MICRO_BATCH, role=Role.PARAMETER.value, where="always",
+            choices=self.micro_batch_values or self.micro_batches,
+            used_by="The samples of one forward pass. "
+            + ("" if self.micro_batch_values else "Choices are the smallest and the largest."),
         )  # fmt: skip
         return [*rows, micro]
 

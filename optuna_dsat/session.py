@@ -11,11 +11,12 @@ from typing import Any
 import optuna
 from optuna.trial import FrozenTrial
 
-from optuna_dsat import ds_config, history, memory
+from optuna_dsat import ds_config, history
 from optuna_dsat.errors import StudyConflictError
-from optuna_dsat.export import TuneResult, trainable_config, training_command, write_best
+from optuna_dsat.export import TuneResult, learning_rate_advice, trainable_config, training_command, write_best
 from optuna_dsat.finalists import Finalist, choose_winner, confirm
 from optuna_dsat.launch.protocol import Launcher, LaunchReport
+from optuna_dsat.loss_check import LossCheck, check_loss
 from optuna_dsat.measurement import LaunchRecord
 from optuna_dsat.methods import make_method
 from optuna_dsat.profiling import Profiled, fingerprint, measure_profile
@@ -23,7 +24,7 @@ from optuna_dsat.progress import FinalistMeasured, Message, Observer, ProfileFin
 from optuna_dsat.space import SearchSpace
 from optuna_dsat.spec import StudySpec
 from optuna_dsat.store import Store, StoredProfile, StudyRecord
-from optuna_dsat.study_space import hardware_of, space_of
+from optuna_dsat.study_space import largest_micro_batches, space_of
 from optuna_dsat.tuner import EndReason, Tuner, objective, speed_up, user_config
 from optuna_dsat.words import config_in_words
 
@@ -95,6 +96,7 @@ class Session:
         observer: Hears the news.
         reuse_profile: Whether a stored profile of the same script, config and hardware spares the profile launch.
         relocated: Whether the spec is the stored one with paths of this machine (see ``open_study``).
+        check_loss: Whether to compare the first losses under the winner with those under the user's config.
     """
 
     def __init__(
@@ -107,7 +109,9 @@ class Session:
         observer: Observer,
         reuse_profile: bool = True,
         relocated: bool = False,
+        check_loss: bool = False,
     ) -> None:
+        self._check_loss = check_loss
         self._reuse_profile = reuse_profile
         self.interrupted = False
         self.record, self.spec, self.resumed = open_study(store, spec, relocated=relocated)
@@ -165,17 +169,10 @@ class Session:
     def _profile(self) -> Profiled:
         """Return the stored profile of the same script, config and hardware, else measure it; announce it."""
         profiled, reused = self._find_or_measure_profile()
-        base = ds_config.effective(self.spec.ds_config)
         largest = {
-            stage: memory.largest_micro_batch(
-                profiled.profile,
-                ds_config.merge(
-                    base,
-                    {"zero_optimization": {"stage": stage, "offload_optimizer": None, "offload_param": None}},
-                ),
-                hardware=hardware_of(self.spec, profiled),
-            )
-            for stage in self.spec.zero_stages
+            stage: size
+            for (stage, offloaded), size in largest_micro_batches(self.spec, profiled).items()
+            if not offloaded
         }
         self._observer(
             ProfileFinished(profile=profiled.profile, rung=profiled.rung, reused=reused, largest_micro_batches=largest)
@@ -339,6 +336,7 @@ class Session:
         user_value = None if baseline is None else confirmed.get(baseline.number, baseline.values[0])
         value = winner.values[0] if finalist is None or finalist.value is None else finalist.value
         ratio = speed_up(value, user_value, maximize=maximize)
+        check = self._compare_losses(config) if reason is not EndReason.INTERRUPTED else None
         launches = self._store.launches(self.record.uuid)
         config_path, metrics_path = write_best(
             spec.study_dir,
@@ -353,9 +351,11 @@ class Session:
                 "speed_up": ratio,
                 "metrics": metrics,
                 "finalists": [asdict(f) for f in finalists],
+                "loss_check": None if check is None else asdict(check),
             },
         )
         command, names_config = training_command(spec, config, config_path)
+        user_batch = ds_config.batch_triangle(user_config(spec)[0], world_size=spec.slots_per_trial).train_batch_size
         study.set_user_attr(history.WINNER, winner.number)
         return TuneResult(
             study=spec.name,
@@ -372,10 +372,30 @@ class Session:
             config_path=str(config_path),
             metrics_path=str(metrics_path),
             command=command,
+            train_batch_size=config["train_batch_size"],
+            user_train_batch_size=user_batch,
+            learning_rate_advice=learning_rate_advice(config, batch=config["train_batch_size"], user_batch=user_batch),
+            loss_check=None if check is None else asdict(check),
             command_names_config=names_config,
             launches=dict(Counter(row.report.outcome.value for row in launches if row.purpose == "trial")),
             slot_minutes=sum(_slot_seconds(row.report) for row in launches) / 60,
         )
+
+    def _compare_losses(self, config: Mapping[str, Any]) -> LossCheck | None:
+        """Return what the losses say where that was asked for; an interruption ends it without an answer."""
+        if not self._check_loss:
+            return None
+        self._observer(Message(text="Comparing the first losses under the best config with those under yours ..."))
+        try:
+            return check_loss(
+                self.spec,
+                config,
+                launcher=self._launcher,
+                on_report=lambda report, record: self._keep(report, record, purpose="confirm"),
+            )
+        except KeyboardInterrupt:
+            self.interrupted = True
+            return None
 
 
 def _slot_seconds(report: LaunchReport) -> float:

@@ -3,7 +3,7 @@
 A configuration is a dict of *params*, named after DeepSpeed's keys: ``zero_stage`` first, then the knobs that
 apply, ``train_micro_batch_size_per_gpu`` last. All but the micro-batch are categorical.
 
-- A list in the user's config narrows a knob to these values (for the micro-batch: to their range).
+- A list in the user's config narrows a knob to these values.
 - ``fix`` holds a knob at one value: it is no parameter, but is laid over the user's config where it applies.
 - ``no_tune`` leaves a knob as the user's config has it.
 - ``zero_stage`` and the micro-batch stay parameters even when held: they then have one value.
@@ -66,6 +66,8 @@ def build_space(
     pipeline: bool = False,
     device: str = "cuda",
     gradient_accumulation_steps: int | None = None,
+    samples_per_rank: int | None = None,
+    max_samples_per_rank: int | None = None,
 ) -> SearchSpace:
     """Build the search space of a study.
 
@@ -81,17 +83,33 @@ def build_space(
         device: ``cuda`` or ``cpu``.
         gradient_accumulation_steps: What overlays say; None for the config's own number (1 where it has none). Give
             :func:`optuna_dsat.ds_config.batch_triangle`'s where the config implies it by its ``train_batch_size``.
+        samples_per_rank: Samples of one global step on one rank that every configuration keeps: micro-batches are
+            then its divisors, and accumulation makes up the rest.
+        max_samples_per_rank: Most samples of one global step on one rank.
 
     Raises:
         ConfigError: If a knob is unknown or both fixed and left alone, a value has the wrong type, or no
             stage is left.
     """
-    space = _Builder(config=ds_config, fix=fix, no_tune=frozenset(no_tune), nvme_path=nvme_path, params=params).build(
-        zero_stages=zero_stages, cap=micro_batch_cap, pipeline=pipeline, device=device
+    space = _Builder(
+        config=ds_config,
+        fix=fix,
+        no_tune=frozenset(no_tune),
+        nvme_path=nvme_path,
+        params=params,
+        samples_per_rank=samples_per_rank,
+    ).build(
+        zero_stages=zero_stages,
+        cap=min(micro_batch_cap, max_samples_per_rank or micro_batch_cap),
+        pipeline=pipeline,
+        device=device,
     )
-    if gradient_accumulation_steps is None:
-        return space
-    return replace(space, gradient_accumulation_steps=gradient_accumulation_steps)
+    return replace(
+        space,
+        gradient_accumulation_steps=gradient_accumulation_steps or space.gradient_accumulation_steps,
+        samples_per_rank=samples_per_rank,
+        max_samples_per_rank=max_samples_per_rank,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +121,7 @@ class _Builder:
     no_tune: frozenset[str]
     nvme_path: str | None
     params: int | None
+    samples_per_rank: int | None
 
     def build(self, *, zero_stages: Collection[int], cap: int, pipeline: bool, device: str) -> SearchSpace:
         self._check_names()
@@ -120,9 +139,12 @@ class _Builder:
         knobs = [stage, *offloads, *others]
         knobs.sort(key=lambda tuned: KNOBS.index(tuned.knob))
         accumulation = plain.get(configs.GRADIENT_ACCUMULATION)
+        low, high = self._micro_batches(plain, cap)
+        values = self._micro_batch_values(low, high)
         return SearchSpace(
             knobs=tuple(knobs),
-            micro_batches=self._micro_batches(plain, cap),
+            micro_batches=(low, high) if values is None else (values[0], values[-1]),
+            micro_batch_values=values,
             site=_site(plain, pipeline=pipeline, nvme_only=any(t.name == NVME and all(t.choices) for t in offloads)),
             device=device,
             params=self.params,
@@ -193,8 +215,10 @@ class _Builder:
             return TunedKnob(knob=knob, choices=(present,), role=Role.KEPT)
         listed = self._listed(knob)
         choices: Iterable[Any] = (*knob.choices, present) if listed is None else listed
-        if knob.kind == "size":
+        if knob.kind == "size" and listed is None:
             choices = (capped(knob.name, value, self.params) for value in choices)
+        elif knob.kind == "size":
+            choices = _distinct(knob.name, choices, self.params)
         return TunedKnob(knob=knob, choices=tuple(sorted(_unique(choices))))
 
     def _offload_knobs(self, zero: Mapping[str, Any]) -> list[TunedKnob]:
@@ -256,6 +280,28 @@ class _Builder:
             )
         return low, max(low, min(high, cap))
 
+    def _micro_batch_values(self, low: int, high: int) -> tuple[int, ...] | None:
+        """Return the only micro-batches allowed: those listed, and those that divide the held global batch."""
+        listed = self.config.get(MICRO_BATCH)
+        held = MICRO_BATCH in self.fix or MICRO_BATCH in self.no_tune
+        allowed: Iterable[int] | None = None
+        if isinstance(listed, list) and not held:
+            allowed = [normalise(MICRO_BATCH, "count", value) for value in listed]
+        if self.samples_per_rank is not None:
+            of_batch = range(1, self.samples_per_rank + 1) if allowed is None else allowed
+            allowed = [value for value in of_batch if self.samples_per_rank % value == 0]
+        if allowed is None:
+            return None
+        values = tuple(sorted({value for value in allowed if low <= value <= high}))
+        if not values and listed and not self.samples_per_rank:
+            values = (min(normalise(MICRO_BATCH, "count", value) for value in listed),)
+        if not values:
+            raise ConfigError(
+                f"No {MICRO_BATCH} is left to search: --train-batch-size gives each rank {self.samples_per_rank} "
+                f"samples, and none {'of the list in the config' if listed else 'that is allowed'} divides them."
+            )
+        return values
+
     def _legacy_keys(self) -> tuple[str, ...]:
         zero = self.config.get(ZERO)
         present = zero.keys() if isinstance(zero, Mapping) else ()
@@ -296,6 +342,15 @@ def _site(plain: Mapping[str, Any], *, pipeline: bool, nvme_only: bool) -> Site:
 def _needs_permission(plain: Mapping[str, Any]) -> bool:
     name = str((plain.get("optimizer") or {}).get("type") or "").lower()
     return name not in _TESTED_OPTIMIZERS and "zero_allow_untested_optimizer" not in plain
+
+
+def _distinct(name: str, sizes: Iterable[int], params: int | None) -> Iterable[int]:
+    """Return the sizes that behave differently: of those that no model's parameters fill, the smallest."""
+    if params is None:
+        return sizes
+    limit = configs.size_limit(name, params)
+    known = sorted(sizes)
+    return [size for size in known if size < limit] + [size for size in known if size >= limit][:1]
 
 
 def _unique(values: Iterable[Any]) -> tuple[Any, ...]:

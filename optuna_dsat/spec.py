@@ -109,6 +109,8 @@ class StudySpec(_Frozen):
     no_tune: tuple[str, ...] = ()
     """Knobs left as the user's config has them."""
     nvme_path: str | None = None
+    train_batch_size: int | None = Field(default=None, ge=1)
+    """Global batch that every trial keeps, in samples; None to let it follow the micro-batch."""
 
     device: Literal["cuda", "cpu"]
     slots_per_trial: int = Field(ge=1)
@@ -148,6 +150,11 @@ class StudySpec(_Frozen):
             raise ValueError(
                 f"--end-profile-step is {self.end_profile_step}, before --start-profile-step {self.start_profile_step}"
             )
+        if self.train_batch_size is not None and self.train_batch_size % self.slots_per_trial:
+            raise ValueError(
+                f"--train-batch-size is {self.train_batch_size}, no multiple of the {self.slots_per_trial} ranks "
+                "of a launch"
+            )
         if self.max_slots is not None and self.max_slots < self.slots_per_trial:
             raise ValueError(f"--max-slots is {self.max_slots}, but one launch takes {self.slots_per_trial}")
         return self
@@ -156,6 +163,11 @@ class StudySpec(_Frozen):
     def direction(self) -> Literal["maximize", "minimize"]:
         """Direction in which the metric improves."""
         return direction_of(self.metric)
+
+    @property
+    def samples_per_rank(self) -> int | None:
+        """Samples of one global step on one rank, where the global batch is held."""
+        return None if self.train_batch_size is None else self.train_batch_size // self.slots_per_trial
 
     @property
     def study_dir(self) -> Path:

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = [
     {"cli"},
     {"session", "report"},
-    {"tuner", "methods", "finalists", "profiling", "export", "progress", "study_space"},
+    {"tuner", "methods", "finalists", "loss_check", "profiling", "export", "progress", "study_space"},
     {"samplers", "pruners", "launch", "store"},
     {
         "lineage",

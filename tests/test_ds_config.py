@@ -125,7 +125,7 @@ def test_the_autotuning_section_is_parsed_and_unknown_keys_are_named(tmp_path: P
     assert (section.metric, section.num_gpus, section.tuner_num_trials) == ("latency", 4, 9)
     assert section.max_train_micro_batch_size_per_gpu == 30
     assert section.arg_mappings == {"train_micro_batch_size_per_gpu": "per_device_train_batch_size"}
-    assert (section.ignored, section.unknown) == (("num_nodes",), ("speed",))
+    assert (section.ignored, section.unknown, section.num_nodes) == ((), ("speed",), 1)
 
 
 def test_merge_overlays_objects_replaces_values_and_removes_by_none() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from dataclasses import replace
 from typing import Annotated, NoReturn
 
 import typer
@@ -11,7 +12,14 @@ from typer.exceptions import TyperException
 
 from optuna_dsat import __version__
 from optuna_dsat.cli.dashboard import dashboard
-from optuna_dsat.cli.options import AshaOptions, BinaryOptions, RandomOptions, spread_numbers, with_options
+from optuna_dsat.cli.options import (
+    AshaOptions,
+    AutotuningOptions,
+    BinaryOptions,
+    RandomOptions,
+    spread_numbers,
+    with_options,
+)
 from optuna_dsat.cli.password import hide_password
 from optuna_dsat.cli.studies import add_commands
 from optuna_dsat.errors import DsatError, ScriptFailedError
@@ -63,6 +71,18 @@ def _asha(options: AshaOptions) -> None:
     run("asha", options)
 
 
+def _tune(options: AutotuningOptions) -> None:
+    from optuna_dsat.cli.tune import run
+
+    run(None, options)
+
+
+def _run(options: AutotuningOptions) -> None:
+    from optuna_dsat.cli.tune import run
+
+    run(None, replace(options, run_full_experiment=True))
+
+
 app.command("random")(
     with_options(
         RandomOptions,
@@ -76,6 +96,20 @@ app.command("asha")(
         AshaOptions,
         _asha,
         "Bisect the micro-batch of random configurations, giving more launches to the best (successive halving).",
+    )
+)
+app.command("tune")(
+    with_options(
+        AutotuningOptions,
+        _tune,
+        "Search by the autotuning section of your config, as deepspeed --autotuning=tune does.",
+    )
+)
+app.command("run")(
+    with_options(
+        AutotuningOptions,
+        _run,
+        "As tune, then train with the best configuration, as deepspeed --autotuning=run does.",
     )
 )
 add_commands(app)

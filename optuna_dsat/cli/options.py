@@ -5,12 +5,21 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-__all__ = ["AshaOptions", "BinaryOptions", "RandomOptions", "TuneOptions", "spread_numbers", "with_options"]
+__all__ = [
+    "AshaOptions",
+    "AutotuningOptions",
+    "BinaryOptions",
+    "RandomOptions",
+    "TuneOptions",
+    "spread_numbers",
+    "with_options",
+]
 
 _WHAT = "What to tune"
 _BUDGET = "Budget"
@@ -23,6 +32,9 @@ _SHOW = "Output"
 @dataclass(frozen=True, kw_only=True)
 class TuneOptions:
     """What every search method takes."""
+
+    given: frozenset[str] = frozenset()
+    """Names of the fields that the user gave: on the command line or in the environment."""
 
     script: Annotated[Path, typer.Argument(help="The training script, as it is.", metavar="SCRIPT", show_default=False)]
     ds_config: Annotated[
@@ -62,6 +74,14 @@ class TuneOptions:
         typer.Option(
             help="Have an option of the script follow the config: KEY=--OPTION, such as "
             "train_micro_batch_size_per_gpu=--batch-size (repeatable).",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None
+    train_batch_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Keep this global batch: gradient accumulation makes up what a micro-batch lacks.  "
+            "\\[default: it follows the micro-batch]",
             rich_help_panel=_WHAT,
         ),
     ] = None
@@ -145,6 +165,14 @@ class TuneOptions:
         ),
     ] = Path("optuna-dsat-output")
 
+    check_loss: Annotated[
+        bool,
+        typer.Option(
+            "--check-loss",
+            help="At the end, check that the first losses under the best config are those under yours.",
+            rich_help_panel=_SHOW,
+        ),
+    ] = False
     run_full_experiment: Annotated[
         bool,
         typer.Option(
@@ -215,30 +243,53 @@ class AshaOptions(BinaryOptions):
     ] = 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class AutotuningOptions(AshaOptions, RandomOptions):
+    """What ``tune`` and ``run`` take beside: the options of all methods, of which each reads its own."""
+
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="random, binary or asha.  \\[default: by autotuning.tuner_type of the config, else asha]",
+            rich_help_panel=_METHOD,
+        ),
+    ] = None
+
+
 Options = TypeVar("Options", bound=TuneOptions)
 
 
 def with_options(options: type[Options], run: Callable[[Options], None], doc: str) -> Callable[..., None]:
     """Return a command function whose parameters are the fields of ``options``; it calls ``run`` with them."""
 
-    def command(**values: Any) -> None:
-        run(options(**values))
+    def command(context: typer.Context, **values: Any) -> None:
+        given = {name for name in values if not _is_default(context.get_parameter_source(name))}
+        run(options(**values, given=frozenset(given)))
 
     hints = get_type_hints(options, include_extras=True)
+    offered = [field for field in fields(options) if field.name != "given"]
+    own = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
-            inspect.Parameter(
-                field.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                annotation=hints[field.name],
-                default=inspect.Parameter.empty if field.default is MISSING else field.default,
-            )
-            for field in fields(options)
+            own,
+            *(
+                inspect.Parameter(
+                    field.name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    annotation=hints[field.name],
+                    default=inspect.Parameter.empty if field.default is MISSING else field.default,
+                )
+                for field in offered
+            ),
         ]
     )
-    command.__annotations__ = {field.name: hints[field.name] for field in fields(options)}
+    command.__annotations__ = {"context": typer.Context, **{field.name: hints[field.name] for field in offered}}
     command.__doc__ = doc
     return command
+
+
+def _is_default(source: Enum | None) -> bool:
+    return source is None or source.name in ("DEFAULT", "DEFAULT_MAP")
 
 
 def spread_numbers(argv: list[str], option: str) -> list[str]:

@@ -195,6 +195,10 @@ def show_result(result: TuneResult, *, as_json: bool) -> None:
             f"Your own config: {metric_in_words(result.metric, result.user_value)}; "
             f"the best is {result.speed_up:.2f} times as good."
         )
+    if result.learning_rate_advice is not None:
+        print(result.learning_rate_advice)
+    if result.loss_check is not None:
+        print(result.loss_check["message"])
     print(json.dumps(dict(result.config), indent=2))
     print(f"Written to {result.config_path}")
     print(f"Metrics in {result.metrics_path}")

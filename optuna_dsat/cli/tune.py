@@ -9,32 +9,48 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 from optuna_dsat import ds_config
 from optuna_dsat.arg_mapping import parse_mappings
+from optuna_dsat.autotuning import options_of
 from optuna_dsat.cli.options import TuneOptions
 from optuna_dsat.cli.show import make_observer, show_plan, show_result
 from optuna_dsat.errors import UsageError
 from optuna_dsat.export import TuneResult
+from optuna_dsat.knobs import KNOBS
 from optuna_dsat.launch.devices import Devices, cpu_devices, detect_devices
 from optuna_dsat.launch.protocol import LaunchRequest
 from optuna_dsat.profiling import script_command
+from optuna_dsat.search_space import NVME
 from optuna_dsat.spec import MethodOptions, ScriptSpec, StudySpec, make_spec, parse_bytes
 
 __all__ = ["make_devices", "run", "run_spec", "spec_of"]
 
 
-def run(method: str, options: TuneOptions) -> None:
+_DEFAULT_METHOD = "asha"
+"""Of ``tune`` and ``run``, where neither an option nor the config names one."""
+
+
+def run(method: str | None, options: TuneOptions) -> None:
     """Tune as the options say; print the result.
+
+    Args:
+        method: Search method; None for the one that the options name.
+        options: The options.
 
     Raises:
         DsatError: With the exit code that the command leaves with.
     """
+    options, notes = with_autotuning(options)
+    if method is None:
+        method = getattr(options, "method", None) or _DEFAULT_METHOD
     devices = make_devices(options)
     spec = spec_of(method, options, devices)
+    for note in notes:
+        sys.stderr.write(f"{note}\n")
     if options.dry_run:
         _check_storage(spec, options.storage)
         show_plan(spec)
@@ -47,7 +63,41 @@ def run(method: str, options: TuneOptions) -> None:
         as_json=options.json_output,
         run_full=options.run_full_experiment,
         reuse_profile=options.profile_reuse,
+        check_loss=options.check_loss,
     )
+
+
+def with_autotuning(options: TuneOptions) -> tuple[TuneOptions, list[str]]:
+    """Return the options, taken from the config's ``autotuning`` section where none were given, and lines for the user.
+
+    The lines name what of the section cannot be honoured.
+
+    Raises:
+        ConfigError: If the config cannot be read.
+    """
+    user = ds_config.load(options.ds_config)
+    wanted, notes = options_of(user.autotuning)
+    offered = {field.name for field in fields(options)} - options.given
+    gpus = wanted.pop("gpus_per_trial", None)
+    if gpus is not None and options.gpus_per_trial is None and options.cpu_ranks is None:
+        found = detect_devices()
+        available = len(found.devices) if found.kind == "cuda" else 0
+        if gpus <= available:
+            wanted["gpus_per_trial"] = gpus
+        else:
+            notes.append(f"autotuning.num_gpus is not used: it is {gpus}, and this machine offers {available} GPUs.")
+    if user.autotuning.fast:
+        listed = {key.split(".")[1] for key in user.lists if "." in key}
+        kept = {knob.name for knob in KNOBS if knob.name not in listed and knob.path[-1] != "stage"}
+        fixed = {pair.partition("=")[0] for pair in options.fix or ()}
+        wanted["no_tune"] = sorted({*(options.no_tune or ()), *kept} - fixed - {NVME})
+        offered.add("no_tune")
+    if "method" in wanted and "method" not in offered:
+        del wanted["method"]
+        notes = [note for note in notes if "tuner_type" not in note]  # a method was named on the command line
+    if "early_stopping" in wanted and "early_stopping" not in offered | options.given:
+        notes.append("autotuning.tuner_early_stopping is not used by this method.")
+    return replace(options, **{name: value for name, value in wanted.items() if name in offered}), notes
 
 
 def run_spec(
@@ -61,6 +111,7 @@ def run_spec(
     reuse_profile: bool = True,
     conclude: bool = True,
     relocated: bool = False,
+    check_loss: bool = False,
 ) -> None:
     """Tune, show the result, and train with it where asked for.
 
@@ -90,6 +141,7 @@ def run_spec(
                 observer=observer,
                 reuse_profile=reuse_profile,
                 relocated=relocated,
+                check_loss=check_loss,
             )
             result = session.run(conclude=conclude)
         if result is not None:
@@ -191,6 +243,7 @@ def spec_of(method: str, options: TuneOptions, devices: Devices) -> StudySpec:
         fix=_fixed(options.fix or ()),
         no_tune=tuple(options.no_tune or ()),
         nvme_path=options.nvme_path,
+        train_batch_size=options.train_batch_size,
         device=devices.kind,
         slots_per_trial=slots,
         device_memory_bytes=_device_memory(options, devices),

@@ -1,8 +1,8 @@
 """``--local_rank`` as the ``deepspeed`` launcher gives it.
 
 That launcher passes ``--local_rank=N`` to every rank, and scripts written for it declare the option, often with a
-default that is right for one rank alone. torchrun sets the environment variable ``LOCAL_RANK`` instead; DeepSpeed refuses to
-start where the two differ. So the option's default becomes this rank's number, and an argument given wins.
+default that is right for one rank alone. torchrun sets the environment variable ``LOCAL_RANK`` instead; DeepSpeed
+refuses to start where the two differ. So the option's default becomes this rank's number, and an argument given wins.
 """
 
 from __future__ import annotations
