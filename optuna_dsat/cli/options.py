@@ -24,7 +24,10 @@ _SHOW = "Output"
 class TuneOptions:
     """What every search method takes."""
 
-    script: Annotated[Path, typer.Argument(help="The training script, as it is.", metavar="SCRIPT", show_default=False)]
+    script: Annotated[
+        Path,
+        typer.Argument(help="The training script, as it is; with -m a module.", metavar="SCRIPT", show_default=False),
+    ]
     ds_config: Annotated[
         Path,
         typer.Argument(help="The script's DeepSpeed config (JSON).", metavar="DS_CONFIG", show_default=False),
@@ -34,6 +37,10 @@ class TuneOptions:
         typer.Argument(help="Arguments of the script, after --.", metavar="[-- SCRIPT_ARGS]", show_default=False),
     ] = None
 
+    module: Annotated[
+        bool,
+        typer.Option("-m", "--module", help="SCRIPT is a module's name, run as python -m does.", rich_help_panel=_WHAT),
+    ] = False
     metric: Annotated[
         str,
         typer.Option(
