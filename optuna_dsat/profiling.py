@@ -30,6 +30,7 @@ from optuna_dsat.launch.protocol import (
 )
 from optuna_dsat.measurement import LaunchRecord
 from optuna_dsat.memory import ModelProfile
+from optuna_dsat.module_file import module_file
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import Event
 from optuna_dsat.spec import StudySpec
@@ -96,6 +97,8 @@ class Profiled:
     pipeline: bool
     """Whether the script trains a pipeline module (ZeRO at most 1)."""
     device: str
+    data_parallel_size: int | None = None
+    """Ranks that consume different samples; None where an older profile does not tell: all of them."""
 
     def to_json(self) -> dict[str, Any]:
         """Return what ``from_json`` reads back."""
@@ -104,6 +107,7 @@ class Profiled:
             "rung": self.rung,
             "pipeline": self.pipeline,
             "device": self.device,
+            "data_parallel_size": self.data_parallel_size,
         }
 
     @classmethod
@@ -114,6 +118,7 @@ class Profiled:
             rung=record["rung"],
             pipeline=record["pipeline"],
             device=record["device"],
+            data_parallel_size=record.get("data_parallel_size"),
         )
 
 
@@ -207,6 +212,7 @@ def measure_profile(
                 rung=rung.words,
                 pipeline=record.engine.pipeline,
                 device=record.engine.device,
+                data_parallel_size=record.engine.data_parallel_size,
             )
         if not report.outcome.infeasible:
             raise _failure(report)
@@ -235,7 +241,7 @@ def fingerprint(spec: StudySpec, *, device_names: tuple[str, ...]) -> str:
     """
     outside = {key: value for key, value in spec.ds_config.items() if key not in _KNOB_SECTIONS}
     parts = {
-        "code": _code_hashes(Path(spec.script.script), Path(spec.script.cwd)),
+        "code": _code_hashes(_script_file(spec), Path(spec.script.cwd)),
         "script": spec.script.script if spec.script.is_module else Path(spec.script.script).name,
         "args": spec.script.args,
         "arg_mappings": spec.script.arg_mappings,
@@ -247,6 +253,11 @@ def fingerprint(spec: StudySpec, *, device_names: tuple[str, ...]) -> str:
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "deepspeed")},
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _script_file(spec: StudySpec) -> Path:
+    script = spec.script
+    return (script.is_module and module_file(script.script, Path(script.cwd))) or Path(script.script)
 
 
 def _code_hashes(script: Path, cwd: Path) -> list[str]:

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import optuna
@@ -25,7 +26,7 @@ from optuna_dsat.spec import StudySpec
 from optuna_dsat.store import Store, StudyRecord
 from optuna_dsat.study_space import hardware_of, space_of
 from optuna_dsat.tuner import EndReason, Tuner, objective, speed_up, user_config
-from optuna_dsat.words import config_in_words
+from optuna_dsat.words import config_in_words, differences_in_words
 
 __all__ = ["Session", "open_study"]
 
@@ -120,7 +121,7 @@ class Session:
         method = make_method(self.spec, profiled, space)
         study = self._load_study(method.sampler, method.pruner)
         study.set_user_attr(history.FINGERPRINT, self._fingerprint)
-        self._enqueue_user_config(study, space)
+        self._enqueue_user_config(study, space, profiled)
         reason = Tuner(
             self.spec,
             study=study,
@@ -190,7 +191,7 @@ class Session:
                         self.spec,
                         self._launcher,
                         on_rung=lambda rung: self._observer(ProfileStarted(rung=rung.words)),
-                        on_report=lambda report, record: self._keep(report, record, purpose="profile"),
+                        on_report=self._profile_launched,
                     )
                     self._store.save_profile(self._fingerprint, profiled.to_json(), study_uuid=self.record.uuid)
                     return profiled, False
@@ -199,14 +200,20 @@ class Session:
                 self._observer(Message(text="Another worker measures the profile; waiting for it."))
             time.sleep(_WAIT_S)
 
+    def _profile_launched(self, report: LaunchReport, record: LaunchRecord) -> None:
+        self._keep(report, record, purpose="profile")
+        if record.engine is not None and record.engine.config_differences and not report.outcome.infeasible:
+            file = Path(self.spec.script.config_path).name
+            self._observer(Message(text=differences_in_words(record.engine.config_differences, file=file)))
+
     def _load_study(self, sampler: optuna.samplers.BaseSampler, pruner: optuna.pruners.BasePruner) -> optuna.Study:
         return optuna.load_study(study_name=self.spec.name, storage=self._store.storage, sampler=sampler, pruner=pruner)
 
-    def _enqueue_user_config(self, study: optuna.Study, space: SearchSpace) -> None:
+    def _enqueue_user_config(self, study: optuna.Study, space: SearchSpace, profiled: Profiled) -> None:
         """Have the user's present config measured first, once per study."""
         if not self.spec.enqueue_user_config:
             return
-        config, _ = user_config(self.spec)
+        config, _ = user_config(self.spec, data_parallel_size=profiled.data_parallel_size)
         params = space.params_of(config) or {}
         with self._store.exclusive("enqueue the user's config"):
             trials = study.get_trials(deepcopy=False)
@@ -288,7 +295,8 @@ class Session:
         maximize: bool,
     ) -> TuneResult:
         spec = self.spec
-        config = trainable_config(winner.user_attrs[history.CONFIG], world_size=spec.slots_per_trial)
+        ranks = history.data_parallel_size(winner, slots=spec.slots_per_trial)
+        config = trainable_config(winner.user_attrs[history.CONFIG], world_size=ranks)
         metrics = dict(finalist.metrics if finalist is not None else winner.user_attrs[history.METRICS])
         baseline = history.user_config_trial(trials)
         # Like is compared with like: a confirmed winner with the confirmed user config, where there is one.

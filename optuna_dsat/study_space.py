@@ -59,6 +59,7 @@ def space_of(spec: StudySpec, profiled: Profiled | None) -> SearchSpace:
         pipeline=profiled is not None and profiled.pipeline,
         device=spec.device,
         gradient_accumulation_steps=ds_config.batch_triangle(
-            ds_config.effective(spec.ds_config), world_size=spec.slots_per_trial
+            ds_config.effective(spec.ds_config),
+            world_size=(profiled and profiled.data_parallel_size) or spec.slots_per_trial,
         ).gradient_accumulation_steps,
     )
