@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,17 +89,23 @@ def launch(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", extensions)
     with closing(TorchrunLauncher(tmp_path / "out", devices=cpu_devices(RANKS))) as launcher:
 
-        def run(script: str, *args: str, overlay: dict[str, Any], module: bool = False, **changes: Any) -> Launched:
+        def run(
+            script: str,
+            *args: str,
+            overlay: dict[str, Any],
+            arg_mappings: Mapping[str, str] | None = None,
+            **changes: Any,
+        ) -> Launched:
             config = ds_config.load(example / CONFIG).raw
             before, events = contents(example), list[Event]()
             request = LaunchRequest(
                 launch_id="trial-0000",
                 command=ScriptCommand(
-                    script=script if module else str(example / script),
+                    script=str(example / script),
                     args=args,
-                    is_module=module,
                     cwd=str(example),
                     config_path=str(example / CONFIG),
+                    arg_mappings=arg_mappings or {},
                 ),
                 ds_config=ds_config.merge(config, overlay),
                 overlay=overlay,
