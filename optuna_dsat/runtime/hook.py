@@ -21,8 +21,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.clock import Clock, DeviceClock, HostClock
 from optuna_dsat.runtime.events import EngineReady, Event
+from optuna_dsat.runtime.failure import diagnose
 from optuna_dsat.runtime.memory import (
     CpuMemory,
     CudaMemory,
@@ -36,7 +38,7 @@ from optuna_dsat.runtime.meter import Meter, Progress, is_pipeline
 from optuna_dsat.runtime.plan import LaunchPlan
 from optuna_dsat.runtime.profiler import Profiler, count_parameters
 from optuna_dsat.runtime.rank import Rank
-from optuna_dsat.runtime.side_effects import disable_checkpoints
+from optuna_dsat.runtime.side_effects import disable_checkpoints, forgive_checkpoints
 from optuna_dsat.runtime.trial_config import TrialConfig
 from optuna_dsat.runtime.writer import EventWriter
 
@@ -143,6 +145,13 @@ class DeepSpeedHook:
         self._wrap_zero_init(self._deepspeed.zero.Init)
         if self._plan.measures:
             disable_checkpoints(self._deepspeed.DeepSpeedEngine)
+            forgive_checkpoints(self._deepspeed.DeepSpeedEngine, is_misfit=self._is_misfit)
+
+    def _is_misfit(self, error: Exception) -> bool:
+        """Whether an error may come of a checkpoint that does not fit: neither memory nor communication failed."""
+        limited = self._progress.limited
+        found = diagnose(error, phase="initialize", device=self._progress.device, limited=limited)
+        return found.outcome in (Outcome.INVALID_CONFIG, Outcome.SCRIPT_ERROR)
 
     def _prepare_cpu(self) -> None:
         if not self._rank.can_compile:

@@ -99,7 +99,6 @@ def launch(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
             config = ds_config.load(example / CONFIG).raw
             before, events = contents(example), list[Event]()
             request = LaunchRequest(
-                launch_id="trial-0000",
                 command=ScriptCommand(
                     script=str(example / script),
                     args=args,
@@ -110,7 +109,13 @@ def launch(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
                 ds_config=ds_config.merge(config, overlay),
                 overlay=overlay,
                 slots=RANKS,
-                **{"purpose": "trial", "start_profile_step": 2, "end_profile_step": 3, **changes},
+                **{
+                    "launch_id": "trial-0000",
+                    "purpose": "trial",
+                    "start_profile_step": 2,
+                    "end_profile_step": 3,
+                    **changes,
+                },
             )
             record, report = follow(launcher, request, events.append)
             after = contents(example)

@@ -27,7 +27,7 @@ def test_the_flags_of_deepspeed_and_a_checkpoint_that_is_loaded_and_kept(example
     environ = {**os.environ, "DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "2"}
     subprocess.run([*plain, *flags, "--steps", "2"], cwd=example, env=environ, check=True, capture_output=True)
     assert (example / "checkpoints" / "latest").read_text() == "global_step2"
-    overlay = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 1, "reduce_bucket_size": 5000}}
+    overlay = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 2}}
     launched = launch("by_flag.py", *flags, "--resume", overlay=overlay, end_profile_step=4)
     assert launched.report.outcome is Outcome.MEASURED, launched.report
     assert f"resumed from {Path('checkpoints', 'global_step2')}" in launched.output
@@ -35,9 +35,15 @@ def test_the_flags_of_deepspeed_and_a_checkpoint_that_is_loaded_and_kept(example
     assert "saved True" in launched.output
     assert launched.errors.count("optuna-dsat: no checkpoint is written during a trial") == 1
     assert launched.changed == set()
-    assert (launched.engine.zero_stage, launched.engine.train_batch_size) == (1, 6)
+    assert (launched.engine.zero_stage, launched.engine.train_batch_size) == (2, 6)
     assert {(step.samples, step.observed_micro_batch) for step in launched.steps} == {(3, 3)}
     assert launched.engine.config_differences == {}
+    other = launch(
+        "by_flag.py", *flags, "--resume", overlay={"zero_optimization": {"stage": 3}}, launch_id="trial-0001"
+    )
+    assert other.report.outcome is Outcome.MEASURED, other.report
+    assert "after step 2" in other.output  # the client state is there, the weights of another stage are not
+    assert "checkpoints/global_step2 was saved with another configuration than this trial's" in other.errors
 
 
 def test_the_path_of_the_config_reaches_zero_init_too(launch: Launch) -> None:

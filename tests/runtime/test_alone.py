@@ -157,6 +157,32 @@ def test_a_full_run_writes_its_checkpoints(start: Starter, stubs: Path) -> None:
     assert launch.log("stdout").count("saved to kept") == 4
 
 
+LOAD = """
+from pathlib import Path
+import torch, deepspeed
+engine = deepspeed.DeepSpeedEngine()
+for tag in ("other", "memory"):
+    folder = Path("saved", tag)
+    folder.mkdir(parents=True)
+    torch.save({"module": {}, "global_steps": 3, "ds_version": "1", "epoch": 7}, folder / "mp_rank_00_model_states.pt")
+print(engine.load_checkpoint("saved", tag="fits"))
+open("saved/latest", "w").write("other")
+for tag in ("other", None, "memory", "gone"):
+    try:
+        print(engine.load_checkpoint("saved", tag=tag))
+    except (AssertionError, MemoryError) as error:
+        print(type(error).__name__)
+"""
+
+
+def test_a_checkpoint_of_another_configuration_does_not_end_a_trial(start: Starter, stubs: Path) -> None:
+    launch = start.alone(script(start, LOAD), stubs=stubs)
+    assert launch.exit_code == 0, launch.log("stderr")
+    went_on = "('saved/other/mp_rank_00_model_states.pt', {'epoch': 7})"
+    assert launch.log("stdout").splitlines() == ["('saved', {})", went_on, went_on, "MemoryError", "AssertionError"]
+    assert launch.log("stderr").count("saved/other was saved with another configuration than this trial's") == 2
+
+
 def test_two_configs_are_left_for_deepspeed_to_refuse(start: Starter, stubs: Path) -> None:
     text = "import argparse, deepspeed\ndeepspeed.initialize(argparse.Namespace(deepspeed_config='a'), config={})\n"
     launch = start.alone(script(start, text), stubs=stubs)

@@ -135,6 +135,7 @@ class zero:
 class DeepSpeedEngine:
     def save_checkpoint(self, save_dir): pass
     def save_16bit_model(self, save_dir): pass
+    def load_checkpoint(self, load_dir): pass
 def initialize(config=None): pass
 """
 
