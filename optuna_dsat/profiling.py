@@ -189,7 +189,10 @@ def measure_profile(
     """
     config = ds_config.effective(spec.ds_config)
     tried: list[str] = []
+    pipeline = False
     for index, rung in enumerate(_rungs(spec)):
+        if pipeline and (rung.stage or 0) > 1:
+            continue  # DeepSpeed refuses it
         on_rung(rung)
         overlay = rung.overlay()
         request = LaunchRequest(
@@ -216,6 +219,7 @@ def measure_profile(
             )
         if not report.outcome.infeasible:
             raise _failure(report)
+        pipeline = record.engine is not None and record.engine.pipeline
         missing = "" if report.missing_bytes is None else f", short of {report.missing_bytes / 2**20:.0f} MiB"
         tried.append(f"{rung.words} ({report.outcome.value}{missing})")
     raise NothingRunnableError(

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -38,7 +39,7 @@ from optuna_dsat.runtime.meter import Meter, Progress, is_pipeline
 from optuna_dsat.runtime.plan import LaunchPlan
 from optuna_dsat.runtime.profiler import Profiler, count_parameters
 from optuna_dsat.runtime.rank import Rank
-from optuna_dsat.runtime.side_effects import disable_checkpoints, forgive_checkpoints
+from optuna_dsat.runtime.side_effects import disable_checkpoints, forgive_checkpoints, redirect_summaries
 from optuna_dsat.runtime.trial_config import TrialConfig
 from optuna_dsat.runtime.writer import EventWriter
 
@@ -124,7 +125,10 @@ class DeepSpeedHook:
 
     def install(self) -> None:
         """Start waiting for the script's imports."""
-        ImportWatch({"torch": self._torch_imported, "deepspeed": self._deepspeed_imported}).install()
+        watched = {"torch": self._torch_imported, "deepspeed": self._deepspeed_imported}
+        if self._plan.trackers_dir:
+            watched["torch.utils.tensorboard.writer"] = self._tensorboard_imported
+        ImportWatch(watched).install()
 
     @property
     def _accelerator(self) -> Any:
@@ -133,6 +137,9 @@ class DeepSpeedHook:
     def _torch_imported(self, torch: ModuleType) -> None:
         if self._plan.device_memory_bytes is not None:
             limit_cuda_memory(torch, self._plan.device_memory_bytes, self._rank.local_rank)
+
+    def _tensorboard_imported(self, writer: ModuleType) -> None:
+        redirect_summaries(writer.SummaryWriter, Path(self._plan.trackers_dir) / "tensorboard")
 
     def _deepspeed_imported(self, deepspeed: ModuleType) -> None:
         self._deepspeed = deepspeed

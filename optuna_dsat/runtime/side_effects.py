@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["disable_checkpoints", "forgive_checkpoints", "without_monitors"]
+__all__ = ["disable_checkpoints", "forgive_checkpoints", "redirect_summaries", "without_monitors"]
 
 _MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler")
 """Sections of a DeepSpeed config that have DeepSpeed write outside the run directory; it does without each."""
@@ -48,6 +48,26 @@ _STATES_OF_DEEPSPEED = frozenset(
 def without_monitors(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a DeepSpeed config without the sections that log to trackers and files of the user's."""
     return {key: value for key, value in config.items() if key not in _MONITORS}
+
+
+def redirect_summaries(writer_class: Any, folder: Path) -> None:
+    """Have TensorBoard summaries go below ``folder``, under the last name of the folder that the script asks for.
+
+    Args:
+        writer_class: ``torch.utils.tensorboard.SummaryWriter``; the class stays the same.
+        folder: Absolute path; created by the first writer.
+    """
+    original = writer_class.__init__
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: N807 - takes the place of one
+        bound = signature.bind(*args, **kwargs)
+        wanted = bound.arguments.get("log_dir")
+        bound.arguments["log_dir"] = str(folder / Path(str(wanted)).name if wanted else folder)
+        original(*bound.args, **bound.kwargs)
+
+    writer_class.__init__ = __init__
 
 
 def disable_checkpoints(engine_class: Any) -> None:
@@ -88,7 +108,8 @@ def forgive_checkpoints(engine_class: Any, *, is_misfit: Callable[[Exception], b
                 raise
             print(
                 f"optuna-dsat: {states.parent} was saved with another configuration than this trial's and cannot be "
-                f"loaded into it ({type(error).__name__}: {error}); the trial goes on from the weights that the script built.",
+                f"loaded into it ({type(error).__name__}: {error}); the trial goes on from the weights that the script "
+                "built.",
                 file=sys.stderr,
                 flush=True,
             )

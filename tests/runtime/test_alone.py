@@ -157,6 +157,33 @@ def test_a_full_run_writes_its_checkpoints(start: Starter, stubs: Path) -> None:
     assert launch.log("stdout").count("saved to kept") == 4
 
 
+WRITER = """
+class SummaryWriter:
+    def __init__(self, log_dir=None, comment=""):
+        print(log_dir, comment)
+"""
+
+
+@pytest.mark.parametrize("redirected", [True, False])
+def test_summaries_go_to_the_trials_folder(start: Starter, redirected: bool) -> None:
+    package = "from .writer import SummaryWriter\n"
+    files = {"": "", "utils/": "", "utils/tensorboard/": package, "utils/tensorboard/writer.py": WRITER}
+    for name, text in files.items():  # torch itself wants TensorBoard installed
+        path = start.folder / "stubs" / "torch" / (name if name.endswith(".py") else f"{name}__init__.py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    text = (
+        "from torch.utils.tensorboard import SummaryWriter\n"
+        "SummaryWriter('/data/logs/run-1/', comment='x')\nSummaryWriter()\n"
+    )
+    trackers = "/trial/trackers" if redirected else ""
+    launch = start.alone(script(start, text), stubs=start.folder / "stubs", trackers_dir=trackers)
+    assert launch.exit_code == 0, launch.log("stderr")
+    folder = "/trial/trackers/tensorboard"
+    expected = [f"{folder}/run-1 x", f"{folder} "] if redirected else ["/data/logs/run-1/ x", "None "]
+    assert launch.log("stdout").splitlines() == expected
+
+
 LOAD = """
 from pathlib import Path
 import torch, deepspeed
