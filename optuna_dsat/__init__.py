@@ -11,7 +11,10 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_PUBLIC: dict[str, str] = {}
+_PUBLIC: dict[str, str] = {
+    "dsat_reporting_context": "optuna_dsat.runtime.reporting",
+    "get_ds_config_from_hparams": "optuna_dsat.runtime.reporting",
+}
 """Public name -> module that defines it."""
 
 __all__ = ["__version__", *_PUBLIC]

@@ -18,6 +18,7 @@ __all__ = [
     "CONFIG",
     "CONFIGURATION",
     "CONFIG_KEY",
+    "DATA_PARALLEL_SIZE",
     "ERROR",
     "FINALISTS",
     "FINGERPRINT",
@@ -33,6 +34,7 @@ __all__ = [
     "WINNER",
     "best_trials",
     "data_limit",
+    "data_parallel_size",
     "launches_since_best",
     "launches_used",
     "measured_peaks",
@@ -54,6 +56,8 @@ CONFIGURATION = "configuration"
 OVERLAY = "overlay"
 """What the trial laid over the config that the script passes."""
 CONFIG_KEY = "config_key"
+DATA_PARALLEL_SIZE = "data_parallel_size"
+"""Ranks of the launch that consumed different samples, where an engine said so."""
 PEAK_BYTES = "peak_memory_bytes"
 ATTEMPTS = "attempts"
 ERROR = "error"
@@ -96,6 +100,11 @@ def launches_since_best(trials: Sequence[FrozenTrial], *, maximize: bool) -> int
         return 0
     numbers = [t.number for t in ended]
     return len(numbers) - 1 - numbers.index(best[0].number) if best[0].number in numbers else 0
+
+
+def data_parallel_size(trial: FrozenTrial, *, slots: int) -> int:
+    """Return the ranks of a trial's launch that consumed different samples: all of its slots unless it said less."""
+    return int(trial.user_attrs.get(DATA_PARALLEL_SIZE) or slots)
 
 
 def user_config_trial(trials: Sequence[FrozenTrial]) -> FrozenTrial | None:

@@ -55,6 +55,7 @@ def check_loss(
     spec: StudySpec,
     best: Mapping[str, Any],
     *,
+    data_parallel_size: int,
     launcher: Launcher,
     on_report: Callable[[LaunchReport, LaunchRecord], None],
 ) -> LossCheck:
@@ -63,11 +64,12 @@ def check_loss(
     Args:
         spec: The study.
         best: The winning DeepSpeed config.
+        data_parallel_size: Ranks that consume different samples.
         launcher: Where to launch.
         on_report: Called after each launch.
     """
     user = ds_config.effective(spec.ds_config)
-    triangle = ds_config.batch_triangle(user, world_size=spec.slots_per_trial)
+    triangle = ds_config.batch_triangle(user, world_size=data_parallel_size)
     batch = {
         ds_config.TRAIN_BATCH: None,
         ds_config.MICRO_BATCH: triangle.micro_batch,

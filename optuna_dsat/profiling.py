@@ -30,6 +30,7 @@ from optuna_dsat.launch.protocol import (
 )
 from optuna_dsat.measurement import LaunchRecord
 from optuna_dsat.memory import ModelProfile
+from optuna_dsat.module_file import module_file
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import Event
 from optuna_dsat.spec import StudySpec
@@ -104,6 +105,8 @@ class Profiled:
     pipeline: bool
     """Whether the script trains a pipeline module (ZeRO at most 1)."""
     device: str
+    data_parallel_size: int | None = None
+    """Ranks that consume different samples; None where an older profile does not tell: all of them."""
 
     def to_json(self) -> dict[str, Any]:
         """Return what ``from_json`` reads back."""
@@ -112,6 +115,7 @@ class Profiled:
             "rung": self.rung,
             "pipeline": self.pipeline,
             "device": self.device,
+            "data_parallel_size": self.data_parallel_size,
         }
 
     @classmethod
@@ -122,6 +126,7 @@ class Profiled:
             rung=record["rung"],
             pipeline=record["pipeline"],
             device=record["device"],
+            data_parallel_size=record.get("data_parallel_size"),
         )
 
 
@@ -194,7 +199,10 @@ def measure_profile(
     """
     config = ds_config.effective(spec.ds_config)
     tried: list[str] = []
+    pipeline = False
     for index, rung in enumerate(rungs(spec)):
+        if pipeline and (rung.stage or 0) > 1:
+            continue  # DeepSpeed refuses it
         on_rung(rung)
         overlay = rung.overlay()
         request = LaunchRequest(
@@ -217,9 +225,11 @@ def measure_profile(
                 rung=rung.words,
                 pipeline=record.engine.pipeline,
                 device=record.engine.device,
+                data_parallel_size=record.engine.data_parallel_size,
             )
         if not report.outcome.infeasible:
             raise _failure(spec, report)
+        pipeline = record.engine is not None and record.engine.pipeline
         missing = "" if report.missing_bytes is None else f", short of {report.missing_bytes / 2**20:.0f} MiB"
         tried.append(f"{rung.words} ({report.outcome.value}{missing})")
     raise NothingRunnableError(
@@ -258,7 +268,7 @@ def fingerprint(spec: StudySpec, *, device_names: tuple[str, ...]) -> str:
     """
     outside = {key: value for key, value in spec.ds_config.items() if key not in _KNOB_SECTIONS}
     parts = {
-        "code": _code_hashes(Path(spec.script.script), Path(spec.script.cwd)),
+        "code": _code_hashes(_script_file(spec), Path(spec.script.cwd)),
         "script": spec.script.script if spec.script.is_module else Path(spec.script.script).name,
         "args": spec.script.args,
         "arg_mappings": spec.script.arg_mappings,
@@ -270,6 +280,11 @@ def fingerprint(spec: StudySpec, *, device_names: tuple[str, ...]) -> str:
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "deepspeed")},
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _script_file(spec: StudySpec) -> Path:
+    script = spec.script
+    return (script.is_module and module_file(script.script, Path(script.cwd))) or Path(script.script)
 
 
 def _code_hashes(script: Path, cwd: Path) -> list[str]:

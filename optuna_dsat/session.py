@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import optuna
@@ -26,7 +27,7 @@ from optuna_dsat.spec import StudySpec
 from optuna_dsat.store import Store, StoredProfile, StudyRecord
 from optuna_dsat.study_space import largest_micro_batches, space_of
 from optuna_dsat.tuner import EndReason, Tuner, objective, speed_up, user_config
-from optuna_dsat.words import config_in_words
+from optuna_dsat.words import config_in_words, differences_in_words
 
 __all__ = ["Session", "check_study", "open_study"]
 
@@ -136,7 +137,7 @@ class Session:
         method = make_method(self.spec, profiled, space)
         study = self._load_study(method.sampler, method.pruner)
         study.set_user_attr(history.FINGERPRINT, self._fingerprint)
-        self._enqueue_user_config(study, space)
+        self._enqueue_user_config(study, space, profiled)
         reason = Tuner(
             self.spec,
             study=study,
@@ -199,7 +200,7 @@ class Session:
                         self.spec,
                         self._launcher,
                         on_rung=lambda rung: self._observer(ProfileStarted(rung=rung.words)),
-                        on_report=lambda report, record: self._keep(report, record, purpose="profile"),
+                        on_report=self._profile_launched,
                     )
                     self._store.save_profile(self._fingerprint, profiled.to_json(), study_uuid=self.record.uuid)
                     return profiled, False
@@ -229,14 +230,20 @@ class Session:
                 return stored
         return self._store.find_profile(self._fingerprint)
 
+    def _profile_launched(self, report: LaunchReport, record: LaunchRecord) -> None:
+        self._keep(report, record, purpose="profile")
+        if record.engine is not None and record.engine.config_differences and not report.outcome.infeasible:
+            file = Path(self.spec.script.config_path).name
+            self._observer(Message(text=differences_in_words(record.engine.config_differences, file=file)))
+
     def _load_study(self, sampler: optuna.samplers.BaseSampler, pruner: optuna.pruners.BasePruner) -> optuna.Study:
         return optuna.load_study(study_name=self.spec.name, storage=self._store.storage, sampler=sampler, pruner=pruner)
 
-    def _enqueue_user_config(self, study: optuna.Study, space: SearchSpace) -> None:
+    def _enqueue_user_config(self, study: optuna.Study, space: SearchSpace, profiled: Profiled) -> None:
         """Have the user's present config measured first, once per study."""
         if not self.spec.enqueue_user_config:
             return
-        config, _ = user_config(self.spec)
+        config, _ = user_config(self.spec, data_parallel_size=profiled.data_parallel_size)
         params = space.params_of(config) or {}
         with self._store.exclusive("enqueue the user's config"):
             trials = study.get_trials(deepcopy=False)
@@ -328,7 +335,8 @@ class Session:
         maximize: bool,
     ) -> TuneResult:
         spec = self.spec
-        config = trainable_config(winner.user_attrs[history.CONFIG], world_size=spec.slots_per_trial)
+        ranks = history.data_parallel_size(winner, slots=spec.slots_per_trial)
+        config = trainable_config(winner.user_attrs[history.CONFIG], world_size=ranks)
         metrics = dict(finalist.metrics if finalist is not None else winner.user_attrs[history.METRICS])
         baseline = history.user_config_trial(trials)
         # Like is compared with like: a confirmed winner with the confirmed user config, where there is one.
@@ -336,7 +344,7 @@ class Session:
         user_value = None if baseline is None else confirmed.get(baseline.number, baseline.values[0])
         value = winner.values[0] if finalist is None or finalist.value is None else finalist.value
         ratio = speed_up(value, user_value, maximize=maximize)
-        check = self._compare_losses(config) if reason is not EndReason.INTERRUPTED else None
+        check = self._compare_losses(config, ranks) if reason is not EndReason.INTERRUPTED else None
         launches = self._store.launches(self.record.uuid)
         config_path, metrics_path = write_best(
             spec.study_dir,
@@ -355,7 +363,8 @@ class Session:
             },
         )
         command, names_config = training_command(spec, config, config_path)
-        user_batch = ds_config.batch_triangle(user_config(spec)[0], world_size=spec.slots_per_trial).train_batch_size
+        own, _ = user_config(spec, data_parallel_size=ranks)
+        user_batch = ds_config.batch_triangle(own, world_size=ranks).train_batch_size
         study.set_user_attr(history.WINNER, winner.number)
         return TuneResult(
             study=spec.name,
@@ -381,7 +390,7 @@ class Session:
             slot_minutes=sum(_slot_seconds(row.report) for row in launches) / 60,
         )
 
-    def _compare_losses(self, config: Mapping[str, Any]) -> LossCheck | None:
+    def _compare_losses(self, config: Mapping[str, Any], ranks: int) -> LossCheck | None:
         """Return what the losses say where that was asked for; an interruption ends it without an answer."""
         if not self._check_loss:
             return None
@@ -390,6 +399,7 @@ class Session:
             return check_loss(
                 self.spec,
                 config,
+                data_parallel_size=ranks,
                 launcher=self._launcher,
                 on_report=lambda report, record: self._keep(report, record, purpose="confirm"),
             )

@@ -165,11 +165,6 @@ class StudySpec(_Frozen):
         return direction_of(self.metric)
 
     @property
-    def samples_per_rank(self) -> int | None:
-        """Samples of one global step on one rank, where the global batch is held."""
-        return None if self.train_batch_size is None else self.train_batch_size // self.slots_per_trial
-
-    @property
     def study_dir(self) -> Path:
         """Directory that receives this study's files."""
         return Path(self.output_dir) / self.name

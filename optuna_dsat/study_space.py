@@ -64,7 +64,7 @@ def micro_batch_cap(spec: StudySpec, profiled: Profiled) -> int:
     return min(wanted, limit, _MAX_MICRO_BATCH)
 
 
-def _max_samples_per_rank(spec: StudySpec) -> int | None:
+def _max_samples_per_rank(spec: StudySpec, ranks: int) -> int | None:
     """Return the most samples of one global step on one rank, where the config's autotuning section bounds them.
 
     Raises:
@@ -73,12 +73,11 @@ def _max_samples_per_rank(spec: StudySpec) -> int | None:
     most = ds_config.parse_autotuning(spec.ds_config).max_train_batch_size
     if most is None or spec.train_batch_size is not None:
         return None
-    if most < spec.slots_per_trial:
+    if most < ranks:
         raise ConfigError(
-            f"autotuning.max_train_batch_size is {most}, less than one sample for each of the {spec.slots_per_trial} "
-            "ranks of a launch."
+            f"autotuning.max_train_batch_size is {most}, less than one sample for each of {ranks} data-parallel ranks."
         )
-    return most // spec.slots_per_trial
+    return most // ranks
 
 
 def space_of(spec: StudySpec, profiled: Profiled | None) -> SearchSpace:
@@ -92,6 +91,7 @@ def space_of(spec: StudySpec, profiled: Profiled | None) -> SearchSpace:
 
 
 def _space(spec: StudySpec, profiled: Profiled | None, *, cap: int) -> SearchSpace:
+    ranks = (profiled and profiled.data_parallel_size) or spec.slots_per_trial
     return build_space(
         spec.ds_config,
         zero_stages=spec.zero_stages,
@@ -103,8 +103,9 @@ def _space(spec: StudySpec, profiled: Profiled | None, *, cap: int) -> SearchSpa
         pipeline=profiled is not None and profiled.pipeline,
         device=spec.device,
         gradient_accumulation_steps=ds_config.batch_triangle(
-            ds_config.effective(spec.ds_config), world_size=spec.slots_per_trial
+            ds_config.effective(spec.ds_config),
+            world_size=ranks,
         ).gradient_accumulation_steps,
-        samples_per_rank=spec.samples_per_rank,
-        max_samples_per_rank=_max_samples_per_rank(spec),
+        samples_per_rank=None if spec.train_batch_size is None else spec.train_batch_size // ranks,
+        max_samples_per_rank=_max_samples_per_rank(spec, ranks),
     )

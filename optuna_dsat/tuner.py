@@ -237,7 +237,7 @@ class Tuner:
     def _launch_or_refuse(self, trial: optuna.Trial) -> bool:
         if trial.user_attrs.get(history.PURPOSE) == history.USER_CONFIG:
             params: dict[str, Any] = {}
-            config, overlay = user_config(self._spec)
+            config, overlay = user_config(self._spec, data_parallel_size=self._profiled.data_parallel_size)
             if self._space.params_of(config) is not None:
                 params = self._space.suggest(trial)
         else:
@@ -395,6 +395,8 @@ class Tuner:
         trial.set_user_attr(history.MESSAGE, report.message)
         trial.set_user_attr(history.ATTEMPTS, running.attempt + 1)
         trial.set_user_attr(history.PEAK_BYTES, running.record.peak_bytes)
+        if running.record.engine is not None:
+            trial.set_user_attr(history.DATA_PARALLEL_SIZE, running.record.engine.data_parallel_size)
         if report.outcome is Outcome.SCRIPT_ERROR:
             trial.set_user_attr(history.ERROR, _RANK.sub("", report.message)[:500])
         if running.record.counted:
@@ -476,10 +478,15 @@ def objective(spec: StudySpec, profiled: Profiled) -> str:
     return spec.metric
 
 
-def user_config(spec: StudySpec) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the user's present config with its batch sizes made explicit, and the overlay that says the same."""
+def user_config(spec: StudySpec, *, data_parallel_size: int | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the user's present config with its batch sizes made explicit, and the overlay that says the same.
+
+    Args:
+        spec: The study.
+        data_parallel_size: Ranks that consume different samples; None for all.
+    """
     config = ds_config.effective(spec.ds_config)
-    triangle = ds_config.batch_triangle(config, world_size=spec.slots_per_trial)
+    triangle = ds_config.batch_triangle(config, world_size=data_parallel_size or spec.slots_per_trial)
     overlay = {
         "train_batch_size": None,
         "train_micro_batch_size_per_gpu": triangle.micro_batch,

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["bytes_in_words", "config_in_words", "duration_in_words", "metric_in_words", "zero_in_words"]
+__all__ = [
+    "bytes_in_words",
+    "config_in_words",
+    "differences_in_words",
+    "duration_in_words",
+    "metric_in_words",
+    "zero_in_words",
+]
+
+_SHOWN_DIFFERENCES = 6
 
 
 def zero_in_words(config: Mapping[str, Any]) -> str:
@@ -25,6 +35,30 @@ def zero_in_words(config: Mapping[str, Any]) -> str:
 def config_in_words(config: Mapping[str, Any]) -> str:
     """Return stage, offloads and micro-batch of a config, such as ``ZeRO 2 + optimizer offload, micro-batch 8``."""
     return f"{zero_in_words(config)}, micro-batch {config.get('train_micro_batch_size_per_gpu', '?')}"
+
+
+def differences_in_words(differences: Mapping[str, Sequence[Any]], *, file: str) -> str:
+    """Return one line on a script that passes another DeepSpeed config than the file that is tuned.
+
+    Args:
+        differences: ``EngineReady.config_differences``: dotted key -> (the script's value, the file's).
+        file: Name of the file.
+    """
+    parts = [
+        f"{key} is {_value_in_words(mine)} ({_value_in_words(theirs)} in the file)"
+        for key, (mine, theirs) in list(differences.items())[:_SHOWN_DIFFERENCES]
+    ]
+    if len(differences) > _SHOWN_DIFFERENCES:
+        parts.append(f"and {len(differences) - _SHOWN_DIFFERENCES} more")
+    return (
+        f"The script passes a DeepSpeed config of its own, which differs from {file}: {', '.join(parts)}. "
+        "What the search does not set is measured as the script has it, and exported as the file has it: "
+        f"let the script read {file}, or give the file the script's values."
+    )
+
+
+def _value_in_words(value: Any) -> str:
+    return "not set" if value is None else json.dumps(value)
 
 
 def bytes_in_words(count: float) -> str:

@@ -26,6 +26,7 @@ LAYERS = [
         "arg_mapping",
         "history",
         "measurement",
+        "module_file",
         "words",
         "spec",
     },

@@ -36,7 +36,10 @@ class TuneOptions:
     given: frozenset[str] = frozenset()
     """Names of the fields that the user gave: on the command line or in the environment."""
 
-    script: Annotated[Path, typer.Argument(help="The training script, as it is.", metavar="SCRIPT", show_default=False)]
+    script: Annotated[
+        Path,
+        typer.Argument(help="The training script, as it is; with -m a module.", metavar="SCRIPT", show_default=False),
+    ]
     ds_config: Annotated[
         Path,
         typer.Argument(help="The script's DeepSpeed config (JSON).", metavar="DS_CONFIG", show_default=False),
@@ -46,6 +49,10 @@ class TuneOptions:
         typer.Argument(help="Arguments of the script, after --.", metavar="[-- SCRIPT_ARGS]", show_default=False),
     ] = None
 
+    module: Annotated[
+        bool,
+        typer.Option("-m", "--module", help="SCRIPT is a module's name, run as python -m does.", rich_help_panel=_WHAT),
+    ] = False
     metric: Annotated[
         str,
         typer.Option(

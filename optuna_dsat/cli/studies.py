@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from optuna_dsat.errors import NothingRunnableError, UsageError
+from optuna_dsat.module_file import module_file
 
 if TYPE_CHECKING:
     import optuna
@@ -220,7 +221,8 @@ def best(
     if not found:
         raise NothingRunnableError(f"The study {name!r} has measured nothing yet.")
     trial = next((t for t in found if t.number == winner), found[0])
-    config = trainable_config(trial.user_attrs[history.CONFIG], world_size=spec.slots_per_trial)
+    ranks = history.data_parallel_size(trial, slots=spec.slots_per_trial)
+    config = trainable_config(trial.user_attrs[history.CONFIG], world_size=ranks)
     if output is None:
         print(json.dumps(config, indent=2))
     else:
@@ -353,6 +355,10 @@ def _relocated(spec: StudySpec, workdir: Path | None) -> StudySpec:
             }
         )
         spec = spec.model_copy(update={"script": script, "output_dir": moved(spec.output_dir)})
+    if script.is_module and module_file(script.script, Path(script.cwd)) is None:
+        raise UsageError(
+            f"The module {script.script} is not found from {script.cwd}; say with --workdir where it lies."
+        )
     if not script.is_module and not Path(script.script).is_file():
         raise UsageError(f"The script {script.script} is not on this machine; say with --workdir where it lies.")
     return spec

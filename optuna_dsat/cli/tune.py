@@ -23,6 +23,7 @@ from optuna_dsat.export import TuneResult
 from optuna_dsat.knobs import KNOBS
 from optuna_dsat.launch.devices import Devices, cpu_devices, detect_devices
 from optuna_dsat.launch.protocol import LaunchRequest
+from optuna_dsat.module_file import module_file
 from optuna_dsat.profiling import script_command
 from optuna_dsat.search_space import NVME
 from optuna_dsat.spec import MethodOptions, ScriptSpec, StudySpec, make_spec, parse_bytes
@@ -221,18 +222,19 @@ def spec_of(method: str, options: TuneOptions, devices: Devices) -> StudySpec:
     Raises:
         UsageError: On the first thing that cannot be used.
     """
-    script = _script(options.script)
+    script, stem = _module(str(options.script)) if options.module else _script(options.script)
     user = ds_config.load(options.ds_config)
     slots = options.gpus_per_trial or len(devices.devices)
     ds_config.batch_triangle(ds_config.effective(user.raw), world_size=slots)
     own = set(MethodOptions.model_fields)
     spec = make_spec(
-        name=options.study or f"{script.stem}-{method}",
+        name=options.study or f"{stem}-{method}",
         method=method,
         options=make_options({k: v for k, v in asdict(options).items() if k in own}),
         script=ScriptSpec(
-            script=str(script),
+            script=script,
             args=tuple(options.script_args or ()),
+            is_module=options.module,
             cwd=str(Path.cwd()),
             config_path=str(options.ds_config.resolve()),
             arg_mappings=_mappings(options.arg_mapping or (), user.autotuning.arg_mappings or {}),
@@ -289,15 +291,38 @@ def _device_memory(options: TuneOptions, devices: Devices) -> int | None:
     return devices.devices[0].memory_bytes * 3 // 4 if devices.kind == "cpu" else None
 
 
-def _script(path: Path) -> Path:
+def _script(path: Path) -> tuple[str, str]:
+    """Return the absolute path of a script and the name that its study gets."""
     if not path.is_file():
-        raise UsageError(f"The script {path} {'is not a file' if path.exists() else 'does not exist'}.")
+        raise UsageError(
+            f"The script {path} {'is not a file' if path.exists() else 'does not exist'}."
+            + (" To run a module, say so with -m." if module_file(str(path), Path.cwd()) else "")
+        )
+    _check_python(path, f"The script {path}")
+    return str(path.resolve()), path.stem
+
+
+def _module(name: str) -> tuple[str, str]:
+    """Return the name of a module that can be run, and the name that its study gets."""
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise UsageError(f"-m takes a module's name, such as package.module; got {name!r}.")
+    file = module_file(name, Path.cwd())
+    if file is None:
+        path = name.replace(".", "/")
+        raise UsageError(
+            f"The module {name} was not found: there is no {path}.py and no {path}/__main__.py in {Path.cwd()}, "
+            "and no such module is installed."
+        )
+    _check_python(file, f"The module {name}")
+    return name, name.rpartition(".")[2]
+
+
+def _check_python(path: Path, what: str) -> None:
     try:
         ast.parse(path.read_bytes(), filename=str(path))
     except (SyntaxError, ValueError) as error:
         where = f" (line {error.lineno})" if isinstance(error, SyntaxError) and error.lineno else ""
-        raise UsageError(f"The script {path} is not Python{where}: {error.args[0]}.") from None
-    return path.resolve()
+        raise UsageError(f"{what} is not Python{where}: {error.args[0]}.") from None
 
 
 def _stages(texts: Sequence[str] | None) -> tuple[int, ...]:

@@ -41,12 +41,18 @@ _RANK_VARIABLES = frozenset(
 
 _QUIET_TRACKERS = {
     "CLEARML_OFFLINE_MODE": "1",
+    "COMET_MODE": "offline",
+    "COMET_START_ONLINE": "0",
+    "DISABLE_TELEMETRY": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "MLFLOW_ALLOW_FILE_STORE": "true",  # MLflow 3.13 takes a folder no more unless told so
     "NEPTUNE_MODE": "offline",
     "SWANLAB_MODE": "offline",
     "WANDB_MODE": "offline",
     "WANDB_SILENT": "true",
 }
-"""Experiment trackers keep what a trial logs on this machine. A value of "disabled" that the user set is left alone."""
+"""Experiment trackers keep what a trial logs on this machine; what a script reads (models, data sets) it still reads. A
+value of "disabled" that the user set is left alone."""
 
 
 def torchrun_command(
@@ -137,6 +143,8 @@ def launch_environment(
 
 def _tracker_settings(environ: Mapping[str, str], directory: RunDirectory) -> dict[str, str]:
     settings = {name: value for name, value in _QUIET_TRACKERS.items() if environ.get(name) != "disabled"}
+    settings["COMET_OFFLINE_DIRECTORY"] = str(directory.trackers_dir)
+    settings["TENSORBOARD_LOGGING_DIR"] = str(directory.trackers_dir / "tensorboard")
     settings["WANDB_DIR"] = str(directory.trackers_dir)
     settings["MLFLOW_TRACKING_URI"] = (directory.trackers_dir / "mlflow").as_uri()
     return settings

@@ -369,6 +369,7 @@ def _plan(request: LaunchRequest, directory: RunDirectory) -> dict[str, object]:
         log_dir="" if request.purpose == "full" else str(directory.log_dir),
         config_path=str(directory.config),
         user_config_path=request.command.config_path,
+        trackers_dir="" if request.purpose == "full" else str(directory.trackers_dir),
         overlay=dict(request.overlay),
         start_profile_step=request.start_profile_step,
         end_profile_step=request.end_profile_step,

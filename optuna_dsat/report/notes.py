@@ -114,7 +114,8 @@ def _best(view: StudyView) -> str:
             f"optuna-dashboard calls trial {first.number} the best: it goes by the few steps of the search. "
             f"Measured again with more steps, trial {best.trial.number} came out ahead."
         )
-    lines.append(json_block(trainable_config(config, world_size=view.spec.slots_per_trial)))
+    ranks = history.data_parallel_size(best.trial, slots=view.spec.slots_per_trial)
+    lines.append(json_block(trainable_config(config, world_size=ranks)))
     return "\n\n".join(lines)
 
 
@@ -226,7 +227,8 @@ def _commands(view: StudyView) -> str:
         f"optuna-dsat export {name} {storage} --format csv",
     ]
     if view.best is not None and history.WINNER in view.attributes:
-        config = trainable_config(view.best.trial.user_attrs[history.CONFIG], world_size=view.spec.slots_per_trial)
+        ranks = history.data_parallel_size(view.best.trial, slots=view.spec.slots_per_trial)
+        config = trainable_config(view.best.trial.user_attrs[history.CONFIG], world_size=ranks)
         command, names_config = training_command(view.spec, config, view.spec.study_dir / BEST_CONFIG)
         shown = shlex.join(without_secrets(shlex.split(command)))
         lines += ["# train" if names_config else f"# train, once the script reads {BEST_CONFIG}", shown]

@@ -5,6 +5,9 @@
     plan, rank      what the launcher and torchrun say
     hook            waits for ``import deepspeed`` and wraps ``deepspeed.initialize``
     overlay         the trial's config, laid over the script's
+    trial_config    what a launch makes of the configs that reach DeepSpeed; differences from the user's file
+    side_effects    checkpoints and monitors, which a trial goes without
+    reporting       for loops that the hook does not see: what a script may call itself
     meter, profiler what is measured of a step, what the profile launch learns
     memory          peaks and limits
     failure         exception -> outcome

@@ -8,7 +8,8 @@ alone.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar
 
 __all__ = [
@@ -70,6 +71,11 @@ class EngineReady(Event):
     """``cuda`` or ``cpu``."""
     torch_version: str
     deepspeed_version: str
+    config_differences: Mapping[str, list[Any]] = field(default_factory=dict)
+    """Where the config that the script passed differs from the user's file, the overlay apart: dotted key -> [the
+    script's value, the file's], None for a missing one. Empty where the script built the engine with a config
+    that the runtime never saw.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,16 +11,21 @@ import copy
 import functools
 import importlib
 import inspect
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.clock import Clock, DeviceClock, HostClock
 from optuna_dsat.runtime.events import EngineReady, Event
+from optuna_dsat.runtime.failure import diagnose
 from optuna_dsat.runtime.memory import (
     CpuMemory,
     CudaMemory,
@@ -31,10 +36,11 @@ from optuna_dsat.runtime.memory import (
     unlink_shared_buffers,
 )
 from optuna_dsat.runtime.meter import Meter, Progress, is_pipeline
-from optuna_dsat.runtime.overlay import effective_config, read_config
 from optuna_dsat.runtime.plan import LaunchPlan
 from optuna_dsat.runtime.profiler import Profiler, count_parameters
 from optuna_dsat.runtime.rank import Rank
+from optuna_dsat.runtime.side_effects import disable_checkpoints, forgive_checkpoints, redirect_summaries
+from optuna_dsat.runtime.trial_config import TrialConfig
 from optuna_dsat.runtime.writer import EventWriter
 
 __all__ = ["DeepSpeedHook", "ImportWatch"]
@@ -84,6 +90,8 @@ class ImportWatch(MetaPathFinder):
 class DeepSpeedHook:
     """Lays the trial's overlay over the script's config and attaches the measuring to the first engine.
 
+    Make it before reads of the user's config are redirected.
+
     Args:
         plan: The launch.
         rank: This rank.
@@ -109,11 +117,18 @@ class DeepSpeedHook:
         self._deepspeed: Any = None
         self._memory: MemoryProbe | None = None
         self._engine: Any = None
+        self._meter: Meter | None = None
+        self._config = TrialConfig(plan, world_size=rank.world_size)
+        self._differences: dict[str, list[Any]] = {}
+        """Of the config that the script asked for by ``get_ds_config_from_hparams``."""
         self._buffers_unlinked = False
 
     def install(self) -> None:
         """Start waiting for the script's imports."""
-        ImportWatch({"torch": self._torch_imported, "deepspeed": self._deepspeed_imported}).install()
+        watched = {"torch": self._torch_imported, "deepspeed": self._deepspeed_imported}
+        if self._plan.trackers_dir:
+            watched["torch.utils.tensorboard.writer"] = self._tensorboard_imported
+        ImportWatch(watched).install()
 
     @property
     def _accelerator(self) -> Any:
@@ -123,6 +138,9 @@ class DeepSpeedHook:
         if self._plan.device_memory_bytes is not None:
             limit_cuda_memory(torch, self._plan.device_memory_bytes, self._rank.local_rank)
 
+    def _tensorboard_imported(self, writer: ModuleType) -> None:
+        redirect_summaries(writer.SummaryWriter, Path(self._plan.trackers_dir) / "tensorboard")
+
     def _deepspeed_imported(self, deepspeed: ModuleType) -> None:
         self._deepspeed = deepspeed
         self._progress.device = self._accelerator.device_name()
@@ -131,6 +149,16 @@ class DeepSpeedHook:
         else:
             self._memory = CudaMemory(self._accelerator)
         self._deepspeed.initialize = self._wrap(self._deepspeed.initialize)
+        self._wrap_zero_init(self._deepspeed.zero.Init)
+        if self._plan.measures:
+            disable_checkpoints(self._deepspeed.DeepSpeedEngine)
+            forgive_checkpoints(self._deepspeed.DeepSpeedEngine, is_misfit=self._is_misfit)
+
+    def _is_misfit(self, error: Exception) -> bool:
+        """Whether an error may come of a checkpoint that does not fit: neither memory nor communication failed."""
+        limited = self._progress.limited
+        found = diagnose(error, phase="initialize", device=self._progress.device, limited=limited)
+        return found.outcome in (Outcome.INVALID_CONFIG, Outcome.SCRIPT_ERROR)
 
     def _prepare_cpu(self) -> None:
         if not self._rank.can_compile:
@@ -155,21 +183,25 @@ class DeepSpeedHook:
         def initialize(*args: Any, **kwargs: Any) -> Any:
             before, self._progress.phase = self._progress.phase, "initialize"
             bound = signature.bind(*args, **kwargs)
-            self._lay_over(bound.arguments)
+            differences = self._lay_over(bound.arguments)
             started = time.perf_counter()
             result = original(*bound.args, **bound.kwargs)
             self._progress.phase = before
             if self._plan.measures and self._engine is None:
-                self._follow(result[0], time.perf_counter() - started)
+                self._follow(result[0], time.perf_counter() - started, differences)
             return result
 
         return initialize
 
-    def _lay_over(self, arguments: dict[str, Any]) -> None:
+    def _lay_over(self, arguments: dict[str, Any]) -> dict[str, list[Any]]:
         """Replace the config among the arguments of ``deepspeed.initialize``; the script's stay as is.
 
         Every engine of a script gets the overlay; the first alone is measured. Where the script passes no
-        config, or two, DeepSpeed is left to refuse that itself.
+        config, or two, DeepSpeed is left to refuse that itself. Returns where the script's config differs from the
+        user's file.
+
+        Raises:
+            ValueError: If the config cannot be read, or does not go with the model.
         """
         given = [name for name in ("config", "config_params") if arguments.get(name) is not None]
         args = arguments.get("args")
@@ -184,18 +216,64 @@ class DeepSpeedHook:
             for name in on_args:
                 setattr(args, name, None)
         else:
-            return
+            return {}
         arguments.pop("config_params", None)
-        arguments["config"] = effective_config(
-            read_config(source), self._plan.overlay, client_optimizer=arguments.get("optimizer")
-        )
+        config = self._config.lay_over(source, client_optimizer=arguments.get("optimizer"))
+        self._config.check_model(arguments.get("model"), config)
+        arguments["config"] = config
+        return self._config.differences(source)
 
-    def _follow(self, engine: Any, initialize_s: float) -> None:
+    def _wrap_zero_init(self, init_class: Any) -> None:
+        """Have ``deepspeed.zero.Init(config_dict_or_path=...)`` see the trial's config; the class stays the same."""
+        original = init_class.__init__
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: N807 - takes the place of one
+            before, self._progress.phase = self._progress.phase, "initialize"
+            bound = signature.bind(*args, **kwargs)
+            name = "config_dict_or_path" if bound.arguments.get("config") is None else "config"  # DeepSpeed's order
+            if isinstance(bound.arguments.get(name), str | os.PathLike | Mapping):
+                bound.arguments[name] = self._config.lay_over(bound.arguments[name])
+            original(*bound.args, **bound.kwargs)
+            self._progress.phase = before
+
+        init_class.__init__ = __init__
+
+    def trial_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a config with the trial's overlay over it."""
+        self._differences = self._config.differences(config)
+        return self._config.lay_over(config)
+
+    def reporting(self, engine: Any) -> AbstractContextManager[None]:
+        """Return the context around a micro-batch of a loop that the hook may not see (``runtime/reporting.py``).
+
+        Raises:
+            RuntimeError: If no engine is measured yet and this is none.
+            ValueError: If the engine was built without the trial's config.
+        """
+        if not self._plan.measures:
+            return nullcontext()
+        given = _is_engine(engine)
+        if self._meter is None:
+            if not given:
+                raise RuntimeError(
+                    "optuna-dsat knows no engine to measure: give dsat_reporting_context the DeepSpeed engine, or "
+                    "build it with deepspeed.initialize."
+                )
+            self._progress.phase = "initialize"  # what is wrong with it is the configuration's fault
+            self._config.check_engine(engine)
+            self._follow(engine, 0.0, self._differences)
+        elif given and engine is not self._engine:
+            return nullcontext()
+        return nullcontext() if self._meter is None else self._meter.micro_batch()
+
+    def _follow(self, engine: Any, initialize_s: float, differences: Mapping[str, list[Any]]) -> None:
         if self._memory is None:
             raise RuntimeError("An engine built before DeepSpeed's import has ended cannot be measured.")
         self._engine = engine
         self._memory.engine_ready()
-        self._writer.write(self._engine_ready(engine, initialize_s))
+        self._writer.write(self._engine_ready(engine, initialize_s, differences))
         clock: Clock = HostClock() if self._progress.device == "cpu" else DeviceClock(self._accelerator)
         profiler = None
         if self._plan.purpose == "profile":
@@ -207,7 +285,7 @@ class DeepSpeedHook:
                 memory=self._memory,
                 write=self._writer.write,
             )
-        Meter(
+        self._meter = Meter(
             engine,
             rank=self._rank.rank,
             write=self._write_step,
@@ -217,7 +295,8 @@ class DeepSpeedHook:
             end_step=self._plan.end_profile_step,
             leave=self._leave,
             observer=profiler,
-        ).attach()
+        )
+        self._meter.attach()
 
     def _write_step(self, event: Event) -> None:
         self._writer.write(event)
@@ -225,7 +304,7 @@ class DeepSpeedHook:
             self._buffers_unlinked = True
             unlink_shared_buffers()
 
-    def _engine_ready(self, engine: Any, initialize_s: float) -> EngineReady:
+    def _engine_ready(self, engine: Any, initialize_s: float, differences: Mapping[str, list[Any]]) -> EngineReady:
         params, trainable = count_parameters(engine.module)
         return EngineReady(
             rank=self._rank.rank,
@@ -242,7 +321,13 @@ class DeepSpeedHook:
             device=self._progress.device,
             torch_version=str(sys.modules["torch"].__version__),
             deepspeed_version=str(self._deepspeed.__version__),
+            config_differences=differences,
         )
+
+
+def _is_engine(candidate: Any) -> bool:
+    needed = ("module", "train_micro_batch_size_per_gpu", "zero_optimization_stage")
+    return all(hasattr(candidate, name) for name in needed)
 
 
 def _compile_without_limit() -> None:

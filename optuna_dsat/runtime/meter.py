@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -64,6 +64,8 @@ class Meter:
     Costs a step two marks per phase, one wait for the device and one line in the event file; nothing else is
     written or waited for. Phases of a pipeline engine are interleaved by its schedule and reported as 0.
 
+    A script that reaches the engine in another way says with ``micro_batch`` where its steps are.
+
     Args:
         engine: What ``deepspeed.initialize`` returned.
         rank: Global rank, for the events.
@@ -100,6 +102,10 @@ class Meter:
         self._observer = observer
         self._step = _Step()
         self._boundary_s = clock.now()
+        self._in_forward = False
+        self._watches_module = False
+        self._end_observation: Callable[[], None] | None = None
+        """Ends the observation of a whole micro-batch, where one is under way."""
 
     def attach(self) -> None:
         """Start measuring; the first step counts from now."""
@@ -120,8 +126,12 @@ class Meter:
             if not self._trains():
                 return original(*args, **kwargs)
             self._feed((args, kwargs))
-            with self._phase("forward"):
-                output = original(*args, **kwargs)
+            self._in_forward = True
+            try:
+                with self._phase("forward"):
+                    output = original(*args, **kwargs)
+            finally:
+                self._in_forward = False
             self._step.forward_end = self._step.spans[-1][2]
             self._step.loss = _scalar(output)
             return output
@@ -166,6 +176,42 @@ class Meter:
 
         return train_batch
 
+    @contextmanager
+    def micro_batch(self) -> Iterator[None]:
+        """Around forward, backward and step of one micro-batch, however the script calls them.
+
+        What the wrapped methods see within is theirs, be it one phase or many steps. A step that they do not see
+        ends here once the engine has counted one; it is one ``batch``, as a pipeline's.
+        """
+        self._watch_module()
+        steps, counted, spans = self._progress.steps, _global_steps(self._engine), len(self._step.spans)
+        self._progress.phase = "forward"
+        start = self._clock.mark()
+        with ExitStack() as observation:
+            if self._observer is not None:
+                observation.enter_context(self._observer.observe("batch", steps + 1))
+                self._end_observation = observation.close
+            yield
+        self._end_observation = None
+        self._progress.phase = "between"
+        if self._progress.steps > steps:
+            return
+        if len(self._step.spans) == spans:
+            self._step.spans.append(("batch", start, self._clock.mark()))
+            self._memory.sample()
+        if counted is None or _global_steps(self._engine) != counted:
+            self._end()
+
+    def _watch_module(self) -> None:
+        if self._watches_module or is_pipeline(self._engine):
+            return
+        self._watches_module = True
+        self._engine.module.register_forward_pre_hook(self._see_module_input, with_kwargs=True)
+
+    def _see_module_input(self, _module: Any, args: Any, kwargs: Any) -> None:
+        if not self._in_forward and self._trains():
+            self._feed((args, kwargs))
+
     def _see_pipeline_input(self, module: Any, args: Any, kwargs: Any) -> None:
         if module.training:
             self._feed((args, kwargs))
@@ -186,6 +232,9 @@ class Meter:
         # "batch" holds all three phases: a failure in it is reported as one of the forward pass, where it
         # starts.
         self._progress.phase = "forward" if name == "batch" else name
+        if self._end_observation is not None:  # the phases are seen one by one: each is observed for itself
+            self._end_observation()
+            self._end_observation = None
         start = self._clock.mark()
         if self._observer is None:
             yield
@@ -254,6 +303,12 @@ def leading_dimension(batch: Any, depth: int = _DEPTH) -> int | None:
 def is_pipeline(engine: Any) -> bool:
     """Return whether an engine is a pipeline engine, whose ``train_batch`` does a whole step."""
     return any(cls.__name__ == "PipelineEngine" for cls in type(engine).__mro__)
+
+
+def _global_steps(engine: Any) -> int | None:
+    """Return the engine's own count of optimizer steps, None where it keeps none."""
+    count = getattr(engine, "global_steps", None)
+    return count if isinstance(count, int) else None
 
 
 def _at_boundary(engine: Any) -> bool:

@@ -32,6 +32,8 @@ class LaunchPlan:
     """The launch's own DeepSpeed config file."""
     user_config_path: str
     """The user's config file; a script argument that names it is pointed to ``config_path``."""
+    trackers_dir: str = ""
+    """Folder for what the script logs by torch's ``SummaryWriter``; empty to leave it where the script wants it."""
     overlay: Mapping[str, Any] = field(default_factory=dict)
     """Laid over whatever config the script passes to ``deepspeed.initialize``; None removes a key."""
     start_profile_step: int = 3

@@ -20,6 +20,7 @@ from optuna_dsat.runtime.memory import unlink_shared_buffers
 from optuna_dsat.runtime.meter import Progress
 from optuna_dsat.runtime.plan import LaunchPlan
 from optuna_dsat.runtime.rank import Rank
+from optuna_dsat.runtime.reporting import in_trial
 from optuna_dsat.runtime.writer import EventWriteError, EventWriter, events_path
 
 __all__ = ["EXIT_EVENTS_LOST", "run_rank"]
@@ -71,7 +72,9 @@ class _Session:
                 host=rank.host,
             )
         )
-        DeepSpeedHook(plan=plan, rank=rank, writer=self._writer, progress=self._progress, leave=self._leave).install()
+        hook = DeepSpeedHook(plan=plan, rank=rank, writer=self._writer, progress=self._progress, leave=self._leave)
+        hook.install()
+        in_trial(hook)
         give_local_rank(rank.local_rank)
         args = point_to_config(target.args, user_config=plan.user_config_path, config=plan.config_path)
         try:

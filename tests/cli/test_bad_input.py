@@ -33,12 +33,26 @@ def folder(tmp_path: Path) -> Path:
         json.dumps({"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2})
     )
     (tmp_path / "plain-file").write_text("")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "train.py").write_text("raise SystemExit('never run')\n")
+    (tmp_path / "package" / "broken.py").write_text("def oops(:\n")
     return tmp_path
 
 
 CASES = {
     "script-missing": (["random", "gone.py", "ds.json"], "gone.py does not exist"),
     "script-not-python": (["random", "broken.py", "ds.json"], "not Python (line 1)"),
+    "script-is-a-module": (["random", "package.train", "ds.json"], "To run a module, say so with -m."),
+    "module-missing": (["random", "-m", "package.gone", "ds.json"], "there is no package/gone.py and no package/gone/"),
+    "module-is-a-path": (
+        ["asha", "--module", "package/train.py", "ds.json"],
+        "such as package.module; got 'package/tr",
+    ),
+    "module-is-a-package": (["random", "-m", "package", "ds.json"], "package/__main__.py"),
+    "module-not-python": (
+        ["binary", "-m", "package.broken", "ds.json"],
+        "module package.broken is not Python (line 1)",
+    ),
     "config-missing": (["random", "train.py", "gone.json"], "gone.json"),
     "config-empty": (["random", "train.py", "empty.json"], "empty"),
     "config-not-json": (["random", "train.py", "text.json"], "text.json"),
@@ -100,6 +114,13 @@ def test_a_dry_run_shows_the_space_and_launches_nothing(folder: Path, stages: li
     assert "stage3_prefetch_bucket_size" not in done.stdout
     assert "Profile launch" in done.stdout
     assert {path.name for path in folder.iterdir()} == before
+
+
+def test_a_module_is_found_without_being_imported(folder: Path) -> None:
+    done = tune(folder, "random", "-m", "package.train", "ds.json", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "Profile launch" in done.stdout
+    assert not (folder / "package" / "__pycache__").exists()
 
 
 def test_arguments_after_two_dashes_are_the_scripts(folder: Path) -> None:

@@ -110,3 +110,10 @@ class Starter:
             check=False,
         )
         return Launch(folder=self.folder, exit_code=done.returncode, output=done.stdout)
+
+
+def script(start: Starter, text: str) -> str:
+    """Write a script into the folder of a launch; return its path."""
+    path = start.folder / "script.py"
+    path.write_text(text, encoding="utf-8")
+    return str(path)

@@ -11,35 +11,9 @@ import pytest
 
 from optuna_dsat.runtime.events import RankFailed, RankFinished
 
-from .starting import ROOT, SCRIPTS, Starter
+from .starting import ROOT, SCRIPTS, Starter, script
 
 SEEN = str(SCRIPTS / "seen.py")
-
-STUB = """
-import json
-class accelerator:
-    class get_accelerator:
-        def device_name(self): return "cuda"
-def initialize(args=None, model=None, optimizer=None, config=None, config_params=None):
-    print(json.dumps([config, config_params, vars(args) if args else None], sort_keys=True))
-    if args is not None and args.deepspeed_config is not None and config is not None:
-        raise AssertionError("given two")
-    return (object(),)
-"""
-
-
-@pytest.fixture
-def stubs(tmp_path: Path) -> Path:
-    package = tmp_path / "stubs" / "deepspeed"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text(STUB, encoding="utf-8")
-    return package.parent
-
-
-def script(start: Starter, text: str) -> str:
-    path = start.folder / "script.py"
-    path.write_text(text, encoding="utf-8")
-    return str(path)
 
 
 @pytest.mark.parametrize("command", [[SEEN, "a", "--b=c"], ["--module", "seen", "x"]], ids=["script", "module"])
@@ -126,6 +100,114 @@ print(CONFIG == before, ARGS.deepspeed_config == PATH, PATH)
     assert args in (None, {"deepspeed_config": None, "other": 1})
     assert after == f"True True {start.config}"
     assert [event.kind for event in launch.events()] == ["rank_started", "rank_finished"]
+
+
+@pytest.mark.parametrize(
+    ("given", "seen"),
+    [
+        ("config_dict_or_path=PATH", 0),
+        ("None, json.load(open(PATH))", 0),
+        ("config=PATH", 1),
+        ("config_dict_or_path='not used', config=PATH", 1),
+    ],
+)
+def test_the_overlay_reaches_zero_init(start: Starter, stubs: Path, given: str, seen: int) -> None:
+    text = f"import json, sys, deepspeed\nPATH = sys.argv[1]\ndeepspeed.zero.Init({given}, enabled=False)\n"
+    overlay = {**OVERLAY, "zero_optimization": {"stage": 3}}
+    launch = start.alone(script(start, text), str(start.user_config), overlay=overlay, stubs=stubs, purpose="full")
+    assert launch.exit_code == 0, launch.log("stderr")
+    arguments = json.loads(launch.log("stdout"))
+    assert arguments[seen]["train_micro_batch_size_per_gpu"] == 8
+    assert arguments[seen]["zero_optimization"]["stage"] == 3
+    assert arguments[2] is False
+
+
+def test_a_zero_init_without_a_config_is_left_alone(start: Starter, stubs: Path) -> None:
+    launch = start.alone(script(start, "import deepspeed\ndeepspeed.zero.Init()\n"), stubs=stubs, purpose="full")
+    assert json.loads(launch.log("stdout")) == [None, None, True]
+
+
+SAVE = """
+import deepspeed
+engine = deepspeed.DeepSpeedEngine()
+print(engine.save_checkpoint("kept", tag="one"), engine.save_checkpoint("kept"), engine.save_16bit_model("kept"))
+engine.gathers = False
+print(engine.save_16bit_model("kept", "file"))
+try:
+    engine.save_checkpoint("")
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_a_trial_writes_no_checkpoint_and_says_so_once(start: Starter, stubs: Path) -> None:
+    launch = start.alone(script(start, SAVE), stubs=stubs)
+    assert launch.exit_code == 0, launch.log("stderr")
+    assert launch.log("stdout").splitlines() == [
+        "True True True",
+        "False",
+        "save_dir must be a non-empty string, got ''",
+    ]
+    [line] = launch.log("stderr").splitlines()
+    assert line.startswith("optuna-dsat: no checkpoint is written during a trial; save_checkpoint to kept was skipped")
+
+
+def test_a_full_run_writes_its_checkpoints(start: Starter, stubs: Path) -> None:
+    launch = start.alone(script(start, SAVE), stubs=stubs, purpose="full")
+    assert launch.log("stdout").count("saved to kept") == 4
+
+
+WRITER = """
+class SummaryWriter:
+    def __init__(self, log_dir=None, comment=""):
+        print(log_dir, comment)
+"""
+
+
+@pytest.mark.parametrize("redirected", [True, False])
+def test_summaries_go_to_the_trials_folder(start: Starter, redirected: bool) -> None:
+    package = "from .writer import SummaryWriter\n"
+    files = {"": "", "utils/": "", "utils/tensorboard/": package, "utils/tensorboard/writer.py": WRITER}
+    for name, text in files.items():  # torch itself wants TensorBoard installed
+        path = start.folder / "stubs" / "torch" / (name if name.endswith(".py") else f"{name}__init__.py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    text = (
+        "from torch.utils.tensorboard import SummaryWriter\n"
+        "SummaryWriter('/data/logs/run-1/', comment='x')\nSummaryWriter()\n"
+    )
+    trackers = "/trial/trackers" if redirected else ""
+    launch = start.alone(script(start, text), stubs=start.folder / "stubs", trackers_dir=trackers)
+    assert launch.exit_code == 0, launch.log("stderr")
+    folder = "/trial/trackers/tensorboard"
+    expected = [f"{folder}/run-1 x", f"{folder} "] if redirected else ["/data/logs/run-1/ x", "None "]
+    assert launch.log("stdout").splitlines() == expected
+
+
+LOAD = """
+from pathlib import Path
+import torch, deepspeed
+engine = deepspeed.DeepSpeedEngine()
+for tag in ("other", "memory"):
+    folder = Path("saved", tag)
+    folder.mkdir(parents=True)
+    torch.save({"module": {}, "global_steps": 3, "ds_version": "1", "epoch": 7}, folder / "mp_rank_00_model_states.pt")
+print(engine.load_checkpoint("saved", tag="fits"))
+open("saved/latest", "w").write("other")
+for tag in ("other", None, "memory", "gone"):
+    try:
+        print(engine.load_checkpoint("saved", tag=tag))
+    except (AssertionError, MemoryError) as error:
+        print(type(error).__name__)
+"""
+
+
+def test_a_checkpoint_of_another_configuration_does_not_end_a_trial(start: Starter, stubs: Path) -> None:
+    launch = start.alone(script(start, LOAD), stubs=stubs)
+    assert launch.exit_code == 0, launch.log("stderr")
+    went_on = "('saved/other/mp_rank_00_model_states.pt', {'epoch': 7})"
+    assert launch.log("stdout").splitlines() == ["('saved', {})", went_on, went_on, "MemoryError", "AssertionError"]
+    assert launch.log("stderr").count("saved/other was saved with another configuration than this trial's") == 2
 
 
 def test_two_configs_are_left_for_deepspeed_to_refuse(start: Starter, stubs: Path) -> None:

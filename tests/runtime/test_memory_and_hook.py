@@ -129,6 +129,13 @@ class accelerator:
         def device_name(self): return "cpu"
 class ops:
     __compatible_ops__ = {"deepspeed_shm_comm": True}
+class zero:
+    class Init:
+        def __init__(self, config_dict_or_path=None, config=None): pass
+class DeepSpeedEngine:
+    def save_checkpoint(self, save_dir): pass
+    def save_16bit_model(self, save_dir): pass
+    def load_checkpoint(self, load_dir): pass
 def initialize(config=None): pass
 """
 

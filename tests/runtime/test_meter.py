@@ -107,7 +107,7 @@ class Bench:
         self.events: list[Event] = []
         self.left = 0
         self.engine = engine(self.clock)
-        Meter(
+        self.meter = Meter(
             self.engine,
             rank=3,
             write=self.events.append,
@@ -117,7 +117,8 @@ class Bench:
             end_step=2,
             leave=self._leave,
             observer=observer,
-        ).attach()
+        )
+        self.meter.attach()
 
     def _leave(self) -> None:
         self.left += 1

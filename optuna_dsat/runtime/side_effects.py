@@ -1,0 +1,162 @@
+"""What a trial must not do: write over checkpoints, or log to where the user's real runs are.
+
+Whatever the script writes by itself it still writes. Loading stays as it is, except that a checkpoint of another
+ZeRO stage than the trial's, which DeepSpeed cannot load, does not end the trial: a script that resumes could not be
+tuned otherwise.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["disable_checkpoints", "forgive_checkpoints", "redirect_summaries", "without_monitors"]
+
+_MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler")
+"""Sections of a DeepSpeed config that have DeepSpeed write outside the run directory; it does without each."""
+
+
+_STATES_OF_DEEPSPEED = frozenset(
+    {
+        "buffer_names",
+        "data_sampler",
+        "dp_world_size",
+        "ds_config",
+        "ds_version",
+        "frozen_param_fragments",
+        "frozen_param_shapes",
+        "global_samples",
+        "global_steps",
+        "lr_scheduler",
+        "module",
+        "mp_world_size",
+        "optimizer",
+        "param_shapes",
+        "random_ltd",
+        "shared_params",
+        "skipped_steps",
+        "sparse_tensor_module_names",
+    }
+)
+"""Keys of a ``*model_states.pt`` that are no client state (``DeepSpeedEngine._save_checkpoint``, DeepSpeed 0.19)."""
+
+
+def without_monitors(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a DeepSpeed config without the sections that log to trackers and files of the user's."""
+    return {key: value for key, value in config.items() if key not in _MONITORS}
+
+
+def redirect_summaries(writer_class: Any, folder: Path) -> None:
+    """Have TensorBoard summaries go below ``folder``, under the last name of the folder that the script asks for.
+
+    Args:
+        writer_class: ``torch.utils.tensorboard.SummaryWriter``; the class stays the same.
+        folder: Absolute path; created by the first writer.
+    """
+    original = writer_class.__init__
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: N807 - takes the place of one
+        bound = signature.bind(*args, **kwargs)
+        wanted = bound.arguments.get("log_dir")
+        bound.arguments["log_dir"] = str(folder / Path(str(wanted)).name if wanted else folder)
+        original(*bound.args, **bound.kwargs)
+
+    writer_class.__init__ = __init__
+
+
+def disable_checkpoints(engine_class: Any) -> None:
+    """Have engines of this class write no checkpoint; the first call says so in the rank's log.
+
+    ``save_checkpoint`` and ``save_16bit_model`` take what they take and return what they return: True, and for
+    the latter False where ZeRO 3 may not gather the weights. No rank waits for another in them.
+
+    Args:
+        engine_class: ``deepspeed.DeepSpeedEngine``; pipeline engines inherit from it.
+    """
+    said: list[str] = []
+    engine_class.save_checkpoint = _skipped(engine_class.save_checkpoint, said, lambda _engine: True)
+    engine_class.save_16bit_model = _skipped(engine_class.save_16bit_model, said, _would_gather)
+
+
+def forgive_checkpoints(engine_class: Any, *, is_misfit: Callable[[Exception], bool]) -> None:
+    """Have a trial go on where a checkpoint does not fit its configuration, from the weights that the script built.
+
+    The steps take as long with other values, and the rank's log says what happened. The client state is returned,
+    as far as the checkpoint's files hold one. A checkpoint that is not there is left to DeepSpeed.
+
+    Args:
+        engine_class: ``deepspeed.DeepSpeedEngine``.
+        is_misfit: Tells errors that a misfit explains from a lack of memory and the like, which are raised.
+    """
+    original = engine_class.load_checkpoint
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        try:
+            return original(*args, **kwargs)
+        except Exception as error:
+            states = _model_states(bound.arguments["load_dir"], bound.arguments.get("tag"))
+            if states is None or not is_misfit(error):
+                raise
+            print(
+                f"optuna-dsat: {states.parent} was saved with another configuration than this trial's and cannot be "
+                f"loaded into it ({type(error).__name__}: {error}); the trial goes on from the weights that the script "
+                "built.",
+                file=sys.stderr,
+                flush=True,
+            )
+            epilogue = getattr(args[0].optimizer, "checkpoint_event_epilogue", None)
+            if epilogue is not None:
+                epilogue()
+            return str(states), _client_state(states)
+
+    engine_class.load_checkpoint = load
+
+
+def _model_states(load_dir: Any, tag: Any) -> Path | None:
+    """Return a file with the states of a checkpoint, None where there is none."""
+    folder = Path(load_dir)
+    latest = folder / "latest"
+    if tag is None and latest.is_file():
+        tag = latest.read_text(encoding="utf-8").strip()
+    return None if tag is None else min((folder / str(tag)).glob("*model_states.pt"), default=None)
+
+
+def _client_state(states: Path) -> dict[str, Any]:
+    import torch
+
+    record = torch.load(states, map_location="cpu", mmap=True, weights_only=False)  # as DeepSpeed itself loads it
+    return {key: value for key, value in record.items() if key not in _STATES_OF_DEEPSPEED}
+
+
+def _would_gather(engine: Any) -> bool:
+    return bool(not engine.zero_optimization_partition_weights() or engine.zero_gather_16bit_weights_on_model_save())
+
+
+def _skipped(original: Callable[..., Any], said: list[str], answer: Callable[[Any], bool]) -> Callable[..., bool]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def save(*args: Any, **kwargs: Any) -> bool:
+        given = signature.bind(*args, **kwargs).arguments
+        if not given["save_dir"]:
+            raise ValueError(f"save_dir must be a non-empty string, got {given['save_dir']!r}")
+        if not said:
+            said.append(original.__name__)
+            print(
+                f"optuna-dsat: no checkpoint is written during a trial; {original.__name__} to "
+                f"{given['save_dir']} was skipped, and so are those that follow.",
+                file=sys.stderr,
+                flush=True,
+            )
+        return answer(args[0])
+
+    return save

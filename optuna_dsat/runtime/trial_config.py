@@ -1,0 +1,114 @@
+"""What a launch makes of the configs that a script passes to DeepSpeed, and the ones it has to refuse."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from optuna_dsat.runtime.differences import config_differences
+from optuna_dsat.runtime.overlay import effective_config, read_config
+from optuna_dsat.runtime.plan import LaunchPlan
+from optuna_dsat.runtime.side_effects import without_monitors
+
+__all__ = ["TrialConfig"]
+
+
+class TrialConfig:
+    """Lays a launch's overlay over configs. Make it before reads of the user's file are redirected.
+
+    Args:
+        plan: The launch.
+        world_size: Its ranks.
+    """
+
+    def __init__(self, plan: LaunchPlan, *, world_size: int) -> None:
+        self._plan = plan
+        self._world_size = world_size
+        self._user = _read(plan.user_config_path)
+        self._launch = _read(plan.config_path)
+
+    def lay_over(self, config: Any, *, client_optimizer: object | None = None) -> dict[str, Any]:
+        """Return a config with the overlay over it, in trials without the sections that log elsewhere.
+
+        Args:
+            config: A dict, the path of a (H)JSON file, or base64 text.
+            client_optimizer: The optimizer that the script passes to ``deepspeed.initialize``.
+
+        Raises:
+            ValueError: If the config is none of these.
+        """
+        laid = effective_config(read_config(config), self._plan.overlay, client_optimizer=client_optimizer)
+        return without_monitors(laid) if self._plan.measures else laid
+
+    def differences(self, config: Any) -> dict[str, list[Any]]:
+        """Return where a config that the script passes differs from the user's file (see ``config_differences``)."""
+        if self._user is None or self._launch is None:
+            return {}
+        return config_differences(
+            read_config(config), user=self._user, launch=self._launch, world_size=self._world_size
+        )
+
+    def check_model(self, model: Any, config: Mapping[str, Any]) -> None:
+        """Refuse what DeepSpeed would refuse less clearly, or meet with an error of another kind.
+
+        Raises:
+            ValueError: If a pipeline module is to run with ZeRO 2 or 3, or a model that was partitioned for ZeRO 3
+                while it was built with a lower stage.
+        """
+        stage = _stage_of(config)
+        if stage > 1 and any(cls.__name__ == "PipelineModule" for cls in type(model).__mro__):
+            raise ValueError(
+                f"The script trains a PipelineModule, which DeepSpeed runs with ZeRO 0 or 1 only; the config says "
+                f"ZeRO {stage}. Set zero_optimization.stage to 0 or 1 in {Path(self._plan.user_config_path).name}."
+            )
+        if stage < 3 and any(hasattr(parameter, "ds_id") for parameter in getattr(model, "parameters", list)()):
+            raise ValueError(
+                f"The script builds its model within deepspeed.zero.Init, which is for ZeRO 3; this configuration is "
+                f"ZeRO {stage}. Tune with --zero-stages 3, or enter zero.Init at ZeRO 3 only (enabled=...)."
+            )
+
+    def check_engine(self, engine: Any) -> None:
+        """Check that an engine which the script built by itself runs the launch's config.
+
+        Raises:
+            ValueError: If ZeRO stage or batch sizes are others.
+        """
+        if self._launch is None:
+            return
+        wanted = {
+            "zero_optimization.stage": (_stage_of(self._launch), int(engine.zero_optimization_stage())),
+            "train_micro_batch_size_per_gpu": (
+                self._launch.get("train_micro_batch_size_per_gpu"),
+                int(engine.train_micro_batch_size_per_gpu()),
+            ),
+            "gradient_accumulation_steps": (
+                self._launch.get("gradient_accumulation_steps"),
+                int(engine.gradient_accumulation_steps()),
+            ),
+        }
+        other = [
+            f"{key} is {has}, not {should}"
+            for key, (should, has) in wanted.items()
+            if isinstance(should, int) and should != has
+        ]
+        if other:
+            raise ValueError(
+                f"The engine was built without this trial's config: {', '.join(other)}. Take the config from "
+                "optuna_dsat.get_ds_config_from_hparams, or build the engine with deepspeed.initialize."
+            )
+
+
+def _read(path: str) -> dict[str, Any] | None:
+    try:
+        return read_config(path)
+    except ValueError as error:
+        print(f"optuna-dsat: {error}", file=sys.stderr)
+        return None
+
+
+def _stage_of(config: Mapping[str, Any]) -> int:
+    zero = config.get("zero_optimization")
+    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
+    return stage if isinstance(stage, int) else 0

@@ -1,0 +1,85 @@
+"""Plain DeepSpeed scripts: however the config reaches DeepSpeed, the trial's settings are what runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.events import EngineReady
+
+from .conftest import CONFIG, Launch
+
+pytestmark = pytest.mark.torchrun
+EXAMPLE = "plain"
+
+PARAMETERS = 16 * 32 + 32 + 32 * 32 + 32 + 32 + 1
+
+
+def test_the_flags_of_deepspeed_and_a_checkpoint_that_is_loaded_and_kept(example: Path, launch: Launch) -> None:
+    plain = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "by_flag.py"]
+    flags = ("--deepspeed", "--deepspeed_config", CONFIG)
+    environ = {**os.environ, "DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "2"}
+    subprocess.run([*plain, *flags, "--steps", "2"], cwd=example, env=environ, check=True, capture_output=True)
+    assert (example / "checkpoints" / "latest").read_text() == "global_step2"
+    overlay = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 2}}
+    launched = launch("by_flag.py", *flags, "--resume", overlay=overlay, end_profile_step=4)
+    assert launched.report.outcome is Outcome.MEASURED, launched.report
+    assert f"resumed from {Path('checkpoints', 'global_step2')}" in launched.output
+    assert "step 4 loss" in launched.output
+    assert "saved True" in launched.output
+    assert launched.errors.count("optuna-dsat: no checkpoint is written during a trial") == 1
+    assert launched.changed == set()
+    assert (launched.engine.zero_stage, launched.engine.train_batch_size) == (2, 6)
+    assert {(step.samples, step.observed_micro_batch) for step in launched.steps} == {(3, 3)}
+    assert launched.engine.config_differences == {}
+    other = launch(
+        "by_flag.py", *flags, "--resume", overlay={"zero_optimization": {"stage": 3}}, launch_id="trial-0001"
+    )
+    assert other.report.outcome is Outcome.MEASURED, other.report
+    assert "after step 2" in other.output  # the client state is there, the weights of another stage are not
+    assert "checkpoints/global_step2 was saved with another configuration than this trial's" in other.errors
+
+
+def test_the_path_of_the_config_reaches_zero_init_too(launch: Launch) -> None:
+    overlay = {"train_micro_batch_size_per_gpu": 5, "zero_optimization": {"stage": 3}}
+    launched = launch("by_path.py", "--deepspeed", CONFIG, overlay=overlay, purpose="profile")
+    assert launched.report.outcome is Outcome.MEASURED, launched.report
+    assert "built partitioned" in launched.output
+    assert launched.engine.zero_stage == 3
+    assert launched.profile.params == PARAMETERS
+    assert {step.observed_micro_batch for step in launched.steps} == {5}  # found behind a scalar, in a dict by keyword
+
+
+def test_a_config_in_code_accumulates_as_the_trial_says_and_its_differences_are_told(launch: Launch) -> None:
+    overlay = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
+    launched = launch("in_code.py", "--optimizer", "Adam", "--accumulate", "4", overlay=overlay)
+    assert launched.report.outcome is Outcome.MEASURED, launched.report
+    assert launched.engine.gradient_accumulation_steps == 3
+    assert {(step.samples, step.observed_micro_batch) for step in launched.steps} == {(6, 2)}
+    assert launched.record.metrics(flops_per_sample=1.0)["throughput"] > 0
+    assert launched.engine.config_differences == {
+        "gradient_accumulation_steps": [4, 1],
+        "optimizer.type": ["Adam", "AdamW"],
+    }
+    assert launched.changed == set()  # DeepSpeed's csv_monitor would have written
+
+
+def test_of_two_engines_the_first_is_counted(launch: Launch) -> None:
+    overlay = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}
+    launched = launch("two_engines.py", f"--deepspeed_config={CONFIG}", overlay=overlay)
+    assert launched.report.outcome is Outcome.MEASURED, launched.report
+    assert [engine.params for engine in launched.of(EngineReady)] == [PARAMETERS] * 2  # one event a rank
+    assert sorted(step.step for step in launched.steps) == [1, 1, 2, 2, 3, 3]
+    assert {step.samples for step in launched.steps} == {2}
+
+
+def test_the_config_that_ships_is_valid_json_for_every_example() -> None:
+    folder = Path(__file__).parents[2] / "examples"
+    for path in sorted(folder.glob(f"*/{CONFIG}")):
+        assert json.loads(path.read_text(encoding="utf-8"))["optimizer"]["params"]["torch_adam"] is True, path

@@ -1,0 +1,142 @@
+"""Where the script's config differs from the file, and what a launch refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from optuna_dsat.runtime.differences import config_differences
+from optuna_dsat.runtime.plan import LaunchPlan
+from optuna_dsat.runtime.trial_config import TrialConfig
+
+USER: dict[str, Any] = {
+    "train_batch_size": 16,
+    "train_micro_batch_size_per_gpu": 4,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.001}},
+    "fp16": {"enabled": "auto"},
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": [1000, 2000]},
+    "steps_per_print": 10,
+}
+OVERLAY: dict[str, Any] = {
+    "train_batch_size": None,
+    "train_micro_batch_size_per_gpu": 8,
+    "gradient_accumulation_steps": 2,
+    "zero_optimization": {"stage": 1, "reduce_bucket_size": 2000},
+}
+LAUNCH: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 8,
+    "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.001}},
+    "fp16": {"enabled": "auto"},
+    "zero_optimization": {"stage": 1, "reduce_bucket_size": 2000},
+}
+
+
+def differences(script: dict[str, Any]) -> dict[str, list[Any]]:
+    return config_differences(script, user=USER, launch=LAUNCH, world_size=2)
+
+
+@pytest.mark.parametrize("script", [USER, LAUNCH], ids=["the file", "the launch's file"])
+def test_a_script_that_reads_the_file_has_no_differences(script: dict[str, Any]) -> None:
+    assert differences({**script, "steps_per_print": 1, "wall_clock_breakdown": True}) == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"optimizer": {"type": "Adam", "params": {"lr": 0.001}}}, {"optimizer.type": ["Adam", "AdamW"]}),
+        ({"bf16": {"enabled": True}}, {"bf16.enabled": [True, None]}),
+        ({"fp16": {"enabled": True}}, {}),
+        ({"optimizer": {}}, {"optimizer.params.lr": [None, 0.001], "optimizer.type": [None, "AdamW"]}),
+        ({"zero_optimization": {"stage": 1, "reduce_bucket_size": 1000}}, {}),
+        (
+            {"zero_optimization": {"stage": 3, "reduce_bucket_size": 7}},
+            {"zero_optimization.reduce_bucket_size": [7, [1000, 2000]], "zero_optimization.stage": [3, 2]},
+        ),
+        ({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4}, {"gradient_accumulation_steps": [4, 2]}),
+        ({"train_batch_size": 16, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 1},
+         {"gradient_accumulation_steps": [1, 2]}),
+        ({"train_micro_batch_size_per_gpu": None, "gradient_accumulation_steps": 2}, {}),
+        ({"tensorboard": {"enabled": True}}, {}),
+    ],
+    ids=lambda value: json.dumps(value),
+)  # fmt: skip
+def test_what_differs_from_both_is_told_with_both_values(changes: dict[str, Any], found: dict[str, Any]) -> None:
+    assert differences({**USER, **changes}) == found
+
+
+def trial_config(folder: Path, *, purpose: str = "trial") -> TrialConfig:
+    for name, config in (("user.json", USER), ("launch.json", LAUNCH)):
+        (folder / name).write_text(json.dumps(config), encoding="utf-8")
+    plan = LaunchPlan(
+        launch_id="trial-0000",
+        purpose=purpose,
+        events_dir=str(folder),
+        log_dir="",
+        config_path=str(folder / "launch.json"),
+        user_config_path=str(folder / "user.json"),
+        overlay=OVERLAY,
+    )
+    return TrialConfig(plan, world_size=2)
+
+
+def test_monitors_are_off_in_trials_and_on_in_a_full_run(tmp_path: Path) -> None:
+    script = {**USER, "tensorboard": {"enabled": True}, "comet": {"enabled": True}, "csv_monitor": {"enabled": True}}
+    trial = trial_config(tmp_path).lay_over({**script, "wandb": {"enabled": True}})
+    assert trial["zero_optimization"]["stage"] == 1
+    assert not {"tensorboard", "comet", "csv_monitor", "wandb"} & set(trial)
+    assert trial_config(tmp_path, purpose="full").lay_over(script)["tensorboard"] == {"enabled": True}
+
+
+def test_without_the_files_nothing_is_said_to_differ(tmp_path: Path) -> None:
+    config = trial_config(tmp_path)
+    assert config.differences({"bf16": {"enabled": True}})["bf16.enabled"] == [True, None]
+    plan = LaunchPlan(
+        launch_id="a", purpose="trial", events_dir="", log_dir="", config_path="none", user_config_path="none"
+    )
+    assert TrialConfig(plan, world_size=2).differences({"bf16": {"enabled": True}}) == {}
+
+
+class PipelineModule:
+    def parameters(self) -> list[Any]:
+        return []
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_pipeline_is_refused_at_zero_2_and_3(tmp_path: Path, stage: int) -> None:
+    config = trial_config(tmp_path)
+    if stage < 2:
+        config.check_model(PipelineModule(), {"zero_optimization": {"stage": stage}})
+        return
+    with pytest.raises(ValueError, match=rf"ZeRO 0 or 1 only; the config says ZeRO {stage}\. .*user\.json"):
+        config.check_model(PipelineModule(), {"zero_optimization": {"stage": stage}})
+
+
+def test_a_model_partitioned_by_zero_init_is_refused_below_zero_3(tmp_path: Path) -> None:
+    model = SimpleNamespace(parameters=lambda: [SimpleNamespace(ds_id=0)])
+    config = trial_config(tmp_path)
+    config.check_model(model, {"zero_optimization": {"stage": 3}})
+    for other in ({"zero_optimization": {"stage": 2}}, {}):
+        with pytest.raises(ValueError, match=r"zero\.Init, which is for ZeRO 3.*--zero-stages 3"):
+            config.check_model(model, other)
+
+
+def engine(stage: int = 1, micro_batch: int = 8, accumulation: int = 2) -> SimpleNamespace:
+    return SimpleNamespace(
+        zero_optimization_stage=lambda: stage,
+        train_micro_batch_size_per_gpu=lambda: micro_batch,
+        gradient_accumulation_steps=lambda: accumulation,
+    )
+
+
+def test_an_engine_that_the_script_built_must_run_the_trials_config(tmp_path: Path) -> None:
+    config = trial_config(tmp_path)
+    config.check_engine(engine())
+    with pytest.raises(ValueError, match=r"stage is 2, not 1, train_micro_batch_size_per_gpu is 4, not 8\. "):
+        config.check_engine(engine(stage=2, micro_batch=4))
+    with pytest.raises(ValueError, match=r"gradient_accumulation_steps is 1, not 2.*get_ds_config_from_hparams"):
+        config.check_engine(engine(accumulation=1))

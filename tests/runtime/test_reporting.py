@@ -1,0 +1,182 @@
+"""What a script may call itself: outside a trial, in one, and around steps that are seen or not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import optuna_dsat
+from optuna_dsat.runtime.events import RankFailed
+
+from .starting import ROOT, Starter, script
+from .test_meter import Bench, Engine, FakeClock
+
+
+class Unseen(Engine):
+    """An engine that counts its steps as DeepSpeed does, and whose methods are called past the wrapped ones."""
+
+    def __init__(self, clock: FakeClock, accumulation: int = 1) -> None:
+        super().__init__(clock, accumulation)
+        self.global_steps = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.module(*args, **kwargs)
+        return super().forward()
+
+    def step(self) -> None:
+        self.global_steps += self.is_gradient_accumulation_boundary()
+        super().step()
+
+
+def unseen_micro_step(bench: Bench, size: int = 4) -> None:
+    engine = bench.engine
+    loss = Unseen.forward(engine, torch.ones(size, 2))
+    Unseen.backward(engine, loss)
+    Unseen.step(engine)
+
+
+def test_steps_that_nobody_sees_are_counted_by_their_contexts() -> None:
+    bench = Bench(lambda clock: Unseen(clock, accumulation=2))
+    for size in (4, 6, 4):
+        bench.clock.time += 10.0  # data
+        with bench.meter.micro_batch():
+            assert bench.progress.phase == "forward"
+            unseen_micro_step(bench, size)
+    [step] = bench.steps
+    assert (step.latency_s, step.samples, step.observed_micro_batch) == (26.5, 10, 6)
+    assert (step.forward_s, step.backward_s, step.step_s) == (0.0, 0.0, 0.0)
+    assert bench.progress.phase == "between"
+
+
+def test_steps_that_are_seen_are_counted_once() -> None:
+    bench = Bench(Unseen)
+    with bench.meter.micro_batch():
+        bench.micro_step()
+    assert [(step.samples, step.forward_s, step.backward_s) for step in bench.steps] == [(4, 1.0, 2.0)]
+
+
+def test_a_context_around_a_whole_training_leaves_its_steps_alone() -> None:
+    bench = Bench(Unseen)
+    with bench.meter.micro_batch():
+        bench.micro_step()
+        bench.micro_step()
+    assert [(step.step, step.latency_s, step.samples) for step in bench.steps] == [(1, 3.25, 4), (2, 3.25, 4)]
+    assert bench.left == 1
+
+
+def test_a_step_that_is_seen_in_part_keeps_the_phases_that_were() -> None:
+    bench = Bench(Unseen)
+    with bench.meter.micro_batch():
+        loss = bench.engine(torch.ones(5, 2))
+        bench.engine.backward(loss)
+        Unseen.step(bench.engine)
+    [step] = bench.steps
+    assert (step.samples, step.forward_s, step.backward_s, step.step_s) == (5, 1.0, 2.0, 0.0)
+
+
+def test_evaluation_in_a_context_feeds_nothing() -> None:
+    bench = Bench(Unseen)
+    with bench.meter.micro_batch():
+        bench.engine.module.eval()
+        Unseen.forward(bench.engine, torch.ones(64, 2))
+        bench.engine.module.train()
+        unseen_micro_step(bench)
+    assert bench.steps[0].samples == 4
+
+
+def test_an_observer_looks_at_the_whole_until_a_phase_is_seen() -> None:
+    seen: list[Any] = []
+
+    class Observation:
+        def __init__(self, phase: str, step: int) -> None:
+            self.name = f"{phase} {step}"
+
+        def __enter__(self) -> None:
+            seen.append(f"in {self.name}")
+
+        def __exit__(self, *_: object) -> None:
+            seen.append(f"out {self.name}")
+
+    observer = SimpleNamespace(observe=Observation, boundary=lambda step, samples: seen.append((step, samples)))
+    bench = Bench(Unseen, observer)
+    with bench.meter.micro_batch():
+        unseen_micro_step(bench)
+    assert seen == ["in batch 1", "out batch 1", (1, 4)]
+    seen.clear()
+    with bench.meter.micro_batch():
+        loss = Unseen.forward(bench.engine, torch.ones(4, 2))
+        bench.engine.backward(loss)
+        bench.engine.step()
+    phases = ["in batch 2", "out batch 2", "in backward 2", "out backward 2", "in step 2", "out step 2"]
+    assert seen == [*phases, (2, 4)]
+
+
+def test_outside_a_trial_nothing_happens_and_nothing_heavy_is_imported() -> None:
+    code = (
+        "import sys, optuna_dsat\n"
+        "with optuna_dsat.dsat_reporting_context('core context', op=None) as nothing:\n"
+        "    print(nothing, sorted({'optuna', 'torch', 'deepspeed', 'pydantic', 'rich'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout == "None []\n"
+
+
+def test_outside_a_trial_the_config_is_the_base_with_its_overwrites(tmp_path: Path) -> None:
+    base = {"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"lr": 1.0}}, "tensorboard": {}}
+    (tmp_path / "ds.json").write_text(json.dumps(base), encoding="utf-8")
+    hparams: dict[str, Any] = {"deepspeed_config": "ds.json"}
+    assert optuna_dsat.get_ds_config_from_hparams(hparams, base_dir=tmp_path) == base
+    hparams["overwrite_deepspeed_args"] = {"optimizer": {"params": {"lr": 2.0}}, "tensorboard": None}
+    assert optuna_dsat.get_ds_config_from_hparams(hparams, tmp_path) == {
+        "train_batch_size": 4,
+        "optimizer": {"type": "Adam", "params": {"lr": 2.0}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("hparams", "error", "message"),
+    [
+        ({}, ValueError, "names the DeepSpeed config.*None"),
+        ({"deepspeed_config": {"stage": 1}}, ValueError, "names the DeepSpeed config"),
+        ({"deepspeed_config": "gone.json"}, FileNotFoundError, "'gone.json', but there is no file"),
+        ({"deepspeed_config": "x", "overwrite_deepspeed_args": [1]}, ValueError, "object of settings"),
+    ],
+)
+def test_hparams_that_name_no_config_are_refused(
+    hparams: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        optuna_dsat.get_ds_config_from_hparams(hparams, tmp_path)
+
+
+def test_in_a_trial_its_settings_lie_over_the_overwrites(start: Starter) -> None:
+    text = (
+        "import json, sys, optuna_dsat\n"
+        "hparams = {'deepspeed_config': sys.argv[1], 'overwrite_deepspeed_args': {'train_micro_batch_size_per_gpu': 5,"
+        " 'gradient_clipping': 1.0}}\n"
+        "print(json.dumps(optuna_dsat.get_ds_config_from_hparams(hparams)))\n"
+        "print('optuna' in sys.modules)\n"
+    )
+    overlay = {"train_micro_batch_size_per_gpu": 7, "zero_optimization": {"stage": 3}}
+    launch = start.alone(script(start, text), str(start.user_config), overlay=overlay)
+    assert launch.exit_code == 0, launch.log("stderr")
+    config, optuna = launch.log("stdout").splitlines()
+    assert json.loads(config)["train_micro_batch_size_per_gpu"] == 7
+    assert json.loads(config)["zero_optimization"]["stage"] == 3
+    assert json.loads(config)["gradient_clipping"] == 1.0
+    assert optuna == "False"
+
+
+def test_a_context_without_any_engine_says_what_it_needs(start: Starter, stubs: Path) -> None:
+    text = "import deepspeed, optuna_dsat\nwith optuna_dsat.dsat_reporting_context('core', 'op'):\n    pass\n"
+    launch = start.alone(script(start, text), stubs=stubs)
+    [failure] = launch.of(RankFailed)
+    assert failure.error_type == "RuntimeError"
+    assert "knows no engine to measure: give dsat_reporting_context the DeepSpeed engine" in failure.message
