@@ -11,7 +11,10 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_PUBLIC: dict[str, str] = {}
+_PUBLIC: dict[str, str] = {
+    "DsatCallback": "optuna_dsat.integrations.huggingface",
+    "get_hf_args_with_overwrites": "optuna_dsat.integrations.huggingface",
+}
 """Public name -> module that defines it."""
 
 __all__ = ["__version__", *_PUBLIC]

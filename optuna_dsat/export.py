@@ -45,6 +45,8 @@ class TuneResult:
     """The command that trains with it."""
     command_names_config: bool
     """Whether the command names the winning config; otherwise the script has to be pointed to it."""
+    advice: str = ""
+    """What to change in the script before it trains with the config; empty where nothing is."""
     launches: Mapping[str, int]
     """Outcome -> launches of trials."""
     slot_minutes: float

@@ -32,6 +32,7 @@ from optuna_dsat.measurement import LaunchRecord
 from optuna_dsat.memory import ModelProfile
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import Event
+from optuna_dsat.script_trainer import ScriptTrainer
 from optuna_dsat.spec import StudySpec
 
 __all__ = ["LADDER", "Profiled", "Rung", "fingerprint", "follow", "measure_profile", "script_command"]
@@ -96,6 +97,8 @@ class Profiled:
     pipeline: bool
     """Whether the script trains a pipeline module (ZeRO at most 1)."""
     device: str
+    trainer: ScriptTrainer | None = None
+    """The trainer with batch sizes of its own that the script uses, None where there is none."""
 
     def to_json(self) -> dict[str, Any]:
         """Return what ``from_json`` reads back."""
@@ -104,16 +107,19 @@ class Profiled:
             "rung": self.rung,
             "pipeline": self.pipeline,
             "device": self.device,
+            "trainer": None if self.trainer is None else self.trainer.to_json(),
         }
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Profiled:
-        """Build from what ``to_json`` returned."""
+        """Build from what ``to_json`` returned, by this version or one before it."""
+        trainer = record.get("trainer")
         return cls(
             profile=ModelProfile.from_json(record["profile"]),
             rung=record["rung"],
             pipeline=record["pipeline"],
             device=record["device"],
+            trainer=None if trainer is None else ScriptTrainer.from_json(trainer),
         )
 
 
@@ -207,6 +213,7 @@ def measure_profile(
                 rung=rung.words,
                 pipeline=record.engine.pipeline,
                 device=record.engine.device,
+                trainer=None if record.trainer is None else ScriptTrainer.from_event(record.trainer),
             )
         if not report.outcome.infeasible:
             raise _failure(report)

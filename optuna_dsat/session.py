@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import optuna
@@ -20,6 +20,7 @@ from optuna_dsat.measurement import LaunchRecord
 from optuna_dsat.methods import make_method
 from optuna_dsat.profiling import Profiled, fingerprint, measure_profile
 from optuna_dsat.progress import FinalistMeasured, Message, Observer, ProfileFinished, ProfileStarted
+from optuna_dsat.script_trainer import follow_trainer
 from optuna_dsat.space import SearchSpace
 from optuna_dsat.spec import StudySpec
 from optuna_dsat.store import Store, StudyRecord
@@ -116,6 +117,7 @@ class Session:
             StorageError: If the database failed and did not come back in time.
         """
         profiled = self._profile()
+        self._follow_trainer(profiled)
         space = space_of(self.spec, profiled)
         method = make_method(self.spec, profiled, space)
         study = self._load_study(method.sampler, method.pruner)
@@ -177,6 +179,11 @@ class Session:
             )
         return profiled
 
+    def _follow_trainer(self, profiled: Profiled) -> None:
+        if profiled.trainer is not None:
+            self._observer(Message(text=profiled.trainer.announcement()))
+        self.spec = follow_trainer(self.spec, profiled.trainer)
+
     def _find_or_measure_profile(self) -> tuple[Profiled, bool]:
         """Return the profile and whether it was there; where another worker measures it, wait for that."""
         waiting = False
@@ -236,7 +243,10 @@ class Session:
         if reason is not EndReason.INTERRUPTED:
             finalists = self._confirm(study, self._to_confirm(trials, candidates), metric, profiled)
         winner, finalist = choose_winner(candidates, finalists, maximize=maximize)
-        return self._result(study, trials, winner, finalist, finalists, metric=metric, reason=reason, maximize=maximize)
+        result = self._result(
+            study, trials, winner, finalist, finalists, metric=metric, reason=reason, maximize=maximize
+        )
+        return result if profiled.trainer is None else replace(result, advice=profiled.trainer.advice(result.config))
 
     def _to_confirm(self, trials: Sequence[FrozenTrial], candidates: Sequence[FrozenTrial]) -> list[FrozenTrial]:
         """Return the best few and the user's own config: both sides of the speed-up are measured alike."""

@@ -95,7 +95,7 @@ def run_spec(
     finally:
         launcher.close()
     if run_full and result is not None:
-        sys.exit(train(_full_request(spec, result), devices=devices, output_dir=spec.study_dir))
+        sys.exit(train(_full_request(session.spec, result), devices=devices, output_dir=spec.study_dir))
 
 
 def _full_request(spec: StudySpec, result: TuneResult) -> LaunchRequest:

@@ -21,6 +21,7 @@ from typing import Any
 
 from optuna_dsat.runtime.clock import Clock, DeviceClock, HostClock
 from optuna_dsat.runtime.events import EngineReady, Event
+from optuna_dsat.runtime.hugging_face import HuggingFaceHook
 from optuna_dsat.runtime.memory import (
     CpuMemory,
     CudaMemory,
@@ -113,7 +114,14 @@ class DeepSpeedHook:
 
     def install(self) -> None:
         """Start waiting for the script's imports."""
-        ImportWatch({"torch": self._torch_imported, "deepspeed": self._deepspeed_imported}).install()
+        hugging_face = HuggingFaceHook(plan=self._plan, rank=self._rank, write=self._writer.write)
+        ImportWatch(
+            {
+                "torch": self._torch_imported,
+                "deepspeed": self._deepspeed_imported,
+                **hugging_face.callbacks(),
+            }
+        ).install()
 
     @property
     def _accelerator(self) -> Any:
