@@ -1,4 +1,1 @@
-"""Helpers for scripts that want to take part: none of them is needed to be tuned.
-
-huggingface     for scripts that train with the Hugging Face Trainer
-"""
+"""Helpers for scripts that want to take part; none of them is needed to be tuned."""

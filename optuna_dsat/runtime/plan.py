@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LAUNCH_ENV", "PURPOSES", "LaunchPlan", "current_plan"]
+__all__ = ["LAUNCH_ENV", "PURPOSES", "LaunchPlan"]
 
 LAUNCH_ENV = "OPTUNA_DSAT_LAUNCH"
 """Environment variable that holds the path of ``launch.json``."""
@@ -84,14 +84,3 @@ class LaunchPlan:
             return cls(**{key: value for key, value in record.items() if key in known})
         except TypeError as error:
             raise ValueError(f"{path} holds no launch description: {error}.") from error
-
-
-def current_plan() -> LaunchPlan | None:
-    """Return the launch that this process belongs to, None outside of any.
-
-    Raises:
-        OSError: If its description cannot be read.
-        ValueError: If it is not a launch description.
-    """
-    path = os.environ.get(LAUNCH_ENV, "")
-    return LaunchPlan.load(path) if path else None
