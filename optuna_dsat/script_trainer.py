@@ -83,6 +83,11 @@ class ScriptTrainer:
         settings = " and ".join(f"{field}={config[key]}" for key, field in fields.items())
         return f"Set {settings} in the script's {_NAMES[self.framework][1]}: it has to agree with the config."
 
+    def trainable(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``config`` as the trainer takes it: Lightning's refuses one that says how much to accumulate."""
+        refused = ds_config.GRADIENT_ACCUMULATION if self.framework == "lightning" else None
+        return {key: value for key, value in config.items() if key != refused}
+
     def _own(self, key: str) -> int | None:
         return self.micro_batch if key == ds_config.MICRO_BATCH else self.gradient_accumulation_steps
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import optuna
@@ -20,7 +20,7 @@ from optuna_dsat.measurement import LaunchRecord
 from optuna_dsat.methods import make_method
 from optuna_dsat.profiling import Profiled, fingerprint, measure_profile
 from optuna_dsat.progress import FinalistMeasured, Message, Observer, ProfileFinished, ProfileStarted
-from optuna_dsat.script_trainer import follow_trainer
+from optuna_dsat.script_trainer import ScriptTrainer, follow_trainer
 from optuna_dsat.space import SearchSpace
 from optuna_dsat.spec import StudySpec
 from optuna_dsat.store import Store, StudyRecord
@@ -243,10 +243,17 @@ class Session:
         if reason is not EndReason.INTERRUPTED:
             finalists = self._confirm(study, self._to_confirm(trials, candidates), metric, profiled)
         winner, finalist = choose_winner(candidates, finalists, maximize=maximize)
-        result = self._result(
-            study, trials, winner, finalist, finalists, metric=metric, reason=reason, maximize=maximize
+        return self._result(
+            study,
+            trials,
+            winner,
+            finalist,
+            finalists,
+            metric=metric,
+            reason=reason,
+            maximize=maximize,
+            trainer=profiled.trainer,
         )
-        return result if profiled.trainer is None else replace(result, advice=profiled.trainer.advice(result.config))
 
     def _to_confirm(self, trials: Sequence[FrozenTrial], candidates: Sequence[FrozenTrial]) -> list[FrozenTrial]:
         """Return the best few and the user's own config: both sides of the speed-up are measured alike."""
@@ -296,9 +303,11 @@ class Session:
         metric: str,
         reason: EndReason,
         maximize: bool,
+        trainer: ScriptTrainer | None,
     ) -> TuneResult:
         spec = self.spec
-        config = trainable_config(winner.user_attrs[history.CONFIG], world_size=spec.slots_per_trial)
+        complete = trainable_config(winner.user_attrs[history.CONFIG], world_size=spec.slots_per_trial)
+        config = complete if trainer is None else trainer.trainable(complete)
         metrics = dict(finalist.metrics if finalist is not None else winner.user_attrs[history.METRICS])
         baseline = history.user_config_trial(trials)
         # Like is compared with like: a confirmed winner with the confirmed user config, where there is one.
@@ -322,7 +331,7 @@ class Session:
                 "finalists": [asdict(f) for f in finalists],
             },
         )
-        command, names_config = training_command(spec, config, config_path)
+        command, names_config = training_command(spec, complete, config_path)
         study.set_user_attr(history.WINNER, winner.number)
         return TuneResult(
             study=spec.name,
@@ -340,6 +349,7 @@ class Session:
             metrics_path=str(metrics_path),
             command=command,
             command_names_config=names_config,
+            advice="" if trainer is None else trainer.advice(complete),
             launches=dict(Counter(row.report.outcome.value for row in launches if row.purpose == "trial")),
             slot_minutes=sum(_slot_seconds(row.report) for row in launches) / 60,
         )

@@ -3,8 +3,8 @@
     torchrun --nproc_per_node 2 train.py --config ds_config.json
     torchrun --nproc_per_node 2 train.py --zero-stage 2 --batch-size 8
 
-With ``--config`` the plugin reads a DeepSpeed config, without it is built in code. The batch size is the script's own, as
-in most scripts for accelerate: it belongs to the DataLoader.
+With ``--config`` the plugin reads a DeepSpeed config, without it is built in code. The batch size is the script's own,
+as in most scripts for accelerate: it belongs to the DataLoader.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from typing import Any
 from optuna_dsat.runtime.clock import Clock, DeviceClock, HostClock
 from optuna_dsat.runtime.events import EngineReady, Event
 from optuna_dsat.runtime.hugging_face import HuggingFaceHook
+from optuna_dsat.runtime.lightning import LightningHook
 from optuna_dsat.runtime.memory import (
     CpuMemory,
     CudaMemory,
@@ -41,6 +42,8 @@ from optuna_dsat.runtime.writer import EventWriter
 __all__ = ["DeepSpeedHook", "ImportWatch"]
 
 _SHM_OPERATOR = "deepspeed_shm_comm"
+_TRAINERS = (HuggingFaceHook, LightningHook)
+"""What follows the launch's config in libraries that read it before ``deepspeed.initialize`` does."""
 
 
 class ImportWatch(MetaPathFinder):
@@ -114,12 +117,12 @@ class DeepSpeedHook:
 
     def install(self) -> None:
         """Start waiting for the script's imports."""
-        hugging_face = HuggingFaceHook(plan=self._plan, rank=self._rank, write=self._writer.write)
+        trainers = [cls(plan=self._plan, rank=self._rank, write=self._writer.write) for cls in _TRAINERS]
         ImportWatch(
             {
                 "torch": self._torch_imported,
                 "deepspeed": self._deepspeed_imported,
-                **hugging_face.callbacks(),
+                **{name: callback for hook in trainers for name, callback in hook.callbacks().items()},
             }
         ).install()
 
