@@ -12,8 +12,10 @@ from typing import Any
 __version__ = "0.1.0"
 
 _PUBLIC: dict[str, str] = {
+    "DsatCallback": "optuna_dsat.integrations.huggingface",
     "dsat_reporting_context": "optuna_dsat.runtime.reporting",
     "get_ds_config_from_hparams": "optuna_dsat.runtime.reporting",
+    "get_hf_args_with_overwrites": "optuna_dsat.integrations.huggingface",
 }
 """Public name -> module that defines it."""
 

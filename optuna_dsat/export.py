@@ -60,6 +60,8 @@ class TuneResult:
     """What ``optuna_dsat.loss_check`` found, None where it was not asked for."""
     command_names_config: bool
     """Whether the command names the winning config; otherwise the script has to be pointed to it."""
+    advice: str = ""
+    """What to change in the script before it trains with the config; empty where nothing is."""
     launches: Mapping[str, int]
     """Outcome -> launches of trials."""
     slot_minutes: float

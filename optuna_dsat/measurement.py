@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from optuna_dsat.runtime.events import EngineReady, Event, ProfileMeasured, StepMeasured
+from optuna_dsat.runtime.events import EngineReady, Event, ProfileMeasured, StepMeasured, TrainerFound
 
 __all__ = ["GlobalStep", "Interval", "LaunchRecord", "confidence_interval", "merge_ranks", "metrics_of"]
 
@@ -145,6 +145,7 @@ class LaunchRecord:
         self.start_profile_step = start_profile_step
         self.engine: EngineReady | None = None
         self.profile: ProfileMeasured | None = None
+        self.trainer: TrainerFound | None = None
         self.steps: list[GlobalStep] = []
         self.events: list[StepMeasured] = []
         self._waiting: dict[int, list[StepMeasured]] = defaultdict(list)
@@ -163,6 +164,8 @@ class LaunchRecord:
         """Take in an event; return the global step that it completes, if it does."""
         if isinstance(event, EngineReady):
             self.engine = self.engine or event
+        elif isinstance(event, TrainerFound):
+            self.trainer = self.trainer or event
         elif isinstance(event, ProfileMeasured):
             self.profile = _worst_profile(self.profile, event)
         elif isinstance(event, StepMeasured):

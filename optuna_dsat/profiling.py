@@ -33,6 +33,7 @@ from optuna_dsat.memory import ModelProfile
 from optuna_dsat.module_file import module_file
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import Event
+from optuna_dsat.script_trainer import ScriptTrainer
 from optuna_dsat.spec import StudySpec
 
 __all__ = ["LADDER", "Profiled", "Rung", "fingerprint", "follow", "measure_profile", "rungs", "script_command"]
@@ -107,6 +108,8 @@ class Profiled:
     device: str
     data_parallel_size: int | None = None
     """Ranks that consume different samples; None where an older profile does not tell: all of them."""
+    trainer: ScriptTrainer | None = None
+    """The trainer with batch sizes of its own that the script uses, None where there is none."""
 
     def to_json(self) -> dict[str, Any]:
         """Return what ``from_json`` reads back."""
@@ -116,17 +119,20 @@ class Profiled:
             "pipeline": self.pipeline,
             "device": self.device,
             "data_parallel_size": self.data_parallel_size,
+            "trainer": None if self.trainer is None else self.trainer.to_json(),
         }
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Profiled:
-        """Build from what ``to_json`` returned."""
+        """Build from what ``to_json`` returned, by this version or one before it."""
+        trainer = record.get("trainer")
         return cls(
             profile=ModelProfile.from_json(record["profile"]),
             rung=record["rung"],
             pipeline=record["pipeline"],
             device=record["device"],
             data_parallel_size=record.get("data_parallel_size"),
+            trainer=None if trainer is None else ScriptTrainer.from_json(trainer),
         )
 
 
@@ -226,6 +232,7 @@ def measure_profile(
                 pipeline=record.engine.pipeline,
                 device=record.engine.device,
                 data_parallel_size=record.engine.data_parallel_size,
+                trainer=None if record.trainer is None else ScriptTrainer.from_event(record.trainer),
             )
         if not report.outcome.infeasible:
             raise _failure(spec, report)

@@ -22,6 +22,7 @@ from optuna_dsat.measurement import LaunchRecord
 from optuna_dsat.methods import make_method
 from optuna_dsat.profiling import Profiled, fingerprint, measure_profile
 from optuna_dsat.progress import FinalistMeasured, Message, Observer, ProfileFinished, ProfileStarted
+from optuna_dsat.script_trainer import ScriptTrainer, follow_trainer
 from optuna_dsat.space import SearchSpace
 from optuna_dsat.spec import StudySpec
 from optuna_dsat.store import Store, StoredProfile, StudyRecord
@@ -133,6 +134,7 @@ class Session:
             StorageError: If the database failed and did not come back in time.
         """
         profiled = self._profile()
+        self._follow_trainer(profiled)
         space = space_of(self.spec, profiled)
         method = make_method(self.spec, profiled, space)
         study = self._load_study(method.sampler, method.pruner)
@@ -186,6 +188,11 @@ class Session:
                 )
             )
         return profiled
+
+    def _follow_trainer(self, profiled: Profiled) -> None:
+        if profiled.trainer is not None:
+            self._observer(Message(text=profiled.trainer.announcement()))
+        self.spec = follow_trainer(self.spec, profiled.trainer)
 
     def _find_or_measure_profile(self) -> tuple[Profiled, bool]:
         """Return the profile and whether it was there; where another worker measures it, wait for that."""
@@ -275,7 +282,17 @@ class Session:
             if self.interrupted:
                 reason = EndReason.INTERRUPTED
         winner, finalist = choose_winner(candidates, finalists, maximize=maximize)
-        return self._result(study, trials, winner, finalist, finalists, metric=metric, reason=reason, maximize=maximize)
+        return self._result(
+            study,
+            trials,
+            winner,
+            finalist,
+            finalists,
+            metric=metric,
+            reason=reason,
+            maximize=maximize,
+            trainer=profiled.trainer,
+        )
 
     def _to_confirm(self, trials: Sequence[FrozenTrial], candidates: Sequence[FrozenTrial]) -> list[FrozenTrial]:
         """Return the best few and the user's own config: both sides of the speed-up are measured alike."""
@@ -333,10 +350,12 @@ class Session:
         metric: str,
         reason: EndReason,
         maximize: bool,
+        trainer: ScriptTrainer | None,
     ) -> TuneResult:
         spec = self.spec
         ranks = history.data_parallel_size(winner, slots=spec.slots_per_trial)
-        config = trainable_config(winner.user_attrs[history.CONFIG], world_size=ranks)
+        complete = trainable_config(winner.user_attrs[history.CONFIG], world_size=ranks)
+        config = complete if trainer is None else trainer.trainable(complete)
         metrics = dict(finalist.metrics if finalist is not None else winner.user_attrs[history.METRICS])
         baseline = history.user_config_trial(trials)
         # Like is compared with like: a confirmed winner with the confirmed user config, where there is one.
@@ -362,8 +381,9 @@ class Session:
                 "loss_check": None if check is None else asdict(check),
             },
         )
-        command, names_config = training_command(spec, config, config_path)
+        command, names_config = training_command(spec, complete, config_path)
         own, _ = user_config(spec, data_parallel_size=ranks)
+        batch = complete["train_batch_size"]
         user_batch = ds_config.batch_triangle(own, world_size=ranks).train_batch_size
         study.set_user_attr(history.WINNER, winner.number)
         return TuneResult(
@@ -381,11 +401,12 @@ class Session:
             config_path=str(config_path),
             metrics_path=str(metrics_path),
             command=command,
-            train_batch_size=config["train_batch_size"],
+            train_batch_size=batch,
             user_train_batch_size=user_batch,
-            learning_rate_advice=learning_rate_advice(config, batch=config["train_batch_size"], user_batch=user_batch),
+            learning_rate_advice=learning_rate_advice(config, batch=batch, user_batch=user_batch),
             loss_check=None if check is None else asdict(check),
             command_names_config=names_config,
+            advice="" if trainer is None else trainer.advice(complete),
             launches=dict(Counter(row.report.outcome.value for row in launches if row.purpose == "trial")),
             slot_minutes=sum(_slot_seconds(row.report) for row in launches) / 60,
         )

@@ -12,7 +12,7 @@ LAYERS = [
     {"cli"},
     {"session", "report"},
     {"tuner", "methods", "finalists", "loss_check", "profiling", "export", "progress", "study_space"},
-    {"samplers", "pruners", "launch", "store"},
+    {"samplers", "pruners", "launch", "store", "integrations"},
     {
         "lineage",
         "memory",
@@ -27,6 +27,7 @@ LAYERS = [
         "history",
         "measurement",
         "module_file",
+        "script_trainer",
         "words",
         "spec",
     },
@@ -43,7 +44,7 @@ def layer_of(part: str) -> int:
 
 def sources() -> list[tuple[str, Path]]:
     found = [(path.stem, path) for path in (ROOT / "optuna_dsat").glob("*.py") if path.stem != "__init__"]
-    for folder in ("cli", "launch", "report", "runtime", "store"):
+    for folder in ("cli", "integrations", "launch", "report", "runtime", "store"):
         found += [(folder, path) for path in (ROOT / "optuna_dsat" / folder).rglob("*.py")]
     for folder in ("samplers", "pruners"):
         found += [(folder, path) for path in (ROOT / folder).rglob("*.py")]

@@ -207,6 +207,8 @@ def show_result(result: TuneResult, *, as_json: bool) -> None:
     else:
         print(f"Train with it, once your script reads {result.config_path}:")
     print(f"  {result.command}")
+    if result.advice:
+        print(result.advice)
 
 
 def show_plan(spec: StudySpec) -> None:

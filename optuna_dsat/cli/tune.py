@@ -158,7 +158,7 @@ def run_spec(
     if not conclude and not quiet:
         sys.stderr.write(f"Nothing is left for this worker; `optuna-dsat show {spec.name}` shows the study.\n")
     if run_full and result is not None:
-        request = _full_request(spec, result)
+        request = _full_request(session.spec, result)
         sys.exit(train(request, devices=devices, output_dir=spec.study_dir, stdout=sys.stderr if as_json else None))
 
 

@@ -17,6 +17,7 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.markdown import code, fenced, json_block, table
 from optuna_dsat.report.memory_table import memory_table
 from optuna_dsat.report.view import Standing, StudyView
+from optuna_dsat.script_trainer import follow_trainer
 from optuna_dsat.study_space import hardware_of, space_of
 from optuna_dsat.words import bytes_in_words, config_in_words, duration_in_words, metric_in_words
 
@@ -229,7 +230,8 @@ def _commands(view: StudyView) -> str:
     if view.best is not None and history.WINNER in view.attributes:
         ranks = history.data_parallel_size(view.best.trial, slots=view.spec.slots_per_trial)
         config = trainable_config(view.best.trial.user_attrs[history.CONFIG], world_size=ranks)
-        command, names_config = training_command(view.spec, config, view.spec.study_dir / BEST_CONFIG)
+        spec = follow_trainer(view.spec, None if view.profiled is None else view.profiled.trainer)
+        command, names_config = training_command(spec, config, view.spec.study_dir / BEST_CONFIG)
         shown = shlex.join(without_secrets(shlex.split(command)))
         lines += ["# train" if names_config else f"# train, once the script reads {BEST_CONFIG}", shown]
     return fenced("\n".join(lines), "sh")

@@ -20,6 +20,7 @@ __all__ = [
     "RankFinished",
     "RankStarted",
     "StepMeasured",
+    "TrainerFound",
     "decode_event",
     "encode_event",
 ]
@@ -47,6 +48,23 @@ class RankStarted(Event):
     world_size: int
     pid: int
     host: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerFound(Event):
+    """A trainer that keeps batch sizes of its own runs the script's training; they follow the launch's config."""
+
+    kind: ClassVar[str] = "trainer_found"
+
+    framework: str
+    """``transformers`` or ``lightning``."""
+    micro_batch: int | None
+    """Samples per rank and forward pass as the script says, None where it was not seen."""
+    gradient_accumulation_steps: int | None
+    """As the script says, None where it was not seen."""
+    options: Mapping[str, str]
+    """Key of the DeepSpeed config -> option of the script's command line that sets the same; empty where there is none.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +189,8 @@ class RankFailed(Event):
 
 
 _KINDS: dict[str, type[Event]] = {
-    cls.kind: cls for cls in (RankStarted, EngineReady, ProfileMeasured, StepMeasured, RankFinished, RankFailed)
+    cls.kind: cls
+    for cls in (RankStarted, TrainerFound, EngineReady, ProfileMeasured, StepMeasured, RankFinished, RankFailed)
 }
 
 

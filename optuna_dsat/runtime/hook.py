@@ -26,6 +26,8 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.clock import Clock, DeviceClock, HostClock
 from optuna_dsat.runtime.events import EngineReady, Event
 from optuna_dsat.runtime.failure import diagnose
+from optuna_dsat.runtime.hugging_face import HuggingFaceHook
+from optuna_dsat.runtime.lightning import LightningHook
 from optuna_dsat.runtime.memory import (
     CpuMemory,
     CudaMemory,
@@ -46,6 +48,8 @@ from optuna_dsat.runtime.writer import EventWriter
 __all__ = ["DeepSpeedHook", "ImportWatch"]
 
 _SHM_OPERATOR = "deepspeed_shm_comm"
+_TRAINERS = (HuggingFaceHook, LightningHook)
+"""What follows the launch's config in libraries that read it before ``deepspeed.initialize`` does."""
 
 
 class ImportWatch(MetaPathFinder):
@@ -125,7 +129,12 @@ class DeepSpeedHook:
 
     def install(self) -> None:
         """Start waiting for the script's imports."""
-        watched = {"torch": self._torch_imported, "deepspeed": self._deepspeed_imported}
+        watched: dict[str, Callable[[ModuleType], None]] = {
+            "torch": self._torch_imported,
+            "deepspeed": self._deepspeed_imported,
+        }
+        for kind in _TRAINERS:
+            watched |= kind(plan=self._plan, rank=self._rank, write=self._writer.write).callbacks()
         if self._plan.trackers_dir:
             watched["torch.utils.tensorboard.writer"] = self._tensorboard_imported
         ImportWatch(watched).install()

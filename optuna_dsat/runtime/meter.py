@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import time
+import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -116,6 +117,7 @@ class Meter:
             self._engine.forward = self._wrap_forward(self._engine.forward)
             self._engine.backward = self._wrap_backward(self._engine.backward)
             self._engine.step = self._wrap_step(self._engine.step)
+            self._follow_optimizer()
         self._progress.phase = "between"
         self._clock.synchronize()
         self._boundary_s = self._clock.now()
@@ -152,10 +154,7 @@ class Meter:
     def _wrap_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def step(*args: Any, **kwargs: Any) -> Any:
-            if self._step.forward_end is not None:
-                # The script called loss.backward(): what lies between forward and step stands for it.
-                self._step.spans.append(("backward", self._step.forward_end, self._clock.mark()))
-                self._step.forward_end = None
+            self._close_backward()
             boundary = _at_boundary(self._engine)
             with self._phase("step"):
                 result = original(*args, **kwargs)
@@ -164,6 +163,31 @@ class Meter:
             return result
 
         return step
+
+    def _follow_optimizer(self) -> None:
+        """Count the updates of a script that steps the optimizer itself, past the engine: Lightning Fabric does."""
+        optimizer = getattr(self._engine, "optimizer", None)
+        original = getattr(optimizer, "step", None)
+        if optimizer is None or original is None:
+            return
+
+        @functools.wraps(original)
+        def step(_: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._progress.phase != "between":
+                return original(*args, **kwargs)  # the engine's own call
+            self._close_backward()
+            with self._phase("step"):
+                result = original(*args, **kwargs)
+            self._end()
+            return result
+
+        optimizer.step = types.MethodType(step, optimizer)  # bound, as torch's schedulers want it
+
+    def _close_backward(self) -> None:
+        if self._step.forward_end is not None:
+            # The script called loss.backward(): what lies between forward and step stands for it.
+            self._step.spans.append(("backward", self._step.forward_end, self._clock.mark()))
+            self._step.forward_end = None
 
     def _wrap_train_batch(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

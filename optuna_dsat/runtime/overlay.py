@@ -24,7 +24,10 @@ _DEEPSPEED_CPU_OPTIMIZERS = frozenset({"DeepSpeedCPUAdam", "DeepSpeedCPULion"})
 
 
 def merge(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``base`` with ``overlay`` laid over it: objects merge key by key, None removes a key."""
+    """Return ``base`` with ``overlay`` laid over it: objects merge key by key, None removes a key.
+
+    ``"auto"`` in the overlay says nothing: it gives way to what Hugging Face has filled in below.
+    """
     merged = {key: _copy(value) for key, value in base.items()}
     for key, value in overlay.items():
         if value is None:
@@ -32,7 +35,7 @@ def merge(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]
         elif isinstance(value, Mapping):
             below = merged.get(key)
             merged[key] = merge(below if isinstance(below, Mapping) else {}, value)
-        else:
+        elif value != "auto" or key not in merged:
             merged[key] = _copy(value)
     return merged
 

@@ -8,9 +8,9 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from optuna_dsat.runtime.plan import LAUNCH_ENV
+from optuna_dsat.runtime.plan import LAUNCH_ENV, LaunchPlan
 
-__all__ = ["Rank"]
+__all__ = ["Rank", "current_plan"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +57,17 @@ class Rank:
         """Global ranks on this host (torchrun numbers them in one block)."""
         first = self.rank - self.local_rank
         return range(first, first + self.local_world_size)
+
+
+def current_plan() -> LaunchPlan | None:
+    """Return the launch that this process belongs to, None outside of any.
+
+    Raises:
+        OSError: If its description cannot be read.
+        ValueError: If it is not a launch description.
+    """
+    path = os.environ.get(LAUNCH_ENV, "")
+    return LaunchPlan.load(path) if path else None
 
 
 def _number(env: Mapping[str, str], name: str, default: int) -> int:

@@ -54,15 +54,16 @@ class Launch:
 class Starter:
     """Writes the files of a launch into a folder and starts it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, config: Mapping[str, Any] = USER_CONFIG) -> None:
         self.folder = folder
+        self.given = config
         self.user_config = folder / "user_config.json"
-        self.user_config.write_text(json.dumps(USER_CONFIG), encoding="utf-8")
+        self.user_config.write_text(json.dumps(config), encoding="utf-8")
         self.config = folder / "ds_config.json"
 
     def environment(self, overlay: Mapping[str, Any], **plan: Any) -> dict[str, str]:
         """Write ``launch.json`` and the launch's config; return the environment of its ranks."""
-        self.config.write_text(json.dumps(merge(USER_CONFIG, overlay)), encoding="utf-8")
+        self.config.write_text(json.dumps(merge(self.given, overlay)), encoding="utf-8")
         described = LaunchPlan(
             launch_id="trial-0000",
             events_dir=str(self.folder),

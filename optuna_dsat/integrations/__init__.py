@@ -1,0 +1,1 @@
+"""Helpers for scripts that want to take part; none of them is needed to be tuned."""

@@ -1,0 +1,119 @@
+"""For scripts that train with the Hugging Face Trainer and want to say so.
+
+A script needs none of this: in a launch of optuna-dsat the runtime sets the batch sizes of ``TrainingArguments`` and
+keeps the Trainer from evaluating and saving. These are for scripts that also run elsewhere with a configuration laid
+over their own, and for those that came from Determined's ``dsat``.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from optuna_dsat.runtime.hugging_face import TRAINER_FIELDS
+from optuna_dsat.runtime.overlay import effective_config, read_config
+from optuna_dsat.runtime.plan import LaunchPlan
+from optuna_dsat.runtime.rank import current_plan
+
+__all__ = ["DsatCallback", "get_hf_args_with_overwrites"]
+
+_CONFIG_OPTION = "--deepspeed"
+_OVERWRITES = "overwrite_deepspeed_args"
+_CONFIG = "deepspeed_config"
+
+
+def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any] | None = None) -> list[str]:
+    """Return a script's arguments with those that the Trainer shares with the DeepSpeed config set to what it says.
+
+    ``--per_device_train_batch_size`` and ``--gradient_accumulation_steps`` are overridden where they are given, else
+    added; so is ``--deepspeed``, which gets the whole config.
+
+    Args:
+        args: The script's arguments, without its name.
+        hparams: ``deepspeed_config`` (a path, or the config itself) and, as Determined's ``dsat`` passes them,
+            ``overwrite_deepspeed_args``, which are laid over it. None for the configuration of the launch that this
+            process belongs to; outside of any launch the arguments are then returned as they are.
+
+    Raises:
+        ValueError: If ``hparams`` names no config, or one that cannot be read.
+    """
+    if hparams is None:
+        plan = current_plan()
+        if plan is None:
+            return list(args)
+        hparams = {_CONFIG: plan.config_path, _OVERWRITES: plan.overlay}
+    if hparams.get(_CONFIG) is None:
+        raise ValueError(f"hparams must name the DeepSpeed config as {_CONFIG!r}; it has {sorted(hparams)}.")
+    overwrites = hparams.get(_OVERWRITES) or {}
+    config = effective_config(read_config(hparams[_CONFIG]), overwrites)
+    result = list(args)
+    for key, field in TRAINER_FIELDS.items():
+        if isinstance(config.get(key), int):
+            result = _with_option(result, f"--{field}", str(config[key]))
+    named = hparams[_CONFIG]
+    if overwrites or isinstance(named, Mapping):
+        # Base64 is what every version of transformers takes in the place of a path.
+        value = base64.urlsafe_b64encode(json.dumps(config).encode()).decode()
+    else:
+        value = str(Path(named))
+    return _with_option(result, _CONFIG_OPTION, value)
+
+
+class DsatCallback(TrainerCallback):  # type: ignore[misc]  # the library's types are not checked here
+    """Makes sure that a Trainer trains with the batch sizes of the launch it is part of, and with nothing beside.
+
+    In a launch of optuna-dsat that measures, it keeps the Trainer from evaluating and saving. Outside of any launch it
+    does nothing, so it can stay in the script.
+
+    Args:
+        plan: The launch; None for the one that this process belongs to, if any.
+    """
+
+    def __init__(self, plan: LaunchPlan | None = None) -> None:
+        self._plan = current_plan() if plan is None else plan
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Compare the batch sizes of ``TrainingArguments`` with the launch's.
+
+        Raises:
+            ValueError: If they differ: the launch would measure another configuration than its own.
+        """
+        del state, control, kwargs
+        for key, field in TRAINER_FIELDS.items() if self._plan is not None else ():
+            wanted = self._plan.overlay.get(key) if self._plan is not None else None
+            if isinstance(wanted, int) and getattr(args, field) != wanted:
+                raise ValueError(
+                    f"{field} is {getattr(args, field)}, but this launch is to run with {wanted}. Set it before the "
+                    "training starts, with get_hf_args_with_overwrites or from the DeepSpeed config."
+                )
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Keep the Trainer from evaluating and saving in a launch that measures."""
+        del args, state, kwargs
+        if self._plan is not None and self._plan.measures:
+            control.should_evaluate = control.should_save = False
+        return control
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Keep the Trainer from evaluating and saving in a launch that measures."""
+        return self.on_step_end(args, state, control, **kwargs)
+
+
+def _with_option(args: Sequence[str], option: str, value: str) -> list[str]:
+    """Return the arguments with an option (in either spelling: ``--a_b``, ``--a-b``) set to a value."""
+    spellings = (option, option.replace("_", "-"))
+    result: list[str] = []
+    rest = iter(args)
+    for arg in rest:
+        name, equals, _ = arg.partition("=")
+        if name in spellings:
+            if not equals:
+                next(rest, None)
+            continue
+        result.append(arg)
+    return [*result, option, value]

@@ -1,0 +1,288 @@
+"""Has Hugging Face's libraries follow the launch's config from the moment they read one.
+
+``transformers`` and ``accelerate`` read the DeepSpeed config long before ``deepspeed.initialize``: they build the
+model under ``zero.Init`` where it says ZeRO 3, fill in its ``"auto"`` values, and compare it with
+``TrainingArguments``. So the overlay is laid over the config that they hold, and the batch sizes of
+``TrainingArguments`` are set to the launch's; what the script itself says of anything else stays.
+
+In a launch that measures, nothing is evaluated, saved, resumed, pushed or sent to a tracker. Nothing is imported on the
+script's behalf.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from optuna_dsat.runtime.events import Event, TrainerFound
+from optuna_dsat.runtime.overlay import effective_config
+from optuna_dsat.runtime.plan import LaunchPlan
+from optuna_dsat.runtime.rank import Rank
+
+__all__ = ["ACCUMULATION", "MICRO_BATCH", "TRAINER_FIELDS", "HuggingFaceHook"]
+
+MICRO_BATCH = "train_micro_batch_size_per_gpu"
+ACCUMULATION = "gradient_accumulation_steps"
+TRAINER_FIELDS = {MICRO_BATCH: "per_device_train_batch_size", ACCUMULATION: "gradient_accumulation_steps"}
+"""Key of the DeepSpeed config -> field of ``TrainingArguments`` that has to say the same."""
+
+_PLUGIN_FIELDS = {
+    "gradient_accumulation_steps": ACCUMULATION,
+    "zero_stage": "zero_optimization.stage",
+    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+    "offload_param_device": "zero_optimization.offload_param.device",
+}
+"""Field of accelerate's ``DeepSpeedPlugin`` -> key of the config that it repeats."""
+
+_QUIET = {
+    "auto_find_batch_size": False,  # would hide an out of memory and measure another batch size
+    "do_eval": False,
+    "do_predict": False,
+    "eval_on_start": False,
+    "eval_strategy": "no",
+    "evaluation_strategy": "no",  # its name before transformers 4.46
+    "load_best_model_at_end": False,
+    "push_to_hub": False,
+    "report_to": "none",
+    "resume_from_checkpoint": None,
+    "save_strategy": "no",
+}
+"""Fields of ``TrainingArguments`` in a launch that measures."""
+
+_NEED_EVALUATION = ("reduce_lr_on_plateau", "greedy")
+"""Schedules that ``TrainingArguments`` refuse without evaluation; with them the strategies stay, and the Trainer is
+told step by step not to act on them."""
+
+_SILENCED = ("_save_checkpoint", "create_model_card", "init_hf_repo", "push_to_hub", "save_model", "save_state")
+"""Methods of the Trainer that do nothing in a launch that measures."""
+
+_STEPS_OF_SCHEDULE = ("total_num_steps", "warmup_num_steps")
+"""What the Trainer computes from the length of the training and compares with the config: both change with the
+micro-batch, and so in a launch that measures the computed values are taken."""
+
+
+class HuggingFaceHook:
+    """What is done to ``transformers`` and ``accelerate`` once the script has imported them.
+
+    Args:
+        plan: The launch.
+        rank: This rank.
+        write: Records an event.
+    """
+
+    def __init__(self, *, plan: LaunchPlan, rank: Rank, write: Callable[[Event], None]) -> None:
+        self._plan = plan
+        self._rank = rank
+        self._write = write
+        self._parses_command_line = False
+        self._found = False
+
+    def callbacks(self) -> dict[str, Callable[[ModuleType], None]]:
+        """Return what is to be called with which module, once it is imported."""
+        return {
+            "accelerate.accelerator": self._accelerator_imported,
+            "accelerate.state": self._state_imported,
+            "accelerate.utils.dataclasses": self._plugin_imported,
+            "accelerate.utils.deepspeed": self._config_imported,
+            "transformers.hf_argparser": self._parser_imported,
+            "transformers.trainer": self._trainer_imported,
+            "transformers.training_args": self._arguments_imported,
+        }
+
+    def _state_imported(self, module: Any) -> None:
+        """Have ranks without a GPU communicate: accelerate gives DeepSpeed no backend then, and counts one process."""
+        cls = module.PartialState
+        original = cls._prepare_backend
+
+        @functools.wraps(original)
+        def prepare_backend(*args: Any, **kwargs: Any) -> Any:
+            backend, kind = original(*args, **kwargs)
+            return ("gloo" if backend is None and self._rank.world_size > 1 else backend), kind
+
+        cls._prepare_backend = prepare_backend
+
+    def _config_imported(self, module: Any) -> None:
+        """Lay the overlay over every config that either library holds, before anyone asks for its ZeRO stage."""
+        cls = module.HfDeepSpeedConfig
+        original = cls.__init__
+
+        @functools.wraps(original)
+        def init(config: Any, *args: Any, **kwargs: Any) -> None:
+            original(config, *args, **kwargs)
+            config.config = effective_config(config.config, self._plan.overlay)
+            if self._plan.measures and hasattr(config, "trainer_config_finalize"):
+                _leave_schedule_to_trainer(config.config)
+            config.set_stage_and_offload()
+
+        cls.__init__ = init
+
+    def _plugin_imported(self, module: Any) -> None:
+        """Have the fields of accelerate's plugin say what its config says: some of its code asks the fields."""
+        cls = module.DeepSpeedPlugin
+        original = cls.__post_init__
+
+        @functools.wraps(original)
+        def post_init(plugin: Any, *args: Any, **kwargs: Any) -> None:
+            original(plugin, *args, **kwargs)
+            for field, key in _PLUGIN_FIELDS.items():
+                value = plugin.hf_ds_config.get_value(key)
+                if value not in (None, "auto"):
+                    setattr(plugin, field, value)
+
+        cls.__post_init__ = post_init
+
+    def _accelerator_imported(self, module: Any) -> None:
+        """Neither save nor load states: another ZeRO stage's checkpoint could not be loaded anyway."""
+        if self._plan.measures:
+            for name in ("load_state", "save_model", "save_state"):
+                _silence(module.Accelerator, name)
+
+    def _parser_imported(self, module: Any) -> None:
+        """Note whether ``TrainingArguments`` come from the command line: then its options can set them."""
+        cls = module.HfArgumentParser
+        original = cls.parse_args_into_dataclasses
+
+        @functools.wraps(original)
+        def parse(*args: Any, **kwargs: Any) -> Any:
+            self._parses_command_line = True
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._parses_command_line = False
+
+        cls.parse_args_into_dataclasses = parse
+
+    def _arguments_imported(self, module: Any) -> None:
+        cls = module.TrainingArguments
+        original = cls.__post_init__
+
+        @functools.wraps(original)
+        def post_init(arguments: Any, *args: Any, **kwargs: Any) -> None:
+            arguments._dsat_own = self._own_batch(arguments)
+            self._follow(arguments)
+            if self._plan.measures:
+                self._quieten(arguments)
+            original(arguments, *args, **kwargs)
+
+        cls.__post_init__ = post_init
+
+    def _trainer_imported(self, module: Any) -> None:
+        cls = module.Trainer
+        if self._plan.measures:
+            for name in _SILENCED:
+                _silence(cls, name)
+            cls.evaluate = _no_evaluation
+        init, train = cls.__init__, cls.train
+        callback = _quiet_callback(module.TrainerCallback)
+        early_stopping = sys.modules["transformers.trainer_callback"].EarlyStoppingCallback
+
+        @functools.wraps(init)
+        def patched_init(trainer: Any, *args: Any, **kwargs: Any) -> None:
+            arguments = kwargs.get("args", args[1] if len(args) > 1 else None)
+            if arguments is not None:  # the script may have changed them since they were built
+                self._follow(arguments)
+            init(trainer, *args, **kwargs)
+
+        @functools.wraps(train)
+        def patched_train(trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+            self._report(trainer.args)
+            if self._plan.measures:
+                resume_from_checkpoint = None  # a state of another ZeRO stage, and no part of the measurement
+                trainer.remove_callback(early_stopping)  # it insists on evaluation
+                trainer.add_callback(callback())  # the last one: what it decides holds
+            return train(trainer, resume_from_checkpoint, *args, **kwargs)
+
+        cls.__init__, cls.train = patched_init, patched_train
+
+    def _own_batch(self, arguments: Any) -> tuple[int, int, bool]:
+        return (
+            int(arguments.per_device_train_batch_size),
+            int(arguments.gradient_accumulation_steps),
+            self._parses_command_line,
+        )
+
+    def _follow(self, arguments: Any) -> None:
+        """Set the batch sizes of ``TrainingArguments`` to the launch's."""
+        for key, field in TRAINER_FIELDS.items():
+            value = self._plan.overlay.get(key)
+            if isinstance(value, int):
+                setattr(arguments, field, value)
+                if getattr(arguments, "per_gpu_train_batch_size", None) is not None and key == MICRO_BATCH:
+                    arguments.per_gpu_train_batch_size = None  # its name of old, which would win
+
+    def _quieten(self, arguments: Any) -> None:
+        schedule = getattr(arguments.lr_scheduler_type, "value", arguments.lr_scheduler_type)
+        for name, value in _QUIET.items():
+            if hasattr(arguments, name) and (schedule not in _NEED_EVALUATION or not name.startswith("eval")):
+                setattr(arguments, name, value)
+        # However little data there is, the training lasts for the steps that are measured.
+        last = self._plan.end_profile_step
+        if arguments.max_steps > 0:
+            arguments.max_steps = max(arguments.max_steps, last)
+        else:
+            arguments.num_train_epochs = max(arguments.num_train_epochs, float(last))
+
+    def _report(self, arguments: Any) -> None:
+        if self._found:
+            return
+        self._found = True
+        micro_batch, accumulation, by_option = getattr(arguments, "_dsat_own", None) or self._own_batch(arguments)
+        self._write(
+            TrainerFound(
+                rank=self._rank.rank,
+                time=time.time(),
+                framework="transformers",
+                micro_batch=micro_batch,
+                gradient_accumulation_steps=accumulation,
+                options={key: f"--{field}" for key, field in TRAINER_FIELDS.items()} if by_option else {},
+            )
+        )
+        if self._rank.rank == 0:
+            print(
+                f"optuna-dsat: per_device_train_batch_size {arguments.per_device_train_batch_size} (the script says "
+                f"{micro_batch}), gradient_accumulation_steps {arguments.gradient_accumulation_steps} (the script says "
+                f"{accumulation})" + ("; nothing is evaluated, saved or sent." if self._plan.measures else "."),
+                file=sys.stderr,
+            )
+
+
+def _leave_schedule_to_trainer(config: Mapping[str, Any]) -> None:
+    params = (config.get("scheduler") or {}).get("params")
+    if isinstance(params, dict):
+        params.update({key: "auto" for key in _STEPS_OF_SCHEDULE if key in params})
+
+
+def _silence(cls: Any, name: str) -> None:
+    original = getattr(cls, name, None)
+    if original is None:  # another version of the library does without
+        return
+
+    @functools.wraps(original)
+    def nothing(*_: Any, **__: Any) -> None:
+        return None
+
+    setattr(cls, name, nothing)
+
+
+def _no_evaluation(trainer: Any, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> dict[str, float]:
+    """Stand in for ``Trainer.evaluate`` in a launch that measures: a script may look at the loss it returns."""
+    del trainer
+    return {f"{metric_key_prefix}_loss": float("nan")}
+
+
+def _quiet_callback(base: Any) -> Any:
+    """Return a ``TrainerCallback`` that keeps the Trainer from evaluating and saving."""
+
+    class Quiet(base):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            del args, state, kwargs
+            control.should_evaluate = control.should_save = False
+            return control
+
+        on_epoch_end = on_step_end
+
+    return Quiet

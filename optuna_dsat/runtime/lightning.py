@@ -1,0 +1,134 @@
+"""Has Lightning's DeepSpeed strategy follow the launch's config, for its Trainer and for Fabric.
+
+The strategy reads the config before ``deepspeed.initialize`` does: it builds the model under ``zero.Init`` where it
+says ZeRO 3. The Trainer refuses a config that says how many micro-batches to accumulate, for that is its own argument:
+it is set to what the launch says. Batches come from the script's own loader.
+
+In a launch that measures, the Trainer validates, saves, logs and resumes nothing. Nothing is imported on the script's
+behalf.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from optuna_dsat.runtime.events import Event, TrainerFound
+from optuna_dsat.runtime.overlay import effective_config
+from optuna_dsat.runtime.plan import LaunchPlan
+from optuna_dsat.runtime.rank import Rank
+
+__all__ = ["LightningHook"]
+
+_ACCUMULATION = "gradient_accumulation_steps"
+_NEEDS_VALIDATION = frozenset({"Checkpoint", "EarlyStopping", "ModelCheckpoint"})
+"""Callbacks, by class name, that save or that wait for what validation would log."""
+
+
+class LightningHook:
+    """What is done to Lightning once the script has imported it.
+
+    Args:
+        plan: The launch.
+        rank: This rank.
+        write: Records an event.
+    """
+
+    def __init__(self, *, plan: LaunchPlan, rank: Rank, write: Callable[[Event], None]) -> None:
+        self._plan = plan
+        self._rank = rank
+        self._write = write
+        self._found = False
+
+    def callbacks(self) -> dict[str, Callable[[ModuleType], None]]:
+        """Return what is to be called with which module, once it is imported."""
+        return {
+            "lightning.fabric.strategies.deepspeed": self._strategy_imported,
+            "lightning.pytorch.strategies.deepspeed": self._trainer_strategy_imported,
+            "lightning.pytorch.trainer.trainer": self._trainer_imported,
+            # The same code under the names of the packages that hold one half each.
+            "lightning_fabric.strategies.deepspeed": self._strategy_imported,
+            "pytorch_lightning.strategies.deepspeed": self._trainer_strategy_imported,
+            "pytorch_lightning.trainer.trainer": self._trainer_imported,
+        }
+
+    def _strategy_imported(self, module: Any) -> None:
+        self._follow(module.DeepSpeedStrategy)
+
+    def _trainer_strategy_imported(self, module: Any) -> None:
+        cls = module.DeepSpeedStrategy
+        self._follow(cls, without=_ACCUMULATION)
+        format_config = cls._format_config
+
+        @functools.wraps(format_config)
+        def follow_and_format(strategy: Any) -> None:
+            trainer = getattr(strategy.lightning_module, "trainer", None)
+            if trainer is not None:
+                own = int(trainer.accumulate_grad_batches)
+                if isinstance(self._plan.overlay.get(_ACCUMULATION), int):
+                    trainer.accumulate_grad_batches = self._plan.overlay[_ACCUMULATION]
+                self._report(own)
+            format_config(strategy)
+
+        cls._format_config = follow_and_format
+
+    def _follow(self, cls: Any, *, without: str | None = None) -> None:
+        """Lay the overlay over the config of every strategy, before anyone asks for its ZeRO stage."""
+        original = cls.__init__
+
+        @functools.wraps(original)
+        def init(strategy: Any, *args: Any, **kwargs: Any) -> None:
+            original(strategy, *args, **kwargs)
+            if isinstance(strategy.config, Mapping):
+                config = effective_config(strategy.config, self._plan.overlay)
+                strategy.config = {key: value for key, value in config.items() if key != without}
+
+        cls.__init__ = init
+
+    def _trainer_imported(self, module: Any) -> None:
+        if not self._plan.measures:
+            return
+        cls = module.Trainer
+        fit = cls.fit
+
+        @functools.wraps(fit)
+        def quiet_fit(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+            self._quieten(trainer)
+            kwargs.pop("ckpt_path", None)  # a state of another ZeRO stage, and no part of the measurement
+            return fit(trainer, *args[:4], **kwargs)
+
+        cls.fit = quiet_fit
+
+    def _quieten(self, trainer: Any) -> None:
+        trainer.callbacks = [
+            callback
+            for callback in trainer.callbacks
+            if _NEEDS_VALIDATION.isdisjoint(base.__name__ for base in type(callback).__mro__)
+        ]
+        trainer.loggers = []
+        trainer.limit_val_batches = 0
+        trainer.num_sanity_val_steps = 0
+        # However little data there is, the training lasts for the steps that are measured.
+        loop, last = trainer.fit_loop, self._plan.end_profile_step
+        if loop.max_epochs is not None and loop.max_epochs >= 0:
+            loop.max_epochs = max(loop.max_epochs, last)
+        if loop.epoch_loop.max_steps >= 0:
+            loop.epoch_loop.max_steps = max(loop.epoch_loop.max_steps, last)
+
+    def _report(self, accumulation: int) -> None:
+        if self._found:
+            return
+        self._found = True
+        self._write(
+            TrainerFound(
+                rank=self._rank.rank,
+                time=time.time(),
+                framework="lightning",
+                micro_batch=None,
+                gradient_accumulation_steps=accumulation,
+                options={},
+            )
+        )

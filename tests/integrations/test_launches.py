@@ -1,0 +1,119 @@
+"""Real launches of libraries that read the DeepSpeed config before ``deepspeed.initialize`` does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optuna_dsat.runtime.events import EngineReady, RankFinished, StepMeasured, TrainerFound
+from tests.runtime.starting import Launch, Starter
+
+pytestmark = pytest.mark.torchrun
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+RANKS = (0, 1)
+
+
+def config_of(example: str) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((EXAMPLES / example / "ds_config.json").read_text(encoding="utf-8"))
+    return config
+
+
+def overlay(*, stage: int, micro_batch: int, accumulation: int) -> dict[str, Any]:
+    return {
+        "train_batch_size": None,
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": accumulation,
+        "zero_optimization": {"stage": stage},
+    }
+
+
+def printed(launch: Launch) -> Any:
+    """Return the first JSON object that the script printed."""
+    return json.loads(next(line for line in launch.log("stdout").splitlines() if line.startswith('{"')))
+
+
+def check(launch: Launch, *, stage: int, micro_batch: int, accumulation: int, steps: int = 5) -> None:
+    """Check that the launch ran what the overlay says, to the last step that is measured, on both ranks."""
+    assert launch.exit_code == 0, launch.output + launch.log("stderr")
+    for rank in RANKS:
+        engine = launch.of(EngineReady, rank)[0]
+        assert (engine.zero_stage, engine.train_micro_batch_size_per_gpu) == (stage, micro_batch)
+        assert (engine.gradient_accumulation_steps, engine.data_parallel_size) == (accumulation, 2)
+        measured = launch.of(StepMeasured, rank)
+        assert [step.step for step in measured] == [*range(1, steps + 1)]
+        assert {step.observed_micro_batch for step in measured} == {micro_batch}
+        assert {step.samples for step in measured} == {micro_batch * accumulation}
+        assert launch.of(RankFinished, rank)[0].reason == "profile_done"
+
+
+def test_a_trainer_set_up_in_code_runs_the_trial_and_nothing_beside(tmp_path: Path) -> None:
+    start = Starter(tmp_path, config_of("huggingface"))
+    output = tmp_path / "output"
+    launch = start.torchrun(
+        "trainer_in_code.py",
+        str(start.user_config),
+        str(output),
+        overlay=overlay(stage=3, micro_batch=3, accumulation=2),
+    )
+    check(launch, stage=3, micro_batch=3, accumulation=2)
+    assert printed(launch) == {
+        "zero_3": True,
+        "partitioned": True,
+        "stage": 3,
+        "bucket": "auto",  # the Trainer fills it in, once it knows the model
+        "batch": [3, 2],
+        "report_to": [],
+        "evaluated": ["eval_loss"],
+    }
+    assert [*output.rglob("*")] == []
+    for rank in RANKS:
+        [trainer] = launch.of(TrainerFound, rank)
+        assert (trainer.framework, trainer.micro_batch, trainer.gradient_accumulation_steps) == ("transformers", 16, 4)
+        assert trainer.options == {}
+    assert "per_device_train_batch_size 3 (the script says 16)" in launch.log("stderr")
+
+
+@pytest.mark.parametrize("by", ["environment", "code"])
+def test_accelerates_plugin_follows_the_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+    start = Starter(tmp_path, config_of("accelerate"))
+    arguments = ["--batch-size", "4", "--samples", "256"]
+    if by == "environment":
+        monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+        monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(start.user_config))
+        monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "8")
+    else:
+        arguments += ["--zero-stage", "2", "--accumulate", "1"]
+    chosen = overlay(stage=1, micro_batch=4, accumulation=3)
+    chosen["zero_optimization"]["reduce_bucket_size"] = 5000
+    launch = start.torchrun(EXAMPLES / "accelerate" / "train.py", *arguments, overlay=chosen)
+    check(launch, stage=1, micro_batch=4, accumulation=3)
+    assert not (tmp_path / "checkpoint").exists()
+
+
+def test_lightnings_trainer_follows_the_trial(tmp_path: Path) -> None:
+    start = Starter(tmp_path, config_of("lightning"))
+    launch = start.torchrun(
+        EXAMPLES / "lightning" / "train.py",
+        *("--config", str(start.user_config), "--samples", "16", "--accumulate", "2"),
+        overlay=overlay(stage=3, micro_batch=4, accumulation=1),
+    )
+    check(launch, stage=3, micro_batch=4, accumulation=1)
+    for rank in RANKS:
+        [trainer] = launch.of(TrainerFound, rank)
+        assert (trainer.framework, trainer.gradient_accumulation_steps) == ("lightning", 2)
+    assert not (tmp_path / "lightning_logs").exists()
+
+
+def test_fabrics_strategy_follows_the_trial(tmp_path: Path) -> None:
+    config = {key: value for key, value in config_of("lightning").items() if key != "optimizer"}
+    start = Starter(tmp_path, config)
+    launch = start.torchrun(
+        "fabric.py", str(start.user_config), overlay=overlay(stage=3, micro_batch=4, accumulation=1)
+    )
+    check(launch, stage=3, micro_batch=4, accumulation=1)
+    assert printed(launch) == {"partitioned": True}
+    assert launch.of(TrainerFound) == []
