@@ -227,20 +227,6 @@ class Lineage:
         highs = [t.system_attrs[PLAN_ATTR]["high"] for t in self.trials if "high" in _plan(t)]
         return min(self.distribution.high, int(highs[-1])) if highs else self.distribution.high
 
-    def ended(self, direction: StudyDirection) -> bool:
-        """Return whether a bisection has nothing left to try up to ``ceiling``, or nothing can help."""
-        return self.derived(("ended", direction), lambda: self._has_ended(direction))
-
-    def _has_ended(self, direction: StudyDirection) -> bool:
-        if self.broken or self.distribution is None or self.ceiling is None:
-            return self.broken
-        if direction == StudyDirection.MAXIMIZE and past_peak(self, direction):
-            return not peak_gap(self, self.distribution, direction)
-        low, high = search_interval(self, self.ceiling, floor=self.distribution.low)
-        if candidates(low, high, self.distribution, used=self.used.difference(self.running)):
-            return False
-        return not peak_gap(self, self.distribution, direction)
-
     def size(self, trial: FrozenTrial) -> int:
         """Return the micro-batch of one of the lineage's trials."""
         known = trial.params if trial.state.is_finished() else visible_params(trial, self.micro_batch)

@@ -16,7 +16,7 @@ from optuna.study import StudyDirection
 from optuna_dsat.lineage import Lineage, lineage_key, structure
 from optuna_dsat.lineage_tree import Choice, Tree, choice_of
 
-__all__ = ["Kind", "Lineages", "best_score"]
+__all__ = ["Kind", "Lineages", "best_member", "best_of_kind", "best_score", "edge_alike"]
 
 T = TypeVar("T")
 
@@ -165,15 +165,48 @@ class Lineages(_Derived, Mapping[str, Lineage]):
 
 def best_score(lineages: Lineages, direction: StudyDirection) -> float | None:
     """Return the best metric that any lineage showed, None where none did."""
-    shown = [s for kind in lineages.kinds.values() if (s := _best_of_kind(kind, direction)) is not None]
+    shown = [s for kind in lineages.kinds.values() if (s := best_of_kind(kind, direction)) is not None]
     return _best(shown, direction)
 
 
-def _best_of_kind(kind: Kind, direction: StudyDirection) -> float | None:
+def best_of_kind(kind: Kind, direction: StudyDirection) -> float | None:
+    """Return the best metric that a lineage of a structure showed, None where none did."""
+
     def find() -> float | None:
         return _best([s for o in kind.members.values() if (s := o.best_score(direction)) is not None], direction)
 
     return kind.derived(("best score", direction), find)
+
+
+def best_member(kind: Kind, direction: StudyDirection) -> Lineage | None:
+    """Return the lineage of a structure with the best metric, the earliest of equals; None where none has one."""
+
+    def find() -> Lineage | None:
+        best = best_of_kind(kind, direction)
+        holders = [o for o in kind.members.values() if best is not None and o.best_score(direction) == best]
+        return min(holders, key=lambda lineage: lineage.first_number, default=None)
+
+    return kind.derived(("best member", direction), find)
+
+
+def edge_alike(lineage: Lineage, lineages: Lineages) -> int | None:
+    """Return the smallest micro-batch that was too large for a lineage of the same structure and fitted none.
+
+    What fits is decided by the ZeRO stage and offload almost alone.
+    """
+    kind = lineages.kind_of(lineage.params)
+    if kind is None:
+        return None
+    alike = kind.members.values()
+
+    def find() -> int | None:
+        fits = max((other.largest_fit for other in alike if other.largest_fit is not None), default=0)
+        return min(
+            (o.smallest_too_large for o in alike if o.smallest_too_large is not None and o.smallest_too_large > fits),
+            default=None,
+        )
+
+    return kind.derived("edge", find)
 
 
 def _best(scores: Sequence[float], direction: StudyDirection) -> float | None:

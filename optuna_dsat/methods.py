@@ -112,20 +112,25 @@ class Method:
 def _random(spec: StudySpec, space: SearchSpace, ceiling: Ceiling) -> Method:
     limit = spec.options.trials_per_random_config
     return Method(
-        sampler=LineageRandomSampler(trials_per_random_config=limit, max_micro_batch=ceiling, seed=spec.random_seed),
+        sampler=LineageRandomSampler(
+            trials_per_random_config=limit, max_micro_batch=ceiling, usual=space.usual, seed=spec.random_seed
+        ),
         pruner=DeepSpeedPruner(trials_per_random_config=limit),
         classes=space.classes(),
     )
 
 
-def _bisection(spec: StudySpec, ceiling: Ceiling) -> BinarySearchSampler:
+def _bisection(spec: StudySpec, space: SearchSpace, ceiling: Ceiling) -> BinarySearchSampler:
     return BinarySearchSampler(
-        search_range_factor=spec.options.search_range_factor, max_micro_batch=ceiling, seed=spec.random_seed
+        search_range_factor=spec.options.search_range_factor,
+        max_micro_batch=ceiling,
+        usual=space.usual,
+        seed=spec.random_seed,
     )
 
 
 def _binary(spec: StudySpec, space: SearchSpace, ceiling: Ceiling) -> Method:
-    return Method(sampler=_bisection(spec, ceiling), pruner=optuna.pruners.NopPruner(), classes=space.classes())
+    return Method(sampler=_bisection(spec, space, ceiling), pruner=optuna.pruners.NopPruner(), classes=space.classes())
 
 
 def _asha(spec: StudySpec, space: SearchSpace, ceiling: Ceiling) -> Method:
@@ -136,7 +141,7 @@ def _asha(spec: StudySpec, space: SearchSpace, ceiling: Ceiling) -> Method:
         divisor=options.divisor,
         asha_early_stopping=options.asha_early_stopping,
     )
-    return Method(sampler=_bisection(spec, ceiling), pruner=pruner, classes=space.classes())
+    return Method(sampler=_bisection(spec, space, ceiling), pruner=pruner, classes=space.classes())
 
 
 _METHODS: Mapping[str, Callable[[StudySpec, SearchSpace, Ceiling], Method]] = {

@@ -238,6 +238,11 @@ class SearchSpace:
         limit = configs.size_limit(tuned.name, self.params)
         return tuned.choices[-1] if value >= limit and tuned.choices[-1] >= limit else value
 
+    def usual(self, name: str, params: Mapping[str, Any]) -> Any:
+        """Return what the user's config says of a knob, else DeepSpeed's default at the stage of ``params``."""
+        tuned = next(tuned for tuned in self.knobs if tuned.name == name)
+        return self._read(tuned, {**self.user_zero, "stage": params["zero_stage"]})
+
     def describe(self) -> list[KnobRow]:
         """Return one row per knob: what is searched, held or left out, where it applies and who uses it."""
         ours = {tuned.name: tuned for tuned in self.knobs}

@@ -9,9 +9,10 @@ from optuna.pruners import BasePruner
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial
 
+from optuna_dsat.bisection import ended
 from optuna_dsat.lineage import MICRO_BATCH, Lineage
 from optuna_dsat.lineage_history import read_history
-from optuna_dsat.lineage_set import Kind, Lineages
+from optuna_dsat.lineage_set import Kind, Lineages, best_score
 from optuna_dsat.pruners._common import chosen_by_user, lineage_of
 from optuna_dsat.pruners._inflight import below_rung, cannot_win, reports_of
 from optuna_dsat.pruners._rungs import Rungs, climb
@@ -107,16 +108,17 @@ class AshaPruner(BasePruner):
         return known.derived(("continuable", self._rungs, direction), lambda: self._climbing(known, direction))
 
     def _climbing(self, lineages: Lineages, direction: StudyDirection) -> list[str]:
-        split = [_split(kind, direction, self._rungs.size(0)) for kind in lineages.kinds.values()]
+        best = best_score(lineages, direction)
+        split = [_split(kind, direction, self._rungs.size(0), best) for kind in lineages.kinds.values()]
         beginners = [ranked for below, _ in split for ranked in below]
         climbers = {o.key: o for o in sorted((o for _, on in split for o in on), key=lambda o: o.first_number)}
-        ended = frozenset(key for key, lineage in climbers.items() if lineage.ended(direction))
-        ladder = climb(climbers, rungs=self._rungs, direction=direction, ended=ended)
+        over = frozenset(key for key, lineage in climbers.items() if ended(lineage, direction, best))
+        ladder = climb(climbers, rungs=self._rungs, direction=direction, ended=over)
         going_on = []
         for key, lineage in climbers.items():
             done = len(lineage.answers)
             rung = next((k for k, r in enumerate(ladder) if key not in r.promoted), 0)
-            if key not in ended and done < self._rungs.size(rung):
+            if key not in over and done < self._rungs.size(rung):
                 going_on.append((-rung, -done, lineage.first_number, key))
         return [key for *_, key in sorted([*going_on, *beginners])]
 
@@ -142,17 +144,19 @@ _Ranked = tuple[int, int, int, str]
 """Rung and launches, both negative, number of the first trial and key: the most urgent first."""
 
 
-def _split(kind: Kind, direction: StudyDirection, least: int) -> tuple[Sequence[_Ranked], Sequence[Lineage]]:
+def _split(
+    kind: Kind, direction: StudyDirection, least: int, best_of_study: float | None
+) -> tuple[Sequence[_Ranked], Sequence[Lineage]]:
     """Return the lineages of a kind that have not completed the lowest rung, of ``least`` launches, and the others."""
 
     def find() -> tuple[list[_Ranked], list[Lineage]]:
         below, on = [], []
         for lineage in kind.members.values():
             done = len(lineage.answers)
-            if done >= least or lineage.ended(direction):
+            if done >= least or ended(lineage, direction, best_of_study):
                 on.append(lineage)
             else:
                 below.append((0, -done, lineage.first_number, lineage.key))
         return sorted(below), on
 
-    return kind.derived(("split", direction, least), find)
+    return kind.derived(("split", direction, least, best_of_study), find)

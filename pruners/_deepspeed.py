@@ -14,12 +14,13 @@ from optuna.pruners import BasePruner
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial
 
+from optuna_dsat.bisection import ended
 from optuna_dsat.lineage import MICRO_BATCH, Lineage, search_interval
 from optuna_dsat.lineage_history import read_history
 from optuna_dsat.lineage_set import Kind, Lineages, best_score
+from optuna_dsat.potential import potential
 from optuna_dsat.pruners._common import chosen_by_user, lineage_of
 from optuna_dsat.pruners._inflight import cannot_win, reports_of
-from optuna_dsat.pruners._knowledge import potential
 
 __all__ = ["DeepSpeedPruner"]
 
@@ -50,8 +51,8 @@ class DeepSpeedPruner(BasePruner):
     The last two replace the rule of Determined AI's ``dsat random`` that drops ZeRO 3 as soon as ZeRO 1 or 2
     ran: a higher stage or an offload pays communication for memory, so it loses where a cheaper one holds the
     same micro-batch, but it may win through a larger one. What a lineage can plausibly become is an
-    optimistic extrapolation of what it measured, see ``optuna_dsat.pruners._knowledge``; a lineage measured
-    once or not at all is not judged by it.
+    optimistic extrapolation of what it measured, see ``optuna_dsat.potential``; a lineage not measured yet
+    is not judged by it.
 
     In flight it stops a job whose mean over the reported steps is worse than that of the study's best trial
     at the same steps by more than ``stop_margin`` and three standard errors. Enqueued trials and copies of
@@ -202,8 +203,7 @@ def judge(lineage: Lineage, lineages: Lineages, *, direction: StudyDirection, bu
         if rival is not None and _overtaken(lineage, promise, rival, direction):
             return Verdict.OVERTAKEN
     best = lineages.derived(("best score", direction), lambda: best_score(lineages, direction))
-    measured_twice = len({size for size, _ in lineage.points()}) > 1
-    if best is not None and measured_twice and _worse(promise, best, direction, _NOISE):
+    if best is not None and lineage.points() and _worse(promise, best, direction, _NOISE):
         return Verdict.BEHIND
     return None
 
@@ -268,7 +268,7 @@ def _promise(lineage: Lineage, direction: StudyDirection, budget: int) -> float:
         nothing = -math.inf if direction == StudyDirection.MAXIMIZE else math.inf
         shown = lineage.best_score(direction)
         shown = nothing if shown is None else shown
-        if lineage.dead or lineage.ended(direction) or len(lineage.answers) >= budget:
+        if lineage.dead or ended(lineage, direction) or len(lineage.answers) >= budget:
             return shown
         if len({size for size, _ in lineage.points()}) < 2:
             return -nothing
@@ -292,7 +292,10 @@ def _reach(lineage: Lineage) -> tuple[int, int]:
     distribution = lineage.distribution
     if distribution is None:
         return 1, 0
-    return search_interval(lineage, distribution.high, floor=distribution.low)
+    low, high = search_interval(lineage, lineage.ceiling or distribution.high, floor=distribution.low)
+    if low > high and lineage.smallest_too_large is None:
+        high = min(low, distribution.high)  # the ceiling was too low: nothing speaks against the next one
+    return low, high
 
 
 def _best_of_larger(lineage: Lineage, lineages: Lineages, high: int, direction: StudyDirection) -> float | None:

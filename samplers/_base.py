@@ -18,6 +18,7 @@ from optuna_dsat.lineage import (
     MICRO_BATCH,
     PLAN_ATTR,
     RETRY_ATTR,
+    Evidence,
     Lineage,
     LineageGate,
     agrees,
@@ -28,7 +29,7 @@ from optuna_dsat.lineage import (
 )
 from optuna_dsat.lineage_history import StudyHistory, notes_of, read_history
 from optuna_dsat.lineage_set import Lineages
-from optuna_dsat.samplers._draw import draw, draw_choice, generator
+from optuna_dsat.samplers._draw import Usual, draw, draw_choice, generator
 
 __all__ = ["LineageSampler", "MaxMicroBatch", "Proposal"]
 
@@ -77,6 +78,8 @@ class LineageSampler(BaseSampler):
         search_range_factor: Multiplies ``max_micro_batch``.
         max_micro_batch: Largest micro-batch worth trying for given knobs; None for the high end of the
             micro-batch's distribution, which is always respected.
+        usual: Values of the knobs in the first lineage of each structure (ZeRO stage and offload); None to draw
+            these like all others.
         micro_batch: Name of the micro-batch's parameter. It must be an integer parameter, suggested last.
         seed: Seed of the draws; None draws one for the study and stores it there.
 
@@ -89,6 +92,7 @@ class LineageSampler(BaseSampler):
         *,
         search_range_factor: float = 1.0,
         max_micro_batch: MaxMicroBatch | None = None,
+        usual: Usual | None = None,
         micro_batch: str = MICRO_BATCH,
         seed: int | None = None,
     ) -> None:
@@ -100,6 +104,7 @@ class LineageSampler(BaseSampler):
             raise ValueError("micro_batch must name the micro-batch parameter of the study, not be empty")
         self._factor = search_range_factor
         self._max_micro_batch = max_micro_batch
+        self._usual = usual
         self._name = micro_batch
         self._seed = seed
 
@@ -196,6 +201,7 @@ class LineageSampler(BaseSampler):
             opening=[t.params for t in history.pending if t.state == TrialState.RUNNING and self._name not in t.params],
             hopeless=_hopeless(study, history.lineages),
             direction=study.direction,
+            usual=self._usual,
         )
 
     def reseed_rng(self) -> None:
@@ -273,6 +279,16 @@ class LineageSampler(BaseSampler):
         """Return the largest micro-batch worth trying, within the distribution."""
         largest = distribution.high if self._max_micro_batch is None else self._max_micro_batch(params, history)
         return int(min(distribution.high, max(distribution.low, self._factor * largest)))
+
+    def _likely(self, lineage: Lineage, low: int, high: int) -> int:
+        """Return the low end of what is left to try, raised to the upper half where the memory model is likely right.
+
+        The model is seldom wrong by half. It is trusted until a micro-batch of the upper half has fitted, or two were
+        too large.
+        """
+        if self._max_micro_batch is None or lineage.taught.count(Evidence.TOO_LARGE) > 1:
+            return low
+        return max(low, high // 2 + 1)
 
     def _study_seed(self, study: Study, own: _Own) -> int:
         if self._seed is not None:

@@ -9,8 +9,9 @@ from optuna.distributions import IntDistribution
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial
 
-from optuna_dsat.lineage import Lineage, candidates, middle, past_peak, peak_gap, search_interval
-from optuna_dsat.lineage_set import Lineages
+from optuna_dsat.bisection import climb, refine
+from optuna_dsat.lineage import Lineage, candidates, middle, past_peak, search_interval
+from optuna_dsat.lineage_set import Lineages, best_member, best_score, edge_alike
 from optuna_dsat.samplers._base import LineageSampler, Proposal
 
 __all__ = ["BinarySearchSampler"]
@@ -20,22 +21,34 @@ class BinarySearchSampler(LineageSampler):
     """Draws lineages at random and bisects the micro-batch inside each.
 
     A lineage starts with ``low = 1`` and ``high = search_range_factor * max_micro_batch`` (within the
-    parameter's distribution). Each trial runs the middle ``(low + high) // 2``; a micro-batch that fits sets
-    ``low = micro-batch + 1``, one that does not fit sets ``high = micro-batch - 1``, until ``low > high``: at
-    most ``floor(log2(high)) + 1`` launches. The oldest lineage that can go on is continued first; when none
-    can, a new one is drawn. Micro-batches that were vetoed or failed by accident are passed over for their
-    neighbours.
+    parameter's distribution). A micro-batch that fits sets ``low = micro-batch + 1``, one that does not fit sets
+    ``high = micro-batch - 1``. The oldest lineage that can go on is continued first; when none can, a new one is
+    drawn. Micro-batches that were vetoed or failed by accident are passed over for their neighbours.
 
-    The largest micro-batch is not always the fastest. Where a rate (a metric to maximize) was measured to fall with
-    a larger micro-batch, the edge is of no interest any more: the gaps beside the best micro-batch are halved
-    instead, until they are narrower than a tenth of it (``optuna_dsat.lineage.peak_gap``). A duration grows with
-    the micro-batch anyway, so a metric to minimize is treated so only after the edge was found.
+    Where the interval is divided depends on what is known:
 
-    This is the search of Determined AI's ``dsat binary``. With ``AshaPruner`` as the study's pruner it is the
-    search of ``dsat asha``: the pruner then tells which lineages go on, and in which order.
+    - nothing: in the middle;
+    - a memory model (``max_micro_batch``): in the middle of the upper half, until a micro-batch of it has fitted or
+      two were too large. Models are seldom wrong by half;
+    - a measured lineage of the same structure (ZeRO stage and offload): a new lineage starts with the best one's
+      micro-batch, so that both are compared like with like, and an eighth lower where that is too large. It goes no
+      further than what was too large, or slower, for the others.
 
-    Knobs are drawn in turn rather than by pure chance, and offloading and stages that do not fit become rare;
-    see ``optuna_dsat.samplers._draw``.
+    A bisection ends when ``low > high``, and a rate (a metric to maximize) is looked for no longer than it can pay:
+    until less than a twentieth of the micro-batch is left, and while the lineage may still become the best of the
+    study, as its rate grows at most in proportion to the micro-batch (``optuna_dsat.bisection``).
+
+    The largest micro-batch is not always the fastest. Where a rate was measured to fall with a larger micro-batch,
+    the edge is of no interest any more: the gaps beside the best micro-batch are halved instead, until they are
+    narrower than a tenth of it (``optuna_dsat.lineage.peak_gap``). A duration grows with the micro-batch anyway, so a
+    metric to minimize is treated so only after the edge was found.
+
+    This is the search of Determined AI's ``dsat binary``, which bisects from the plain middle and down to the last
+    sample. With ``AshaPruner`` as the study's pruner it is the search of ``dsat asha``: the pruner then tells which
+    lineages go on, and in which order.
+
+    Knobs are drawn in turn rather than by pure chance or taken over from the best lineage, and offloading and stages
+    that do not fit or do badly become rare; see ``optuna_dsat.samplers._draw``.
 
     Example:
         .. code-block:: python
@@ -48,6 +61,8 @@ class BinarySearchSampler(LineageSampler):
         search_range_factor: Multiplies ``max_micro_batch``.
         max_micro_batch: Largest micro-batch worth trying for given knobs; None for the high end of the
             micro-batch's distribution, which is always respected.
+        usual: Values of the knobs in the first lineage of each structure (ZeRO stage and offload); None to draw
+            these like all others.
         micro_batch: Name of the micro-batch's parameter. It must be an integer parameter, suggested last.
         seed: Seed of the draws; None draws one for the study and stores it there.
     """
@@ -62,18 +77,45 @@ class BinarySearchSampler(LineageSampler):
         history: Sequence[FrozenTrial],
         rng: random.Random,
     ) -> Proposal | None:
-        del lineages, rng
+        del rng
         if lineage.running or lineage.broken:
             return None
         direction = study.direction
+        best = best_score(lineages, direction)
         if lineage.derived(("climbs", direction, distribution), lambda: _climbs(lineage, distribution, direction)):
+            rival = _best_alike(lineage, lineages, direction)
             ceiling = self._ceiling(lineage.params, history, distribution)
-            low, high = search_interval(lineage, ceiling, floor=distribution.low)
-            left = candidates(low, high, distribution, used=lineage.used)
-            if left:
-                return Proposal(micro_batch=middle(left), low=low, high=high)
-        gap = lineage.derived(("gap", direction, distribution), lambda: peak_gap(lineage, distribution, direction))
+            limits = (edge_alike(lineage, lineages), None if rival is None else _before_fall(rival, direction))
+            ceiling = min([ceiling, *(limit for limit in limits if limit is not None)])
+            bounds = climb(lineage, ceiling, distribution, direction=direction, best=best)
+            if bounds is not None:
+                size = self._pick(lineage, rival, *bounds, distribution, direction)
+                return Proposal(micro_batch=size, low=bounds[0], high=bounds[1])
+        gap = lineage.derived(
+            ("gap", direction, distribution, best),
+            lambda: refine(lineage, distribution, direction=direction, best=best),
+        )
         return Proposal(micro_batch=middle(gap), low=gap[0], high=gap[-1]) if gap else None
+
+    def _pick(
+        self,
+        lineage: Lineage,
+        rival: Lineage | None,
+        low: int,
+        high: int,
+        distribution: IntDistribution,
+        direction: StudyDirection,
+    ) -> int:
+        """Return where to divide what is left: at first where a lineage alike did best, then in the middle."""
+        left = candidates(low, high, distribution, used=lineage.used)
+        best = None if rival is None else rival.best(direction)
+        if rival is not None and best is not None and lineage.largest_fit is None:
+            goal = rival.size(best)
+            if goal > high:
+                goal = high - high // 8
+            return min(left, key=lambda size: (abs(size - goal), size))
+        likely = candidates(self._likely(lineage, low, high), high, distribution, used=lineage.used)
+        return middle(likely or left)
 
 
 def _climbs(lineage: Lineage, distribution: IntDistribution, direction: StudyDirection) -> bool:
@@ -82,3 +124,23 @@ def _climbs(lineage: Lineage, distribution: IntDistribution, direction: StudyDir
         return False
     low, high = search_interval(lineage, distribution.high, floor=distribution.low)
     return bool(candidates(low, high, distribution, used=lineage.used))
+
+
+def _best_alike(lineage: Lineage, lineages: Lineages, direction: StudyDirection) -> Lineage | None:
+    """Return the best other lineage of the same structure that was measured, the earliest of equals."""
+    kind = lineages.kind_of(lineage.params)
+    if kind is None or direction == StudyDirection.MINIMIZE:
+        return None
+    best = best_member(kind, direction)
+    if best is not None and best.key == lineage.key:
+        return None
+    return best
+
+
+def _before_fall(lineage: Lineage, direction: StudyDirection) -> int | None:
+    """Return the next measured micro-batch above the best one, which was seen to be slower; None without one."""
+    best = lineage.best(direction)
+    if best is None or not past_peak(lineage, direction):
+        return None
+    peak = lineage.size(best)
+    return min((size for size, _ in lineage.points() if size > peak), default=None)

@@ -1,13 +1,17 @@
 """Drawing the knobs of a new lineage: balanced over those opened before, weighed by what is known to fit.
 
-Pure functions of the history and of a random generator. Three rules, in this order:
+Pure functions of the history and of a random generator. Four rules, in this order:
 
 1. A choice whose every completion was opened before is not drawn: no lineage is opened twice.
-2. Choices are drawn in turn rather than by pure chance: of weights ``w`` and counts ``n`` of lineages opened
+2. The first lineage of a structure (ZeRO stage and offload) has the usual values of all other knobs, where they are
+   known: the user's, or DeepSpeed's defaults. In later ones each of these knobs is taken over from the best lineage
+   of the structure with probability 3/4 (uniform crossover with a new draw; Syswerda 1989), so that what did well is
+   varied rather than forgotten.
+3. Choices are drawn in turn rather than by pure chance: of weights ``w`` and counts ``n`` of lineages opened
    so far, one of the choices with the largest ``w / (2 n + 1)`` is taken (the highest averages of
    Sainte-Laguë), ties at random. With equal weights this is one coordinate of a Latin hypercube (McKay et al.
    1979): every choice comes once before any comes again, so few lineages cover all choices.
-3. All weights are equal but those of ``zero_stage`` and the offload knobs, which decide what fits and what is
+4. All weights are equal but those of ``zero_stage`` and the offload knobs, which decide what fits and what is
    communicated: see ``_structural_weight`` and ``_merit``.
 """
 
@@ -16,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from optuna.distributions import (
@@ -28,9 +32,9 @@ from optuna.distributions import (
 from optuna.study import StudyDirection
 
 from optuna_dsat.lineage import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, STRUCTURE, agrees, structure
-from optuna_dsat.lineage_set import Kind, Lineages
+from optuna_dsat.lineage_set import Kind, Lineages, best_member, best_of_kind
 
-__all__ = ["draw", "draw_choice", "generator"]
+__all__ = ["Usual", "draw", "draw_choice", "generator"]
 
 _NO_OFFLOAD = ("none", None, False)
 _OFFLOAD_WEIGHTS = (1 / 16, 1 / 2)
@@ -41,10 +45,15 @@ _DEAD_FACTOR = 1 / 4
 """Per lineage that did not fit at the smallest micro-batch, where none of its kind fits."""
 _HOPELESS_FACTOR = 1 / 50
 _JUDGED_ANSWERS = 3
-"""Launches after which a lineage speaks for its structure."""
-_MERIT_POWER = 4
-"""A structure at 80 % of the best is drawn about 0.4 times as often, one at half of it 0.06 times."""
-_LEAST_RATIO = 0.25
+"""Launches after which the lineages of a structure speak for it."""
+_MERIT_POWER = 12
+"""A structure at 95 % of the best is drawn about half as often, one at 80 % of it 0.07 times."""
+_LEAST_RATIO = 0.65
+_INHERITED = 3 / 4
+"""Probability that a knob is taken over from the best lineage of its structure."""
+
+Usual = Callable[[str, Mapping[str, Any]], Any]
+"""The value a knob has where nobody tunes it: (name, knobs drawn before) -> value."""
 
 
 def generator(*parts: object) -> random.Random:
@@ -74,6 +83,7 @@ def draw_choice(
     opening: Sequence[Mapping[str, Any]] = (),
     hopeless: Sequence[Mapping[str, Any]] = (),
     direction: StudyDirection = StudyDirection.MAXIMIZE,
+    usual: Usual | None = None,
 ) -> Any:
     """Return the choice of one knob of a new lineage.
 
@@ -86,9 +96,14 @@ def draw_choice(
         opening: Knobs drawn so far of lineages that others are opening now.
         hopeless: Structures (partial knobs) of which no lineage can win, by the study's pruner.
         direction: What is better.
+        usual: The values the first lineage of a structure takes; None to draw them like all others.
     """
     context = structure(params)
     kinds = [kind for kind in lineages.kinds.values() if kind.complete]
+    if name not in STRUCTURE:
+        kept = _kept(rng, name, params, context, lineages, opening, direction, usual)
+        if kept in distribution.choices and not lineages.tree.closed({**params, name: kept}):
+            return kept
     beside = [kind for kind in kinds if agrees(kind.params, context)]
     begun = [p for p in opening if agrees(p, context)]
     merits = []
@@ -131,11 +146,15 @@ def _structural_weight(
 def _merit(params: Mapping[str, Any], kinds: Sequence[Kind], direction: StudyDirection) -> float:
     """Return how good the best lineage of a structure is, relative to the best of all: a power of the ratio.
 
-    Only lineages with some launches count, so that no structure is judged by its first micro-batch; without one, or
-    with metrics that are not positive, the merit is 1.
+    Only structures with some launches count, so that none is judged by its first micro-batch; without them, or with
+    metrics that are not positive, the merit is 1.
     """
-    every = [score for kind in kinds for score in _judged(kind, direction)]
-    scores = [s for kind in kinds if agrees(kind.params, params, strict=True) for s in _judged(kind, direction)]
+    every = [best for kind in kinds if (best := _judged(kind, direction)) is not None]
+    scores = [
+        best
+        for kind in kinds
+        if agrees(kind.params, params, strict=True) and (best := _judged(kind, direction)) is not None
+    ]
     if not scores or min(every) <= 0 or max(every) == math.inf:
         return 1.0
     maximize = direction == StudyDirection.MAXIMIZE
@@ -143,15 +162,36 @@ def _merit(params: Mapping[str, Any], kinds: Sequence[Kind], direction: StudyDir
     return float(max(ratio, _LEAST_RATIO) ** _MERIT_POWER)
 
 
-def _judged(kind: Kind, direction: StudyDirection) -> Sequence[float]:
-    """Return the smallest and the largest of the best metrics of a kind's lineages that speak for it."""
+def _judged(kind: Kind, direction: StudyDirection) -> float | None:
+    """Return the best metric of a kind that had enough launches to speak for itself, None for others."""
 
-    def find() -> tuple[float, ...]:
-        judged = (o.best_score(direction) for o in kind.members.values() if len(o.answers) >= _JUDGED_ANSWERS)
-        scores = [score for score in judged if score is not None]
-        return (min(scores), max(scores)) if scores else ()
+    def find() -> float | None:
+        launches = sum(len(lineage.answers) for lineage in kind.members.values())
+        return best_of_kind(kind, direction) if launches >= _JUDGED_ANSWERS else None
 
     return kind.derived(("judged", direction), find)
+
+
+def _kept(
+    rng: random.Random,
+    name: str,
+    params: Mapping[str, Any],
+    context: Mapping[str, Any],
+    lineages: Lineages,
+    opening: Sequence[Mapping[str, Any]],
+    direction: StudyDirection,
+    usual: Usual | None,
+) -> Any:
+    """Return the value that a knob takes without being drawn (see the module's second rule), None for none."""
+    kind = lineages.kind_of(context)
+    if kind is None or not kind.complete:
+        if usual is None or any(agrees(p, context, strict=True) for p in opening):
+            return None
+        return usual(name, params)
+    best = best_member(kind, direction)
+    if best is None or rng.random() >= _INHERITED:
+        return None
+    return best.params.get(name)
 
 
 def _largest_fit(kind: Kind) -> int | None:

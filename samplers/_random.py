@@ -18,8 +18,9 @@ from optuna_dsat.lineage import (
     evidence,
     score,
 )
-from optuna_dsat.lineage_set import Lineages
+from optuna_dsat.lineage_set import Lineages, edge_alike
 from optuna_dsat.samplers._base import LineageSampler, MaxMicroBatch, Proposal
+from optuna_dsat.samplers._draw import Usual
 
 __all__ = ["LineageRandomSampler"]
 
@@ -28,18 +29,17 @@ class LineageRandomSampler(LineageSampler):
     """Draws lineages at random and a few micro-batches in each, around the middle of its bounds.
 
     The micro-batch is ``low + Binomial(high - low, 1/2)``. One that fits sets ``low = micro-batch + 1`` (and
-    doubles ``high`` where the bounds were too low, within the distribution), one that does not fit sets
-    ``high = micro-batch - 1``. A lineage ends after ``trials_per_random_config`` answers or when ``low >
+    raises ``high`` by a quarter where the bounds were too low, within the distribution), one that does not fit
+    sets ``high = micro-batch - 1``. A lineage ends after ``trials_per_random_config`` answers or when ``low >
     high``.
 
-    A new lineage starts between 1 and ``search_range_factor * max_micro_batch``. Where a lineage of the same
-    structure (ZeRO stage and offload) was measured, with its best at micro-batch ``b``:
+    A new lineage starts between 1 and ``high = search_range_factor * max_micro_batch``; with a memory model, in
+    the upper half of that. Where a lineage of the same structure (ZeRO stage and offload) was measured, with its
+    best at micro-batch ``b``:
 
-    - if larger micro-batches may pay, half of the new lineages start above: ``low = b + 1``, ``high =
-    max(largest that
-      fits, high of the best, 2 low)``, as Determined AI's ``dsat random`` does for all. It does not do so
-      here where the best lineage is known not to hold more, or to be slower with more: those launches teach
-      nothing;
+    - if larger micro-batches may pay, half of the new lineages start above, between ``b + 1`` and ``high``, as
+      Determined AI's ``dsat random`` does for all. It does not do so here where the best lineage is known not to
+      hold more, or to be slower with more: those launches teach nothing;
     - the others start at ``b`` itself, which compares their knobs with the best ones at the same micro-batch,
     or,
       where larger micro-batches were slower, between the neighbours of ``b`` that the best lineage measured.
@@ -51,6 +51,8 @@ class LineageRandomSampler(LineageSampler):
         search_range_factor: Multiplies ``max_micro_batch``.
         max_micro_batch: Largest micro-batch worth trying for given knobs; None for the high end of the
             micro-batch's distribution, which is always respected.
+        usual: Values of the knobs in the first lineage of each structure (ZeRO stage and offload); None to draw
+            these like all others.
         micro_batch: Name of the micro-batch's parameter. It must be an integer parameter, suggested last.
         seed: Seed of the draws; None draws one for the study and stores it there.
 
@@ -64,12 +66,14 @@ class LineageRandomSampler(LineageSampler):
         trials_per_random_config: int = 5,
         search_range_factor: float = 1.0,
         max_micro_batch: MaxMicroBatch | None = None,
+        usual: Usual | None = None,
         micro_batch: str = MICRO_BATCH,
         seed: int | None = None,
     ) -> None:
         super().__init__(
             search_range_factor=search_range_factor,
             max_micro_batch=max_micro_batch,
+            usual=usual,
             micro_batch=micro_batch,
             seed=seed,
         )
@@ -97,11 +101,14 @@ class LineageRandomSampler(LineageSampler):
         ceiling = distribution.high if opened else self._ceiling(lineage.params, history, distribution)
         if not lineage.trials:
             best = _best_alike(study, lineage, lineages)
+            if best is None:
+                low = self._likely(lineage, distribution.low, ceiling)
+                return _draw_between(low, ceiling, distribution, lineage, rng)
             return _open(lineage, distribution, ceiling, best, edge, rng)
         low, high = lineage.derived(
             ("bounds", ceiling, distribution, edge), lambda: replay(lineage, ceiling, distribution, edge=edge)
         )
-        return _draw_between(low, high, distribution, lineage, rng)
+        return _draw_between(self._likely(lineage, low, high), high, distribution, lineage, rng)
 
 
 def replay(
@@ -111,9 +118,9 @@ def replay(
 
     Args:
         lineage: The lineage; one opened by someone else starts with [low end of the distribution, ceiling].
-        ceiling: Largest micro-batch worth trying by the memory model. It is soft: a success there doubles it.
+        ceiling: Largest micro-batch worth trying by the memory model. It is soft: a success there raises it.
         distribution: Of the micro-batch; its high end is a hard limit.
-        edge: Smallest micro-batch that was too large for a lineage alike. Doubling goes no further: other
+        edge: Smallest micro-batch that was too large for a lineage alike. It is raised no further: other
             buckets and flags may just make room for it, but not for much more.
     """
     low, high = _opening_bounds(lineage) or (distribution.low, ceiling)
@@ -123,50 +130,28 @@ def replay(
         if evidence(trial) is Evidence.FITS:
             low = max(low, size + 1)
             if low > high:
-                reach = max(2 * high, low) if edge is None else min(2 * high, edge)
+                wider = max(high + high // 4, low)
+                reach = wider if edge is None else min(wider, edge)
                 high = min(reach, limit)
         elif evidence(trial) is Evidence.TOO_LARGE:
             high = limit = min(high, limit, size - 1)
     return low, high
 
 
-def edge_alike(lineage: Lineage, lineages: Lineages) -> int | None:
-    """Return the smallest micro-batch that was too large for a lineage of the same structure and fitted none.
-
-    What fits is decided by the ZeRO stage and offload almost alone.
-    """
-    kind = lineages.kind_of(lineage.params)
-    if kind is None:
-        return None
-    alike = kind.members.values()
-
-    def find() -> int | None:
-        fits = max((other.largest_fit for other in alike if other.largest_fit is not None), default=0)
-        return min(
-            (o.smallest_too_large for o in alike if o.smallest_too_large is not None and o.smallest_too_large > fits),
-            default=None,
-        )
-
-    return kind.derived("edge", find)
-
-
 def _open(
     lineage: Lineage,
     distribution: IntDistribution,
     ceiling: int,
-    best: tuple[Lineage, FrozenTrial] | None,
+    best: tuple[Lineage, FrozenTrial],
     edge: int | None,
     rng: random.Random,
 ) -> Proposal | None:
     """Return the first micro-batch of a new lineage."""
-    if best is None:
-        return _draw_between(distribution.low, ceiling, distribution, lineage, rng)
     rival, trial = best
     size = rival.size(trial)
     largest = max(rival.largest_fit or size, size)
     hard = distribution.high if edge is None else edge - 1
-    bounds = _opening_bounds(rival) or (distribution.low, ceiling)
-    high = min(max(largest, bounds[1], 2 * (size + 1)), hard)
+    high = min(max(largest, ceiling), hard)
     if largest > size:
         others = {found for found, _ in rival.points()} - {size}
         below = max((found for found in others if found < size), default=distribution.low - 1)

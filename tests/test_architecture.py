@@ -15,6 +15,8 @@ LAYERS = [
     {"samplers", "pruners", "launch", "store", "integrations"},
     {
         "lineage",
+        "bisection",
+        "potential",
         "memory",
         "memory_fit",
         "model_states",

@@ -167,16 +167,9 @@ def test_agrees_compares_what_both_have_unless_strict() -> None:
     assert agrees({"reduce_bucket_size": 50000000}, {"reduce_bucket_size": 5e7}, strict=True)
 
 
-def test_dead_and_ended() -> None:
+def test_dead() -> None:
     (dead,) = group([make(0, 1, state=PRUNED, outcome=Outcome.OUT_OF_MEMORY)]).values()
     assert dead.dead
-    assert dead.ended(StudyDirection.MAXIMIZE)
-    edge = [make(0, 8), make(1, 9, state=PRUNED, outcome=Outcome.OUT_OF_MEMORY)]
-    assert next(iter(group(edge).values())).ended(StudyDirection.MAXIMIZE)
-    assert not next(iter(group(edge[:1]).values())).ended(StudyDirection.MAXIMIZE)
-    assert next(iter(group([make(0, 64)]).values())).ended(StudyDirection.MAXIMIZE)
-    plan = {PLAN_ATTR: {"lineage": {"zero_stage": 1}, "micro_batch": 8, "low": 8, "high": 8}}
-    assert next(iter(group([make(0, 8, system=plan)]).values())).ended(StudyDirection.MAXIMIZE)
 
 
 @pytest.mark.parametrize(

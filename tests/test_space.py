@@ -248,6 +248,13 @@ def test_memory_is_pinned_on_cuda() -> None:
         assert ds_config.merge({}, overlay)["zero_optimization"]["offload_optimizer"] == section
 
 
+def test_usual_values_are_the_users_and_else_deepspeeds_defaults_at_the_stage() -> None:
+    space = make({"stage": 2, "reduce_bucket_size": 123_456, "offload_optimizer": {"device": "cpu"}})
+    for stage in (1, 3):
+        usual = {name: space.usual(name, {"zero_stage": stage}) for name in ("overlap_comm", "reduce_bucket_size")}
+        assert usual == {"overlap_comm": stage == 3, "reduce_bucket_size": 123_456}
+
+
 def test_the_present_configuration_is_always_inside() -> None:
     zero = {"stage": 2, "reduce_bucket_size": 123_456, "overlap_comm": True}
     space = make(zero)

@@ -66,7 +66,7 @@ def test_the_highest_rung_goes_first_then_the_longest(kit: SimpleNamespace) -> N
     pruner = AshaPruner(min_binary_search_trials=2)
     trials = [kit.trial(8 + n, 50.0, bucket=0) for n in range(2)]  # completed rung 0, best of two: goes on
     trials += [kit.trial(8 + n, 40.0, bucket=1) for n in range(2)]  # completed rung 0, waits
-    trials += [kit.trial(8, 1.0, bucket=2), kit.trial(8, 2.0, bucket=3)]  # in rung 0
+    trials += [kit.trial(8, 20.0, bucket=2), kit.trial(8, 30.0, bucket=3)]  # in rung 0
     study = kit.study(pruner, trials)
     lineages = group(study.trials)
     assert buckets(pruner.continuable(study, lineages), lineages) == [0, 2, 3]
@@ -79,6 +79,14 @@ def test_a_bisection_that_ended_early_has_completed_its_rung(kit: SimpleNamespac
     study = kit.study(pruner, trials)
     lineages = group(study.trials)
     assert buckets(pruner.continuable(study, lineages), lineages) == [1]
+
+
+def test_what_cannot_win_has_completed_its_rung(kit: SimpleNamespace) -> None:
+    trials = [kit.trial(32, value, bucket=bucket) for bucket, value in enumerate((100.0, 49.0, 51.0))]
+    study = kit.study(AshaPruner(), trials)
+    lineages = group(study.trials)
+    # A rate grows at most in proportion to the micro-batch, which ends at 64: 49 samples per second become 98 at most.
+    assert buckets(study.pruner.continuable(study, lineages), lineages) == [0, 2]
 
 
 def test_the_top_rung_is_never_left_and_broken_ones_are_out(kit: SimpleNamespace) -> None:

@@ -58,6 +58,12 @@ RISING_ZERO_3: Rows = [
             id="another structure runs larger",
         ),
         pytest.param([*WINNER, *SLOW_ZERO_3], (48, {"zero_stage": 3, "bucket": 0}), "expected", id="behind"),
+        pytest.param(
+            [*WINNER, (32, 10.0, {"zero_stage": 3, "bucket": 0})],
+            (48, {"zero_stage": 3, "bucket": 0}),
+            "at most 20",
+            id="behind by one measurement: twice the micro-batch, at most twice as fast",
+        ),
         pytest.param([*WINNER, *SLOW_ZERO_3], (8, {"zero_stage": 3, "bucket": 5}), "cannot reach", id="hopeless"),
         pytest.param(
             [*WINNER, *SLOW_ZERO_3[:2]], (8, {"zero_stage": 3, "bucket": 5}), None, id="one witness is not enough"

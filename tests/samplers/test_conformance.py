@@ -18,7 +18,9 @@ class TestSamplers(BasicSamplerTestCase, SingleOnlySamplerTestCase):
             BinarySearchSampler,
             partial(BinarySearchSampler, seed=3),
             partial(BinarySearchSampler, micro_batch="x"),
+            partial(BinarySearchSampler, max_micro_batch=lambda _params, _history: 3, usual=lambda _name, _params: 1),
             LineageRandomSampler,
+            partial(LineageRandomSampler, max_micro_batch=lambda _params, _history: 3, usual=lambda _name, _params: 1),
             partial(LineageRandomSampler, seed=3),
             partial(LineageRandomSampler, micro_batch="x"),
         ]

@@ -36,7 +36,7 @@ def test_bounds_follow_the_answers(kit: SimpleNamespace) -> None:
             break
 
 
-def test_a_success_at_the_soft_ceiling_doubles_it(kit: SimpleNamespace) -> None:
+def test_a_success_at_the_soft_ceiling_raises_it(kit: SimpleNamespace) -> None:
     sampler = LineageRandomSampler(seed=0, max_micro_batch=lambda _params, _history: 2)
     study = kit.create(sampler)
     kit.Driver(study, suggest=partial(kit.suggest, stages=(3,), wide=False)).run(5)

@@ -5,7 +5,7 @@ import math
 import pytest
 from optuna.study import StudyDirection
 
-from optuna_dsat.pruners._knowledge import potential
+from optuna_dsat.potential import potential
 
 UP, DOWN = StudyDirection.MAXIMIZE, StudyDirection.MINIMIZE
 
