@@ -18,7 +18,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from optuna.distributions import IntDistribution
+from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
@@ -39,12 +39,14 @@ __all__ = [
     "Evidence",
     "Lineage",
     "LineageGate",
+    "MicroBatchSet",
     "agrees",
     "candidates",
     "canonical",
     "evidence",
     "group",
     "lineage_key",
+    "micro_batches_of",
     "middle",
     "past_peak",
     "peak_gap",
@@ -126,6 +128,28 @@ def score(trial: FrozenTrial) -> float | None:
     elif trial.state == TrialState.PRUNED and evidence(trial) is Evidence.FITS:
         found = trial.intermediate_values[max(trial.intermediate_values)]
     return None if found is None or math.isnan(found) else found
+
+
+class MicroBatchSet(IntDistribution):
+    """Micro-batches of which only some are allowed: the choices of a categorical parameter.
+
+    Args:
+        values: What is allowed, in any order.
+    """
+
+    def __init__(self, values: Iterable[int]) -> None:
+        self.values = tuple(sorted(set(values)))
+        super().__init__(low=self.values[0], high=self.values[-1])
+
+
+def micro_batches_of(distribution: BaseDistribution | None) -> IntDistribution | None:
+    """Return the micro-batches that a parameter may take, None where it is no parameter of whole numbers."""
+    if isinstance(distribution, IntDistribution):
+        return distribution
+    if not isinstance(distribution, CategoricalDistribution):
+        return None
+    whole = [choice for choice in distribution.choices if isinstance(choice, int) and not isinstance(choice, bool)]
+    return MicroBatchSet(whole) if len(whole) == len(distribution.choices) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,8 +238,8 @@ class Lineage:
     def distribution(self) -> IntDistribution | None:
         """Distribution of the micro-batch in the latest trial that has one."""
         for trial in reversed(self.trials):
-            found = trial.distributions.get(self.micro_batch)
-            if isinstance(found, IntDistribution):
+            found = micro_batches_of(trial.distributions.get(self.micro_batch))
+            if found is not None:
                 return found
         return None
 
@@ -401,11 +425,16 @@ def peak_gap(lineage: Lineage, distribution: IntDistribution, direction: StudyDi
         candidates(peak + 1, right - 1, distribution, used=lineage.used),
     ]
     widest = max(gaps, key=len)
+    if isinstance(distribution, MicroBatchSet):
+        return widest  # few enough to try them all
     return widest if len(widest) * distribution.step > PEAK_WIDTH * peak else ()
 
 
 def candidates(low: int, high: int, distribution: IntDistribution, *, used: Iterable[int] = ()) -> Sequence[int]:
     """Return the unused micro-batches of [low, high] that the distribution holds, ascending."""
+    if isinstance(distribution, MicroBatchSet):
+        taken = set(used)
+        return [value for value in distribution.values if low <= value <= high and value not in taken]
     step = distribution.step
     start = max(distribution.low, distribution.low + -((distribution.low - low) // step) * step)
     allowed = range(start, min(high, distribution.high) + 1, step)

@@ -25,6 +25,7 @@ from optuna_dsat.lineage import (
     candidates,
     group,
     lineage_key,
+    micro_batches_of,
     middle,
 )
 from optuna_dsat.lineage_history import StudyHistory, notes_of, read_history
@@ -80,7 +81,8 @@ class LineageSampler(BaseSampler):
             micro-batch's distribution, which is always respected.
         usual: Values of the knobs in the first lineage of each structure (ZeRO stage and offload); None to draw
             these like all others.
-        micro_batch: Name of the micro-batch's parameter. It must be an integer parameter, suggested last.
+        micro_batch: Name of the micro-batch's parameter. It must be an integer parameter, or a categorical one of
+            whole numbers, suggested last.
         seed: Seed of the draws; None draws one for the study and stores it there.
 
     Raises:
@@ -180,15 +182,16 @@ class LineageSampler(BaseSampler):
         self._raise_error_if_multi_objective(study)
         own = self._own(study, trial)
         plan = own.plan
-        is_micro_batch = param_name == self._name and isinstance(param_distribution, IntDistribution)
+        sizes = micro_batches_of(param_distribution) if param_name == self._name else None
+        is_micro_batch = sizes is not None
         planned = plan.get("micro_batch") if is_micro_batch else plan.get("lineage", {}).get(param_name, _MISSING)
         if is_micro_batch and not self._follows(trial, plan):
             planned = _MISSING
         if planned is not _MISSING and _holds(param_distribution, planned):
             return planned
         rng = generator(self._study_seed(study, own), plan.get("draw", trial.number), param_name)
-        if isinstance(param_distribution, IntDistribution) and is_micro_batch:
-            return self._sample_micro_batch(study, trial, param_distribution, own, rng)
+        if sizes is not None:
+            return self._sample_micro_batch(study, trial, sizes, own, rng)
         if not isinstance(param_distribution, CategoricalDistribution):
             return draw(rng, param_distribution)
         history = self._history(study, trial, again=False)

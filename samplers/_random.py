@@ -102,13 +102,18 @@ class LineageRandomSampler(LineageSampler):
         if not lineage.trials:
             best = _best_alike(study, lineage, lineages)
             if best is None:
-                low = self._likely(lineage, distribution.low, ceiling)
-                return _draw_between(low, ceiling, distribution, lineage, rng)
+                return self._draw_likely(lineage, distribution.low, ceiling, distribution, rng)
             return _open(lineage, distribution, ceiling, best, edge, rng)
         low, high = lineage.derived(
             ("bounds", ceiling, distribution, edge), lambda: replay(lineage, ceiling, distribution, edge=edge)
         )
-        return _draw_between(self._likely(lineage, low, high), high, distribution, lineage, rng)
+        return self._draw_likely(lineage, low, high, distribution, rng)
+
+    def _draw_likely(
+        self, lineage: Lineage, low: int, high: int, distribution: IntDistribution, rng: random.Random
+    ) -> Proposal | None:
+        likely = _draw_between(self._likely(lineage, low, high), high, distribution, lineage, rng)
+        return likely or _draw_between(low, high, distribution, lineage, rng)
 
 
 def replay(

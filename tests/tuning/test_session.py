@@ -313,3 +313,43 @@ def test_a_metric_to_minimise_picks_the_smallest(bench: Bench) -> None:
     assert result is not None
     values = [t.value for t in bench.study().trials if t.state is TrialState.COMPLETE]
     assert result.value == pytest.approx(min(v for v in values if v is not None), rel=1e-6)
+
+
+@pytest.mark.parametrize("method", ["random", "binary", "asha"])
+def test_only_the_micro_batches_that_the_user_lists_are_run(bench: Bench, method: str) -> None:
+    listed = [4, 8, 24, 100]
+    config = {**USER_CONFIG, "train_micro_batch_size_per_gpu": listed}
+    hill = Hill()
+    result = bench.run(bench.spec(method=method, ds_config=config, max_trials=25, confirm=0), hill)
+    assert result is not None
+    assert result.config["train_micro_batch_size_per_gpu"] == 24
+    run = {config["train_micro_batch_size_per_gpu"] for config in hill.configs[1:]}
+    assert run <= set(listed)
+    assert len(run) > 1
+
+
+@pytest.mark.parametrize("method", ["random", "binary", "asha"])
+def test_a_global_batch_that_is_kept_is_made_up_by_accumulation(bench: Bench, method: str) -> None:
+    hill = Hill()
+    result = bench.run(bench.spec(method=method, train_batch_size=96, max_trials=16, confirm=0), hill)
+    assert result is not None
+    trials = [t for t in bench.study().trials if history.CONFIG in t.user_attrs][1:]
+    batches = [
+        (c["train_micro_batch_size_per_gpu"], c["gradient_accumulation_steps"])
+        for c in (trial.user_attrs[history.CONFIG] for trial in trials)
+    ]
+    assert {micro_batch * accumulation * 2 for micro_batch, accumulation in batches} == {96}
+    assert (24, 2) in batches  # the largest divisor of 48 that fits
+    assert result.config["train_batch_size"] == 96
+    assert result.learning_rate_advice is not None  # the user's own global batch is 4
+    assert "from 4 to 96" in result.learning_rate_advice
+
+
+def test_the_largest_global_batch_of_the_autotuning_section_bounds_the_micro_batch(bench: Bench) -> None:
+    config = {**USER_CONFIG, "gradient_accumulation_steps": 4, "autotuning": {"max_train_batch_size": 40}}
+    result = bench.run(bench.spec(ds_config=config, max_trials=12, confirm=0), Hill())
+    assert result is not None
+    trials = [t.user_attrs[history.CONFIG] for t in bench.study().trials if history.CONFIG in t.user_attrs]
+    totals = [c["train_micro_batch_size_per_gpu"] * c["gradient_accumulation_steps"] * 2 for c in trials]
+    assert max(totals) <= 40
+    assert max(c["train_micro_batch_size_per_gpu"] for c in trials) > 5
