@@ -12,7 +12,7 @@ import importlib.metadata
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -275,7 +275,7 @@ def fingerprint(spec: StudySpec, *, device_names: tuple[str, ...]) -> str:
     """
     outside = {key: value for key, value in spec.ds_config.items() if key not in _KNOB_SECTIONS}
     parts = {
-        "code": _code_hashes(_script_file(spec), Path(spec.script.cwd)),
+        "code": _code_hashes(_code_folders(spec)),
         "script": spec.script.script if spec.script.is_module else Path(spec.script.script).name,
         "args": spec.script.args,
         "arg_mappings": spec.script.arg_mappings,
@@ -289,13 +289,20 @@ def fingerprint(spec: StudySpec, *, device_names: tuple[str, ...]) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def _script_file(spec: StudySpec) -> Path:
-    script = spec.script
-    return (script.is_module and module_file(script.script, Path(script.cwd))) or Path(script.script)
+def _code_folders(spec: StudySpec) -> list[Path]:
+    """Return the folders whose code a launch is likely to run: the script's, for a module the working directory too."""
+    script, cwd = spec.script, Path(spec.script.cwd)
+    if not script.is_module:
+        return [Path(script.script).parent]
+    file = module_file(script.script, cwd)
+    return [cwd] if file is None else sorted({cwd, file.parent})
 
 
-def _code_hashes(script: Path, cwd: Path) -> list[str]:
-    """Return the hashes of the script and of the Python files in its folder and below, at most ``_MAX_FILES``."""
-    folder = script.parent if script.is_file() else cwd
-    files = itertools.islice(sorted(folder.glob("*.py")) + sorted(folder.glob("*/*.py")), _MAX_FILES)
+def _code_hashes(folders: Iterable[Path]) -> list[str]:
+    """Return the hashes of the Python files in these folders and one level below, at most ``_MAX_FILES`` of each."""
+    files: dict[Path, None] = {}
+    for folder in folders:
+        files |= dict.fromkeys(
+            itertools.islice(sorted(folder.glob("*.py")) + sorted(folder.glob("*/*.py")), _MAX_FILES)
+        )
     return [hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path.is_file()]

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from optuna_dsat.module_file import module_file
+from optuna_dsat.profiling import fingerprint
+from optuna_dsat.spec import make_spec
 
 
 @pytest.fixture
@@ -42,3 +44,24 @@ def test_installed_modules_are_found_and_not_imported(tmp_path: Path, monkeypatc
     assert module_file("trainers.big", tmp_path) == installed / "trainers" / "big" / "__main__.py"
     assert "trainers" not in sys.modules
     assert module_file("sys", tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "seen"), [("space/deep/train.py", True), ("top.py", True), ("other/much/deeper.py", False)]
+)
+def test_a_profile_depends_on_the_code_of_the_module(folder: Path, changed: str, seen: bool) -> None:
+    spec = make_spec(
+        name="study",
+        method="random",
+        script={"script": "space.deep.train", "is_module": True, "cwd": str(folder), "config_path": "ds.json"},
+        ds_config={"train_micro_batch_size_per_gpu": 2},
+        device="cpu",
+        slots_per_trial=2,
+        output_dir=str(folder / "out"),
+    )
+    before = fingerprint(spec, device_names=("cpu",))
+    assert fingerprint(spec, device_names=("cpu",)) == before
+    path = folder / changed
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("raise SystemExit('changed')")
+    assert (fingerprint(spec, device_names=("cpu",)) != before) is seen

@@ -312,6 +312,16 @@ def _batch_differs(facts: LaunchFacts) -> Verdict | None:
     observed = observed_micro_batch(facts)
     if facts.micro_batch is None or observed is None or observed == facts.micro_batch:
         return None
+    if observed < facts.micro_batch:
+        return Verdict(
+            outcome=Outcome.INVALID_CONFIG,
+            message=(
+                f"the config says train_micro_batch_size_per_gpu {facts.micro_batch}, but the script fed batches of at "
+                f"most {observed}. If its data set gives no more, set autotuning.max_train_micro_batch_size_per_gpu to "
+                f"{observed} in {facts.config_path}; if it takes its batch size from somewhere else than that file, "
+                "name its option: --arg-mapping train_micro_batch_size_per_gpu=--OPTION"
+            ),
+        )
     return Verdict(
         outcome=Outcome.INVALID_CONFIG,
         message=(

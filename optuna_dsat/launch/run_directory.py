@@ -14,6 +14,7 @@ The directory of one launch:
       events/rank0.jsonl  what rank 0 reported
       logs/agent.log      output of torchrun itself
       logs/rank0.stdout.log, logs/rank0.stderr.log
+      trackers/           what experiment trackers and TensorBoard would have sent away or written elsewhere
 """
 
 from __future__ import annotations

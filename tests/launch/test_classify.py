@@ -223,3 +223,10 @@ def test_a_differing_batch_is_told_with_both_numbers_and_the_remedy() -> None:
     assert "train_micro_batch_size_per_gpu 4" in message
     assert "batches of 8" in message
     assert "--arg-mapping" in message
+
+
+def test_a_smaller_batch_may_also_be_the_end_of_the_data() -> None:
+    message = classify(with_batches(2, 2, 2, 2, 2)).message
+    assert "train_micro_batch_size_per_gpu 4, but the script fed batches of at most 2" in message
+    assert "set autotuning.max_train_micro_batch_size_per_gpu to 2" in message
+    assert "--arg-mapping" in message
