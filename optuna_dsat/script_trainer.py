@@ -70,7 +70,7 @@ class ScriptTrainer:
         trainer, _ = _NAMES[self.framework]
         parts = []
         for key, field in _FIELDS[self.framework].items():
-            own = self._own(key)
+            own = self.own(key)
             parts.append(self.options.get(key, field) + ("" if own is None else f" (now {own})"))
         follow = "follow" if len(parts) > 1 else "follows"
         return f"The script trains with {trainer}: {' and '.join(parts)} {follow} each configuration."
@@ -88,32 +88,43 @@ class ScriptTrainer:
         refused = ds_config.GRADIENT_ACCUMULATION if self.framework == "lightning" else None
         return {key: value for key, value in config.items() if key != refused}
 
-    def _own(self, key: str) -> int | None:
+    def own(self, key: str) -> int | None:
+        """Return what the script says by itself of a batch size, by its key in the DeepSpeed config."""
         return self.micro_batch if key == ds_config.MICRO_BATCH else self.gradient_accumulation_steps
 
 
 def follow_trainer(spec: StudySpec, trainer: ScriptTrainer | None) -> StudySpec:
-    """Return the spec as the script's trainer makes it: open batch sizes filled in, its options following the config.
+    """Return the spec as the script means it: open batch sizes filled in, its trainer's options following the config.
 
-    Batch sizes that the user's config gives stay as they are. The user's own ``--arg-mapping`` goes before the
-    trainer's options.
+    A batch size that the user's config gives stays as it is. One that it leaves open is what the user gives as the
+    option of ``--arg-mapping``, else what the trainer said. That mapping goes before the trainer's options.
     """
-    if trainer is None:
-        return spec
     config = dict(spec.ds_config)
     if _is_open(config.get(ds_config.TRAIN_BATCH)):  # else the batch sizes that it leaves open follow from it
-        own = {
-            ds_config.MICRO_BATCH: trainer.micro_batch,
-            ds_config.GRADIENT_ACCUMULATION: trainer.gradient_accumulation_steps,
-        }
-        config.update({k: value for k, value in own.items() if value is not None and _is_open(config.get(k))})
-    options = {key: _as_given(option, spec.script.args) for key, option in trainer.options.items()}
+        for key in (ds_config.MICRO_BATCH, ds_config.GRADIENT_ACCUMULATION):
+            own = _mapped_value(spec, key) or (None if trainer is None else trainer.own(key))
+            if own is not None and _is_open(config.get(key)):
+                config[key] = own
+    found = {} if trainer is None else trainer.options
+    options = {key: _as_given(option, spec.script.args) for key, option in found.items()}
     script = spec.script.model_copy(update={"arg_mappings": {**options, **spec.script.arg_mappings}})
     return spec.model_copy(update={"ds_config": config, "script": script})
 
 
 def _is_open(value: Any) -> bool:
     return value in (None, ds_config.AUTO)
+
+
+def _mapped_value(spec: StudySpec, key: str) -> int | None:
+    """Return the number that the user gives as the option mapped to a key, None where there is none."""
+    option = spec.script.arg_mappings.get(key)
+    args = spec.script.args
+    for index, arg in enumerate(args):
+        name, equals, value = arg.partition("=")
+        text = value if equals else "".join(args[index + 1 : index + 2])
+        if name == option and text.isdigit():
+            return int(text) or None
+    return None
 
 
 def _as_given(option: str, args: Sequence[str]) -> str:

@@ -77,7 +77,19 @@ def test_options_keep_the_users_spelling_and_give_way_to_the_users_mapping() -> 
 
 def test_without_a_trainer_nothing_changes() -> None:
     spec = spec_of(AUTO)
-    assert follow_trainer(spec, None) is spec
+    assert follow_trainer(spec, None) == spec
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [(("--bs", "6"), 6), (("--x", "--bs=5"), 5), (("--bs", "many"), 1), (("--bs",), 1), (("--bsx", "6"), 1)],
+)
+def test_the_option_of_a_mapping_says_what_the_config_leaves_open(args: tuple[str, ...], expected: int) -> None:
+    script = {"args": args, "arg_mappings": {"train_micro_batch_size_per_gpu": "--bs"}}
+    present, _ = user_config(follow_trainer(spec_of(AUTO, **script), None))
+    assert present["train_micro_batch_size_per_gpu"] == expected
+    given, _ = user_config(follow_trainer(spec_of({"train_micro_batch_size_per_gpu": 3}, **script), None))
+    assert given["train_micro_batch_size_per_gpu"] == 3
 
 
 def test_what_the_code_sets_is_left_to_the_user_in_plain_words() -> None:

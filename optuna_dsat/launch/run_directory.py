@@ -64,7 +64,7 @@ _RECORDED_NAMES = frozenset(
         "WANDB_MODE",
     }
 )
-_RECORDED_PREFIXES = ("DS_BUILD_", "GLOO_", "NCCL_", "TORCH_NCCL_")
+_RECORDED_PREFIXES = ("ACCELERATE_", "DS_BUILD_", "GLOO_", "NCCL_", "TORCH_NCCL_")
 _SECRET_WORDS = frozenset(
     {"apikey", "auth", "credential", "credentials", "passphrase", "passwd", "password", "secret", "token"}
 )

@@ -4,6 +4,8 @@
     session         the life of a rank: redirect, run the script, leave a record
     plan, rank      what the launcher and torchrun say
     hook            waits for ``import deepspeed`` and wraps ``deepspeed.initialize``
+    hugging_face    transformers and accelerate, which read the config earlier
+    lightning       Lightning, likewise
     overlay         the trial's config, laid over the script's
     trial_config    what a launch makes of the configs that reach DeepSpeed; differences from the user's file
     side_effects    checkpoints and monitors, which a trial goes without

@@ -155,6 +155,47 @@ def test_the_rank_leaves_after_the_last_profile_step_and_not_before() -> None:
     assert bench.progress.steps == 2
 
 
+class Optimizer:
+    """What steps inside the engine, and is stepped by scripts that go past it."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        self.clock = clock
+        self.steps = 0
+
+    def step(self) -> None:
+        self.clock.time += 0.5
+        self.steps += 1
+
+
+class SteppingEngine(Engine):
+    def __init__(self, clock: FakeClock, accumulation: int = 1) -> None:
+        super().__init__(clock, accumulation)
+        self.optimizer = Optimizer(clock)
+
+    def step(self) -> None:
+        if self.is_gradient_accumulation_boundary():
+            self.optimizer.step()
+        super().step()
+
+
+def test_an_optimizer_that_the_script_steps_itself_ends_a_step() -> None:
+    bench = Bench(SteppingEngine)
+    bench.engine.backward(bench.engine(torch.ones(4, 2)))
+    bench.engine.optimizer.step()
+    [step] = bench.steps
+    assert (step.samples, step.step_s, step.latency_s) == (4, 0.5, 3.5)
+    assert bench.engine.optimizer.step.__func__ is not None  # a bound method, as torch's schedulers want it
+
+
+def test_the_engines_own_call_of_its_optimizer_is_part_of_its_step() -> None:
+    bench = Bench(lambda clock: SteppingEngine(clock, accumulation=2))
+    bench.micro_step()
+    bench.micro_step()
+    [step] = bench.steps
+    assert (step.samples, step.step_s) == (8, 1.0)
+    assert bench.engine.optimizer.steps == 1
+
+
 def test_a_step_holds_all_its_micro_batches() -> None:
     bench = Bench(lambda clock: Engine(clock, accumulation=3))
     for size in (4, 6, 2):

@@ -119,3 +119,9 @@ def test_a_list_is_no_config(tmp_path: Path) -> None:
     path.write_text("[1]", encoding="utf-8")
     with pytest.raises(ValueError, match="is a JSON object"):
         read_config(path)
+
+
+def test_auto_in_the_overlay_gives_way_to_what_was_filled_in() -> None:
+    filled = {"optimizer": {"params": {"lr": 0.1}}, "gradient_clipping": 1.0}
+    overlay = {"optimizer": {"params": {"lr": "auto", "eps": "auto"}}, "gradient_clipping": "auto"}
+    assert merge(filled, overlay) == {"optimizer": {"params": {"lr": 0.1, "eps": "auto"}}, "gradient_clipping": 1.0}
