@@ -119,19 +119,25 @@ def learning_rate_advice(config: Mapping[str, Any], *, batch: int, user_batch: i
     )
 
 
-def training_command(spec: StudySpec, config: Mapping[str, Any], config_path: Path) -> tuple[str, bool]:
+def training_command(
+    spec: StudySpec, config: Mapping[str, Any], config_path: Path, *, deepspeed_launcher: bool = False
+) -> tuple[str, bool]:
     """Return the shell command that trains with ``config``, written to ``config_path``, and whether it names that file.
 
     An argument that names the user's config is pointed to the new one. A script that is not given its config on the
-    command line has to be pointed to it by its user.
+    command line has to be pointed to it by its user. ``deepspeed_launcher`` starts the script with ``deepspeed``, which
+    gives every rank ``--local_rank``, rather than with torchrun.
     """
     script = spec.script
     pointed, replaced = _point_to(script, config_path)
     args = map_arguments(pointed, script.arg_mappings, config, world_size=spec.slots_per_trial)
-    target = ["-m", script.script] if script.is_module else [script.script]
-    prefix = [] if spec.device == "cuda" else ["env", "DS_ACCELERATOR=cpu", f"LOCAL_SIZE={spec.slots_per_trial}"]
-    command = [*prefix, "torchrun", "--nproc_per_node", str(spec.slots_per_trial), *target, *args]
-    return shlex.join(command), replaced
+    ranks = str(spec.slots_per_trial)
+    if deepspeed_launcher:
+        launcher = ["deepspeed", "--num_gpus", ranks, *(["--module"] if script.is_module else [])]
+    else:
+        launcher = ["torchrun", "--nproc_per_node", ranks, *(["-m"] if script.is_module else [])]
+    prefix = [] if spec.device == "cuda" else ["env", "DS_ACCELERATOR=cpu", f"LOCAL_SIZE={ranks}"]
+    return shlex.join([*prefix, *launcher, script.script, *args]), replaced
 
 
 def _point_to(script: ScriptSpec, config_path: Path) -> tuple[list[str], bool]:

@@ -108,8 +108,15 @@ class Profiled:
     device: str
     data_parallel_size: int | None = None
     """Ranks that consume different samples; None where an older profile does not tell: all of them."""
+    takes_local_rank: bool = False
+    """Whether the script has an option ``--local_rank``, as scripts for the ``deepspeed`` launcher do."""
     trainer: ScriptTrainer | None = None
     """The trainer with batch sizes of its own that the script uses, None where there is none."""
+
+    @property
+    def deepspeed_launcher(self) -> bool:
+        """Whether training needs the ``deepspeed`` launcher, not torchrun; trainers know their rank by themselves."""
+        return self.takes_local_rank and self.trainer is None
 
     def to_json(self) -> dict[str, Any]:
         """Return what ``from_json`` reads back."""
@@ -119,6 +126,7 @@ class Profiled:
             "pipeline": self.pipeline,
             "device": self.device,
             "data_parallel_size": self.data_parallel_size,
+            "takes_local_rank": self.takes_local_rank,
             "trainer": None if self.trainer is None else self.trainer.to_json(),
         }
 
@@ -132,6 +140,7 @@ class Profiled:
             pipeline=record["pipeline"],
             device=record["device"],
             data_parallel_size=record.get("data_parallel_size"),
+            takes_local_rank=record.get("takes_local_rank", False),
             trainer=None if trainer is None else ScriptTrainer.from_json(trainer),
         )
 
@@ -232,6 +241,7 @@ def measure_profile(
                 pipeline=record.engine.pipeline,
                 device=record.engine.device,
                 data_parallel_size=record.engine.data_parallel_size,
+                takes_local_rank=record.engine.takes_local_rank,
                 trainer=None if record.trainer is None else ScriptTrainer.from_event(record.trainer),
             )
         if not report.outcome.infeasible:

@@ -22,7 +22,7 @@ from optuna_dsat.measurement import LaunchRecord
 from optuna_dsat.methods import make_method
 from optuna_dsat.profiling import Profiled, fingerprint, measure_profile
 from optuna_dsat.progress import FinalistMeasured, Message, Observer, ProfileFinished, ProfileStarted
-from optuna_dsat.script_trainer import ScriptTrainer, follow_trainer
+from optuna_dsat.script_trainer import follow_trainer
 from optuna_dsat.space import SearchSpace
 from optuna_dsat.spec import StudySpec
 from optuna_dsat.store import Store, StoredProfile, StudyRecord
@@ -291,7 +291,7 @@ class Session:
             metric=metric,
             reason=reason,
             maximize=maximize,
-            trainer=profiled.trainer,
+            profiled=profiled,
         )
 
     def _to_confirm(self, trials: Sequence[FrozenTrial], candidates: Sequence[FrozenTrial]) -> list[FrozenTrial]:
@@ -350,9 +350,9 @@ class Session:
         metric: str,
         reason: EndReason,
         maximize: bool,
-        trainer: ScriptTrainer | None,
+        profiled: Profiled,
     ) -> TuneResult:
-        spec = self.spec
+        spec, trainer = self.spec, profiled.trainer
         ranks = history.data_parallel_size(winner, slots=spec.slots_per_trial)
         complete = trainable_config(winner.user_attrs[history.CONFIG], world_size=ranks)
         config = complete if trainer is None else trainer.trainable(complete)
@@ -381,7 +381,9 @@ class Session:
                 "loss_check": None if check is None else asdict(check),
             },
         )
-        command, names_config = training_command(spec, complete, config_path)
+        command, names_config = training_command(
+            spec, complete, config_path, deepspeed_launcher=profiled.deepspeed_launcher
+        )
         own, _ = user_config(spec, data_parallel_size=ranks)
         batch = complete["train_batch_size"]
         user_batch = ds_config.batch_triangle(own, world_size=ranks).train_batch_size

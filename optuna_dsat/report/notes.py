@@ -231,7 +231,10 @@ def _commands(view: StudyView) -> str:
         ranks = history.data_parallel_size(view.best.trial, slots=view.spec.slots_per_trial)
         config = trainable_config(view.best.trial.user_attrs[history.CONFIG], world_size=ranks)
         spec = follow_trainer(view.spec, None if view.profiled is None else view.profiled.trainer)
-        command, names_config = training_command(spec, config, view.spec.study_dir / BEST_CONFIG)
+        launcher = view.profiled is not None and view.profiled.deepspeed_launcher
+        command, names_config = training_command(
+            spec, config, view.spec.study_dir / BEST_CONFIG, deepspeed_launcher=launcher
+        )
         shown = shlex.join(without_secrets(shlex.split(command)))
         lines += ["# train" if names_config else f"# train, once the script reads {BEST_CONFIG}", shown]
     return fenced("\n".join(lines), "sh")

@@ -94,6 +94,8 @@ class EngineReady(Event):
     script's value, the file's], None for a missing one. Empty where the script built the engine with a config
     that the runtime never saw.
     """
+    takes_local_rank: bool = False
+    """Whether the script has an option ``--local_rank``, which the ``deepspeed`` launcher alone sets."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -331,6 +331,7 @@ class DeepSpeedHook:
             torch_version=str(sys.modules["torch"].__version__),
             deepspeed_version=str(self._deepspeed.__version__),
             config_differences=differences,
+            takes_local_rank=self._progress.takes_local_rank,
         )
 
 

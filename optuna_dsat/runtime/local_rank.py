@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+from collections.abc import Callable
 from typing import Any
 
 __all__ = ["give_local_rank"]
@@ -16,11 +17,12 @@ __all__ = ["give_local_rank"]
 _OPTIONS = frozenset({"--local_rank", "--local-rank"})
 
 
-def give_local_rank(local_rank: int) -> None:
+def give_local_rank(local_rank: int, *, on_found: Callable[[], None] = lambda: None) -> None:
     """Make ``local_rank`` the default of the option in every parser of this process.
 
     Args:
         local_rank: Number of this rank on its host, from 0.
+        on_found: Called whenever a parser has the option.
     """
     original = argparse.ArgumentParser.parse_known_args
 
@@ -29,6 +31,7 @@ def give_local_rank(local_rank: int) -> None:
         for action in self._actions:
             if _OPTIONS.intersection(action.option_strings):
                 action.default = local_rank
+                on_found()
         return original(self, *args, **kwargs)
 
     argparse.ArgumentParser.parse_known_args = parse_known_args  # type: ignore[method-assign]

@@ -33,6 +33,7 @@ class Progress:
     steps: int = 0
     device: str = ""
     limited: bool = False
+    takes_local_rank: bool = False
 
 
 class StepObserver(Protocol):

@@ -75,7 +75,7 @@ class _Session:
         hook = DeepSpeedHook(plan=plan, rank=rank, writer=self._writer, progress=self._progress, leave=self._leave)
         hook.install()
         in_trial(hook)
-        give_local_rank(rank.local_rank)
+        give_local_rank(rank.local_rank, on_found=self._takes_local_rank)
         args = point_to_config(target.args, user_config=plan.user_config_path, config=plan.config_path)
         try:
             with reads_redirected(user_config=plan.user_config_path, config=plan.config_path):
@@ -89,6 +89,9 @@ class _Session:
             self._fail(error)
         self._finish("script_end")
         return 0
+
+    def _takes_local_rank(self) -> None:
+        self._progress.takes_local_rank = True
 
     def _finish(self, reason: str) -> None:
         self._writer.write(
