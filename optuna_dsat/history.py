@@ -10,7 +10,6 @@ from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
-from optuna_dsat import ds_config
 from optuna_dsat.outcome import Outcome
 
 __all__ = [
@@ -18,6 +17,7 @@ __all__ = [
     "CONFIG",
     "CONFIGURATION",
     "CONFIG_KEY",
+    "DATA_LIMIT",
     "DATA_PARALLEL_SIZE",
     "ERROR",
     "FINALISTS",
@@ -60,6 +60,8 @@ DATA_PARALLEL_SIZE = "data_parallel_size"
 """Ranks of the launch that consumed different samples, where an engine said so."""
 PEAK_BYTES = "peak_memory_bytes"
 ATTEMPTS = "attempts"
+DATA_LIMIT = "data_limit"
+"""Most samples of one global step on one rank that the data allows, learnt from a launch that ran out of it."""
 ERROR = "error"
 """What a script error said, without the rank that said it."""
 PURPOSE = "purpose"
@@ -129,17 +131,11 @@ def measured_peaks(trials: Sequence[FrozenTrial]) -> list[tuple[dict[str, Any], 
 
 
 def data_limit(trials: Sequence[FrozenTrial]) -> int | None:
-    """Return the samples per rank and global step from which on the script's data was too little, None if it never was.
+    """Return the most samples of one global step on one rank that the script's data allows, None where it never ended.
 
     Samples are those of the micro-batch times the accumulation; the data is the same for every lineage.
     """
-    short = [
-        int(trial.user_attrs[CONFIG][ds_config.MICRO_BATCH])
-        * int(trial.user_attrs[CONFIG].get(ds_config.GRADIENT_ACCUMULATION, 1))
-        for trial in trials
-        if trial.user_attrs.get(OUTCOME) == Outcome.OUT_OF_DATA and CONFIG in trial.user_attrs
-    ]
-    return min(short, default=None)
+    return min((trial.user_attrs[DATA_LIMIT] for trial in trials if DATA_LIMIT in trial.user_attrs), default=None)
 
 
 def repeated_script_error(trials: Sequence[FrozenTrial], *, times: int = 3) -> str | None:

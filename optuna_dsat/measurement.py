@@ -183,6 +183,18 @@ class LaunchRecord:
                 return merged
         return None
 
+    def data_at_most(self, batch: int) -> int:
+        """Return the most samples that the script's data can hold for one rank, where it ended before it was stopped.
+
+        A last step of fewer samples used them up; else less than one further step was left.
+
+        Args:
+            batch: Samples of one global step on one rank, as configured.
+        """
+        ranks = self.world_size if self.engine is None else self.engine.data_parallel_size
+        seen = [step.samples / ranks for step in self.steps]
+        return int(sum(seen)) if seen and seen[-1] < batch else int(sum(seen)) + batch - 1
+
     def metrics(self, *, flops_per_sample: float) -> dict[str, float]:
         """Return the metrics of the counted steps (see ``metrics_of``)."""
         return metrics_of(self.counted, flops_per_sample=flops_per_sample, world_size=self.world_size)

@@ -71,7 +71,7 @@ class Ceiling:
             answers[key] = max(1, largest)
         if self._data_limit is None or self._space.samples_per_rank is not None:
             return answers[key]  # a held global batch needs the same data whatever the micro-batch
-        return max(1, min(answers[key], (self._data_limit - 1) // self._space.gradient_accumulation_steps))
+        return max(1, min(answers[key], self._data_limit // self._space.gradient_accumulation_steps))
 
     def _corrected(self, trials: Sequence[FrozenTrial]) -> memory.Correction:
         """Return the correction for this history; many lineages ask with the same one."""

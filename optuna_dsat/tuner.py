@@ -397,6 +397,8 @@ class Tuner:
         trial.set_user_attr(history.PEAK_BYTES, running.record.peak_bytes)
         if running.record.engine is not None:
             trial.set_user_attr(history.DATA_PARALLEL_SIZE, running.record.engine.data_parallel_size)
+        if report.outcome is Outcome.OUT_OF_DATA:
+            trial.set_user_attr(history.DATA_LIMIT, _data_limit(running))
         if report.outcome is Outcome.SCRIPT_ERROR:
             trial.set_user_attr(history.ERROR, _RANK.sub("", report.message)[:500])
         if running.record.counted:
@@ -466,6 +468,14 @@ class Tuner:
 
     def _frozen(self, trial: optuna.Trial) -> FrozenTrial:
         return self._study._storage.get_trial(trial._trial_id)
+
+
+def _data_limit(running: _Running) -> int:
+    """Return the most samples of a global step on one rank that leave the data enough for all profile steps."""
+    config = running.request.ds_config
+    batch = int(config[ds_config.MICRO_BATCH]) * int(config.get(ds_config.GRADIENT_ACCUMULATION, 1))
+    enough = running.record.data_at_most(batch) // running.request.end_profile_step
+    return max(1, min(enough, batch - 1))
 
 
 def objective(spec: StudySpec, profiled: Profiled) -> str:

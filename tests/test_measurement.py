@@ -123,3 +123,13 @@ def test_a_record_completes_a_step_once_every_rank_has_it() -> None:
     record.add(step_of(rank=1, step=3))
     assert [step.step for step in record.counted] == [3]
     assert record.peak_bytes == 100
+
+
+@pytest.mark.parametrize(("samples", "most"), [([8, 8, 3], 19), ([8, 8], 23), ([], 7)])
+def test_what_was_consumed_bounds_the_data_there_can_be(samples: list[int], most: int) -> None:
+    record = LaunchRecord(world_size=2, start_profile_step=1)
+    record.add(engine())
+    for step, count in enumerate(samples, start=1):
+        for rank in (0, 1):
+            record.add(step_of(rank=rank, step=step, samples=count))
+    assert record.data_at_most(8) == most

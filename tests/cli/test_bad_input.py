@@ -126,3 +126,16 @@ def test_a_module_is_found_without_being_imported(folder: Path) -> None:
 def test_arguments_after_two_dashes_are_the_scripts(folder: Path) -> None:
     done = tune(folder, "random", "train.py", "ds.json", "--dry-run", "--", "--zero-stages", "1", "2")
     assert done.returncode == 0, done.stderr
+
+
+def test_the_autotuning_section_gives_options_and_what_is_not_honoured_is_named(folder: Path) -> None:
+    section = {"enabled": True, "tuner_type": "random", "fast": True, "results_dir": "r", "metric": "latency"}
+    (folder / "auto.json").write_text(json.dumps({**GOOD, "autotuning": section}))
+    done = tune(folder, "tune", "train.py", "auto.json", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "autotuning.results_dir is not used" in done.stderr
+    kept = next(line for line in done.stdout.splitlines() if line.startswith("reduce_bucket_size"))
+    assert "kept" in kept
+    plain = tune(folder, "random", "train.py", "auto.json", "--dry-run", "--metric", "speed")
+    assert plain.returncode == 2
+    assert "--metric is 'speed'" in plain.stderr
