@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ import pytest
 pytest_plugins = ["tests.databases"]
 
 T = TypeVar("T")
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what is in its background with Ctrl-C ignored
 
 ROOT = Path(__file__).parents[1]
 THIRD_PARTY_VARIABLES = ("PYTEST_", "PYTORCH_NVML_BASED_CUDA_CHECK", "KMP_", "TORCHINDUCTOR_", "TRITON_")
