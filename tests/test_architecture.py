@@ -32,6 +32,7 @@ LAYERS = [
         "script_trainer",
         "words",
         "spec",
+        "trial_class",
     },
     {"outcome", "errors", "runtime"},
 ]
