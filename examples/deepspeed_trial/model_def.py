@@ -41,9 +41,7 @@ class MyTrial(DeepSpeedTrial):
             nn.Dropout(self.args.dropout),
             nn.Linear(self.args.hidden, 1),
         )
-        config = overwrite_deepspeed_config(
-            self.args.deepspeed_config, self.args.get("overwrite_deepspeed_args", {})
-        )
+        config = overwrite_deepspeed_config(self.args.deepspeed_config, self.args.get("overwrite_deepspeed_args", {}))
         engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
         self.engine = context.wrap_model_engine(engine)
         self.largest_error = context.wrap_reducer(max, name="largest_error", for_training=False)

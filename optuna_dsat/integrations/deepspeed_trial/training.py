@@ -125,7 +125,9 @@ class Training:
         self._context.finished_batches = self._batches
 
     def _validate(self) -> dict[str, Any]:
+        """Return the metrics of a validation; the random generators are as before, so that training does not notice."""
         self._reset(training=False)
+        states = random_states()
         batches = None if self._validation is None else ValidationBatches(self._validation)
         self._context.batches = batches
         for engine in self._context.engines:
@@ -138,6 +140,7 @@ class Training:
                     self._averages.add(metrics, weight=samples or 1, where="evaluate_batch")
         for engine in self._context.engines:
             engine.train()
+        restore_random_states(states)
         return self._reduced(training=False)
 
     def _reduced(self, *, training: bool) -> dict[str, Any]:
