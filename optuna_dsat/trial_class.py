@@ -101,7 +101,7 @@ class Hparams:
         import yaml
 
         try:
-            record = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            record = _read_yaml(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise UsageError(f"The hyperparameters {path} cannot be read: {error.strerror}.") from None
         except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -210,6 +210,18 @@ def train_command(arguments: Sequence[str], *, config: str, device: str, slots: 
     entry, _, _, *rest = arguments
     ranks = ["--gpus" if device == "cuda" else "--cpu-ranks", str(slots)]
     return ["optuna-dsat", "train", entry, config, *rest, *ranks]
+
+
+def _read_yaml(text: str) -> Any:
+    """Return what YAML text holds; ``1e-3`` is a number, as in YAML 1.2 and JSON (PyYAML reads 1.1: a string)."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        pass
+
+    number = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
+    return yaml.load(text, Loader)
 
 
 def _replaced(own: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
