@@ -62,7 +62,7 @@ def test_a_class_is_found_without_running_its_module(tmp_path: Path) -> None:
     (tmp_path / "star.py").write_text("from pkg import *\n")
     assert find_trial_class("pkg:Mine", tmp_path).file == tmp_path / "pkg" / "__init__.py"
     assert find_trial_class("star:Anything", tmp_path).module == "star"
-    with pytest.raises(UsageError, match="__init__.py has no class Trial"):
+    with pytest.raises(UsageError, match=r"__init__\.py has no class Trial"):
         find_trial_class("pkg:Trial", tmp_path)
 
 
@@ -75,9 +75,10 @@ def load(folder: Path, text: str) -> Hparams:
 def test_an_experiment_configuration_gives_hyperparameters_and_data(tmp_path: Path) -> None:
     hparams = load(
         tmp_path,
-        "name: x\ndata: {folder: d}\nhyperparameters:\n  width: {type: const, val: 3}\n  optimizer: {type: Adam, lr: 1e-3}\n",
+        "name: x\ndata: {folder: d}\nhyperparameters:\n  width: {type: const, val: 3}\n"
+        "  optimizer: {type: Adam, lr: 1e-3, eps: 1.0e-08}\n",
     )
-    assert hparams.hyperparameters == {"width": 3, "optimizer": {"type": "Adam", "lr": "1e-3"}}
+    assert hparams.hyperparameters == {"width": 3, "optimizer": {"type": "Adam", "lr": 1e-3, "eps": 1e-8}}
     assert hparams.data == {"folder": "d"}
 
 
