@@ -293,8 +293,9 @@ def fingerprint(spec: StudySpec, *, device_names: tuple[str, ...]) -> str:
 
 def _hparams_hash(script: ScriptSpec) -> dict[str, str]:
     """Return the hash of a ``DeepSpeedTrial``'s hyperparameters, which decide its model; nothing for a script."""
-    path = hparams_of(script.args) if script.script == RUNNER else None
-    return {} if path is None else {"hparams": hashlib.sha256((Path(script.cwd) / path).read_bytes()).hexdigest()}
+    named = hparams_of(script.args) if script.script == RUNNER else None
+    path = Path(script.cwd, named or "")
+    return {"hparams": hashlib.sha256(path.read_bytes()).hexdigest()} if named and path.is_file() else {}
 
 
 def _code_folders(spec: StudySpec) -> list[Path]:

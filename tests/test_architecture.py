@@ -79,6 +79,12 @@ def test_the_runtime_imports_nothing_of_the_rest() -> None:
         assert imports_of(path) <= {"runtime", "outcome"}, path
 
 
+def test_integrations_live_in_the_users_process_too() -> None:
+    for path in (ROOT / "optuna_dsat" / "integrations").rglob("*.py"):
+        assert imports_of(path) <= {"integrations", "runtime", "errors", "trial_class"}, path
+    assert imports_of(ROOT / "optuna_dsat" / "trial_class.py") <= {"errors", "module_file", "runtime"}
+
+
 def test_samplers_and_pruners_neither_launch_nor_store() -> None:
     for folder in ("samplers", "pruners"):
         for path in (ROOT / folder).rglob("*.py"):
