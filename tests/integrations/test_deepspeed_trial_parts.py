@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -214,6 +215,9 @@ def test_hyperparameters_are_attributes_too() -> None:
         "ds.json",
         False,
     )
+    copied = copy.copy(args)  # as it goes through deepspeed.initialize(args=...)
+    copied.deepspeed_config = None
+    assert (args.deepspeed_config, copied["deepspeed_config"]) == ("ds.json", None)
     args.width = {"a": 2}
     assert args["width"].a == 2
     assert json.loads(json.dumps(args)) == AttrDict(args)
