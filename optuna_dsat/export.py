@@ -11,6 +11,7 @@ from typing import Any
 from optuna_dsat import ds_config
 from optuna_dsat.arg_mapping import map_arguments
 from optuna_dsat.spec import ScriptSpec, StudySpec
+from optuna_dsat.trial_class import RUNNER, train_command
 
 __all__ = [
     "BEST_CONFIG",
@@ -131,6 +132,9 @@ def training_command(
     script = spec.script
     pointed, replaced = _point_to(script, config_path)
     args = map_arguments(pointed, script.arg_mappings, config, world_size=spec.slots_per_trial)
+    if script.script == RUNNER:
+        words = train_command(args, config=str(config_path), device=spec.device, slots=spec.slots_per_trial)
+        return shlex.join(words), replaced
     ranks = str(spec.slots_per_trial)
     if deepspeed_launcher:
         launcher = ["deepspeed", "--num_gpus", ranks, *(["--module"] if script.is_module else [])]

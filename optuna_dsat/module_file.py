@@ -1,4 +1,4 @@
-"""The file that ``python -m NAME`` runs, found without importing anything of the user's."""
+"""The file that ``python -m NAME`` or ``import NAME`` runs, found without importing anything of the user's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["module_file"]
+__all__ = ["importable_file", "module_file"]
 
 
 def module_file(name: str, cwd: Path) -> Path | None:
@@ -20,10 +20,24 @@ def module_file(name: str, cwd: Path) -> Path | None:
         name: Dotted name of a module.
         cwd: Working directory of the launch.
     """
+    return _file(name, cwd, "__main__.py")
+
+
+def importable_file(name: str, cwd: Path) -> Path | None:
+    """Return the file that ``import name`` runs in ``cwd``, found as ``module_file`` does, None where there is none.
+
+    Args:
+        name: Dotted name of a module.
+        cwd: Working directory of the launch.
+    """
+    return _file(name, cwd, "__init__.py")
+
+
+def _file(name: str, cwd: Path, of_package: str) -> Path | None:
     top, *rest = name.split(".")
     for folder in (cwd, *_installed(top)):
         base = folder.joinpath(top, *rest)
-        for file in (base / "__main__.py", base.with_name(f"{base.name}.py")):
+        for file in (base / of_package, base.with_name(f"{base.name}.py")):
             if file.is_file():
                 return file
     return None

@@ -34,7 +34,8 @@ from optuna_dsat.module_file import module_file
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import Event
 from optuna_dsat.script_trainer import ScriptTrainer
-from optuna_dsat.spec import StudySpec
+from optuna_dsat.spec import ScriptSpec, StudySpec
+from optuna_dsat.trial_class import RUNNER, find_trial_class, hparams_of
 
 __all__ = ["LADDER", "Profiled", "Rung", "fingerprint", "follow", "measure_profile", "rungs", "script_command"]
 
@@ -286,6 +287,7 @@ def fingerprint(spec: StudySpec, *, device_names: tuple[str, ...]) -> str:
     outside = {key: value for key, value in spec.ds_config.items() if key not in _KNOB_SECTIONS}
     parts = {
         "code": _code_hashes(_code_folders(spec)),
+        **_hparams_hash(spec.script),
         "script": spec.script.script if spec.script.is_module else Path(spec.script.script).name,
         "args": spec.script.args,
         "arg_mappings": spec.script.arg_mappings,
@@ -299,11 +301,21 @@ def fingerprint(spec: StudySpec, *, device_names: tuple[str, ...]) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
+def _hparams_hash(script: ScriptSpec) -> dict[str, str]:
+    """Return the hash of a ``DeepSpeedTrial``'s hyperparameters, which decide its model; nothing for a script."""
+    named = hparams_of(script.args) if script.script == RUNNER else None
+    path = Path(script.cwd, named or "")
+    return {"hparams": hashlib.sha256(path.read_bytes()).hexdigest()} if named and path.is_file() else {}
+
+
 def _code_folders(spec: StudySpec) -> list[Path]:
     """Return the folders whose code a launch is likely to run: the script's, for a module the working directory too."""
     script, cwd = spec.script, Path(spec.script.cwd)
     if not script.is_module:
         return [Path(script.script).parent]
+    if script.script == RUNNER:
+        found = find_trial_class(script.args[0], cwd)
+        return sorted({cwd, found.file.parent})
     file = module_file(script.script, cwd)
     return [cwd] if file is None else sorted({cwd, file.parent})
 

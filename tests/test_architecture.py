@@ -32,6 +32,7 @@ LAYERS = [
         "script_trainer",
         "words",
         "spec",
+        "trial_class",
     },
     {"outcome", "errors", "runtime"},
 ]
@@ -76,6 +77,12 @@ def test_imports_run_downwards_only(part: str, path: Path) -> None:
 def test_the_runtime_imports_nothing_of_the_rest() -> None:
     for path in (ROOT / "optuna_dsat" / "runtime").rglob("*.py"):
         assert imports_of(path) <= {"runtime", "outcome"}, path
+
+
+def test_integrations_live_in_the_users_process_too() -> None:
+    for path in (ROOT / "optuna_dsat" / "integrations").rglob("*.py"):
+        assert imports_of(path) <= {"integrations", "runtime", "errors", "trial_class"}, path
+    assert imports_of(ROOT / "optuna_dsat" / "trial_class.py") <= {"errors", "module_file", "runtime"}
 
 
 def test_samplers_and_pruners_neither_launch_nor_store() -> None:

@@ -22,6 +22,7 @@ from optuna_dsat.cli.options import (
 )
 from optuna_dsat.cli.password import hide_password
 from optuna_dsat.cli.studies import add_commands
+from optuna_dsat.cli.train import train
 from optuna_dsat.errors import DsatError, ScriptFailedError
 
 __all__ = ["app", "main"]
@@ -113,6 +114,7 @@ app.command("run")(
     )
 )
 add_commands(app)
+app.command("train")(train)
 app.command("dashboard")(dashboard)
 
 

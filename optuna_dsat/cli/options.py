@@ -38,7 +38,11 @@ class TuneOptions:
 
     script: Annotated[
         Path,
-        typer.Argument(help="The training script, as it is; with -m a module.", metavar="SCRIPT", show_default=False),
+        typer.Argument(
+            help="The training script, as it is; with -m a module; NAME:CLASS for a DeepSpeedTrial.",
+            metavar="SCRIPT",
+            show_default=False,
+        ),
     ]
     ds_config: Annotated[
         Path,
@@ -53,6 +57,10 @@ class TuneOptions:
         bool,
         typer.Option("-m", "--module", help="SCRIPT is a module's name, run as python -m does.", rich_help_panel=_WHAT),
     ] = False
+    hparams: Annotated[
+        Path | None,
+        typer.Option(help="Hyperparameters of NAME:CLASS (YAML or JSON).", rich_help_panel=_WHAT),
+    ] = None
     metric: Annotated[
         str,
         typer.Option(

@@ -9,7 +9,7 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,9 @@ from optuna_dsat.module_file import module_file
 from optuna_dsat.profiling import script_command
 from optuna_dsat.search_space import NVME
 from optuna_dsat.spec import MethodOptions, ScriptSpec, StudySpec, make_spec, parse_bytes
+from optuna_dsat.trial_class import RUNNER, Hparams, find_trial_class, is_trial_class, own_overwrites, runner_arguments
 
-__all__ = ["make_devices", "run", "run_spec", "spec_of"]
+__all__ = ["devices_for", "make_devices", "run", "run_spec", "spec_of", "target_of", "trial_target"]
 
 
 _DEFAULT_METHOD = "asha"
@@ -199,18 +200,26 @@ def make_devices(options: TuneOptions) -> Devices:
     Raises:
         UsageError: If more GPUs are asked for than there are, or both GPUs and CPU ranks.
     """
-    if options.cpu_ranks is not None:
-        if options.gpus_per_trial is not None:
-            raise UsageError("--gpus-per-trial and --cpu-ranks exclude each other: give one.")
-        return cpu_devices(options.cpu_ranks)
+    return devices_for(options.gpus_per_trial, options.cpu_ranks, option="--gpus-per-trial")
+
+
+def devices_for(wanted: int | None, cpu_ranks: int | None, *, option: str) -> Devices:
+    """Return the GPUs that are wanted (None: all), or CPU ranks.
+
+    Raises:
+        UsageError: If more GPUs are asked for than there are, or both GPUs and CPU ranks; names ``option``.
+    """
+    if cpu_ranks is not None:
+        if wanted is not None:
+            raise UsageError(f"{option} and --cpu-ranks exclude each other: give one.")
+        return cpu_devices(cpu_ranks)
     devices = detect_devices()
-    wanted = options.gpus_per_trial
     if wanted is None:
         return devices
     available = len(devices.devices) if devices.kind == "cuda" else 0
     if wanted < 1 or wanted > available:
         raise UsageError(
-            f"--gpus-per-trial is {wanted}, but this machine offers {available} GPU{'s' * (available != 1)}. "
+            f"{option} is {wanted}, but this machine offers {available} GPU{'s' * (available != 1)}. "
             + ("Use --cpu-ranks to tune on the CPU." if available == 0 else f"Give 1 to {available}.")
         )
     return devices
@@ -222,24 +231,25 @@ def spec_of(method: str, options: TuneOptions, devices: Devices) -> StudySpec:
     Raises:
         UsageError: On the first thing that cannot be used.
     """
-    script, stem = _module(str(options.script)) if options.module else _script(options.script)
+    target = target_of(options)
     user = ds_config.load(options.ds_config)
+    config = ds_config.merge(user.raw, target.overwrites)
     slots = options.gpus_per_trial or len(devices.devices)
-    ds_config.batch_triangle(ds_config.effective(user.raw), world_size=slots)
+    ds_config.batch_triangle(ds_config.effective(config), world_size=slots)
     own = set(MethodOptions.model_fields)
     spec = make_spec(
-        name=options.study or f"{stem}-{method}",
+        name=options.study or f"{target.stem}-{method}",
         method=method,
         options=make_options({k: v for k, v in asdict(options).items() if k in own}),
         script=ScriptSpec(
-            script=script,
-            args=tuple(options.script_args or ()),
-            is_module=options.module,
+            script=target.script,
+            args=target.args,
+            is_module=target.is_module,
             cwd=str(Path.cwd()),
             config_path=str(options.ds_config.resolve()),
             arg_mappings=_mappings(options.arg_mapping or (), user.autotuning.arg_mappings or {}),
         ),
-        ds_config=dict(user.raw),
+        ds_config=config,
         metric=options.metric,
         zero_stages=_stages(options.zero_stages),
         fix=_fixed(options.fix or ()),
@@ -289,6 +299,53 @@ def _device_memory(options: TuneOptions, devices: Devices) -> int | None:
     if options.device_memory is not None:
         return parse_bytes(options.device_memory)
     return devices.devices[0].memory_bytes * 3 // 4 if devices.kind == "cpu" else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Target:
+    """What the ranks run."""
+
+    script: str
+    is_module: bool
+    args: tuple[str, ...]
+    stem: str
+    """What its study is called."""
+    overwrites: Mapping[str, Any] = field(default_factory=dict)
+    """Of the hyperparameters, laid over the user's config."""
+
+
+def target_of(options: TuneOptions) -> _Target:
+    """Return what the ranks are to run: a script, a module, or the runner of a ``DeepSpeedTrial``.
+
+    Raises:
+        UsageError: If it is not there, or is no Python.
+    """
+    rest = tuple(options.script_args or ())
+    entry = str(options.script)
+    if not options.module and is_trial_class(entry) and not options.script.is_file():
+        return trial_target(entry, options.ds_config, options.hparams, rest)
+    if options.hparams is not None:
+        raise UsageError("--hparams is for a DeepSpeedTrial (NAME:CLASS); a script takes its arguments after --.")
+    script, stem = _module(entry) if options.module else _script(options.script)
+    return _Target(script=script, is_module=options.module, args=rest, stem=stem)
+
+
+def trial_target(entry: str, config: Path, hparams: Path | None, rest: tuple[str, ...]) -> _Target:
+    """Return the runner of a ``DeepSpeedTrial`` with its arguments.
+
+    Raises:
+        UsageError: If there is no such class, or the hyperparameters cannot be used.
+    """
+    found = find_trial_class(entry, Path.cwd())
+    overwrites = {} if hparams is None else own_overwrites(Hparams.load(hparams), config, Path.cwd())
+    named = None if hparams is None else str(hparams)
+    return _Target(
+        script=RUNNER,
+        is_module=True,
+        args=runner_arguments(entry, config=str(config), hparams=named, rest=rest),
+        stem=found.name,
+        overwrites=overwrites,
+    )
 
 
 def _script(path: Path) -> tuple[str, str]:

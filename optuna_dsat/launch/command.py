@@ -16,6 +16,7 @@ from optuna_dsat.launch.processes import MARK_ENV
 from optuna_dsat.launch.protocol import LaunchRequest
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.runtime.plan import LAUNCH_ENV
+from optuna_dsat.runtime.rank import MANUAL_INIT_ENV
 
 __all__ = ["agent_command", "launch_environment", "needs_python_path", "package_dir", "torchrun_command"]
 
@@ -118,7 +119,7 @@ def launch_environment(
     environ = {
         name: value
         for name, value in base.items()
-        if name not in _RANK_VARIABLES and not name.startswith(_OWN_PREFIXES)
+        if name == MANUAL_INIT_ENV or (name not in _RANK_VARIABLES and not name.startswith(_OWN_PREFIXES))
     }
     if request.purpose != "full":
         environ.update(_tracker_settings(environ, directory))

@@ -10,7 +10,13 @@ from dataclasses import dataclass
 
 from optuna_dsat.runtime.plan import LAUNCH_ENV, LaunchPlan
 
-__all__ = ["Rank", "current_plan"]
+__all__ = ["MANUAL_INIT_ENV", "Rank", "World", "current_plan", "inits_by_hand"]
+
+MANUAL_INIT_ENV = "OPTUNA_DSAT_MANUAL_INIT_DISTRIBUTED"
+"""Environment variable of a ``DeepSpeedTrial`` that initialises ``torch.distributed`` by itself."""
+
+_MANUAL_INIT = (MANUAL_INIT_ENV, "DET_MANUAL_INIT_DISTRIBUTED")
+_OFF = frozenset({"", "0", "false", "no", "off"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +63,38 @@ class Rank:
         """Global ranks on this host (torchrun numbers them in one block)."""
         first = self.rank - self.local_rank
         return range(first, first + self.local_world_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """The place of a process among those that torchrun started, launch of ours or not."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> World:
+        """Read the environment (this process's unless given); a process without torchrun is alone.
+
+        Raises:
+            ValueError: If a variable is no number.
+        """
+        env = os.environ if environ is None else environ
+        size = _number(env, "WORLD_SIZE", 1)
+        return cls(
+            rank=_number(env, "RANK", 0),
+            size=size,
+            local_rank=_number(env, "LOCAL_RANK", 0),
+            local_size=_number(env, "LOCAL_WORLD_SIZE", size),
+        )
+
+
+def inits_by_hand(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether the user's code initialises ``torch.distributed`` by itself; Determined's variable counts too."""
+    env = os.environ if environ is None else environ
+    return any(env.get(name, "").lower() not in _OFF for name in _MANUAL_INIT)
 
 
 def current_plan() -> LaunchPlan | None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from optuna_dsat.runtime.overlay import merge, read_config
 
-__all__ = ["dsat_reporting_context", "get_ds_config_from_hparams", "in_trial"]
+__all__ = ["dsat_reporting_context", "get_ds_config_from_hparams", "in_trial", "trial_config"]
 
 
 class _Trial(Protocol):
@@ -80,5 +80,9 @@ def get_ds_config_from_hparams(
     path = Path(base_dir or "") / name
     if not path.is_file():
         raise FileNotFoundError(f'hparams["deepspeed_config"] is {str(name)!r}, but there is no file {path}.')
-    config = merge(read_config(str(path)), overwrites)
-    return config if _Current.trial is None else _Current.trial.trial_config(config)
+    return trial_config(merge(read_config(str(path)), overwrites))
+
+
+def trial_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a DeepSpeed config; in a trial with the trial's settings laid over it."""
+    return dict(config) if _Current.trial is None else _Current.trial.trial_config(config)

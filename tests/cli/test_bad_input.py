@@ -33,6 +33,8 @@ def folder(tmp_path: Path) -> Path:
         json.dumps({"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2})
     )
     (tmp_path / "plain-file").write_text("")
+    (tmp_path / "definition.py").write_text("class MyTrial:\n    raise SystemExit('never run')\n")
+    (tmp_path / "runs" / "batches-00000004").mkdir(parents=True)
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "train.py").write_text("raise SystemExit('never run')\n")
     (tmp_path / "package" / "broken.py").write_text("def oops(:\n")
@@ -76,6 +78,34 @@ CASES = {
     "not-a-number": (["random", "train.py", "ds.json", "--max-trials", "many"], "--max-trials"),
     "timeout": (["random", "train.py", "ds.json", "--timeout", "-1"], "--timeout is -1"),
     "storage-not-sqlite": (["random", "train.py", "ds.json", "--storage", "sqlite:///ds.json"], "is not an SQLite"),
+    "trial-module-missing": (["asha", "gone:MyTrial", "ds.json"], "there is no gone.py in"),
+    "trial-class-missing": (
+        ["asha", "package.train:MyTrial", "ds.json"],
+        "train.py has no class MyTrial; it has none.",
+    ),
+    "trial-not-python": (["asha", "broken:MyTrial", "ds.json"], "The module broken is not Python (line 1)"),
+    "trial-hparams-missing": (
+        ["train", "definition:MyTrial", "ds.json", "--hparams", "gone.yaml"],
+        "The hyperparameters gone.yaml cannot be read",
+    ),
+    "hparams-of-a-script": (
+        ["random", "train.py", "ds.json", "--hparams", "ds.json"],
+        "--hparams is for a DeepSpeedTr",
+    ),
+    "train-a-script": (["train", "train.py", "ds.json"], "train takes a model definition, such as model_def:MyTrial"),
+    "train-length": (
+        ["train", "definition:MyTrial", "ds.json", "--max-length", "10steps"],
+        "--max-length: '10steps' is no length: write 100batches",
+    ),
+    "train-resume-from-nowhere": (
+        ["train", "definition:MyTrial", "ds.json", "--resume"],
+        "--resume needs the --checkpoint-dir",
+    ),
+    "train-over-checkpoints": (
+        ["train", "definition:MyTrial", "ds.json", "--checkpoint-dir", "runs"],
+        "runs holds checkpoints: give --resume",
+    ),
+    "train-gpus": (["train", "definition:MyTrial", "ds.json", "--gpus", "9"], "--gpus is 9, but this machine"),
     "no-database": (["db", "check"], "There is no database"),
     "storage-kind": (["random", "train.py", "ds.json", "--storage", "mysql://u:geheim@h/db"], "unsupported kind"),
     "storage-path": (

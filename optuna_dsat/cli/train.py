@@ -1,0 +1,118 @@
+"""``train``: train a ``DeepSpeedTrial`` for real, with a config that a search found or any other."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from optuna_dsat.errors import UsageError
+from optuna_dsat.trial_class import Length, is_trial_class
+
+__all__ = ["train"]
+
+_LENGTH = "LENGTH"
+
+
+def train(
+    trial: Annotated[
+        str, typer.Argument(metavar="NAME:CLASS", help="The model definition, such as model_def:MyTrial.")
+    ],
+    config: Annotated[Path, typer.Argument(metavar="DS_CONFIG", help="The DeepSpeed config (JSON).")],
+    hparams: Annotated[Path | None, typer.Option(help="Hyperparameters (YAML or JSON).")] = None,
+    max_length: Annotated[
+        str, typer.Option(metavar=_LENGTH, help="How long: 100batches, 3epochs or 5000records.")
+    ] = "1epochs",
+    validation_period: Annotated[
+        str | None, typer.Option(metavar=_LENGTH, help="Validate this often.  \\[default: at the end]")
+    ] = None,
+    checkpoint_period: Annotated[
+        str | None, typer.Option(metavar=_LENGTH, help="Keep a checkpoint this often.  \\[default: at the end]")
+    ] = None,
+    report_period: Annotated[
+        str, typer.Option(metavar=_LENGTH, help="Report training metrics, averaged, this often.")
+    ] = "10batches",
+    checkpoint_dir: Annotated[
+        Path | None, typer.Option(help="Folder of checkpoints and metrics.jsonl.  \\[default: none are written]")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint, from the start where there is none.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Seed of initialisation and order.", min=0)] = 0,
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", "--gpus-per-trial", help="GPUs to train on.  \\[default: all]")
+    ] = None,
+    cpu_ranks: Annotated[
+        int | None, typer.Option(help="Train on the CPU with this many ranks.  [default without a GPU: 2]")
+    ] = None,
+) -> None:
+    """Train a DeepSpeedTrial: validation, metrics as lines of JSON, checkpoints, and resuming from them."""
+    from optuna_dsat import ds_config
+    from optuna_dsat.cli.tune import devices_for, trial_target
+    from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
+    from optuna_dsat.launch.torchrun import run_full
+
+    if not is_trial_class(trial):
+        raise UsageError(
+            f"train takes a model definition, such as model_def:MyTrial; got {trial!r}. torchrun trains a script."
+        )
+    rest = _lengths(max_length, report_period, validation_period, checkpoint_period)
+    _check_folder(checkpoint_dir, resume=resume)
+    if checkpoint_dir is not None:
+        rest += ["--checkpoint-dir", str(checkpoint_dir.absolute())]
+    rest += [*(["--resume"] if resume else []), "--seed", str(seed)]
+    target = trial_target(trial, config, hparams, tuple(rest))
+    settings = ds_config.merge(ds_config.load(config).raw, target.overwrites)
+    devices = devices_for(gpus, cpu_ranks, option="--gpus")
+    request = LaunchRequest(
+        launch_id="train",
+        purpose="full",
+        command=ScriptCommand(
+            script=target.script,
+            args=target.args,
+            is_module=True,
+            cwd=str(Path.cwd()),
+            config_path=str(config.resolve()),
+        ),
+        ds_config=settings,
+        overlay={},
+        slots=len(devices.devices) if gpus is None else gpus,
+    )
+    sys.exit(run_full(request, devices=devices))
+
+
+def _lengths(maximum: str, report: str, validation: str | None, checkpoint: str | None) -> list[str]:
+    """Return the options that say how long and how often.
+
+    Raises:
+        UsageError: If one is no length; names the option.
+    """
+    given = {
+        "--max-length": maximum,
+        "--report-period": report,
+        "--validation-period": validation,
+        "--checkpoint-period": checkpoint,
+    }
+    words = []
+    for option, text in given.items():
+        if text is None:
+            continue
+        try:
+            Length.parse(text)
+        except ValueError as error:
+            raise UsageError(f"{option}: {error}") from None
+        words += [option, text]
+    return words
+
+
+def _check_folder(folder: Path | None, *, resume: bool) -> None:
+    if folder is None:
+        if resume:
+            raise UsageError("--resume needs the --checkpoint-dir to go on from.")
+        return
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"--checkpoint-dir {folder} is no folder.")
+    if not resume and any(path.is_dir() for path in folder.glob("batches-*")):
+        raise UsageError(f"{folder} holds checkpoints: give --resume to go on from them, or another --checkpoint-dir.")

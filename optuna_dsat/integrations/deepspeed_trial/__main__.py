@@ -1,0 +1,96 @@
+"""``torchrun ... -m optuna_dsat.integrations.deepspeed_trial NAME:CLASS --deepspeed_config FILE``: one rank."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed
+
+from optuna_dsat.integrations.deepspeed_trial.context import DeepSpeedTrialContext
+from optuna_dsat.integrations.deepspeed_trial.state import seed_everything
+from optuna_dsat.integrations.deepspeed_trial.training import Periods, Training
+from optuna_dsat.integrations.deepspeed_trial.trial import DeepSpeedTrial
+from optuna_dsat.runtime.rank import World, current_plan, inits_by_hand
+from optuna_dsat.trial_class import Hparams, Length, own_overwrites
+
+
+def main(argv: Sequence[str]) -> None:
+    """Build the definition and train it; in a launch of a search until the runtime ends the process.
+
+    Raises:
+        SystemExit: With code 2, if the arguments cannot be parsed.
+        TypeError: If the name is not that of a definition.
+        UsageError: If the hyperparameters cannot be used.
+    """
+    arguments = _parse(argv)
+    trial_class = _class(arguments.entry)
+    plan = current_plan()
+    measuring = plan is not None and plan.measures
+    hparams = Hparams.load(arguments.hparams) if arguments.hparams else Hparams(hyperparameters={}, data={})
+    # The config of a launch holds the overwrites already, under what the launch lays over them.
+    keep = plan is None and bool(own_overwrites(hparams, arguments.deepspeed_config, Path.cwd()))
+    if not inits_by_hand():
+        import deepspeed
+
+        deepspeed.init_distributed()
+    seed_everything(arguments.seed)
+    context = DeepSpeedTrialContext(
+        hparams.settled(arguments.deepspeed_config, keep_overwrites=keep),
+        data_config=hparams.data,
+        world=World.from_environment(),
+        seed=arguments.seed,
+        measuring=measuring,
+    )
+    training = Training(trial_class(context), context)
+    if measuring:
+        training.measure()
+    periods = Periods(
+        max_length=arguments.max_length,
+        report=arguments.report_period,
+        validation=arguments.validation_period,
+        checkpoint=arguments.checkpoint_period,
+    )
+    training.run(periods, folder=arguments.checkpoint_dir, resume=arguments.resume)
+    torch.distributed.destroy_process_group()
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m optuna_dsat.integrations.deepspeed_trial", allow_abbrev=False)
+    parser.add_argument("entry", metavar="NAME:CLASS")
+    parser.add_argument("--deepspeed_config", required=True)
+    parser.add_argument("--hparams")
+    parser.add_argument("--max-length", type=_length, default="1epochs")
+    parser.add_argument("--report-period", type=_length, default="10batches")
+    parser.add_argument("--validation-period", type=_length)
+    parser.add_argument("--checkpoint-period", type=_length)
+    parser.add_argument("--checkpoint-dir", type=Path)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args(argv)
+
+
+def _length(text: str) -> Length:
+    try:
+        return Length.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _class(entry: str) -> Any:
+    module, _, name = entry.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:  # the launch's own interpreter may be told to leave it out
+        sys.path.insert(0, here)
+    found = getattr(importlib.import_module(module), name, None)
+    if not (isinstance(found, type) and issubclass(found, DeepSpeedTrial)):
+        raise TypeError(f"{entry} is no class derived from optuna_dsat.integrations.deepspeed_trial.DeepSpeedTrial.")
+    return found
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

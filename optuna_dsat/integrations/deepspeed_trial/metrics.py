@@ -1,0 +1,136 @@
+"""The averages of a period, over ranks; lines of JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+
+from optuna_dsat.integrations.deepspeed_trial.reducers import RegisteredReducer, cross_reduced
+
+__all__ = ["Averages", "MetricsFile", "gathered", "reduced"]
+
+
+def gathered(value: Any) -> list[Any]:
+    """Return what every rank passes, in the order of ranks."""
+    values: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+class Averages:
+    """Weighted sums of metrics on one rank; nothing waits for the device before they are read."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Any] = {}
+        self._weights: dict[str, float] = {}
+
+    def add(self, metrics: Any, *, weight: float = 1.0, where: str) -> None:
+        """Add metrics as a definition returns them.
+
+        Args:
+            metrics: By name; a tensor alone is ``loss``.
+            weight: What they count.
+            where: The method that returned them, for messages.
+
+        Raises:
+            TypeError: If they are not by name, or one is neither a number nor a tensor of one element.
+        """
+        named = {"loss": metrics} if isinstance(metrics, torch.Tensor) else metrics
+        if not isinstance(named, Mapping):
+            raise TypeError(f"{where} returns metrics by name; got {type(metrics).__name__}.")
+        for name, value in named.items():
+            number = _number(value)
+            if number is None:
+                raise TypeError(f"{where} returns numbers or tensors of one element; {name!r} is {value!r}.")
+            self._sums[name] = self._sums.get(name, 0.0) + number * weight
+            self._weights[name] = self._weights.get(name, 0.0) + weight
+
+    def read(self) -> dict[str, tuple[float, float]]:
+        """Return name -> sum and weight, and start over."""
+        read = {name: (float(value), self._weights[name]) for name, value in self._sums.items()}
+        self._sums, self._weights = {}, {}
+        return read
+
+
+def reduced(averages: Averages, reducers: list[RegisteredReducer], *, training: bool, reports: bool) -> dict[str, Any]:
+    """Return the metrics of a period over all ranks that report; every rank calls this.
+
+    Args:
+        averages: Of this rank; starts over.
+        reducers: All that are registered; those that serve are made use of.
+        training: Whether it is a period of training.
+        reports: Whether this rank's metrics count.
+    """
+    serving = [registered for registered in reducers if registered.serves(training=training)]
+    own = (averages.read(), [registered.reducer.per_slot_reduce() for registered in serving])
+    everything = [share for share in gathered(own if reports else None) if share is not None]
+    metrics: dict[str, Any] = {}
+    for name in dict.fromkeys(name for sums, _ in everything for name in sums):
+        shares = [sums[name] for sums, _ in everything if name in sums]
+        metrics[name] = sum(value for value, _ in shares) / sum(weight for _, weight in shares)
+    for index, registered in enumerate(serving):
+        metrics |= cross_reduced(registered, [per_slot[index] for _, per_slot in everything])
+    return {name: _plain(value) for name, value in metrics.items()}
+
+
+class MetricsFile:
+    """Prints records as lines of JSON, and appends them to a file where there is one.
+
+    Args:
+        path: The file, or None.
+        batches: Where training starts; records of an earlier run past it are dropped.
+    """
+
+    def __init__(self, path: Path | None, *, batches: int) -> None:
+        self._path = path
+        if path is not None and path.exists():
+            kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _is_before(line, batches)]
+            temporary = path.with_name(f".{path.name}.{os.getpid()}")
+            temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+            temporary.replace(path)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Write a record."""
+        line = json.dumps(record)
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(f"{line}\n")
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().double().reshape(()) if value.numel() == 1 else None
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def _plain(value: Any) -> Any:
+    """Return a metric as JSON has it; what is not finite becomes text, such as ``nan``."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if hasattr(value, "tolist"):  # a tensor, an array, or a number of NumPy's
+        return _plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, str | int | float | bool) or value is None else str(value)
+
+
+def _is_before(line: str, batches: int) -> bool:
+    try:
+        return bool(json.loads(line)["batches"] <= batches)
+    except (ValueError, KeyError, TypeError):  # cut short by the end of the process
+        return False

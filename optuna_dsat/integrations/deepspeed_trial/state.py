@@ -1,0 +1,42 @@
+"""Seeds, and the states of the random generators of this process."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["random_states", "restore_random_states", "seed_everything"]
+
+
+def seed_everything(seed: int) -> None:
+    """Seed ``random``, NumPy and torch (all devices); the same on all ranks, so that they build the same model."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def random_states() -> dict[str, Any]:
+    """Return the states of these generators, and of the accelerator's."""
+    return {
+        "random": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "device": _accelerator().get_rng_state(),
+    }
+
+
+def restore_random_states(states: dict[str, Any]) -> None:
+    """Restore what ``random_states`` returned."""
+    random.setstate(states["random"])
+    np.random.set_state(states["numpy"])
+    _accelerator().set_rng_state(states["device"])
+    torch.set_rng_state(states["torch"])
+
+
+def _accelerator() -> Any:
+    from deepspeed.accelerator import get_accelerator
+
+    return get_accelerator()

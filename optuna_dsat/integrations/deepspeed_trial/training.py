@@ -1,0 +1,266 @@
+"""The loop: batches, periods, validations, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from optuna_dsat.integrations.deepspeed_trial.checkpoints import Checkpoints, newest_checkpoint
+from optuna_dsat.integrations.deepspeed_trial.context import DeepSpeedTrialContext
+from optuna_dsat.integrations.deepspeed_trial.loaders import DataLoader
+from optuna_dsat.integrations.deepspeed_trial.metrics import Averages, MetricsFile, gathered, reduced
+from optuna_dsat.integrations.deepspeed_trial.state import random_states, restore_random_states
+from optuna_dsat.integrations.deepspeed_trial.streams import (
+    EndlessBatches,
+    Position,
+    ValidationBatches,
+    training_batches,
+)
+from optuna_dsat.integrations.deepspeed_trial.trial import DeepSpeedTrial
+from optuna_dsat.trial_class import Length
+
+__all__ = ["Periods", "Training"]
+
+METRICS = "metrics.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Periods:
+    """How long to train and what to do how often."""
+
+    max_length: Length
+    report: Length
+    validation: Length | None = None
+    """None for the end alone, which is validated in any case."""
+    checkpoint: Length | None = None
+    """None for the end alone, which is kept in any case where there is a folder."""
+
+
+class Training:
+    """Trains a definition. Make it on all ranks, after the definition itself.
+
+    Args:
+        trial: The definition.
+        context: What it was given.
+
+    Raises:
+        RuntimeError: If the definition registered no engine.
+        TypeError: If a loader is none that can be sharded, and checks were not disabled.
+        ValueError: If no rank reports or reads data, or the ranks' loaders do not fit.
+    """
+
+    def __init__(self, trial: DeepSpeedTrial, context: DeepSpeedTrialContext) -> None:
+        self._trial = trial
+        self._context = context
+        self._unit = context.mpu
+        if not context.engines:
+            raise RuntimeError("No engine is known: call context.wrap_model_engine in the trial's __init__.")
+        self._engine = context.engines[0]
+        self._accumulation = int(self._engine.gradient_accumulation_steps())
+        whole = context.use_pipeline_parallel or not context.automatic_accumulation
+        self._calls = 1 if whole else self._accumulation
+        self._train_batch_size = int(self._engine.train_batch_size())
+        self._check_roles()
+        self._stream = self._build_stream()
+        self._micro_batches_per_epoch = self._agreed(None if self._stream is None else self._stream.per_epoch)
+        self._averages = Averages()
+        self._validation: Any = None
+        self._validation_calls = 0
+        self._batches = 0
+
+    def measure(self) -> None:
+        """Train without end; the runtime ends the process after the last profile step."""
+        self._reset(training=True)
+        while True:
+            self._train_batch(counts=False)
+
+    def run(self, periods: Periods, *, folder: Path | None = None, resume: bool = False) -> None:
+        """Train to the end; a validation and a checkpoint follow the last batch.
+
+        Args:
+            periods: How long, and what to do how often.
+            folder: Of checkpoints and ``metrics.jsonl``; None for none.
+            resume: Whether to go on from the newest checkpoint, if there is one.
+
+        Raises:
+            FileExistsError: If the folder holds checkpoints and they are not to be resumed from.
+            ValueError: If a length counts epochs and the loader has no length, or the checkpoint is another training's.
+        """
+        total, report = self._length(periods.max_length), self._length(periods.report)
+        validate, save = self._optional(periods.validation, total), self._optional(periods.checkpoint, total)
+        self._build_validation()
+        checkpoints = None if folder is None else Checkpoints(folder, rank=self._context.distributed.rank)
+        if checkpoints is not None:
+            self._resume(checkpoints, wanted=resume)
+        path = None if folder is None else folder / METRICS
+        output = MetricsFile(path, batches=self._batches) if self._context.distributed.rank == 0 else None
+        self._reset(training=True)
+        while self._batches < total:
+            self._train_batch()
+            ends = self._batches == total
+            validates, saves = ends or self._batches % validate == 0, ends or self._batches % save == 0
+            if validates or saves or self._batches % report == 0:
+                # A period never spans a checkpoint: what is reported after it is the same whoever goes on.
+                self._report(output, "training", self._reduced(training=True))
+                self._reset(training=True)
+            if validates:
+                self._report(output, "validation", self._validate())
+                self._reset(training=True)
+            if saves and checkpoints is not None:
+                self._save(checkpoints)
+
+    def _train_batch(self, *, counts: bool = True) -> None:
+        micro_batches = self._batches * self._accumulation
+        epoch = 0 if self._micro_batches_per_epoch is None else micro_batches // self._micro_batches_per_epoch
+        self._context.batches = self._stream
+        for _ in range(self._calls):
+            metrics = self._trial.train_batch(self._stream, epoch, self._batches)
+            if counts and self._unit.should_report_metrics:
+                self._averages.add(metrics, where="train_batch")
+        self._batches += 1
+        self._context.finished_batches = self._batches
+
+    def _validate(self) -> dict[str, Any]:
+        """Return the metrics of a validation; the random generators are as before, so that training does not notice."""
+        self._reset(training=False)
+        states = random_states()
+        batches = None if self._validation is None else ValidationBatches(self._validation)
+        self._context.batches = batches
+        for engine in self._context.engines:
+            engine.eval()
+        with torch.no_grad():
+            for index in range(self._validation_calls):
+                metrics = self._trial.evaluate_batch(batches, index)
+                if self._unit.should_report_metrics:
+                    samples = 0 if batches is None else batches.taken()
+                    self._averages.add(metrics, weight=samples or 1, where="evaluate_batch")
+        for engine in self._context.engines:
+            engine.train()
+        restore_random_states(states)
+        return self._reduced(training=False)
+
+    def _reduced(self, *, training: bool) -> dict[str, Any]:
+        reports = self._unit.should_report_metrics
+        return reduced(self._averages, self._context.reducers, training=training, reports=reports)
+
+    def _reset(self, *, training: bool) -> None:
+        for registered in self._context.reducers:
+            if registered.serves(training=training):
+                registered.reducer.reset()
+
+    def _report(self, output: MetricsFile | None, kind: str, metrics: Mapping[str, Any]) -> None:
+        if output is not None:
+            records = self._batches * self._train_batch_size
+            output.write({"kind": kind, "batches": self._batches, "records": records, "metrics": metrics})
+
+    def _save(self, checkpoints: Checkpoints) -> None:
+        position = None if self._stream is None else asdict(self._stream.position)
+        checkpoints.save(
+            self._batches,
+            write=lambda path: self._trial.save(self._context, path),
+            own={"position": position, "states": random_states()},
+            state=self._identity(),
+        )
+
+    def _resume(self, checkpoints: Checkpoints, *, wanted: bool) -> None:
+        newest = newest_checkpoint(checkpoints.folder)
+        gathered(None)  # all ranks have looked before one of them writes
+        if newest is None:
+            return
+        if not wanted:
+            raise FileExistsError(f"{checkpoints.folder} holds checkpoints: resume from them, or name another folder.")
+        state = checkpoints.read_state(newest)
+        for key, value in self._identity().items():
+            if state.get(key) != value:
+                raise ValueError(f"{newest} was saved with {key} {state.get(key)}, and this training has {value}.")
+        self._trial.load(self._context, newest)
+        own = checkpoints.read_own(newest)
+        if self._stream is not None and own["position"] is not None:
+            self._stream.restore(Position(**own["position"]))
+        restore_random_states(own["states"])
+        self._batches = self._context.finished_batches = int(state["batches"])
+
+    def _identity(self) -> dict[str, Any]:
+        """Return what a checkpoint and the training that goes on from it have in common."""
+        return {
+            "world_size": self._context.distributed.size,
+            "engines": len(self._context.engines),
+            "train_batch_size": self._train_batch_size,
+            "gradient_accumulation_steps": self._accumulation,
+            "seed": self._context.get_trial_seed(),
+        }
+
+    def _length(self, length: Length) -> int:
+        """Return a length in batches, the same on all ranks."""
+        if self._micro_batches_per_epoch is None and length.unit == "epochs":
+            raise ValueError("The training data loader has no length: give lengths in batches or records, not epochs.")
+        per_epoch = max(1, (self._micro_batches_per_epoch or 1) // self._accumulation)
+        return length.batches(per_epoch=per_epoch, train_batch_size=self._train_batch_size)
+
+    def _optional(self, length: Length | None, total: int) -> int:
+        return total if length is None else self._length(length)
+
+    def _check_roles(self) -> None:
+        unit = self._unit
+        roles = gathered((unit.should_build_data_loader, unit.should_report_metrics, unit.data_parallel_world_size))
+        builds, reports, sizes = (list(column) for column in zip(*roles, strict=True))
+        if not any(builds) or not any(reports):
+            raise ValueError(
+                "At least one rank builds data loaders and at least one reports; the ModelParallelUnits that were set "
+                f"say {builds} and {reports}."
+            )
+        if len(set(sizes)) > 1:
+            raise ValueError(f"data_parallel_world_size is the same on all ranks; got {sizes}.")
+
+    def _build_stream(self) -> EndlessBatches | None:
+        if not self._unit.should_build_data_loader:
+            return None
+        return training_batches(self._loader("build_training_data_loader"), self._context.shard())
+
+    def _build_validation(self) -> None:
+        """Build the validation data and agree on its batches.
+
+        Raises:
+            ValueError: If it has no length, or too few batches for one evaluation.
+        """
+        count: int | None = None
+        if self._unit.should_build_data_loader:
+            loader = self._loader("build_validation_data_loader")
+            if isinstance(loader, DataLoader):
+                loader = loader.validation(self._context.shard())
+            elif type(loader).__name__ == "RepeatingLoader":
+                loader = loader.loader
+            self._validation = loader
+            try:
+                count = len(loader)
+            except TypeError:
+                count = None
+        found = self._agreed(count)
+        if found is None:
+            raise ValueError("The validation data loader has no length: the ranks cannot agree on the batches of it.")
+        each = self._accumulation if self._context.use_pipeline_parallel else 1
+        if found < each:
+            raise ValueError(
+                f"The validation data has {found} batches on a rank, and a pipeline takes {each} of them at once "
+                "(gradient_accumulation_steps): give it more data, or accumulate less."
+            )
+        self._validation_calls = found // each
+
+    def _loader(self, method: str) -> Any:
+        loader = getattr(self._trial, method)()
+        if loader is None or (self._context.checks_loaders and not isinstance(loader, DataLoader)):
+            raise TypeError(
+                f"{method} returns a DataLoader of optuna_dsat.integrations.deepspeed_trial; got "
+                f"{type(loader).__name__}. Call context.disable_dataset_reproducibility_checks() to use it as it is."
+            )
+        return loader
+
+    def _agreed(self, count: int | None) -> int | None:
+        """Return the least count among the ranks that read data, None where one of them does not know."""
+        counts = gathered((self._unit.should_build_data_loader, count))
+        known = [number for builds, number in counts if builds]
+        return None if None in known else min(known)

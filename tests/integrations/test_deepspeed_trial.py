@@ -1,0 +1,213 @@
+"""Model definitions for Determined's ``DeepSpeedTrial``, tuned and trained on two ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.system.tuning import Command
+
+pytestmark = pytest.mark.torchrun
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "deepspeed_trial"
+SCRIPTS = ROOT / "tests" / "scripts"
+TRAINED = ("--hparams", "hparams.yaml", "--cpu-ranks", "2", "--report-period", "1batches", "--seed", "7")
+PERIODS = ("--max-length", "10batches", "--checkpoint-period", "4batches", "--validation-period", "5batches")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    shutil.copytree(EXAMPLE, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(SCRIPTS / "interrupted.py", tmp_path)
+    return tmp_path
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def train(folder: Path, entry: str, into: str, *more: str, code: int = 0, **environ: str) -> str:
+    arguments = ("train", entry, "ds_config.json", *TRAINED, *PERIODS, "--checkpoint-dir", into, *more)
+    output, _ = Command(folder, *arguments, environ=environ).finish(code=code)
+    return output
+
+
+def test_a_definition_is_tuned_up_to_the_command_that_trains_it(folder: Path) -> None:
+    command = Command(
+        folder,
+        *("random", "model_def:MyTrial", "ds_config.json", "--hparams", "hparams.yaml", "--study", "sums", "--json"),
+        *("--cpu-ranks", "2", "--zero-stages", "2", "--no-tune", "offload_optimizer", "--max-trials", "1"),
+        *("--fix", "train_micro_batch_size_per_gpu=3", "--no-enqueue-user-config", "--confirm", "0"),
+        *("--start-profile-step", "2", "--end-profile-step", "3"),
+    )
+    output, errors = command.finish()
+    result = json.loads(output)
+    assert "differs" not in errors
+    config = json.loads(Path(result["config_path"]).read_text(encoding="utf-8"))
+    assert (config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]) == (3, 2)
+    assert config["zero_optimization"]["stage"] == 2
+    assert config["optimizer"]["params"]["lr"] == 0.005, "the overwrites of the hyperparameters are not in the config"
+    assert shlex.split(result["command"]) == [
+        *("optuna-dsat", "train", "model_def:MyTrial", result["config_path"], "--hparams", "hparams.yaml"),
+        *("--cpu-ranks", "2"),
+    ]
+    trial = next((folder / "optuna-dsat-output" / "sums").glob("trial-*"))
+    steps = [event for event in lines(trial / "events" / "rank0.jsonl") if event["kind"] == "step_measured"]
+    # What reached the engine are the batches that the definition took from context and hyperparameters.
+    assert {(step["samples"], step["observed_micro_batch"]) for step in steps} == {(6, 3)}
+
+
+def test_training_goes_on_after_a_kill_with_the_same_losses(folder: Path) -> None:
+    printed = train(folder, "model_def:MyTrial", "whole")
+    whole = lines(folder / "whole" / "metrics.jsonl")
+    assert [json.loads(line) for line in printed.splitlines() if line.startswith("{")] == whole
+    assert [(line["kind"], line["batches"]) for line in whole if line["kind"] == "validation"] == [
+        ("validation", 5),
+        ("validation", 10),
+    ]
+    assert whole[0]["records"] == 16
+
+    train(folder, "interrupted:ByHand", "runs", code=137, KILL_AT="6", DET_MANUAL_INIT_DISTRIBUTED="1")
+    runs = folder / "runs"
+    assert [path.name for path in sorted(runs.glob("batches-*"))] == ["batches-00000004"]
+    killed = lines(runs / "metrics.jsonl")
+    assert killed[-1]["batches"] == 6
+    (runs / "batches-00000008.partial").mkdir()
+    with (runs / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"kind": "trai')
+
+    train(folder, "interrupted:ByHand", "runs", "--resume", OPTUNA_DSAT_MANUAL_INIT_DISTRIBUTED="1")
+    assert lines(runs / "metrics.jsonl") == whole
+    assert [path.name for path in sorted(runs.glob("batches-*"))] == [
+        *("batches-00000004", "batches-00000008", "batches-00000010"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def scenarios(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run ``scenarios.py`` once; return the folder with what it found."""
+    folder = tmp_path_factory.mktemp("scenarios")
+    environ: Mapping[str, str] = {
+        **os.environ,
+        "DS_ACCELERATOR": "cpu",
+        "LOCAL_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(ROOT / ".cache" / "torch_extensions")),
+    }
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = subprocess.run(
+        [*torchrun, str(SCRIPTS / "scenarios.py"), str(folder)],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(scenarios: Path) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((scenarios / "found.json").read_text(encoding="utf-8"))
+    return record
+
+
+def metrics(scenarios: Path, name: str, kind: str = "training") -> list[dict[str, Any]]:
+    return [line["metrics"] for line in lines(scenarios / name / "metrics.jsonl") if line["kind"] == kind]
+
+
+MICRO_BATCH_BY_MICRO_BATCH = [[0, batch] for batch in range(4) for _ in range(3)]
+
+
+def test_a_batch_is_as_many_calls_as_micro_batches(found: dict[str, Any]) -> None:
+    for rank in found["Plain"]:
+        assert (rank["calls"], rank["steps"]) == (MICRO_BATCH_BY_MICRO_BATCH, [4])
+    first, second = (set(rank["rows"]) for rank in found["Plain"])
+    assert (len(first), len(second), first & second) == (24, 24, set())
+
+
+def test_validation_averages_over_samples(scenarios: Path) -> None:
+    # 15 samples on two ranks: batches of unequal sizes.
+    [validation] = metrics(scenarios, "Plain", "validation")
+    assert validation["mean"] == pytest.approx(7 / 15, rel=1e-6)
+
+
+def test_the_first_of_several_engines_counts(scenarios: Path, found: dict[str, Any]) -> None:
+    assert [rank["calls"] for rank in found["TwoEngines"]] == [MICRO_BATCH_BY_MICRO_BATCH] * 2
+    assert [rank["steps"] for rank in found["TwoEngines"]] == [[4, 12], [4, 12]]
+    assert [line["records"] for line in lines(scenarios / "TwoEngines" / "metrics.jsonl")] == [12, 24, 36, 48, 48]
+    assert {*metrics(scenarios, "TwoEngines")[0]} == {"first", "second"}
+    assert {path.name for path in (scenarios / "TwoEngines" / "batches-00000004").glob("engine-*")} == {
+        *("engine-0", "engine-1"),
+    }
+
+
+def test_a_definition_that_accumulates_by_itself_is_called_once_a_batch(scenarios: Path, found: dict[str, Any]) -> None:
+    assert found["ByItself"] == found["Plain"]  # its micro-batches, by way of its own loop
+    own, plain = metrics(scenarios, "ByItself"), metrics(scenarios, "Plain")
+    assert [line["loss"] for line in own] == pytest.approx([line["loss"] for line in plain])
+
+
+def test_the_loader_of_deepspeed_is_taken_once_checks_are_off(found: dict[str, Any]) -> None:
+    first, second = (set(rank["rows"]) for rank in found["DeepSpeedLoader"])
+    assert (len(first), len(second), first & second) == (24, 24, set())
+    assert (
+        "got DeepSpeedDataLoader. Call context.disable_dataset_reproducibility_checks()"
+        in (found["refused"]["Checked"])
+    )
+
+
+@pytest.mark.parametrize("name", ["DeepSpeedLoader", "TorchLoader", "Pipeline"])
+def test_any_loader_and_a_pipeline_resume_to_the_same_losses(scenarios: Path, name: str) -> None:
+    whole, resumed = metrics(scenarios, name), metrics(scenarios, f"{name}-resumed")
+    assert len(whole) == 4
+    assert resumed == whole
+
+
+def test_reducers_see_all_ranks(scenarios: Path) -> None:
+    assert metrics(scenarios, "Reducing") == [
+        {"values": 6, "smallest": float(batch), "largest": 10.0 + batch} for batch in range(4)
+    ]
+    [validation] = metrics(scenarios, "Reducing", "validation")
+    assert (validation["smallest"], validation["largest"]) == (100.0, 101.0)
+    assert "values" not in validation
+
+
+def test_a_model_parallel_unit_says_who_reads_and_who_reports(scenarios: Path, found: dict[str, Any]) -> None:
+    reader, other = found["OneCopy"]
+    assert (reader["iterators"], other["iterators"]) == ([True], [False])
+    assert reader["rows"] == other["rows"]
+    # One share of the data: both ranks' rows of the data-parallel run, in turns.
+    plain = [rank["rows"] for rank in found["Plain"]]
+    assert reader["rows"] == [row for pair in zip(*plain, strict=True) for row in pair][:24]
+    [validation] = metrics(scenarios, "OneCopy", "validation")
+    assert validation["mean"] == pytest.approx(7 / 15, rel=1e-6)
+
+
+def test_a_pipeline_trains_whole_batches_and_takes_its_data_by_itself(scenarios: Path, found: dict[str, Any]) -> None:
+    for rank in found["Pipeline"]:
+        assert rank["calls"] == [[0, 0], [0, 1], [0, 2], [0, 3], [-1, 0], [-1, 1]]
+        assert rank["steps"] == [4]
+    assert [line["records"] for line in lines(scenarios / "Pipeline" / "metrics.jsonl")] == [6, 12, 18, 24, 24]
+    assert {*metrics(scenarios, "Pipeline", "validation")[0]} == {"loss"}
+
+
+def test_what_cannot_train_is_refused_with_the_reason(found: dict[str, Any]) -> None:
+    refused = found["refused"]
+    assert "has 2 batches on a rank, and a pipeline takes 3 of them at once" in refused["ShortPipeline"]
+    assert "share one model parallelism" in refused["TwoTopologies"]
+    assert "call context.wrap_model_engine" in refused["NoEngine"]
+    assert "offload_param is for ZeRO 3, not 1: only there are parameters partitioned" in refused["Plain"]
