@@ -9,7 +9,7 @@ pulls its own lineage towards it, its structure a good deal, the others as far a
 
 The next launch has the largest expected improvement per second (Jones et al. 1998; per cost: Snoek et al. 2012)::
 
-    P(fits) EI / (P(fits) T_run + (1 - P(fits)) T_failed)
+    P(fits)^2 EI / (P(fits) T_run + (1 - P(fits)) T_failed)
 
 with EI the expected gain of the metric's logarithm over what is believed to be the best so far, ``T_run`` the start and
 the profile steps, and ``T_failed`` the start alone. Launches in flight count as if measured as foreseen (the "kriging
@@ -53,6 +53,8 @@ _START_S = 30.0
 """Seconds from a launch to its first step; only its ratio to the steps matters."""
 _STEPS = 6
 """Steps of a launch, warm-up included."""
+_CAUTION = 2
+"""Power of the probability to fit: a launch that runs out of memory teaches less than what it costs."""
 _HOST_ERROR = 0.1
 """Relative error of the predicted host memory."""
 _WITHOUT_ANY = math.log(10)
@@ -379,7 +381,7 @@ class _Belief:
         best = float((mean + np.log(fits + 1e-9)).max()) - _WITHOUT_ANY if self._best is None else self._best
         gain = _expected_improvement(mean - best, np.sqrt(np.maximum(variance, 1e-8)))
         run_s = _START_S + _STEPS * new.latency
-        return fits * gain / (fits * run_s + (1 - fits) * _START_S), mean, fits
+        return fits**_CAUTION * gain / (fits * run_s + (1 - fits) * _START_S), mean, fits
 
     def _fitting(self, rows: Numbers, sizes: Numbers) -> tuple[Numbers, Numbers]:
         """Return the expected peaks, and the probabilities that a launch runs."""

@@ -119,6 +119,7 @@ class LineageTable:
             micro_batch=np.asarray(micro_batch, dtype=np.float64),
             forward=self.forward[rows],
             others=self.others[rows],
+            scattered=1 - self.columns.contiguous[rows],
         )
 
     def _codes(self) -> Numbers:

@@ -34,6 +34,8 @@ _SHARED, _STRUCTURE, _KNOBS, _LINEAGE, _NOISE = 0.01, 0.03, 0.02, 0.01, 0.003
 _FRAGMENTED = 0.03
 """Share of the memory lost between blocks, give or take ``_FRAGMENTED_SD``."""
 _FRAGMENTED_SD = 0.02
+_SCATTERED, _SCATTERED_SD = 0.01, 0.015
+"""Share lost beside that where gradients are not contiguous, which is what contiguous ones are there to avoid."""
 _CONTEXT_BYTES = 0.8 * 2**30
 """CUDA context and NCCL's buffers: 0.4 to 1.6 GiB, see ``optuna_dsat.memory``."""
 _CONTEXT_SD_BYTES = 0.4 * 2**30
@@ -59,6 +61,8 @@ class Loads:
     """Predicted bytes at the end of the forward pass at micro-batch 0."""
     others: Numbers
     """Predicted bytes at the other moments of a step."""
+    scattered: Numbers
+    """1 where gradients are not contiguous, so that the allocator is left with more gaps; else 0."""
 
     def take(self, index: Any) -> Loads:
         """Return the rows of an index array."""
@@ -141,9 +145,10 @@ class MemoryBelief:
         index = np.concatenate([measured, sides])
         one_sided = np.arange(len(index)) >= len(measured)
         all_loads = loads.take(index)
-        predicted = self._predicted(all_loads)
+        lost = _SCATTERED * self._device * all_loads.scattered * one_sided
+        predicted = self._predicted(all_loads) + lost
         prior = self._covariance(all_loads, all_loads)
-        prior += self._limit_variance * np.outer(one_sided, one_sided)
+        prior += self._lost(all_loads, all_loads) * np.outer(one_sided, one_sided)
         noise = (_NOISE * self._device) ** 2
         exact, rest = slice(0, len(measured)), slice(len(measured), None)
         gains = np.linalg.solve(prior[exact, exact] + noise * np.eye(len(measured)), prior[exact, rest]).T
@@ -196,13 +201,14 @@ class MemoryBelief:
         All in bytes; a configuration fits where what is left is positive.
         """
         predicted = self._predicted(loads)
-        own = self._variance(loads) + self._limit_variance
+        own = self._variance(loads) + self._limit_variance + (_SCATTERED_SD * self._device * loads.scattered) ** 2
+        lost = _SCATTERED * self._device * loads.scattered
         known = self._loads
         if known is None or not len(self._weights):
-            return predicted, self.usable - predicted, np.sqrt(own)
+            return predicted, self.usable - predicted - lost, np.sqrt(own)
         shared = self._covariance(loads, known)
-        load = shared + self._limit_variance * self._one_sided[None, :]
-        left = self.usable - predicted - load @ self._weights
+        load = shared + self._lost(loads, known) * self._one_sided
+        left = self.usable - predicted - lost - load @ self._weights
         variance = own - np.einsum("ij,jk,ik->i", load, self._inverse, load, optimize=True)
         return predicted + shared @ self._weights, left, np.sqrt(np.maximum(variance, 1.0))
 
@@ -217,6 +223,12 @@ class MemoryBelief:
         within = _STRUCTURE**2 + _KNOBS**2 * alike(a.knobs, b.knobs)
         found: Numbers = samples * (_SLOPE**2 + _OWN_SLOPE**2 * same) + scale * (_SHARED**2 + within * same)
         found += scale * _LINEAGE**2 * (a.lineage[:, None] == b.lineage[None, :])
+        return found
+
+    def _lost(self, a: Loads, b: Loads) -> Numbers:
+        """Return the covariance of what is lost to context and gaps."""
+        scattered = np.outer(a.scattered, b.scattered)
+        found: Numbers = self._limit_variance + (_SCATTERED_SD * self._device) ** 2 * scattered
         return found
 
     def _variance(self, loads: Loads) -> Numbers:

@@ -50,7 +50,8 @@ _PRIORS = {
     "memory": (1e-12, 0.6),  # seconds per byte of the device's memory
     "hidden": (0.6, 0.3),  # share of the computation that can hide communication
     "contention": (0.1, 0.7),  # seconds lost per hidden second
-    "modules": (150.0, 0.5),  # weights that are gathered one by one
+    "modules": (200.0, 0.5),  # weights that are gathered one by one
+    "ahead": (2.0, 0.7),  # weights that must be prefetched to hide all gathers
     "hooks": (0.02, 1.2),  # seconds per pass that ZeRO 3 spends on fetching and releasing
     "fetch": (0.01, 1.2),  # seconds per pass, beside the copies, where parameters are offloaded
     "pcie": (1e-10, 0.5),  # seconds per byte between device and host
@@ -71,7 +72,6 @@ _FLOOR = 0.005
 _STEPS = 25
 _STAGE0_BUCKET = 500_000_000
 """Elements that ZeRO 0 reduces at a time (``deepspeed.runtime.engine.MEMORY_OPT_ALLREDUCE_SIZE``)."""
-_MODULES_PER_LAYER = 4
 _STATES_BYTES = 12
 """Bytes per parameter of master copy and Adam's two moments."""
 
@@ -181,15 +181,14 @@ class StepTheory:
         forward_gathers, gathers, gather_messages, covered = self._gathers(x, c)
         hooks = third * (x["hooks"] + x["fetch"] * c.offload_param)
 
-        def exposed(traffic: Numbers, tail: Numbers, covering: Numbers) -> Numbers:
-            hidden = c.overlap * np.minimum(traffic - tail, np.minimum(1.0, x["hidden"]) * covering)
-            found: Numbers = traffic - (1 - np.minimum(1.0, x["contention"])) * hidden
-            return found
-
-        gathering = exposed(forward_gathers, forward_gathers / gather_messages, covered * compute)
+        share = c.overlap * np.minimum(1.0, x["hidden"])
+        saved = 1 - np.minimum(1.0, x["contention"])
+        hidden = np.minimum(forward_gathers * (1 - 1 / gather_messages), share * covered * compute)
+        gathering = forward_gathers - saved * hidden
+        hidden = np.minimum(reduced * (1 - 1 / messages), share * after)
+        hidden = hidden + np.minimum(gathers * (1 - 1 / gather_messages), covered * (share * after - hidden))
+        communicating = reduced + gathers - saved * hidden
         each_time = c.stage >= 2
-        tail = reduced / messages + gathers / gather_messages
-        communicating = exposed(reduced + gathers, tail, np.where(third, covered, 1.0) * after)
         forward = accumulation * (compute + hooks + gathering)
         backward = accumulation * (after + hooks) + np.where(each_time, accumulation, 1) * communicating
         other = accumulation * x["other"] + 0 * forward
@@ -208,11 +207,10 @@ class StepTheory:
         """Return the seconds of ZeRO 3's gathers, forward and backward, their messages and the computation that covers.
 
         Parameters within half of the reuse distance are kept from one pass to the other, those below the persistence
-        threshold are never partitioned, and what is not prefetched a layer ahead hides little.
+        threshold are never partitioned, and what is not prefetched far enough ahead is hidden little.
         """
         module = self.params / x["modules"]
-        layer = _MODULES_PER_LAYER * module
-        prefetched = np.minimum(c.prefetch, np.maximum(0, c.max_live - layer))
+        prefetched = np.minimum(c.prefetch, np.maximum(0, c.max_live - module))
         messages = np.maximum(1, self.params / np.maximum(prefetched, module))
         persists = 1 / (1 + (module / np.maximum(1, c.persistence)) ** 3)
         persists = np.where(c.persistence >= self.largest_layer, 1.0, persists)
@@ -220,7 +218,7 @@ class StepTheory:
         copied = c.offload_param * self.param_bytes * self.params / self.ranks * x["pcie"]
         seconds = (c.stage == 3) * (1 - persists) * (linked + copied)
         again = 1 - np.minimum(1, c.max_reuse / 2 / max(1, self.params))
-        return seconds, again * seconds, messages, np.minimum(1, prefetched / layer)
+        return seconds, again * seconds, messages, np.minimum(1, prefetched / (x["ahead"] * module))
 
     def _update(self, x: dict[str, Numbers], c: Columns) -> Numbers:
         """Return the seconds from the last gradient to parameters that the next step can use."""
