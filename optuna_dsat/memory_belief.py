@@ -43,6 +43,9 @@ _TELLING = 0.85
 """Share of the usable memory below which it goes without saying that a peak is within the limit."""
 _MOST_SIDES = 64
 """One-sided observations taken in: those nearest to the limit."""
+_SURPRISING = 2.5
+"""Standard deviations that make a launch that is out of memory a surprise: then the limit is known half as well."""
+_MOST_SURPRISES = 6
 _CERTAIN = 2.5
 """Standard deviations from which on a one-sided observation says nothing new."""
 
@@ -145,6 +148,7 @@ class MemoryBelief:
         index = np.concatenate([measured, sides])
         one_sided = np.arange(len(index)) >= len(measured)
         all_loads = loads.take(index)
+        self._limit_variance *= 4.0 ** min(_MOST_SURPRISES, self._surprises(loads.take(too_large)))
         lost = _SCATTERED * self._device * all_loads.scattered * one_sided
         predicted = self._predicted(all_loads) + lost
         prior = self._covariance(all_loads, all_loads)
@@ -161,6 +165,11 @@ class MemoryBelief:
         self._one_sided = one_sided[used].astype(np.float64)
         self._inverse = np.linalg.inv(prior[np.ix_(used, used)] + np.diag(variances[used]))
         self._weights = self._inverse @ (values - predicted)[used]
+
+    def _surprises(self, too_large: Loads) -> int:
+        """Return how many launches ran out of memory that should have had plenty: others use the device, too."""
+        spread = np.sqrt(self._variance(too_large) + self._limit_variance)
+        return int(np.sum(self._predicted(too_large) < self.usable - _SURPRISING * spread))
 
     def peaks(self, loads: Loads) -> Numbers:
         """Return the expected peaks in bytes, leaving aside what only a lineage itself can tell: quick for many."""
