@@ -21,8 +21,8 @@ All of it follows from the finished and pending trials: nothing is kept but what
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -31,7 +31,7 @@ import numpy.typing as npt
 from optuna.trial import FrozenTrial
 
 from optuna_dsat import history
-from optuna_dsat.lineage import agrees
+from optuna_dsat.lineage import agrees, lineage_key
 from optuna_dsat.lineage_table import Known, LineageTable
 from optuna_dsat.memory import Hardware, ModelProfile
 from optuna_dsat.memory_belief import MemoryBelief, alike, by_knob, by_structure, normal_cdf
@@ -45,11 +45,15 @@ Numbers: TypeAlias = npt.NDArray[Any]
 
 _STRUCTURE, _KNOBS, _LINEAGE, _FILL, _EIGHTS = 0.05, 0.05, 0.015, 0.03, 0.01
 """Standard deviations of the residuals' parts, relative to the metric."""
+_SCALES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0)
+"""Factors on their variances, of which the likeliest is taken."""
+_SCALE_SPREAD = 1.5
+"""Standard deviation of the factor's logarithm before anything is measured."""
 _FILL_WIDTH = 0.2
 """Share of the memory over which the residual of memory in use changes."""
 _NOISE = 0.02
 """Of a measured metric, relative, from launch to launch."""
-_START_S = 30.0
+_START_S = 60.0
 """Seconds from a launch to its first step; only its ratio to the steps matters."""
 _STEPS = 6
 """Steps of a launch, warm-up included."""
@@ -58,7 +62,7 @@ _CAUTION = 2
 _HOST_ERROR = 0.1
 """Relative error of the predicted host memory."""
 _WITHOUT_ANY = math.log(10)
-"""Before anything ran, the improvement is counted from a tenth of the best foreseen metric: that it runs is what counts."""
+"""Before anything ran, improvement is counted from a tenth of the best foreseen metric: what counts is that it runs."""
 _COARSE = (0.2, 0.4, 0.6, 0.8, 0.9, 1.0)
 """Shares of the largest micro-batch at which all lineages are looked at."""
 _TIGHT = 0.05
@@ -142,6 +146,9 @@ class Foresight:
         """All micro-batches."""
         self._accumulation = np.array([space.accumulation(int(size)) for size in self.sizes], dtype=np.float64)
 
+        self._answered: tuple[Hashable, Prospect | None] | None = None
+        """The last question and its answer: a tuner asks first whether anything is left, then what it is."""
+
     def next(self, trials: Sequence[FrozenTrial], fixed: Mapping[str, Any] = MappingProxyType({})) -> Prospect | None:
         """Return the configuration to launch next, None where none is left.
 
@@ -150,8 +157,14 @@ class Foresight:
             fixed: Knobs that the trial has already.
         """
         known = self.table.read(trials)
-        rows = self._open(known, fixed)
         samples = history.data_limit([trial for trial in trials if trial.state.is_finished()])
+        question = (known.digest(), samples, lineage_key(fixed, micro_batch=""))
+        if self._answered is None or self._answered[0] != question:
+            self._answered = question, self._choose(known, samples, fixed)
+        return self._answered[1]
+
+    def _choose(self, known: Known, samples: int | None, fixed: Mapping[str, Any]) -> Prospect | None:
+        rows = self._open(known, fixed)
         belief = _Belief(self, known, samples_limit=samples)
         rows, sizes = belief.shortlist(rows)
         if not len(rows):
@@ -185,17 +198,14 @@ class Foresight:
             each = self.profile.flops_per_sample if self.metric == "FLOPS_per_gpu" else self.hardware.world_size
             found: Numbers = np.log(max(1, each) * micro_batch * self.accumulation(micro_batch) / total)
             return found
-        found = -np.log(total if self.metric == "latency" else phases[PHASES.index(self.metric)])
-        return found
+        inverse: Numbers = np.log(total if self.metric == "latency" else phases[PHASES.index(self.metric)])
+        return -inverse
 
     def slope(self, phases: Numbers, slopes: Numbers) -> Numbers:
         """Return the derivatives of the goodness, (k, n), from the phases (4, n) and theirs (4, k, n)."""
-        if self.metric in PHASES:
-            phase = PHASES.index(self.metric)
-            found: Numbers = -slopes[phase] / phases[phase]
-            return found
-        found = -slopes.sum(axis=0) / phases.sum(axis=0)
-        return found
+        timed = [PHASES.index(self.metric)] if self.metric in PHASES else list(range(len(PHASES)))
+        relative: Numbers = slopes[timed].sum(axis=0) / phases[timed].sum(axis=0)
+        return -relative
 
     def _open(self, known: Known, fixed: Mapping[str, Any]) -> Numbers:
         """Return the lineages that may be launched: not broken, not in flight."""
@@ -275,12 +285,28 @@ class _Belief:
         )
         count = len(ran.row)
         shown = np.log(ran.value) if of.metric in LARGER_IS_BETTER else -np.log(ran.value)
+        self._scale = self._likeliest_scale(count, shown - self._points.goodness[:count])
         prior = self._covariance(self._points, self._points) + _NOISE**2 * np.eye(len(self._points.row))
         self._weights = np.zeros(len(self._points.row))
         self._weights[:count] = np.linalg.solve(prior[:count, :count], shown - self._points.goodness[:count])
         self._inverse = np.linalg.inv(prior)
         mean = self._points.goodness + (prior - _NOISE**2 * np.eye(len(prior))) @ self._weights
         self._best = float(mean[:count].max()) if count else None
+
+    def _likeliest_scale(self, count: int, residuals: Numbers) -> float:
+        """Return the variance of the residuals relative to the assumed one, by what the measured ones make likely.
+
+        The theory may be right to a per cent here and wrong by a tenth there. Type II maximum likelihood (MacKay 2003,
+        chapter 28) with a log-normal prior, over a few values.
+        """
+        points = self._points.take(np.arange(count))
+        found = []
+        for scale in _SCALES:
+            self._scale = scale
+            covariance = self._covariance(points, points) + _NOISE**2 * np.eye(count)
+            fit = residuals @ np.linalg.solve(covariance, residuals) + np.linalg.slogdet(covariance)[1]
+            found.append(-0.5 * fit - 0.5 * math.log(scale) ** 2 / _SCALE_SPREAD**2)
+        return _SCALES[int(np.argmax(found))]
 
     def _fill(self, row: Numbers, size: Numbers, peak: Numbers | None = None) -> Numbers:
         expected = self._memory.peaks(self._table.loads(row, size))
@@ -309,6 +335,7 @@ class _Belief:
         found += _LINEAGE**2 * (a.row[:, None] == b.row[None, :])
         found += _FILL**2 * np.exp(-0.5 * ((a.fill[:, None] - b.fill[None, :]) / _FILL_WIDTH) ** 2)
         found += _EIGHTS**2 * np.outer(a.eights, b.eights)
+        found *= self._scale
         found += a.doubt @ b.doubt.T
         return found
 
@@ -336,9 +363,11 @@ class _Belief:
         )
         found = of.goodness(phases, size)
         if len(points.row):
-            found += _STRUCTURE**2 * by_structure(points.structure, self._weights, self._table.structure)[row]
+            found += (
+                self._scale * _STRUCTURE**2 * by_structure(points.structure, self._weights, self._table.structure)[row]
+            )
             shared = by_knob(points.structure, points.knobs, self._weights, self._table.structure, self._table.knobs)
-            found += _KNOBS**2 * shared[row]
+            found += self._scale * _KNOBS**2 * shared[row]
         return found
 
     def _closer(self, rows: Numbers, edge: Numbers, promise: Numbers) -> tuple[Numbers, Numbers]:
@@ -376,7 +405,8 @@ class _Belief:
         new = self._point(rows, sizes.astype(np.float64), np.clip(peak / of.device_bytes, 0.01, 1.0))
         shared = self._covariance(new, points)
         mean = new.goodness + shared @ self._weights
-        own = _STRUCTURE**2 + _KNOBS**2 + _LINEAGE**2 + _FILL**2 + _EIGHTS**2 * new.eights + (new.doubt**2).sum(axis=1)
+        own = self._scale * (_STRUCTURE**2 + _KNOBS**2 + _LINEAGE**2 + _FILL**2 + _EIGHTS**2 * new.eights)
+        own += (new.doubt**2).sum(axis=1)
         variance = own - np.einsum("ij,jk,ik->i", shared, self._inverse, shared, optimize=True)
         best = float((mean + np.log(fits + 1e-9)).max()) - _WITHOUT_ANY if self._best is None else self._best
         gain = _expected_improvement(mean - best, np.sqrt(np.maximum(variance, 1e-8)))
@@ -415,6 +445,10 @@ class _Points:
     latency: Numbers
     doubt: Numbers
     """Derivatives of the goodness times a root of the coefficients' covariance, (n, k)."""
+
+    def take(self, index: Numbers) -> _Points:
+        """Return some of them."""
+        return _Points(**{one.name: getattr(self, one.name)[index] for one in fields(self)})
 
 
 def _most_telling(known: Known) -> Numbers:

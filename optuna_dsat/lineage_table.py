@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
@@ -75,6 +75,11 @@ class Known:
         taken = {one.name: getattr(self, one.name)[..., index] for one in fields(self) if one.name != "used"}
         return Known(**taken, used=self.used)
 
+    def digest(self) -> Hashable:
+        """Return what two readings have in common only if they say the same."""
+        arrays = (getattr(self, one.name) for one in fields(self) if one.name != "used")
+        return (*(array.tobytes() for array in arrays), frozenset(self.used.items()))
+
 
 class LineageTable:
     """All lineages of a space, and what theory says of each.
@@ -107,8 +112,9 @@ class LineageTable:
         """What the step theory reads."""
         needs = np.array([self._bytes(one) for one in settings], dtype=np.float64).reshape(-1, 3)
         self.forward, self.others, self.host = needs.T
-        """Predicted bytes on the device at micro-batch 0, at the end of the forward pass and at other moments, and on one
-        host."""
+        """Predicted bytes: on the device at the end of the forward pass without activations, there at other moments,
+        and on one host.
+        """
 
     def loads(self, rows: Numbers, micro_batch: Numbers) -> Loads:
         """Return rows at micro-batches as the memory belief takes them."""

@@ -3,8 +3,8 @@
 Symbols: P parameters, T trainable ones, N ranks, b bytes of a parameter, m the micro-batch, g the accumulation steps.
 The four phases of a step are
 
-- forward: ``g (c (m + h) + hooks + gathers)``: seconds per sample ``c``, and a fixed part ``c h`` for what a small batch
-  leaves idle;
+- forward: ``g (c (m + h) + hooks + gathers)``: seconds per sample ``c``, and a fixed part ``c h`` for what a small
+  batch leaves idle;
 - backward: the same with another ``c``, and the reduction of the gradients: ``T b (N - 1) / N`` bytes through the link
   for a reduce-scatter, twice that for an all-reduce, and a latency for each bucket. ZeRO 2 and 3 reduce in every
   micro-step, 0 and 1 once. ZeRO 3 gathers the parameters in both passes, from the host where they are offloaded;

@@ -23,9 +23,9 @@ class GuidedSampler(BinarySearchSampler):
 
     After the profile launch the landscape is known but for a few coefficients: memory is nearly linear in the
     micro-batch, the step time is computation plus communication plus the optimizer step. Each launch measures peak
-    memory and the phases of a step; the coefficients are fitted to these, what the formulas miss is learnt per structure
-    (ZeRO stage and offload), knob and lineage, and of all configurations the one with the largest expected improvement
-    per second is launched, the risk to run out of memory priced in. The formulas and their sources are in
+    memory and the phases of a step; the coefficients are fitted to these, what the formulas miss is learnt per
+    structure (ZeRO stage and offload), knob and lineage, and of all configurations the one with the largest expected
+    improvement per second is launched, the risk to run out of memory priced in. The formulas and their sources are in
     ``optuna_dsat.foresight`` (which launch is next), ``optuna_dsat.step_theory`` (times) and
     ``optuna_dsat.memory_belief`` (memory).
 
@@ -33,11 +33,19 @@ class GuidedSampler(BinarySearchSampler):
     never stopped. A launch in flight counts as if measured as foreseen, and its lineage is left alone. Trials of
     lineages outside the space, and whatever failed for a reason that is not the configuration's, are passed over.
 
-    Trials are read through the user attributes ``metrics`` and ``peak_memory_bytes`` (``optuna_dsat.history``). Where they
-    are not set, the value alone teaches: less, but enough to go on.
+    Trials are read through the user attributes ``metrics`` and ``peak_memory_bytes`` (``optuna_dsat.history``). Where
+    they are not set, the value alone teaches: less, but enough to go on.
 
-    Without a ``foresight`` there is nothing to plan with, and lineages are bisected as ``BinarySearchSampler`` does; so are
-    those that the foresight does not know.
+    Without a ``foresight`` there is nothing to plan with, and lineages are bisected as ``BinarySearchSampler`` does; so
+    are those that the foresight does not know.
+
+    Example:
+        .. code-block:: python
+
+            foresight = Foresight(profile=profile, hardware=hardware, config=ds_config, space=space)
+            study = optuna.create_study(direction="maximize", sampler=GuidedSampler(foresight=foresight))
+            trial = study.ask()
+            params = space.suggest(trial)
 
     Args:
         foresight: The space with its theory; its micro-batch has the name ``train_micro_batch_size_per_gpu``.

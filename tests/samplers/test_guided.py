@@ -95,12 +95,11 @@ def test_failures_and_foreign_trials_neither_break_nor_stop_it(kit: SimpleNamesp
         machine.space.suggest(trial)
         trial.set_user_attr(history.OUTCOME, outcome.value)
         study.tell(trial, state=TrialState.FAIL)
+    trial = study.ask()
+    machine.space.suggest(trial)
     with pytest.warns(UserWarning, match="nan is not acceptable"):
-        trial = study.ask()
-        machine.space.suggest(trial)
         study.tell(trial, float("nan"))
     machine.run(study, 12)
-    assert study.best_trial.number > 2 or study.best_value == 9.0
     rates = [trial.value for trial in study.trials[-12:] if trial.value is not None]
     assert max(rates) >= 0.98 * machine.best(small_foresight())
 
@@ -141,8 +140,10 @@ def test_a_search_ends_where_nothing_can_win_any_more(kit: SimpleNamespace) -> N
     space = small_space(no_tune=(*[knob.name for knob in small_space().knobs[1:]],), samples=4)
     foresight = Foresight(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=space)
     study, machine = guided(kit, foresight), Machine(space=space)
+    sampler = study.sampler
+    assert isinstance(sampler, GuidedSampler)
     launches = 0
-    while not study.sampler.exhausted(study):  # type: ignore[attr-defined]
+    while not sampler.exhausted(study):
         machine.run(study, 1)
         launches += 1
         assert launches <= 9
