@@ -7,12 +7,13 @@ share of memory in use, and one of micro-batches that are multiples of 8, whose 
 Multiplication Background"). The coefficients' uncertainty enters through the formula's derivatives. So a measured point
 pulls its own lineage towards it, its structure a good deal, the others as far as the formula says.
 
-The next launch has the largest expected improvement per second (Jones et al. 1998; per cost: Snoek et al. 2012)::
+The next launch has the largest expected improvement (Jones et al. 1998) for its seconds (Snoek et al. 2012)::
 
-    P(fits)^2 EI / (P(fits) T_run + (1 - P(fits)) T_failed)
+    P(fits)^2 EI / sqrt(P(fits) T_run + (1 - P(fits)) T_failed)
 
 with EI the expected gain of the metric's logarithm over what is believed to be the best so far, ``T_run`` the start and
-the profile steps, and ``T_failed`` the start alone. Launches in flight count as if measured as foreseen (the "kriging
+the profile steps, and ``T_failed`` the start alone. The root tempers the cost: divided by all of it, what is left late
+in a search goes to cheap small micro-batches that cannot win (Lee et al. 2020, arXiv:2003.10870, cool it likewise). Launches in flight count as if measured as foreseen (the "kriging
 believer" of Ginsbourger et al. 2010), and their lineages are left alone.
 
 All of it follows from the finished and pending trials: nothing is kept but what the space and the profile determine.
@@ -45,7 +46,7 @@ Numbers: TypeAlias = npt.NDArray[Any]
 
 _STRUCTURE, _KNOBS, _LINEAGE, _FILL, _EIGHTS = 0.05, 0.05, 0.015, 0.03, 0.01
 """Standard deviations of the residuals' parts, relative to the metric."""
-_SCALES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0)
+_SCALES = (1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0)
 """Factors on their variances, of which the likeliest is taken."""
 _SCALE_SPREAD = 1.5
 """Standard deviation of the factor's logarithm before anything is measured."""
@@ -57,6 +58,10 @@ _START_S = 60.0
 """Seconds from a launch to its first step; only its ratio to the steps matters."""
 _STEPS = 6
 """Steps of a launch, warm-up included."""
+_PLAIN = 5e-4
+"""What a knob away from the user's value, or DeepSpeed's default, must promise to be tried: of equals, the usual."""
+_THRIFT = 0.5
+"""Power of a launch's seconds by which its merit is divided."""
 _CAUTION = 2
 """Power of the probability to fit: a launch that runs out of memory teaches less than what it costs."""
 _HOST_ERROR = 0.1
@@ -372,7 +377,7 @@ class _Belief:
 
     def _closer(self, rows: Numbers, edge: Numbers, promise: Numbers) -> tuple[Numbers, Numbers]:
         """Return micro-batches of the lineages that promise most, over all and of each structure."""
-        order = np.argsort(-np.round(promise, 6), kind="stable")
+        order = np.argsort(_PLAIN * self._table.unusual[rows] - promise, kind="stable")
         structures = self._table.structure[rows[order]]
         ties = np.unique(np.stack([structures, np.round(promise[order] * 1e6)]), axis=1, return_inverse=True)[1].ravel()
         order = order[_rank_within(ties) < _TIES]
@@ -409,9 +414,11 @@ class _Belief:
         own += (new.doubt**2).sum(axis=1)
         variance = own - np.einsum("ij,jk,ik->i", shared, self._inverse, shared, optimize=True)
         best = float((mean + np.log(fits + 1e-9)).max()) - _WITHOUT_ANY if self._best is None else self._best
-        gain = _expected_improvement(mean - best, np.sqrt(np.maximum(variance, 1e-8)))
+        plain = mean - _PLAIN * self._table.unusual[rows]
+        gain = _expected_improvement(plain - best, np.sqrt(np.maximum(variance, 1e-8)))
         run_s = _START_S + _STEPS * new.latency
-        return fits**_CAUTION * gain / (fits * run_s + (1 - fits) * _START_S), mean, fits
+        cost_s = fits * run_s + (1 - fits) * _START_S
+        return fits**_CAUTION * gain / cost_s**_THRIFT, mean, fits
 
     def _fitting(self, rows: Numbers, sizes: Numbers) -> tuple[Numbers, Numbers]:
         """Return the expected peaks, and the probabilities that a launch runs."""

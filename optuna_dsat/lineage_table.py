@@ -107,6 +107,8 @@ class LineageTable:
         """Number of each row's ZeRO stage and offload."""
         self.knobs = self._codes()
         """Number of the value of each other knob, shape (rows, knobs)."""
+        self.unusual = self._count_unusual()
+        """Number of knobs, stage and offload aside, that are neither as the user has them nor DeepSpeed's defaults."""
         settings, scatter = self._settings_of_all()
         self.columns = Columns.of(settings, scatter)
         """What the step theory reads."""
@@ -136,6 +138,21 @@ class LineageTable:
             for params in self.lineages
         ]
         return np.array(codes, dtype=np.int64).reshape(len(self.lineages), len(names))
+
+    def _count_unusual(self) -> Numbers:
+        usual: dict[tuple[str, int], Any] = {}
+        counts = []
+        for params in self.lineages:
+            count = 0
+            for name, value in params.items():
+                if name in (*STRUCTURE, NVME):
+                    continue
+                place = (name, params["zero_stage"])
+                if place not in usual:
+                    usual[place] = self._space.usual(name, params)
+                count += value != usual[place]
+            counts.append(count)
+        return np.array(counts, dtype=np.float64)
 
     def _settings_of_all(self) -> tuple[list[ZeroSettings], list[bool]]:
         """Read every lineage's config; those that differ in sizes alone are read once."""
