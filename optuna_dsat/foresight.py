@@ -13,8 +13,10 @@ The next launch has the largest expected improvement (Jones et al. 1998) for its
 
 with EI the expected gain of the metric's logarithm over what is believed to be the best so far, ``T_run`` the start and
 the profile steps, and ``T_failed`` the start alone. The root tempers the cost: divided by all of it, what is left late
-in a search goes to cheap small micro-batches that cannot win (Lee et al. 2020, arXiv:2003.10870, cool it likewise). Launches in flight count as if measured as foreseen (the "kriging
-believer" of Ginsbourger et al. 2010), and their lineages are left alone.
+in a search goes to cheap small micro-batches that cannot win (Lee et al. 2020, arXiv:2003.10870, cool it, too).
+
+Launches in flight count as if measured as foreseen (the "kriging believer" of Ginsbourger et al. 2010), and their
+lineages are left alone.
 
 All of it follows from the finished and pending trials: nothing is kept but what the space and the profile determine.
 """
@@ -74,11 +76,13 @@ _TIGHT = 0.05
 """Error of a predicted peak, relative to the device, while all lineages are looked at."""
 _CLOSER, _CLOSER_EACH = 96, 8
 """Lineages looked at closely: the best, and the best of each structure."""
+_CLOSER_MEASURED = 64
+"""Measured lineages looked at closely: those that promise most."""
 _TIES = 3
 """Of lineages that theory takes as equal, so many are looked at closely."""
 _NEAR, _SPREAD = 4, 14
 """Micro-batches on either side of the expected edge, and between the smallest and the edge."""
-_MOST_KNOWN = 200
+_MOST_KNOWN = 120
 """Measurements that beliefs rest on: the best ones, and as many of the latest."""
 
 
@@ -384,7 +388,7 @@ class _Belief:
         first = _rank_within(self._table.structure[rows[order]]) < _CLOSER_EACH
         first[:_CLOSER] = True
         measured = np.isin(rows[order], self._points.row)
-        chosen = order[first | measured]
+        chosen = order[first | (measured & (np.cumsum(measured) <= _CLOSER_MEASURED))]
         found = [(int(rows[one]), self._sizes(int(rows[one]), int(edge[one]))) for one in chosen]
         return (
             np.concatenate([np.full(len(sizes), row, dtype=np.int64) for row, sizes in found]),
