@@ -66,6 +66,8 @@ _THRIFT = 0.5
 """Power of a launch's seconds by which its merit is divided."""
 _CAUTION = 2
 """Power of the probability to fit: a launch that runs out of memory teaches less than what it costs."""
+_LEAST_CHANCE = 0.5
+"""Probability to fit below which nothing is launched any more once something has run."""
 _HOST_ERROR = 0.1
 """Relative error of the predicted host memory."""
 _WITHOUT_ANY = math.log(10)
@@ -421,6 +423,8 @@ class _Belief:
         plain = mean - _PLAIN * self._table.unusual[rows]
         gain = _expected_improvement(plain - best, np.sqrt(np.maximum(variance, 1e-8)))
         run_s = _START_S + _STEPS * new.latency
+        if self._best is not None:
+            gain = gain * (fits >= _LEAST_CHANCE)
         cost_s = fits * run_s + (1 - fits) * _START_S
         return fits**_CAUTION * gain / cost_s**_THRIFT, mean, fits
 
