@@ -36,6 +36,7 @@ METHODS: Mapping[str, Runner] = {
     "random": ours.run,
     "binary": ours.run,
     "asha": ours.run,
+    "guided": ours.run,
     "optuna-tpe": optuna_samplers.run,
     "optuna-random": optuna_samplers.run,
     "dsat-random": determined_dsat.run,

@@ -12,12 +12,13 @@ from optuna.trial import FrozenTrial
 
 from optuna_dsat import ds_config, history, memory
 from optuna_dsat.errors import UsageError
+from optuna_dsat.foresight import Foresight
 from optuna_dsat.lineage import MICRO_BATCH, lineage_key
 from optuna_dsat.lineage_history import same_trial
 from optuna_dsat.memory_fit import CorrectionFit
 from optuna_dsat.profiling import Profiled
 from optuna_dsat.pruners import AshaPruner, DeepSpeedPruner
-from optuna_dsat.samplers import BinarySearchSampler, LineageRandomSampler
+from optuna_dsat.samplers import BinarySearchSampler, GuidedSampler, LineageRandomSampler
 from optuna_dsat.space import SearchSpace
 from optuna_dsat.spec import StudySpec
 from optuna_dsat.study_space import hardware_of
@@ -109,31 +110,34 @@ class Method:
         return "held back by the pruner" if self.pruner.prune(study, trial) else None
 
 
-def _random(spec: StudySpec, space: SearchSpace, ceiling: Ceiling) -> Method:
+def _random(spec: StudySpec, profiled: Profiled, space: SearchSpace) -> Method:
     limit = spec.options.trials_per_random_config
     return Method(
         sampler=LineageRandomSampler(
-            trials_per_random_config=limit, max_micro_batch=ceiling, usual=space.usual, seed=spec.random_seed
+            trials_per_random_config=limit,
+            max_micro_batch=Ceiling(spec, profiled, space),
+            usual=space.usual,
+            seed=spec.random_seed,
         ),
         pruner=DeepSpeedPruner(trials_per_random_config=limit),
         classes=space.classes(),
     )
 
 
-def _bisection(spec: StudySpec, space: SearchSpace, ceiling: Ceiling) -> BinarySearchSampler:
+def _bisection(spec: StudySpec, profiled: Profiled, space: SearchSpace) -> BinarySearchSampler:
     return BinarySearchSampler(
         search_range_factor=spec.options.search_range_factor,
-        max_micro_batch=ceiling,
+        max_micro_batch=Ceiling(spec, profiled, space),
         usual=space.usual,
         seed=spec.random_seed,
     )
 
 
-def _binary(spec: StudySpec, space: SearchSpace, ceiling: Ceiling) -> Method:
-    return Method(sampler=_bisection(spec, space, ceiling), pruner=optuna.pruners.NopPruner(), classes=space.classes())
+def _binary(spec: StudySpec, profiled: Profiled, space: SearchSpace) -> Method:
+    return Method(sampler=_bisection(spec, profiled, space), pruner=optuna.pruners.NopPruner(), classes=space.classes())
 
 
-def _asha(spec: StudySpec, space: SearchSpace, ceiling: Ceiling) -> Method:
+def _asha(spec: StudySpec, profiled: Profiled, space: SearchSpace) -> Method:
     options = spec.options
     pruner = AshaPruner(
         max_rungs=options.max_rungs,
@@ -141,13 +145,29 @@ def _asha(spec: StudySpec, space: SearchSpace, ceiling: Ceiling) -> Method:
         divisor=options.divisor,
         asha_early_stopping=options.asha_early_stopping,
     )
-    return Method(sampler=_bisection(spec, space, ceiling), pruner=pruner, classes=space.classes())
+    return Method(sampler=_bisection(spec, profiled, space), pruner=pruner, classes=space.classes())
 
 
-_METHODS: Mapping[str, Callable[[StudySpec, SearchSpace, Ceiling], Method]] = {
+def _guided(spec: StudySpec, profiled: Profiled, space: SearchSpace) -> Method:
+    foresight = Foresight(
+        profile=profiled.profile,
+        hardware=hardware_of(spec, profiled),
+        config=spec.ds_config,
+        space=space,
+        metric=spec.metric,
+        memory_margin=spec.options.memory_margin,
+    )
+    sampler = GuidedSampler(
+        foresight=foresight, max_micro_batch=Ceiling(spec, profiled, space), usual=space.usual, seed=spec.random_seed
+    )
+    return Method(sampler=sampler, pruner=optuna.pruners.NopPruner(), classes=space.classes())
+
+
+_METHODS: Mapping[str, Callable[[StudySpec, Profiled, SearchSpace], Method]] = {
     "random": _random,
     "binary": _binary,
     "asha": _asha,
+    "guided": _guided,
 }
 
 
@@ -159,4 +179,4 @@ def make_method(spec: StudySpec, profiled: Profiled, space: SearchSpace) -> Meth
     """
     if spec.method not in _METHODS:
         raise UsageError(f"There is no method {spec.method!r}; there are {', '.join(_METHODS)}.")
-    return _METHODS[spec.method](spec, space, Ceiling(spec, profiled, space))
+    return _METHODS[spec.method](spec, profiled, space)

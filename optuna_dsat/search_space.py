@@ -272,6 +272,22 @@ class SearchSpace:
         """Return the number of lineages: combinations of all params but the micro-batch."""
         return self._count({}, 0)
 
+    def lineages(self) -> Iterator[dict[str, Any]]:
+        """Yield the params of every lineage: all but the micro-batch, in the order of the knobs' choices."""
+        yield from self._complete({}, {}, 0)
+
+    def _complete(self, settings: Mapping[str, Any], params: Mapping[str, Any], index: int) -> Iterator[dict[str, Any]]:
+        for position in range(index, len(self.knobs)):
+            tuned = self.knobs[position]
+            if not tuned.knob.applies(settings, self.site):
+                continue
+            searched = tuned.role is Role.PARAMETER
+            for value in tuned.choices if searched else tuned.choices[:1]:
+                own = {**params, tuned.name: value} if searched else params
+                yield from self._complete({**settings, tuned.name: value}, own, position + 1)
+            return
+        yield dict(params)
+
     def _count(self, settings: Mapping[str, Any], index: int) -> int:
         for position in range(index, len(self.knobs)):
             tuned = self.knobs[position]

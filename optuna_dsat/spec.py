@@ -27,7 +27,7 @@ __all__ = [
 LARGER_IS_BETTER = ("FLOPS_per_gpu", "throughput")
 SMALLER_IS_BETTER = ("latency", "forward", "backward", "step")
 METRICS = (*LARGER_IS_BETTER, *SMALLER_IS_BETTER)
-METHODS = ("random", "binary", "asha")
+METHODS = ("random", "binary", "asha", "guided")
 
 _UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _UNITS |= {f"{prefix}iB": 2 ** (10 * power) for power, prefix in enumerate("KMGT", start=1)}
@@ -90,6 +90,8 @@ class MethodOptions(_Frozen):
     """``asha``: eta of arXiv:1810.05934."""
     asha_early_stopping: int = Field(default=0, ge=0)
     """``asha``: s of arXiv:1810.05934."""
+    memory_margin: float = Field(default=0.05, ge=0, lt=1)
+    """``guided``: share of the device's memory that a launch is expected to leave free."""
 
 
 class StudySpec(_Frozen):

@@ -3,6 +3,7 @@
 from optuna_dsat.samplers._base import MaxMicroBatch
 from optuna_dsat.samplers._binary import BinarySearchSampler
 from optuna_dsat.samplers._draw import Usual
+from optuna_dsat.samplers._guided import GuidedSampler
 from optuna_dsat.samplers._random import LineageRandomSampler
 
-__all__ = ["BinarySearchSampler", "LineageRandomSampler", "MaxMicroBatch", "Usual"]
+__all__ = ["BinarySearchSampler", "GuidedSampler", "LineageRandomSampler", "MaxMicroBatch", "Usual"]

@@ -16,6 +16,7 @@ from optuna_dsat.cli.options import (
     AshaOptions,
     AutotuningOptions,
     BinaryOptions,
+    GuidedOptions,
     RandomOptions,
     spread_numbers,
     with_options,
@@ -72,6 +73,12 @@ def _asha(options: AshaOptions) -> None:
     run("asha", options)
 
 
+def _guided(options: GuidedOptions) -> None:
+    from optuna_dsat.cli.tune import run
+
+    run("guided", options)
+
+
 def _tune(options: AutotuningOptions) -> None:
     from optuna_dsat.cli.tune import run
 
@@ -97,6 +104,13 @@ app.command("asha")(
         AshaOptions,
         _asha,
         "Bisect the micro-batch of random configurations, giving more launches to the best (successive halving).",
+    )
+)
+app.command("guided")(
+    with_options(
+        GuidedOptions,
+        _guided,
+        "Plan every launch: memory and step time are modelled, fitted to what was measured, and the best is run next.",
     )
 )
 app.command("tune")(

@@ -15,6 +15,7 @@ __all__ = [
     "AshaOptions",
     "AutotuningOptions",
     "BinaryOptions",
+    "GuidedOptions",
     "RandomOptions",
     "TuneOptions",
     "spread_numbers",
@@ -259,13 +260,25 @@ class AshaOptions(BinaryOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AutotuningOptions(AshaOptions, RandomOptions):
+class GuidedOptions(TuneOptions):
+    """What ``guided`` takes beside."""
+
+    memory_margin: Annotated[
+        float,
+        typer.Option(
+            help="Share of the device's memory that a launch is expected to leave free.", rich_help_panel=_METHOD
+        ),
+    ] = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutotuningOptions(AshaOptions, RandomOptions, GuidedOptions):
     """What ``tune`` and ``run`` take beside: the options of all methods, of which each reads its own."""
 
     method: Annotated[
         str | None,
         typer.Option(
-            help="random, binary or asha.  \\[default: by autotuning.tuner_type of the config, else asha]",
+            help="random, binary, asha or guided.  \\[default: by autotuning.tuner_type of the config, else asha]",
             rich_help_panel=_METHOD,
         ),
     ] = None

@@ -9,7 +9,8 @@ import pytest
 from optuna.samplers import BaseSampler
 from optuna.testing.pytest_samplers import BasicSamplerTestCase, SingleOnlySamplerTestCase
 
-from optuna_dsat.samplers import BinarySearchSampler, LineageRandomSampler
+from optuna_dsat.samplers import BinarySearchSampler, GuidedSampler, LineageRandomSampler
+from tests.samplers.foresight import small_foresight
 
 
 class TestSamplers(BasicSamplerTestCase, SingleOnlySamplerTestCase):
@@ -19,6 +20,8 @@ class TestSamplers(BasicSamplerTestCase, SingleOnlySamplerTestCase):
             partial(BinarySearchSampler, seed=3),
             partial(BinarySearchSampler, micro_batch="x"),
             partial(BinarySearchSampler, max_micro_batch=lambda _params, _history: 3, usual=lambda _name, _params: 1),
+            GuidedSampler,
+            lambda: GuidedSampler(foresight=small_foresight(), seed=3),
             LineageRandomSampler,
             partial(LineageRandomSampler, max_micro_batch=lambda _params, _history: 3, usual=lambda _name, _params: 1),
             partial(LineageRandomSampler, seed=3),

@@ -24,7 +24,7 @@ def keys_of(configs: list[dict[str, Any]]) -> list[str]:
     return [ds_config.canonical_key(config) for config in configs]
 
 
-@pytest.mark.parametrize("method", ["random", "binary", "asha"])
+@pytest.mark.parametrize("method", ["random", "binary", "asha", "guided"])
 def test_a_study_beats_the_users_config_and_leaves_what_to_train_with(bench: Bench, method: str) -> None:
     spec = bench.spec(method=method, max_trials=12)
     result = bench.run(spec, Hill())
@@ -315,7 +315,7 @@ def test_a_metric_to_minimise_picks_the_smallest(bench: Bench) -> None:
     assert result.value == pytest.approx(min(v for v in values if v is not None), rel=1e-6)
 
 
-@pytest.mark.parametrize("method", ["random", "binary", "asha"])
+@pytest.mark.parametrize("method", ["random", "binary", "asha", "guided"])
 def test_only_the_micro_batches_that_the_user_lists_are_run(bench: Bench, method: str) -> None:
     listed = [4, 8, 24, 100]
     config = {**USER_CONFIG, "train_micro_batch_size_per_gpu": listed}
@@ -328,7 +328,7 @@ def test_only_the_micro_batches_that_the_user_lists_are_run(bench: Bench, method
     assert len(run) > 1
 
 
-@pytest.mark.parametrize("method", ["random", "binary", "asha"])
+@pytest.mark.parametrize("method", ["random", "binary", "asha", "guided"])
 def test_a_global_batch_that_is_kept_is_made_up_by_accumulation(bench: Bench, method: str) -> None:
     hill = Hill()
     result = bench.run(bench.spec(method=method, train_batch_size=96, max_trials=16, confirm=0), hill)

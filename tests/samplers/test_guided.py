@@ -1,0 +1,174 @@
+"""What the guided sampler plans."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import optuna
+import pytest
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.pruners import NopPruner
+from optuna.trial import TrialState, create_trial
+
+from optuna_dsat import history
+from optuna_dsat.foresight import Foresight
+from optuna_dsat.lineage import MICRO_BATCH, lineage_key
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.samplers import GuidedSampler
+from tests.samplers.foresight import CONFIG, GIB, HARDWARE, PROFILE, Machine, small_foresight, small_space
+
+
+def guided(kit: SimpleNamespace, foresight: Foresight | None = None, **options: object) -> optuna.Study:
+    sampler = GuidedSampler(foresight=foresight or small_foresight(), seed=1)
+    study: optuna.Study = kit.create(sampler, NopPruner(), **options)
+    return study
+
+
+def outcomes(study: optuna.Study) -> list[str]:
+    return [trial.user_attrs[history.OUTCOME] for trial in study.trials]
+
+
+def test_the_best_configuration_is_found_in_ten_launches(kit: SimpleNamespace) -> None:
+    study, machine = guided(kit), Machine()
+    machine.run(study, 10)
+    assert study.best_value >= 0.99 * machine.best(small_foresight())
+    assert outcomes(study).count("out_of_memory") <= 1
+
+
+def test_offload_that_costs_nothing_is_found_and_used(kit: SimpleNamespace) -> None:
+    study, machine = guided(kit), Machine(offload_s=0.0)
+    machine.run(study, 15)
+    assert study.best_value >= 0.98 * machine.best(small_foresight())
+
+
+@pytest.mark.parametrize("expected_gib", [40, 6])
+def test_where_little_fits_it_climbs_to_what_does(kit: SimpleNamespace, expected_gib: int) -> None:
+    hardware = replace(HARDWARE, device_memory_bytes=expected_gib * GIB)
+    foresight = Foresight(profile=PROFILE, hardware=hardware, config=CONFIG, space=small_space())
+    study, machine = guided(kit, foresight), Machine(device_gib=5.0)
+    machine.run(study, 10)
+    runs = [params for params in foresight.table.lineages if machine.fits({**params, MICRO_BATCH: 1})]
+    assert 0 < len(runs) < len(foresight.table.lineages) / 2
+    assert "measured" in outcomes(study)
+
+
+def test_a_launch_is_expected_to_leave_the_margin_free(kit: SimpleNamespace) -> None:
+    study, machine = guided(kit, small_foresight(margin=0.3)), Machine()
+    machine.run(study, 12)
+    later = study.trials[3:]
+    assert (
+        max(machine.peak(trial.params) for trial in later) <= 0.73 * HARDWARE.device_memory_bytes
+    )  # as learnt, not to the byte
+
+
+def test_a_resumed_study_goes_on_as_if_never_stopped(kit: SimpleNamespace) -> None:
+    machine, whole = Machine(), guided(kit)
+    machine.run(whole, 6)
+    halves = guided(kit)
+    machine.run(halves, 3)
+    halves.sampler = GuidedSampler(foresight=small_foresight(), seed=99)
+    machine.run(halves, 3)
+    assert kit.sequence(whole) == kit.sequence(halves)
+
+
+def test_launches_in_flight_are_of_different_lineages(kit: SimpleNamespace) -> None:
+    study, machine = guided(kit), Machine()
+    machine.run(study, 3)
+    flying = []
+    for _ in range(4):
+        trial = study.ask()
+        machine.space.suggest(trial)
+        flying.append(lineage_key(trial.params))
+    assert len(set(flying)) == 4
+
+
+def test_failures_and_foreign_trials_neither_break_nor_stop_it(kit: SimpleNamespace) -> None:
+    study, machine = guided(kit), Machine()
+    odd = {"lr": FloatDistribution(1e-5, 1.0), MICRO_BATCH: IntDistribution(1, 64)}
+    study.add_trial(create_trial(params={"lr": 0.1}, distributions={"lr": odd["lr"]}, value=9.0))
+    study.add_trial(create_trial(params={"lr": 0.1, MICRO_BATCH: 3}, distributions=odd, value=9.0))
+    study.add_trial(create_trial(state=TrialState.FAIL))
+    for outcome in [Outcome.SCRIPT_ERROR, Outcome.INVALID_CONFIG, Outcome.TIMEOUT, Outcome.STALLED] * 3:
+        trial = study.ask()
+        machine.space.suggest(trial)
+        trial.set_user_attr(history.OUTCOME, outcome.value)
+        study.tell(trial, state=TrialState.FAIL)
+    trial = study.ask()
+    machine.space.suggest(trial)
+    with pytest.warns(UserWarning, match="nan is not acceptable"):
+        study.tell(trial, float("nan"))
+    machine.run(study, 12)
+    rates = [trial.value for trial in study.trials[-12:] if trial.value is not None]
+    assert max(rates) >= 0.98 * machine.best(small_foresight())
+
+
+def test_values_alone_are_enough_to_go_on(kit: SimpleNamespace) -> None:
+    study, machine = guided(kit), Machine()
+    for _ in range(15):
+        trial = study.ask()
+        params = machine.space.suggest(trial)
+        if machine.fits(params):
+            study.tell(trial, machine.rate(params))
+        else:
+            study.tell(trial, state=TrialState.PRUNED)
+    assert study.best_value >= 0.95 * machine.best(small_foresight())
+
+
+def test_a_set_of_micro_batches_is_kept(kit: SimpleNamespace) -> None:
+    space = small_space(samples=24)
+    foresight = Foresight(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=space)
+    study, machine = guided(kit, foresight), Machine(space=space)
+    machine.run(study, 10)
+    assert {trial.params[MICRO_BATCH] for trial in study.trials} <= {1, 2, 3, 4, 6, 8, 12, 24}
+    assert isinstance(study.trials[0].distributions[MICRO_BATCH], CategoricalDistribution)
+
+
+def test_a_duration_is_made_short(kit: SimpleNamespace) -> None:
+    study, machine = guided(kit, small_foresight("latency"), direction="minimize"), Machine()
+    for _ in range(8):
+        trial = study.ask()
+        params = machine.space.suggest(trial)
+        study.tell(trial, sum(machine.seconds(params)))
+    best = study.best_trial.params
+    assert best[MICRO_BATCH] == 1
+    assert best["offload_optimizer"] == "none"
+
+
+def test_a_search_ends_where_nothing_can_win_any_more(kit: SimpleNamespace) -> None:
+    space = small_space(no_tune=(*[knob.name for knob in small_space().knobs[1:]],), samples=4)
+    foresight = Foresight(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=space)
+    study, machine = guided(kit, foresight), Machine(space=space)
+    sampler = study.sampler
+    assert isinstance(sampler, GuidedSampler)
+    launches = 0
+    while not sampler.exhausted(study):
+        machine.run(study, 1)
+        launches += 1
+        assert launches <= 9
+    assert len(set(kit.sequence(study))) == launches
+    assert study.best_value == pytest.approx(machine.best(foresight))
+
+
+def test_one_ask_of_a_long_history_in_a_large_space_is_quick(kit: SimpleNamespace) -> None:
+    space = small_space(no_tune=())
+    foresight = Foresight(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=space)
+    study, machine = guided(kit, foresight), Machine(space=space)
+    helper: optuna.Study = kit.create(optuna.samplers.RandomSampler(seed=0), NopPruner())
+    machine.run(helper, 500)
+    study.add_trials(helper.get_trials(deepcopy=False))
+    machine.run(study, 1)
+    began = time.process_time()
+    study.ask()
+    assert space.classes() > 10_000
+    assert time.process_time() - began < 1.0  # 0.2 s on an idle machine
+
+
+def test_what_cannot_be_planned_with_is_refused() -> None:
+    with pytest.raises(ValueError, match="memory_margin must lie in"):
+        Foresight(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=small_space(), memory_margin=1.0)
+    with pytest.raises(ValueError, match="metric is 'speed'"):
+        Foresight(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=small_space(), metric="speed")
+    with pytest.raises(ValueError, match="with a foresight it must be"):
+        GuidedSampler(foresight=small_foresight(), micro_batch="m")
