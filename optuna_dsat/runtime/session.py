@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import NoReturn
@@ -23,7 +25,7 @@ from optuna_dsat.runtime.rank import Rank
 from optuna_dsat.runtime.reporting import in_trial
 from optuna_dsat.runtime.writer import EventWriteError, EventWriter, events_path
 
-__all__ = ["EXIT_EVENTS_LOST", "run_rank"]
+__all__ = ["EXIT_EVENTS_LOST", "exit_code", "leave_as_python", "run_rank"]
 
 EXIT_EVENTS_LOST = 74
 """Exit code of a rank whose events could not be written (``EX_IOERR`` of ``sysexits.h``)."""
@@ -81,7 +83,7 @@ class _Session:
             with reads_redirected(user_config=plan.user_config_path, config=plan.config_path):
                 Target(name=target.name, is_module=target.is_module, args=args).run()
         except SystemExit as end:
-            self._finish("script_end" if end.code in (None, 0) else f"exit_code_{_exit_code(end)}")
+            self._finish("script_end" if end.code in (None, 0) else f"exit_code_{exit_code(end)}")
             raise
         except EventWriteError:
             raise
@@ -178,6 +180,16 @@ def _is_over(path: Path) -> bool:
     return isinstance(event, RankFinished | RankFailed)
 
 
-def _exit_code(end: SystemExit) -> int:
-    """Return the exit code that Python gives for ``sys.exit(code)``: text is printed, and counts as 1."""
-    return end.code if isinstance(end.code, int) else 1
+def leave_as_python(code: int) -> NoReturn:
+    """End as Python does: threads joined, exit functions run, output written; without the teardown of native libraries.
+
+    A thread of gloo that still runs then aborts the process, and a training that succeeded would count as failed.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # what Python itself calls first
+    atexit._run_exitfuncs()
+    end_process(code)
+
+
+def exit_code(end: SystemExit) -> int:
+    """Return the exit code that Python gives for ``sys.exit(code)``: anything but a number counts as 1."""
+    return end.code if isinstance(end.code, int) else int(end.code is not None)
