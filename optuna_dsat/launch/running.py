@@ -83,11 +83,16 @@ def read_exit_codes(record: Path, *, without: Sequence[int] = ()) -> dict[int, i
 def first_failure_code(record: Path) -> int | None:
     """Return the exit code of the rank that failed first (negative: signal), None where the agent recorded none.
 
-    torchrun counts in whole seconds, and lists the siblings that it ended itself (SIGTERM) beside the cause.
+    torchrun counts in whole seconds, and lists the siblings that it ended itself (SIGTERM) beside the cause. Of two
+    that ended in the same second, the one that was killed is the cause: the other lost its connection to it.
     """
-    failures = sorted(
-        _load_failures(record), key=lambda failure: (failure["exit_code"] == -signal.SIGTERM, failure["time"])
-    )
+
+    def order(failure: Mapping[str, int]) -> tuple[bool, float, bool]:
+        code = failure["exit_code"]
+        killed = code < 0 and -code not in (signal.SIGTERM, signal.SIGABRT)
+        return code == -signal.SIGTERM, failure["time"], not killed
+
+    failures = sorted(_load_failures(record), key=order)
     return int(failures[0]["exit_code"]) if failures else None
 
 

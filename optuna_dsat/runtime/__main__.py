@@ -7,7 +7,7 @@ import sys
 from optuna_dsat.runtime.arguments import parse_command
 from optuna_dsat.runtime.plan import LaunchPlan
 from optuna_dsat.runtime.rank import Rank
-from optuna_dsat.runtime.session import exit_code, leave_as_python, run_rank
+from optuna_dsat.runtime.session import FailedExit, exit_code, leave_as_python, run_rank
 
 
 def main(argv: list[str]) -> int:
@@ -25,6 +25,8 @@ def main(argv: list[str]) -> int:
 if __name__ == "__main__":
     try:
         code = main(sys.argv[1:])
+    except FailedExit:
+        raise
     except SystemExit as end:
         code = exit_code(end)
         if isinstance(end.code, str):

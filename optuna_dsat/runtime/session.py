@@ -25,7 +25,7 @@ from optuna_dsat.runtime.rank import Rank
 from optuna_dsat.runtime.reporting import in_trial
 from optuna_dsat.runtime.writer import EventWriteError, EventWriter, events_path
 
-__all__ = ["EXIT_EVENTS_LOST", "exit_code", "leave_as_python", "run_rank"]
+__all__ = ["EXIT_EVENTS_LOST", "FailedExit", "exit_code", "leave_as_python", "run_rank"]
 
 EXIT_EVENTS_LOST = 74
 """Exit code of a rank whose events could not be written (``EX_IOERR`` of ``sysexits.h``)."""
@@ -133,7 +133,7 @@ class _Session:
         )
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         if not self._plan.measures:
-            sys.exit(1)  # a full training run may have something to save on its way out
+            raise FailedExit(1)  # a full training run may have something to save on its way out
         end_process(1)
 
 
@@ -178,6 +178,10 @@ def _is_over(path: Path) -> bool:
         return True  # not on this host's disk: nothing to wait for
     event: Event | None = decode_event(last)
     return isinstance(event, RankFinished | RankFailed)
+
+
+class FailedExit(SystemExit):
+    """An exception ended the script: Python's own exit follows, so slow that torchrun sees first who was killed."""
 
 
 def leave_as_python(code: int) -> NoReturn:

@@ -141,6 +141,11 @@ def test_exit_codes_are_read_from_the_agent_s_record(tmp_path: Path) -> None:
         ' {"rank": 1, "pid": 11, "exit_code": 3, "time": 1}]}'
     )
     assert first_failure_code(record) == 3
+    record.write_text(
+        '{"failures": [{"rank": 0, "pid": 10, "exit_code": 1, "time": 1},'
+        ' {"rank": 1, "pid": 11, "exit_code": -9, "time": 1}]}'
+    )
+    assert first_failure_code(record) == -9
     record.write_text("{")
     assert read_exit_codes(record) == {}
 
