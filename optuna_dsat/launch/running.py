@@ -87,7 +87,7 @@ def first_failure_code(record: Path) -> int | None:
     that ended in the same second, the one that was killed is the cause: the other lost its connection to it.
     """
 
-    def order(failure: Mapping[str, int]) -> tuple[bool, float, bool]:
+    def order(failure: Mapping[str, float]) -> tuple[bool, float, bool]:
         code = failure["exit_code"]
         killed = code < 0 and -code not in (signal.SIGTERM, signal.SIGABRT)
         return code == -signal.SIGTERM, failure["time"], not killed
