@@ -9,7 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = [
-    {"cli"},
+    {"cli", "api"},
+    {"study_run", "prepare"},
     {"session", "report"},
     {"tuner", "methods", "finalists", "loss_check", "profiling", "export", "progress", "study_space"},
     {"samplers", "pruners", "launch", "store", "integrations"},
@@ -34,6 +35,7 @@ LAYERS = [
         "module_file",
         "script_trainer",
         "words",
+        "options",
         "spec",
         "trial_class",
     },

@@ -1,13 +1,14 @@
-"""Options of the tuning commands, declared once: names and defaults are those of the dsat guide where it has them."""
+"""Options of a search, declared once: names and defaults are those of the dsat guide where it has them.
+
+The commands take their options from here (``cli/commands.py``), and so do the keywords of ``optuna_dsat.tune``.
+"""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
-from enum import Enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated
 
 import typer
 
@@ -18,8 +19,6 @@ __all__ = [
     "GuidedOptions",
     "RandomOptions",
     "TuneOptions",
-    "spread_numbers",
-    "with_options",
 ]
 
 _WHAT = "What to tune"
@@ -34,8 +33,8 @@ _SHOW = "Output"
 class TuneOptions:
     """What every search method takes."""
 
-    given: frozenset[str] = frozenset()
-    """Names of the fields that the user gave: on the command line or in the environment."""
+    origins: Mapping[str, str] = field(default_factory=dict)
+    """Field that was given -> where: the command line, a variable of the environment, a file. The rest are defaults."""
 
     script: Annotated[
         Path,
@@ -151,7 +150,7 @@ class TuneOptions:
     ] = None
     cpu_ranks: Annotated[
         int | None,
-        typer.Option(help="Run on the CPU with this many ranks.  [default without a GPU: 2]", rich_help_panel=_WHERE),
+        typer.Option(help="Run on the CPU with this many ranks.  \\[default without a GPU: 2]", rich_help_panel=_WHERE),
     ] = None
     device_memory: Annotated[
         str | None,
@@ -282,63 +281,3 @@ class AutotuningOptions(AshaOptions, RandomOptions, GuidedOptions):
             rich_help_panel=_METHOD,
         ),
     ] = None
-
-
-Options = TypeVar("Options", bound=TuneOptions)
-
-
-def with_options(options: type[Options], run: Callable[[Options], None], doc: str) -> Callable[..., None]:
-    """Return a command function whose parameters are the fields of ``options``; it calls ``run`` with them."""
-
-    def command(context: typer.Context, **values: Any) -> None:
-        given = {name for name in values if not _is_default(context.get_parameter_source(name))}
-        run(options(**values, given=frozenset(given)))
-
-    hints = get_type_hints(options, include_extras=True)
-    offered = [field for field in fields(options) if field.name != "given"]
-    own = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
-    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [
-            own,
-            *(
-                inspect.Parameter(
-                    field.name,
-                    inspect.Parameter.KEYWORD_ONLY,
-                    annotation=hints[field.name],
-                    default=inspect.Parameter.empty if field.default is MISSING else field.default,
-                )
-                for field in offered
-            ),
-        ]
-    )
-    command.__annotations__ = {"context": typer.Context, **{field.name: hints[field.name] for field in offered}}
-    command.__doc__ = doc
-    return command
-
-
-def _is_default(source: Enum | None) -> bool:
-    return source is None or source.name in ("DEFAULT", "DEFAULT_MAP")
-
-
-def spread_numbers(argv: list[str], option: str) -> list[str]:
-    """Return ``argv`` with ``option 1 2 3`` written as ``option 1,2,3``, which click understands.
-
-    Only what stands before ``--`` is touched.
-    """
-    result: list[str] = []
-    tokens = iter(enumerate(argv))
-    skip_to = 0
-    for index, token in tokens:
-        if index < skip_to:
-            continue
-        if token == "--":
-            return result + argv[index:]
-        result.append(token)
-        if token == option:
-            end = index + 1
-            while end < len(argv) and argv[end].replace(",", "").isdigit():
-                end += 1
-            if end > index + 2:
-                result.append(",".join(argv[index + 1 : end]))
-                skip_to = end
-    return result
