@@ -41,7 +41,7 @@ class TuneResult:
     study: str
     """Name of the study."""
     storage: str = ""
-    """URL of the database that holds it, without a password."""
+    """URL of the database that holds it, without a password; the path of an SQLite file is absolute."""
     reason: str
     """Why the search ended."""
     metric: str

@@ -390,7 +390,6 @@ class Session:
         study.set_user_attr(history.WINNER, winner.number)
         return TuneResult(
             study=spec.name,
-            storage=self._store.url,
             reason=reason.value,
             metric=metric,
             trial=winner.number,

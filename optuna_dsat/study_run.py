@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TextIO
 
 import optuna
@@ -21,7 +21,7 @@ from optuna_dsat.profiling import script_command
 from optuna_dsat.progress import Observer
 from optuna_dsat.session import Session
 from optuna_dsat.spec import StudySpec
-from optuna_dsat.store import Store
+from optuna_dsat.store import Store, display_url, parse_url
 
 __all__ = ["StudyRun", "run_study", "train_with_best"]
 
@@ -89,6 +89,8 @@ def run_study(
         interrupted = True
     finally:
         launcher.close()
+    if result is not None:
+        result = replace(result, storage=display_url(parse_url(storage)))
     return StudyRun(spec=spec, devices=devices, result=result, interrupted=interrupted, storage=shown)
 
 

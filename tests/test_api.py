@@ -19,9 +19,9 @@ import optuna_dsat
 from optuna_dsat import api, study_run
 from optuna_dsat.errors import NothingRunnableError, ScriptFailedError, StorageUrlError, UsageError
 from optuna_dsat.launch.simulated import SimulatedResult
-from optuna_dsat.options import AutotuningOptions
+from optuna_dsat.options import AutotuningOptions, TuneOptions
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.prepare import prepare
+from optuna_dsat.prepare import Prepared, prepare
 from tests.simulation import DS_CONFIG, Bench, bench
 from tests.tuning.landscapes import GIB, Hill
 
@@ -133,9 +133,15 @@ def test_an_argument_that_is_given_wins_over_the_autotuning_section_even_if_it_i
 ) -> None:
     section = {"tuner_num_trials": 3, "tuner_type": "random", "start_profile_step": 2}
     (bench.folder / "ds.json").write_text(json.dumps({**DS_CONFIG, "autotuning": section}))
-    seen = []
-    monkeypatch.setattr(api, "prepare", lambda method, options: seen.append(prepare(method, options)) or seen[-1])
-    optuna_dsat.tune("train.py", "ds.json", max_trials=64, timeout=0.001, cpu_ranks=2, quiet=True)
+    seen: list[Prepared] = []
+
+    def prepared(method: str | None, options: TuneOptions) -> Prepared:
+        seen.append(prepare(method, options))
+        raise UsageError("seen enough")
+
+    monkeypatch.setattr(api, "prepare", prepared)
+    with pytest.raises(UsageError, match="seen enough"):
+        optuna_dsat.tune("train.py", "ds.json", max_trials=64, cpu_ranks=2)
     (found,) = seen
     assert (found.spec.method, found.spec.max_trials, found.spec.start_profile_step) == ("random", 64, 2)
 
@@ -150,7 +156,7 @@ def test_the_environment_and_option_files_are_not_read(bench: Bench, monkeypatch
 
 def test_errors_are_raised_and_nothing_is_written(bench: Bench) -> None:
     before = sorted(bench.folder.iterdir())
-    with pytest.raises(UsageError, match="gone.py does not exist"):
+    with pytest.raises(UsageError, match=r"gone\.py does not exist"):
         optuna_dsat.tune("gone.py", "ds.json", **QUICK)
     with pytest.raises(UsageError, match="--divisor is 1"):
         optuna_dsat.tune("train.py", "ds.json", divisor=1, **QUICK)
