@@ -20,6 +20,7 @@ smartquotes = False  # two dashes are two dashes
 
 myst_heading_anchors = 3
 
+python_maximum_signature_line_length = 100
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_class_signature = "separated"
