@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from optuna_dsat import errors
+
 if TYPE_CHECKING:
     from optuna_dsat.api import SearchInterrupted, TuneResult, tune
     from optuna_dsat.integrations.huggingface import DsatCallback, get_hf_args_with_overwrites
@@ -33,6 +35,7 @@ __all__ = [
     "TuneResult",
     "__version__",
     "dsat_reporting_context",
+    "errors",
     "get_ds_config_from_hparams",
     "get_hf_args_with_overwrites",
     "tune",

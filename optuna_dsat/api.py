@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from optuna_dsat.errors import NothingRunnableError, ScriptFailedError
+from optuna_dsat.errors import NothingRunnableError, ScriptFailedError, UsageError
 from optuna_dsat.export import TuneResult
 from optuna_dsat.options import AutotuningOptions
 from optuna_dsat.prepare import prepare
@@ -202,6 +202,8 @@ def _options(arguments: Mapping[str, Any], given: frozenset[str]) -> AutotuningO
             values[name] = Path(values[name])
     for name in ("script_args", "zero_stages", "no_tune"):
         if name in values:
+            if isinstance(values[name], str):
+                raise UsageError(f"{name} is {values[name]!r}; it must be a list, such as {values[name].split()!r}.")
             values[name] = [str(one) for one in values[name]]
     if "fix" in values:
         values["fix"] = [f"{key}={json.dumps(value)}" for key, value in values["fix"].items()]

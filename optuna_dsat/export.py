@@ -62,7 +62,8 @@ class TuneResult:
     config: Mapping[str, Any]
     """The winning DeepSpeed config, ready to train with."""
     metrics: Mapping[str, float]
-    """All metrics of the winner, by name."""
+    """All metrics of the winner, by name: those of ``metric``, ``engine_throughput`` (what DeepSpeed's own timers would
+    say), and ``peak_allocated_bytes``, ``peak_reserved_bytes`` and ``rss_bytes`` of the rank that used most."""
     config_path: str
     """Where ``config`` was written."""
     metrics_path: str

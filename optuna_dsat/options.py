@@ -21,6 +21,25 @@ __all__ = [
     "TuneOptions",
 ]
 
+
+def _metrics(incomplete: str) -> list[str]:
+    from optuna_dsat.spec import METRICS
+
+    return [metric for metric in METRICS if metric.startswith(incomplete)]
+
+
+def _methods(incomplete: str) -> list[str]:
+    from optuna_dsat.spec import METHODS
+
+    return [method for method in METHODS if method.startswith(incomplete)]
+
+
+def _knobs(incomplete: str) -> list[str]:
+    from optuna_dsat.knobs import KNOBS
+
+    return [knob.name for knob in KNOBS if knob.name.startswith(incomplete)]
+
+
 _WHAT = "What to tune"
 _BUDGET = "Budget"
 _MEASURE = "Measuring"
@@ -65,6 +84,7 @@ class TuneOptions:
         str,
         typer.Option(
             help="Metric to optimise: FLOPS_per_gpu, throughput, latency, forward, backward or step.",
+            autocompletion=_metrics,
             rich_help_panel=_WHAT,
         ),
     ] = "FLOPS_per_gpu"
@@ -82,7 +102,12 @@ class TuneOptions:
     ] = None
     no_tune: Annotated[
         list[str] | None,
-        typer.Option(help="Leave a knob as your config has it (repeatable).", metavar="KEY", rich_help_panel=_WHAT),
+        typer.Option(
+            help="Leave a knob as your config has it (repeatable).",
+            metavar="KEY",
+            autocompletion=_knobs,
+            rich_help_panel=_WHAT,
+        ),
     ] = None
     arg_mapping: Annotated[
         list[str] | None,
@@ -278,6 +303,7 @@ class AutotuningOptions(AshaOptions, RandomOptions, GuidedOptions):
         str | None,
         typer.Option(
             help="random, binary, asha or guided.  \\[default: by autotuning.tuner_type of the config, else asha]",
+            autocompletion=_methods,
             rich_help_panel=_METHOD,
         ),
     ] = None

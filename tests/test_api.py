@@ -160,6 +160,8 @@ def test_errors_are_raised_and_nothing_is_written(bench: Bench) -> None:
         optuna_dsat.tune("gone.py", "ds.json", **QUICK)
     with pytest.raises(UsageError, match="--divisor is 1"):
         optuna_dsat.tune("train.py", "ds.json", divisor=1, **QUICK)
+    with pytest.raises(UsageError, match=r"no_tune is 'overlap_comm'; it must be a list, such as \['overlap_comm'\]"):
+        optuna_dsat.tune("train.py", "ds.json", no_tune="overlap_comm", **QUICK)
     with pytest.raises(TypeError, match="max_trails"):
         optuna_dsat.tune("train.py", "ds.json", max_trails=1)  # type: ignore[call-arg]
     assert sorted(bench.folder.iterdir()) == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from dataclasses import replace
@@ -25,6 +26,8 @@ from optuna_dsat.options import AshaOptions, AutotuningOptions, BinaryOptions, G
 __all__ = ["app", "main"]
 
 EXIT_INTERRUPTED = 130
+EXIT_NO_READER = 1
+"""What typer exits with where it notices first."""
 
 app = typer.Typer(
     name="optuna-dsat",
@@ -32,6 +35,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
+    context_settings={"help_option_names": ["--help", "-h"]},
 )
 
 
@@ -161,6 +165,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     try:
         arguments = lift_option(spread_numbers(arguments, "--zero-stages"), "--options")
         code = app(args=arguments, standalone_mode=False)
+        sys.stdout.flush()  # a reader that is gone is noticed here rather than when the interpreter ends
     except DsatError as error:
         _report(error)
         sys.exit(error.exit_code)
@@ -170,6 +175,9 @@ def main(argv: list[str] | None = None) -> NoReturn:
         if error.format_message():  # empty where the help was shown instead
             sys.stderr.write(f"optuna-dsat: {error.format_message().rstrip('.')}.{remedy}\n")
         sys.exit(error.exit_code)
+    except BrokenPipeError:  # whoever reads our output, such as `head`, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(EXIT_NO_READER)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(EXIT_INTERRUPTED)
     sys.exit(code or 0)

@@ -29,15 +29,16 @@ def complete_studies(context: typer.Context, incomplete: str) -> list[str]:
 
 def _storage_of(context: typer.Context) -> str:
     """Return the storage of a command line that is being typed: given, of the environment, of a file, the default."""
-    from optuna_dsat.cli.options_file import find_options
+    from optuna_dsat.cli.options_file import find_options, read_options
 
     given = context.params.get("storage")
     if given and given != DEFAULT_STORAGE:
         return str(given)
     if os.environ.get(_VARIABLE):
         return os.environ[_VARIABLE]
-    file = find_options(Path.cwd())
-    return str(file.table["storage"]) if file is not None and "storage" in file.table else DEFAULT_STORAGE
+    named = context.find_root().params.get("options")
+    file = read_options(Path(named)) if named else find_options(Path.cwd())
+    return DEFAULT_STORAGE if file is None else str(file.table.get("storage", DEFAULT_STORAGE))
 
 
 Storage = Annotated[

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -173,6 +174,9 @@ def complete(folder: Path, words: str, **environ: str) -> list[str]:
 def test_commands_and_options_complete(tmp_path: Path) -> None:
     assert complete(tmp_path, "optuna-dsat ra") == ["random"]
     assert complete(tmp_path, "optuna-dsat random --zero") == ["--zero-stages"]
+    assert complete(tmp_path, "optuna-dsat tune --method gu") == ["guided"]
+    assert complete(tmp_path, "optuna-dsat asha --metric thr") == ["throughput"]
+    assert complete(tmp_path, "optuna-dsat asha --no-tune offload_p") == ["offload_param"]
 
 
 def test_study_names_complete_from_the_storage_and_nothing_is_made(bench: Bench) -> None:
@@ -187,3 +191,20 @@ def test_study_names_complete_from_the_storage_and_nothing_is_made(bench: Bench)
     ]
     (bench.folder / "pyproject.toml").write_text('[tool.optuna-dsat]\nstorage = "sqlite:///mine.db"\n')
     assert complete(bench.folder, "optuna-dsat resume o") == ["other"]
+    (bench.folder / "o.yaml").write_text("storage: sqlite:///gone.db\n")
+    assert complete(bench.folder, "optuna-dsat --options o.yaml resume o") == []
+
+
+def test_a_reader_that_has_had_enough_ends_it_without_a_traceback(bench: Bench) -> None:
+    assert leave(*SEARCH, "--quiet") == 0
+    done = subprocess.run(
+        f"{shlex.quote(sys.executable)} -c '{MAIN}' export {STUDY} | true; echo ${{PIPESTATUS[0]}}",
+        shell=True,
+        executable="/bin/bash",
+        cwd=bench.folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stderr == ""
+    assert done.stdout == "1\n"
