@@ -62,11 +62,26 @@ def prepare(method: str | None, options: TuneOptions) -> Prepared:
     Raises:
         UsageError: On the first thing that cannot be used.
     """
-    options, notes = with_autotuning(options)
+    options, notes = with_autotuning(_one_kind_of_device(options))
     if method is None:
         method = getattr(options, "method", None) or _DEFAULT_METHOD
     devices = make_devices(options)
     return Prepared(spec=spec_of(method, options, devices), devices=devices, options=options, notes=notes)
+
+
+_DEVICES = ("gpus_per_trial", "cpu_ranks")
+_FIRST_HAND = ("command line", "argument")
+"""Origins of what was given for this search; a file or the environment speaks for all of them."""
+
+
+def _one_kind_of_device(options: TuneOptions) -> TuneOptions:
+    """Return the options without the kind of device that a file names, where this search was given the other."""
+    given = [name for name in _DEVICES if options.origins.get(name) in _FIRST_HAND]
+    if len(given) != 1:
+        return options
+    (other,) = set(_DEVICES) - set(given)
+    origins = {name: origin for name, origin in options.origins.items() if name != other}
+    return replace(options, origins=origins, **{other: None})
 
 
 def with_autotuning(options: TuneOptions) -> tuple[TuneOptions, list[str]]:

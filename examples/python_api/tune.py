@@ -44,8 +44,8 @@ def main() -> None:
     print(json.dumps(dict(result.config["zero_optimization"]), indent=2))
     for row in result.trials():
         print(row["number"], row["outcome"], row["value"], row["configuration"])
-    importance = sorted(result.optuna_study().best_params)  # an ordinary Optuna study: plot it, analyse it
-    print(f"Knobs of the best trial: {', '.join(importance)}")
+    study = result.optuna_study()  # an ordinary Optuna study: plot it, analyse it
+    print(f"{len(study.trials)} trials in {result.storage}")
     print(f"Train with it: {result.command}")
 
 

@@ -125,8 +125,8 @@ def find_options(folder: Path) -> OptionsFile | None:
         path = parent / "pyproject.toml"
         try:
             text = path.read_text(encoding="utf-8")
-        except OSError:
-            continue
+        except (OSError, UnicodeDecodeError):
+            continue  # none there, or none that TOML allows: a tool of ours wrote neither
         if _TABLE in text:
             table = _parse_toml(path, text).get("tool", {}).get(_TABLE)
             if table is not None:

@@ -80,6 +80,14 @@ def test_a_commands_own_table_wins_and_reaches_no_other(seen: Seen, bench: Bench
     assert (other.max_trials, other.divisor) == (5, 2)
 
 
+def test_devices_on_the_command_line_take_the_place_of_the_other_kind_in_a_file(seen: Seen, bench: Bench) -> None:
+    (bench.folder / "pyproject.toml").write_text("[tool.optuna-dsat]\ngpus-per-trial = 8\n")
+    options = seen(*PLAIN)
+    assert (options.gpus_per_trial, options.cpu_ranks) == (None, 2)
+    assert "gpus_per_trial" not in options.origins
+    assert leave(*PLAIN, "--gpus-per-trial", "8") == 2
+
+
 def test_the_nearest_table_upwards_counts(seen: Seen, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     (bench.folder / "pyproject.toml").write_text("[tool.optuna-dsat]\nmax-trials = 5\n")
     below = bench.folder / "a" / "b"
