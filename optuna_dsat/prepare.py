@@ -81,7 +81,9 @@ def _one_kind_of_device(options: TuneOptions) -> TuneOptions:
         return options
     (other,) = set(_DEVICES) - set(given)
     origins = {name: origin for name, origin in options.origins.items() if name != other}
-    return replace(options, origins=origins, **{other: None})
+    if other == "cpu_ranks":
+        return replace(options, origins=origins, cpu_ranks=None)
+    return replace(options, origins=origins, gpus_per_trial=None)
 
 
 def with_autotuning(options: TuneOptions) -> tuple[TuneOptions, list[str]]:
