@@ -51,8 +51,8 @@ def train(
     """Train a DeepSpeedTrial: validation, metrics as lines of JSON, checkpoints, and resuming from them."""
     from optuna_dsat import ds_config
     from optuna_dsat.cli.tune import devices_for, trial_target
+    from optuna_dsat.launch.full_run import run_full
     from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
-    from optuna_dsat.launch.torchrun import run_full
 
     if not is_trial_class(trial):
         raise UsageError(

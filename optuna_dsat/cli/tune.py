@@ -9,6 +9,7 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -122,30 +123,38 @@ def run_spec(
     """
     import optuna
 
+    from optuna_dsat.launch.full_run import run_full as train
     from optuna_dsat.launch.processes import kill_leftovers
     from optuna_dsat.launch.torchrun import TorchrunLauncher
-    from optuna_dsat.launch.torchrun import run_full as train
+    from optuna_dsat.progress import Message
     from optuna_dsat.session import Session
     from optuna_dsat.store import Store
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)  # its lines would repeat ours
     kill_leftovers()  # launches whose tuner was killed, if any of their processes outlived it
-    launcher = TorchrunLauncher(spec.study_dir, devices=devices, max_slots=spec.max_slots)
     store_url = ""
     try:
         with Store.open(storage) as store, make_observer(quiet=quiet) as observer:
             store_url = store.url
-            session = Session(
-                spec,
-                store=store,
-                launcher=launcher,
-                device_names=tuple(device.name for device in devices.devices),
-                observer=observer,
-                reuse_profile=reuse_profile,
-                relocated=relocated,
-                check_loss=check_loss,
+            launcher = TorchrunLauncher(
+                spec.study_dir,
+                devices=devices,
+                max_slots=spec.max_slots,
+                warm=spec.launcher == "warm",
+                on_notice=lambda text: observer(Message(text=text)),
             )
-            result = session.run(conclude=conclude)
+            with closing(launcher):
+                session = Session(
+                    spec,
+                    store=store,
+                    launcher=launcher,
+                    device_names=tuple(device.name for device in devices.devices),
+                    observer=observer,
+                    reuse_profile=reuse_profile,
+                    relocated=relocated,
+                    check_loss=check_loss,
+                )
+                result = session.run(conclude=conclude)
         if result is not None:
             show_result(result, as_json=as_json)
         if session.interrupted:
@@ -154,8 +163,6 @@ def run_spec(
         if store_url:
             sys.stderr.write(f"Interrupted. Continue with: {_resume_command(spec, storage, store_url)}\n")
         raise
-    finally:
-        launcher.close()
     if not conclude and not quiet:
         sys.stderr.write(f"Nothing is left for this worker; `optuna-dsat show {spec.name}` shows the study.\n")
     if run_full and result is not None:
@@ -270,6 +277,9 @@ def spec_of(method: str, options: TuneOptions, devices: Devices) -> StudySpec:
         random_seed=options.random_seed,
         enqueue_user_config=options.enqueue_user_config,
         confirm=options.confirm,
+        launcher=options.launcher,
+        preload=tuple(options.preload or ()),
+        no_preload=tuple(options.no_preload or ()),
         output_dir=str(_writable(options.output_dir)),
     )
     from optuna_dsat.study_space import space_of

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from optuna_dsat.launch.preload import Preload
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import Event
 
@@ -136,6 +137,10 @@ class Launcher(Protocol):
     @property
     def total_slots(self) -> int:
         """Slots this launcher manages, busy or free."""
+        ...
+
+    def prepare(self, preload: Preload) -> None:
+        """Say what the coming launches will import; a launcher may have it imported beforehand."""
         ...
 
     def start(self, request: LaunchRequest) -> None:

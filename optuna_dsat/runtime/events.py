@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 __all__ = [
     "EngineReady",
     "Event",
+    "ModulesImported",
     "ProfileMeasured",
     "RankFailed",
     "RankFinished",
@@ -126,6 +127,18 @@ class ProfileMeasured(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModulesImported(Event):
+    """What the script had imported at the end of a profile launch (one rank says it for all)."""
+
+    kind: ClassVar[str] = "modules_imported"
+
+    modules: list[str]
+    """Installed modules in the order of their import; the standard library's and the user's own are left out."""
+    operators: list[str]
+    """Compiled operators of DeepSpeed that were loaded."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepMeasured(Event):
     """One optimizer step (all its micro-batches), from the end of the step before to its own end."""
 
@@ -192,7 +205,16 @@ class RankFailed(Event):
 
 _KINDS: dict[str, type[Event]] = {
     cls.kind: cls
-    for cls in (RankStarted, TrainerFound, EngineReady, ProfileMeasured, StepMeasured, RankFinished, RankFailed)
+    for cls in (
+        RankStarted,
+        TrainerFound,
+        EngineReady,
+        ProfileMeasured,
+        ModulesImported,
+        StepMeasured,
+        RankFinished,
+        RankFailed,
+    )
 }
 
 
