@@ -43,16 +43,33 @@ class Origin:
     ignored: frozenset[int]
     """Signals that were ignored from the start, as a background shell ignores Ctrl-C; a started process would, too."""
     thread_name: bytes
+    environment: Mapping[str, str | None]
+    """Variables that the imports have set, None for those that they removed."""
 
     @classmethod
-    def of_this_process(cls, *, without: Sequence[int]) -> Origin:
-        """Note the state of this process; descriptors in ``without`` are its own affair."""
+    def of_this_process(cls, *, without: Sequence[int], started_with: Mapping[str, str]) -> Origin:
+        """Note the state of this process.
+
+        Args:
+            without: Descriptors that are its own affair.
+            started_with: Its environment before the imports.
+        """
+        names = {n for n in os.environ.keys() | started_with.keys() if os.environ.get(n) != started_with.get(n)}
         ignored = {number for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN}
         return cls(
             descriptors=_open_descriptors() - frozenset(without),
             ignored=frozenset(int(number) for number in ignored - _FRESH_SIGNALS.keys()),
             thread_name=b"python",
+            environment={name: os.environ.get(name) for name in names},
         )
+
+    def repeat_changes(self) -> None:
+        """Do to the environment what the imports did, as they would in a fresh interpreter."""
+        for name, value in self.environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
     def restore(self) -> None:
         """Put signals, open files and the thread's name of this process back."""
@@ -173,6 +190,7 @@ def _become_rank(command: Sequence[str], environ: Mapping[str, str], origin: Ori
     os.setsid()
     origin.restore()
     _replace_environment(environ)
+    origin.repeat_changes()
     argv = list(command[command.index(_RUNTIME) + 1 :])
     sys.argv = [_RUNTIME, *argv]
     sys.orig_argv = list(command)
@@ -185,10 +203,15 @@ def _become_rank(command: Sequence[str], environ: Mapping[str, str], origin: Ori
 
 
 def _forget_random_state() -> None:
-    """Seed NumPy anew, as its import would have; ``random`` does so by itself, and torch starts with a fixed seed."""
-    numpy = sys.modules.get("numpy")
+    """Seed NumPy and torch anew, as their imports would have; ``random`` does so by itself.
+
+    torch starts with a seed of its own on the CPU alone; on a GPU it is fixed.
+    """
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if numpy is not None:
         numpy.random.seed(None)
+    if torch is not None:
+        torch.default_generator.seed()
 
 
 def _forget_devices() -> None:

@@ -16,6 +16,7 @@ import gc
 import importlib
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,6 +40,9 @@ BASE_MODULES = (
 """Every launch needs these. NumPy goes first: the threads that its OpenBLAS starts are counted then."""
 
 _OWN = "optuna_dsat"
+
+_THREAD_END_S = 0.25
+"""Time for a thread that was joined to leave the kernel's list, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +101,7 @@ def load(preload: Preload, *, watched: frozenset[str]) -> Loaded:
         watched: Environment variables that no import may read.
     """
     loaded = Loaded()
-    allowed = _AllowedThreads()
+    threads = _Threads()
     with _reads_of(watched) as reads:
         for name in preload.modules:
             package = name.partition(".")[0]
@@ -112,7 +116,7 @@ def load(preload: Preload, *, watched: frozenset[str]) -> Loaded:
             reads.clear()
             if _cuda_is_initialised():
                 loaded.refused[package] = "its import initialises CUDA, which no fork survives"
-            if allowed.exceeded(name):
+            if threads.started(name):
                 loaded.refused[package] = "its import starts threads, which a fork does not copy"
     _load_operators(preload.operators)
     gc.collect()
@@ -157,18 +161,26 @@ def _reader(frame: FrameType | None) -> str:
     return ""
 
 
-class _AllowedThreads:
+class _Threads:
     """Counts threads; those of OpenBLAS are allowed, as many for each copy of it as NumPy's started."""
 
     def __init__(self) -> None:
-        self._before = _thread_count()
+        self._count = _thread_count()
+        self._copies = _openblas_copies()
         self._each = 0
 
-    def exceeded(self, imported: str) -> bool:
-        extra = _thread_count() - self._before
+    def started(self, imported: str) -> bool:
+        """Whether the last import started threads that a fork would lose."""
+        before, known = self._count, self._copies
+        self._copies = _openblas_copies()
         if imported == "numpy":
-            self._each = extra
-        return extra > self._each * max(1, _openblas_copies())
+            self._each = _thread_count() - before
+        allowed = before + self._each * (self._copies - known)
+        deadline = time.monotonic() + _THREAD_END_S
+        while _thread_count() > allowed and time.monotonic() < deadline:
+            time.sleep(0.005)
+        self._count = _thread_count()
+        return self._count > allowed
 
 
 def _thread_count() -> int:

@@ -78,7 +78,8 @@ class LaunchReport:
     message: str
     """One line for people: what happened, where, and what to do if something can be done."""
     exit_code: int | None
-    """Exit code of the launch command (negative: signal), None where it never ran."""
+    """Exit code of the launch command (negative: signal), None where it never ran, or the launcher ended it: also once
+    all ranks had said how they ended."""
     error_excerpt: str
     """Last lines of the traceback of the rank that failed first, empty without a failure."""
     missing_bytes: int | None

@@ -348,7 +348,7 @@ def _report(launch: RunningLaunch, facts: LaunchFacts, verdict: Verdict, *, note
         launch_id=launch.request.launch_id,
         outcome=verdict.outcome,
         message=verdict.message + note,
-        exit_code=launch.agent.returncode,
+        exit_code=facts.agent_exit_code,
         error_excerpt=verdict.error_excerpt or (_last_lines(log) if verdict.outcome in _EXPLAINED_BY_LOG else ""),
         missing_bytes=verdict.missing_bytes,
         log_path=str(log),

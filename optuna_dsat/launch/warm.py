@@ -202,6 +202,19 @@ class WarmLaunches:
         self.proven = False
         """Whether a launch that was forked here has trained."""
 
+    @property
+    def preload(self) -> Preload:
+        """What the parent imports, or has imported."""
+        return self._preload
+
+    def wait(self) -> None:
+        """Wait until the parent has imported what it can.
+
+        Raises:
+            WarmUnavailableError: If nothing can be forked from it.
+        """
+        self._ready_parent(self._environ)
+
     def prepare(self, preload: Preload) -> None:
         """Say what launches have in common; imported at once where the parent is there, else with the first launch."""
         self._preload = replace(preload, left_out=tuple({*self._preload.left_out, *preload.left_out}))
@@ -221,8 +234,6 @@ class WarmLaunches:
         self._environ = dict(environ)
         own = {name: value for name, value in environ.items() if name not in _WATCHED | {LAUNCH_ENV}}
         own[MARK_ENV] = new_mark()  # it outlives the launch whose environment this is
-        # Counting GPUs through NVML leaves CUDA alone; by the driver it could not be used after a fork.
-        own["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         self._parent = _Parent(own, self._log)
         self._pending = 0
         self._order_preload(self._parent)

@@ -38,6 +38,7 @@ class _Parent:
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ)
         self._partial = b""
+        self._started_with = dict(os.environ)
         self._origin: Origin | None = None
 
     def run(self) -> None:
@@ -67,8 +68,12 @@ class _Parent:
 
     def _preload(self, order: Mapping[str, Any]) -> None:
         started = time.monotonic()
+        # Counting GPUs through NVML leaves CUDA alone; by the driver it could not be used after a fork. DeepSpeed sets
+        # the same when it is imported.
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         loaded = load(Preload.from_json(order["preload"]), watched=frozenset(order["watched"]))
-        self._origin = Origin.of_this_process(without=[self._control.fileno(), self._selector.fileno()])
+        own = [self._control.fileno(), self._selector.fileno()]
+        self._origin = Origin.of_this_process(without=own, started_with=self._started_with)
         self._tell(
             news="ready",
             modules=loaded.modules,
