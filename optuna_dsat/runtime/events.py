@@ -95,6 +95,10 @@ class EngineReady(Event):
     script's value, the file's], None for a missing one. Empty where the script built the engine with a config
     that the runtime never saw.
     """
+    spans: Mapping[str, list[float]] = field(default_factory=dict)
+    """What the launch did before: ``imports`` (from the rank's start until DeepSpeed was imported),
+    ``init_distributed``, ``initialize`` -> [Unix time of its start, seconds]. ``initialize`` may hold the former.
+    """
     takes_local_rank: bool = False
     """Whether the script has an option ``--local_rank``, which the ``deepspeed`` launcher alone sets."""
 
