@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.landscapes import Trained
+from optuna_dsat.launch.preload import Preload
 from optuna_dsat.launch.protocol import Finished, LaunchRequest, LaunchUpdate, Observed, ScriptCommand
 from optuna_dsat.launch.simulated import SimulatedLauncher
 from optuna_dsat.measurement import LaunchRecord
@@ -65,6 +66,9 @@ class Rig:
     def total_slots(self) -> int:
         """Slots of the machine."""
         return self._launcher.total_slots
+
+    def prepare(self, preload: Preload) -> None:
+        """Nothing is imported in a simulation."""
 
     def start(self, request: LaunchRequest) -> None:
         """Start a launch.

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from optuna_dsat.errors import NothingRunnableError, ScriptFailedError, UsageError
 from optuna_dsat.export import TuneResult
@@ -89,6 +89,9 @@ def tune(
     gpus_per_trial: int | None = None,
     cpu_ranks: int | None = None,
     device_memory: str | int | None = None,
+    launcher: Literal["warm", "torchrun"] = "warm",
+    preload: Sequence[str] | None = None,
+    no_preload: Sequence[str] | None = None,
     storage: str = "sqlite:///optuna-dsat.db",
     study: str | None = None,
     output_dir: str | os.PathLike[str] = "optuna-dsat-output",
@@ -142,6 +145,10 @@ def tune(
         gpus_per_trial: GPUs of one launch; None for all.
         cpu_ranks: Run on the CPU with this many ranks; None for GPUs, and 2 where there are none.
         device_memory: What one rank may allocate: bytes, or text such as ``2GiB``; None for all there is.
+        launcher: How trials are launched: ``warm`` (forked from a process that has the heavy modules ready, by torchrun
+            where that is unsafe), or always ``torchrun``.
+        preload: Modules to import, too, before a warm launch.
+        no_preload: Packages that every warm launch imports for itself.
         storage: Database of the study: ``sqlite:///FILE`` or ``postgresql://USER@HOST/DATABASE``.
         study: Name of the study; None for ``SCRIPT-METHOD``.
         output_dir: Directory for launches, logs and the best config.
@@ -200,7 +207,7 @@ def _options(arguments: Mapping[str, Any], given: frozenset[str]) -> AutotuningO
     for name in ("script", "ds_config", "hparams", "output_dir"):
         if name in values:
             values[name] = Path(values[name])
-    for name in ("script_args", "zero_stages", "no_tune"):
+    for name in ("script_args", "zero_stages", "no_tune", "preload", "no_preload"):
         if name in values:
             if isinstance(values[name], str):
                 raise UsageError(f"{name} is {values[name]!r}; it must be a list, such as {values[name].split()!r}.")

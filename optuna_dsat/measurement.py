@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from optuna_dsat.runtime.events import EngineReady, Event, ProfileMeasured, StepMeasured, TrainerFound
+from optuna_dsat.runtime.events import EngineReady, Event, ModulesImported, ProfileMeasured, StepMeasured, TrainerFound
 
 __all__ = ["GlobalStep", "Interval", "LaunchRecord", "confidence_interval", "merge_ranks", "metrics_of"]
 
@@ -146,6 +146,7 @@ class LaunchRecord:
         self.engine: EngineReady | None = None
         self.profile: ProfileMeasured | None = None
         self.trainer: TrainerFound | None = None
+        self.imported: ModulesImported | None = None
         self.steps: list[GlobalStep] = []
         self.events: list[StepMeasured] = []
         self._waiting: dict[int, list[StepMeasured]] = defaultdict(list)
@@ -166,6 +167,8 @@ class LaunchRecord:
             self.engine = self.engine or event
         elif isinstance(event, TrainerFound):
             self.trainer = self.trainer or event
+        elif isinstance(event, ModulesImported):
+            self.imported = event
         elif isinstance(event, ProfileMeasured):
             self.profile = _worst_profile(self.profile, event)
         elif isinstance(event, StepMeasured):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -181,6 +181,30 @@ class TuneOptions:
         str | None,
         typer.Option(
             help="What one rank may allocate, such as 2GiB.  \\[default: all there is]",
+            rich_help_panel=_WHERE,
+        ),
+    ] = None
+    launcher: Annotated[
+        Literal["warm", "torchrun"],
+        typer.Option(
+            help="How trials are launched: warm (forked from a process that has torch, DeepSpeed and what your script "
+            "imports ready; plain torchrun where that is unsafe) or always torchrun.",
+            rich_help_panel=_WHERE,
+        ),
+    ] = "warm"
+    preload: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Import this module, too, before a warm launch (repeatable).",
+            metavar="MODULE",
+            rich_help_panel=_WHERE,
+        ),
+    ] = None
+    no_preload: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Have every warm launch import this package for itself (repeatable).",
+            metavar="PACKAGE",
             rich_help_panel=_WHERE,
         ),
     ] = None

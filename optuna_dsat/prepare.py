@@ -214,6 +214,9 @@ def spec_of(method: str, options: TuneOptions, devices: Devices) -> StudySpec:
         random_seed=options.random_seed,
         enqueue_user_config=options.enqueue_user_config,
         confirm=options.confirm,
+        launcher=options.launcher,
+        preload=tuple(options.preload or ()),
+        no_preload=tuple(options.no_preload or ()),
         output_dir=str(_writable(options.output_dir)),
     )
     from optuna_dsat.study_space import space_of

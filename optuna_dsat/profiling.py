@@ -13,12 +13,13 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from optuna_dsat import ds_config
 from optuna_dsat.errors import DsatError, NothingRunnableError, ScriptFailedError
+from optuna_dsat.launch.preload import Preload
 from optuna_dsat.launch.protocol import (
     Finished,
     Launcher,
@@ -113,6 +114,8 @@ class Profiled:
     """Whether the script has an option ``--local_rank``, as scripts for the ``deepspeed`` launcher do."""
     trainer: ScriptTrainer | None = None
     """The trainer with batch sizes of its own that the script uses, None where there is none."""
+    preload: Preload = field(default_factory=Preload)
+    """What the script imports, for launches that are forked."""
 
     @property
     def deepspeed_launcher(self) -> bool:
@@ -129,6 +132,7 @@ class Profiled:
             "data_parallel_size": self.data_parallel_size,
             "takes_local_rank": self.takes_local_rank,
             "trainer": None if self.trainer is None else self.trainer.to_json(),
+            "preload": self.preload.to_json(),
         }
 
     @classmethod
@@ -143,6 +147,7 @@ class Profiled:
             data_parallel_size=record.get("data_parallel_size"),
             takes_local_rank=record.get("takes_local_rank", False),
             trainer=None if trainer is None else ScriptTrainer.from_json(trainer),
+            preload=Preload.from_json(record["preload"]) if "preload" in record else Preload(),
         )
 
 
@@ -244,6 +249,7 @@ def measure_profile(
                 data_parallel_size=record.engine.data_parallel_size,
                 takes_local_rank=record.engine.takes_local_rank,
                 trainer=None if record.trainer is None else ScriptTrainer.from_event(record.trainer),
+                preload=Preload() if record.imported is None else Preload.learned(record.imported),
             )
         if not report.outcome.infeasible:
             raise _failure(spec, report)

@@ -135,6 +135,7 @@ class Session:
         """
         profiled = self._profile()
         self._follow_trainer(profiled)
+        self._launcher.prepare(profiled.preload.changed(added=self.spec.preload, left_out=self.spec.no_preload))
         space = space_of(self.spec, profiled)
         method = make_method(self.spec, profiled, space)
         study = self._load_study(method.sampler, method.pruner)

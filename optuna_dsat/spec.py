@@ -132,6 +132,12 @@ class StudySpec(_Frozen):
     """Launches added for a communication error, a stall or a time-out."""
     random_seed: int = Field(default=42, ge=0)
     enqueue_user_config: bool = True
+    launcher: Literal["warm", "torchrun"] = "warm"
+    """How trials are launched: forked from a process with the heavy modules imported, or by plain torchrun."""
+    preload: tuple[str, ...] = ()
+    """Modules imported before a warm launch, beside those that the profile launch was seen to import."""
+    no_preload: tuple[str, ...] = ()
+    """Packages that every warm launch imports for itself."""
     confirm: int = Field(default=3, ge=0)
     """Finalists measured again with more steps; 0 for none."""
     output_dir: str
@@ -178,7 +184,7 @@ class StudySpec(_Frozen):
         """
         budget = {
             "name", "max_trials", "max_concurrent_trials", "max_slots", "trial_timeout_s", "timeout_s", "max_retries",
-            "confirm", "output_dir", "enqueue_user_config",
+            "confirm", "output_dir", "enqueue_user_config", "launcher", "preload", "no_preload",
         }  # fmt: skip
         return self.model_dump(mode="json", exclude=budget)
 

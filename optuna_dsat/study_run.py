@@ -14,11 +14,12 @@ import optuna
 
 from optuna_dsat.export import TuneResult
 from optuna_dsat.launch.devices import Devices
+from optuna_dsat.launch.full_run import run_full
 from optuna_dsat.launch.processes import kill_leftovers
 from optuna_dsat.launch.protocol import LaunchRequest
-from optuna_dsat.launch.torchrun import TorchrunLauncher, run_full
+from optuna_dsat.launch.torchrun import TorchrunLauncher
 from optuna_dsat.profiling import script_command
-from optuna_dsat.progress import Observer
+from optuna_dsat.progress import Message, Observer
 from optuna_dsat.session import Session
 from optuna_dsat.spec import StudySpec
 from optuna_dsat.store import Store, display_url, parse_url
@@ -68,7 +69,13 @@ def run_study(
         DsatError: As ``Session.run``. An interruption raises nothing: see ``StudyRun.interrupted``.
     """
     kill_leftovers()  # launches whose tuner was killed, if any of their processes outlived it
-    launcher = TorchrunLauncher(spec.study_dir, devices=devices, max_slots=spec.max_slots)
+    launcher = TorchrunLauncher(
+        spec.study_dir,
+        devices=devices,
+        max_slots=spec.max_slots,
+        warm=spec.launcher == "warm",
+        on_notice=lambda text: observer(Message(text=text)),
+    )
     shown, result, interrupted = "", None, False
     try:
         with _quiet_optuna(), Store.open(storage) as store:

@@ -50,8 +50,8 @@ def train(
 ) -> None:
     """Train a DeepSpeedTrial: validation, metrics as lines of JSON, checkpoints, and resuming from them."""
     from optuna_dsat import ds_config
+    from optuna_dsat.launch.full_run import run_full
     from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
-    from optuna_dsat.launch.torchrun import run_full
     from optuna_dsat.prepare import devices_for, trial_target
 
     if not is_trial_class(trial):

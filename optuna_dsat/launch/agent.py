@@ -4,7 +4,8 @@
 
 The same as ``python -m torch.distributed.run TORCHRUN_ARGUMENTS...``, with two differences. The kernel kills it when
 the thread that started it ends, and so with the tuner, by ``kill -9`` too. And where ranks fail, it writes their exit
-codes and signals to RECORD as JSON: torchrun itself only logs them, and an outcome is never read from a log.
+codes and signals to RECORD as JSON: torchrun itself only logs them, and an outcome is never read from a log. It serves
+one machine, so it does not wait for others.
 """
 
 from __future__ import annotations
@@ -33,6 +34,27 @@ def _write_record(path: Path, failures: Mapping[int, Any]) -> None:
     temporary.replace(path)
 
 
+def _hasten_rendezvous() -> None:
+    """Leave out of the rendezvous what one machine does not need: together some 0.3 s of a launch.
+
+    That is a random delay, so that nodes do not meet the store at once, and the name of the calling function, found by
+    a look at all modules, for a record of events that goes nowhere. Another version of torch may have neither.
+    """
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    module: Any = dynamic_rendezvous
+    if not (hasattr(module, "get_method_name") and hasattr(module, "_delay")):
+        return
+    wait = module._delay
+
+    def delay(seconds: float | tuple[float, float]) -> None:
+        if not isinstance(seconds, tuple):
+            wait(seconds)
+
+    module._delay = delay
+    module.get_method_name = lambda *_, **__: ""
+
+
 def main(argv: list[str]) -> int:
     """Run torchrun with the arguments behind the first two; return the exit code."""
     record, parent_pid, arguments = Path(argv[0]), int(argv[1]), argv[2:]
@@ -42,6 +64,7 @@ def main(argv: list[str]) -> int:
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    _hasten_rendezvous()
     try:
         run.run(run.parse_args(arguments))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:

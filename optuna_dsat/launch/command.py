@@ -6,7 +6,7 @@ import functools
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import optuna_dsat
@@ -18,12 +18,20 @@ from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.runtime.plan import LAUNCH_ENV
 from optuna_dsat.runtime.rank import MANUAL_INIT_ENV
 
-__all__ = ["agent_command", "launch_environment", "needs_python_path", "package_dir", "torchrun_command"]
+__all__ = [
+    "RANK_VARIABLES",
+    "TRACKER_FOLDERS",
+    "agent_command",
+    "launch_environment",
+    "needs_python_path",
+    "package_dir",
+    "torchrun_command",
+]
 
 _OWN_PREFIXES = ("OPTUNA_DSAT_", "PET_", "TORCHELASTIC_")
 """Variables of the tuner, or of a torchrun above it, that a launch must not inherit (PET_*: torchrun's defaults)."""
 
-_RANK_VARIABLES = frozenset(
+RANK_VARIABLES = frozenset(
     {
         "GROUP_RANK",
         "GROUP_WORLD_SIZE",
@@ -54,6 +62,18 @@ _QUIET_TRACKERS = {
 }
 """Experiment trackers keep what a trial logs on this machine; what a script reads (models, data sets) it still reads. A
 value of "disabled" that the user set is left alone."""
+
+
+_TRACKER_PLACES: dict[str, Callable[[Path], str]] = {
+    "COMET_OFFLINE_DIRECTORY": str,
+    "MLFLOW_TRACKING_URI": lambda folder: (folder / "mlflow").as_uri(),
+    "TENSORBOARD_LOGGING_DIR": lambda folder: str(folder / "tensorboard"),
+    "WANDB_DIR": str,
+}
+"""Variable that names a tracker's place -> that place in a launch's own folder for trackers."""
+
+TRACKER_FOLDERS = frozenset(_TRACKER_PLACES)
+"""Variables that name another folder for each launch."""
 
 
 def torchrun_command(
@@ -119,7 +139,7 @@ def launch_environment(
     environ = {
         name: value
         for name, value in base.items()
-        if name == MANUAL_INIT_ENV or (name not in _RANK_VARIABLES and not name.startswith(_OWN_PREFIXES))
+        if name == MANUAL_INIT_ENV or (name not in RANK_VARIABLES and not name.startswith(_OWN_PREFIXES))
     }
     if request.purpose != "full":
         environ.update(_tracker_settings(environ, directory))
@@ -144,11 +164,7 @@ def launch_environment(
 
 def _tracker_settings(environ: Mapping[str, str], directory: RunDirectory) -> dict[str, str]:
     settings = {name: value for name, value in _QUIET_TRACKERS.items() if environ.get(name) != "disabled"}
-    settings["COMET_OFFLINE_DIRECTORY"] = str(directory.trackers_dir)
-    settings["TENSORBOARD_LOGGING_DIR"] = str(directory.trackers_dir / "tensorboard")
-    settings["WANDB_DIR"] = str(directory.trackers_dir)
-    settings["MLFLOW_TRACKING_URI"] = (directory.trackers_dir / "mlflow").as_uri()
-    return settings
+    return settings | {name: place(directory.trackers_dir) for name, place in _TRACKER_PLACES.items()}
 
 
 def package_dir() -> Path:

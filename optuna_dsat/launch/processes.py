@@ -9,6 +9,7 @@ a launch has lost its tuner.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import time
 import uuid
@@ -29,6 +30,7 @@ __all__ = [
     "kernel_oom_kills",
     "kill_leftovers",
     "new_mark",
+    "take_mark",
 ]
 
 MARK_ENV = "OPTUNA_DSAT_LAUNCH_ID"
@@ -36,6 +38,10 @@ MARK_ENV = "OPTUNA_DSAT_LAUNCH_ID"
 
 _START_TIME_FIELD = 19
 """Index of the start time (clock ticks since boot) behind the command's name in ``/proc/PID/stat``: proc(5)."""
+
+
+_ENV_START_FIELD = 47
+"""Index of the address of the initial environment behind the command's name in ``/proc/PID/stat``: proc(5)."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +92,31 @@ def new_mark() -> str:
     own = ProcessKey.of(os.getpid())
     start = own.start_ticks if own is not None else 0
     return f"{uuid.uuid4()}:{os.getpid()}:{start}"
+
+
+def take_mark(mark: str) -> None:
+    """Make this process carry another mark of the same tuner, as if it had been started with it.
+
+    ``/proc`` shows the environment that a process was *started* with, as it lies in the process's own memory; a fork
+    has that of its parent, so the new mark is written over the old one there (proc(5): ``environ``, field 50 of
+    ``stat``).
+
+    Raises:
+        ValueError: If this process has no mark, or one of another length.
+        OSError: If ``/proc`` cannot be read.
+    """
+    initial = Path("/proc/self/environ").read_bytes()
+    place = initial.find(f"{MARK_ENV}=".encode())
+    if place < 0:
+        raise ValueError("this process was started without a mark")
+    place += len(MARK_ENV) + 1
+    length = initial.index(b"\0", place) - place
+    new = mark.encode()
+    if len(new) != length:
+        raise ValueError(f"a mark of {len(new)} bytes cannot take the place of one of {length}")
+    stat = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
+    start = int(stat.rpartition(")")[2].split()[_ENV_START_FIELD])
+    ctypes.memmove(start + place, new, length)
 
 
 def find_marked(mark: str | None = None) -> list[LaunchProcess]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from optuna_dsat.launch.preload import Preload
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import Event
 
@@ -77,7 +78,8 @@ class LaunchReport:
     message: str
     """One line for people: what happened, where, and what to do if something can be done."""
     exit_code: int | None
-    """Exit code of the launch command (negative: signal), None where it never ran."""
+    """Exit code of the launch command (negative: signal), None where it never ran, or the launcher ended it: also once
+    all ranks had said how they ended."""
     error_excerpt: str
     """Last lines of the traceback of the rank that failed first, empty without a failure."""
     missing_bytes: int | None
@@ -136,6 +138,10 @@ class Launcher(Protocol):
     @property
     def total_slots(self) -> int:
         """Slots this launcher manages, busy or free."""
+        ...
+
+    def prepare(self, preload: Preload) -> None:
+        """Say what the coming launches will import; a launcher may have it imported beforehand."""
         ...
 
     def start(self, request: LaunchRequest) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from optuna_dsat.launch.agents import Agent
 from optuna_dsat.launch.classify import LaunchFacts, StopReason
 from optuna_dsat.launch.processes import ProcessKey, children_of, end_processes, find_marked
 from optuna_dsat.launch.protocol import LaunchRequest
@@ -30,10 +30,13 @@ _EXIT_GRACE_S = 1.0
 """After all ranks have said that they are done: time for a clean exit, before they are killed."""
 
 _FAILURE_GRACE_S = 2.0
-"""After one rank has failed: time for the others to leave a record of their own."""
+"""After one rank has failed for a reason that may lie with another: time for the others to leave a record."""
+
+_EXPLAINED_GRACE_S = 0.3
+"""After one rank has recorded a failure of its own: the same ranks fail together, and another's may say more."""
 
 _AGENT_GRACE_S = 1.0
-"""After the ranks were killed: time for torchrun to record the exit codes it saw."""
+"""After a rank died without a record: time for torchrun to write down the exit codes it saw."""
 
 _LAST_RANK_S = 30.0
 """After one rank has said that it is done: longest silence of the others, which leave at the same step."""
@@ -104,11 +107,15 @@ class RunningLaunch:
     directory: RunDirectory
     lease: SlotLease
     mark: str
-    agent: subprocess.Popen[bytes]
+    agent: Agent
     command: tuple[str, ...]
     started: float
     started_unix: float
     oom_kills_before: int | None
+    warm: bool = False
+    """Whether it was forked from a process with the heavy modules imported."""
+    checks_warm: bool = False
+    """Whether it repeats a forked launch that failed, to see whether the forking was the cause."""
 
     gone_at: float | None = field(default=None, init=False)
     """When the last process was seen to be gone."""
@@ -207,19 +214,34 @@ class RunningLaunch:
     def _decide(self, now: float, dead: set[int]) -> None:
         ends = self._ends()
         done = {r for r, e in ends.items() if isinstance(e, RankFinished) and e.reason == "profile_done"}
+        if len(ends) == self.request.slots and dead >= set(ends):
+            self._start_sweep()  # all have said how they ended, and are gone: torchrun has nothing to add
+            return
         if len(done) == self.request.slots:
             self._kill_by(now + _EXIT_GRACE_S)
         elif set(ends) - done or dead - set(ends):
-            self._kill_by(now + _FAILURE_GRACE_S)
+            self._kill_by(now + self._grace_s(ends, dead))
         if self._kill_ranks_at is None:
             self._check_limits(now, bool(done))
-        elif now >= self._kill_ranks_at + _AGENT_GRACE_S:
-            self._start_sweep()
         elif now >= self._kill_ranks_at:
-            self._kill(self._descendants_of_agent())
+            unexplained = dead - set(ends)
+            if not unexplained or now >= self._kill_ranks_at + _AGENT_GRACE_S:
+                self._start_sweep()
+            else:
+                self._kill(self._descendants_of_agent())
+
+    def _grace_s(self, ends: Mapping[int, RankFailed | RankFinished], dead: set[int]) -> float:
+        """Return how long the other ranks have to leave a record, after one has ended too early."""
+        if any(isinstance(end, RankFailed) and end.outcome == Outcome.OUT_OF_MEMORY for end in ends.values()):
+            return 0.0  # outranks whatever the others may say
+        if dead - set(ends):
+            return _FAILURE_GRACE_S
+        own = (Outcome.SCRIPT_ERROR, Outcome.INVALID_CONFIG, Outcome.HOST_OUT_OF_MEMORY)
+        explained = any(isinstance(end, RankFailed) and end.outcome in own for end in ends.values())
+        return _EXPLAINED_GRACE_S if explained else _FAILURE_GRACE_S
 
     def _kill_by(self, deadline: float) -> None:
-        if self._kill_ranks_at is None:
+        if self._kill_ranks_at is None or deadline < self._kill_ranks_at:
             self._kill_ranks_at = deadline
 
     def _check_limits(self, now: float, some_done: bool) -> None:

@@ -42,6 +42,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from optuna_dsat.launch.preload import Preload
 from optuna_dsat.launch.protocol import (
     Finished,
     LaunchReport,
@@ -199,6 +200,9 @@ class SimulatedLauncher:
     def total_slots(self) -> int:
         """Slots this launcher manages, busy or free."""
         return self._total
+
+    def prepare(self, preload: Preload) -> None:
+        """Nothing is imported in a simulation."""
 
     def start(self, request: LaunchRequest) -> None:
         """Start a launch.

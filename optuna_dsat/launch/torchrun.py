@@ -2,39 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-import signal
 import socket
 import subprocess
-import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
 
+from optuna_dsat.launch.agents import Agent
 from optuna_dsat.launch.build_locks import remove_stale_locks
 from optuna_dsat.launch.classify import LaunchFacts, StopReason, Verdict, classify
-from optuna_dsat.launch.command import (
-    agent_command,
-    launch_environment,
-    needs_python_path,
-    package_dir,
-    torchrun_command,
-)
 from optuna_dsat.launch.devices import DeviceError, Devices, Nvml
+from optuna_dsat.launch.preload import Preload
+from optuna_dsat.launch.prepare import Prepared, prepare
 from optuna_dsat.launch.processes import kernel_oom_kills, kill_leftovers, new_mark
-from optuna_dsat.launch.protocol import Finished, LaunchReport, LaunchRequest, LaunchUpdate, Observed
-from optuna_dsat.launch.run_directory import OutputError, RunDirectory, without_secrets
-from optuna_dsat.launch.running import RunningLaunch, first_failure_code
+from optuna_dsat.launch.protocol import (
+    Finished,
+    LaunchReport,
+    LaunchRequest,
+    LaunchUpdate,
+    Observed,
+    SlotsBusyError,
+)
+from optuna_dsat.launch.run_directory import OutputError, RunDirectory
+from optuna_dsat.launch.running import RunningLaunch
 from optuna_dsat.launch.slots import SlotLease, SlotPool
+from optuna_dsat.launch.warm import WarmLaunches, WarmOrder, WarmUnavailableError
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import RankFailed, StepMeasured
-from optuna_dsat.runtime.plan import LaunchPlan
 from optuna_dsat.runtime.session import EXIT_EVENTS_LOST
 
-__all__ = ["TorchrunLauncher", "run_full"]
+__all__ = ["TorchrunLauncher"]
 
 _LOOK_S = 0.02
 """Pause between two looks at the event files."""
@@ -47,6 +47,9 @@ _FULL_DISK_BYTES = 2**20
 
 _EXPLAINED_BY_LOG = frozenset({Outcome.COMMUNICATION_ERROR, Outcome.SCRIPT_ERROR, Outcome.STALLED, Outcome.TIMEOUT})
 """Outcomes for which a report quotes the end of the log where no rank recorded a traceback: shown, never read."""
+
+_PERHAPS_BY_FORKING = frozenset({Outcome.COMMUNICATION_ERROR, Outcome.SCRIPT_ERROR, Outcome.STALLED, Outcome.TIMEOUT})
+"""Outcomes of a forked launch that may have another cause than the script, as long as none has trained yet."""
 
 _EXCERPT_BYTES = 8192
 _EXCERPT_LINES = 20
@@ -64,6 +67,9 @@ class TorchrunLauncher:
         max_slots: Use no more than this many of them at a time; None for all.
         nvml: NVML to ask about GPUs; None for the machine's.
         base_env: Environment that launches inherit from; None for this process's own.
+        warm: Whether trials are forked from a process that has the heavy modules imported (``launch/warm.py``), as long
+            as that works; profile launches are always plain.
+        on_notice: Told what people should know of how launches run.
 
     Raises:
         UsageError: If ``max_slots`` is less than 1.
@@ -78,12 +84,17 @@ class TorchrunLauncher:
         max_slots: int | None = None,
         nvml: Nvml | None = None,
         base_env: Mapping[str, str] | None = None,
+        warm: bool = False,
+        on_notice: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._output_dir = Path(output_dir)
         self._pool = SlotPool(devices, max_slots=max_slots, nvml=nvml)
         self._base_env = dict(os.environ if base_env is None else base_env)
         self._running: dict[str, RunningLaunch] = {}
         self._withheld: list[RunningLaunch] = []
+        self._warm = WarmLaunches(self._output_dir / "warm.log") if warm else None
+        self._on_notice = on_notice
+        self._noticed: set[str] = set()
 
     @property
     def free_slots(self) -> int:
@@ -119,34 +130,67 @@ class TorchrunLauncher:
             self._pool.give_back(lease)
             raise
 
-    def _spawn(self, request: LaunchRequest, lease: SlotLease) -> RunningLaunch:
+    def prepare(self, preload: Preload) -> None:
+        """Say what launches will import; forked ones find it imported."""
+        if self._warm is not None:
+            with self._plain_instead():
+                self._warm.prepare(preload)
+
+    def _spawn(self, request: LaunchRequest, lease: SlotLease, *, plain: bool = False) -> RunningLaunch:
         mark = new_mark()
-        prepared = _prepare(
+        prepared = prepare(
             request, lease, pool=self._pool, output_dir=self._output_dir, base_env=self._base_env, mark=mark
         )
         remove_stale_locks(self._base_env)
         oom_kills = kernel_oom_kills()
-        with prepared.directory.agent_log.open("wb") as log:
-            agent = subprocess.Popen(
-                prepared.argv,
-                cwd=request.command.cwd,
-                env=prepared.environ,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        agent = None if plain else self._fork(request, prepared, mark)
+        # An agent that waits for the imports has not begun; time counts from here.
+        started, started_unix = time.monotonic(), time.time()
         return RunningLaunch(
             request=request,
             directory=prepared.directory,
             lease=lease,
             mark=mark,
-            agent=agent,
+            agent=_start_torchrun(request, prepared) if agent is None else agent,
+            warm=agent is not None,
             command=prepared.shown,
-            started=time.monotonic(),
-            started_unix=time.time(),
+            started=started,
+            started_unix=started_unix,
             oom_kills_before=oom_kills,
         )
+
+    def _fork(self, request: LaunchRequest, prepared: Prepared, mark: str) -> Agent | None:
+        """Return the agent of a forked launch, None where torchrun is to be started plainly."""
+        if self._warm is None:
+            return None
+        with self._plain_instead():
+            if request.purpose == "profile":  # it shows what a fresh interpreter imports; ours does so meanwhile
+                self._warm.begin(prepared.environ)
+                return None
+            return self._warm.start(
+                WarmOrder(
+                    launch_id=request.launch_id,
+                    mark=mark,
+                    arguments=prepared.arguments,
+                    environ=prepared.environ,
+                    cwd=request.command.cwd,
+                    directory=prepared.directory,
+                )
+            )
+        return None
+
+    @contextlib.contextmanager
+    def _plain_instead(self) -> Iterator[None]:
+        """Go on with plain torchrun where nothing can be forked, and say so once."""
+        try:
+            yield
+        except WarmUnavailableError as error:
+            self._notice(f"Launches run by plain torchrun, which takes seconds longer for each: {error}.")
+
+    def _notice(self, text: str) -> None:
+        if text not in self._noticed:
+            self._noticed.add(text)
+            self._on_notice(text)
 
     def poll(self, timeout_s: float) -> Sequence[LaunchUpdate]:
         """Return what happened since the last call, waiting up to ``timeout_s`` for something to happen.
@@ -188,6 +232,8 @@ class TorchrunLauncher:
         remove_stale_locks(self._base_env, made_after=launch.started_unix)
         facts = launch.facts(kernel_oom_kills())
         verdict = classify(facts)
+        if self._is_suspect(launch, verdict) and self._repeat_plainly(launch):
+            return None
         report = _report(launch, facts, verdict, note=note, exit_s=now - launch.last_event)
         try:
             launch.directory.write_report(report)
@@ -201,6 +247,34 @@ class TorchrunLauncher:
                 "Free some space, then resume."
             )
         return report
+
+    def _is_suspect(self, launch: RunningLaunch, verdict: Verdict) -> bool:
+        """Whether a launch may have failed because it was forked: it never trained, and no other has yet."""
+        trained = any(isinstance(event, StepMeasured) for events in launch.events.values() for event in events)
+        if self._warm is None:
+            return False
+        if launch.warm and trained:
+            self._warm.proven = True
+        if launch.checks_warm and (trained or verdict.outcome is Outcome.MEASURED):
+            self._warm.close()
+            self._warm = None
+            self._notice(
+                "The first launch failed when forked from a warm process and trains by plain torchrun: all run plainly."
+            )
+            return False
+        failed = verdict.outcome in _PERHAPS_BY_FORKING
+        return launch.warm and not self._warm.proven and failed and not trained
+
+    def _repeat_plainly(self, launch: RunningLaunch) -> bool:
+        """Start a launch again by plain torchrun; return whether a slot was free for it."""
+        try:
+            lease = self._pool.take(launch.request.slots)
+        except SlotsBusyError:
+            return False
+        again = self._spawn(launch.request, lease, plain=True)
+        again.checks_warm = True
+        self._running[launch.request.launch_id] = again
+        return True
 
     def _output_is_full(self, facts: LaunchFacts) -> bool:
         lost = EXIT_EVENTS_LOST in facts.exit_codes.values()
@@ -243,139 +317,27 @@ class TorchrunLauncher:
             self._pool.give_back(launch.lease)
         self._running.clear()
         self._withheld.clear()
+        if self._warm is not None:
+            self._warm.close()
 
 
-def run_full(
-    request: LaunchRequest,
-    *,
-    devices: Devices,
-    output_dir: Path | str | None = None,
-    nvml: Nvml | None = None,
-    stdout: TextIO | None = None,
-) -> int:
-    """Run a launch to its end in the foreground, on the user's terminal, and return its exit code.
-
-    Ctrl-C reaches torchrun, which ends the ranks; a second one ends everything at once.
-
-    Args:
-        request: The launch; its purpose is ``full``.
-        devices: The devices to use.
-        output_dir: Where its run directory goes; None for a temporary one.
-        nvml: NVML to ask about GPUs; None for the machine's.
-        stdout: Where its output goes; None for our own.
-
-    Returns:
-        0, or the exit code of the rank that failed first (128 plus the number of a signal, as shells do).
-
-    Raises:
-        ValueError: If the purpose is another.
-        SlotsBusyError: If fewer than ``request.slots`` slots are free.
-        OutputError: If the run directory cannot be written.
-    """
-    if request.purpose != "full":
-        raise ValueError(f"Only a launch of purpose 'full' runs in the foreground; got {request.purpose!r}.")
-    if output_dir is None:
-        with tempfile.TemporaryDirectory(prefix="optuna-dsat-") as temporary:
-            return run_full(request, devices=devices, output_dir=temporary, nvml=nvml, stdout=stdout)
-    pool, mark = SlotPool(devices, nvml=nvml), new_mark()
-    lease = pool.take(request.slots)
-    try:
-        prepared = _prepare(request, lease, pool=pool, output_dir=Path(output_dir), base_env=os.environ, mark=mark)
-        agent = subprocess.Popen(prepared.argv, cwd=request.command.cwd, env=prepared.environ, stdout=stdout)
-        interrupted = _wait_in_foreground(agent)
-        code = first_failure_code(prepared.directory.agent_record)
-    finally:
-        kill_leftovers(mark)
-        pool.give_back(lease)
-    if interrupted:
-        return 128 + signal.SIGINT
-    code = agent.returncode if code is None else code
-    return 128 - code if code < 0 else code
-
-
-def _wait_in_foreground(agent: subprocess.Popen[bytes]) -> bool:
-    """Wait for a foreground process; return whether the user interrupted it."""
-    try:
-        agent.wait()
-    except KeyboardInterrupt:
-        try:
-            agent.wait()
-        except KeyboardInterrupt:
-            agent.kill()
-            agent.wait()
-        return True
-    return False
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Prepared:
-    """A launch that is ready to be started: its run directory is written."""
-
-    directory: RunDirectory
-    argv: list[str]
-    """What is started."""
-    shown: tuple[str, ...]
-    """The same as plain torchrun, without secrets."""
-    environ: dict[str, str]
-
-
-def _prepare(
-    request: LaunchRequest,
-    lease: SlotLease,
-    *,
-    pool: SlotPool,
-    output_dir: Path,
-    base_env: Mapping[str, str],
-    mark: str,
-) -> _Prepared:
-    """Write the run directory of a launch and make its command and environment."""
-    directory = RunDirectory.create(output_dir, request.launch_id)
-    command = torchrun_command(request, directory=directory)
-    environ = launch_environment(
-        base_env,
-        request=request,
-        directory=directory,
-        devices=lease.devices,
-        kind=pool.kind,
-        total_slots=pool.total,
-        mark=mark,
-    )
-    if needs_python_path():
-        link = str(directory.link_package(package_dir()))
-        environ["PYTHONPATH"] = os.pathsep.join(filter(None, (link, environ.get("PYTHONPATH"))))
-    directory.write_json(directory.config, request.ds_config)
-    directory.write_json(directory.overlay, request.overlay)
-    directory.write_json(directory.launch, _plan(request, directory))
-    directory.write_command(command, cwd=request.command.cwd, devices=lease.indices, environ=environ)
-    return _Prepared(
-        directory=directory,
-        argv=agent_command(command, record=directory.agent_record, tuner_pid=os.getpid()),
-        shown=without_secrets(command),
-        environ=environ,
-    )
+def _start_torchrun(request: LaunchRequest, prepared: Prepared) -> Agent:
+    with prepared.directory.agent_log.open("wb") as log:
+        return subprocess.Popen(
+            prepared.argv,
+            cwd=request.command.cwd,
+            env=prepared.environ,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
 
 def _unrecorded(facts: LaunchFacts, verdict: Verdict) -> bool:
     """Whether a launch failed and no rank could say why."""
     recorded = any(isinstance(event, RankFailed) for events in facts.events.values() for event in events)
     return verdict.outcome is Outcome.SCRIPT_ERROR and not recorded
-
-
-def _plan(request: LaunchRequest, directory: RunDirectory) -> dict[str, object]:
-    plan = LaunchPlan(
-        launch_id=request.launch_id,
-        purpose=request.purpose,
-        events_dir=str(directory.events_dir),
-        log_dir="" if request.purpose == "full" else str(directory.log_dir),
-        config_path=str(directory.config),
-        user_config_path=request.command.config_path,
-        trackers_dir="" if request.purpose == "full" else str(directory.trackers_dir),
-        overlay=dict(request.overlay),
-        start_profile_step=request.start_profile_step,
-        end_profile_step=request.end_profile_step,
-        device_memory_bytes=request.device_memory_bytes,
-    )
-    return dict(vars(plan))
 
 
 def _report(launch: RunningLaunch, facts: LaunchFacts, verdict: Verdict, *, note: str, exit_s: float) -> LaunchReport:
@@ -386,7 +348,7 @@ def _report(launch: RunningLaunch, facts: LaunchFacts, verdict: Verdict, *, note
         launch_id=launch.request.launch_id,
         outcome=verdict.outcome,
         message=verdict.message + note,
-        exit_code=launch.agent.returncode,
+        exit_code=facts.agent_exit_code,
         error_excerpt=verdict.error_excerpt or (_last_lines(log) if verdict.outcome in _EXPLAINED_BY_LOG else ""),
         missing_bytes=verdict.missing_bytes,
         log_path=str(log),

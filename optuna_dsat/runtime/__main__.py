@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import NoReturn
 
 from optuna_dsat.runtime.arguments import parse_command
 from optuna_dsat.runtime.plan import LaunchPlan
@@ -10,7 +11,7 @@ from optuna_dsat.runtime.rank import Rank
 from optuna_dsat.runtime.session import FailedExit, exit_code, leave_as_python, run_rank
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str], *, safe_path: bool) -> int:
     """Run the script as this rank; return its exit code (2 where command or launch cannot be used)."""
     try:
         target = parse_command(argv)
@@ -19,12 +20,21 @@ def main(argv: list[str]) -> int:
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    return run_rank(plan, rank, target)
+    return run_rank(plan, rank, target, safe_path=safe_path)
 
 
-if __name__ == "__main__":
+def run(argv: list[str], *, safe_path: bool) -> NoReturn:
+    """Run the script as this rank and end the process.
+
+    Args:
+        argv: ``SCRIPT ARGS...`` or ``--module PKG.MOD ARGS...``.
+        safe_path: Whether the script's folder stays out of ``sys.path`` (``python -P``).
+
+    Raises:
+        FailedExit: If the script of a full training run failed, which leaves as Python does.
+    """
     try:
-        code = main(sys.argv[1:])
+        code = main(argv, safe_path=safe_path)
     except FailedExit:
         raise
     except SystemExit as end:
@@ -32,3 +42,7 @@ if __name__ == "__main__":
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
     leave_as_python(code)
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:], safe_path=sys.flags.safe_path)

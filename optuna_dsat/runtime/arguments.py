@@ -20,13 +20,17 @@ class Target:
     is_module: bool
     args: tuple[str, ...]
 
-    def run(self) -> None:
-        """Run it as ``__main__``, with ``sys.argv`` and ``sys.path[0]`` as Python itself would set them."""
+    def run(self, *, safe_path: bool) -> None:
+        """Run it as ``__main__``, with ``sys.argv`` and ``sys.path[0]`` as Python itself would set them.
+
+        Args:
+            safe_path: Whether ``sys.path`` has no place for the script's folder (``python -P``).
+        """
         sys.argv = [self.name, *self.args]
         if self.is_module:
             runpy.run_module(self.name, run_name="__main__", alter_sys=True)
             return
-        if not sys.flags.safe_path:
+        if not safe_path:
             # ``python -m`` put the working directory there, ``python SCRIPT`` the script's real directory.
             sys.path[0] = str(Path(self.name).resolve().parent)
         runpy.run_path(self.name, run_name="__main__")

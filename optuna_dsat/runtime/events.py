@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 __all__ = [
     "EngineReady",
     "Event",
+    "ModulesImported",
     "ProfileMeasured",
     "RankFailed",
     "RankFinished",
@@ -94,6 +95,10 @@ class EngineReady(Event):
     script's value, the file's], None for a missing one. Empty where the script built the engine with a config
     that the runtime never saw.
     """
+    spans: Mapping[str, list[float]] = field(default_factory=dict)
+    """What the launch did before: ``imports`` (from the rank's start until DeepSpeed was imported),
+    ``init_distributed``, ``initialize`` -> [Unix time of its start, seconds]. ``initialize`` may hold the former.
+    """
     takes_local_rank: bool = False
     """Whether the script has an option ``--local_rank``, which the ``deepspeed`` launcher alone sets."""
 
@@ -123,6 +128,18 @@ class ProfileMeasured(Event):
     device_name: str
     optimizer: str
     """Class name of the innermost optimizer, empty where there is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModulesImported(Event):
+    """What the script had imported at the end of a profile launch (one rank says it for all)."""
+
+    kind: ClassVar[str] = "modules_imported"
+
+    modules: list[str]
+    """Installed modules in the order of their import; the standard library's and the user's own are left out."""
+    operators: list[str]
+    """Compiled operators of DeepSpeed that were loaded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +209,16 @@ class RankFailed(Event):
 
 _KINDS: dict[str, type[Event]] = {
     cls.kind: cls
-    for cls in (RankStarted, TrainerFound, EngineReady, ProfileMeasured, StepMeasured, RankFinished, RankFailed)
+    for cls in (
+        RankStarted,
+        TrainerFound,
+        EngineReady,
+        ProfileMeasured,
+        ModulesImported,
+        StepMeasured,
+        RankFinished,
+        RankFailed,
+    )
 }
 
 

@@ -126,6 +126,8 @@ class DeepSpeedHook:
         self._differences: dict[str, list[Any]] = {}
         """Of the config that the script asked for by ``get_ds_config_from_hparams``."""
         self._buffers_unlinked = False
+        self._started = time.time()
+        self._spans: dict[str, list[float]] = {}
 
     def install(self) -> None:
         """Start waiting for the script's imports."""
@@ -157,11 +159,25 @@ class DeepSpeedHook:
             self._prepare_cpu()
         else:
             self._memory = CudaMemory(self._accelerator)
+        self._spans["imports"] = [self._started, time.time() - self._started]
+        self._time_init_distributed(sys.modules["torch"].distributed)
         self._deepspeed.initialize = self._wrap(self._deepspeed.initialize)
         self._wrap_zero_init(self._deepspeed.zero.Init)
         if self._plan.measures:
             disable_checkpoints(self._deepspeed.DeepSpeedEngine)
             forgive_checkpoints(self._deepspeed.DeepSpeedEngine, is_misfit=self._is_misfit)
+
+    def _time_init_distributed(self, distributed: Any) -> None:
+        original = distributed.init_process_group
+
+        @functools.wraps(original)
+        def init_process_group(*args: Any, **kwargs: Any) -> Any:
+            started = time.time()
+            result = original(*args, **kwargs)
+            self._spans.setdefault("init_distributed", [started, time.time() - started])
+            return result
+
+        distributed.init_process_group = init_process_group
 
     def _is_misfit(self, error: Exception) -> bool:
         """Whether an error may come of a checkpoint that does not fit: neither memory nor communication failed."""
@@ -193,11 +209,12 @@ class DeepSpeedHook:
             before, self._progress.phase = self._progress.phase, "initialize"
             bound = signature.bind(*args, **kwargs)
             differences = self._lay_over(bound.arguments)
-            started = time.perf_counter()
+            started = time.time()
             result = original(*bound.args, **bound.kwargs)
             self._progress.phase = before
             if self._plan.measures and self._engine is None:
-                self._follow(result[0], time.perf_counter() - started, differences)
+                self._spans["initialize"] = [started, time.time() - started]
+                self._follow(result[0], self._spans["initialize"][1], differences)
             return result
 
         return initialize
@@ -331,6 +348,7 @@ class DeepSpeedHook:
             torch_version=str(sys.modules["torch"].__version__),
             deepspeed_version=str(self._deepspeed.__version__),
             config_differences=differences,
+            spans=self._spans,
             takes_local_rank=self._progress.takes_local_rank,
         )
 

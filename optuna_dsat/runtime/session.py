@@ -14,9 +14,10 @@ from typing import NoReturn
 
 from optuna_dsat.runtime.arguments import Target, point_to_config
 from optuna_dsat.runtime.config_file import reads_redirected
-from optuna_dsat.runtime.events import Event, RankFailed, RankFinished, RankStarted, decode_event
+from optuna_dsat.runtime.events import Event, ModulesImported, RankFailed, RankFinished, RankStarted, decode_event
 from optuna_dsat.runtime.failure import diagnose, format_traceback, without_runtime_frames
 from optuna_dsat.runtime.hook import DeepSpeedHook
+from optuna_dsat.runtime.imports import imported_modules, loaded_operators
 from optuna_dsat.runtime.local_rank import give_local_rank
 from optuna_dsat.runtime.memory import unlink_shared_buffers
 from optuna_dsat.runtime.meter import Progress
@@ -37,7 +38,7 @@ _LEAVE_TOGETHER_S = 2.0
 """Longest wait for the other ranks of this host: none may vanish while another still reads from it."""
 
 
-def run_rank(plan: LaunchPlan, rank: Rank, target: Target) -> int:
+def run_rank(plan: LaunchPlan, rank: Rank, target: Target, *, safe_path: bool) -> int:
     """Run the script as this rank of the launch; return the exit code of a script that ran to its end.
 
     Does not return where the rank ends early: after the last profile step (exit code 0), on an exception (1).
@@ -49,7 +50,7 @@ def run_rank(plan: LaunchPlan, rank: Rank, target: Target) -> int:
     if plan.log_dir:
         redirect_output(Path(plan.log_dir), rank.rank)
     try:
-        return _Session(plan, rank).run(target)
+        return _Session(plan, rank).run(target, safe_path=safe_path)
     except EventWriteError as error:
         print(error, file=sys.stderr)
         end_process(EXIT_EVENTS_LOST)
@@ -62,7 +63,7 @@ class _Session:
         self._progress = Progress()
         self._writer = EventWriter(events_path(plan.events_dir, rank.rank))
 
-    def run(self, target: Target) -> int:
+    def run(self, target: Target, *, safe_path: bool) -> int:
         rank, plan = self._rank, self._plan
         self._writer.write(
             RankStarted(
@@ -81,7 +82,7 @@ class _Session:
         args = point_to_config(target.args, user_config=plan.user_config_path, config=plan.config_path)
         try:
             with reads_redirected(user_config=plan.user_config_path, config=plan.config_path):
-                Target(name=target.name, is_module=target.is_module, args=args).run()
+                Target(name=target.name, is_module=target.is_module, args=args).run(safe_path=safe_path)
         except SystemExit as end:
             self._finish("script_end" if end.code in (None, 0) else f"exit_code_{exit_code(end)}")
             raise
@@ -101,6 +102,10 @@ class _Session:
         )
 
     def _leave(self) -> None:
+        if self._plan.purpose == "profile" and self._rank.rank == 0:
+            self._writer.write(
+                ModulesImported(rank=0, time=time.time(), modules=imported_modules(), operators=loaded_operators())
+            )
         self._finish("profile_done")
         self._wait_for_neighbours()
         end_process(0)

@@ -72,7 +72,7 @@ def test_a_launch_is_measured_and_leaves_its_directory(launcher: TorchrunLaunche
     updates = updates_until_finished(launcher)
     report = reports(updates)["trial-0000"]
     assert report.outcome is Outcome.MEASURED, report
-    assert report.exit_code == 0
+    assert report.exit_code in (0, None)  # torchrun was ended, or was faster
     assert report.devices == (0, 1)
     assert_gone(report.pids)
     assert len(report.pids) == 3

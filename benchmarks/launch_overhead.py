@@ -1,0 +1,214 @@
+"""Where the time of a launch goes, phase by phase, by plain torchrun and warm, side by side in one run.
+
+    python -m benchmarks.launch_overhead [--examples gpt huggingface] [--launches 5] [--json results.json]
+
+Launches the user's own config of each example, taking turns between the two launchers, after a profile launch that
+teaches the warm one what to import. Phases, in seconds, are those of the slowest rank:
+
+- launcher: from the tuner's start of the launch to the first line of a rank;
+- imports: until DeepSpeed is imported (what the script imports after it counts as its own);
+- init_distributed: the process group, wherever the script has it made;
+- script: all else until ``deepspeed.initialize`` (other imports, model, data) and after it until the first step ends,
+  without the step itself;
+- initialize: ``deepspeed.initialize``, without a process group that it makes;
+- first step, steady steps: the steps;
+- tear-down: from the last event to all processes gone and slots free.
+
+"Outside of steps" is the wall time without the steps: what a launch costs beside what it measures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+from optuna_dsat import ds_config
+from optuna_dsat.launch.devices import Devices, cpu_devices, detect_devices
+from optuna_dsat.launch.preload import Preload
+from optuna_dsat.launch.protocol import Finished, LaunchRequest, Observed, ScriptCommand
+from optuna_dsat.launch.torchrun import TorchrunLauncher
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.events import EngineReady, Event, ModulesImported, RankStarted, StepMeasured
+
+ROOT = Path(__file__).parents[1]
+STEPS = 6
+PHASES = ("launcher", "imports", "init_distributed", "script", "initialize", "first step", "steady steps", "tear-down")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """A training script of ``examples/`` and its arguments."""
+
+    script: Path
+    config: Path
+    args: tuple[str, ...] = ()
+
+
+EXAMPLES = {
+    "gpt": Example(script=ROOT / "examples/gpt/train.py", config=ROOT / "examples/gpt/ds_config.json"),
+    "huggingface": Example(
+        script=ROOT / "examples/huggingface/train.py",
+        config=ROOT / "examples/huggingface/ds_config.json",
+        args=(
+            *("--deepspeed", str(ROOT / "examples/huggingface/ds_config.json")),
+            *("--output_dir", "output", "--do_train", "--report_to", "none"),
+        ),
+    ),
+}
+
+
+@dataclass(kw_only=True)
+class Launch:
+    """One launch: when it was started and over (Unix times), and its events."""
+
+    started: float
+    ended: float = 0.0
+    outcome: Outcome | None = None
+    events: list[Event] = field(default_factory=list)
+
+    def of(self, kind: type[Event]) -> list[Event]:
+        """Return the events of one kind."""
+        return [event for event in self.events if isinstance(event, kind)]
+
+    def phases(self) -> dict[str, float]:
+        """Return the seconds of each phase, of the rank whose first line came last."""
+        rank = max(self.of(RankStarted), key=lambda event: event.time)
+        engine = next(e for e in self.events if isinstance(e, EngineReady) and e.rank == rank.rank)
+        steps = sorted(
+            (e for e in self.events if isinstance(e, StepMeasured) and e.rank == rank.rank), key=lambda e: e.step
+        )
+        spans = {name: seconds for name, (_, seconds) in engine.spans.items()}
+        begun = {name: start for name, (start, _) in engine.spans.items()}
+        group = spans.get("init_distributed", 0.0)
+        inside = begun.get("init_distributed", 0.0) >= begun["initialize"]
+        first, steady = steps[0].latency_s, sum(step.latency_s for step in steps[1:])
+        last = max(event.time for event in self.events)
+        found = {
+            "launcher": rank.time - self.started,
+            "imports": spans["imports"],
+            "init_distributed": group,
+            "initialize": spans["initialize"] - (group if inside else 0.0),
+            "first step": first,
+            "steady steps": steady,
+            "tear-down": self.ended - last,
+        }
+        found["script"] = max(0.0, self.ended - self.started - sum(found.values()))
+        return {name: found[name] for name in PHASES}
+
+    def outside(self) -> float:
+        """Return the wall time outside of training steps."""
+        phases = self.phases()
+        return self.ended - self.started - phases["first step"] - phases["steady steps"]
+
+
+def request(example: Example, *, launch_id: str, purpose: str, slots: int, cwd: str) -> LaunchRequest:
+    """Return a launch of the example's own config; batch sizes that it leaves to a trainer are made plain."""
+    own = ds_config.effective(ds_config.load(example.config).raw)
+    sizes = {
+        "train_batch_size": None,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 1,
+    }
+    return LaunchRequest(
+        launch_id=launch_id,
+        purpose=purpose,
+        command=ScriptCommand(script=str(example.script), args=example.args, cwd=cwd, config_path=str(example.config)),
+        ds_config=ds_config.merge(own, sizes),
+        overlay=sizes,
+        slots=slots,
+        start_profile_step=1,
+        end_profile_step=2 if purpose == "profile" else STEPS,
+    )
+
+
+def run(launcher: TorchrunLauncher, asked: LaunchRequest) -> Launch:
+    """Run one launch to its end."""
+    launch = Launch(started=time.time())
+    launcher.start(asked)
+    while not launch.ended:
+        for update in launcher.poll(1.0):
+            if isinstance(update, Observed):
+                launch.events.append(update.event)
+            elif isinstance(update, Finished):
+                launch.ended, launch.outcome = time.time(), update.report.outcome
+                if launch.outcome is not Outcome.MEASURED:
+                    raise SystemExit(f"{asked.launch_id}: {update.report.message}\n{update.report.error_excerpt}")
+    return launch
+
+
+def measure(example: Example, *, launches: int, devices: Devices, folder: Path) -> dict[str, list[Launch]]:
+    """Return the launches by plain torchrun and warm, made in turns."""
+    slots, cwd = len(devices.devices), str(folder)
+    launchers = {
+        "torchrun": TorchrunLauncher(folder / "torchrun", devices=devices),
+        "warm": TorchrunLauncher(folder / "warm", devices=devices, warm=True, on_notice=print),
+    }
+    found: dict[str, list[Launch]] = {name: [] for name in launchers}
+    for name in launchers:
+        (folder / name).mkdir()
+    try:
+        profile = run(launchers["warm"], request(example, launch_id="profile", purpose="profile", slots=slots, cwd=cwd))
+        imported = next(event for event in profile.events if isinstance(event, ModulesImported))
+        launchers["warm"].prepare(Preload.learned(imported))
+        for number in range(launches + 1):  # the first of each waits for the imports, or warms the disk's cache
+            for name, launcher in launchers.items():
+                launch_id = f"launch-{number}"
+                launch = run(launcher, request(example, launch_id=launch_id, purpose="trial", slots=slots, cwd=cwd))
+                if number:
+                    found[name].append(launch)
+    finally:
+        for launcher in launchers.values():
+            launcher.close()
+    return found
+
+
+def table(found: dict[str, list[Launch]]) -> list[str]:
+    """Return the medians as rows of a Markdown table."""
+    names = list(found)
+    rows = [f"| phase (s) | {' | '.join(names)} |", f"|---|{'--:|' * len(names)}"]
+    for phase in PHASES:
+        medians = [statistics.median(launch.phases()[phase] for launch in found[name]) for name in names]
+        rows.append(f"| {phase} | " + " | ".join(f"{value:.2f}" for value in medians) + " |")
+    outside = {name: statistics.median(launch.outside() for launch in found[name]) for name in names}
+    rows.append("| **outside of steps** | " + " | ".join(f"**{outside[name]:.2f}**" for name in names) + " |")
+    rows.append("")
+    rows.append(f"Warm takes {outside['warm'] / outside['torchrun']:.1%} of torchrun's time outside of steps.")
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--examples", nargs="+", choices=sorted(EXAMPLES), default=sorted(EXAMPLES))
+    parser.add_argument("--launches", type=int, default=5, help="launches of each kind that count")
+    parser.add_argument("--json", type=Path, help="also write all phases of all launches")
+    args = parser.parse_args(argv)
+    devices = detect_devices()
+    devices = cpu_devices(2) if devices.kind == "cpu" else devices
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed", "transformers"))
+    print(
+        f"{len(devices.devices)} x {devices.devices[0].name}, {os.cpu_count()} cores, {versions}, "
+        f"Python {platform.python_version()}; medians of {args.launches}\n"
+    )
+    results = {}
+    for name in args.examples:
+        with tempfile.TemporaryDirectory(prefix="launch-overhead-") as temporary:
+            found = measure(EXAMPLES[name], launches=args.launches, devices=devices, folder=Path(temporary))
+        print(f"#### examples/{name}\n")
+        print("\n".join(table(found)) + "\n", flush=True)
+        results[name] = {kind: [launch.phases() for launch in launches] for kind, launches in found.items()}
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    main()

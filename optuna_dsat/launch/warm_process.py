@@ -1,0 +1,127 @@
+"""The parent of warm launches: imports what all launches need, once, and forks an agent for each of them.
+
+    python -P -u -m optuna_dsat.launch.warm_process CONTROL_FD TUNER_PID
+
+It has one thread, computes nothing and touches no device. Over its control socket it takes lines of JSON,
+``{"do": "preload", ...}`` and ``{"do": "launch", ...}``, and answers with ``ready``, ``started`` and ``ended``
+(``launch/warm.py`` is the other end). It ends when the tuner does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+from optuna_dsat.launch import agent
+from optuna_dsat.launch.forked import Origin, become_agent, forked_ranks
+from optuna_dsat.launch.preload import Preload, load
+from optuna_dsat.launch.processes import take_mark
+from optuna_dsat.runtime.session import die_with_parent
+
+__all__ = ["main"]
+
+_EXIT_UNCLEAN = 71
+"""Exit code of an agent that could not be made (``EX_OSERR`` of ``sysexits.h``); its log says why."""
+
+
+class _Parent:
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(control, selectors.EVENT_READ)
+        self._partial = b""
+        self._started_with = dict(os.environ)
+        self._origin: Origin | None = None
+
+    def run(self) -> None:
+        """Serve until the tuner closes its end."""
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is not self._control:
+                    self._reap(key)
+                elif not self._receive():
+                    return
+
+    def _receive(self) -> bool:
+        data = self._control.recv(1 << 20)
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        for line in lines:
+            self._serve(json.loads(line))
+        return bool(data)
+
+    def _serve(self, order: Mapping[str, Any]) -> None:
+        if order["do"] == "preload":
+            self._preload(order)
+        else:
+            self._launch(order)
+
+    def _tell(self, **news: Any) -> None:
+        self._control.sendall(json.dumps(news).encode() + b"\n")
+
+    def _preload(self, order: Mapping[str, Any]) -> None:
+        started = time.monotonic()
+        # Counting GPUs through NVML leaves CUDA alone; by the driver it could not be used after a fork. DeepSpeed sets
+        # the same when it is imported.
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+        loaded = load(Preload.from_json(order["preload"]), watched=frozenset(order["watched"]))
+        own = [self._control.fileno(), self._selector.fileno()]
+        self._origin = Origin.of_this_process(without=own, started_with=self._started_with)
+        self._tell(
+            news="ready",
+            modules=loaded.modules,
+            refused=loaded.refused,
+            seconds=time.monotonic() - started,
+        )
+
+    def _launch(self, order: Mapping[str, Any]) -> None:
+        if self._origin is None:
+            raise RuntimeError("a launch was ordered before the preload")
+        pid = os.fork()
+        if pid == 0:
+            try:
+                self._become_agent(order, self._origin)
+            except BaseException:  # noqa: BLE001 - whatever it is, this is not the parent's code any more
+                traceback.print_exc()
+            finally:
+                os._exit(_EXIT_UNCLEAN)
+        descriptor = os.pidfd_open(pid)
+        self._selector.register(descriptor, selectors.EVENT_READ, (order["launch_id"], pid))
+        self._tell(news="started", launch_id=order["launch_id"], pid=pid)
+
+    def _become_agent(self, order: Mapping[str, Any], origin: Origin) -> None:
+        def run() -> int:
+            take_mark(order["mark"])
+            with forked_ranks(origin):
+                return agent.main([order["record"], str(os.getppid()), *order["arguments"]])
+
+        become_agent(run, origin=origin, environ=order["environ"], cwd=order["cwd"], log=order["log"])
+
+    def _reap(self, key: selectors.SelectorKey) -> None:
+        launch_id, pid = key.data
+        self._selector.unregister(key.fileobj)
+        os.close(key.fd)
+        _, status = os.waitpid(pid, 0)
+        self._tell(news="ended", launch_id=launch_id, exit_code=os.waitstatus_to_exitcode(status))
+
+
+def main(argv: list[str]) -> int:
+    """Serve the tuner at the other end of the socket; return the exit code."""
+    control, tuner = socket.socket(fileno=int(argv[0])), int(argv[1])
+    die_with_parent()
+    if os.getppid() != tuner:  # it ended before this process could ask
+        return 1
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the tuner is gone
+        _Parent(control).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,41 @@
+"""What the script has imported by the end of a profile launch, for launches that find it imported already."""
+
+from __future__ import annotations
+
+import site
+import sys
+import sysconfig
+from pathlib import Path
+
+__all__ = ["imported_modules", "loaded_operators"]
+
+
+def imported_modules() -> list[str]:
+    """Return the installed modules that this process has imported, in the order in which their imports began.
+
+    Neither the standard library's, which come along with others and are cheap, nor the user's own, which every launch
+    imports for itself.
+    """
+    folders = _installed_folders()
+    found = []
+    for name, module in list(sys.modules.items()):
+        spec = getattr(module, "__spec__", None)
+        origin = getattr(spec, "origin", None)
+        if spec is not None and spec.name == name and isinstance(origin, str) and origin.startswith(folders):
+            found.append(name)
+    return found
+
+
+def _installed_folders() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    folders = {paths["purelib"], paths["platlib"], *site.getsitepackages()}
+    if site.ENABLE_USER_SITE:
+        folders.add(site.getusersitepackages())
+    return tuple(str(Path(folder)) + "/" for folder in folders)
+
+
+def loaded_operators() -> list[str]:
+    """Return the names of DeepSpeed's compiled operators that this process uses."""
+    builder = sys.modules.get("deepspeed.ops.op_builder.builder")
+    loaded = getattr(getattr(builder, "OpBuilder", None), "_loaded_ops", {})
+    return sorted(loaded)

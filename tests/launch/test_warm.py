@@ -1,0 +1,285 @@
+"""Launches forked from a warm process, on the CPU: nobody can tell them from plain ones, or from one another."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optuna_dsat.launch.devices import cpu_devices
+from optuna_dsat.launch.preload import Preload
+from optuna_dsat.launch.processes import ProcessKey, find_marked
+from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest, LaunchUpdate, ScriptCommand
+from optuna_dsat.launch.torchrun import TorchrunLauncher
+from optuna_dsat.launch.warm import WarmLaunches
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.events import RankFailed, RankStarted, StepMeasured
+
+from .launching import DS_CONFIG, SCRIPTS, events, reports, request, updates_until_finished
+from .test_torchrun import BASE_ENV, assert_gone
+
+pytestmark = pytest.mark.torchrun
+
+STATE = SCRIPTS / "state.py"
+DRAWN = {"random", "torch_seed"}
+MAY_DIFFER = {*DRAWN, "sockets"}
+
+
+def run(launcher: TorchrunLauncher, asked: LaunchRequest) -> tuple[LaunchReport, list[LaunchUpdate]]:
+    launcher.start(asked)
+    updates = updates_until_finished(launcher)
+    return reports(updates)[asked.launch_id], updates
+
+
+def state_request(folder: Path, launch_id: str, *more: str) -> LaunchRequest:
+    config = folder / "user_config.json"
+    return request(
+        folder,
+        launch_id=launch_id,
+        command=ScriptCommand(
+            script=str(STATE),
+            args=(str(config), str(folder / launch_id), *more),
+            cwd=str(folder),
+            config_path=str(config),
+        ),
+    )
+
+
+def states(folder: Path, launch_id: str) -> list[dict[str, Any]]:
+    return [json.loads((folder / f"{launch_id}.{rank}").read_text()) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def notices() -> list[str]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("warm")
+    (made / "user_config.json").write_text(json.dumps({**DS_CONFIG, "train_micro_batch_size_per_gpu": 2}))
+    return made
+
+
+@pytest.fixture(scope="module")
+def launcher(folder: Path, notices: list[str]) -> Iterator[TorchrunLauncher]:
+    made = TorchrunLauncher(
+        folder / "out", devices=cpu_devices(2), base_env=BASE_ENV, warm=True, on_notice=notices.append
+    )
+    (folder / "out").mkdir()
+    report, _ = run(made, state_request(folder, "first"))
+    assert report.outcome is Outcome.MEASURED, report
+    assert notices == []
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def plain(folder: Path) -> Iterator[TorchrunLauncher]:
+    made = TorchrunLauncher(folder / "plain", devices=cpu_devices(2), base_env=BASE_ENV)
+    yield made
+    made.close()
+
+
+def test_a_forked_rank_finds_what_a_started_one_does(
+    launcher: TorchrunLauncher, plain: TorchrunLauncher, folder: Path
+) -> None:
+    run(launcher, state_request(folder, "forked"))
+    run(plain, state_request(folder, "started"))
+    for forked, started in zip(states(folder, "forked"), states(folder, "started"), strict=True):
+        differing = {
+            key: (forked[key], started[key]) for key in started.keys() - MAY_DIFFER if forked[key] != started[key]
+        }
+        assert differing == {}
+        assert forked["sockets"] <= started["sockets"]
+    numbers = [number for s in states(folder, "forked") for number in (*s["random"], s["torch_seed"])]
+    assert len(set(numbers)) == len(numbers), "ranks that are not seeded draw different numbers"
+
+
+def test_a_launch_never_sees_what_another_left_behind(launcher: TorchrunLauncher, folder: Path) -> None:
+    run(launcher, state_request(folder, "before"))
+    report, _ = run(launcher, state_request(folder, "disturber", "--disturb"))
+    assert report.outcome is Outcome.MEASURED, report
+    run(launcher, state_request(folder, "after"))
+    for before, after in zip(states(folder, "before"), states(folder, "after"), strict=True):
+        assert {k: before[k] for k in before.keys() - DRAWN} == {k: after[k] for k in after.keys() - DRAWN}
+        assert after["neighbour"] == []
+        assert after["attribute"] is None
+        assert all(before[key] != after[key] for key in DRAWN)
+
+
+def test_the_same_configuration_measures_the_same_first_and_last_among_twenty(
+    launcher: TorchrunLauncher, folder: Path
+) -> None:
+    def losses(number: int, stage: int) -> list[float | None]:
+        config = {**DS_CONFIG, "zero_optimization": {"stage": stage, "reduce_bucket_size": 10_000}}
+        asked = request(folder, launch_id=f"twenty-{number}", ds_config=config, overlay=config)
+        asked = LaunchRequest(**{**vars(asked), "command": state_request(folder, f"twenty-{number}").command})
+        report, updates = run(launcher, asked)
+        assert report.outcome is Outcome.MEASURED, report
+        assert {event.step for event in events(updates, StepMeasured)} == {1, 2, 3}
+        return [event.loss for event in events(updates, StepMeasured)]
+
+    first = losses(0, 1)
+    for number in range(1, 19):
+        losses(number, number % 4)
+    assert sorted(map(str, losses(19, 1))) == sorted(map(str, first))
+
+
+def test_output_goes_to_the_rank_s_own_files(launcher: TorchrunLauncher, folder: Path) -> None:
+    report, _ = run(launcher, request(folder, launch_id="output"))
+    assert report.outcome is Outcome.MEASURED, report
+    directory = launcher.run_directory("output")
+    assert "training starts" in directory.stdout(0).read_text()
+    assert "training starts" in directory.stdout(1).read_text()
+    assert "training starts" not in (folder / "out" / "warm.log").read_text()
+
+
+def test_an_exception_is_recorded_and_ends_the_launch(launcher: TorchrunLauncher, folder: Path) -> None:
+    asked = request(folder, launch_id="raises", args=("--end", "raise", "--end-rank", "1", "--orphan"))
+    report, updates = run(launcher, asked)
+    assert report.outcome is Outcome.SCRIPT_ERROR, report
+    assert "ValueError: the script's own mistake" in report.error_excerpt
+    assert "forked" not in report.error_excerpt, "no frame of ours"
+    assert events(updates, RankFailed)[0].rank == 1
+    assert_gone(report.pids)
+    assert not [process for process in find_marked() if process.key.pid in report.pids]
+
+
+@pytest.mark.parametrize(("end", "said"), [("kill", "rank 1: killed"), ("exit", "rank 1"), ("segv", "rank 1")])
+def test_a_rank_that_dies_is_explained_by_torchrun(
+    launcher: TorchrunLauncher, folder: Path, end: str, said: str
+) -> None:
+    report, _ = run(launcher, request(folder, launch_id=f"dies-{end}", args=("--end", end, "--end-rank", "1")))
+    assert report.outcome in (Outcome.SCRIPT_ERROR, Outcome.HOST_OUT_OF_MEMORY), report
+    assert said in report.message
+    assert_gone(report.pids)
+
+
+def test_memory_is_limited_in_a_forked_rank(launcher: TorchrunLauncher, folder: Path) -> None:
+    asked = request(folder, launch_id="memory", device_memory_bytes=150 * 2**20, args=("--batch", "4000000"))
+    report, _ = run(launcher, asked)
+    assert report.outcome is Outcome.OUT_OF_MEMORY, report
+    assert report.missing_bytes is not None
+
+
+def test_a_stopped_launch_is_gone_with_everything_below_it(launcher: TorchrunLauncher, folder: Path) -> None:
+    launcher.start(request(folder, launch_id="stopped", args=("--end", "sleep", "--at", "2", "--orphan")))
+    updates: list[LaunchUpdate] = []
+    deadline = time.monotonic() + 60
+    while not events(updates, StepMeasured) and time.monotonic() < deadline:
+        updates += launcher.poll(1.0)
+    assert len([process for process in find_marked() if process.key.pid != os.getpid()]) >= 5  # two sleeps, too
+    launcher.stop("stopped", message="enough")
+    report = reports(updates_until_finished(launcher))["stopped"]
+    assert (report.outcome, report.message) == (Outcome.PRUNED, "enough")
+    assert_gone(report.pids)
+    assert launcher.free_slots == 2
+
+
+def test_the_parent_ends_with_the_launcher(folder: Path, tmp_path: Path) -> None:
+    launcher = TorchrunLauncher(tmp_path, devices=cpu_devices(2), base_env=BASE_ENV, warm=True)
+    launcher.start(request(folder, launch_id="open", args=("--end", "sleep")))
+    updates: list[LaunchUpdate] = []
+    while len(events(updates, RankStarted)) < 2:
+        updates += launcher.poll(1.0)
+    pids = [event.pid for event in events(updates, RankStarted)]
+    launcher.close()
+    deadline = time.monotonic() + 5
+    while any(ProcessKey.of(pid) is not None for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert_gone(pids)
+
+
+def test_another_environment_is_launched_plainly(launcher: TorchrunLauncher, folder: Path, notices: list[str]) -> None:
+    report, _ = run(launcher, state_request_with_env(folder, "elsewhere", {"SOMETHING": "else"}))
+    assert report.outcome is Outcome.MEASURED, report
+    assert states(folder, "elsewhere")[0]["environ"]["SOMETHING"] == "else"
+    assert notices == [
+        "Launches run by plain torchrun, which takes seconds longer for each: "
+        "the environment of this launch differs in SOMETHING."
+    ]
+
+
+def state_request_with_env(folder: Path, launch_id: str, env: dict[str, str]) -> LaunchRequest:
+    return LaunchRequest(**{**vars(state_request(folder, launch_id)), "env": env})
+
+
+class TestWhatMustNotBeImported:
+    """Packages whose import would spoil every fork; small ones of the test's own stand for them."""
+
+    @pytest.fixture
+    def warm(self, tmp_path: Path) -> Iterator[WarmLaunches]:
+        made = WarmLaunches(tmp_path / "warm.log")
+        yield made
+        made.close()
+
+    def start(self, warm: WarmLaunches, tmp_path: Path, *modules: str) -> Preload:
+        """Have the parent import, without torch, and return what it was left with."""
+        warm.prepare(Preload(modules=modules))
+        warm.begin({**BASE_ENV, "PYTHONPATH": str(tmp_path), "DS_ACCELERATOR": "cpu"})
+        warm.wait()
+        return warm.preload
+
+    @pytest.mark.parametrize(
+        ("code", "left_out"),
+        [
+            ("import os\nRANK = os.environ.get('RANK', 0)", True),
+            ("import os\nCOPY = dict(os.environ)\nHOME = os.environ.get('HOME')", False),
+            ("import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()", True),
+            ("import threading\nthread = threading.Thread(target=print)\nthread.start()\nthread.join()", False),
+            ("raise RuntimeError('not today')", False),
+        ],
+        ids=["reads-the-rank", "reads-the-rest", "leaves-a-thread", "joins-its-thread", "fails"],
+    )
+    def test_only_what_spoils_a_fork_is_left_to_the_ranks(
+        self, warm: WarmLaunches, tmp_path: Path, code: str, left_out: bool
+    ) -> None:
+        (tmp_path / "odd_package.py").write_text(code)
+        (tmp_path / "good_package.py").write_text("")
+        assert self.start(warm, tmp_path, "odd_package", "good_package").left_out == (
+            ("odd_package",) if left_out else ()
+        )
+
+    def test_who_imports_it_is_left_out_too(self, warm: WarmLaunches, tmp_path: Path) -> None:
+        (tmp_path / "reader.py").write_text("import os\nRANK = os.getenv('LOCAL_RANK')")
+        (tmp_path / "importer.py").write_text("import reader")
+        assert set(self.start(warm, tmp_path, "importer").left_out) == {"reader", "importer"}
+
+
+def test_a_forked_launch_that_fails_is_repeated_plainly(folder: Path, tmp_path: Path) -> None:
+    """A script that wants to be the first to import a module stands for one that cannot be forked."""
+    script = tmp_path / "refuses.py"
+    script.write_text(
+        "import sys\nassert 'torch._dynamo' not in sys.modules, 'I want it fresh'\n"
+        + (SCRIPTS / "tiny_launch.py").read_text().replace("from __future__ import annotations", "")
+    )
+    notices: list[str] = []
+    launcher = TorchrunLauncher(
+        tmp_path / "out", devices=cpu_devices(2), base_env=BASE_ENV, warm=True, on_notice=notices.append
+    )
+    (tmp_path / "out").mkdir()
+    try:
+        config = str(folder / "user_config.json")
+        command = ScriptCommand(script=str(script), args=(config,), cwd=str(folder), config_path=config)
+        report, _ = run(launcher, request(folder, launch_id="refused", command=command))
+        assert report.outcome is Outcome.MEASURED, report
+        assert len(notices) == 1
+        assert "all run plainly" in notices[0]
+        started = time.monotonic()
+        again, _ = run(launcher, request(folder, launch_id="again", command=command))
+        assert again.outcome is Outcome.MEASURED, f"{again} after {time.monotonic() - started:.0f} s"
+        assert not (tmp_path / "out" / "again.old-1").exists(), "plain at once"
+    finally:
+        launcher.close()
+
+
+def test_ctrl_c_is_ignored_in_a_fork_only_where_it_was_from_the_start(launcher: TorchrunLauncher, folder: Path) -> None:
+    run(launcher, state_request(folder, "signals"))
+    assert states(folder, "signals")[0]["signals"][str(int(signal.SIGINT))].startswith("<built-in function default_int")
