@@ -85,6 +85,7 @@ def tune(
     confirm: int = 3,
     start_profile_step: int = 3,
     end_profile_step: int = 5,
+    adaptive_steps: int | None = None,
     random_seed: int = 42,
     gpus_per_trial: int | None = None,
     cpu_ranks: int | None = None,
@@ -140,7 +141,9 @@ def tune(
         max_retries: Further launches of a trial after a communication error, a stall or a time-out.
         confirm: Finalists that are measured again with more steps.
         start_profile_step: First step that counts, from 1.
-        end_profile_step: Last step that counts; the launch ends after it.
+        end_profile_step: Last step that counts; a launch whose step time is known to 1 % ends before it.
+        adaptive_steps: Steps that a finalist may count while its step time is still uncertain; None for five times a
+            trial's, at least 10.
         random_seed: Seed of the search.
         gpus_per_trial: GPUs of one launch; None for all.
         cpu_ranks: Run on the CPU with this many ranks; None for GPUs, and 2 where there are none.

@@ -10,12 +10,16 @@ from optuna.trial import FrozenTrial
 
 from optuna_dsat import history
 from optuna_dsat.launch.protocol import Launcher, LaunchReport, LaunchRequest
-from optuna_dsat.measurement import LaunchRecord, confidence_interval
+from optuna_dsat.measurement import GlobalStep, LaunchRecord, confidence_interval, is_certain
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.profiling import follow, script_command
 from optuna_dsat.spec import StudySpec
 
 __all__ = ["Finalist", "choose_winner", "confirm", "confirmation_steps"]
+
+
+_STEP_TOLERANCE = 0.005
+"""A finalist ends once its step time is known to half a percent, either way."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +45,15 @@ class Finalist:
 
 
 def confirmation_steps(spec: StudySpec) -> int:
-    """Return how many steps a confirmation counts: five times a trial's, at least ten."""
+    """Return how many steps a confirmation counts at most: five times a trial's, at least ten.
+
+    ``--adaptive-steps`` allows more to one whose step time is still uncertain then.
+    """
     return max(10, 5 * _trial_steps(spec))
+
+
+def _is_known(steps: Sequence[GlobalStep]) -> bool:
+    return is_certain(steps, tolerance=_STEP_TOLERANCE)
 
 
 def _trial_steps(spec: StudySpec) -> int:
@@ -69,11 +80,11 @@ def confirm(
             overlay=trial.user_attrs[history.OVERLAY],
             slots=spec.slots_per_trial,
             start_profile_step=spec.start_profile_step,
-            end_profile_step=spec.start_profile_step + confirmation_steps(spec) - 1,
+            end_profile_step=spec.start_profile_step + max(confirmation_steps(spec), spec.adaptive_steps or 0) - 1,
             device_memory_bytes=spec.device_memory_bytes,
             timeout_s=None if spec.trial_timeout_s is None else 5 * spec.trial_timeout_s,
         )
-        record, report = follow(launcher, request)
+        record, report = follow(launcher, request, enough=_is_known)
         on_report(report, record, trial)
         yield _finalist(
             trial, record, report, metric=metric, flops_per_sample=flops_per_sample, enough=_trial_steps(spec)

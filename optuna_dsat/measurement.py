@@ -15,7 +15,26 @@ from dataclasses import dataclass
 
 from optuna_dsat.runtime.events import EngineReady, Event, ModulesImported, ProfileMeasured, StepMeasured, TrainerFound
 
-__all__ = ["GlobalStep", "Interval", "LaunchRecord", "confidence_interval", "merge_ranks", "metrics_of"]
+__all__ = [
+    "GlobalStep",
+    "Interval",
+    "LaunchRecord",
+    "confidence_interval",
+    "is_certain",
+    "merge_ranks",
+    "metrics_of",
+    "step_time_uncertainty",
+]
+
+
+_T_975 = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
+    2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
+"""97.5 % quantile of Student's t for 1, 2, ... degrees of freedom (NIST/SEMATECH e-Handbook, 1.3.6.7.2)."""
+
+_FEWEST_STEPS = 3
+"""Two steps that happen to be alike say nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +149,30 @@ def confidence_interval(
     rng = random.Random(0)
     draws = sorted(value_of(rng.choices(steps, k=len(steps))) for _ in range(resamples))
     return Interval(value=value_of(steps), low=draws[int(0.025 * resamples)], high=draws[int(0.975 * resamples) - 1])
+
+
+def step_time_uncertainty(steps: Sequence[GlobalStep]) -> float:
+    """Return half the width of the 95 % confidence interval of the mean step time, relative to that mean.
+
+    Student's t interval, as if steps were independent: a drift over the steps makes it wider, an equal delay of all of
+    them is not seen. Infinite for fewer than two steps.
+    """
+    if len(steps) < 2:
+        return math.inf
+    times = [step.latency_s for step in steps]
+    degrees = len(times) - 1
+    quantile = _T_975[min(degrees, len(_T_975)) - 1]
+    return quantile * statistics.stdev(times) / math.sqrt(len(times)) / statistics.fmean(times)
+
+
+def is_certain(steps: Sequence[GlobalStep], *, tolerance: float) -> bool:
+    """Return whether the step time is known well enough for a launch to end before its last profile step.
+
+    Args:
+        steps: Counted steps.
+        tolerance: Largest ``step_time_uncertainty``.
+    """
+    return len(steps) >= _FEWEST_STEPS and step_time_uncertainty(steps) <= tolerance
 
 
 class LaunchRecord:

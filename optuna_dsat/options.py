@@ -166,8 +166,20 @@ class TuneOptions:
         int, typer.Option(help="First step that counts (from 1).", rich_help_panel=_MEASURE)
     ] = 3
     end_profile_step: Annotated[
-        int, typer.Option(help="Last step that counts; the launch ends after it.", rich_help_panel=_MEASURE)
+        int,
+        typer.Option(
+            help="Last step that counts; a launch whose step time is known to 1 % ends before it.",
+            rich_help_panel=_MEASURE,
+        ),
     ] = 5
+    adaptive_steps: Annotated[
+        int | None,
+        typer.Option(
+            help="Steps that a finalist may count while its step time is still uncertain.  "
+            "\\[default: five times a trial's, at least 10]",
+            rich_help_panel=_MEASURE,
+        ),
+    ] = None
     random_seed: Annotated[int, typer.Option(help="Seed of the search.", rich_help_panel=_MEASURE)] = 42
 
     gpus_per_trial: Annotated[

@@ -208,6 +208,7 @@ def spec_of(method: str, options: TuneOptions, devices: Devices) -> StudySpec:
         max_slots=options.max_slots,
         start_profile_step=options.start_profile_step,
         end_profile_step=options.end_profile_step,
+        adaptive_steps=options.adaptive_steps,
         trial_timeout_s=options.trial_timeout,
         timeout_s=options.timeout,
         max_retries=options.max_retries,

@@ -12,7 +12,7 @@ import importlib.metadata
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from optuna_dsat.launch.protocol import (
     ScriptCommand,
     SlotsBusyError,
 )
-from optuna_dsat.measurement import LaunchRecord
+from optuna_dsat.measurement import GlobalStep, LaunchRecord
 from optuna_dsat.memory import ModelProfile
 from optuna_dsat.module_file import module_file
 from optuna_dsat.outcome import Outcome
@@ -165,19 +165,31 @@ def script_command(spec: StudySpec) -> ScriptCommand:
 
 
 def follow(
-    launcher: Launcher, request: LaunchRequest, on_event: Callable[[Event], None] = lambda _: None
+    launcher: Launcher,
+    request: LaunchRequest,
+    on_event: Callable[[Event], None] = lambda _: None,
+    enough: Callable[[Sequence[GlobalStep]], bool] = lambda _: False,
 ) -> tuple[LaunchRecord, LaunchReport]:
     """Run one launch to its end while nothing else runs here; return what was recorded and what became of it.
 
     Where other tuners hold the slots, it waits for them.
+
+    Args:
+        launcher: Where to launch.
+        request: The launch.
+        on_event: Told each event.
+        enough: Asked with the counted steps after each of them; the launch ends as measured when it says so.
     """
     record = LaunchRecord(world_size=request.slots, start_profile_step=request.start_profile_step)
     _start(launcher, request)
     while True:
         for update in launcher.poll(1.0):
             if isinstance(update, Observed):
-                record.add(update.event)
+                step = record.add(update.event)
                 on_event(update.event)
+                if step is not None and step.step < request.end_profile_step and enough(record.counted):
+                    message = f"measured to step {step.step}: the step time is known"
+                    launcher.stop(request.launch_id, outcome=Outcome.MEASURED, message=message)
             elif isinstance(update, Finished) and update.launch_id == request.launch_id:
                 return record, update.report
 

@@ -126,6 +126,8 @@ class StudySpec(_Frozen):
     max_slots: int | None = Field(default=None, ge=1)
     start_profile_step: int = Field(default=3, ge=1)
     end_profile_step: int = Field(default=5, ge=1)
+    adaptive_steps: int | None = Field(default=None, ge=1)
+    """Steps that a finalist may count while its step time is still uncertain; None for no more than usual."""
     trial_timeout_s: float | None = Field(default=None, gt=0)
     timeout_s: float | None = Field(default=None, gt=0)
     max_retries: int = Field(default=1, ge=0)
@@ -185,6 +187,7 @@ class StudySpec(_Frozen):
         budget = {
             "name", "max_trials", "max_concurrent_trials", "max_slots", "trial_timeout_s", "timeout_s", "max_retries",
             "confirm", "output_dir", "enqueue_user_config", "launcher", "preload", "no_preload",
+            "adaptive_steps",
         }  # fmt: skip
         return self.model_dump(mode="json", exclude=budget)
 

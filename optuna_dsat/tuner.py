@@ -26,9 +26,10 @@ from optuna_dsat.launch.protocol import (
     LaunchRequest,
     LaunchUpdate,
     Observed,
+    Settled,
     SlotsBusyError,
 )
-from optuna_dsat.measurement import GlobalStep, LaunchRecord
+from optuna_dsat.measurement import GlobalStep, LaunchRecord, is_certain
 from optuna_dsat.methods import Method
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.profiling import Profiled, script_command
@@ -48,6 +49,12 @@ _RANK = re.compile(r"^rank \d+: ")
 
 _WAIT_S = 0.5
 """Longest wait for news of the launches in flight, and pause between two looks at other workers', in seconds."""
+
+_STEP_TOLERANCE = 0.01
+"""A trial ends once its step time is known to one percent, either way."""
+
+_SEE_OFF_S = 5.0
+"""Longest wait for the last processes at the end of a search, in seconds."""
 
 _STATES = {
     Outcome.MEASURED: TrialState.COMPLETE,
@@ -121,6 +128,8 @@ class Tuner:
         self._config = ds_config.effective(spec.ds_config)
         self._maximize = spec.direction == "maximize"
         self._running: dict[str, _Running] = {}
+        self._ending: dict[str, _Running] = {}
+        """Trials that are told, whose launches still end."""
         self._unstarted: list[_Running] = []
         """Those of ``_running`` that wait for a slot."""
         self._refused = 0
@@ -148,6 +157,7 @@ class Tuner:
         )
         try:
             reason = self._loop()
+            self._see_off()
         except KeyboardInterrupt:
             reason = EndReason.INTERRUPTED
         finally:
@@ -326,16 +336,21 @@ class Tuner:
             self._start(running)
 
     def _take(self, update: LaunchUpdate) -> None:
+        if isinstance(update, Finished) and update.launch_id in self._ending:
+            self._record(self._ending.pop(update.launch_id), update.report)
+            return
         running = self._running.get(update.launch_id)
-        if running is None:
+        if running is None or not isinstance(update, Observed | Settled | Finished):
             return
         try:
             if isinstance(update, Observed):
                 step = running.record.add(update.event)
                 if step is not None:
                     self._report(running, step)
-            elif isinstance(update, Finished):
+            else:
                 del self._running[update.launch_id]
+                if isinstance(update, Settled):
+                    self._ending[update.launch_id] = running
                 self._finish(running, update.report)
         except UpdateFinishedTrialError:
             self._running.pop(update.launch_id, None)
@@ -362,6 +377,12 @@ class Tuner:
             self._launcher.stop(
                 running.request.launch_id, message=f"stopped at step {step.step}: it cannot be among the best"
             )
+        elif is_certain(running.record.counted, tolerance=_STEP_TOLERANCE):
+            self._launcher.stop(
+                running.request.launch_id,
+                outcome=Outcome.MEASURED,
+                message=f"measured to step {step.step}: the step time is known",
+            )
 
     def _metrics(self, running: _Running) -> dict[str, float]:
         return running.record.metrics(flops_per_sample=self._profiled.profile.flops_per_sample)
@@ -369,13 +390,7 @@ class Tuner:
     def _finish(self, running: _Running, report: LaunchReport) -> None:
         """Retry, or tell the trial what became of it."""
         trial = running.trial
-        self._store.record_launch(
-            self._uuid,
-            report,
-            trial_number=trial.number,
-            purpose=running.request.purpose,
-            attempt=running.attempt,
-        )
+        self._record(running, report)
         self._store.record_steps(self._uuid, report.launch_id, running.record.events)
         if report.outcome.retryable and running.attempt < self._spec.max_retries:
             attempt = running.attempt + 1
@@ -384,6 +399,22 @@ class Tuner:
             self._start(replace(running, request=request, record=self._new_record(), attempt=attempt))
             return
         self._tell(running, report)
+
+    def _record(self, running: _Running, report: LaunchReport) -> None:
+        self._store.record_launch(
+            self._uuid,
+            report,
+            trial_number=running.trial.number,
+            purpose=running.request.purpose,
+            attempt=running.attempt,
+        )
+
+    def _see_off(self) -> None:
+        """Wait for the processes of launches that are settled, a moment at most: how long they took is recorded."""
+        deadline = time.monotonic() + _SEE_OFF_S
+        while self._ending and time.monotonic() < deadline:
+            for update in self._launcher.poll(_WAIT_S):
+                self._take(update)
 
     def _tell(self, running: _Running, report: LaunchReport) -> None:
         trial = running.trial

@@ -87,16 +87,26 @@ def test_a_search_returns_what_the_command_would_print_and_prints_nothing(
         result.study = "other"  # type: ignore[misc]
 
 
-def test_the_result_leads_to_the_optuna_study_and_its_trials() -> None:
+def test_the_result_leads_to_the_optuna_study_and_its_trials(capfd: pytest.CaptureFixture[str]) -> None:
     result = optuna_dsat.tune("train.py", "ds.json", **QUICK)
     study = result.optuna_study()
     assert study.best_trial.number == result.trial or study.best_value > 0
+    study.set_user_attr("mine", 1)
+    assert "mine" not in result.optuna_study().user_attrs
     rows = result.trials()
     assert [row["number"] for row in rows] == [trial.number for trial in study.trials]
     assert {row["outcome"] for row in rows} == set(result.launches)
+    assert capfd.readouterr() == ("", "")
     secret = dataclasses.replace(result, storage="postgresql://me:***@host/db")
     with pytest.raises(StorageUrlError, match="give the URL again"):
         secret.optuna_study()
+
+
+@pytest.mark.postgres
+def test_the_result_finds_its_study_on_a_server(postgres_url: str) -> None:
+    result = optuna_dsat.tune("train.py", "ds.json", storage=postgres_url, **QUICK)
+    study = result.optuna_study(None if "***" not in result.storage else postgres_url)
+    assert len(study.trials) == len(result.trials(postgres_url)) == sum(result.launches.values())
 
 
 def test_calling_again_continues_the_study() -> None:

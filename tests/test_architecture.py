@@ -36,6 +36,7 @@ LAYERS = [
         "script_trainer",
         "words",
         "options",
+        "quiet_optuna",
         "spec",
         "trial_class",
     },

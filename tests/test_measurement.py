@@ -2,7 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from optuna_dsat.measurement import GlobalStep, LaunchRecord, confidence_interval, merge_ranks, metrics_of
+from optuna_dsat.measurement import (
+    GlobalStep,
+    LaunchRecord,
+    confidence_interval,
+    is_certain,
+    merge_ranks,
+    metrics_of,
+    step_time_uncertainty,
+)
 from optuna_dsat.runtime.events import EngineReady, StepMeasured
 
 
@@ -133,3 +141,23 @@ def test_what_was_consumed_bounds_the_data_there_can_be(samples: list[int], most
         for rank in (0, 1):
             record.add(step_of(rank=rank, step=step, samples=count))
     assert record.data_at_most(8) == most
+
+
+def test_uncertainty_is_students_interval() -> None:
+    # Three steps: standard deviation 0.1, and 4.303 is Student's quantile for two degrees of freedom.
+    assert step_time_uncertainty(global_steps([0.9, 1.0, 1.1])) == pytest.approx(4.303 * 0.1 / 3**0.5)
+    assert step_time_uncertainty(global_steps([1.0])) == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("latencies", "certain"),
+    [
+        ([1.0, 1.0], False),
+        ([1.0, 1.0, 1.0], True),
+        ([1.0, 1.01, 0.99], False),
+        ([1.0, 1.01, 0.99] * 6, True),
+        ([1.0, 1.2, 1.4, 1.6, 1.8] * 4, False),
+    ],
+)
+def test_a_step_time_is_certain_once_its_interval_is_tight(latencies: list[float], certain: bool) -> None:
+    assert is_certain(global_steps(latencies), tolerance=0.01) is certain

@@ -4,7 +4,8 @@ Nothing here reads a log. What counts, in this order:
 
 1. An ``out_of_memory`` record of any rank: it explains the communication errors of the others, and is knowledge even
    when the launch was being stopped at that moment. Then a ``host_out_of_memory`` record.
-2. That the launch was stopped: by the pruner, for its time limit, or because all ranks were silent.
+2. That the launch was stopped: by the pruner, for its time limit, because all ranks were silent, or because the step
+   time was known well enough (then rules 8 and 9 decide).
 3. A rank that the kernel killed for want of host memory: SIGKILL that we did not send and no record. The kernel's own
    count of such kills decides. Where the count cannot be read, SIGKILL means ``host_out_of_memory``, since nothing else
    commonly sends it; where it can be read and has not moved, somebody else sent it, and it is a ``script_error``.
@@ -179,6 +180,8 @@ def _out_of_memory(facts: LaunchFacts) -> Verdict | None:
 def _stopped(facts: LaunchFacts) -> Verdict | None:
     if facts.stop is None:
         return None
+    if facts.stop.outcome is Outcome.MEASURED:  # enough steps were done
+        return _batch_differs(facts) or Verdict(outcome=Outcome.MEASURED, message=facts.stop.message)
     return Verdict(outcome=facts.stop.outcome, message=facts.stop.message or f"stopped: {facts.stop.outcome.value}")
 
 

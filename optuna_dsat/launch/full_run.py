@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from optuna_dsat.launch.devices import Devices, Nvml
-from optuna_dsat.launch.prepare import prepare
+from optuna_dsat.launch.prepare import prepare, write_run_directory
 from optuna_dsat.launch.processes import kill_leftovers, new_mark
 from optuna_dsat.launch.protocol import LaunchRequest
 from optuna_dsat.launch.running import first_failure_code
@@ -54,7 +54,8 @@ def run_full(
     pool, mark = SlotPool(devices, nvml=nvml), new_mark()
     lease = pool.take(request.slots)
     try:
-        prepared = prepare(request, lease, pool=pool, output_dir=Path(output_dir), base_env=os.environ, mark=mark)
+        directory = write_run_directory(request, Path(output_dir))
+        prepared = prepare(request, directory, lease, pool=pool, base_env=os.environ, mark=mark)
         agent = subprocess.Popen(prepared.argv, cwd=request.command.cwd, env=prepared.environ, stdout=stdout)
         interrupted = _wait_in_foreground(agent)
         code = first_failure_code(prepared.directory.agent_record)

@@ -19,7 +19,7 @@ from optuna_dsat.launch.run_directory import RunDirectory, without_secrets
 from optuna_dsat.launch.slots import SlotLease, SlotPool
 from optuna_dsat.runtime.plan import LaunchPlan
 
-__all__ = ["Prepared", "prepare"]
+__all__ = ["Prepared", "prepare", "write_run_directory"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,17 +36,29 @@ class Prepared:
     environ: dict[str, str]
 
 
+def write_run_directory(request: LaunchRequest, output_dir: Path) -> RunDirectory:
+    """Make the run directory of a launch, with all that does not depend on its slots.
+
+    Raises:
+        OutputError: If it cannot be written.
+    """
+    directory = RunDirectory.create(output_dir, request.launch_id)
+    directory.write_json(directory.config, request.ds_config)
+    directory.write_json(directory.overlay, request.overlay)
+    directory.write_json(directory.launch, _plan(request, directory))
+    return directory
+
+
 def prepare(
     request: LaunchRequest,
+    directory: RunDirectory,
     lease: SlotLease,
     *,
     pool: SlotPool,
-    output_dir: Path,
     base_env: Mapping[str, str],
     mark: str,
 ) -> Prepared:
-    """Write the run directory of a launch and make its command and environment."""
-    directory = RunDirectory.create(output_dir, request.launch_id)
+    """Make the command and the environment of a launch on these slots, and write them down."""
     command = torchrun_command(request, directory=directory)
     environ = launch_environment(
         base_env,
@@ -60,9 +72,6 @@ def prepare(
     if needs_python_path():
         link = str(directory.link_package(package_dir()))
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, (link, environ.get("PYTHONPATH"))))
-    directory.write_json(directory.config, request.ds_config)
-    directory.write_json(directory.overlay, request.overlay)
-    directory.write_json(directory.launch, _plan(request, directory))
     directory.write_command(command, cwd=request.command.cwd, devices=lease.indices, environ=environ)
     return Prepared(
         directory=directory,

@@ -21,6 +21,7 @@ __all__ = [
     "Launcher",
     "Observed",
     "ScriptCommand",
+    "Settled",
     "SlotsBusyError",
 ]
 
@@ -117,6 +118,17 @@ class Observed(LaunchUpdate):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Settled(LaunchUpdate):
+    """What became of the launch is known and stays so, though its processes still end and its devices are not free yet.
+
+    Comes before ``Finished``, where it comes at all, so that the next launch can be chosen meanwhile.
+    """
+
+    report: LaunchReport
+    """As in ``Finished``, but for ``exit_s``, which is not known yet."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Finished(LaunchUpdate):
     """The launch is over; always the last update of a launch."""
 
@@ -132,7 +144,7 @@ class Launcher(Protocol):
 
     @property
     def free_slots(self) -> int:
-        """Slots that a launch could take now."""
+        """Slots that a launch could take now, or as soon as launches that are settled have ended."""
         ...
 
     @property
@@ -145,7 +157,7 @@ class Launcher(Protocol):
         ...
 
     def start(self, request: LaunchRequest) -> None:
-        """Start a launch.
+        """Start a launch; where its slots are those of launches that are settled, once these have ended.
 
         Raises:
             SlotsBusyError: If fewer than ``request.slots`` slots are free; ``free_slots`` may have said otherwise, for

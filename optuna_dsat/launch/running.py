@@ -11,7 +11,7 @@ from pathlib import Path
 from optuna_dsat.launch.agents import Agent
 from optuna_dsat.launch.classify import LaunchFacts, StopReason
 from optuna_dsat.launch.processes import ProcessKey, children_of, end_processes, find_marked
-from optuna_dsat.launch.protocol import LaunchRequest
+from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.launch.slots import SlotLease
 from optuna_dsat.outcome import Outcome
@@ -121,6 +121,8 @@ class RunningLaunch:
     """When the last process was seen to be gone."""
     last_event: float = field(init=False)
     stop_reason: StopReason | None = field(default=None, init=False)
+    settled_as: LaunchReport | None = field(default=None, init=False)
+    """What became of it, once that is known."""
     events: dict[int, list[Event]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -160,6 +162,19 @@ class RunningLaunch:
             if self.gone_at is not None:
                 events += self._read(now)
         return events
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether any rank has done a step."""
+        return any(isinstance(event, StepMeasured) for events in self.events.values() for event in events)
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing that may still happen changes what became of it: all steps are done, or it was stopped."""
+        if self.stop_reason is not None:
+            return True
+        done = [e for e in self._ends().values() if isinstance(e, RankFinished) and e.reason == "profile_done"]
+        return len(done) == self.request.slots
 
     def end(self, reason: StopReason) -> None:
         """Kill the launch now; does not wait. A launch that is already ending keeps its first reason."""

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from optuna_dsat.launch.agents import Agent
@@ -16,7 +17,7 @@ from optuna_dsat.launch.build_locks import remove_stale_locks
 from optuna_dsat.launch.classify import LaunchFacts, StopReason, Verdict, classify
 from optuna_dsat.launch.devices import DeviceError, Devices, Nvml
 from optuna_dsat.launch.preload import Preload
-from optuna_dsat.launch.prepare import Prepared, prepare
+from optuna_dsat.launch.prepare import Prepared, prepare, write_run_directory
 from optuna_dsat.launch.processes import kernel_oom_kills, kill_leftovers, new_mark
 from optuna_dsat.launch.protocol import (
     Finished,
@@ -24,6 +25,7 @@ from optuna_dsat.launch.protocol import (
     LaunchRequest,
     LaunchUpdate,
     Observed,
+    Settled,
     SlotsBusyError,
 )
 from optuna_dsat.launch.run_directory import OutputError, RunDirectory
@@ -92,15 +94,23 @@ class TorchrunLauncher:
         self._base_env = dict(os.environ if base_env is None else base_env)
         self._running: dict[str, RunningLaunch] = {}
         self._withheld: list[RunningLaunch] = []
+        self._waiting: dict[str, tuple[LaunchRequest, RunDirectory]] = {}
+        """Launches that start when those that are settled have ended."""
+        self._unstarted: list[LaunchReport] = []
+        """Of launches that were stopped before they had started."""
         self._warm = WarmLaunches(self._output_dir / "warm.log") if warm else None
         self._on_notice = on_notice
         self._noticed: set[str] = set()
 
     @property
     def free_slots(self) -> int:
-        """Slots that a launch could take now."""
+        """Slots that a launch could take now, or as soon as launches that are settled have ended."""
         self._recheck_withheld()
-        return self._pool.free
+        waiting = sum(request.slots for request, _ in self._waiting.values())
+        return max(0, self._pool.free + self._ending_slots() - waiting)
+
+    def _ending_slots(self) -> int:
+        return sum(launch.request.slots for launch in self._running.values() if launch.settled_as is not None)
 
     @property
     def total_slots(self) -> int:
@@ -112,7 +122,7 @@ class TorchrunLauncher:
         return RunDirectory(self._output_dir.resolve() / launch_id)
 
     def start(self, request: LaunchRequest) -> None:
-        """Start a launch.
+        """Start a launch; where its slots are those of launches that are settled, once these have ended.
 
         Raises:
             SlotsBusyError: If fewer than ``request.slots`` slots are free.
@@ -121,14 +131,30 @@ class TorchrunLauncher:
         """
         if request.purpose == "full":
             raise ValueError("A full run is in the foreground and is not followed: call run_full().")
-        if request.launch_id in self._running:
+        if request.launch_id in self._running or request.launch_id in self._waiting:
             raise ValueError(f"launch_id is unique; {request.launch_id!r} is running.")
-        lease = self._pool.take(request.slots)
+        if self._ending_slots() and self._pool.free < request.slots <= self.free_slots:
+            self._waiting[request.launch_id] = (request, write_run_directory(request, self._output_dir))
+            return
+        self._start_on(self._pool.take(request.slots), request)
+
+    def _start_on(self, lease: SlotLease, request: LaunchRequest, directory: RunDirectory | None = None) -> None:
         try:
-            self._running[request.launch_id] = self._spawn(request, lease)
+            directory = write_run_directory(request, self._output_dir) if directory is None else directory
+            self._running[request.launch_id] = self._spawn(request, directory, lease)
         except BaseException:
             self._pool.give_back(lease)
             raise
+
+    def _start_waiting(self) -> None:
+        """Start launches that waited for others to end, as far as slots are free."""
+        for request, directory in list(self._waiting.values()):
+            try:
+                lease = self._pool.take(request.slots)
+            except SlotsBusyError:
+                return
+            del self._waiting[request.launch_id]
+            self._start_on(lease, request, directory)
 
     def prepare(self, preload: Preload) -> None:
         """Say what launches will import; forked ones find it imported."""
@@ -136,11 +162,11 @@ class TorchrunLauncher:
             with self._plain_instead():
                 self._warm.prepare(preload)
 
-    def _spawn(self, request: LaunchRequest, lease: SlotLease, *, plain: bool = False) -> RunningLaunch:
+    def _spawn(
+        self, request: LaunchRequest, directory: RunDirectory, lease: SlotLease, *, plain: bool = False
+    ) -> RunningLaunch:
         mark = new_mark()
-        prepared = prepare(
-            request, lease, pool=self._pool, output_dir=self._output_dir, base_env=self._base_env, mark=mark
-        )
+        prepared = prepare(request, directory, lease, pool=self._pool, base_env=self._base_env, mark=mark)
         remove_stale_locks(self._base_env)
         oom_kills = kernel_oom_kills()
         agent = None if plain else self._fork(request, prepared, mark)
@@ -213,9 +239,27 @@ class TorchrunLauncher:
         for launch in list(self._running.values()):
             name = launch.request.launch_id
             updates += [Observed(launch_id=name, event=event) for event in launch.advance(time.monotonic())]
+            if launch.settled and launch.settled_as is None and not self._is_on_trial(launch):
+                launch.settled_as = self._settle(launch)
+                updates.append(Settled(launch_id=name, report=launch.settled_as))
             if launch.gone_at is not None and (report := self._conclude(launch, launch.gone_at)) is not None:
                 updates.append(Finished(launch_id=name, report=report))
+        if self._waiting:
+            self._start_waiting()
+        updates += [Finished(launch_id=report.launch_id, report=report) for report in self._unstarted]
+        self._unstarted.clear()
         return updates
+
+    def _is_on_trial(self, launch: RunningLaunch) -> bool:
+        """Whether a launch's end may yet show that launches cannot be forked here."""
+        unproven = self._warm is not None and not self._warm.proven and not launch.has_trained
+        return launch.checks_warm or (launch.warm and unproven)
+
+    def _settle(self, launch: RunningLaunch) -> LaunchReport:
+        facts = launch.facts(kernel_oom_kills())
+        if self._warm is not None and launch.warm and launch.has_trained:
+            self._warm.proven = True
+        return _report(launch, facts, classify(facts), note="", exit_s=0.0)
 
     def _conclude(self, launch: RunningLaunch, gone_at: float) -> LaunchReport | None:
         """Return the report of a launch whose processes are gone, None while its devices are not free."""
@@ -230,6 +274,13 @@ class TorchrunLauncher:
             self._pool.give_back(launch.lease)
         del self._running[launch.request.launch_id]
         remove_stale_locks(self._base_env, made_after=launch.started_unix)
+        if launch.settled_as is not None:
+            report = replace(
+                launch.settled_as, message=launch.settled_as.message + note, exit_s=now - launch.last_event
+            )
+            with contextlib.suppress(OutputError):  # what was measured is in it; the next launch meets the same disk
+                launch.directory.write_report(report)
+            return report
         facts = launch.facts(kernel_oom_kills())
         verdict = classify(facts)
         if self._is_suspect(launch, verdict) and self._repeat_plainly(launch):
@@ -250,12 +301,12 @@ class TorchrunLauncher:
 
     def _is_suspect(self, launch: RunningLaunch, verdict: Verdict) -> bool:
         """Whether a launch may have failed because it was forked: it never trained, and no other has yet."""
-        trained = any(isinstance(event, StepMeasured) for events in launch.events.values() for event in events)
+        trained = launch.has_trained
         if self._warm is None:
             return False
         if launch.warm and trained:
             self._warm.proven = True
-        if launch.checks_warm and (trained or verdict.outcome is Outcome.MEASURED):
+        if launch.checks_warm and trained:
             self._warm.close()
             self._warm = None
             self._notice(
@@ -271,7 +322,7 @@ class TorchrunLauncher:
             lease = self._pool.take(launch.request.slots)
         except SlotsBusyError:
             return False
-        again = self._spawn(launch.request, lease, plain=True)
+        again = self._spawn(launch.request, write_run_directory(launch.request, self._output_dir), lease, plain=True)
         again.checks_warm = True
         self._running[launch.request.launch_id] = again
         return True
@@ -298,6 +349,9 @@ class TorchrunLauncher:
     def stop(self, launch_id: str, *, outcome: Outcome = Outcome.PRUNED, message: str = "") -> None:
         """End a launch at once; its ``Finished`` comes with a later ``poll``. Unknown or ended launches are ignored."""
         launch = self._running.get(launch_id)
+        if launch_id in self._waiting:
+            request, directory = self._waiting.pop(launch_id)
+            self._unstarted.append(_report_of_unstarted(request, directory, outcome, message))
         if launch is not None:
             launch.end(StopReason(outcome=outcome, message=message))
 
@@ -316,6 +370,7 @@ class TorchrunLauncher:
         for launch in self._withheld:
             self._pool.give_back(launch.lease)
         self._running.clear()
+        self._waiting.clear()
         self._withheld.clear()
         if self._warm is not None:
             self._warm.close()
@@ -360,6 +415,28 @@ def _report(launch: RunningLaunch, facts: LaunchFacts, verdict: Verdict, *, note
         startup_s=max(0.0, min(boundaries, default=ended) - launch.started_unix),
         measured_s=max(boundaries) - min(boundaries) if boundaries else 0.0,
         exit_s=exit_s,
+    )
+
+
+def _report_of_unstarted(
+    request: LaunchRequest, directory: RunDirectory, outcome: Outcome, message: str
+) -> LaunchReport:
+    return LaunchReport(
+        launch_id=request.launch_id,
+        outcome=outcome,
+        message=message,
+        exit_code=None,
+        error_excerpt="",
+        missing_bytes=None,
+        log_path=str(directory.agent_log),
+        command=(),
+        host=socket.gethostname(),
+        devices=(),
+        pids=(),
+        started_at=time.time(),
+        startup_s=0.0,
+        measured_s=0.0,
+        exit_s=0.0,
     )
 
 

@@ -11,6 +11,7 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import EngineReady, Event, RankFailed, RankFinished, RankStarted, StepMeasured
 
 PRUNE = StopReason(outcome=Outcome.PRUNED, message="cannot win")
+ENOUGH = StopReason(outcome=Outcome.MEASURED, message="measured to step 4: the step time is known")
 
 
 def started(rank: int) -> RankStarted:
@@ -114,6 +115,8 @@ INVALID, SCRIPT = "invalid_config", "script_error"
         (facts(failed(0, "a word of tomorrow"), None), Outcome.SCRIPT_ERROR),
         (facts(failed(0, "stalled"), None), Outcome.STALLED),
         (facts(None, None, stop=PRUNE), Outcome.PRUNED),
+        (facts(None, None, stop=ENOUGH), Outcome.MEASURED),
+        (facts(failed(0, OOM), None, stop=ENOUGH), Outcome.OUT_OF_MEMORY),
         (facts(finished(0), finished(1), stop=PRUNE), Outcome.PRUNED),
         (facts(None, failed(1, COMM), stop=PRUNE), Outcome.PRUNED),
         (facts(None, None, stop=StopReason(outcome=Outcome.TIMEOUT, message="slow")), Outcome.TIMEOUT),

@@ -153,7 +153,7 @@ from pathlib import Path
 sys.path.insert(0, {tests!r})
 from launching import request
 from optuna_dsat.launch.devices import cpu_devices
-from optuna_dsat.launch.torchrun import {imports}
+from optuna_dsat.launch.{module} import {name}
 {body}
 """
 FOLLOW = """
@@ -171,8 +171,10 @@ sys.exit(run_full(full, devices=cpu_devices(2)))
 """
 
 
-def tuner(cwd: Path, imports: str, body: str) -> list[str]:
-    code = TUNER.format(tests=str(Path(__file__).parent), imports=imports, body=body)
+def tuner(cwd: Path, name: str, body: str) -> list[str]:
+    code = TUNER.format(
+        tests=str(Path(__file__).parent), module="full_run" if name == "run_full" else "torchrun", name=name, body=body
+    )
     (cwd / "tuner.py").write_text(code, encoding="utf-8")
     return [sys.executable, str(cwd / "tuner.py")]
 

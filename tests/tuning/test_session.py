@@ -353,3 +353,25 @@ def test_the_largest_global_batch_of_the_autotuning_section_bounds_the_micro_bat
     totals = [c["train_micro_batch_size_per_gpu"] * c["gradient_accumulation_steps"] * 2 for c in trials]
     assert max(totals) <= 40
     assert max(c["train_micro_batch_size_per_gpu"] for c in trials) > 5
+
+
+@pytest.mark.parametrize(
+    ("noise", "adaptive_steps", "fewest", "most"),
+    [(0.0, None, 3, 3), (0.0, 40, 3, 3), (0.3, None, 15, 15), (0.3, 40, 40, 40), (0.05, 4000, 4, 3999)],
+)
+def test_finalists_end_when_their_step_time_is_known(
+    bench: Bench, noise: float, adaptive_steps: int | None, fewest: int, most: int
+) -> None:
+    bench.run(bench.spec(max_trials=3, confirm=1, adaptive_steps=adaptive_steps), Hill(), noise=noise)
+    steps = [finalist["steps"] for finalist in bench.study().user_attrs[history.FINALISTS]]
+    assert steps
+    assert all(fewest <= count <= most for count in steps), steps
+
+
+def test_a_trial_ends_when_its_step_time_is_known(bench: Bench) -> None:
+    bench.run(bench.spec(max_trials=4, confirm=0, end_profile_step=12), Hill())
+    measured = [t for t in bench.study().trials if t.user_attrs.get(history.OUTCOME) == Outcome.MEASURED]
+    last_steps = {t.number: max(t.intermediate_values) for t in measured}
+    assert last_steps.pop(0) == 12, "what everything is compared with is measured to its end"
+    assert set(last_steps.values()) == {5}
+    assert all(t.state is TrialState.COMPLETE for t in measured)

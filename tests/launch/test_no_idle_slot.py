@@ -1,0 +1,77 @@
+"""The next launch waits ready while the one before it ends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from optuna_dsat.launch.devices import cpu_devices
+from optuna_dsat.launch.protocol import Finished, LaunchUpdate, Settled, SlotsBusyError
+from optuna_dsat.launch.torchrun import TorchrunLauncher
+from optuna_dsat.outcome import Outcome
+
+from .launching import DS_CONFIG, reports, request, updates_until_finished
+from .test_torchrun import BASE_ENV, until
+
+pytestmark = pytest.mark.torchrun
+
+
+@pytest.fixture
+def cwd(tmp_path: Path) -> Path:
+    (tmp_path / "user_config.json").write_text(json.dumps(DS_CONFIG), encoding="utf-8")
+    return tmp_path
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[TorchrunLauncher]:
+    made = TorchrunLauncher(tmp_path / "out", devices=cpu_devices(2), base_env=BASE_ENV)
+    yield made
+    made.close()
+
+
+def settled(launcher: TorchrunLauncher) -> Settled:
+    updates = until(launcher, lambda seen: any(isinstance(update, Settled | Finished) for update in seen))
+    found = [update for update in updates if isinstance(update, Settled)]
+    assert found, "told before its processes are gone"
+    return found[0]
+
+
+def test_a_launch_follows_one_that_is_settled(launcher: TorchrunLauncher, cwd: Path) -> None:
+    launcher.start(request(cwd, launch_id="first"))
+    with pytest.raises(SlotsBusyError):
+        launcher.start(request(cwd, launch_id="too-early"))
+    assert settled(launcher).report.outcome is Outcome.MEASURED
+    assert launcher.free_slots == 2
+    launcher.start(request(cwd, launch_id="second"))
+    assert launcher.free_slots == 0
+    assert launcher.run_directory("second").config.exists()
+    with pytest.raises(SlotsBusyError):
+        launcher.start(request(cwd, launch_id="third"))
+    ended = reports(updates_until_finished(launcher, 2))
+    assert {name: report.outcome for name, report in ended.items()} == dict.fromkeys(("first", "second"), "measured")
+    gone = ended["first"].started_at + ended["first"].startup_s + ended["first"].measured_s
+    assert ended["second"].started_at >= gone, "never side by side"
+
+
+def test_a_waiting_launch_can_be_stopped(launcher: TorchrunLauncher, cwd: Path) -> None:
+    launcher.start(request(cwd, launch_id="first"))
+    settled(launcher)
+    launcher.start(request(cwd, launch_id="second"))
+    launcher.stop("second", message="not any more")
+    updates: list[LaunchUpdate] = updates_until_finished(launcher, 2)
+    assert (reports(updates)["second"].outcome, reports(updates)["second"].message) == (
+        Outcome.PRUNED,
+        "not any more",
+    )
+    assert launcher.free_slots == 2
+
+
+def test_a_stopped_launch_is_settled_at_once(launcher: TorchrunLauncher, cwd: Path) -> None:
+    launcher.start(request(cwd, launch_id="first", args=("--end", "sleep")))
+    launcher.poll(0.1)
+    launcher.stop("first", message="enough")
+    assert settled(launcher).report.message == "enough"
+    assert reports(updates_until_finished(launcher))["first"].outcome is Outcome.PRUNED
