@@ -26,6 +26,7 @@ LAYERS = [
         "space",
         "search_space",
         "knobs",
+        "operators",
         "ds_config",
         "autotuning",
         "arg_mapping",
