@@ -67,8 +67,8 @@ class Rig:
         """Slots of the machine."""
         return self._launcher.total_slots
 
-    def prepare(self, preload: Preload) -> None:
-        """Nothing is imported in a simulation."""
+    def prepare(self, preload: Preload, *, operators: Sequence[str] = ()) -> None:
+        """Nothing is imported or compiled in a simulation."""
 
     def start(self, request: LaunchRequest) -> None:
         """Start a launch.

@@ -20,6 +20,7 @@ from optuna_dsat.launch.protocol import Launcher, LaunchReport
 from optuna_dsat.loss_check import LossCheck, check_loss
 from optuna_dsat.measurement import LaunchRecord
 from optuna_dsat.methods import make_method
+from optuna_dsat.operators import operators_of
 from optuna_dsat.profiling import Profiled, fingerprint, measure_profile
 from optuna_dsat.progress import FinalistMeasured, Message, Observer, ProfileFinished, ProfileStarted
 from optuna_dsat.script_trainer import follow_trainer
@@ -135,8 +136,11 @@ class Session:
         """
         profiled = self._profile()
         self._follow_trainer(profiled)
-        self._launcher.prepare(profiled.preload.changed(added=self.spec.preload, left_out=self.spec.no_preload))
         space = space_of(self.spec, profiled)
+        self._launcher.prepare(
+            profiled.preload.changed(added=self.spec.preload, left_out=self.spec.no_preload),
+            operators=operators_of(self.spec.ds_config, space),
+        )
         method = make_method(self.spec, profiled, space)
         study = self._load_study(method.sampler, method.pruner)
         study.set_user_attr(history.FINGERPRINT, self._fingerprint)

@@ -27,6 +27,7 @@ LAYERS = [
         "space",
         "search_space",
         "knobs",
+        "operators",
         "ds_config",
         "autotuning",
         "arg_mapping",

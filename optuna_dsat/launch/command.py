@@ -22,6 +22,7 @@ __all__ = [
     "RANK_VARIABLES",
     "TRACKER_FOLDERS",
     "agent_command",
+    "device_environment",
     "launch_environment",
     "needs_python_path",
     "package_dir",
@@ -144,21 +145,30 @@ def launch_environment(
     if request.purpose != "full":
         environ.update(_tracker_settings(environ, directory))
     environ.update(request.env)
+    environ = device_environment(environ, kind=kind, python=python)
     if kind == "cuda":
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(device.visible_id for device in devices)
+    else:
+        cores = len(os.sched_getaffinity(0)) if cores is None else cores
+        environ["LOCAL_SIZE"] = str(len(devices))
+        environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // max(1, total_slots))))
+    environ[LAUNCH_ENV] = str(directory.launch)
+    environ[MARK_ENV] = mark
+    return environ
+
+
+def device_environment(base: Mapping[str, str], *, kind: str, python: str = sys.executable) -> dict[str, str]:
+    """Return ``base`` with what makes DeepSpeed use devices of a kind (``cuda`` or ``cpu``), and find its compilers."""
+    environ = dict(base)
+    if kind == "cuda":
         environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
         environ.setdefault("DS_ACCELERATOR", "cuda")
     else:
-        cores = len(os.sched_getaffinity(0)) if cores is None else cores
         environ["CUDA_VISIBLE_DEVICES"] = ""
         environ["DS_ACCELERATOR"] = "cpu"
-        environ["LOCAL_SIZE"] = str(len(devices))
-        environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // max(1, total_slots))))
     folders = [*filter(None, environ.get("PATH", "").split(os.pathsep))]
     if (own := str(Path(python).parent)) not in folders:
         environ["PATH"] = os.pathsep.join([*folders, own])
-    environ[LAUNCH_ENV] = str(directory.launch)
-    environ[MARK_ENV] = mark
     return environ
 
 

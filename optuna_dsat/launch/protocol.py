@@ -152,8 +152,13 @@ class Launcher(Protocol):
         """Slots this launcher manages, busy or free."""
         ...
 
-    def prepare(self, preload: Preload) -> None:
-        """Say what the coming launches will import; a launcher may have it imported beforehand."""
+    def prepare(self, preload: Preload, *, operators: Sequence[str] = ()) -> None:
+        """Make ready what the coming launches have in common.
+
+        Args:
+            preload: What they import; a launcher may have it imported beforehand.
+            operators: Class names of DeepSpeed's builders whose operators they may need, compiled.
+        """
         ...
 
     def start(self, request: LaunchRequest) -> None:

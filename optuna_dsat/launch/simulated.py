@@ -201,8 +201,8 @@ class SimulatedLauncher:
         """Slots this launcher manages, busy or free."""
         return self._total
 
-    def prepare(self, preload: Preload) -> None:
-        """Nothing is imported in a simulation."""
+    def prepare(self, preload: Preload, *, operators: Sequence[str] = ()) -> None:
+        """Nothing is imported or compiled in a simulation."""
 
     def start(self, request: LaunchRequest) -> None:
         """Start a launch.

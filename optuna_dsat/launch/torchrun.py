@@ -15,7 +15,9 @@ from pathlib import Path
 from optuna_dsat.launch.agents import Agent
 from optuna_dsat.launch.build_locks import remove_stale_locks
 from optuna_dsat.launch.classify import LaunchFacts, StopReason, Verdict, classify
+from optuna_dsat.launch.command import device_environment
 from optuna_dsat.launch.devices import DeviceError, Devices, Nvml
+from optuna_dsat.launch.operators import compile_operators
 from optuna_dsat.launch.preload import Preload
 from optuna_dsat.launch.prepare import Prepared, prepare, write_run_directory
 from optuna_dsat.launch.processes import kernel_oom_kills, kill_leftovers, new_mark
@@ -156,8 +158,18 @@ class TorchrunLauncher:
             del self._waiting[request.launch_id]
             self._start_on(lease, request, directory)
 
-    def prepare(self, preload: Preload) -> None:
-        """Say what launches will import; forked ones find it imported."""
+    def prepare(self, preload: Preload, *, operators: Sequence[str] = ()) -> None:
+        """Make ready what launches have in common: operators are compiled, and forked launches find modules imported.
+
+        Args:
+            preload: What launches import.
+            operators: Class names of DeepSpeed's builders whose operators they may need.
+        """
+        if operators:
+            self._notice(f"Compiling DeepSpeed's operators where that is still to do: {', '.join(operators)} ...")
+            environ = device_environment(self._base_env, kind=self._pool.kind)
+            for name, why in compile_operators(operators, environ).items():
+                self._notice(f"DeepSpeed's {name} fails here, and so will what needs it: {why}.")
         if self._warm is not None:
             with self._plain_instead():
                 self._warm.prepare(preload)
