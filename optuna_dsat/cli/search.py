@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 import sys
 
-from optuna_dsat.cli.show import make_observer, show_options, show_plan, show_result
+from optuna_dsat.cli.origins import show_options
+from optuna_dsat.cli.show import make_observer, show_plan, show_result
 from optuna_dsat.launch.devices import Devices
 from optuna_dsat.options import TuneOptions
 from optuna_dsat.prepare import check_storage, prepare

@@ -16,12 +16,11 @@ from rich.text import Text
 
 from optuna_dsat import progress
 from optuna_dsat.export import TuneResult
-from optuna_dsat.options import TuneOptions
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.spec import StudySpec
 from optuna_dsat.words import bytes_in_words, duration_in_words, metric_in_words
 
-__all__ = ["Lines", "LiveView", "make_observer", "show_options", "show_plan", "show_result"]
+__all__ = ["Lines", "LiveView", "make_observer", "show_plan", "show_result"]
 
 
 def lines_of(news: progress.News, metric: str) -> list[str]:
@@ -210,25 +209,6 @@ def show_result(result: TuneResult, *, as_json: bool) -> None:
     print(f"  {result.command}")
     if result.advice:
         print(result.advice)
-
-
-_OBVIOUS = frozenset({"script", "ds_config", "script_args", "dry_run"})
-
-
-def show_options(options: TuneOptions) -> None:
-    """Print the options that were given, and where: the rest have their defaults."""
-    from optuna_dsat.store import display_url
-
-    table = Table(title="Options that are not left at their defaults", title_justify="left")
-    for heading in ("option", "value", "from"):
-        table.add_column(heading, overflow="fold")
-    for name, origin in options.origins.items():
-        if name in _OBVIOUS:
-            continue
-        value = getattr(options, name)
-        shown = display_url(value) if name == "storage" else " ".join(map(str, value)) if type(value) is list else value
-        table.add_row(name.replace("_", "-"), Text(str(shown)), Text(origin))
-    Console(highlight=False).print(table)
 
 
 def show_plan(spec: StudySpec) -> None:
