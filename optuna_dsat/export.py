@@ -88,9 +88,7 @@ class TuneResult:
     """GPU minutes (CPU-rank minutes without a GPU) of all launches, profile and finalists included."""
 
     def optuna_study(self, storage: str | None = None) -> optuna.Study:
-        """Return the study as it stands, for ``optuna.visualization``, ``optuna.importance`` and whatever reads one.
-
-        It is a copy in memory: it holds no connection, and what is done to it changes nothing that is stored.
+        """Return the Optuna study, for ``optuna.visualization``, ``optuna.importance`` and whatever else reads one.
 
         Args:
             storage: URL of the database; None for ``self.storage``, which lacks the password if there is one.
@@ -98,18 +96,13 @@ class TuneResult:
         Raises:
             StorageUrlError: If the database cannot be opened, or ``storage`` is needed for its password.
             StorageError: If the database fails.
+            KeyError: If the study was deleted.
         """
-        import optuna
-
-        from optuna_dsat.quiet_optuna import quiet_optuna
-        from optuna_dsat.store import Store
+        from optuna_dsat.store import load_study
 
         if storage is None and "***" in self.storage:
             raise StorageUrlError(f"The result does not keep the password of {self.storage}: give the URL again.")
-        copy = optuna.storages.InMemoryStorage()
-        with quiet_optuna(), Store.open(storage or self.storage, create=False) as store:
-            optuna.copy_study(from_study_name=self.study, from_storage=store.storage, to_storage=copy)
-        return optuna.load_study(study_name=self.study, storage=copy)
+        return load_study(storage or self.storage, self.study)
 
     def trials(self, storage: str | None = None) -> list[dict[str, Any]]:
         """Return all trials as flat rows; ``pandas.DataFrame(result.trials())`` is a table of them.

@@ -5,8 +5,12 @@ The commands and ``optuna_dsat.tune`` share it, so both search alike and differ 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TextIO
+
+import optuna
 
 from optuna_dsat.export import TuneResult
 from optuna_dsat.launch.devices import Devices
@@ -16,7 +20,6 @@ from optuna_dsat.launch.protocol import LaunchRequest
 from optuna_dsat.launch.torchrun import TorchrunLauncher
 from optuna_dsat.profiling import script_command
 from optuna_dsat.progress import Message, Observer
-from optuna_dsat.quiet_optuna import quiet_optuna
 from optuna_dsat.session import Session
 from optuna_dsat.spec import StudySpec
 from optuna_dsat.store import Store, display_url, parse_url
@@ -75,7 +78,7 @@ def run_study(
     )
     shown, result, interrupted = "", None, False
     try:
-        with quiet_optuna(), Store.open(storage) as store:
+        with _quiet_optuna(), Store.open(storage) as store:
             shown = store.url
             session = Session(
                 spec,
@@ -116,3 +119,14 @@ def train_with_best(run: StudyRun, result: TuneResult, *, stdout: TextIO | None 
         slots=run.spec.slots_per_trial,
     )
     return run_full(request, devices=run.devices, output_dir=run.spec.study_dir, stdout=stdout)
+
+
+@contextmanager
+def _quiet_optuna() -> Iterator[None]:
+    """Silence Optuna's lines within the block: they would repeat ours."""
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    try:
+        yield
+    finally:
+        optuna.logging.set_verbosity(before)

@@ -92,7 +92,7 @@ def test_the_result_leads_to_the_optuna_study_and_its_trials(capfd: pytest.Captu
     study = result.optuna_study()
     assert study.best_trial.number == result.trial or study.best_value > 0
     study.set_user_attr("mine", 1)
-    assert "mine" not in result.optuna_study().user_attrs
+    assert result.optuna_study().user_attrs["mine"] == 1
     rows = result.trials()
     assert [row["number"] for row in rows] == [trial.number for trial in study.trials]
     assert {row["outcome"] for row in rows} == set(result.launches)

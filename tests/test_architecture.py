@@ -37,7 +37,6 @@ LAYERS = [
         "script_trainer",
         "words",
         "options",
-        "quiet_optuna",
         "spec",
         "trial_class",
     },

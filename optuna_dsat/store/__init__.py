@@ -9,6 +9,15 @@ from optuna_dsat.store.engine import database_exists, display_url, parse_url
 from optuna_dsat.store.history import StoredLaunch
 from optuna_dsat.store.profiles import StoredProfile
 from optuna_dsat.store.registry import StudyRecord
-from optuna_dsat.store.store import Store
+from optuna_dsat.store.store import Store, load_study
 
-__all__ = ["Store", "StoredLaunch", "StoredProfile", "StudyRecord", "database_exists", "display_url", "parse_url"]
+__all__ = [
+    "Store",
+    "StoredLaunch",
+    "StoredProfile",
+    "StudyRecord",
+    "database_exists",
+    "display_url",
+    "load_study",
+    "parse_url",
+]

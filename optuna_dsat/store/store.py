@@ -11,12 +11,13 @@ import optuna
 from optuna.storages import BaseStorage, RDBStorage, get_storage
 from optuna.study import StudyDirection
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.pool import NullPool
 
 from optuna_dsat.errors import StorageUrlError
 from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.runtime.events import Event, StepMeasured
 from optuna_dsat.store import claims, history, migrate, profiles
-from optuna_dsat.store.engine import Database, engine_options, install_events
+from optuna_dsat.store.engine import Database, engine_options, install_events, parse_url
 from optuna_dsat.store.heartbeat import HEARTBEAT_INTERVAL_S, Heartbeat
 from optuna_dsat.store.history import StoredLaunch
 from optuna_dsat.store.profiles import StoredProfile
@@ -26,7 +27,7 @@ from optuna_dsat.store.resilient import RetryingStorage
 from optuna_dsat.store.retry import RETRY_LIMIT_S, one_line_reason
 from optuna_dsat.store.worker import this_worker
 
-__all__ = ["Store"]
+__all__ = ["Store", "load_study"]
 
 _PROFILE_TASK = -1
 """Number under which the worker that measures a study's profile gives signs of life."""
@@ -270,6 +271,30 @@ class Store:
         if study_uuid not in self._reclaimers:
             self._reclaimers[study_uuid] = self._new_reclaimer(study_uuid)
         return self._reclaimers[study_uuid]
+
+
+def load_study(url: str, name: str) -> optuna.Study:
+    """Return a stored study that holds no connection between two calls, so that nobody has to close it.
+
+    Args:
+        url: As of ``Store.open``; the database is not made.
+        name: Name of the study.
+
+    Raises:
+        StorageUrlError: The URL cannot be opened, or its schema is older or newer than this version's.
+        StorageError: The database failed.
+        KeyError: There is no such study.
+    """
+    Store.open(url, create=False).close()  # refuses what cannot be read
+    parsed = parse_url(url)
+    rdb = RDBStorage(
+        parsed.render_as_string(hide_password=False),
+        engine_kwargs={**engine_options(parsed), "poolclass": NullPool},
+        skip_compatibility_check=True,
+        skip_table_creation=True,
+    )
+    install_events(rdb.engine)
+    return optuna.load_study(study_name=name, storage=rdb)
 
 
 def _open_optuna(database: Database) -> RDBStorage:
