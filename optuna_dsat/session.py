@@ -432,4 +432,4 @@ class Session:
 
 
 def _slot_seconds(report: LaunchReport) -> float:
-    return (report.startup_s + report.measured_s + report.exit_s) * len(report.devices)
+    return report.held_s * len(report.devices)

@@ -40,10 +40,7 @@ def _progress(view: StudyView) -> str:
     used = history.launches_used(view.trials)
     running = f", {view.running} running" if view.running else ""
     slots = "GPU" if view.spec.device == "cuda" else "CPU-rank"
-    seconds = sum(
-        (row.report.startup_s + row.report.measured_s + row.report.exit_s) * len(row.report.devices)
-        for row in view.launches
-    )
+    seconds = sum(row.report.held_s * len(row.report.devices) for row in view.launches)
     return f"{used} of {view.spec.max_trials} launches made{running}; {seconds / 60:.1f} {slots} minutes in all."
 
 

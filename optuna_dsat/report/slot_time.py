@@ -11,10 +11,9 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.store import StoredLaunch
 
-__all__ = ["PHASES", "Period", "Slot", "SlotTime", "Span", "account", "duration_s", "spans_of"]
+__all__ = ["PHASES", "Period", "Slot", "SlotTime", "Span", "account", "spans_of"]
 
 PHASES = ("profile", "start-up", "steps", "exit", "finalists", "idle")
 """What a slot's time is spent with, in the order in which it is shown."""
@@ -74,23 +73,15 @@ class SlotTime:
         return sum(period.length_s for period in self.periods)
 
 
-def duration_s(report: LaunchReport) -> float:
-    """Return how long a launch held its slots, in seconds."""
-    return report.startup_s + report.measured_s + report.exit_s
-
-
 def spans_of(row: StoredLaunch) -> tuple[Span, ...]:
     """Return what a launch spent its time with; a profile launch and a finalist's are one span each."""
     report = row.report
     slots = tuple((report.host, device) for device in report.devices)
     whole = {"profile": "profile", "confirm": "finalists"}.get(row.purpose)
-    parts = [
-        ("start-up", report.startup_s),
-        ("steps", report.measured_s),
-        ("exit", report.exit_s),
-    ]
+    exit_s = min(report.exit_s, report.held_s)
+    parts = [("start-up", report.held_s - report.measured_s - exit_s), ("steps", report.measured_s), ("exit", exit_s)]
     if whole is not None:
-        parts = [(whole, duration_s(report))]
+        parts = [(whole, report.held_s)]
     spans, at = [], report.started_at
     for phase, length in parts:
         if length > 0:
@@ -117,7 +108,7 @@ def account(launches: Sequence[StoredLaunch]) -> SlotTime:
 
 
 def _periods(launches: Sequence[StoredLaunch]) -> tuple[Period, ...]:
-    times = sorted((row.report.started_at, row.report.started_at + duration_s(row.report)) for row in launches)
+    times = sorted((row.report.started_at, row.report.started_at + row.report.held_s) for row in launches)
     if not times:
         return ()
     pause_s = max(_PAUSE_S, _PAUSE_LAUNCHES * statistics.median(end - start for start, end in times))

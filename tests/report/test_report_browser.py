@@ -37,7 +37,7 @@ def file(view: StudyView, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def pixels(picture: Any, box: dict[str, float]) -> tuple[tuple[int, int, int], int]:
+def pixels(picture: Any, box: Any) -> tuple[tuple[int, int, int], int]:
     """Return the most frequent colour of a part of a picture, and how many colours it has."""
     part = picture.crop((box["x"], box["y"], box["x"] + box["width"], box["y"] + box["height"]))
     colours = part.getcolors(maxcolors=part.width * part.height)
