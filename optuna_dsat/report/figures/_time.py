@@ -117,7 +117,11 @@ def _bars(
         mode="lines",
         name=phase,
         connectgaps=False,
-        line={"color": PHASE_COLOURS[phase], "width": width if phase != "idle" else max(2, width // 4)},
+        line={
+            "color": PHASE_COLOURS[phase],
+            "width": width if phase != "idle" else max(2, width // 4),
+            "simplify": False,  # else plotly.js drops launches that are shorter than a pixel
+        },
         hovertext=texts,
         hoverinfo="text",
     )
