@@ -28,7 +28,7 @@ from optuna_dsat.launch.protocol import (
     ScriptCommand,
     SlotsBusyError,
 )
-from optuna_dsat.measurement import LaunchRecord
+from optuna_dsat.measurement import GlobalStep, LaunchRecord
 from optuna_dsat.memory import ModelProfile
 from optuna_dsat.module_file import module_file
 from optuna_dsat.outcome import Outcome
@@ -160,7 +160,11 @@ def script_command(spec: StudySpec) -> ScriptCommand:
 
 
 def follow(
-    launcher: Launcher, request: LaunchRequest, on_event: Callable[[Event], None] = lambda _: None
+    launcher: Launcher,
+    request: LaunchRequest,
+    on_event: Callable[[Event], None] = lambda _: None,
+    *,
+    on_step: Callable[[GlobalStep], None] = lambda _: None,
 ) -> tuple[LaunchRecord, LaunchReport]:
     """Run one launch to its end while nothing else runs here; return what was recorded and what became of it.
 
@@ -171,8 +175,10 @@ def follow(
     while True:
         for update in launcher.poll(1.0):
             if isinstance(update, Observed):
-                record.add(update.event)
+                step = record.add(update.event)
                 on_event(update.event)
+                if step is not None:
+                    on_step(step)
             elif isinstance(update, Finished) and update.launch_id == request.launch_id:
                 return record, update.report
 

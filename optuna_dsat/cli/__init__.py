@@ -23,13 +23,12 @@ from optuna_dsat.cli.options import (
 )
 from optuna_dsat.cli.password import hide_password
 from optuna_dsat.cli.report import report
+from optuna_dsat.cli.stopping import EXIT_INTERRUPTED
 from optuna_dsat.cli.studies import add_commands
 from optuna_dsat.cli.train import train
 from optuna_dsat.errors import DsatError, ScriptFailedError
 
 __all__ = ["app", "main"]
-
-EXIT_INTERRUPTED = 130
 
 app = typer.Typer(
     name="optuna-dsat",

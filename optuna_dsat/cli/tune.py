@@ -16,8 +16,10 @@ from typing import Any
 from optuna_dsat import ds_config
 from optuna_dsat.arg_mapping import parse_mappings
 from optuna_dsat.autotuning import options_of
+from optuna_dsat.cli.live import make_observer
 from optuna_dsat.cli.options import TuneOptions
-from optuna_dsat.cli.show import make_observer, show_plan, show_result
+from optuna_dsat.cli.show import show_plan, show_result
+from optuna_dsat.cli.stopping import stopping_on_signals
 from optuna_dsat.errors import UsageError
 from optuna_dsat.export import TuneResult
 from optuna_dsat.knobs import KNOBS
@@ -133,8 +135,13 @@ def run_spec(
     launcher = TorchrunLauncher(spec.study_dir, devices=devices, max_slots=spec.max_slots)
     store_url = ""
     try:
-        with Store.open(storage) as store, make_observer(quiet=quiet) as observer:
+        with (
+            stopping_on_signals() as stopping,
+            Store.open(storage) as store,
+            make_observer(quiet=quiet, stopping=stopping) as observer,
+        ):
             store_url = store.url
+            stopping.remedy = _resume_command(spec, storage, store_url)
             session = Session(
                 spec,
                 store=store,
