@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -25,6 +26,11 @@ __all__ = ["LiveView", "make_observer", "render"]
 _BAR_CELLS = 10
 _OTHER_LINES = 7
 """Lines of the view that are no launch, and the line below it."""
+_PADDING = 2
+_WORDS = 1
+"""Place of the column that gives way where the terminal is narrow: the configuration in words ..."""
+_LEAST_WORDS = 6
+"""... down to so many cells."""
 _TIGHT = 0.9
 """Share of the memory from which the bar is shown in another colour."""
 
@@ -38,8 +44,8 @@ class _Column:
     heading: str
     least_width: int
     """Width of the terminal from which it is shown."""
-    cell: Callable[[Row], RenderableType]
-    justify: str = "left"
+    cell: Callable[[Row], str | Text]
+    justify: Literal["left", "right"] = "left"
 
 
 def render(board: Board, now: float, *, width: int, height: int, ascii_only: bool = False) -> RenderableType:
@@ -73,25 +79,37 @@ def _launches(board: Board, now: float, *, width: int, height: int, ascii_only: 
         _Column(heading="since", least_width=62, justify="right", cell=lambda row: duration_in_words(now - row.since)),
     ]
     shown = [column for column in columns if width >= column.least_width]
-    table = Table(show_edge=False, pad_edge=False, box=None, expand=False, padding=(0, 1), width=None)
-    for column in shown:
-        flexible = column.heading == "configuration"
-        table.add_column(
-            column.heading,
-            justify=column.justify,  # type: ignore[arg-type]
-            no_wrap=True,
-            overflow="ellipsis",
-            header_style="dim",
-            ratio=1 if flexible else None,
-        )
     room = max(1, height - _OTHER_LINES)
     rows = sorted(board.in_flight, key=lambda row: row.since)
     visible = rows if len(rows) <= room else rows[: room - 1]
-    for row in visible:
-        table.add_row(*(column.cell(row) for column in shown))
+    lines = [[_text(column.cell(row)) for column in shown] for row in visible]
     if len(visible) < len(rows):
-        table.add_row("", f"and {len(rows) - len(visible)} more", *[""] * (len(shown) - 2))
+        lines.append([Text(), Text(f"and {len(rows) - len(visible)} more"), *[Text()] * (len(shown) - 2)])
+    table = Table(show_edge=False, pad_edge=False, box=None, padding=(0, _PADDING, 0, 0))
+    widths = [max(len(column.heading), *(line[at].cell_len for line in lines)) for at, column in enumerate(shown)]
+    spare = width - sum(widths) - _PADDING * (len(shown) - 1)
+    widths[_WORDS] = max(_LEAST_WORDS, widths[_WORDS] + min(0, spare))
+    for column, cells in zip(shown, widths, strict=True):
+        table.add_column(
+            column.heading, justify=column.justify, no_wrap=True, overflow="ellipsis", header_style="dim", width=cells
+        )
+    for line in lines:
+        line[_WORDS] = Text(_shortened(line[_WORDS].plain, widths[_WORDS]))
+        table.add_row(*line)
     return table
+
+
+def _shortened(words: str, cells: int) -> str:
+    """Return a configuration in so many cells: of a long one the micro-batch at its end is kept."""
+    head, comma, tail = words.rpartition(", ")
+    room = cells - len(tail) - 2
+    if len(words) <= cells or not comma or room < _LEAST_WORDS:
+        return words
+    return f"{head[:room]}\u2026 {tail}"
+
+
+def _text(cell: str | Text) -> Text:
+    return Text(cell) if isinstance(cell, str) else cell
 
 
 def _steps(row: Row) -> str:
@@ -139,7 +157,7 @@ def _summary(board: Board, search: progress.SearchStarted, now: float) -> list[s
     else:
         budget = f"{board.launched} of {search.max_trials} launches, {len(board.in_flight)} in flight"
         if search.finalists:
-            budget += f", then {search.finalists} of finalists"
+            budget += f", then {search.finalists} finalists"
     return [*lines, f"{budget}; {_left_in_words(board.left_s(now))}"]
 
 
