@@ -12,6 +12,7 @@ from typer.exceptions import TyperException
 
 from optuna_dsat import __version__
 from optuna_dsat.cli.dashboard import dashboard
+from optuna_dsat.cli.doctor import doctor
 from optuna_dsat.cli.options import (
     AshaOptions,
     AutotuningOptions,
@@ -131,6 +132,7 @@ add_commands(app)
 app.command("train")(train)
 app.command("dashboard")(dashboard)
 app.command("report")(report)
+app.command("doctor")(doctor)
 
 
 def _report(error: DsatError) -> None:
