@@ -141,7 +141,7 @@ def run_spec(
             make_observer(quiet=quiet, stopping=stopping) as observer,
         ):
             store_url = store.url
-            stopping.remedy = _resume_command(spec, storage, store_url)
+            stopping.remedy = _study_command("resume", spec, storage, store_url)
             session = Session(
                 spec,
                 store=store,
@@ -155,11 +155,13 @@ def run_spec(
             result = session.run(conclude=conclude)
         if result is not None:
             show_result(result, as_json=as_json)
+            if not quiet:
+                sys.stderr.write(f"How the search went: {_study_command('report', spec, storage, store_url)}\n")
         if session.interrupted:
             raise KeyboardInterrupt
     except KeyboardInterrupt:
         if store_url:
-            sys.stderr.write(f"Interrupted. Continue with: {_resume_command(spec, storage, store_url)}\n")
+            sys.stderr.write(f"Interrupted. Continue with: {_study_command('resume', spec, storage, store_url)}\n")
         raise
     finally:
         launcher.close()
@@ -181,9 +183,9 @@ def _check_storage(spec: StudySpec, storage: str) -> None:
         check_study(store, spec)
 
 
-def _resume_command(spec: StudySpec, storage: str, shown_url: str) -> str:
-    """Return the command that continues a study; a URL's password is not shown."""
-    command = ["optuna-dsat", "resume", spec.name]
+def _study_command(name: str, spec: StudySpec, storage: str, shown_url: str) -> str:
+    """Return a command on a study, such as ``resume``; a URL's password is not shown."""
+    command = ["optuna-dsat", name, spec.name]
     if storage != TuneOptions.storage:
         command += ["--storage", shown_url]
     return shlex.join(command)
