@@ -182,6 +182,7 @@ def _facts(view: StudyView) -> dict[str, Any]:
         "config_link": "data:application/json;base64," + base64.b64encode(text.encode()).decode(),
         "status": _status(view),
         "cards": list(_cards(view, winner)),
+        "unconfirmed": list(_unconfirmed(view)),
         "tuned": list(_tuned(view)),
         "outcomes": list(_outcomes(view)),
         "memory_rows": () if view.profiled is None else memory_table(view.spec, view.profiled, view.trials),
@@ -219,7 +220,7 @@ def _cards(view: StudyView, winner: Winner | None) -> Iterator[tuple[str, str, s
     if winner is not None:
         value, remark = _value(view, winner.standing)
         yield ("Best" if winner.confirmed else "Best so far"), value, remark
-        yield "Speed-up", *_speed_up(winner)
+        yield "Speed-up", *_speed_up(view, winner)
         if view.baseline is not None and not winner.is_own:
             yield "Your own config", *_value(view, view.baseline)
     spent = account(view.launches)
@@ -237,8 +238,11 @@ def _cards(view: StudyView, winner: Winner | None) -> Iterator[tuple[str, str, s
         yield "Time", duration_in_words(spent.wall_s), remark
 
 
-def _speed_up(winner: Winner) -> tuple[str, str]:
+def _speed_up(view: StudyView, winner: Winner) -> tuple[str, str]:
     if winner.is_own:
+        first = history.best_trials(view.trials, maximize=view.maximize)[0]
+        if first.number != winner.standing.trial.number:
+            return "none", "no faster configuration could be confirmed"
         return "none", "your own config is the best that was measured"
     if winner.speed_up is None:
         return "not known", "your own config was not measured"
@@ -265,6 +269,15 @@ def _tuned(view: StudyView) -> Iterator[tuple[str, str]]:
         yield "Device", f"{profile.device_name or view.profiled.device}, {bytes_in_words(profile.device_memory_bytes)}"
     yield "Begun", time.strftime("%Y-%m-%d %H:%M", time.localtime(view.record.created_at))
     yield "Versions", ", ".join(f"{name} {version}" for name, version in sorted(view.record.versions.items()))
+
+
+def _unconfirmed(view: StudyView) -> Iterator[tuple[int, str, str]]:
+    """Yield the finalists that could not be measured again: number, configuration and why."""
+    by_number = {trial.number: trial for trial in view.trials}
+    for finalist in view.finalists.values():
+        if finalist.value is None and finalist.number in by_number:
+            words = config_in_words(by_number[finalist.number].user_attrs[history.CONFIG])
+            yield finalist.number, words, finalist.message
 
 
 def _outcomes(view: StudyView) -> Iterator[tuple[str, int, str, str]]:

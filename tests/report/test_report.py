@@ -122,6 +122,20 @@ def test_the_winners_speed_up_is_bounded_by_both_intervals(view: StudyView) -> N
     assert "optimizer.type" not in changes
 
 
+def test_a_finalist_that_could_not_be_confirmed_is_told_and_does_not_win(view: StudyView) -> None:
+    assert view.baseline is not None
+    own = view.baseline.trial.number
+    failed = [
+        record
+        if record["number"] == own
+        else {**record, "value": None, "low": None, "high": None, "message": "rank 1: out of memory"}
+        for record in view.attributes[history.FINALISTS]
+    ]
+    page = Page(render(replace(view, attributes={**view.attributes, history.FINALISTS: failed, history.WINNER: own})))
+    assert "no faster configuration could be confirmed" in page.text
+    assert page.text.count("rank 1: out of memory") == len(failed) - 1
+
+
 def test_an_empty_study_says_why_there_is_no_figure(bench: Reported) -> None:
     bench.store.create_study("s", bench.spec().model_dump(mode="json"))
     view = bench.view()

@@ -101,6 +101,7 @@ def progress_figure(trials: Sequence[FrozenTrial], *, metric: str, maximize: boo
                     "color": OUTCOME_COLOURS[outcome],
                     "symbol": "circle" if outcome is Outcome.MEASURED else "x-thin-open",
                     "size": 8,
+                    "line": {"color": OUTCOME_COLOURS[outcome], "width": 1.5},
                 },
                 hovertext=[
                     _words(t) + ("" if value is None else f"<br>{shown(metric, value)}")
