@@ -181,12 +181,13 @@ def tune(
     options = _options(dict(locals()), _GIVEN.get())
     prepared = prepare(None, options)
 
-    from optuna_dsat.cli.show import make_observer
+    from optuna_dsat.cli.live import make_observer
+    from optuna_dsat.cli.stopping import Stopping
     from optuna_dsat.study_run import run_study, train_with_best
 
     if not quiet:
         sys.stderr.writelines(f"{note}\n" for note in prepared.notes)
-    with make_observer(quiet=quiet) as observer:
+    with make_observer(quiet=quiet, stopping=Stopping()) as observer:
         ended = run_study(
             prepared.spec,
             prepared.devices,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.profiling import follow, script_command
 from optuna_dsat.spec import StudySpec
 
-__all__ = ["Finalist", "choose_winner", "confirm", "confirmation_steps"]
+__all__ = ["Finalist", "choose_winner", "confirm", "confirmation_end", "confirmation_steps"]
 
 
 _STEP_TOLERANCE = 0.005
@@ -56,6 +57,11 @@ def _is_known(steps: Sequence[GlobalStep]) -> bool:
     return is_certain(steps, tolerance=_STEP_TOLERANCE)
 
 
+def confirmation_end(spec: StudySpec) -> int:
+    """Return the last step of a confirmation."""
+    return spec.start_profile_step + max(confirmation_steps(spec), spec.adaptive_steps or 0) - 1
+
+
 def _trial_steps(spec: StudySpec) -> int:
     """Return how many steps a trial counts."""
     return spec.end_profile_step - spec.start_profile_step + 1
@@ -69,6 +75,8 @@ def confirm(
     metric: str,
     flops_per_sample: float,
     on_report: Callable[[LaunchReport, LaunchRecord, FrozenTrial], None],
+    on_start: Callable[[FrozenTrial, LaunchRequest], None] = lambda *_: None,
+    on_step: Callable[[FrozenTrial, GlobalStep], None] = lambda *_: None,
 ) -> Iterator[Finalist]:
     """Launch each candidate once more, alone, with more steps; yield what was measured, in the same order."""
     for trial in candidates:
@@ -80,11 +88,12 @@ def confirm(
             overlay=trial.user_attrs[history.OVERLAY],
             slots=spec.slots_per_trial,
             start_profile_step=spec.start_profile_step,
-            end_profile_step=spec.start_profile_step + max(confirmation_steps(spec), spec.adaptive_steps or 0) - 1,
+            end_profile_step=confirmation_end(spec),
             device_memory_bytes=spec.device_memory_bytes,
             timeout_s=None if spec.trial_timeout_s is None else 5 * spec.trial_timeout_s,
         )
-        record, report = follow(launcher, request, enough=_is_known)
+        on_start(trial, request)
+        record, report = follow(launcher, request, enough=_is_known, on_step=functools.partial(on_step, trial))
         on_report(report, record, trial)
         yield _finalist(
             trial, record, report, metric=metric, flops_per_sample=flops_per_sample, enough=_trial_steps(spec)

@@ -168,7 +168,9 @@ def follow(
     launcher: Launcher,
     request: LaunchRequest,
     on_event: Callable[[Event], None] = lambda _: None,
+    *,
     enough: Callable[[Sequence[GlobalStep]], bool] = lambda _: False,
+    on_step: Callable[[GlobalStep], None] = lambda _: None,
 ) -> tuple[LaunchRecord, LaunchReport]:
     """Run one launch to its end while nothing else runs here; return what was recorded and what became of it.
 
@@ -179,6 +181,7 @@ def follow(
         request: The launch.
         on_event: Told each event.
         enough: Asked with the counted steps after each of them; the launch ends as measured when it says so.
+        on_step: Told each global step.
     """
     record = LaunchRecord(world_size=request.slots, start_profile_step=request.start_profile_step)
     _start(launcher, request)
@@ -187,6 +190,8 @@ def follow(
             if isinstance(update, Observed):
                 step = record.add(update.event)
                 on_event(update.event)
+                if step is not None:
+                    on_step(step)
                 if step is not None and step.step < request.end_profile_step and enough(record.counted):
                     message = f"measured to step {step.step}: the step time is known"
                     launcher.stop(request.launch_id, outcome=Outcome.MEASURED, message=message)

@@ -10,7 +10,9 @@ from optuna_dsat.memory import ModelProfile
 from optuna_dsat.outcome import Outcome
 
 __all__ = [
+    "BestSoFar",
     "FinalistMeasured",
+    "FinalistStarted",
     "Message",
     "News",
     "Observer",
@@ -18,6 +20,7 @@ __all__ = [
     "ProfileStarted",
     "SearchEnded",
     "SearchStarted",
+    "TrialDropped",
     "TrialFinished",
     "TrialStarted",
     "TrialStepped",
@@ -58,6 +61,19 @@ class ProfileFinished(News):
 
 
 @dataclass(frozen=True, kw_only=True)
+class BestSoFar:
+    """The best measured trial of a study, by the few steps of the search."""
+
+    number: int
+    words: str
+    """Its configuration in words."""
+    value: float
+    """Of the metric that is optimised."""
+    samples_per_s: float | None
+    """Over all ranks; None where that is not known."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SearchStarted(News):
     """The search begins or goes on."""
 
@@ -67,6 +83,18 @@ class SearchStarted(News):
     max_trials: int
     launched: int
     """Launches that earlier runs of this study made."""
+    side_by_side: int = 1
+    """Launches that may be in flight at once."""
+    finalists: int = 0
+    """Launches at the end that measure the best few again, one at a time."""
+    finalist_steps: float = 1.0
+    """How many times as many steps such a launch runs."""
+    timeout_s: float | None = None
+    """Seconds after which the search ends, None for never."""
+    best: BestSoFar | None = None
+    """What earlier runs of this study found."""
+    user_value: float | None = None
+    """Of the user's own config, where an earlier run measured it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +115,15 @@ class TrialStepped(News):
     number: int
     step: int
     samples_per_s: float
+    peak_bytes: int = 0
+    """Peak memory of the worst rank so far."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialDropped(News):
+    """A trial was given to another worker, because this one was frozen or cut off for long."""
+
+    number: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +140,19 @@ class TrialFinished(News):
     """Whether this is the best so far."""
     message: str
     launched: int
+    samples_per_s: float | None = None
+    """Over all ranks; None where no step that counts was run."""
+    own: bool = False
+    """Whether this is the user's own config."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinalistStarted(News):
+    """A finalist is launched again; its steps come as ``TrialStepped``, its end as ``FinalistMeasured``."""
+
+    number: int
+    words: str
+    end_profile_step: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,13 +16,21 @@ from optuna_dsat import ds_config, history
 from optuna_dsat.errors import StudyConflictError
 from optuna_dsat.export import TuneResult, learning_rate_advice, trainable_config, training_command, write_best
 from optuna_dsat.finalists import Finalist, choose_winner, confirm
-from optuna_dsat.launch.protocol import Launcher, LaunchReport
+from optuna_dsat.launch.protocol import Launcher, LaunchReport, LaunchRequest
 from optuna_dsat.loss_check import LossCheck, check_loss
-from optuna_dsat.measurement import LaunchRecord
+from optuna_dsat.measurement import GlobalStep, LaunchRecord
 from optuna_dsat.methods import make_method
 from optuna_dsat.operators import operators_of
 from optuna_dsat.profiling import Profiled, fingerprint, measure_profile
-from optuna_dsat.progress import FinalistMeasured, Message, Observer, ProfileFinished, ProfileStarted
+from optuna_dsat.progress import (
+    FinalistMeasured,
+    FinalistStarted,
+    Message,
+    Observer,
+    ProfileFinished,
+    ProfileStarted,
+    TrialStepped,
+)
 from optuna_dsat.script_trainer import follow_trainer
 from optuna_dsat.space import SearchSpace
 from optuna_dsat.spec import StudySpec
@@ -324,6 +332,8 @@ class Session:
                 metric=metric,
                 flops_per_sample=profiled.profile.flops_per_sample,
                 on_report=lambda report, record, trial: self._keep(report, record, purpose="confirm", trial=trial),
+                on_start=self._finalist_started,
+                on_step=self._finalist_stepped,
             ):
                 known[finalist.number] = finalist
                 study.set_user_attr(history.FINALISTS, [f.to_json() for f in known.values()])
@@ -331,6 +341,20 @@ class Session:
         except KeyboardInterrupt:
             self.interrupted = True
         return [known[trial.number] for trial in candidates if trial.number in known]
+
+    def _finalist_started(self, trial: FrozenTrial, request: LaunchRequest) -> None:
+        words = config_in_words(trial.user_attrs[history.CONFIG])
+        self._observer(FinalistStarted(number=trial.number, words=words, end_profile_step=request.end_profile_step))
+
+    def _finalist_stepped(self, trial: FrozenTrial, step: GlobalStep) -> None:
+        self._observer(
+            TrialStepped(
+                number=trial.number,
+                step=step.step,
+                samples_per_s=step.samples / step.latency_s,
+                peak_bytes=step.peak_allocated_bytes,
+            )
+        )
 
     def _announce(self, finalist: Finalist, trial: FrozenTrial) -> None:
         self._observer(
@@ -437,4 +461,4 @@ class Session:
 
 
 def _slot_seconds(report: LaunchReport) -> float:
-    return (report.startup_s + report.measured_s + report.exit_s) * len(report.devices)
+    return report.held_s * len(report.devices)

@@ -33,7 +33,8 @@ from optuna_dsat.measurement import GlobalStep, LaunchRecord, is_certain
 from optuna_dsat.methods import Method
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.profiling import Profiled, script_command
-from optuna_dsat.progress import Message, Observer, SearchStarted, TrialFinished, TrialStarted, TrialStepped
+from optuna_dsat.progress import Message, Observer, TrialDropped, TrialFinished, TrialStarted, TrialStepped
+from optuna_dsat.progress_summary import search_started
 from optuna_dsat.space import SearchSpace
 from optuna_dsat.spec import StudySpec
 from optuna_dsat.store import Store
@@ -147,12 +148,12 @@ class Tuner:
         self._store.reclaim_stale(self._study)
         trials = self._trials()
         self._observer(
-            SearchStarted(
-                study=self._spec.name,
+            search_started(
+                self._spec,
+                trials,
                 metric=self._objective,
                 maximize=self._maximize,
-                max_trials=self._spec.max_trials,
-                launched=history.launches_used(trials),
+                total_slots=self._launcher.total_slots,
             )
         )
         try:
@@ -359,13 +360,18 @@ class Tuner:
 
     def _drop(self, trial: optuna.Trial) -> None:
         """Forget a trial that was given to another worker, because this one was frozen or cut off for long."""
-        self._observer(Message(text=f"Trial {trial.number} was given to another worker; its result is dropped."))
+        self._observer(TrialDropped(number=trial.number))
         self._store.heartbeat.remove(trial)
 
     def _report(self, running: _Running, step: GlobalStep) -> None:
         """Report a step that counts and let the pruner stop a job that cannot win."""
         self._observer(
-            TrialStepped(number=running.trial.number, step=step.step, samples_per_s=step.samples / step.latency_s)
+            TrialStepped(
+                number=running.trial.number,
+                step=step.step,
+                samples_per_s=step.samples / step.latency_s,
+                peak_bytes=running.record.peak_bytes,
+            )
         )
         if step.step < self._spec.start_profile_step:
             return
@@ -468,6 +474,8 @@ class Tuner:
                 best=bool(best) and best[0].number == running.trial.number,
                 message=report.message,
                 launched=history.launches_used(trials),
+                samples_per_s=self._metrics(running)["throughput"] if running.record.counted else None,
+                own=running.trial.user_attrs.get(history.PURPOSE) == history.USER_CONFIG,
             )
         )
 
@@ -478,6 +486,9 @@ class Tuner:
             self._launcher.stop(item.request.launch_id, outcome=Outcome.LOST, message="the search was stopped")
         for item in running:
             self._store.return_trial(self._study, item.trial, reason="the search was stopped")
+        if running:
+            numbers = ", ".join(str(item.trial.number) for item in running)
+            self._observer(Message(text=f"Returned to the study, to be run again when it goes on: trial {numbers}."))
 
     def _check_something_ran(self) -> None:
         trials = self._trials()

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = [
     {"cli", "api"},
     {"study_run", "prepare"},
-    {"session", "report"},
+    {"session", "report", "doctor"},
     {"tuner", "methods", "finalists", "loss_check", "profiling", "export", "progress", "study_space"},
     {"samplers", "pruners", "launch", "store", "integrations"},
     {
@@ -53,7 +53,7 @@ def layer_of(part: str) -> int:
 
 def sources() -> list[tuple[str, Path]]:
     found = [(path.stem, path) for path in (ROOT / "optuna_dsat").glob("*.py") if path.stem != "__init__"]
-    for folder in ("cli", "integrations", "launch", "report", "runtime", "store"):
+    for folder in ("cli", "doctor", "integrations", "launch", "report", "runtime", "store"):
         found += [(folder, path) for path in (ROOT / "optuna_dsat" / folder).rglob("*.py")]
     for folder in ("samplers", "pruners"):
         found += [(folder, path) for path in (ROOT / folder).rglob("*.py")]

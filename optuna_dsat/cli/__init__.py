@@ -16,8 +16,11 @@ from typer.exceptions import TyperException
 from optuna_dsat import __version__
 from optuna_dsat.cli.commands import lift_option, spread_numbers, with_options
 from optuna_dsat.cli.dashboard import dashboard
+from optuna_dsat.cli.doctor import doctor
 from optuna_dsat.cli.options_file import find_options, read_options
 from optuna_dsat.cli.password import hide_password
+from optuna_dsat.cli.report import report
+from optuna_dsat.cli.stopping import EXIT_INTERRUPTED
 from optuna_dsat.cli.studies import add_commands
 from optuna_dsat.cli.train import train
 from optuna_dsat.errors import DsatError, ScriptFailedError
@@ -25,7 +28,6 @@ from optuna_dsat.options import AshaOptions, AutotuningOptions, BinaryOptions, G
 
 __all__ = ["app", "main"]
 
-EXIT_INTERRUPTED = 130
 EXIT_NO_READER = 1
 """What typer exits with where it notices first."""
 
@@ -141,6 +143,8 @@ app.command("run")(
 add_commands(app)
 app.command("train")(train)
 app.command("dashboard")(dashboard)
+app.command("report")(report)
+app.command("doctor")(doctor)
 
 
 def _report(error: DsatError) -> None:

@@ -117,6 +117,11 @@ class Nvml:
         """Return the number of GPUs of the machine."""
         return int(self._call("nvmlDeviceGetCount"))
 
+    def driver_version(self) -> str:
+        """Return the version of the NVIDIA driver."""
+        version = self._call("nvmlSystemGetDriverVersion")
+        return version.decode() if isinstance(version, bytes) else str(version)
+
     def device(self, visible_id: str, index: int | None = None) -> Device:
         """Return a GPU by its number or UUID; ``index`` overrides NVML's own (a part of a GPU has none)."""
         handle = self._handle(visible_id)

@@ -102,6 +102,11 @@ class LaunchReport:
     exit_s: float
     """From the last event of a rank to all processes gone and devices free."""
 
+    @property
+    def held_s(self) -> float:
+        """Seconds for which the devices were held. Where no step was measured, start-up runs to the very end."""
+        return self.startup_s + self.measured_s + self.exit_s if self.measured_s > 0 else self.startup_s
+
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchUpdate:

@@ -5,62 +5,23 @@ from __future__ import annotations
 import shlex
 import time
 from collections import Counter
-from collections.abc import Mapping
 
 from optuna.trial import FrozenTrial
 
 from optuna_dsat import history, memory
-from optuna_dsat.export import BEST_CONFIG, trainable_config, training_command
+from optuna_dsat.export import BEST_CONFIG, trainable_config
 from optuna_dsat.launch.run_directory import without_secrets
 from optuna_dsat.lineage import MICRO_BATCH
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.markdown import code, fenced, json_block, table
+from optuna_dsat.report.meanings import MEANING
 from optuna_dsat.report.memory_table import memory_table
 from optuna_dsat.report.view import Standing, StudyView
-from optuna_dsat.script_trainer import follow_trainer
+from optuna_dsat.report.winner import winner_of
 from optuna_dsat.study_space import hardware_of, space_of
 from optuna_dsat.words import bytes_in_words, config_in_words, duration_in_words, metric_in_words
 
 __all__ = ["study_note", "trial_note"]
-
-_MEANING: Mapping[Outcome, tuple[str, str]] = {
-    Outcome.MEASURED: ("All profile steps ran; the metric is the trial's value.", ""),
-    Outcome.OUT_OF_MEMORY: (
-        "The device had too little memory.",
-        "Nothing: the search now knows that this micro-batch is too large for this class of configurations.",
-    ),
-    Outcome.HOST_OUT_OF_MEMORY: (
-        "The host had too little memory.",
-        "Nothing, if offload is not wanted. Else free host memory, or run fewer launches at once with --max-slots.",
-    ),
-    Outcome.OUT_OF_DATA: (
-        "The script ended by itself before the last profile step: its data is too small for steps of this batch.",
-        "Nothing, if such batches are not wanted: smaller ones are tried. Else give the script more data.",
-    ),
-    Outcome.INVALID_CONFIG: (
-        "DeepSpeed refused the configuration, or the script did not follow it.",
-        "Read the message below. If the script sets a value itself, hold that knob with --no-tune.",
-    ),
-    Outcome.SCRIPT_ERROR: (
-        "The script raised an error of its own, or left without training.",
-        "Read the error below and the log of the rank that it names; run the script alone with this config.",
-    ),
-    Outcome.COMMUNICATION_ERROR: (
-        "The ranks lost each other, and no rank had a cause of its own.",
-        "Look at the network and the driver if it comes back; NCCL_DEBUG=INFO makes the logs say more.",
-    ),
-    Outcome.STALLED: (
-        "No rank was heard from for too long.",
-        "Look at the logs for the last thing that every rank did; a rank that waits alone points to a deadlock.",
-    ),
-    Outcome.TIMEOUT: (
-        "The launch took longer than --trial-timeout allows.",
-        "Allow more time if slow configurations are of interest; else nothing.",
-    ),
-    Outcome.PRUNED: ("The launch was stopped: it could not be among the best.", ""),
-    Outcome.LOST: ("Its worker died, or the search was stopped.", "Nothing: a copy is run by whoever continues."),
-}
-"""Outcome -> what happened, and what to do if something can be done."""
 
 _MAX_CHOICES = 8
 
@@ -79,10 +40,7 @@ def _progress(view: StudyView) -> str:
     used = history.launches_used(view.trials)
     running = f", {view.running} running" if view.running else ""
     slots = "GPU" if view.spec.device == "cuda" else "CPU-rank"
-    seconds = sum(
-        (row.report.startup_s + row.report.measured_s + row.report.exit_s) * len(row.report.devices)
-        for row in view.launches
-    )
+    seconds = sum(row.report.held_s * len(row.report.devices) for row in view.launches)
     return f"{used} of {view.spec.max_trials} launches made{running}; {seconds / 60:.1f} {slots} minutes in all."
 
 
@@ -212,7 +170,7 @@ def _outcomes(view: StudyView) -> str:
     counts = Counter(t.user_attrs[history.OUTCOME] for t in view.trials if history.OUTCOME in t.user_attrs)
     if not counts:
         return "No launch has ended yet."
-    rows = [(name, count, _MEANING[Outcome(name)][0]) for name, count in counts.most_common()]
+    rows = [(name, count, MEANING[Outcome(name)][0]) for name, count in counts.most_common()]
     return table(("outcome", "trials", "meaning"), rows)
 
 
@@ -227,16 +185,10 @@ def _commands(view: StudyView) -> str:
         "# all trials as a table",
         f"optuna-dsat export {name} {storage} --format csv",
     ]
-    if view.best is not None and history.WINNER in view.attributes:
-        ranks = history.data_parallel_size(view.best.trial, slots=view.spec.slots_per_trial)
-        config = trainable_config(view.best.trial.user_attrs[history.CONFIG], world_size=ranks)
-        spec = follow_trainer(view.spec, None if view.profiled is None else view.profiled.trainer)
-        launcher = view.profiled is not None and view.profiled.deepspeed_launcher
-        command, names_config = training_command(
-            spec, config, view.spec.study_dir / BEST_CONFIG, deepspeed_launcher=launcher
-        )
-        shown = shlex.join(without_secrets(shlex.split(command)))
-        lines += ["# train" if names_config else f"# train, once the script reads {BEST_CONFIG}", shown]
+    winner = winner_of(view)
+    if winner is not None and winner.confirmed:
+        told = "# train" if winner.command_names_config else f"# train, once the script reads {BEST_CONFIG}"
+        lines += [told, winner.command]
     return fenced("\n".join(lines), "sh")
 
 
@@ -249,7 +201,7 @@ def trial_note(view: StudyView, trial: FrozenTrial) -> str:
     """
     attrs = trial.user_attrs
     outcome = Outcome(attrs.get(history.OUTCOME, Outcome.LOST))
-    what, advice = _MEANING[outcome]
+    what, advice = MEANING[outcome]
     title = config_in_words(attrs[history.CONFIG])
     own = " (your own config)" if attrs.get(history.PURPOSE) == history.USER_CONFIG else ""
     parts = [f"## {title}{own}", f"**{outcome.value.replace('_', ' ')}**: {what}", _standing(view, trial)]

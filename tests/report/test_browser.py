@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from optuna_dsat import history
+from tests.report.browser import CHROMIUM, FLAGS, PATIENCE_MS, needs_chromium
 from tests.report.conftest import Reported, serving
 
 if TYPE_CHECKING:
@@ -18,14 +19,7 @@ if TYPE_CHECKING:
 pytest.importorskip("optuna_dashboard", reason="optuna-dashboard is not installed")
 playwright = pytest.importorskip("playwright.sync_api", reason="Playwright for Python is not installed")
 
-CHROMIUM = Path("/usr/bin/chromium")
-FLAGS = [
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
-]  # fmt: skip
-PATIENCE_MS = 20_000
-
-pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason=f"{CHROMIUM} is not installed (Debian: chromium)")
+pytestmark = needs_chromium
 
 
 @pytest.fixture

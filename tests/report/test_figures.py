@@ -1,14 +1,35 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
+import optuna
 import pytest
+from optuna.study import StudyDirection
 
 from optuna_dsat import history, lineage, memory
-from optuna_dsat.report.figures import BEST, EDGE, PREDICTED_AS_MEASURED, USER, memory_figure, metric_figure
+from optuna_dsat.errors import UsageError
+from optuna_dsat.lineage_history import read_history
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.pruners import AshaPruner
+from optuna_dsat.report import figures
+from optuna_dsat.report.figures import (
+    BEST,
+    EDGE,
+    PREDICTED_AS_MEASURED,
+    USER,
+    importances_of,
+    memory_figure,
+    metric_figure,
+    missing,
+)
+from optuna_dsat.report.slot_time import PHASES, account
 from optuna_dsat.report.view import StudyView
+from optuna_dsat.store import StoredLaunch
 from optuna_dsat.study_space import hardware_of
+from tests.report.conftest import Reported
+from tests.tuning.landscapes import Hill
 
 GIB = 2**30
 
@@ -85,3 +106,151 @@ def test_an_empty_history_says_so(view: StudyView) -> None:
         assert not figure.data
         assert figure.layout.annotations[0].text == "Nothing has been measured yet."
         assert json.loads(figure.to_json())["layout"]["yaxis"]["title"]["text"]
+
+
+PLOTS = [name for name in figures.__all__ if name.startswith("plot_")]
+
+
+@pytest.mark.parametrize("name", PLOTS)
+def test_every_plot_takes_a_view_and_an_optuna_study_alike(view: StudyView, name: str) -> None:
+    plot = getattr(figures, name)
+    study = optuna.load_study(study_name="s", storage=view.storage_url)
+    of_view, of_study = plot(view), plot(study)
+    assert of_study.to_json() == of_view.to_json()
+    assert of_view.layout.title.text
+    assert bool(of_view.data) == (missing(of_view) is None)
+    assert plot.__doc__
+
+
+def test_plots_of_trials_take_a_study_that_optuna_dsat_did_not_make() -> None:
+    study = optuna.create_study(direction="minimize")
+    for number in range(12):
+        trial = study.ask()
+        size = trial.suggest_int("train_micro_batch_size_per_gpu", 1, 64)
+        stage = trial.suggest_categorical("zero_stage", [1, 3])
+        state = optuna.trial.TrialState.PRUNED if size > 60 else None
+        study.tell(trial, None if size > 60 else 100.0 / size + stage + number % 2, state=state)
+    for name in ("plot_metric", "plot_progress", "plot_outcomes", "plot_micro_batches", "plot_importances"):
+        figure = getattr(figures, name)(study)
+        assert figure.data or "at least 10" in (missing(figure) or "")
+    with pytest.raises(UsageError, match="not made by optuna-dsat"):
+        figures.plot_timeline(study)
+
+
+def test_the_time_of_all_slots_is_accounted_for(view: StudyView) -> None:
+    spent = account(view.launches)
+    assert len(spent.slots) == 4
+    assert sum(spent.seconds.values()) == pytest.approx(4 * spent.wall_s)
+    assert all(spent.seconds[phase] > 0 for phase in PHASES)
+    by_purpose = {
+        purpose: sum(row.report.held_s * 2 for row in view.launches if row.purpose == purpose)
+        for purpose in ("profile", "trial", "confirm")
+    }
+    assert spent.seconds["profile"] == pytest.approx(by_purpose["profile"])
+    assert spent.seconds["finalists"] == pytest.approx(by_purpose["confirm"])
+    trials = sum(spent.seconds[phase] for phase in ("start-up", "steps", "exit"))
+    assert trials == pytest.approx(by_purpose["trial"])
+    (bars,) = figures.plot_time_spent(view).data
+    assert dict(zip(bars.y, bars.x, strict=True)) == {p: pytest.approx(s / 60) for p, s in spent.seconds.items()}
+
+
+def later(row: StoredLaunch, seconds: float) -> StoredLaunch:
+    return replace(row, report=replace(row.report, started_at=row.report.started_at + seconds))
+
+
+def test_a_night_between_two_sessions_is_a_pause_and_not_idle(view: StudyView) -> None:
+    half = len(view.launches) // 2
+    end = max(row.report.started_at + row.report.held_s for row in view.launches)
+    night = [*view.launches[:half], *(later(row, 8 * 3600 + end) for row in view.launches[half:])]
+    spent, unbroken = account(night), account(view.launches)
+    assert len(spent.periods) == 2
+    assert sum(spent.seconds.values()) == pytest.approx(len(spent.slots) * spent.wall_s)
+    assert spent.seconds["idle"] < unbroken.seconds["idle"] + 600
+    assert spent.wall_s < unbroken.wall_s + 600
+    figure = figures.plot_timeline(replace(view, launches=tuple(night)))
+    assert [shape.type for shape in figure.layout.shapes] == ["line"]
+    assert [note.text for note in figure.layout.annotations] == ["pause"]
+    assert max(x for trace in figure.data for x in trace.x if x is not None) * 60 == pytest.approx(spent.wall_s)
+
+
+def test_idle_time_is_drawn_for_every_slot_that_waits(view: StudyView) -> None:
+    figure = figures.plot_timeline(view)
+    (idle,) = by_name(figure)["idle"]
+    spent = account(view.launches)
+    assert len(idle.x) == 4 * len(spent.idle)
+    drawn = sum(end - start for start, end in zip(idle.x[::4], idle.x[2::4], strict=True))
+    assert drawn * 60 == pytest.approx(spent.seconds["idle"])
+    assert list(figure.layout.yaxis.ticktext) == ["GPU 3", "GPU 2", "GPU 1", "GPU 0"]
+
+
+def test_a_bisection_is_shown_in_the_order_of_its_launches(view: StudyView) -> None:
+    figure = figures.plot_micro_batches(view)
+    drawn = {
+        (trace.y[i], int(trace.text[i])): trace.x[i]
+        for trace in figure.data
+        if trace.text is not None
+        for i in range(len(trace.x))
+    }
+    lineages = [one for one in lineage.group(view.trials).values() if len(one.launches) > 1]
+    expected = {
+        (row, place): one.size(trial)
+        for row, one in enumerate(lineages)
+        for place, trial in enumerate(one.launches, start=1)
+    }
+    assert drawn == expected
+    (edges,) = by_name(figure)["the edge lies here"]
+    assert (edges.x[0], edges.x[1]) in {(one.largest_fit, one.smallest_too_large) for one in lineages}
+
+
+def test_rungs_are_those_of_the_pruner(bench: Reported) -> None:
+    bench.run(bench.spec(method="asha", max_trials=30, confirm=0, zero_stages=(0, 1, 2, 3)), Hill(), slots=4)
+    view, study = bench.view(), bench.study()
+    figure = figures.plot_rungs(view)
+    assert len(figure.layout.xaxis.tickvals) > 1
+    climbing = {hover.split("(from trial ")[1].split(")")[0] for trace in figure.data for hover in trace.hovertext}
+    waiting = {
+        trace.hovertext[-1].split("(from trial ")[1].split(")")[0]
+        for trace in figure.data
+        if trace.hovertext[-1].endswith("waits")
+    }
+    lineages = read_history(study).lineages
+    held = {str(lineages[key].first_number) for key in AshaPruner().held_back(study, lineages)}
+    assert climbing <= {str(one.first_number) for one in lineages.values()}
+    assert waiting <= held
+
+
+def test_outcomes_are_counted_by_stage_and_offload(view: StudyView) -> None:
+    figure = figures.plot_outcomes(view)
+    assert {trace.name for trace in figure.data} == {"measured", "out of memory", "script error"}
+    assert sum(sum(trace.x) for trace in figure.data) == len(view.launched)
+
+
+def test_progress_never_falls_and_ends_at_the_best(view: StudyView) -> None:
+    (best,) = by_name(figures.plot_progress(view))["best so far"]
+    assert list(best.y) == sorted(best.y)
+    assert best.y[-1] == history.best_trials(view.trials, maximize=True)[0].values[0]
+
+
+def test_the_knob_that_decides_is_the_most_important() -> None:
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    for number in range(60):
+        trial = study.ask()
+        high = 40 if number % 2 else 20  # a bound that differs from trial to trial must not split the parameter
+        decides = trial.suggest_int("train_micro_batch_size_per_gpu", 1, high)
+        trial.suggest_categorical("overlap_comm", [True, False])
+        study.tell(trial, float(decides))
+    found = importances_of(study.trials, StudyDirection.MINIMIZE)
+    assert not isinstance(found, str)
+    assert sum(found.values()) == pytest.approx(1.0)
+    assert found["train_micro_batch_size_per_gpu"] > 0.8
+    assert "at least 10" in str(importances_of(study.trials[:5], StudyDirection.MINIMIZE))
+
+
+def test_finalists_are_shown_with_their_intervals_best_first(view: StudyView) -> None:
+    figure = figures.plot_finalists(view)
+    confirmed = by_name(figure)["confirmed, with its 95 % interval"][0]
+    values = [f.value for f in view.finalists.values() if f.outcome == Outcome.MEASURED]
+    assert list(confirmed.x) == sorted((value for value in values if value is not None), reverse=True)
+    assert confirmed.marker.symbol[0] == "star"
+    assert min(confirmed.error_x.array) >= 0
+    assert "your own config" in figure.layout.yaxis.ticktext[-1]

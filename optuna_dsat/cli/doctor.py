@@ -1,0 +1,84 @@
+"""The command that says what this machine offers and what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from optuna_dsat.doctor.finding import Finding
+
+__all__ = ["doctor"]
+
+_MARKS = {
+    "fine": ("ok", "green"),
+    "note": ("note", "cyan"),
+    "problem": ("problem", "yellow"),
+    "fatal": ("FATAL", "red"),
+}
+"""Status -> how it is marked, and its colour."""
+
+
+def doctor(
+    storage: Annotated[
+        str | None,
+        typer.Option(
+            "--storage",
+            help="Look whether this database can be used, too.",
+            envvar="OPTUNA_DSAT_STORAGE",
+            show_default=False,
+        ),
+    ] = None,
+    output_dir: Annotated[
+        Path,
+        typer.Option("--output-dir", help="Where launches would write.", envvar="OPTUNA_DSAT_OUTPUT_DIR"),
+    ] = Path("optuna-dsat-output"),
+    nvme: Annotated[
+        Path | None,
+        typer.Option(
+            "--nvme",
+            help="Folder on a drive for NVMe offload: its speed is measured with a file of 1 GiB, removed at once.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what this machine offers a search and what is wrong with it; exit with 3 where no launch can run."""
+    from optuna_dsat.doctor.examination import examine
+    from optuna_dsat.doctor.finding import exit_code, to_json
+
+    findings = examine(output_dir=output_dir, storage=storage, nvme_path=nvme)
+    if as_json:
+        print(json.dumps(to_json(findings), indent=2))
+    else:
+        _print(findings)
+    code = exit_code(findings)
+    if code:
+        sys.stderr.write("optuna-dsat: no launch can run before what is FATAL above is mended.\n")
+        raise typer.Exit(code)
+
+
+def _print(findings: Sequence[Finding]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    for area in dict.fromkeys(finding.area for finding in findings):
+        console.print(Text(area.capitalize(), style="bold"))
+        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+        table.add_column(no_wrap=True, min_width=7)
+        table.add_column(overflow="fold")
+        for finding in findings:
+            if finding.area == area:
+                words, style = _MARKS[finding.status.value]
+                text = Text(finding.text)
+                if finding.remedy:
+                    text.append(f"\n{finding.remedy}", style="italic")
+                table.add_row(Text(words, style=style), text)
+        console.print(table)

@@ -1,0 +1,75 @@
+"""Ctrl-C: once stops cleanly, twice stops at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+__all__ = ["ASKED", "EXIT_INTERRUPTED", "Stopping", "stopping_on_signals"]
+
+EXIT_INTERRUPTED = 130
+"""Exit code of an interrupted command, as shells give it."""
+
+ASKED = "Stopping: launches in flight are ended and returned to the study. Ctrl-C again stops at once."
+_AT_ONCE = "Stopped at once. Launches that were in flight are ended, found lost by whoever goes on, and run again."
+_SHOW_CURSOR = "\x1b[?25h"
+
+
+@dataclass(kw_only=True)
+class Stopping:
+    """Whether the user asked to stop, and how to go on afterwards."""
+
+    asked: bool = False
+    live: bool = False
+    """Whether a live view shows ``ASKED``, so that it is not to be written over it."""
+    remedy: str = ""
+    """The command that continues, once it is known."""
+    leave: Callable[[int], None] = os._exit
+    """Ends the process without any cleaning up; the kernel then ends its launches."""
+
+    def __call__(self, _signal: int, _frame: FrameType | None) -> None:
+        """Handle a signal.
+
+        Raises:
+            KeyboardInterrupt: The first time.
+        """
+        if self.asked:
+            self._write(f"{_SHOW_CURSOR if self.live else ''}\n{_AT_ONCE}")
+            if self.remedy:
+                self._write(f"Continue with: {self.remedy}")
+            self.leave(EXIT_INTERRUPTED)
+            return
+        self.asked = True
+        if not self.live:
+            self._write(ASKED)
+        raise KeyboardInterrupt
+
+    @staticmethod
+    def _write(text: str) -> None:
+        """Write a line past all buffers and locks, which the interrupted code may hold."""
+        try:
+            os.write(2, f"{text}\n".encode())
+        except OSError:
+            return  # nobody listens any more
+
+
+@contextmanager
+def stopping_on_signals() -> Iterator[Stopping]:
+    """Within the block, the first SIGINT or SIGTERM raises KeyboardInterrupt and the second ends the process.
+
+    A signal that is ignored, as a shell ignores SIGINT for what runs in its background, stays ignored.
+    """
+    stopping = Stopping()
+    before = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            before[number] = signal.signal(number, stopping)
+    try:
+        yield stopping
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,46 @@
+"""Which launcher a search would use.
+
+``LAUNCHERS`` is the place where a launcher gets its entry: the first one that can work is used unless the user names
+another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from optuna_dsat.doctor.finding import Finding, Status
+from optuna_dsat.doctor.libraries import Libraries
+
+__all__ = ["LAUNCHERS", "finding"]
+
+
+def _torchrun(libraries: Libraries) -> str | None:
+    """Return why torchrun cannot start launches, None where it can."""
+    if "error" in libraries.torch:
+        return "torch cannot be imported"
+    return None if libraries.torch["torchrun"] else "this build of torch has no torch.distributed.run"
+
+
+LAUNCHERS: Mapping[str, tuple[str, Callable[[Libraries], str | None]]] = {
+    "torchrun": ("every launch is a torchrun of its own on this machine", _torchrun),
+}
+"""Name -> what it does, and a function that says why it cannot work (None where it can); in order of preference."""
+
+
+def finding(libraries: Libraries) -> Finding:
+    """Return which launcher would be used."""
+    why_not = {name: check(libraries) for name, (_, check) in LAUNCHERS.items()}
+    usable = [name for name, why in why_not.items() if why is None]
+    data = {"launcher": usable[0] if usable else None, "why_not": {k: v for k, v in why_not.items() if v is not None}}
+    if not usable:
+        reasons = "; ".join(f"{name}: {why}" for name, why in why_not.items())
+        return Finding(
+            area="launches",
+            name="launcher",
+            status=Status.FATAL,
+            text=f"No launcher can work ({reasons}).",
+            remedy="Install torch with distributed training into the environment of optuna-dsat.",
+            data=data,
+        )
+    text = f"Launches go through {usable[0]}: {LAUNCHERS[usable[0]][0]}."
+    return Finding(area="launches", name="launcher", status=Status.FINE, text=text, data=data)

@@ -1,0 +1,150 @@
+"""torch and DeepSpeed of this environment, asked in a process of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from optuna_dsat.doctor.finding import Finding, Status
+
+__all__ = ["Libraries", "ask", "findings"]
+
+_PATIENCE_S = 180.0
+"""A cold file system may take a minute for the imports."""
+_AREA = "software"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Libraries:
+    """What ``probe`` told."""
+
+    torch: Mapping[str, Any]
+    deepspeed: Mapping[str, Any]
+
+    @property
+    def usable(self) -> bool:
+        """Whether both can be imported."""
+        return "error" not in self.torch and "error" not in self.deepspeed
+
+    def operator(self, name: str) -> tuple[bool, str]:
+        """Return whether an operator of DeepSpeed can be built, and why not."""
+        found = self.deepspeed.get("operators", {}).get(name, {"compatible": False, "why_not": "not known"})
+        return bool(found["compatible"]), str(found["why_not"])
+
+
+def ask(*, cpu: bool, environ: Mapping[str, str] | None = None) -> Libraries:
+    """Ask torch and DeepSpeed what they can do.
+
+    Args:
+        cpu: Whether launches run on the CPU; DeepSpeed then looks for no GPU.
+        environ: Environment of the process, this one's for None.
+    """
+    base = dict(os.environ if environ is None else environ)
+    if cpu:
+        base.setdefault("DS_ACCELERATOR", "cpu")
+    command = [sys.executable, "-m", "optuna_dsat.doctor.probe"]
+    try:
+        done = subprocess.run(command, env=base, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
+        facts = json.loads(done.stdout)
+    except subprocess.TimeoutExpired:
+        facts = {"torch": {"error": f"importing torch and DeepSpeed took longer than {_PATIENCE_S:g} s"}}
+    except ValueError:
+        last = done.stderr.strip().splitlines()
+        facts = {"torch": {"error": f"the process that imports it died (exit code {done.returncode}): {last[-1:]}"}}
+    return Libraries(torch=facts["torch"], deepspeed=facts.get("deepspeed", {"error": "torch cannot be imported"}))
+
+
+def findings(libraries: Libraries, *, gpus: int) -> Iterator[Finding]:
+    """Yield what is to be said of torch, DeepSpeed and how ranks talk.
+
+    Args:
+        libraries: What was asked.
+        gpus: GPUs that launches would use; 0 for the CPU.
+    """
+    yield _torch(libraries.torch, gpus)
+    yield _deepspeed(libraries.deepspeed)
+    if libraries.usable:
+        yield _communication(libraries.torch, gpus)
+
+
+def _torch(torch: Mapping[str, Any], gpus: int) -> Finding:
+    if "error" in torch:
+        return Finding(
+            area=_AREA,
+            name="torch",
+            status=Status.FATAL,
+            text=f"torch cannot be imported: {torch['error']}",
+            remedy="Install torch into the environment of optuna-dsat: https://pytorch.org/get-started",
+            data=dict(torch),
+        )
+    build = f"built for CUDA {torch['cuda']}" if torch["cuda"] else "a build for the CPU"
+    status, remedy, text = Status.FINE, "", f"torch {torch['version']}, {build}"
+    if gpus and torch["cuda"] is None:
+        status, text = Status.FATAL, f"{text}: it cannot use the {gpus} GPUs"
+        remedy = "Install a build of torch for CUDA, or set CUDA_VISIBLE_DEVICES= (empty) to tune on the CPU."
+    elif gpus and not torch["cuda_works"]:
+        why = torch["cuda_error"] or "CUDA is not available"
+        status, text = Status.FATAL, f"{text}, but CUDA does not work: {why}"
+        remedy = "The driver is probably too old for this build: update it, or install a torch for an older CUDA."
+    elif gpus and (missing := _unsupported(torch)):
+        status, text = Status.PROBLEM, f"{text}, without code for compute capability {', '.join(missing)}"
+        remedy = "Install a build of torch that lists this GPU's architecture."
+    elif not torch["torchrun"] or not torch["distributed"]:
+        status, text = Status.FATAL, f"{text}, without torch.distributed"
+        remedy = "Install a build of torch with distributed training."
+    return Finding(area=_AREA, name="torch", status=status, text=text, remedy=remedy, data=dict(torch))
+
+
+def _unsupported(torch: Mapping[str, Any]) -> list[str]:
+    """Return the GPUs' compute capabilities for which torch holds no code: neither binary nor one to be compiled."""
+    names = [str(name).rpartition("_") for name in torch.get("architectures", [])]
+    known = [(kind, int("".join(filter(str.isdigit, number)) or 0)) for kind, _, number in names]
+    missing = []
+    for major, minor in torch.get("capabilities", []):
+        own = 10 * major + minor
+        binary = any(kind == "sm" and number // 10 == major and number <= own for kind, number in known)
+        compiled = any(kind == "compute" and number <= own for kind, number in known)
+        if known and not binary and not compiled:
+            missing.append(f"{major}.{minor}")
+    return sorted(set(missing))
+
+
+def _deepspeed(deepspeed: Mapping[str, Any]) -> Finding:
+    if "error" in deepspeed:
+        return Finding(
+            area=_AREA,
+            name="deepspeed",
+            status=Status.FATAL,
+            text=f"DeepSpeed cannot be imported: {deepspeed['error']}",
+            remedy="pip install 'deepspeed>=0.19.8' into the environment of optuna-dsat",
+            data=dict(deepspeed),
+        )
+    return Finding(
+        area=_AREA,
+        name="deepspeed",
+        status=Status.FINE,
+        text=f"DeepSpeed {deepspeed['version']}, running on {deepspeed['accelerator']}",
+        data=dict(deepspeed),
+    )
+
+
+def _communication(torch: Mapping[str, Any], gpus: int) -> Finding:
+    backend = "nccl" if gpus else "gloo"
+    data = {"backend": backend, "nccl_version": torch.get("nccl_version")}
+    if not torch[backend]:
+        return Finding(
+            area=_AREA,
+            name="communication",
+            status=Status.FATAL,
+            text=f"This build of torch has no {backend.upper() if gpus else backend}: ranks cannot talk.",
+            remedy=f"Install a build of torch with {backend}.",
+            data=data,
+        )
+    version = f" {torch['nccl_version']}" if gpus and torch.get("nccl_version") else ""
+    words = f"NCCL{version}" if gpus else "gloo"
+    return Finding(area=_AREA, name="communication", status=Status.FINE, text=f"Ranks talk through {words}.", data=data)

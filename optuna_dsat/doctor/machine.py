@@ -1,0 +1,252 @@
+"""GPUs, memory, disks and compiler of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from optuna_dsat.doctor.finding import Finding, Status
+from optuna_dsat.launch.build_locks import extensions_dir
+from optuna_dsat.launch.devices import Device, DeviceError, Devices, Nvml, NvmlError, cpu_devices, detect_devices
+from optuna_dsat.words import bytes_in_words
+
+__all__ = ["Gpus", "compiler", "device_findings", "find_gpus", "host_findings"]
+
+_GIB = 2**30
+_LEAST_SHM_BYTES = 2**30
+"""NCCL, DeepSpeed's operator for the CPU and data loaders' workers share memory here; containers often have 64 MiB."""
+_LEAST_DISK_BYTES = 2 * _GIB
+_IN_USE_SHARE = 0.2
+"""A GPU of which this share is in use is somebody else's: launches leave it alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpus:
+    """The devices that launches would use, and what NVML says."""
+
+    devices: Devices | None
+    """None where the driver does not answer."""
+    nvml: Nvml | None
+    """None where there is none."""
+    hidden: int
+    """GPUs of the machine that this process may not use."""
+    error: str = ""
+
+    @property
+    def count(self) -> int:
+        """GPUs that launches would use."""
+        return len(self.devices.devices) if self.devices is not None and self.devices.kind == "cuda" else 0
+
+
+def find_gpus(*, environ: Mapping[str, str] | None = None, nvml: Nvml | None = None) -> Gpus:
+    """Return the devices that launches would use, found as a search finds them.
+
+    Args:
+        environ: Environment to read, this process's for None.
+        nvml: NVML to ask, the machine's for None.
+    """
+    total = 0
+    with contextlib.suppress(NvmlError):
+        nvml = Nvml() if nvml is None else nvml
+        total = nvml.count()
+    try:
+        devices = detect_devices(environ=environ, nvml=nvml)
+    except DeviceError as error:
+        return Gpus(devices=None, nvml=nvml, hidden=0, error=str(error))
+    used = len(devices.devices) if devices.kind == "cuda" else 0
+    return Gpus(devices=devices, nvml=nvml, hidden=max(0, total - used))
+
+
+def device_findings(gpus: Gpus) -> Iterator[Finding]:
+    """Yield what is to be said of GPUs and driver."""
+    if gpus.devices is None:
+        yield Finding(
+            area="devices",
+            name="driver",
+            status=Status.FATAL,
+            text=gpus.error.partition(" Repair it")[0],
+            remedy="Repair the driver (try nvidia-smi), or set CUDA_VISIBLE_DEVICES= (empty) to tune on the CPU.",
+        )
+        return
+    if gpus.nvml is not None and gpus.count:
+        try:
+            version = gpus.nvml.driver_version()
+            yield Finding(
+                area="devices", name="driver", status=Status.FINE, text=f"Driver {version}", data={"version": version}
+            )
+        except NvmlError as error:
+            yield Finding(area="devices", name="driver", status=Status.NOTE, text=f"The driver's version: {error}")
+        for device in gpus.devices.devices:
+            yield _gpu(device, gpus.nvml)
+    if not gpus.count:
+        yield _cpu(gpus.devices if gpus.devices.kind == "cpu" else cpu_devices(1), hidden=gpus.hidden > 0)
+    if gpus.hidden:
+        yield Finding(
+            area="devices",
+            name="hidden GPUs",
+            status=Status.NOTE,
+            text=f"{gpus.hidden} GPUs of this machine are hidden by CUDA_VISIBLE_DEVICES or DS_ACCELERATOR.",
+            data={"count": gpus.hidden},
+        )
+
+
+def _cpu(devices: Devices, *, hidden: bool) -> Finding:
+    one = devices.devices[0]
+    return Finding(
+        area="devices",
+        name="cpu",
+        status=Status.NOTE,
+        text=f"No GPU: launches run on the CPU ({one.name}, {os.cpu_count()} cores), which shows how configurations "
+        "compare there, not on a GPU.",
+        remedy="" if hidden else "With an NVIDIA GPU in this machine: install its driver, then try nvidia-smi.",
+        data={"name": one.name, "cores": os.cpu_count()},
+    )
+
+
+def _gpu(device: Device, nvml: Nvml) -> Finding:
+    data: dict[str, object] = {"index": device.index, "model": device.name, "memory_bytes": device.memory_bytes}
+    text = f"GPU {device.index}: {device.name}, {bytes_in_words(device.memory_bytes)}"
+    name = f"gpu {device.index}"
+    try:
+        used, processes = nvml.used_bytes(device), nvml.processes(device)
+    except NvmlError as error:
+        return Finding(
+            area="devices",
+            name=name,
+            status=Status.PROBLEM,
+            text=f"{text}; its use cannot be read ({error})",
+            remedy="Without it a launch cannot see whether the GPU is free: give the container access to NVML.",
+            data=data,
+        )
+    data |= {"used_bytes": used, "processes": sorted(processes)}
+    if processes or used > _IN_USE_SHARE * device.memory_bytes:
+        who = f"process {', '.join(map(str, sorted(processes)))}" if processes else "a process that NVML does not name"
+        return Finding(
+            area="devices",
+            name=name,
+            status=Status.PROBLEM,
+            text=f"{text}; {bytes_in_words(used)} in use by {who}",
+            remedy="Launches leave it alone while it is in use: end what runs there, or go on without it.",
+            data=data,
+        )
+    return Finding(area="devices", name=name, status=Status.FINE, text=f"{text}, free", data=data)
+
+
+def host_findings(*, output_dir: Path, environ: Mapping[str, str], shm: Path = Path("/dev/shm")) -> Iterator[Finding]:
+    """Yield what is to be said of memory, shared memory, disks and compiler.
+
+    Args:
+        output_dir: Where launches would write.
+        environ: Environment of launches.
+        shm: Where shared memory is mounted.
+    """
+    yield _memory()
+    if shm.is_dir():
+        yield _shared_memory(shm)
+    yield _disk(output_dir)
+    yield _compiler(environ)
+
+
+def _memory() -> Finding:
+    from optuna_dsat.launch.devices import host_memory_bytes
+
+    total, available = host_memory_bytes(), int(psutil.virtual_memory().available)
+    data = {"total_bytes": total, "available_bytes": min(total, available)}
+    text = f"{bytes_in_words(total)} of host memory, {bytes_in_words(min(total, available))} available"
+    return Finding(area="host", name="memory", status=Status.FINE, text=text, data=data)
+
+
+def _shared_memory(shm: Path) -> Finding:
+    usage = shutil.disk_usage(shm)
+    text = f"{bytes_in_words(usage.total)} of shared memory ({shm}), {bytes_in_words(usage.free)} free"
+    scarce = usage.free < _LEAST_SHM_BYTES
+    return Finding(
+        area="host",
+        name="shared memory",
+        status=Status.PROBLEM if scarce else Status.FINE,
+        text=text,
+        remedy="Data loaders' workers and ranks may die with a bus error: give a container more with --shm-size 8g."
+        if scarce
+        else "",
+        data={"total_bytes": usage.total, "free_bytes": usage.free},
+    )
+
+
+def _disk(output_dir: Path) -> Finding:
+    parent = output_dir.absolute()
+    while not parent.exists() and parent != parent.parent:
+        parent = parent.parent
+    data: dict[str, object] = {"path": str(output_dir)}
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        return Finding(
+            area="host",
+            name="disk",
+            status=Status.FATAL,
+            text=f"The output directory {output_dir} cannot be written to ({parent}).",
+            remedy="Give another with --output-dir.",
+            data=data,
+        )
+    free = shutil.disk_usage(parent).free
+    scarce = free < _LEAST_DISK_BYTES
+    return Finding(
+        area="host",
+        name="disk",
+        status=Status.PROBLEM if scarce else Status.FINE,
+        text=f"{bytes_in_words(free)} free for {output_dir}",
+        remedy="Launches write logs, and DeepSpeed compiles: make room, or give another --output-dir."
+        if scarce
+        else "",
+        data=data | {"free_bytes": free},
+    )
+
+
+def compiler(environ: Mapping[str, str]) -> tuple[str | None, bool]:
+    """Return the C++ compiler that DeepSpeed's operators would be built with, and whether ninja is there."""
+    path = environ.get("PATH")
+    wanted = environ.get("CXX", "c++")
+    found = next((one for name in (wanted, "g++", "clang++") if (one := shutil.which(name, path=path))), None)
+    ninja = shutil.which("ninja", path=path)
+    works = ninja is not None and subprocess.run([ninja, "--version"], capture_output=True, check=False).returncode == 0
+    return found, works
+
+
+def _compiler(environ: Mapping[str, str]) -> Finding:
+    found, ninja = compiler(environ)
+    folder = extensions_dir(environ)
+    data = {"compiler": found, "ninja": ninja, "folder": str(folder)}
+    missing = [name for name, there in (("a C++ compiler", found), ("ninja", ninja)) if not there]
+    if missing:
+        return Finding(
+            area="host",
+            name="compiler",
+            status=Status.PROBLEM,
+            text=f"Without {' and '.join(missing)} DeepSpeed's operators cannot be built on first use.",
+            remedy='apt install g++ and pip install ninja; or use optimizers of torch ("torch_adam": true).',
+            data=data,
+        )
+    parent = folder
+    while not parent.exists() and parent != parent.parent:
+        parent = parent.parent
+    if not os.access(parent, os.W_OK):
+        return Finding(
+            area="host",
+            name="compiler",
+            status=Status.PROBLEM,
+            text=f"DeepSpeed's operators are compiled into {folder}, which cannot be written to.",
+            remedy="Set TORCH_EXTENSIONS_DIR to a folder that can be.",
+            data=data,
+        )
+    return Finding(
+        area="host",
+        name="compiler",
+        status=Status.FINE,
+        text=f"DeepSpeed's operators can be built: {found}, ninja; into {folder}",
+        data=data,
+    )

@@ -1,0 +1,87 @@
+"""Which offloads can work here, and why not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from optuna_dsat.doctor.finding import Finding, Status
+from optuna_dsat.doctor.libraries import Libraries
+
+__all__ = ["findings"]
+
+_AREA = "offload"
+_TORCH_ADAM = 'Or let the optimizer be torch\'s: "torch_adam": true in its params.'
+
+
+def findings(libraries: Libraries, *, nvme: Path | None) -> Iterator[Finding]:
+    """Yield which offloads can work.
+
+    Args:
+        libraries: What torch and DeepSpeed can do.
+        nvme: Folder for NVMe offload, None where none was given.
+    """
+    if not libraries.usable:
+        return
+    yield _optimizer(libraries)
+    yield Finding(
+        area=_AREA,
+        name="parameters to the CPU",
+        status=Status.FINE,
+        text="Parameter offload to the CPU can work (ZeRO 3).",
+        data={"works": True},
+    )
+    yield _to_nvme(libraries, nvme)
+
+
+def _optimizer(libraries: Libraries) -> Finding:
+    works, why = libraries.operator("CPUAdamBuilder")
+    if works:
+        return Finding(
+            area=_AREA,
+            name="optimizer to the CPU",
+            status=Status.FINE,
+            text="Optimizer offload to the CPU can work (ZeRO 1 to 3): DeepSpeedCPUAdam can be built.",
+            data={"works": True},
+        )
+    return Finding(
+        area=_AREA,
+        name="optimizer to the CPU",
+        status=Status.PROBLEM,
+        text=f"Optimizer offload to the CPU cannot use DeepSpeedCPUAdam, which cannot be built{_because(why)}.",
+        remedy=f"Install a C++ compiler and ninja; on a GPU, the CUDA toolkit that torch was built with. {_TORCH_ADAM}",
+        data={"works": False, "why_not": why},
+    )
+
+
+def _to_nvme(libraries: Libraries, nvme: Path | None) -> Finding:
+    works, why = libraries.operator("AsyncIOBuilder")
+    data = {"works": works and nvme is not None, "why_not": why}
+    if not works:
+        return Finding(
+            area=_AREA,
+            name="to NVMe",
+            status=Status.NOTE if nvme is None else Status.PROBLEM,
+            text=f"Offload to NVMe cannot work: DeepSpeed's operator async_io cannot be built{_because(why)}.",
+            remedy="apt install libaio-dev",
+            data=data,
+        )
+    if nvme is None:
+        return Finding(
+            area=_AREA,
+            name="to NVMe",
+            status=Status.NOTE,
+            text="Offload to NVMe can work once there is a drive: --nvme FOLDER measures one.",
+            data=data,
+        )
+    return Finding(
+        area=_AREA,
+        name="to NVMe",
+        status=Status.FINE,
+        text=f"Offload to NVMe can work (ZeRO 3): search it with --nvme-path {nvme}.",
+        data=data,
+    )
+
+
+def _because(why: str) -> str:
+    return f" ({why.rstrip('.')})" if why else ""

@@ -1,0 +1,103 @@
+"""Prints what torch and DeepSpeed of this environment can do: ``python -m optuna_dsat.doctor.probe``, a line of JSON.
+
+Run in a process of its own: it imports both, which takes seconds, and asks CUDA whether it works.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import json
+import os
+from typing import Any
+
+__all__ = ["main", "probe"]
+
+_OPERATORS = ("CPUAdamBuilder", "FusedAdamBuilder", "AsyncIOBuilder", "ShareMemCommBuilder")
+
+
+def probe() -> dict[str, Any]:
+    """Return versions and abilities as JSON values; an ``error`` where a package cannot be imported."""
+    facts: dict[str, Any] = {"torch": _torch()}
+    facts["deepspeed"] = _deepspeed() if "error" not in facts["torch"] else {"error": "torch cannot be imported"}
+    return facts
+
+
+def _torch() -> dict[str, Any]:
+    try:
+        import torch
+        import torch.distributed as dist
+    except Exception as error:  # noqa: BLE001 - whatever a broken installation raises is the answer
+        return {"error": _reason(error)}
+    facts: dict[str, Any] = {
+        "version": torch.__version__,
+        "cuda": torch.version.cuda,
+        "distributed": dist.is_available(),
+        "gloo": dist.is_available() and dist.is_gloo_available(),
+        "nccl": dist.is_available() and dist.is_nccl_available(),
+        "torchrun": importlib.util.find_spec("torch.distributed.run") is not None,
+        "cuda_works": False,
+        "cuda_error": "",
+    }
+    if facts["nccl"]:
+        with contextlib.suppress(Exception):
+            facts["nccl_version"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    if torch.version.cuda is not None:
+        try:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+            facts["cuda_works"] = torch.cuda.is_available()
+            facts["architectures"] = torch.cuda.get_arch_list()
+            facts["capabilities"] = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
+        except Exception as error:  # noqa: BLE001 - likewise
+            facts["cuda_error"] = _reason(error)
+    return facts
+
+
+def _deepspeed() -> dict[str, Any]:
+    try:
+        import deepspeed
+        from deepspeed.accelerator import get_accelerator
+    except Exception as error:  # noqa: BLE001 - likewise
+        return {"error": _reason(error)}
+    accelerator = get_accelerator()
+    operators: dict[str, Any] = {}
+    for name in _OPERATORS:
+        try:
+            builder = accelerator.create_op_builder(name)
+            compatible = builder is not None and bool(builder.is_compatible(verbose=False))
+            operators[name] = {"compatible": compatible, "why_not": "" if compatible else _why_not(builder)}
+        except Exception as error:  # noqa: BLE001 - likewise
+            operators[name] = {"compatible": False, "why_not": _reason(error)}
+    return {
+        "version": deepspeed.__version__,
+        "accelerator": accelerator.device_name(),
+        "backend": accelerator.communication_backend_name(),
+        "operators": operators,
+    }
+
+
+def _why_not(builder: Any) -> str:
+    return str(getattr(builder, "error_log", None) or "")
+
+
+def _reason(error: Exception) -> str:
+    """Return an error's first line with its kind."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}".rstrip(": ")
+
+
+def main() -> None:
+    """Print the facts on the real stdout; what the libraries print goes nowhere."""
+    out = os.dup(1)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        silent = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silent, 1)
+        os.dup2(silent, 2)
+        facts = probe()
+    os.write(out, f"{json.dumps(facts)}\n".encode())
+    os._exit(0)  # without the teardown of native libraries
+
+
+if __name__ == "__main__":
+    main()

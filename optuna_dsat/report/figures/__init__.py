@@ -1,0 +1,245 @@
+"""Plots of a study as plotly figures, like those of ``optuna.visualization``.
+
+Every ``plot_`` function takes a study that optuna-dsat made, as Optuna loads it or as a ``StudyView``:
+
+    import optuna
+    from optuna_dsat.report import figures
+
+    study = optuna.load_study(study_name="train-asha", storage="sqlite:///optuna-dsat.db")
+    figures.plot_metric(study).show()
+    figures.plot_timeline(study).write_image("timeline.svg")  # needs plotly's kaleido
+
+``plot_metric``, ``plot_progress``, ``plot_outcomes``, ``plot_micro_batches`` and ``plot_importances`` need the trials
+alone, and take any Optuna study that uses ``optuna_dsat.samplers``. Where there is nothing to draw yet, a figure holds
+one sentence that says why, which ``missing`` returns. Values are plain lists, so figures travel as readable JSON to any
+version of plotly.js; no page colour is set, so they suit light and dark.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+from optuna_dsat.errors import UsageError
+from optuna_dsat.report.figures._finalists import FinalistPoint, finalists_figure
+from optuna_dsat.report.figures._importance import importances_figure, importances_of
+from optuna_dsat.report.figures._memory import PREDICTED_AS_MEASURED, memory_figure
+from optuna_dsat.report.figures._metric import BEST, EDGE, USER, metric_figure
+from optuna_dsat.report.figures._search import micro_batches_figure, outcomes_figure, progress_figure, rungs_figure
+from optuna_dsat.report.figures._source import Source, history_of, view_of
+from optuna_dsat.report.figures._style import INK, empty_figure, missing
+from optuna_dsat.report.figures._time import time_spent_figure, timeline_figure
+from optuna_dsat.report.view import StudyView
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+__all__ = [
+    "BEST",
+    "EDGE",
+    "INK",
+    "PREDICTED_AS_MEASURED",
+    "USER",
+    "importances_of",
+    "memory_figure",
+    "metric_figure",
+    "missing",
+    "plot_finalists",
+    "plot_importances",
+    "plot_memory",
+    "plot_metric",
+    "plot_micro_batches",
+    "plot_outcomes",
+    "plot_progress",
+    "plot_rungs",
+    "plot_time_spent",
+    "plot_timeline",
+    "require_plotly",
+]
+
+
+def require_plotly() -> None:
+    """Refuse to go on without plotly.
+
+    Raises:
+        UsageError: If it is not installed; says how to install it.
+    """
+    if importlib.util.find_spec("plotly") is None:
+        raise UsageError("plotly is not installed: pip install 'plotly>=6'")
+
+
+def plot_metric(study: Source) -> go.Figure:
+    """Plot the metric over the micro-batch (samples per GPU and pass): a line per lineage, with its memory's edge.
+
+    A lineage is the trials that agree in every knob but the micro-batch. Throughput is in samples/s over all ranks,
+    FLOPS_per_gpu in FLOP/s, times in ms. A cross marks the smallest micro-batch that ran out of memory.
+
+    Args:
+        study: Any Optuna study whose trials have a micro-batch, or a ``StudyView``.
+    """
+    require_plotly()
+    found = history_of(study)
+    return metric_figure(found.trials, metric=found.metric, winner=found.winner, maximize=found.maximize)
+
+
+def plot_progress(study: Source) -> go.Figure:
+    """Plot the metric of the launches in the order in which they ended, the best so far and the user's own config.
+
+    Args:
+        study: Any Optuna study with one objective, or a ``StudyView``.
+    """
+    require_plotly()
+    found = history_of(study)
+    return progress_figure(found.trials, metric=found.metric, maximize=found.maximize)
+
+
+def plot_outcomes(study: Source) -> go.Figure:
+    """Plot how many launches had which outcome (``optuna_dsat.outcome.Outcome``), by ZeRO stage and offload.
+
+    Args:
+        study: Any Optuna study that uses our knobs, or a ``StudyView``.
+    """
+    require_plotly()
+    return outcomes_figure(history_of(study).trials)
+
+
+def plot_micro_batches(study: Source) -> go.Figure:
+    """Plot which micro-batches were tried in each lineage, in order: how a bisection closes in on its edge.
+
+    Shows the 16 lineages with the most launches.
+
+    Args:
+        study: Any Optuna study whose trials have a micro-batch, or a ``StudyView``.
+    """
+    require_plotly()
+    return micro_batches_figure(history_of(study).trials)
+
+
+def plot_importances(study: Source) -> go.Figure:
+    """Plot the importance of the knobs by Optuna's PED-ANOVA (arXiv:2304.10255), as shares that sum up to 1.
+
+    Counts measured trials only, at least 10 of them; see ``importances_of`` for what that leaves out.
+
+    Args:
+        study: Any Optuna study with one objective, or a ``StudyView``.
+    """
+    require_plotly()
+    found = history_of(study)
+    return importances_figure(found.trials, found.direction)
+
+
+def plot_memory(study: Source) -> go.Figure:
+    """Plot the measured peak memory per rank (GiB) over what the memory model predicted, before any correction.
+
+    Args:
+        study: A study that optuna-dsat made.
+
+    Raises:
+        UsageError: If it did not make it.
+    """
+    require_plotly()
+    view = view_of(study)
+    if view.profiled is None:
+        title = "Peak memory per rank, predicted (uncorrected) and measured"
+        return empty_figure(
+            "The profile launch has not ended yet: without a profile nothing is predicted.", title=title
+        )
+    return memory_figure(view.trials, spec=view.spec, profiled=view.profiled)
+
+
+def plot_timeline(study: Source) -> go.Figure:
+    """Plot what each GPU (CPU rank) did over the time of the search: start-up, steps, exit, idle.
+
+    Times are wall time; pauses of the study are cut out and marked. Launches in flight are not drawn.
+
+    Args:
+        study: A study that optuna-dsat made.
+
+    Raises:
+        UsageError: If it did not make it.
+    """
+    require_plotly()
+    view = view_of(study)
+    return timeline_figure(view.launches, device=view.spec.device)
+
+
+def plot_time_spent(study: Source) -> go.Figure:
+    """Plot where the search's GPU (CPU-rank) minutes went: profile, start-up, steps, exit, finalists, idle.
+
+    Args:
+        study: A study that optuna-dsat made.
+
+    Raises:
+        UsageError: If it did not make it.
+    """
+    require_plotly()
+    view = view_of(study)
+    return time_spent_figure(view.launches, device=view.spec.device)
+
+
+def plot_rungs(study: Source) -> go.Figure:
+    """Plot who completed which rung of ``asha`` (arXiv:1810.05934), and who went on to the next.
+
+    Args:
+        study: A study that optuna-dsat made.
+
+    Raises:
+        UsageError: If it did not make it.
+    """
+    require_plotly()
+    view, found = view_of(study), history_of(study)
+    return rungs_figure(
+        view.trials,
+        method=view.spec.method,
+        options=view.spec.options,
+        metric=view.metric,
+        direction=found.direction,
+    )
+
+
+def plot_finalists(study: Source) -> go.Figure:
+    """Plot the finalists, measured again with more steps, with their 95 % confidence intervals.
+
+    Args:
+        study: A study that optuna-dsat made.
+
+    Raises:
+        UsageError: If it did not make it.
+    """
+    require_plotly()
+    view = view_of(study)
+    return finalists_figure(_finalist_points(view), metric=view.metric, why_none=_why_no_finalist(view))
+
+
+def _finalist_points(view: StudyView) -> list[FinalistPoint]:
+    from optuna_dsat import history
+    from optuna_dsat.words import config_in_words
+
+    best, user = view.best, view.baseline
+    by_number = {trial.number: trial for trial in view.trials}
+    points = [
+        FinalistPoint(
+            words=config_in_words(by_number[f.number].user_attrs[history.CONFIG]),
+            number=f.number,
+            searched=by_number[f.number].values[0],
+            value=f.value,
+            low=f.low,
+            high=f.high,
+            steps=f.steps,
+            winner=best is not None and best.trial.number == f.number,
+            user=user is not None and user.trial.number == f.number,
+        )
+        for f in view.finalists.values()
+        if f.value is not None and f.low is not None and f.high is not None
+    ]
+    return sorted(points, key=lambda point: -point.value if view.maximize else point.value)
+
+
+def _why_no_finalist(view: StudyView) -> str:
+    from optuna_dsat import history
+
+    if view.spec.confirm == 0:
+        return "Nothing is measured again in this study (--confirm 0)."
+    if history.WINNER in view.attributes:
+        return "No finalist could be measured again, or the search was interrupted before that."
+    return "Finalists are measured again when the search has ended; it has not."

@@ -1,0 +1,93 @@
+"""The finalists: what was measured again with more steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from optuna_dsat.report.figures._style import INK, NEUTRAL, axis_title, empty_figure, lay_out, scale_of, shown, wrapped
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+__all__ = ["FinalistPoint", "finalists_figure"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinalistPoint:
+    """A configuration that was measured again."""
+
+    words: str
+    """Its configuration in words."""
+    number: int
+    searched: float
+    """The metric of the few steps of the search."""
+    value: float
+    """The metric of the confirmation."""
+    low: float
+    """Lower end of the 95 % confidence interval."""
+    high: float
+    steps: int
+    """Counted steps of the confirmation."""
+    winner: bool
+    user: bool
+    """Whether it is the user's own config."""
+
+
+def finalists_figure(points: Sequence[FinalistPoint], *, metric: str, why_none: str) -> go.Figure:
+    """Return the finalists with their 95 % confidence intervals, and what the search had measured of them.
+
+    Args:
+        points: The finalists that could be measured, the best first.
+        metric: Name of the metric.
+        why_none: What to say where there is none.
+    """
+    import plotly.graph_objects as go
+
+    title, x = "Finalists, measured again with more steps", axis_title(metric)
+    if not points:
+        return empty_figure(why_none, title=title, x=x)
+    scale, rows = scale_of(metric), list(range(len(points)))
+    figure = go.Figure(
+        [
+            go.Scatter(
+                x=[p.searched * scale for p in points],
+                y=rows,
+                mode="markers",
+                name="in the search",
+                marker={"symbol": "circle-open", "color": NEUTRAL, "size": 10},
+                hovertext=[f"in the search: {shown(metric, p.searched)}" for p in points],
+                hoverinfo="text",
+            ),
+            go.Scatter(
+                x=[p.value * scale for p in points],
+                y=rows,
+                mode="markers",
+                name="confirmed, with its 95 % interval",
+                marker={"symbol": ["star" if p.winner else "circle" for p in points], "color": INK, "size": 12},
+                error_x={
+                    "type": "data",
+                    "symmetric": False,
+                    "array": [(p.high - p.value) * scale for p in points],
+                    "arrayminus": [(p.value - p.low) * scale for p in points],
+                    "color": INK,
+                    "thickness": 1.5,
+                },
+                hovertext=[
+                    f"<b>{p.words}</b><br>{shown(metric, p.value)}, 95 % between {shown(metric, p.low)} and "
+                    f"{shown(metric, p.high)}<br>{p.steps} steps"
+                    for p in points
+                ],
+                hoverinfo="text",
+            ),
+        ]
+    )
+    lay_out(figure, title=title, x=x, y="", height=170 + 50 * len(points))
+    figure.update_xaxes(tickformat="~s" if metric == "FLOPS_per_gpu" else None)
+    figure.update_yaxes(
+        tickvals=rows,
+        ticktext=[wrapped(p.words) + ("<br>(your own config)" if p.user else "") for p in points],
+        range=[len(points) - 0.5, -0.5],
+    )
+    return figure

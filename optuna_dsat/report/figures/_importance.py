@@ -1,0 +1,113 @@
+"""Which knobs decided how well a configuration did."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import optuna
+from optuna.distributions import IntDistribution
+from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial, TrialState
+
+from optuna_dsat.report.figures._style import empty_figure, lay_out, wrapped
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+__all__ = ["importances_figure", "importances_of"]
+
+_LEAST_MEASURED = 10
+"""With fewer measured trials the evaluator's quantiles hold single trials."""
+
+
+def importances_of(trials: Sequence[FrozenTrial], direction: StudyDirection) -> Mapping[str, float] | str:
+    """Return the importance of every knob that took more than one value, the largest first; or why there is none.
+
+    By Optuna's default evaluator, PED-ANOVA (Watanabe et al. 2023, arXiv:2304.10255): how much the distribution of a
+    knob's values among the best tenth of the measured trials differs from that among all of them. Shares sum up to 1.
+    Trials that ran out of memory or were stopped have no value and do not count, so a knob that decides *what fits*
+    shows here only as far as larger micro-batches are faster. The micro-batch's bounds differ from trial to trial; they
+    are widened to one range first.
+
+    Args:
+        trials: The study's trials.
+        direction: What is better.
+    """
+    measured = [t for t in trials if t.state is TrialState.COMPLETE and t.params]
+    if len(measured) < _LEAST_MEASURED:
+        return (
+            f"The importance of knobs needs at least {_LEAST_MEASURED} measured configurations; "
+            f"this study has {len(measured)}."
+        )
+    varied = [
+        name
+        for name in dict.fromkeys(name for t in measured for name in t.params)
+        if len({t.params[name] for t in measured if name in t.params}) > 1
+    ]
+    if len(varied) < 2:
+        return "Fewer than two knobs took more than one value among the measured configurations."
+    verbosity = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of few trials in a regime, and of experimental parts
+            study = optuna.create_study(direction=direction)
+            study.add_trials(_with_common_ranges(measured))
+            found = optuna.importance.get_param_importances(study, params=varied)
+    finally:
+        optuna.logging.set_verbosity(verbosity)
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _with_common_ranges(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
+    """Return copies whose whole-number parameters share one distribution each, without attributes."""
+    ranges: dict[str, tuple[int, int]] = {}
+    for trial in trials:
+        for name, distribution in trial.distributions.items():
+            if isinstance(distribution, IntDistribution):
+                value = int(trial.params[name])
+                low, high = ranges.get(name, (value, value))
+                ranges[name] = min(low, distribution.low, value), max(high, distribution.high, value)
+    copies = []
+    for trial in trials:
+        distributions = {
+            name: IntDistribution(*ranges[name]) if name in ranges else distribution
+            for name, distribution in trial.distributions.items()
+        }
+        one = copy.copy(trial)
+        one.distributions = distributions
+        one.user_attrs, one.intermediate_values = {}, {}
+        copies.append(one)
+    return copies
+
+
+def importances_figure(trials: Sequence[FrozenTrial], direction: StudyDirection) -> go.Figure:
+    """Return the importance of the knobs as bars, the largest first. See ``importances_of``."""
+    import plotly.graph_objects as go
+
+    title, x = "Importance of the knobs", "share of what decided"
+    found = importances_of(trials, direction)
+    if isinstance(found, str):
+        return empty_figure(found, title=title, x=x)
+    names = list(found)
+    figure = go.Figure(
+        go.Bar(
+            x=[found[name] for name in names],
+            y=[wrapped(name.replace("_", " "), 24) for name in names],
+            orientation="h",
+            marker={"color": "#0072B2"},
+            text=[f"{found[name]:.0%}" for name in names],
+            textposition="auto",
+            textangle=0,
+            hovertemplate="%{y}: %{x:.1%}<extra></extra>",
+            showlegend=False,
+        )
+    )
+    lay_out(figure, title=title, x=x, y="", height=120 + 38 * len(names))
+    figure.update_xaxes(tickformat=".0%", rangemode="tozero")
+    figure.update_yaxes(autorange="reversed")
+    return figure

@@ -1,0 +1,184 @@
+"""The metric over the micro-batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from optuna.trial import FrozenTrial, TrialState
+
+from optuna_dsat import history
+from optuna_dsat.lineage import MICRO_BATCH, STRUCTURE, Lineage, group, score
+from optuna_dsat.report.figures._style import (
+    INK,
+    WARNING,
+    Palette,
+    axis_title,
+    empty_figure,
+    lay_out,
+    lineage_words,
+    new_figure,
+    scale_of,
+    shown,
+)
+from optuna_dsat.spec import LARGER_IS_BETTER
+from optuna_dsat.words import zero_in_words
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+__all__ = ["BEST", "EDGE", "USER", "metric_figure", "powers_of_two"]
+
+EDGE = "out of memory"
+"""Name of the trace that shows where lineages run out of memory."""
+USER = "your own config"
+BEST = "best"
+
+
+def metric_figure(
+    trials: Sequence[FrozenTrial], *, metric: str, winner: int | None = None, maximize: bool | None = None
+) -> go.Figure:
+    """Return the metric over the micro-batch: one line per lineage, with its out-of-memory edge.
+
+    Lineages of the same ZeRO stage and offload share a colour and one entry of the legend. The edge of a lineage is
+    the smallest micro-batch that did not fit, drawn at the height of the largest that did, or on the axis where none
+    did.
+
+    Args:
+        trials: Any history; trials without a micro-batch parameter are shown only if they are the best or the user's.
+        metric: Name of the metric; times are given in seconds and shown in ms.
+        winner: Number of the trial to mark as the best; None for the one with the best value.
+        maximize: Whether a larger metric is better; None for what the metric's name says.
+    """
+    scale = scale_of(metric)
+    title = f"{axis_title(metric).split(' (')[0].capitalize()} over micro-batch"
+    x_title = "micro-batch (samples per GPU and pass, log scale)"
+    figure = new_figure()
+    lineages = [lineage for lineage in group(trials).values() if _points(lineage) or lineage.smallest_too_large]
+    palette = Palette(lineage_words(lineage.trials) for lineage in lineages)
+    named: set[str] = set()
+    for lineage in lineages:
+        words = lineage_words(lineage.trials)
+        if _points(lineage):
+            figure.add_trace(_line(lineage, words, palette, metric=metric, scale=scale, named=words not in named))
+            named.add(words)
+    edges = [lineage for lineage in lineages if lineage.smallest_too_large is not None]
+    if edges:
+        figure.add_trace(_edges(edges, scale))
+    better = metric in LARGER_IS_BETTER if maximize is None else maximize
+    measured = history.best_trials(trials, maximize=better)
+    best = next((t for t in measured if t.number == winner), measured[0] if measured else None)
+    user = history.user_config_trial(trials)
+    for trial, name, symbol in ((user, USER, "x-open"), (best, BEST, "star")):
+        if trial is not None and history.CONFIG in trial.user_attrs:
+            figure.add_trace(_mark(trial, name, symbol, metric=metric, scale=scale))
+    if not figure.data:
+        return empty_figure("Nothing has been measured yet.", title=title, x=x_title, y=axis_title(metric))
+    lay_out(figure, title=title, x=x_title, y=axis_title(metric))
+    micro_batches = [int(x) for trace in figure.data for x in trace.x if x is not None]
+    figure.update_xaxes(type="log", tickvals=powers_of_two(micro_batches))
+    figure.update_yaxes(tickformat="~s" if metric == "FLOPS_per_gpu" else None)
+    return figure
+
+
+def _points(lineage: Lineage) -> list[tuple[int, float, FrozenTrial]]:
+    """Return (micro-batch, metric, trial) of all trials that showed a metric, by micro-batch."""
+    found = [(lineage.size(t), value, t) for t in lineage.trials if (value := score(t)) is not None]
+    return sorted(found, key=lambda point: (point[0], point[2].number))
+
+
+def _line(lineage: Lineage, words: str, palette: Palette, *, metric: str, scale: float, named: bool) -> go.Scatter:
+    import plotly.graph_objects as go
+
+    points = _points(lineage)
+    return go.Scatter(
+        x=[size for size, _, _ in points],
+        y=[value * scale for _, value, _ in points],
+        mode="lines+markers",
+        name=words,
+        legendgroup=words,
+        showlegend=named,
+        line={"color": palette[words], "width": 1.5},
+        marker={"symbol": palette.symbol(words), "size": 8},
+        hovertext=[_hover(trial, words, metric, value) for _, value, trial in points],
+        hoverinfo="text",
+    )
+
+
+def _hover(trial: FrozenTrial, words: str, metric: str, value: float) -> str:
+    config = trial.user_attrs.get(history.CONFIG, trial.params)
+    lines = [
+        f"<b>{words}, micro-batch {config.get(MICRO_BATCH, '?')}</b>",
+        f"trial {trial.number}: {shown(metric, value)}",
+    ]
+    if trial.state is not TrialState.COMPLETE:
+        lines[1] += " (stopped early)"
+    return "<br>".join(lines + _knobs(trial.params))
+
+
+def _knobs(params: Mapping[str, Any]) -> list[str]:
+    """Return the knobs that the words of a configuration leave out, one a line."""
+    return [
+        f"{name} = {value:,}" if isinstance(value, int) and not isinstance(value, bool) else f"{name} = {value}"
+        for name, value in params.items()
+        if name not in (*STRUCTURE, MICRO_BATCH)
+    ]
+
+
+def _edges(lineages: Sequence[Lineage], scale: float) -> go.Scatter:
+    """Return one trace with every lineage's edge, joined by a dotted line to its largest micro-batch that fitted."""
+    import plotly.graph_objects as go
+
+    x: list[int | None] = []
+    y: list[float | None] = []
+    texts: list[str] = []
+    sizes: list[int] = []
+    for lineage in lineages:
+        edge = lineage.smallest_too_large
+        below = [(size, value) for size, value, _ in _points(lineage) if edge is not None and size < edge]
+        last = below[-1] if below else None
+        if last is not None:
+            x.append(last[0])
+            y.append(last[1] * scale)
+            texts.append("")
+            sizes.append(0)
+        x += [edge, None]
+        y += [0.0 if last is None else last[1] * scale, None]
+        fits = "nothing smaller ran" if lineage.largest_fit is None else f"{lineage.largest_fit} fits"
+        head = f"<b>{lineage_words(lineage.trials)}</b><br>out of memory at micro-batch {edge}, {fits}"
+        texts += ["<br>".join([head, *_knobs(lineage.params)]), ""]
+        sizes += [11, 0]
+    return go.Scatter(
+        x=x,
+        y=y,
+        mode="lines+markers",
+        name=EDGE,
+        connectgaps=False,
+        line={"color": WARNING, "dash": "dot", "width": 1},
+        marker={"symbol": "x-thin", "size": sizes, "color": WARNING, "line": {"color": WARNING, "width": 2}},
+        hovertext=texts,
+        hoverinfo="text",
+    )
+
+
+def _mark(trial: FrozenTrial, name: str, symbol: str, *, metric: str, scale: float) -> go.Scatter:
+    import plotly.graph_objects as go
+
+    config = trial.user_attrs[history.CONFIG]
+    return go.Scatter(
+        x=[int(config[MICRO_BATCH])],
+        y=[trial.values[0] * scale],
+        mode="markers",
+        name=name,
+        marker={"symbol": symbol, "size": 15, "color": INK, "line": {"color": INK, "width": 2}},
+        hovertext=[f"{name}<br>" + _hover(trial, zero_in_words(config), metric, trial.values[0])],
+        hoverinfo="text",
+    )
+
+
+def powers_of_two(values: Sequence[int]) -> list[int]:
+    if not values:
+        return [1]
+    low, high = math.floor(math.log2(max(1, min(values)))), math.ceil(math.log2(max(1, *values)))
+    return [2**power for power in range(low, high + 1)]

@@ -1,0 +1,364 @@
+"""What the search did: its progress, its outcomes, the micro-batches it tried, the rungs of ``asha``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial
+
+from optuna_dsat import bisection, history
+from optuna_dsat.lineage import Evidence, Lineage, evidence, group, score
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.pruners._rungs import Rung, Rungs, climb
+from optuna_dsat.report.figures._metric import USER, powers_of_two
+from optuna_dsat.report.figures._style import (
+    INK,
+    NEUTRAL,
+    OUTCOME_COLOURS,
+    WARNING,
+    Palette,
+    axis_title,
+    empty_figure,
+    lay_out,
+    lineage_words,
+    new_figure,
+    scale_of,
+    shown,
+    wrapped,
+)
+from optuna_dsat.spec import MethodOptions
+from optuna_dsat.words import config_in_words
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+__all__ = ["micro_batches_figure", "outcomes_figure", "progress_figure", "rungs_figure"]
+
+_NO_LAUNCH = "No launch has ended yet."
+_MAX_ROWS = 16
+"""Lineages of which the micro-batches are shown: those with the most launches."""
+
+
+def _ended(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
+    """Return the launches that are over, in the order in which they ended; lost ones are left out."""
+    over = [
+        t
+        for t in trials
+        if t.state.is_finished()
+        and history.VETOED not in t.user_attrs
+        and t.user_attrs.get(history.OUTCOME) != Outcome.LOST
+    ]
+    return sorted(over, key=lambda t: (t.datetime_complete is None, t.datetime_complete, t.number))
+
+
+def _outcome(trial: FrozenTrial) -> Outcome:
+    """Return what became of a trial; of one whose study records no outcomes, what its state says."""
+    known = trial.user_attrs.get(history.OUTCOME)
+    if known is not None:
+        return Outcome(known)
+    says = evidence(trial)
+    if says is Evidence.TOO_LARGE:
+        return Outcome.OUT_OF_MEMORY
+    if says is Evidence.FITS:
+        return Outcome.MEASURED if trial.state.name == "COMPLETE" else Outcome.PRUNED
+    return Outcome.SCRIPT_ERROR
+
+
+def _words(trial: FrozenTrial) -> str:
+    config = trial.user_attrs.get(history.CONFIG)
+    return f"trial {trial.number}" if config is None else f"trial {trial.number}: {config_in_words(config)}"
+
+
+def progress_figure(trials: Sequence[FrozenTrial], *, metric: str, maximize: bool) -> go.Figure:
+    """Return the metric of every launch in the order in which they ended, the best so far, and the user's config.
+
+    Launches without a metric stand on the axis, in the colour of their outcome.
+    """
+    import plotly.graph_objects as go
+
+    title, x_title = "Progress of the search", "launches that ended"
+    ended, scale = _ended(trials), scale_of(metric)
+    if not ended:
+        return empty_figure(_NO_LAUNCH, title=title, x=x_title, y=axis_title(metric))
+    figure = go.Figure()
+    places = {trial.number: place for place, trial in enumerate(ended, start=1)}
+    for outcome in Outcome:
+        own = [t for t in ended if _outcome(t) is outcome]
+        if not own:
+            continue
+        values = [score(t) for t in own]
+        figure.add_trace(
+            go.Scatter(
+                x=[places[t.number] for t in own],
+                y=[0.0 if value is None else value * scale for value in values],
+                mode="markers",
+                name=outcome.value.replace("_", " "),
+                cliponaxis=False,
+                marker={
+                    "color": OUTCOME_COLOURS[outcome],
+                    "symbol": "circle" if outcome is Outcome.MEASURED else "x-thin-open",
+                    "size": 8,
+                    "line": {"color": OUTCOME_COLOURS[outcome], "width": 1.5},
+                },
+                hovertext=[
+                    _words(t) + ("" if value is None else f"<br>{shown(metric, value)}")
+                    for t, value in zip(own, values, strict=True)
+                ],
+                hoverinfo="text",
+            )
+        )
+    best = _best_so_far(ended, maximize=maximize)
+    if best:
+        figure.add_trace(
+            go.Scatter(
+                x=[place for place, _ in best],
+                y=[value * scale for _, value in best],
+                mode="lines",
+                name="best so far",
+                line={"color": INK, "width": 1.5, "shape": "hv"},
+                hoverinfo="skip",
+            )
+        )
+    user = history.user_config_trial(trials)
+    if user is not None:
+        figure.add_trace(
+            go.Scatter(
+                x=[1, len(ended)],
+                y=[user.values[0] * scale] * 2,
+                mode="lines",
+                name=USER,
+                line={"color": NEUTRAL, "dash": "dash", "width": 1.5},
+                hoverinfo="name",
+            )
+        )
+    lay_out(figure, title=title, x=x_title, y=axis_title(metric))
+    figure.update_yaxes(rangemode="tozero", tickformat="~s" if metric == "FLOPS_per_gpu" else None)
+    return figure
+
+
+def _best_so_far(ended: Sequence[FrozenTrial], *, maximize: bool) -> list[tuple[int, float]]:
+    """Return (place, best metric so far) from the first measured launch to the last launch."""
+    found: list[tuple[int, float]] = []
+    for place, trial in enumerate(ended, start=1):
+        value = score(trial) if trial.state.name == "COMPLETE" else None
+        before = found[-1][1] if found else None
+        if value is not None and (before is None or (value > before) == maximize):
+            before = value
+        if before is not None:
+            found.append((place, before))
+    return found
+
+
+def outcomes_figure(trials: Sequence[FrozenTrial]) -> go.Figure:
+    """Return how many launches had which outcome, by ZeRO stage and offload."""
+    import plotly.graph_objects as go
+
+    title = "Outcomes of the launches"
+    ended = _ended(trials)
+    if not ended:
+        return empty_figure(_NO_LAUNCH, title=title, x="launches")
+    counts = Counter((lineage_words([t]), _outcome(t)) for t in ended)
+    words = sorted({word for word, _ in counts})
+    outcomes = [outcome for outcome in Outcome if any(found is outcome for _, found in counts)]
+    figure = go.Figure(
+        [
+            go.Bar(
+                x=[counts[word, outcome] for word in words],
+                y=[wrapped(word) for word in words],
+                orientation="h",
+                name=outcome.value.replace("_", " "),
+                marker={"color": OUTCOME_COLOURS[outcome]},
+                hovertemplate="%{x} " + outcome.value.replace("_", " ") + "<extra>%{y}</extra>",
+            )
+            for outcome in outcomes
+        ]
+    )
+    lay_out(figure, title=title, x="launches", y="", barmode="stack", height=170 + 42 * len(words))
+    figure.update_yaxes(autorange="reversed")
+    return figure
+
+
+_MARKS: Mapping[Evidence, tuple[str, str, str]] = {
+    Evidence.FITS: ("ran", "circle", "#009E73"),
+    Evidence.TOO_LARGE: ("too large", "x", WARNING),
+    Evidence.BROKEN: ("failed, whatever the micro-batch", "diamond-open", "#CC79A7"),
+    Evidence.NONE: ("taught nothing", "circle-open", NEUTRAL),
+}
+"""What a launch says of its micro-batch -> name, symbol and colour of its mark."""
+
+
+def micro_batches_figure(trials: Sequence[FrozenTrial]) -> go.Figure:
+    """Return the micro-batches that were tried in each lineage, in order: how a bisection closes in on its edge.
+
+    One row a lineage, for those with the most launches (at most 16; those with one launch only if no other is there).
+    A line joins the largest micro-batch that ran
+    with the smallest that did not fit: between the two lies the edge.
+    """
+    title, x_title = "Micro-batches tried, class by class", "micro-batch (samples per GPU and pass, log scale)"
+    launched = [one for one in group(trials).values() if one.launches]
+    if not launched:
+        return empty_figure(_NO_LAUNCH, title=title, x=x_title)
+    lineages = [one for one in launched if len(one.launches) > 1] or launched
+    most = sorted(lineages, key=lambda one: (-len(one.launches), one.first_number))[:_MAX_ROWS]
+    rows = sorted(most, key=lambda one: one.first_number)
+    figure = new_figure()
+    _add_intervals(figure, rows)
+    for says, (name, symbol, colour) in _MARKS.items():
+        _add_tries(figure, rows, says, name=name, symbol=symbol, colour=colour)
+    told = "" if len(rows) == len(launched) else f"<br><sub>the {len(rows)} of {len(launched)} with most launches</sub>"
+    lay_out(figure, title=title + told, x=x_title, y="", height=170 + 50 * len(rows))
+    sizes = [one.size(t) for one in rows for t in one.launches]
+    figure.update_xaxes(type="log", tickvals=powers_of_two(sizes))
+    figure.update_yaxes(
+        tickvals=list(range(len(rows))),
+        ticktext=[f"{wrapped(lineage_words(one.trials), 26)}<br>(from trial {one.first_number})" for one in rows],
+        range=[len(rows) - 0.4, -0.6],
+    )
+    return figure
+
+
+def _add_intervals(figure: go.Figure, rows: Sequence[Lineage]) -> None:
+    import plotly.graph_objects as go
+
+    x: list[int | None] = []
+    y: list[int | None] = []
+    for row, one in enumerate(rows):
+        if one.largest_fit is not None and one.smallest_too_large is not None:
+            x += [one.largest_fit, one.smallest_too_large, None]
+            y += [row, row, None]
+    if x:
+        line = {"color": WARNING, "width": 3}
+        figure.add_trace(go.Scatter(x=x, y=y, mode="lines", name="the edge lies here", line=line, hoverinfo="skip"))
+
+
+def _add_tries(
+    figure: go.Figure, rows: Sequence[Lineage], says: Evidence, *, name: str, symbol: str, colour: str
+) -> None:
+    import plotly.graph_objects as go
+
+    tries = [
+        (row, place, one, trial)
+        for row, one in enumerate(rows)
+        for place, trial in enumerate(one.launches, start=1)
+        if evidence(trial) is says
+    ]
+    if not tries:
+        return
+    figure.add_trace(
+        go.Scatter(
+            x=[one.size(trial) for _, _, one, trial in tries],
+            y=[row for row, *_ in tries],
+            mode="markers+text",
+            name=name,
+            text=[str(place) for _, place, *_ in tries],
+            textposition="top center",
+            textfont={"size": 9},
+            marker={"color": colour, "symbol": symbol, "size": 9},
+            hovertext=[
+                f"<b>{lineage_words(one.trials)}</b><br>launch {place}: micro-batch {one.size(trial)}, {name}"
+                f"<br>trial {trial.number}"
+                for _, place, one, trial in tries
+            ],
+            hoverinfo="text",
+        )
+    )
+
+
+def rungs_figure(
+    trials: Sequence[FrozenTrial], *, method: str, options: MethodOptions, metric: str, direction: StudyDirection
+) -> go.Figure:
+    """Return who completed which rung of ``asha``, with which metric, and who went on to the next.
+
+    Args:
+        trials: The study's trials.
+        method: The study's search method.
+        options: The method's options.
+        metric: Name of the metric.
+        direction: What is better.
+    """
+    title, x_title = "Rungs of successive halving", "rung (launches given to a class of configurations)"
+    y_title = f"best {axis_title(metric)}"
+    if method != "asha":
+        why = f"Only asha climbs rungs; this study searches by {method}."
+        return empty_figure(why, title=title, x=x_title, y=y_title)
+    lineages = group(trials)
+    sizes = Rungs(
+        max_rungs=options.max_rungs,
+        min_launches=options.min_binary_search_trials,
+        divisor=options.divisor,
+        early_stopping=options.asha_early_stopping,
+    )
+    scores = [found for one in lineages.values() if (found := one.best_score(direction)) is not None]
+    best = None if not scores else (max if direction == StudyDirection.MAXIMIZE else min)(scores)
+    over = frozenset(key for key, one in lineages.items() if bisection.ended(one, direction, best))
+    ladder = climb(lineages, rungs=sizes, direction=direction, ended=over)
+    if not any(rung.completed for rung in ladder):
+        why = f"No class of configurations has completed the lowest rung yet, of {sizes.size(0)} launches."
+        return empty_figure(why, title=title, x=x_title, y=y_title)
+    return _draw_rungs(ladder, sizes, lineages, metric, direction, title=title, x=x_title, y=y_title)
+
+
+def _draw_rungs(
+    ladder: Sequence[Rung],
+    sizes: Rungs,
+    lineages: Mapping[str, Lineage],
+    metric: str,
+    direction: StudyDirection,
+    *,
+    title: str,
+    x: str,
+    y: str,
+) -> go.Figure:
+    import plotly.graph_objects as go
+
+    figure, scale = go.Figure(), scale_of(metric)
+    ladder = [rung for rung in ladder if rung.completed]
+    palette = Palette(lineage_words(lineages[key].trials) for key in ladder[0].completed)
+    named: set[str] = set()
+    for key in ladder[0].completed:
+        one = lineages[key]
+        words = lineage_words(one.trials)
+        points = [
+            (index, value * scale, key in rung.promoted)
+            for index, rung in enumerate(ladder)
+            if key in rung.completed and (value := one.best_score(direction, answers=sizes.size(index))) is not None
+        ]
+        if not points:
+            continue
+        figure.add_trace(
+            go.Scatter(
+                x=[index for index, *_ in points],
+                y=[value for _, value, _ in points],
+                mode="lines+markers",
+                name=words,
+                legendgroup=words,
+                showlegend=words not in named,
+                line={"color": palette[words], "width": 1.5},
+                marker={
+                    "size": 10,
+                    "symbol": [palette.symbol(words) + ("" if on else "-open") for _, _, on in points],
+                },
+                hovertext=[
+                    f"<b>{words}</b> (from trial {one.first_number})<br>rung of {sizes.size(index)} launches: "
+                    f"{shown(metric, value / scale)}, {'goes on' if on else 'waits'}"
+                    for index, value, on in points
+                ],
+                hoverinfo="text",
+            )
+        )
+        named.add(words)
+    told = "<br><sub>filled: goes on to the next rung; open: waits, or the top</sub>"
+    lay_out(figure, title=title + told, x=x, y=y)
+    figure.update_xaxes(
+        tickvals=list(range(len(ladder))),
+        ticktext=[
+            f"{index}: {sizes.size(index)} launches<br>{len(rung.completed)} completed"
+            for index, rung in enumerate(ladder)
+        ],
+        range=[-0.4, len(ladder) - 0.6],
+    )
+    figure.update_yaxes(tickformat="~s" if metric == "FLOPS_per_gpu" else None)
+    return figure

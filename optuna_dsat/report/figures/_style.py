@@ -1,0 +1,170 @@
+"""How all figures look: colours, symbols, layout, and what stands where there is nothing to draw.
+
+Figures name no colour of page or text, so that they suit a light page and a dark one; what must stand out is drawn in
+``INK``, which the report paints in the colour of its text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from optuna.trial import FrozenTrial
+
+from optuna_dsat import history
+from optuna_dsat.lineage import STRUCTURE
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.spec import METRICS
+from optuna_dsat.words import metric_in_words, zero_in_words
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+__all__ = [
+    "INK",
+    "NEUTRAL",
+    "OUTCOME_COLOURS",
+    "PHASE_COLOURS",
+    "WARNING",
+    "Palette",
+    "axis_title",
+    "empty_figure",
+    "lay_out",
+    "lineage_words",
+    "missing",
+    "new_figure",
+    "scale_of",
+    "shown",
+    "wrapped",
+]
+
+INK = "#000000"
+"""Colour of what must stand out; a dark page replaces it by a light one."""
+WARNING = "#DB3A4A"
+"""Colour of what did not fit, and of limits; told from both backgrounds."""
+NEUTRAL = "#8A8A8A"
+"""Colour of lines that only guide the eye."""
+
+_COLOURS = (
+    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#9B6BC9", "#A9745B", "#6F9A77", "#A0A000",
+)  # fmt: skip
+"""The first six are those of Okabe and Ito (2008), told apart by colour-blind readers."""
+_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "pentagon", "hexagon")
+
+OUTCOME_COLOURS: Mapping[Outcome, str] = {
+    Outcome.MEASURED: "#009E73",
+    Outcome.PRUNED: "#56B4E9",
+    Outcome.OUT_OF_MEMORY: WARNING,
+    Outcome.HOST_OUT_OF_MEMORY: "#E69F00",
+    Outcome.OUT_OF_DATA: "#A0A000",
+    Outcome.INVALID_CONFIG: "#9B6BC9",
+    Outcome.SCRIPT_ERROR: "#CC79A7",
+    Outcome.COMMUNICATION_ERROR: "#A9745B",
+    Outcome.STALLED: "#0072B2",
+    Outcome.TIMEOUT: "#D55E00",
+    Outcome.LOST: NEUTRAL,
+}
+
+PHASE_COLOURS: Mapping[str, str] = {
+    "profile": "#CC79A7",
+    "start-up": "#E69F00",
+    "steps": "#009E73",
+    "exit": "#A9745B",
+    "finalists": "#0072B2",
+    "idle": "#B8B8B8",
+}
+"""What a slot does with its time -> colour; in this order everywhere."""
+
+_AXIS_TITLES = {
+    "throughput": "throughput (samples/s)",
+    "FLOPS_per_gpu": "speed (FLOP/s per GPU)",
+    "latency": "time of a step, end to end (ms)",
+    "forward": "forward pass (ms)",
+    "backward": "backward pass (ms)",
+    "step": "optimizer step (ms)",
+}
+_TIMES = ("latency", "forward", "backward", "step")
+
+
+def axis_title(metric: str) -> str:
+    """Return the name of a metric with its unit, as an axis shows it."""
+    return _AXIS_TITLES.get(metric, metric)
+
+
+def scale_of(metric: str) -> float:
+    """Return what a metric is multiplied with to be shown: times are stored in seconds and shown in ms."""
+    return 1000.0 if metric in _TIMES else 1.0
+
+
+def shown(metric: str, value: float) -> str:
+    """Return a metric's value with its unit; that of another study's metric without."""
+    return metric_in_words(metric, value) if metric in METRICS else f"{value:.4g}"
+
+
+class Palette:
+    """A colour and a symbol for each set of words, in the order they first come."""
+
+    def __init__(self, words: Iterable[str]) -> None:
+        self._index = {word: index for index, word in enumerate(dict.fromkeys(words))}
+
+    def __getitem__(self, words: str) -> str:
+        return _COLOURS[self._index[words] % len(_COLOURS)]
+
+    def symbol(self, words: str) -> str:
+        """Return the plotly symbol of these words."""
+        return _SYMBOLS[self._index[words] % len(_SYMBOLS)]
+
+
+def lineage_words(trials: Sequence[FrozenTrial]) -> str:
+    """Return stage and offload of a lineage in words."""
+    for trial in trials:
+        if history.CONFIG in trial.user_attrs:
+            return zero_in_words(trial.user_attrs[history.CONFIG])
+    params = trials[0].params
+    offload = {key: {"device": params[key]} for key in STRUCTURE[1:] if key in params}
+    return zero_in_words({"zero_optimization": {"stage": params.get(STRUCTURE[0], 0), **offload}})
+
+
+def wrapped(words: str, width: int = 22) -> str:
+    """Return words with line breaks of plotly's, so that they fit beside an axis."""
+    lines = [""]
+    for word in words.split():
+        if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
+            lines.append("")
+        lines[-1] = f"{lines[-1]} {word}".strip()
+    return "<br>".join(lines)
+
+
+def new_figure() -> go.Figure:
+    """Return an empty plotly figure; plotly is imported here and nowhere earlier."""
+    import plotly.graph_objects as go
+
+    return go.Figure()
+
+
+def lay_out(figure: go.Figure, *, title: str, x: str, y: str, **layout: Any) -> go.Figure:
+    """Give a figure its title, axis titles and the look that all of them share; return it."""
+    figure.update_layout(
+        title={"text": title, "font": {"size": 15}},
+        template="none",
+        legend={"font": {"size": 11}},
+        hovermode="closest",
+        margin={"l": 80, "r": 20, "t": 60, "b": 60},
+    )
+    figure.update_layout(**layout)
+    figure.update_xaxes(title={"text": x, "standoff": 12}, automargin=True)
+    figure.update_yaxes(title={"text": y}, automargin=True)
+    return figure
+
+
+def empty_figure(why: str, *, title: str, x: str = "", y: str = "") -> go.Figure:
+    """Return a figure that holds no data but one sentence that says why."""
+    figure = lay_out(new_figure(), title=title, x=x, y=y, meta={"missing": why})
+    figure.add_annotation(text=wrapped(why, 60), x=0.5, y=0.5, xref="paper", yref="paper", showarrow=False)
+    return figure
+
+
+def missing(figure: go.Figure) -> str | None:
+    """Return why a figure holds no data, None where it holds some."""
+    meta = figure.layout.meta
+    return str(meta["missing"]) if isinstance(meta, dict) and "missing" in meta else None

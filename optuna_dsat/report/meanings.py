@@ -1,0 +1,48 @@
+"""What the outcomes mean, in plain words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from optuna_dsat.outcome import Outcome
+
+__all__ = ["MEANING"]
+
+MEANING: Mapping[Outcome, tuple[str, str]] = {
+    Outcome.MEASURED: ("All profile steps ran; the metric is the trial's value.", ""),
+    Outcome.OUT_OF_MEMORY: (
+        "The device had too little memory.",
+        "Nothing: the search now knows that this micro-batch is too large for this class of configurations.",
+    ),
+    Outcome.HOST_OUT_OF_MEMORY: (
+        "The host had too little memory.",
+        "Nothing, if offload is not wanted. Else free host memory, or run fewer launches at once with --max-slots.",
+    ),
+    Outcome.OUT_OF_DATA: (
+        "The script ended by itself before the last profile step: its data is too small for steps of this batch.",
+        "Nothing, if such batches are not wanted: smaller ones are tried. Else give the script more data.",
+    ),
+    Outcome.INVALID_CONFIG: (
+        "DeepSpeed refused the configuration, or the script did not follow it.",
+        "Read the message below. If the script sets a value itself, hold that knob with --no-tune.",
+    ),
+    Outcome.SCRIPT_ERROR: (
+        "The script raised an error of its own, or left without training.",
+        "Read the error below and the log of the rank that it names; run the script alone with this config.",
+    ),
+    Outcome.COMMUNICATION_ERROR: (
+        "The ranks lost each other, and no rank had a cause of its own.",
+        "Look at the network and the driver if it comes back; NCCL_DEBUG=INFO makes the logs say more.",
+    ),
+    Outcome.STALLED: (
+        "No rank was heard from for too long.",
+        "Look at the logs for the last thing that every rank did; a rank that waits alone points to a deadlock.",
+    ),
+    Outcome.TIMEOUT: (
+        "The launch took longer than --trial-timeout allows.",
+        "Allow more time if slow configurations are of interest; else nothing.",
+    ),
+    Outcome.PRUNED: ("The launch was stopped: it could not be among the best.", ""),
+    Outcome.LOST: ("Its worker died, or the search was stopped.", "Nothing: a copy is run by whoever continues."),
+}
+"""Outcome -> what happened, and what to do if something can be done."""

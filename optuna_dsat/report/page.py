@@ -1,0 +1,325 @@
+"""The report of a study: one HTML file that needs no network.
+
+plotly.js, styles and figures stand inside the file; a content security policy forbids it to load anything. What a study
+cannot show yet is replaced by a sentence that says why.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import shlex
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from optuna_dsat import __version__, history
+from optuna_dsat.export import BEST_CONFIG
+from optuna_dsat.launch.run_directory import without_secrets
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.report import figures
+from optuna_dsat.report.meanings import MEANING
+from optuna_dsat.report.memory_table import memory_table
+from optuna_dsat.report.slot_time import account
+from optuna_dsat.report.view import Standing, StudyView
+from optuna_dsat.report.winner import Winner, winner_of
+from optuna_dsat.words import bytes_in_words, config_in_words, duration_in_words, metric_in_words
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+__all__ = ["Section", "render", "sections_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A figure of the report with what to say about it."""
+
+    id: str
+    heading: str
+    lead: str
+    """How to read it."""
+    missing: str | None
+    """Why there is no figure, None where there is one."""
+    note: str
+    """What the figure itself adds in words."""
+    figure: Mapping[str, Any] | None
+    """For plotly.js: data and layout."""
+
+
+_SECTIONS: tuple[tuple[str, str, str, Callable[[StudyView], go.Figure]], ...] = (
+    (
+        "finalists", "Finalists",
+        "The best few and your own config, measured again alone and with more steps: so noise picks no winner.",
+        figures.plot_finalists,
+    ),
+    (
+        "micro-batch", "Speed over micro-batch",
+        "Each line is a class of configurations: all knobs alike but the micro-batch. A red cross is where it ran out "
+        "of memory.",
+        figures.plot_metric,
+    ),
+    (
+        "progress", "Progress of the search",
+        "Every launch in the order in which it ended. Crosses were stopped or failed; on the axis, without any speed.",
+        figures.plot_progress,
+    ),
+    (
+        "memory", "Memory, predicted and measured",
+        "On the dashed line a prediction is exact; above it a launch needed more than predicted.",
+        figures.plot_memory,
+    ),
+    (
+        "classes", "Micro-batches tried",
+        "One row for each class of configurations; the numbers are the order of its launches. A red line joins the "
+        "largest micro-batch that ran with the smallest that did not fit.",
+        figures.plot_micro_batches,
+    ),
+    (
+        "rungs", "Rungs",
+        "Successive halving: the more launches a class of configurations was given, the better it had to be.",
+        figures.plot_rungs,
+    ),
+    (
+        "knobs", "Importance of the knobs",
+        "How much each knob's values differ between the best tenth of what was measured and the rest (PED-ANOVA). "
+        "Configurations that did not fit have no speed and do not count here.",
+        figures.plot_importances,
+    ),
+    (
+        "timeline", "Time line",
+        "What each slot (a GPU, or a CPU rank) did. Thin grey lines are idle time; pauses of the study are cut out.",
+        figures.plot_timeline,
+    ),
+    (
+        "time", "Where the time went",
+        "All slots together, from the first launch to the end of the last.",
+        figures.plot_time_spent,
+    ),
+    (
+        "outcomes", "Outcomes",
+        "What became of the launches, by ZeRO stage and offload.",
+        figures.plot_outcomes,
+    ),
+)  # fmt: skip
+"""Id, heading, lead and figure of each section, in the order of the page."""
+
+
+def render(view: StudyView) -> str:
+    """Return the report of a study as the text of an HTML file.
+
+    Raises:
+        UsageError: If plotly is not installed.
+    """
+    figures.require_plotly()
+    import jinja2
+    from markupsafe import Markup
+    from plotly.offline import get_plotlyjs
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("optuna_dsat.report"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+
+    def verbatim(name: str) -> Markup:
+        source, _, _ = environment.loader.get_source(environment, name)  # type: ignore[union-attr]
+        return Markup(source)
+
+    sections = sections_of(view)
+    return environment.get_template("report.html").render(
+        **_facts(view),
+        sections=sections,
+        ink=figures.INK,
+        plotly=Markup(get_plotlyjs()) if any(s.figure is not None for s in sections) else "",
+        styles=verbatim("report.css"),
+        script=verbatim("report.js"),
+    )
+
+
+def sections_of(view: StudyView) -> tuple[Section, ...]:
+    """Return the figures of a study, each with what to say about it."""
+    return tuple(_section(*parts, view) for parts in _SECTIONS)
+
+
+def _section(id: str, heading: str, lead: str, plot: Callable[[StudyView], go.Figure], view: StudyView) -> Section:
+    figure = plot(view)
+    missing = figures.missing(figure)
+    title = str(figure.layout.title.text or "")
+    _, _, note = title.partition("<br><sub>")
+    drawn = None
+    if missing is None:
+        figure.update_layout(title=None)
+        drawn = json.loads(figure.to_json())
+        drawn["layout"].pop("template", None)
+    return Section(
+        id=id,
+        heading=heading,
+        lead=lead,
+        missing=missing,
+        note=_sentence(note.removesuffix("</sub>")),
+        figure=drawn,
+    )
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}." if text else ""
+
+
+def _facts(view: StudyView) -> dict[str, Any]:
+    """Return all that the template says in words."""
+    winner = winner_of(view)
+    text = "" if winner is None else json.dumps(winner.config, indent=2)
+    return {
+        "view": view,
+        "winner": winner,
+        "config": text,
+        "config_name": BEST_CONFIG,
+        "config_link": "data:application/json;base64," + base64.b64encode(text.encode()).decode(),
+        "status": _status(view),
+        "cards": list(_cards(view, winner)),
+        "unconfirmed": list(_unconfirmed(view)),
+        "tuned": list(_tuned(view)),
+        "outcomes": list(_outcomes(view)),
+        "memory_rows": () if view.profiled is None else memory_table(view.spec, view.profiled, view.trials),
+        "bytes": bytes_in_words,
+        "launches": list(_launches(view)),
+        "metric": view.metric,
+        "commands": list(_commands(view, winner)),
+        "made": time.strftime("%Y-%m-%d %H:%M"),
+        "version": __version__,
+    }
+
+
+def _status(view: StudyView) -> str:
+    used, budget = history.launches_used(view.trials), view.spec.max_trials
+    flying = f" {view.running} in flight are not drawn." if view.running else ""
+    if used == 0 and not view.trials:
+        return "Nothing has been launched for this study yet."
+    if history.WINNER in view.attributes and not view.running:
+        return f"The search has ended after {used} of {budget} launches."
+    if view.best is None:
+        return f"{used} of {budget} launches made, and nothing could be measured so far.{flying}"
+    return f"The search has not ended: {used} of {budget} launches made.{flying}"
+
+
+def _value(view: StudyView, standing: Standing) -> tuple[str, str]:
+    """Return a metric with its unit, and its interval in words."""
+    if standing.low is None or standing.high is None:
+        return metric_in_words(view.metric, standing.value), "by the few steps of the search"
+    low, high = (metric_in_words(view.metric, value) for value in (standing.low, standing.high))
+    return metric_in_words(view.metric, standing.value), f"95 % between {low} and {high}"
+
+
+def _cards(view: StudyView, winner: Winner | None) -> Iterator[tuple[str, str, str]]:
+    """Yield heading, value and remark of the numbers at the top."""
+    if winner is not None:
+        value, remark = _value(view, winner.standing)
+        yield ("Best" if winner.confirmed else "Best so far"), value, remark
+        yield "Speed-up", *_speed_up(view, winner)
+        if view.baseline is not None and not winner.is_own:
+            yield "Your own config", *_value(view, view.baseline)
+    spent = account(view.launches)
+    counts = Counter(row.purpose for row in view.launches)
+    again = f", {counts['confirm']} to measure finalists again" if counts["confirm"] else ""
+    yield (
+        "Launches",
+        f"{history.launches_used(view.trials)} of {view.spec.max_trials}",
+        f"and {counts['profile']} to profile{again}",
+    )
+    if spent.wall_s > 0:
+        slots = "GPU" if view.spec.device == "cuda" else "CPU-rank"
+        total = sum(spent.seconds.values())
+        remark = f"{total / 60:.1f} {slots} minutes, {spent.seconds['idle'] / total:.0%} idle"
+        yield "Time", duration_in_words(spent.wall_s), remark
+
+
+def _speed_up(view: StudyView, winner: Winner) -> tuple[str, str]:
+    if winner.is_own:
+        first = history.best_trials(view.trials, maximize=view.maximize)[0]
+        if first.number != winner.standing.trial.number:
+            return "none", "no faster configuration could be confirmed"
+        return "none", "your own config is the best that was measured"
+    if winner.speed_up is None:
+        return "not known", "your own config was not measured"
+    if winner.speed_up_low is None or winner.speed_up_high is None:
+        return f"{winner.speed_up:.2f}\u00d7", "over your own config, by the few steps of the search"
+    return (
+        f"{winner.speed_up:.2f}\u00d7",
+        f"over your own config; {winner.speed_up_low:.2f} to {winner.speed_up_high:.2f} over both 95 % intervals",
+    )
+
+
+def _tuned(view: StudyView) -> Iterator[tuple[str, str]]:
+    spec = view.spec
+    target = ["-m", spec.script.script] if spec.script.is_module else [spec.script.script]
+    ranks = f"{spec.slots_per_trial} {'GPUs' if spec.device == 'cuda' else 'CPU ranks'}"
+    limit = f", {bytes_in_words(spec.device_memory_bytes)} each" if spec.device_memory_bytes else ""
+    yield "Script", shlex.join(without_secrets((*target, *spec.script.args)))
+    yield "Method", spec.method
+    yield "Metric", f"{view.metric}, {'larger' if view.maximize else 'smaller'} is better"
+    yield "One launch", f"{ranks}{limit}; steps {spec.start_profile_step} to {spec.end_profile_step} count"
+    if view.profiled is not None:
+        profile = view.profiled.profile
+        yield "Model", f"{profile.params / 1e6:.4g} million parameters"
+        yield "Device", f"{profile.device_name or view.profiled.device}, {bytes_in_words(profile.device_memory_bytes)}"
+    yield "Begun", time.strftime("%Y-%m-%d %H:%M", time.localtime(view.record.created_at))
+    yield "Versions", ", ".join(f"{name} {version}" for name, version in sorted(view.record.versions.items()))
+
+
+def _unconfirmed(view: StudyView) -> Iterator[tuple[int, str, str]]:
+    """Yield the finalists that could not be measured again: number, configuration and why."""
+    by_number = {trial.number: trial for trial in view.trials}
+    for finalist in view.finalists.values():
+        if finalist.value is None and finalist.number in by_number:
+            words = config_in_words(by_number[finalist.number].user_attrs[history.CONFIG])
+            yield finalist.number, words, finalist.message
+
+
+def _outcomes(view: StudyView) -> Iterator[tuple[str, int, str, str]]:
+    """Yield each outcome that occurred: its name, how often, what it means and what to do."""
+    counts = Counter(t.user_attrs[history.OUTCOME] for t in view.trials if history.OUTCOME in t.user_attrs)
+    for name, count in counts.most_common():
+        what, advice = MEANING[Outcome(name)]
+        yield name.replace("_", " "), count, what, advice
+
+
+def _launches(view: StudyView) -> Iterator[Mapping[str, Any]]:
+    for trial in view.launched:
+        attrs = trial.user_attrs
+        outcome = attrs.get(history.OUTCOME, Outcome.LOST)
+        value = trial.values[0] if trial.values is not None and outcome == Outcome.MEASURED else None
+        peak = attrs.get(history.PEAK_BYTES, 0)
+        yield {
+            "number": trial.number,
+            "words": config_in_words(attrs[history.CONFIG]),
+            "own": attrs.get(history.PURPOSE) == history.USER_CONFIG,
+            "outcome": str(outcome).replace("_", " "),
+            "value": "" if value is None else metric_in_words(view.metric, value),
+            "peak": bytes_in_words(peak) if peak > 0 else "",
+            "message": "" if outcome == Outcome.MEASURED else attrs.get(history.MESSAGE, ""),
+        }
+
+
+def _commands(view: StudyView, winner: Winner | None) -> Iterator[tuple[str, str]]:
+    """Yield what a command does, and the command."""
+    name, storage = shlex.quote(view.spec.name), f"--storage {shlex.quote(view.storage_url)}"
+    if winner is not None and winner.confirmed:
+        told = (
+            "Train with the best config" if winner.command_names_config else "Train, once the script reads the config"
+        )
+        yield told, winner.command
+        yield (
+            "Search on, with more launches",
+            f"optuna-dsat resume {name} {storage} --max-trials {2 * view.spec.max_trials}",
+        )
+    else:
+        yield "Continue the search", f"optuna-dsat resume {name} {storage}"
+    if winner is not None:
+        yield "Write the best config to a file", f"optuna-dsat best {name} {storage} -o {BEST_CONFIG}"
+    yield "All trials as a table", f"optuna-dsat export {name} {storage} --format csv"
+    yield "Make this report again", f"optuna-dsat report {name} {storage}"

@@ -1,0 +1,119 @@
+"""The best configuration of a study, with all that is said about it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from optuna_dsat import history
+from optuna_dsat.export import BEST_CONFIG, learning_rate_advice, trainable_config, training_command
+from optuna_dsat.launch.run_directory import without_secrets
+from optuna_dsat.report.markdown import hidden
+from optuna_dsat.report.view import Standing, StudyView
+from optuna_dsat.script_trainer import follow_trainer
+from optuna_dsat.tuner import user_config
+from optuna_dsat.words import config_in_words
+
+__all__ = ["Change", "Winner", "winner_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A setting in which the best config differs from the user's own."""
+
+    key: str
+    """Dotted."""
+    own: str
+    """The user's value as JSON, empty where it is not set."""
+    best: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Winner:
+    """The best configuration; the winner, once the search has ended."""
+
+    standing: Standing
+    words: str
+    confirmed: bool
+    """Whether the search has ended and named it the winner."""
+    is_own: bool
+    """Whether it is the user's own config."""
+    config: Mapping[str, Any]
+    """The DeepSpeed config, ready to train with, without secrets."""
+    changes: tuple[Change, ...]
+    """How it differs from the user's own."""
+    command: str
+    """The command that trains with it, without secrets."""
+    command_names_config: bool
+    """Whether the command names the config; otherwise the script has to be pointed to it."""
+    advice: tuple[str, ...]
+    """What to change with it: learning rate, arguments of the script."""
+    speed_up: float | None
+    """How many times as good as the user's own config it is; None where that was not measured."""
+    speed_up_low: float | None
+    """Worst case over both 95 % intervals; None where one of the two was not confirmed."""
+    speed_up_high: float | None
+
+
+def winner_of(view: StudyView) -> Winner | None:
+    """Return the best configuration of a study, None before anything was measured."""
+    best = view.best
+    if best is None:
+        return None
+    trainer = None if view.profiled is None else view.profiled.trainer
+    spec = follow_trainer(view.spec, trainer)
+    ranks = history.data_parallel_size(best.trial, slots=spec.slots_per_trial)
+    complete = trainable_config(best.trial.user_attrs[history.CONFIG], world_size=ranks)
+    config = complete if trainer is None else trainer.trainable(complete)
+    own = trainable_config(user_config(spec, data_parallel_size=ranks)[0], world_size=ranks)
+    launcher = view.profiled is not None and view.profiled.deepspeed_launcher
+    command, names_config = training_command(spec, complete, spec.study_dir / BEST_CONFIG, deepspeed_launcher=launcher)
+    rate = learning_rate_advice(config, batch=complete["train_batch_size"], user_batch=own["train_batch_size"])
+    script = "" if trainer is None else trainer.advice(complete)
+    low, high = _speed_up_range(view, best)
+    return Winner(
+        standing=best,
+        words=config_in_words(best.trial.user_attrs[history.CONFIG]),
+        confirmed=history.WINNER in view.attributes,
+        is_own=best.trial.user_attrs.get(history.PURPOSE) == history.USER_CONFIG,
+        config=hidden(config),
+        changes=tuple(_changes(hidden(own), hidden(complete))),
+        command=shlex.join(without_secrets(shlex.split(command))),
+        command_names_config=names_config,
+        advice=tuple(text for text in (rate, script) if text),
+        speed_up=view.speed_up(best),
+        speed_up_low=low,
+        speed_up_high=high,
+    )
+
+
+def _speed_up_range(view: StudyView, best: Standing) -> tuple[float | None, float | None]:
+    """Return the speed-up at the unfavourable and at the favourable ends of both intervals."""
+    user = view.baseline
+    if user is None or not best.low or not best.high or not user.low or not user.high:
+        return None, None
+    if view.maximize:
+        return best.low / user.high, best.high / user.low
+    return user.low / best.high, user.high / best.low
+
+
+def _changes(own: Mapping[str, Any], best: Mapping[str, Any]) -> Iterator[Change]:
+    before, after = dict(_flat(own)), dict(_flat(best))
+    for key in sorted(before.keys() | after.keys()):
+        if before.get(key) != after.get(key):
+            yield Change(key=key, own=_shown(before, key), best=_shown(after, key))
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        elif value is not None:
+            yield f"{prefix}{key}", value
+
+
+def _shown(values: Mapping[str, Any], key: str) -> str:
+    return json.dumps(values[key]) if key in values else ""

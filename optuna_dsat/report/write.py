@@ -1,0 +1,44 @@
+"""Writes the report of a study to a file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from optuna_dsat.errors import UsageError
+from optuna_dsat.report.page import render
+from optuna_dsat.report.view import StudyView, read_view
+from optuna_dsat.store import Store
+
+__all__ = ["default_path", "write_report"]
+
+
+def default_path(view: StudyView) -> Path:
+    """Return where a report goes: among the study's files where they are on this machine, else into this folder."""
+    folder = view.spec.study_dir
+    return folder / "report.html" if folder.is_dir() else Path(f"{view.spec.name}-report.html")
+
+
+def write_report(store: Store, name: str, path: Path | None = None) -> Path:
+    """Write the report of a study as it stands; return the file. One that was there is replaced, whole or not at all.
+
+    Args:
+        store: Where the study lives.
+        name: The study.
+        path: The HTML file; None for ``default_path``.
+
+    Raises:
+        UsageError: If there is no such study, the file cannot be written, or plotly is not installed.
+        StorageError: If the database failed for longer than the store's patience.
+    """
+    view = read_view(store, name)
+    target = default_path(view) if path is None else path
+    text = render(view)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(target)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UsageError(f"{target} cannot be written: {error.strerror}. Choose another file with -o.") from None
+    return target

@@ -1,0 +1,87 @@
+"""A terminal for the tests: a pseudo-terminal with a process in it, and what it wrote."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import termios
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+PATIENCE_S = 60.0
+
+
+class Terminal:
+    """A process in a pseudo-terminal of its own."""
+
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str], *, width: int) -> None:
+        self.pid, self._fd = pty.fork()
+        if self.pid == 0:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
+            os.execvpe(command[0], list(command), {**os.environ, **environ})
+        self.written = ""
+        self.resize(width)
+
+    def resize(self, width: int) -> int:
+        """Give the terminal another width; return the length of what was written before."""
+        fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
+        return len(self.written)
+
+    def press_ctrl_c(self) -> None:
+        os.write(self._fd, b"\x03")
+
+    def read(self, timeout_s: float = 0.2) -> bool:
+        """Take in what was written; return whether the process may write more."""
+        if not select.select([self._fd], [], [], timeout_s)[0]:
+            return True
+        try:
+            got = os.read(self._fd, 65536)
+        except OSError:
+            return False  # how Linux tells that the other end was closed
+        self.written += got.decode(errors="replace")
+        return bool(got)
+
+    def wait_for(self, text: str, *, after: int = 0) -> int:
+        """Read until a text is there; return the place behind it."""
+        deadline = time.monotonic() + PATIENCE_S
+        while text not in self.written[after:]:
+            if not self.read() or time.monotonic() > deadline:
+                raise AssertionError(f"{text!r} was not written:\n{self.plain()[-3000:]}")
+        return self.written.index(text, after) + len(text)
+
+    def wait(self) -> int:
+        """Read to the end; return the exit code."""
+        deadline = time.monotonic() + PATIENCE_S
+        while self.read():
+            if time.monotonic() > deadline:
+                raise AssertionError(f"the process does not end:\n{self.plain()[-3000:]}")
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        self.pid = 0
+        return code
+
+    def plain(self, start: int = 0) -> str:
+        """Return what was written, without control sequences."""
+        return CONTROL.sub("", self.written[start:])
+
+    def close(self) -> None:
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+        os.close(self._fd)
+
+
+@contextmanager
+def terminal(command: Sequence[str], *, width: int = 120, **environ: str) -> Iterator[Terminal]:
+    """Start a command in a terminal; end it with the block."""
+    made = Terminal(command, {"TERM": "xterm-256color", "COLUMNS": "", "LINES": "", **environ}, width=width)
+    try:
+        yield made
+    finally:
+        made.close()

@@ -1,0 +1,249 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optuna_dsat.cli import main
+from optuna_dsat.doctor import database, launchers, libraries, machine, nvme, offloads
+from optuna_dsat.doctor.examination import examine
+from optuna_dsat.doctor.finding import Finding, Status, exit_code, to_json
+from optuna_dsat.doctor.libraries import Libraries
+from optuna_dsat.launch import devices as devices_module
+from optuna_dsat.launch.devices import Nvml
+from optuna_dsat.store import Store
+from tests.launch.test_slots import FakeNvml
+
+GIB = 2**30
+TORCH: dict[str, Any] = {
+    "version": "2.13.0", "cuda": "12.8", "distributed": True, "gloo": True, "nccl": True, "nccl_version": "2.27.3",
+    "torchrun": True, "cuda_works": True, "cuda_error": "", "architectures": ["sm_80", "sm_90", "compute_90"],
+    "capabilities": [(9, 0)],
+}  # fmt: skip
+WORKS: dict[str, Any] = {"compatible": True, "why_not": ""}
+DEEPSPEED: dict[str, Any] = {
+    "version": "0.19.8",
+    "accelerator": "cuda",
+    "backend": "nccl",
+    "operators": {"CPUAdamBuilder": WORKS, "AsyncIOBuilder": WORKS},
+}
+
+
+class Driver(FakeNvml):
+    def nvmlSystemGetDriverVersion(self) -> bytes:  # noqa: N802 - NVML's name
+        return b"570.124.06"
+
+
+def told(torch: Mapping[str, Any] | None = None, deepspeed: Mapping[str, Any] | None = None) -> Libraries:
+    return Libraries(torch={**TORCH, **(torch or {})}, deepspeed={**DEEPSPEED, **(deepspeed or {})})
+
+
+def look(
+    folder: Path,
+    *,
+    fake: FakeNvml | None = None,
+    found: Libraries | None = None,
+    environ: Mapping[str, str] | None = None,
+    **more: Any,
+) -> dict[str, Finding]:
+    findings = examine(
+        output_dir=folder / "out",
+        environ={"PATH": os.environ["PATH"], "TORCH_EXTENSIONS_DIR": str(folder), **(environ or {})},
+        nvml=Nvml(fake or Driver(2)),
+        ask=lambda **_: found or told(),
+        **more,
+    )
+    assert len({(finding.area, finding.name) for finding in findings}) == len(findings)
+    return {finding.name: finding for finding in findings}
+
+
+def test_this_machine_can_run_launches_and_nothing_heavy_is_imported(tmp_path: Path) -> None:
+    code = (
+        "import json, sys\n"
+        "from optuna_dsat.cli import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit as e:\n    code = e.code\n"
+        "heavy = {'torch', 'deepspeed'} & set(sys.modules)\n"
+        "sys.exit(f'{heavy} {code}' if heavy or code else 0)\n"
+    )
+    command = [sys.executable, "-c", code, "doctor", "--json", "--output-dir", str(tmp_path / "out")]
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OPTUNA_DSAT_STORAGE": f"sqlite:///{tmp_path}/new.db"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environ)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["can_run"] is True
+    found = {one["name"]: one for one in facts["findings"]}
+    from importlib.metadata import version
+
+    assert found["torch"]["data"]["version"].split("+")[0] == version("torch").split("+")[0]
+    assert found["deepspeed"]["data"]["version"].startswith(version("deepspeed").split("+")[0])
+    assert found["deepspeed"]["data"]["accelerator"] == "cpu"
+    assert found["communication"]["data"]["backend"] == "gloo"
+    assert found["launcher"]["data"]["launcher"] == "torchrun"
+    assert "the first study makes it" in found["storage"]["text"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_gpus_are_named_and_one_in_use_is_a_problem(tmp_path: Path) -> None:
+    fake = Driver(3)
+    fake.compute[1] = {4711: 30 * GIB}
+    fake.used[1] = 30 * GIB
+    fake.used[2] = 20 * GIB
+    found = look(tmp_path, fake=fake)
+    assert found["driver"].text == "Driver 570.124.06"
+    assert found["gpu 0"].status is Status.FINE
+    assert "GPU model 0, 80.00 GiB" in found["gpu 0"].text
+    assert found["gpu 1"].status is Status.PROBLEM
+    assert "30.00 GiB in use by process 4711" in found["gpu 1"].text
+    assert "a process that NVML does not name" in found["gpu 2"].text
+    assert "NCCL 2.27.3" in found["communication"].text
+    assert exit_code(list(found.values())) == 0
+
+
+def test_hidden_gpus_are_told_and_launches_run_on_the_cpu(tmp_path: Path) -> None:
+    found = look(tmp_path, environ={"CUDA_VISIBLE_DEVICES": ""}, found=told({"cuda": None}))
+    assert found["hidden GPUs"].text.startswith("2 GPUs of this machine are hidden")
+    assert found["cpu"].status is Status.NOTE
+    assert found["torch"].status is Status.FINE
+    assert "gloo" in found["communication"].text
+
+
+def test_a_driver_that_does_not_answer_is_fatal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Driver(1)
+    monkeypatch.setattr(fake, "nvmlDeviceGetCount", lambda: (_ for _ in ()).throw(FakeNvml.NVMLError("Lost")))
+    monkeypatch.setattr(devices_module, "_DRIVER", tmp_path)
+    found = look(tmp_path, fake=fake)
+    assert found["driver"].status is Status.FATAL
+    assert "Lost" in found["driver"].text
+    assert "CUDA_VISIBLE_DEVICES=" in found["driver"].remedy
+    assert exit_code(list(found.values())) == 3
+
+
+@pytest.mark.parametrize(
+    ("torch", "status", "said"),
+    [
+        ({}, Status.FINE, "built for CUDA 12.8"),
+        ({"cuda": None}, Status.FATAL, "it cannot use the 2 GPUs"),
+        ({"cuda_works": False, "cuda_error": "RuntimeError: driver too old"}, Status.FATAL, "driver too old"),
+        ({"capabilities": [(8, 6)]}, Status.FINE, ""),
+        ({"capabilities": [(12, 0)]}, Status.FINE, ""),
+        ({"capabilities": [(12, 0)], "architectures": ["sm_80", "sm_90"]}, Status.PROBLEM, "compute capability 12.0"),
+        ({"capabilities": [(7, 0)]}, Status.PROBLEM, "compute capability 7.0"),
+        ({"torchrun": False}, Status.FATAL, "without torch.distributed"),
+    ],
+)
+def test_what_torch_cannot_do_is_told(tmp_path: Path, torch: dict[str, Any], status: Status, said: str) -> None:
+    found = look(tmp_path, found=told(torch))["torch"]
+    assert found.status is status
+    assert said in found.text
+    assert bool(found.remedy) == (status is not Status.FINE)
+
+
+def test_without_nccl_ranks_on_gpus_cannot_talk(tmp_path: Path) -> None:
+    assert look(tmp_path, found=told({"nccl": False}))["communication"].status is Status.FATAL
+
+
+def test_a_broken_installation_is_told_by_its_error(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise OSError('libtorch.so: cannot open shared object file\\nmore')\n")
+    found = libraries.ask(cpu=True, environ={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert found.torch == {"error": "OSError: libtorch.so: cannot open shared object file"}
+    findings = list(libraries.findings(found, gpus=0))
+    assert [finding.status for finding in findings] == [Status.FATAL, Status.FATAL]
+    assert launchers.finding(found).status is Status.FATAL
+    assert list(offloads.findings(found, nvme=None)) == []
+
+
+def test_a_library_that_kills_its_process_is_told(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("import os\nos.write(2, b'illegal instruction\\n')\nos._exit(132)\n")
+    found = libraries.ask(cpu=True, environ={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert "exit code 132" in found.torch["error"]
+
+
+def test_which_offloads_can_work_and_why_not(tmp_path: Path) -> None:
+    names = ("optimizer to the CPU", "parameters to the CPU", "to NVMe")
+    found = look(tmp_path)
+    assert [found[name].status for name in names] == [Status.FINE, Status.FINE, Status.NOTE]
+    assert "--nvme FOLDER" in found["to NVMe"].text
+    not_built = {"compatible": False, "why_not": "no nvcc"}
+    broken = told(deepspeed={"operators": {"CPUAdamBuilder": not_built, "AsyncIOBuilder": not_built}})
+    found = {finding.name: finding for finding in offloads.findings(broken, nvme=tmp_path)}
+    assert [found[name].status for name in names] == [Status.PROBLEM, Status.FINE, Status.PROBLEM]
+    assert "(no nvcc)" in found["optimizer to the CPU"].text
+    assert "torch_adam" in found["optimizer to the CPU"].remedy
+    assert "libaio" in found["to NVMe"].remedy
+
+
+def test_a_drive_is_measured_and_nothing_is_left_on_it(tmp_path: Path) -> None:
+    found = nvme.examine(tmp_path, size_bytes=40 * 2**20)
+    assert found.data["size_bytes"] == 40 * 2**20
+    assert found.data["read_bytes_per_s"] > 0
+    assert "GB/s" in found.text
+    assert list(tmp_path.iterdir()) == []
+    missing = nvme.examine(tmp_path / "none")
+    assert missing.status is Status.PROBLEM
+    assert "not a folder" in missing.text
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no memory is mounted as a file system")
+def test_a_folder_in_memory_is_no_drive() -> None:
+    found = nvme.examine(Path("/dev/shm"), size_bytes=16 * 2**20)
+    assert found.status is Status.PROBLEM
+    assert "lies in memory" in found.remedy
+
+
+def test_scarce_shared_memory_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(total=64 * 2**20, free=60 * 2**20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    found = {f.name: f for f in machine.host_findings(output_dir=tmp_path, environ={}, shm=tmp_path)}
+    assert found["shared memory"].status is Status.PROBLEM
+    assert "--shm-size" in found["shared memory"].remedy
+    assert found["disk"].status is Status.PROBLEM
+
+
+def test_without_a_compiler_operators_cannot_be_built(tmp_path: Path) -> None:
+    found = look(tmp_path, environ={"PATH": str(tmp_path)})["compiler"]
+    assert found.status is Status.PROBLEM
+    assert "a C++ compiler and ninja" in found.text
+
+
+def test_an_output_directory_that_cannot_be_written_to_is_fatal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    findings = list(machine.host_findings(output_dir=tmp_path / "file" / "out", environ=dict(os.environ)))
+    assert exit_code(findings) == 3
+    assert to_json(findings)["can_run"] is False
+    monkeypatch.setattr("optuna_dsat.doctor.examination.examine", lambda **_: findings)
+    with pytest.raises(SystemExit) as caught:
+        main(["doctor"])
+    assert caught.value.code == 3
+    shown = capsys.readouterr()
+    assert "FATAL" in shown.out
+    assert "Give another with --output-dir." in shown.out
+    assert "no launch can run" in shown.err
+
+
+def test_a_database_is_reached_or_its_error_is_told_without_the_password(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/study.db"
+    assert "the first study makes it" in database.examine(url).text
+    assert list(tmp_path.iterdir()) == []
+    with Store.open(url):
+        pass
+    assert "its tables are those of this version" in database.examine(url).text
+    (tmp_path / "text.db").write_text("this is no database at all" * 100)
+    broken = database.examine(f"sqlite:///{tmp_path}/text.db")
+    assert broken.status is Status.FATAL
+    away = database.examine("postgresql://user:s3cret@127.0.0.1:1/x")
+    assert away.status is Status.FATAL
+    assert "s3cret" not in json.dumps(to_json([away]))
+
+
+@pytest.mark.postgres
+def test_a_postgres_server_is_reached(postgres_url: str) -> None:
+    assert "it holds no study yet" in database.examine(postgres_url).text

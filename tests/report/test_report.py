@@ -1,0 +1,295 @@
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from optuna.trial import FrozenTrial, TrialState
+
+from optuna_dsat import history
+from optuna_dsat.cli import main
+from optuna_dsat.errors import ScriptFailedError
+from optuna_dsat.launch.simulated import SimulatedResult
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.report.page import render, sections_of
+from optuna_dsat.report.view import StudyView
+from optuna_dsat.report.winner import winner_of
+from tests.report.conftest import Reported
+from tests.tuning.landscapes import Hill
+
+
+class Page(HTMLParser):
+    """What a report holds: its sections' sentences in place of figures, its links and loads, its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.ids: set[str] = set()
+        self.targets: list[str] = []
+        self.loads: list[str] = []
+        self.words: list[str] = []
+        self._inside: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        if "id" in found:
+            assert found["id"] not in self.ids, f"two elements have the id {found['id']}"
+            self.ids.add(found["id"] or "")
+        if tag == "a":
+            self.targets.append(found["href"] or "")
+        self.loads += [value for name in ("src", "srcset", "data") if (value := found.get(name))]
+        if tag == "link":
+            self.loads.append(found.get("href") or "")
+        if tag in ("script", "style"):
+            self._inside.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if self._inside and self._inside[-1] == tag:
+            self._inside.pop()
+
+    def handle_data(self, data: str) -> None:
+        if not self._inside:
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+def missing(view: StudyView) -> dict[str, str]:
+    return {section.id: section.missing for section in sections_of(view) if section.missing is not None}
+
+
+def unfinished(view: StudyView) -> StudyView:
+    """Return the study as it stood while its sixth trial was in flight."""
+    flying = FrozenTrial(
+        **{
+            **{name: getattr(view.trials[5], name) for name in ("number", "params", "distributions", "datetime_start")},
+            "state": TrialState.RUNNING,
+            "value": None,
+            "datetime_complete": None,
+            "user_attrs": {history.CONFIG: view.trials[5].user_attrs[history.CONFIG]},
+            "system_attrs": {},
+            "intermediate_values": {},
+            "trial_id": 6,
+        }
+    )
+    attributes = {key: value for key, value in view.attributes.items() if key == history.FINGERPRINT}
+    launches = tuple(row for row in view.launches if row.purpose != "confirm" and (row.trial_number or 0) < 5)
+    return replace(view, trials=(*view.trials[:5], flying), attributes=attributes, launches=launches)
+
+
+def test_a_report_holds_everything_and_loads_nothing(view: StudyView) -> None:
+    text = render(view)
+    page = Page(text)
+    assert page.loads == []
+    inside = [target for target in page.targets if target.startswith("#")]
+    assert {target[1:] for target in inside} <= page.ids
+    (other,) = [target for target in page.targets if target not in inside]
+    assert other.startswith("data:application/json;base64,")
+    assert "default-src 'none'" in text
+    winner = winner_of(view)
+    assert winner is not None
+    assert json.dumps(winner.config, indent=2) in "".join(page.words)
+    assert f"{winner.speed_up:.2f}\u00d7" in page.text
+    assert "16 of 16" in page.text
+    assert set(missing(view)) == {"rungs", "knobs"}
+    for outcome in {t.user_attrs[history.OUTCOME] for t in view.launched}:
+        assert outcome.replace("_", " ") in page.text
+
+
+def test_the_winners_speed_up_is_bounded_by_both_intervals(view: StudyView) -> None:
+    winner = winner_of(view)
+    assert winner is not None
+    assert view.baseline is not None
+    assert winner.speed_up_low is not None
+    assert winner.speed_up_high is not None
+    assert winner.speed_up is not None
+    assert winner.speed_up_low < winner.speed_up < winner.speed_up_high
+    assert winner.standing.low is not None
+    assert view.baseline.high is not None
+    assert winner.speed_up_low == pytest.approx(winner.standing.low / view.baseline.high)
+    changes = {change.key: (change.own, change.best) for change in winner.changes}
+    size = winner.config["train_micro_batch_size_per_gpu"]
+    assert changes["train_micro_batch_size_per_gpu"] == ("2", str(size))
+    assert "optimizer.type" not in changes
+
+
+def test_a_finalist_that_could_not_be_confirmed_is_told_and_does_not_win(view: StudyView) -> None:
+    assert view.baseline is not None
+    own = view.baseline.trial.number
+    failed = [
+        record
+        if record["number"] == own
+        else {**record, "value": None, "low": None, "high": None, "message": "rank 1: out of memory"}
+        for record in view.attributes[history.FINALISTS]
+    ]
+    page = Page(render(replace(view, attributes={**view.attributes, history.FINALISTS: failed, history.WINNER: own})))
+    assert "no faster configuration could be confirmed" in page.text
+    assert page.text.count("rank 1: out of memory") == len(failed) - 1
+
+
+def test_an_empty_study_says_why_there_is_no_figure(bench: Reported) -> None:
+    bench.store.create_study("s", bench.spec().model_dump(mode="json"))
+    view = bench.view()
+    page = Page(render(view))
+    assert "Nothing has been launched for this study yet." in page.text
+    assert "there is no winner to show" in page.text
+    assert len(missing(view)) == len(sections_of(view))
+    assert "profile launch has not ended" in missing(view)["memory"]
+    assert "optuna-dsat resume s" in page.text
+    assert not re.search("<script>[^<]*plotly", render(view)[:200_000])
+
+
+def test_a_study_that_is_still_running_shows_what_there_is(view: StudyView) -> None:
+    running = unfinished(view)
+    page = Page(render(running))
+    assert "The search has not ended: 5 of 16 launches made. 1 in flight are not drawn." in page.text
+    assert "Best so far" in page.text
+    assert "it has not" in missing(running)["finalists"]
+    assert {"micro-batch", "progress", "timeline", "time"}.isdisjoint(missing(running))
+
+
+def test_a_study_with_only_failures_shows_them(bench: Reported) -> None:
+    def fail(config: Mapping[str, Any]) -> SimulatedResult | None:
+        del config
+        return SimulatedResult(outcome=Outcome.SCRIPT_ERROR, startup_s=4.0, message="ValueError: <b>no</b>")
+
+    started = Hill()
+    with pytest.raises(ScriptFailedError):
+        bench.run(bench.spec(confirm=0), _AfterProfile(started, fail))
+    view = bench.view()
+    page = Page(render(view))
+    assert "nothing could be measured so far" in page.text
+    assert "there is no winner to show" in page.text
+    assert "ValueError: <b>no</b>" in page.text
+    assert "script error" in page.text
+    assert {"progress", "outcomes", "timeline"}.isdisjoint(missing(view))
+
+
+class _AfterProfile(Hill):
+    """A landscape on which everything fails but the profile launch."""
+
+    def __init__(self, hill: Hill, fail: Any) -> None:
+        super().__init__(override=hill.override)
+        self._fail = fail
+
+    def run(self, ds_config: Mapping[str, Any], slots: int) -> SimulatedResult:
+        first = not self.configs
+        result = super().run(ds_config, slots)
+        return result if first else self._fail(ds_config)
+
+
+def test_a_study_of_one_trial_has_a_report(bench: Reported) -> None:
+    bench.run(bench.spec(max_trials=1, confirm=0), Hill())
+    view = bench.view()
+    page = Page(render(view))
+    assert "your own config is the best that was measured" in page.text
+    assert "1 of 1" in page.text
+    assert missing(view)["finalists"] == "Nothing is measured again in this study (--confirm 0)."
+
+
+def thousand(view: StudyView) -> StudyView:
+    """Return a study of a thousand trials on eight GPUs, made of one of sixteen."""
+    ended = view.trials
+    trials = []
+    for number in range(1000):
+        one = ended[number % len(ended)]
+        params = {**one.params, "stage3_max_reuse_distance": 10**6 + number // 5}
+        copied = FrozenTrial(
+            number=number, trial_id=number + 1, params=params, state=one.state, value=one.value,
+            datetime_start=one.datetime_start, datetime_complete=one.datetime_complete, user_attrs=one.user_attrs,
+            system_attrs=one.system_attrs, intermediate_values=one.intermediate_values,
+            distributions={name: one.distributions.get(name, _SIZES) for name in params},
+        )  # fmt: skip
+        trials.append(copied)
+    report = view.launches[1].report
+    launches = tuple(
+        replace(
+            view.launches[1],
+            trial_number=number,
+            report=replace(
+                report,
+                launch_id=f"trial-{number:04d}",
+                started_at=report.started_at + 40.0 * number,
+                devices=tuple(range(8)),
+            ),
+        )
+        for number in range(1000)
+    )
+    return replace(view, trials=tuple(trials), launches=launches)
+
+
+def test_a_thousand_trials_fit_into_a_report(view: StudyView) -> None:
+    many = thousand(view)
+    text = render(many)
+    assert len(text) < 12 * 2**20
+    page = Page(text)
+    assert f"{len(many.launched)} launches that are over" in page.text
+    assert "Only asha climbs rungs" in page.text
+    assert text.count('<div class="plot"') == len(sections_of(view)) - 1
+
+
+_SIZES = optuna.distributions.IntDistribution(1, 2**31 - 1)
+
+
+def test_neither_names_nor_messages_nor_secrets_reach_the_page_unchanged(view: StudyView) -> None:
+    script = view.spec.script.model_copy(update={"args": ("--hf-token", "s3cret", "--deepspeed_config", "ds.json")})
+    name = "</script><script>alert(1)</script>"
+    assert view.best is not None
+    config = {**view.best.trial.user_attrs[history.CONFIG], "comet": {"api_key": "s3cret", "project": name}}
+    best = replace_attrs(view.best.trial, {history.CONFIG: config})
+    trials = tuple(best if t.number == best.number else t for t in view.trials)
+    spec = view.spec.model_copy(update={"script": script, "name": "<img src=x>"})
+    text = render(replace(view, trials=trials, spec=spec))
+    assert "s3cret" not in text
+    assert "<img" not in text
+    assert "alert(1)</script>" not in text
+    assert name in "".join(Page(text).words)
+
+
+def replace_attrs(trial: FrozenTrial, attrs: Mapping[str, Any]) -> FrozenTrial:
+    return FrozenTrial(
+        number=trial.number, trial_id=trial._trial_id, params=trial.params, state=trial.state, value=trial.value,
+        datetime_start=trial.datetime_start, datetime_complete=trial.datetime_complete,
+        user_attrs={**trial.user_attrs, **attrs}, system_attrs=trial.system_attrs,
+        intermediate_values=trial.intermediate_values, distributions=trial.distributions,
+    )  # fmt: skip
+
+
+def run(*args: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(["report", *args])
+    return int(caught.value.code or 0)
+
+
+def test_the_command_writes_the_file_and_prints_where(
+    finished: Reported, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("s", "--storage", finished.url) == 0
+    written = Path(capsys.readouterr().out.strip())
+    assert written == finished.folder / "out" / "s" / "report.html"
+    assert written.read_text().startswith("<!doctype html>")
+    other = tmp_path / "other.html"
+    assert run("s", "--storage", finished.url, "-o", str(other)) == 0
+    assert other.exists()
+    assert not [path for path in other.parent.iterdir() if path.name.startswith(".other")]
+
+
+def test_what_cannot_be_written_or_is_not_there_is_one_line(
+    finished: Reported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("s", "--storage", finished.url, "-o", str(tmp_path / "none" / "r.html")) == 2
+    assert "cannot be written: No such file or directory" in capsys.readouterr().err
+    assert run("t", "--storage", finished.url) == 2
+    assert "no study 't'" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    assert run("s", "--storage", finished.url) == 2
+    assert capsys.readouterr().err == "optuna-dsat: plotly is not installed: pip install 'plotly>=6'\n"

@@ -1,0 +1,134 @@
+"""The report as people see it: a real browser, at the width of a desk and of a phone, light and dark."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from optuna_dsat.report.page import render, sections_of
+from optuna_dsat.report.view import StudyView
+from tests.report.browser import needs_chromium, open_browser, open_page, until
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+pytest.importorskip("playwright.sync_api", reason="Playwright for Python is not installed")
+pytestmark = needs_chromium
+
+DESK: dict[str, Any] = {"width": 1280, "height": 900}
+PHONE: dict[str, Any] = {"width": 390, "height": 844, "phone": True}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with open_browser() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def file(view: StudyView, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    path.write_text(render(view), encoding="utf-8")
+    return path
+
+
+def pixels(picture: Any, box: Any) -> tuple[tuple[int, int, int], int]:
+    """Return the most frequent colour of a part of a picture, and how many colours it has."""
+    part = picture.crop((box["x"], box["y"], box["x"] + box["width"], box["y"] + box["height"]))
+    colours = part.getcolors(maxcolors=part.width * part.height)
+    return max(colours)[1], len(colours)
+
+
+def show(page: Page, file: Path, figures: int) -> None:
+    page.goto(file.as_uri())
+    until(page, f"document.querySelectorAll('.js-plotly-plot .plot-container').length === {figures}")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
+def test_all_figures_are_drawn_and_nothing_overflows_or_is_fetched(
+    browser: Any, view: StudyView, file: Path, size: dict[str, Any], scheme: str
+) -> None:
+    images = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    drawn = [section.id for section in sections_of(view) if section.figure is not None]
+    assert len(drawn) >= 7
+    with open_page(browser, scheme=scheme, **size) as (page, seen):
+        show(page, file, len(drawn))
+        assert page.evaluate("document.documentElement.scrollWidth") <= size["width"]
+        outside = page.evaluate(
+            "[...document.querySelectorAll('main section, .plot .main-svg, pre, .scroll')]"
+            ".filter(e => e.getBoundingClientRect().right > innerWidth + 1).map(e => e.outerHTML.slice(0, 80))"
+        )
+        assert outside == []
+        picture = images.open(io.BytesIO(page.screenshot(full_page=True))).convert("RGB")
+        for name in drawn:
+            background, colours = pixels(picture, page.locator(f"#{name} .plot").bounding_box())
+            assert (sum(background) < 200) == (scheme == "dark"), name
+            assert colours > 20, f"{name} shows {colours} colours"
+        assert seen.console == []
+        assert seen.requests == [file.as_uri()]
+
+
+def test_figures_follow_the_colour_scheme_and_the_width(browser: Any, view: StudyView, file: Path) -> None:
+    drawn = sum(section.figure is not None for section in sections_of(view))
+    with open_page(browser, scheme="light", **DESK) as (page, seen):
+        show(page, file, drawn)
+        text = "document.querySelector('#micro-batch .plot').layout.font.color"
+        light = page.evaluate(text)
+        page.emulate_media(color_scheme="dark")
+        until(page, f"{text} !== {json.dumps(light)}")
+        page.set_viewport_size({"width": 500, "height": 800})
+        until(page, "document.querySelector('#micro-batch .main-svg').clientWidth < 500")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 500
+        assert seen.console == []
+
+
+def test_the_config_is_copied_with_the_keyboard_alone_and_launches_are_filtered(
+    browser: Any, view: StudyView, file: Path
+) -> None:
+    assert view.best is not None
+    with open_page(browser, scheme="light", **DESK) as (page, _):
+        page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        page.goto(file.as_uri())
+        page.keyboard.press("Tab")
+        assert page.evaluate("document.activeElement.textContent") == "To the result"
+        page.keyboard.press("Enter")
+        for _ in range(20):
+            page.keyboard.press("Tab")
+            if page.evaluate("document.activeElement.dataset.copy") == "best-config":
+                break
+        outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+        assert outline != "none"
+        page.keyboard.press("Enter")
+        page.get_by_text("The config is copied.").wait_for()
+        copied = json.loads(page.evaluate("navigator.clipboard.readText()"))
+        page.locator("#launches summary").click()
+        rows = page.locator("#launch-rows tbody tr:visible")
+        assert rows.count() == len(view.launched)
+        page.get_by_role("searchbox").fill("out of memory")
+        short = sum(t.user_attrs["outcome"] == "out_of_memory" for t in view.launched)
+        assert 0 < short < len(view.launched)
+        assert rows.count() == short
+    size = "train_micro_batch_size_per_gpu"
+    assert copied[size] == view.best.trial.params[size]
+
+
+def test_it_prints_in_black_on_white_within_the_page(browser: Any, view: StudyView, file: Path) -> None:
+    drawn = sum(section.figure is not None for section in sections_of(view))
+    with open_page(browser, scheme="dark", **DESK) as (page, seen):
+        show(page, file, drawn)
+        page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+        page.emulate_media(media="print")
+        widths = page.evaluate("[...document.querySelectorAll('.plot .main-svg')].map(e => e.clientWidth)")
+        assert max(widths) <= 660
+        assert page.evaluate("document.querySelector('#micro-batch .plot').layout.font.color") == "#000"
+        assert not page.locator("nav").is_visible()
+        page.emulate_media(media="screen")
+        page.evaluate("window.dispatchEvent(new Event('afterprint'))")
+        assert page.pdf(format="A4").startswith(b"%PDF")
+        assert seen.console == []
