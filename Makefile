@@ -10,7 +10,7 @@ export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup operators demo test lint types check clean
+.PHONY: setup operators demo test lint types check docs figures clean
 
 setup: $(VENV)/.installed
 
@@ -19,7 +19,7 @@ setup: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV) || { echo "On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	$(BIN)/pip install --quiet $(TORCH_PIP_ARGS) --constraint constraints.txt torch numpy
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,docs]'
 	touch $@
 
 # DeepSpeed's operator for communication on the CPU takes a compiler half a minute: once, and in no launch that is timed.
@@ -47,6 +47,15 @@ types: setup
 	$(BIN)/mypy optuna_dsat samplers pruners tests
 
 check: test lint types
+
+# The documentation, in build/docs/index.html; no network is needed. A warning is an error.
+docs: setup
+	$(BIN)/python -m docs.generate.options
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
+
+# What docs/methods.md shows: searched and drawn anew.
+figures: setup
+	$(BIN)/python -m docs.generate.figures
 
 clean:
 	rm -rf $(VENV) .cache demo-output build *.egg-info .pytest_cache .mypy_cache .ruff_cache

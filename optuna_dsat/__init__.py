@@ -7,11 +7,21 @@ import neither Optuna nor torch.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from optuna_dsat import errors
+
+if TYPE_CHECKING:
+    from optuna_dsat.api import SearchInterrupted, TuneResult, tune
+    from optuna_dsat.integrations.huggingface import DsatCallback, get_hf_args_with_overwrites
+    from optuna_dsat.runtime.reporting import dsat_reporting_context, get_ds_config_from_hparams
 
 __version__ = "0.1.0"
 
 _PUBLIC: dict[str, str] = {
+    "SearchInterrupted": "optuna_dsat.api",
+    "TuneResult": "optuna_dsat.api",
+    "tune": "optuna_dsat.api",
     "DsatCallback": "optuna_dsat.integrations.huggingface",
     "dsat_reporting_context": "optuna_dsat.runtime.reporting",
     "get_ds_config_from_hparams": "optuna_dsat.runtime.reporting",
@@ -19,7 +29,17 @@ _PUBLIC: dict[str, str] = {
 }
 """Public name -> module that defines it."""
 
-__all__ = ["__version__", *_PUBLIC]
+__all__ = [
+    "DsatCallback",
+    "SearchInterrupted",
+    "TuneResult",
+    "__version__",
+    "dsat_reporting_context",
+    "errors",
+    "get_ds_config_from_hparams",
+    "get_hf_args_with_overwrites",
+    "tune",
+]
 
 
 def __getattr__(name: str) -> Any:

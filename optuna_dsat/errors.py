@@ -12,6 +12,8 @@ The tree, with what the command exits with::
     ├── DeviceError              the devices do not answer, or do not become free (exit 1, ``launch.devices``)
     ├── ScriptFailedError        the user's script fails whatever the configuration (exit 4)
     └── StorageError             the database failed while the study ran (exit 5)
+
+Ctrl-C is no error: ``optuna_dsat.tune`` raises ``optuna_dsat.SearchInterrupted``, a ``KeyboardInterrupt`` (exit 130).
 """
 
 from __future__ import annotations

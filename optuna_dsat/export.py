@@ -6,12 +6,18 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from optuna_dsat import ds_config
 from optuna_dsat.arg_mapping import map_arguments
+from optuna_dsat.errors import StorageUrlError
 from optuna_dsat.spec import ScriptSpec, StudySpec
 from optuna_dsat.trial_class import RUNNER, train_command
+from optuna_dsat.words import config_in_words
+
+if TYPE_CHECKING:
+    import optuna
+    from optuna.trial import FrozenTrial
 
 __all__ = [
     "BEST_CONFIG",
@@ -20,6 +26,7 @@ __all__ = [
     "learning_rate_advice",
     "trainable_config",
     "training_command",
+    "trial_row",
     "write_best",
 ]
 
@@ -29,32 +36,44 @@ BEST_METRICS = "best_ds_metrics.json"
 
 @dataclass(frozen=True, kw_only=True)
 class TuneResult:
-    """What a study found."""
+    """What a study found. Metrics are in samples per second, FLOPs per second and GPU, or seconds, by their name."""
 
     study: str
+    """Name of the study."""
+    storage: str = ""
+    """URL of the database that holds it, without a password; the path of an SQLite file is absolute."""
     reason: str
     """Why the search ended."""
     metric: str
+    """What was optimised: ``FLOPS_per_gpu`` (FLOP/s), ``throughput`` (samples/s over all ranks), or a time in seconds
+    (``latency``, ``forward``, ``backward``, ``step``)."""
     trial: int
     """Number of the winning trial."""
     value: float
+    """The winner's metric, of the confirming launch where there was one."""
     low: float | None
-    """Lower end of the 95 % confidence interval, where the winner was confirmed."""
+    """Lower end of the 95 % confidence interval of ``value``, where the winner was confirmed."""
     high: float | None
+    """Its upper end."""
     user_value: float | None
     """The user's own config, measured the same way; None where it could not be measured."""
     speed_up: float | None
-    """The winner against the user's own config."""
+    """How many times better the winner is than the user's own config."""
     config: Mapping[str, Any]
     """The winning DeepSpeed config, ready to train with."""
     metrics: Mapping[str, float]
+    """All metrics of the winner, by name: those of ``metric``, ``engine_throughput`` (what DeepSpeed's own timers would
+    say), and ``peak_allocated_bytes``, ``peak_reserved_bytes`` and ``rss_bytes`` of the rank that used most."""
     config_path: str
+    """Where ``config`` was written."""
     metrics_path: str
+    """Where ``metrics``, the interval and the finalists were written."""
     command: str
-    """The command that trains with it."""
+    """The shell command that trains with it."""
     train_batch_size: int
     """Global batch of the winner, in samples."""
     user_train_batch_size: int
+    """Global batch of the user's own config, in samples."""
     learning_rate_advice: str | None
     """What the changed global batch suggests for the learning rate; None where it is the same."""
     loss_check: Mapping[str, Any] | None
@@ -67,6 +86,67 @@ class TuneResult:
     """Outcome -> launches of trials."""
     slot_minutes: float
     """GPU minutes (CPU-rank minutes without a GPU) of all launches, profile and finalists included."""
+
+    def optuna_study(self, storage: str | None = None) -> optuna.Study:
+        """Return the study as it stands, for ``optuna.visualization``, ``optuna.importance`` and whatever reads one.
+
+        It is a copy in memory: it holds no connection, and what is done to it changes nothing that is stored.
+
+        Args:
+            storage: URL of the database; None for ``self.storage``, which lacks the password if there is one.
+
+        Raises:
+            StorageUrlError: If the database cannot be opened, or ``storage`` is needed for its password.
+            StorageError: If the database fails.
+        """
+        import optuna
+
+        from optuna_dsat.quiet_optuna import quiet_optuna
+        from optuna_dsat.store import Store
+
+        if storage is None and "***" in self.storage:
+            raise StorageUrlError(f"The result does not keep the password of {self.storage}: give the URL again.")
+        copy = optuna.storages.InMemoryStorage()
+        with quiet_optuna(), Store.open(storage or self.storage, create=False) as store:
+            optuna.copy_study(from_study_name=self.study, from_storage=store.storage, to_storage=copy)
+        return optuna.load_study(study_name=self.study, storage=copy)
+
+    def trials(self, storage: str | None = None) -> list[dict[str, Any]]:
+        """Return all trials as flat rows; ``pandas.DataFrame(result.trials())`` is a table of them.
+
+        Args:
+            storage: As of ``optuna_study``.
+
+        Returns:
+            A dictionary per trial: ``number``, ``state``, ``outcome``, ``value`` (in units of the metric),
+            ``configuration`` (in words), ``attempts``, ``peak_memory_bytes``, ``message``, ``params``, ``metrics``,
+            ``config``.
+
+        Raises:
+            StorageUrlError: As ``optuna_study``.
+            StorageError: As ``optuna_study``.
+        """
+        return [trial_row(trial) for trial in self.optuna_study(storage).get_trials(deepcopy=False)]
+
+
+def trial_row(trial: FrozenTrial) -> dict[str, Any]:
+    """Return a trial as one flat row, as ``TuneResult.trials`` and ``optuna-dsat export`` show it."""
+    from optuna_dsat import history
+
+    attrs = trial.user_attrs
+    return {
+        "number": trial.number,
+        "state": trial.state.name.lower(),
+        "outcome": attrs.get(history.OUTCOME),
+        "value": None if trial.values is None else trial.values[0],
+        "configuration": config_in_words(attrs[history.CONFIG]) if history.CONFIG in attrs else None,
+        "attempts": attrs.get(history.ATTEMPTS),
+        "peak_memory_bytes": attrs.get(history.PEAK_BYTES),
+        "message": attrs.get(history.MESSAGE, attrs.get(history.VETOED)),
+        "params": trial.params,
+        "metrics": attrs.get(history.METRICS, {}),
+        "config": attrs.get(history.CONFIG),
+    }
 
 
 def trainable_config(config: Mapping[str, Any], *, world_size: int) -> dict[str, Any]:

@@ -39,14 +39,12 @@ class DeepSpeedPruner(BasePruner):
 
     - its lineage failed at the smallest micro-batch, or whatever the micro-batch;
     - its lineage had ``trials_per_random_config`` launches;
-    - its lineage ran out of memory, and another one of the same structure (ZeRO stage and offload) ran a
-    micro-batch as
-      large as this one can still reach, no slower than this one can plausibly become;
+    - its lineage ran out of memory, and another one of the same structure (ZeRO stage and offload) ran a micro-batch
+      as large as this one can still reach, no slower than this one can plausibly become;
     - its lineage cannot catch up with the best metric of the study on the micro-batches that it has left;
-    - it opens a lineage of a structure that cannot win: at least two of its lineages were judged, and the
-    best that
-      any of them showed or promises is over 20 % worse than the study's best, which is more than buckets and
-      flags are expected to make up.
+    - it opens a lineage of a structure that cannot win: at least two of its lineages were judged, and the best that
+      any of them showed or promises is over 20 % worse than the study's best, which is more than buckets and flags
+      are expected to make up.
 
     The last two replace the rule of Determined AI's ``dsat random`` that drops ZeRO 3 as soon as ZeRO 1 or 2
     ran: a higher stage or an offload pays communication for memory, so it loses where a cheaper one holds the

@@ -130,8 +130,7 @@ class LineageSampler(BaseSampler):
 
         Args:
             study: The study.
-            classes: Number of lineages of the space. None to read the space off the trials, which finds the
-            end of a
+            classes: Number of lineages of the space. None to read the space off the trials, which finds the end of a
                 purely categorical space all of whose lineages were opened.
         """
         history = read_history(study, micro_batch=self._name)

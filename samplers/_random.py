@@ -40,8 +40,7 @@ class LineageRandomSampler(LineageSampler):
     - if larger micro-batches may pay, half of the new lineages start above, between ``b + 1`` and ``high``, as
       Determined AI's ``dsat random`` does for all. It does not do so here where the best lineage is known not to
       hold more, or to be slower with more: those launches teach nothing;
-    - the others start at ``b`` itself, which compares their knobs with the best ones at the same micro-batch,
-    or,
+    - the others start at ``b`` itself, which compares their knobs with the best ones at the same micro-batch, or,
       where larger micro-batches were slower, between the neighbours of ``b`` that the best lineage measured.
 
     Meant for use with ``DeepSpeedPruner``, which ends lineages that cannot win.

@@ -9,7 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = [
-    {"cli"},
+    {"cli", "api"},
+    {"study_run", "prepare"},
     {"session", "report"},
     {"tuner", "methods", "finalists", "loss_check", "profiling", "export", "progress", "study_space"},
     {"samplers", "pruners", "launch", "store", "integrations"},
@@ -35,6 +36,8 @@ LAYERS = [
         "module_file",
         "script_trainer",
         "words",
+        "options",
+        "quiet_optuna",
         "spec",
         "trial_class",
     },

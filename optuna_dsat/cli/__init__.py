@@ -2,41 +2,40 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
+from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 from optuna_dsat import __version__
+from optuna_dsat.cli.commands import lift_option, spread_numbers, with_options
 from optuna_dsat.cli.dashboard import dashboard
-from optuna_dsat.cli.options import (
-    AshaOptions,
-    AutotuningOptions,
-    BinaryOptions,
-    GuidedOptions,
-    RandomOptions,
-    spread_numbers,
-    with_options,
-)
+from optuna_dsat.cli.options_file import find_options, read_options
 from optuna_dsat.cli.password import hide_password
 from optuna_dsat.cli.studies import add_commands
 from optuna_dsat.cli.train import train
 from optuna_dsat.errors import DsatError, ScriptFailedError
+from optuna_dsat.options import AshaOptions, AutotuningOptions, BinaryOptions, GuidedOptions, RandomOptions
 
 __all__ = ["app", "main"]
 
 EXIT_INTERRUPTED = 130
+EXIT_NO_READER = 1
+"""What typer exits with where it notices first."""
 
 app = typer.Typer(
     name="optuna-dsat",
     help="Find the DeepSpeed configuration that trains your model fastest on the GPUs you have.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
+    context_settings={"help_option_names": ["--help", "-h"]},
 )
 
 
@@ -48,45 +47,57 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[
+    context: typer.Context,
+    options: Annotated[
+        Path | None,
+        typer.Option(
+            help="Take options from this file (YAML, JSON, TOML).  \\[default: \\[tool.optuna-dsat] of the nearest "
+            "pyproject.toml]",
+            envvar="OPTUNA_DSAT_OPTIONS",
+        ),
+    ] = None,
+    _version: Annotated[
         bool, typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
-    pass
+    file = find_options(Path.cwd()) if options is None else read_options(options)
+    if file is not None and isinstance(context.command, TyperGroup):
+        context.default_map = file.default_map(context.command, context)
+        context.obj = str(file.path)
 
 
 def _random(options: RandomOptions) -> None:
-    from optuna_dsat.cli.tune import run
+    from optuna_dsat.cli.search import run
 
     run("random", options)
 
 
 def _binary(options: BinaryOptions) -> None:
-    from optuna_dsat.cli.tune import run
+    from optuna_dsat.cli.search import run
 
     run("binary", options)
 
 
 def _asha(options: AshaOptions) -> None:
-    from optuna_dsat.cli.tune import run
+    from optuna_dsat.cli.search import run
 
     run("asha", options)
 
 
 def _guided(options: GuidedOptions) -> None:
-    from optuna_dsat.cli.tune import run
+    from optuna_dsat.cli.search import run
 
     run("guided", options)
 
 
 def _tune(options: AutotuningOptions) -> None:
-    from optuna_dsat.cli.tune import run
+    from optuna_dsat.cli.search import run
 
     run(None, options)
 
 
 def _run(options: AutotuningOptions) -> None:
-    from optuna_dsat.cli.tune import run
+    from optuna_dsat.cli.search import run
 
     run(None, replace(options, run_full_experiment=True))
 
@@ -142,7 +153,7 @@ def _report(error: DsatError) -> None:
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
-    """Run the command; exit with 0 (found), 2 (usage), 3 (nothing runs), 4 (script error), 5 (storage) or 130."""
+    """Run the command; exit with 0 (found), 2 (usage), 3 (nothing runs), 4 (script error), 5 (database) or 130."""
     if argv is None:
         hide_password()
     arguments = sys.argv[1:] if argv is None else argv
@@ -152,7 +163,9 @@ def main(argv: list[str] | None = None) -> NoReturn:
 
     signal.signal(signal.SIGTERM, interrupt)
     try:
-        code = app(args=spread_numbers(arguments, "--zero-stages"), standalone_mode=False)
+        arguments = lift_option(spread_numbers(arguments, "--zero-stages"), "--options")
+        code = app(args=arguments, standalone_mode=False)
+        sys.stdout.flush()  # a reader that is gone is noticed here rather than when the interpreter ends
     except DsatError as error:
         _report(error)
         sys.exit(error.exit_code)
@@ -162,6 +175,9 @@ def main(argv: list[str] | None = None) -> NoReturn:
         if error.format_message():  # empty where the help was shown instead
             sys.stderr.write(f"optuna-dsat: {error.format_message().rstrip('.')}.{remedy}\n")
         sys.exit(error.exit_code)
+    except BrokenPipeError:  # whoever reads our output, such as `head`, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(EXIT_NO_READER)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(EXIT_INTERRUPTED)
     sys.exit(code or 0)

@@ -7,17 +7,16 @@ from typing import Annotated
 
 import typer
 
+from optuna_dsat.cli.parameters import DEFAULT_STORAGE, Name, Storage
+
 __all__ = ["dashboard"]
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def dashboard(
-    name: Annotated[str, typer.Argument(metavar="STUDY", help="Name of the study.", show_default=False)],
-    storage: Annotated[
-        str,
-        typer.Option("--storage", help="Database of the study: SQLite or PostgreSQL.", envvar="OPTUNA_DSAT_STORAGE"),
-    ] = "sqlite:///optuna-dsat.db",
+    name: Name,
+    storage: Storage = DEFAULT_STORAGE,
     port: Annotated[int, typer.Option(help="Port to listen on; 0 for any free one.", min=0, max=65535)] = 8080,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
 ) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from optuna_dsat.cli.parameters import DEFAULT_STORAGE, Name, Storage
 from optuna_dsat.errors import NothingRunnableError, UsageError
 from optuna_dsat.module_file import module_file
 
@@ -25,12 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["add_commands"]
 
-_Storage = Annotated[
-    str,
-    typer.Option("--storage", help="Database of the study: SQLite or PostgreSQL.", envvar="OPTUNA_DSAT_STORAGE"),
-]
-_Name = Annotated[str, typer.Argument(metavar="STUDY", help="Name of the study.", show_default=False)]
-_DEFAULT_STORAGE = "sqlite:///optuna-dsat.db"
+_UNBOUNDED = 10_000
+"""Columns of a table that no terminal limits."""
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _Quiet = Annotated[bool, typer.Option("--quiet", help="Show the result alone.")]
 _MaxTrials = Annotated[
@@ -83,27 +80,6 @@ def _trials(store: Store, name: str) -> Sequence[FrozenTrial]:
     return _study(store, name).get_trials(deepcopy=False)
 
 
-def _row(trial: FrozenTrial) -> dict[str, Any]:
-    """Return a trial as one flat row."""
-    from optuna_dsat import history
-    from optuna_dsat.words import config_in_words
-
-    attrs = trial.user_attrs
-    return {
-        "number": trial.number,
-        "state": trial.state.name.lower(),
-        "outcome": attrs.get(history.OUTCOME),
-        "value": None if trial.values is None else trial.values[0],
-        "configuration": config_in_words(attrs[history.CONFIG]) if history.CONFIG in attrs else None,
-        "attempts": attrs.get(history.ATTEMPTS),
-        "peak_memory_bytes": attrs.get(history.PEAK_BYTES),
-        "message": attrs.get(history.MESSAGE, attrs.get(history.VETOED)),
-        "params": trial.params,
-        "metrics": attrs.get(history.METRICS, {}),
-        "config": attrs.get(history.CONFIG),
-    }
-
-
 def _print_table(headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -113,10 +89,11 @@ def _print_table(headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> None
         table.add_column(heading, overflow="fold")
     for row in rows:
         table.add_row(*("" if cell is None else str(cell) for cell in row))
-    Console(highlight=False).print(table)
+    width = None if sys.stdout.isatty() else _UNBOUNDED  # what reads a pipe wants whole lines
+    Console(highlight=False, width=width).print(table)
 
 
-def studies(storage: _Storage = _DEFAULT_STORAGE, as_json: _Json = False) -> None:
+def studies(storage: Storage = DEFAULT_STORAGE, as_json: _Json = False) -> None:
     """List the studies of a database."""
     from optuna_dsat import history
 
@@ -151,11 +128,12 @@ def _value_in_words(metric: Any, value: Any) -> str | None:
     return None if value is None else metric_in_words(metric, value)
 
 
-def show(name: _Name, storage: _Storage = _DEFAULT_STORAGE, as_json: _Json = False) -> None:
+def show(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: _Json = False) -> None:
     """Show a study: what it tunes, how far it is, its best configuration."""
     from collections import Counter
 
     from optuna_dsat import history
+    from optuna_dsat.export import trial_row
     from optuna_dsat.words import config_in_words, metric_in_words
 
     with _open(storage) as store:
@@ -171,7 +149,7 @@ def show(name: _Name, storage: _Storage = _DEFAULT_STORAGE, as_json: _Json = Fal
             "versions": dict(record.versions),
             "outcomes": outcomes,
             "launches": [{"purpose": row.purpose, "outcome": row.report.outcome.value} for row in launches],
-            "best": _row(best[0]) if best else None,
+            "best": trial_row(best[0]) if best else None,
         }
         print(json.dumps(state, indent=2))
         return
@@ -182,11 +160,13 @@ def show(name: _Name, storage: _Storage = _DEFAULT_STORAGE, as_json: _Json = Fal
         print(f"  trial {trial.number}: {metric_in_words(spec.metric, trial.values[0])}, {words}")
 
 
-def trials(name: _Name, storage: _Storage = _DEFAULT_STORAGE, as_json: _Json = False) -> None:
+def trials(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: _Json = False) -> None:
     """List the trials of a study."""
+    from optuna_dsat.export import trial_row
+
     with _open(storage) as store:
         metric = _spec(_record(store, name)).metric
-        rows = [_row(trial) for trial in _trials(store, name)]
+        rows = [trial_row(trial) for trial in _trials(store, name)]
     if as_json:
         print(json.dumps(rows, indent=2))
         return
@@ -203,8 +183,8 @@ def trials(name: _Name, storage: _Storage = _DEFAULT_STORAGE, as_json: _Json = F
 
 
 def best(
-    name: _Name,
-    storage: _Storage = _DEFAULT_STORAGE,
+    name: Name,
+    storage: Storage = DEFAULT_STORAGE,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the config to this file.", show_default=False)
     ] = None,
@@ -234,14 +214,16 @@ def best(
 
 
 def export(
-    name: _Name,
-    storage: _Storage = _DEFAULT_STORAGE,
+    name: Name,
+    storage: Storage = DEFAULT_STORAGE,
     fmt: Annotated[ExportFormat, typer.Option("--format", help="Format.")] = ExportFormat.JSON,
 ) -> None:
     """Print all trials of a study as JSON or CSV."""
+    from optuna_dsat.export import trial_row
+
     with _open(storage) as store:
         spec = _spec(_record(store, name))
-        rows = [_row(trial) for trial in _trials(store, name)]
+        rows = [trial_row(trial) for trial in _trials(store, name)]
     if fmt is ExportFormat.JSON:
         print(json.dumps({"spec": spec.model_dump(mode="json"), "trials": rows}, indent=2))
         return
@@ -268,8 +250,8 @@ def export(
 
 
 def delete(
-    name: _Name,
-    storage: _Storage = _DEFAULT_STORAGE,
+    name: Name,
+    storage: Storage = DEFAULT_STORAGE,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Delete a study from the database; its files in the output directory stay."""
@@ -282,8 +264,8 @@ def delete(
 
 
 def resume(
-    name: _Name,
-    storage: _Storage = _DEFAULT_STORAGE,
+    name: Name,
+    storage: Storage = DEFAULT_STORAGE,
     max_trials: _MaxTrials = None,
     workdir: _Workdir = None,
     quiet: _Quiet = False,
@@ -294,8 +276,8 @@ def resume(
 
 
 def worker(
-    name: _Name,
-    storage: _Storage = _DEFAULT_STORAGE,
+    name: Name,
+    storage: Storage = DEFAULT_STORAGE,
     workdir: _Workdir = None,
     quiet: _Quiet = False,
 ) -> None:
@@ -313,7 +295,7 @@ def _continue(
     as_json: bool,
     conclude: bool,
 ) -> None:
-    from optuna_dsat.cli.tune import run_spec
+    from optuna_dsat.cli.search import run_spec
     from optuna_dsat.launch.devices import cpu_devices, detect_devices
     from optuna_dsat.spec import make_spec
 
@@ -364,7 +346,7 @@ def _relocated(spec: StudySpec, workdir: Path | None) -> StudySpec:
     return spec
 
 
-def _db_upgrade(storage: _Storage = _DEFAULT_STORAGE) -> None:
+def _db_upgrade(storage: Storage = DEFAULT_STORAGE) -> None:
     """Bring a database made by an older version up to date."""
     from optuna_dsat.store import migrate
     from optuna_dsat.store.engine import Database
@@ -377,7 +359,7 @@ def _db_upgrade(storage: _Storage = _DEFAULT_STORAGE) -> None:
         database.close()
 
 
-def _db_current(storage: _Storage = _DEFAULT_STORAGE) -> None:
+def _db_current(storage: Storage = DEFAULT_STORAGE) -> None:
     """Print the schema revision of a database."""
     from optuna_dsat.store import migrate
     from optuna_dsat.store.engine import Database
@@ -389,7 +371,7 @@ def _db_current(storage: _Storage = _DEFAULT_STORAGE) -> None:
         database.close()
 
 
-def _db_check(storage: _Storage = _DEFAULT_STORAGE) -> None:
+def _db_check(storage: Storage = DEFAULT_STORAGE) -> None:
     """Say whether this version can use a database; exit with 2 if not."""
     from optuna_dsat.store import migrate
     from optuna_dsat.store.engine import Database

@@ -45,14 +45,14 @@ def train(
         int | None, typer.Option("--gpus", "--gpus-per-trial", help="GPUs to train on.  \\[default: all]")
     ] = None,
     cpu_ranks: Annotated[
-        int | None, typer.Option(help="Train on the CPU with this many ranks.  [default without a GPU: 2]")
+        int | None, typer.Option(help="Train on the CPU with this many ranks.  \\[default without a GPU: 2]")
     ] = None,
 ) -> None:
     """Train a DeepSpeedTrial: validation, metrics as lines of JSON, checkpoints, and resuming from them."""
     from optuna_dsat import ds_config
-    from optuna_dsat.cli.tune import devices_for, trial_target
     from optuna_dsat.launch.full_run import run_full
     from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
+    from optuna_dsat.prepare import devices_for, trial_target
 
     if not is_trial_class(trial):
         raise UsageError(

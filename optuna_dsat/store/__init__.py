@@ -5,10 +5,10 @@
 notice dead workers, ``retry`` and ``resilient`` wait for a database that is away.
 """
 
-from optuna_dsat.store.engine import database_exists, display_url
+from optuna_dsat.store.engine import database_exists, display_url, parse_url
 from optuna_dsat.store.history import StoredLaunch
 from optuna_dsat.store.profiles import StoredProfile
 from optuna_dsat.store.registry import StudyRecord
 from optuna_dsat.store.store import Store
 
-__all__ = ["Store", "StoredLaunch", "StoredProfile", "StudyRecord", "database_exists", "display_url"]
+__all__ = ["Store", "StoredLaunch", "StoredProfile", "StudyRecord", "database_exists", "display_url", "parse_url"]

@@ -1,13 +1,14 @@
-"""Options of the tuning commands, declared once: names and defaults are those of the dsat guide where it has them."""
+"""Options of a search, declared once: names and defaults are those of the dsat guide where it has them.
+
+The commands take their options from here (``cli/commands.py``), and so do the keywords of ``optuna_dsat.tune``.
+"""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
-from enum import Enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import Annotated, Literal
 
 import typer
 
@@ -18,9 +19,26 @@ __all__ = [
     "GuidedOptions",
     "RandomOptions",
     "TuneOptions",
-    "spread_numbers",
-    "with_options",
 ]
+
+
+def _metrics(incomplete: str) -> list[str]:
+    from optuna_dsat.spec import METRICS
+
+    return [metric for metric in METRICS if metric.startswith(incomplete)]
+
+
+def _methods(incomplete: str) -> list[str]:
+    from optuna_dsat.spec import METHODS
+
+    return [method for method in METHODS if method.startswith(incomplete)]
+
+
+def _knobs(incomplete: str) -> list[str]:
+    from optuna_dsat.knobs import KNOBS
+
+    return [knob.name for knob in KNOBS if knob.name.startswith(incomplete)]
+
 
 _WHAT = "What to tune"
 _BUDGET = "Budget"
@@ -34,8 +52,8 @@ _SHOW = "Output"
 class TuneOptions:
     """What every search method takes."""
 
-    given: frozenset[str] = frozenset()
-    """Names of the fields that the user gave: on the command line or in the environment."""
+    origins: Mapping[str, str] = field(default_factory=dict)
+    """Field that was given -> where: the command line, a variable of the environment, a file. The rest are defaults."""
 
     script: Annotated[
         Path,
@@ -66,6 +84,7 @@ class TuneOptions:
         str,
         typer.Option(
             help="Metric to optimise: FLOPS_per_gpu, throughput, latency, forward, backward or step.",
+            autocompletion=_metrics,
             rich_help_panel=_WHAT,
         ),
     ] = "FLOPS_per_gpu"
@@ -83,7 +102,12 @@ class TuneOptions:
     ] = None
     no_tune: Annotated[
         list[str] | None,
-        typer.Option(help="Leave a knob as your config has it (repeatable).", metavar="KEY", rich_help_panel=_WHAT),
+        typer.Option(
+            help="Leave a knob as your config has it (repeatable).",
+            metavar="KEY",
+            autocompletion=_knobs,
+            rich_help_panel=_WHAT,
+        ),
     ] = None
     arg_mapping: Annotated[
         list[str] | None,
@@ -163,7 +187,7 @@ class TuneOptions:
     ] = None
     cpu_ranks: Annotated[
         int | None,
-        typer.Option(help="Run on the CPU with this many ranks.  [default without a GPU: 2]", rich_help_panel=_WHERE),
+        typer.Option(help="Run on the CPU with this many ranks.  \\[default without a GPU: 2]", rich_help_panel=_WHERE),
     ] = None
     device_memory: Annotated[
         str | None,
@@ -315,66 +339,7 @@ class AutotuningOptions(AshaOptions, RandomOptions, GuidedOptions):
         str | None,
         typer.Option(
             help="random, binary, asha or guided.  \\[default: by autotuning.tuner_type of the config, else asha]",
+            autocompletion=_methods,
             rich_help_panel=_METHOD,
         ),
     ] = None
-
-
-Options = TypeVar("Options", bound=TuneOptions)
-
-
-def with_options(options: type[Options], run: Callable[[Options], None], doc: str) -> Callable[..., None]:
-    """Return a command function whose parameters are the fields of ``options``; it calls ``run`` with them."""
-
-    def command(context: typer.Context, **values: Any) -> None:
-        given = {name for name in values if not _is_default(context.get_parameter_source(name))}
-        run(options(**values, given=frozenset(given)))
-
-    hints = get_type_hints(options, include_extras=True)
-    offered = [field for field in fields(options) if field.name != "given"]
-    own = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
-    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [
-            own,
-            *(
-                inspect.Parameter(
-                    field.name,
-                    inspect.Parameter.KEYWORD_ONLY,
-                    annotation=hints[field.name],
-                    default=inspect.Parameter.empty if field.default is MISSING else field.default,
-                )
-                for field in offered
-            ),
-        ]
-    )
-    command.__annotations__ = {"context": typer.Context, **{field.name: hints[field.name] for field in offered}}
-    command.__doc__ = doc
-    return command
-
-
-def _is_default(source: Enum | None) -> bool:
-    return source is None or source.name in ("DEFAULT", "DEFAULT_MAP")
-
-
-def spread_numbers(argv: list[str], option: str) -> list[str]:
-    """Return ``argv`` with ``option 1 2 3`` written as ``option 1,2,3``, which click understands.
-
-    Only what stands before ``--`` is touched.
-    """
-    result: list[str] = []
-    tokens = iter(enumerate(argv))
-    skip_to = 0
-    for index, token in tokens:
-        if index < skip_to:
-            continue
-        if token == "--":
-            return result + argv[index:]
-        result.append(token)
-        if token == option:
-            end = index + 1
-            while end < len(argv) and argv[end].replace(",", "").isdigit():
-                end += 1
-            if end > index + 2:
-                result.append(",".join(argv[index + 1 : end]))
-                skip_to = end
-    return result

@@ -1,4 +1,4 @@
-"""``random``, ``binary`` and ``asha``: check what was given, tune, show the result."""
+"""From what was given to a study that may start: one path for the commands and for ``optuna_dsat.tune``."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import ast
 import json
 import os
 import re
-import shlex
-import sys
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,57 +14,76 @@ from typing import Any
 from optuna_dsat import ds_config
 from optuna_dsat.arg_mapping import parse_mappings
 from optuna_dsat.autotuning import options_of
-from optuna_dsat.cli.options import TuneOptions
-from optuna_dsat.cli.show import make_observer, show_plan, show_result
 from optuna_dsat.errors import UsageError
-from optuna_dsat.export import TuneResult
 from optuna_dsat.knobs import KNOBS
 from optuna_dsat.launch.devices import Devices, cpu_devices, detect_devices
-from optuna_dsat.launch.protocol import LaunchRequest
 from optuna_dsat.module_file import module_file
-from optuna_dsat.profiling import script_command
+from optuna_dsat.options import TuneOptions
 from optuna_dsat.search_space import NVME
 from optuna_dsat.spec import MethodOptions, ScriptSpec, StudySpec, make_spec, parse_bytes
 from optuna_dsat.trial_class import RUNNER, Hparams, find_trial_class, is_trial_class, own_overwrites, runner_arguments
 
-__all__ = ["devices_for", "make_devices", "run", "run_spec", "spec_of", "target_of", "trial_target"]
+__all__ = [
+    "Prepared",
+    "check_storage",
+    "devices_for",
+    "make_devices",
+    "prepare",
+    "spec_of",
+    "target_of",
+    "trial_target",
+    "with_autotuning",
+]
 
 
 _DEFAULT_METHOD = "asha"
-"""Of ``tune`` and ``run``, where neither an option nor the config names one."""
+"""Where neither an option nor the config names one."""
 
 
-def run(method: str | None, options: TuneOptions) -> None:
-    """Tune as the options say; print the result.
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A study that may start: all that was given is checked, and nothing is launched or written yet."""
+
+    spec: StudySpec
+    devices: Devices
+    options: TuneOptions
+    """The options, with those of the config's ``autotuning`` section where none were given."""
+    notes: Sequence[str]
+    """Lines for the user: what of the ``autotuning`` section cannot be honoured."""
+
+
+def prepare(method: str | None, options: TuneOptions) -> Prepared:
+    """Check what was given and say what it comes to.
 
     Args:
-        method: Search method; None for the one that the options name.
+        method: Search method; None for the one that the options or the config name.
         options: The options.
 
     Raises:
-        DsatError: With the exit code that the command leaves with.
+        UsageError: On the first thing that cannot be used.
     """
-    options, notes = with_autotuning(options)
+    options, notes = with_autotuning(_one_kind_of_device(options))
     if method is None:
         method = getattr(options, "method", None) or _DEFAULT_METHOD
     devices = make_devices(options)
-    spec = spec_of(method, options, devices)
-    for note in notes:
-        sys.stderr.write(f"{note}\n")
-    if options.dry_run:
-        _check_storage(spec, options.storage)
-        show_plan(spec)
-        return
-    run_spec(
-        spec,
-        devices,
-        storage=options.storage,
-        quiet=options.quiet,
-        as_json=options.json_output,
-        run_full=options.run_full_experiment,
-        reuse_profile=options.profile_reuse,
-        check_loss=options.check_loss,
-    )
+    return Prepared(spec=spec_of(method, options, devices), devices=devices, options=options, notes=notes)
+
+
+_DEVICES = ("gpus_per_trial", "cpu_ranks")
+_FIRST_HAND = ("command line", "argument")
+"""Origins of what was given for this search; a file or the environment speaks for all of them."""
+
+
+def _one_kind_of_device(options: TuneOptions) -> TuneOptions:
+    """Return the options without the kind of device that a file names, where this search was given the other."""
+    given = [name for name in _DEVICES if options.origins.get(name) in _FIRST_HAND]
+    if len(given) != 1:
+        return options
+    (other,) = set(_DEVICES) - set(given)
+    origins = {name: origin for name, origin in options.origins.items() if name != other}
+    if other == "cpu_ranks":
+        return replace(options, origins=origins, cpu_ranks=None)
+    return replace(options, origins=origins, gpus_per_trial=None)
 
 
 def with_autotuning(options: TuneOptions) -> tuple[TuneOptions, list[str]]:
@@ -80,7 +96,8 @@ def with_autotuning(options: TuneOptions) -> tuple[TuneOptions, list[str]]:
     """
     user = ds_config.load(options.ds_config)
     wanted, notes = options_of(user.autotuning)
-    offered = {field.name for field in fields(options)} - options.given
+    names = {field.name for field in fields(options)}
+    offered = names - options.origins.keys()
     gpus = wanted.pop("gpus_per_trial", None)
     if gpus is not None and options.gpus_per_trial is None and options.cpu_ranks is None:
         found = detect_devices()
@@ -98,80 +115,20 @@ def with_autotuning(options: TuneOptions) -> tuple[TuneOptions, list[str]]:
     if "method" in wanted and "method" not in offered:
         del wanted["method"]
         notes = [note for note in notes if "tuner_type" not in note]  # a method was named on the command line
-    if "early_stopping" in wanted and "early_stopping" not in offered | options.given:
+    if "early_stopping" in wanted and "early_stopping" not in names:
         notes.append("autotuning.tuner_early_stopping is not used by this method.")
-    return replace(options, **{name: value for name, value in wanted.items() if name in offered}), notes
+    taken = {name: value for name, value in wanted.items() if name in offered}
+    origins = {**options.origins, **dict.fromkeys(taken, f"autotuning in {options.ds_config}")}
+    return replace(options, **taken, origins=origins), notes
 
 
-def run_spec(
-    spec: StudySpec,
-    devices: Devices,
-    *,
-    storage: str,
-    quiet: bool,
-    as_json: bool,
-    run_full: bool = False,
-    reuse_profile: bool = True,
-    conclude: bool = True,
-    relocated: bool = False,
-    check_loss: bool = False,
-) -> None:
-    """Tune, show the result, and train with it where asked for.
+def check_storage(spec: StudySpec, storage: str) -> None:
+    """Refuse what a real run would; make nothing.
 
     Raises:
-        KeyboardInterrupt: If the search was interrupted; what was found so far, and how to go on, is shown before.
+        StorageUrlError: If the storage cannot be opened.
+        StudyConflictError: If a study of this name is there for something else.
     """
-    import optuna
-
-    from optuna_dsat.launch.full_run import run_full as train
-    from optuna_dsat.launch.processes import kill_leftovers
-    from optuna_dsat.launch.torchrun import TorchrunLauncher
-    from optuna_dsat.progress import Message
-    from optuna_dsat.session import Session
-    from optuna_dsat.store import Store
-
-    optuna.logging.set_verbosity(optuna.logging.WARNING)  # its lines would repeat ours
-    kill_leftovers()  # launches whose tuner was killed, if any of their processes outlived it
-    store_url = ""
-    try:
-        with Store.open(storage) as store, make_observer(quiet=quiet) as observer:
-            store_url = store.url
-            launcher = TorchrunLauncher(
-                spec.study_dir,
-                devices=devices,
-                max_slots=spec.max_slots,
-                warm=spec.launcher == "warm",
-                on_notice=lambda text: observer(Message(text=text)),
-            )
-            with closing(launcher):
-                session = Session(
-                    spec,
-                    store=store,
-                    launcher=launcher,
-                    device_names=tuple(device.name for device in devices.devices),
-                    observer=observer,
-                    reuse_profile=reuse_profile,
-                    relocated=relocated,
-                    check_loss=check_loss,
-                )
-                result = session.run(conclude=conclude)
-        if result is not None:
-            show_result(result, as_json=as_json)
-        if session.interrupted:
-            raise KeyboardInterrupt
-    except KeyboardInterrupt:
-        if store_url:
-            sys.stderr.write(f"Interrupted. Continue with: {_resume_command(spec, storage, store_url)}\n")
-        raise
-    if not conclude and not quiet:
-        sys.stderr.write(f"Nothing is left for this worker; `optuna-dsat show {spec.name}` shows the study.\n")
-    if run_full and result is not None:
-        request = _full_request(session.spec, result)
-        sys.exit(train(request, devices=devices, output_dir=spec.study_dir, stdout=sys.stderr if as_json else None))
-
-
-def _check_storage(spec: StudySpec, storage: str) -> None:
-    """Refuse what a real run would: a storage that cannot be opened, a study that is there for something else."""
     from optuna_dsat.session import check_study
     from optuna_dsat.store import Store, database_exists
 
@@ -179,26 +136,6 @@ def _check_storage(spec: StudySpec, storage: str) -> None:
         return  # made by the run
     with Store.open(storage, create=False) as store:
         check_study(store, spec)
-
-
-def _resume_command(spec: StudySpec, storage: str, shown_url: str) -> str:
-    """Return the command that continues a study; a URL's password is not shown."""
-    command = ["optuna-dsat", "resume", spec.name]
-    if storage != TuneOptions.storage:
-        command += ["--storage", shown_url]
-    return shlex.join(command)
-
-
-def _full_request(spec: StudySpec, result: TuneResult) -> LaunchRequest:
-    config = dict(result.config)
-    return LaunchRequest(
-        launch_id="full",
-        purpose="full",
-        command=script_command(spec),
-        ds_config=config,
-        overlay=config,
-        slots=spec.slots_per_trial,
-    )
 
 
 def make_devices(options: TuneOptions) -> Devices:

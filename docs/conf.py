@@ -1,0 +1,30 @@
+"""How Sphinx builds the documentation: ``make docs``, from the files of this checkout and without a network."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from optuna_dsat import __version__
+
+project = "optuna-dsat"
+author = "The optuna-dsat authors"
+version = release = __version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+exclude_patterns = ["generate"]
+html_theme = "furo"
+html_title = "optuna-dsat"
+nitpicky = False
+smartquotes = False  # two dashes are two dashes
+
+myst_heading_anchors = 3
+
+python_maximum_signature_line_length = 100
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+autodoc_class_signature = "separated"
+autodoc_preserve_defaults = True
+autodoc_mock_imports = ["accelerate", "deepspeed", "lightning", "transformers"]
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False

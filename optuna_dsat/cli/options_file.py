@@ -1,0 +1,195 @@
+"""Options that are always the same: the ``[tool.optuna-dsat]`` table of ``pyproject.toml``, or a file of one's own.
+
+Keys are the long names of options. A key at the top holds for every command that has the option (but not for the budget
+of a study that is resumed); a table named after a command holds for that command alone::
+
+    [tool.optuna-dsat]
+    storage = "postgresql://me@db/studies"
+    zero-stages = [2, 3]
+
+    [tool.optuna-dsat.asha]
+    divisor = 3
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup, TyperOption
+from typer.exceptions import TyperException
+
+from optuna_dsat.errors import UsageError
+
+__all__ = ["OptionsFile", "find_options", "read_options"]
+
+_TABLE = "optuna-dsat"
+_COMMANDS_OWN = frozenset({("resume", "max_trials")})
+"""(command, option) that a key for all commands does not reach: ``resume`` goes on with what the study has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptionsFile:
+    """A file of options, as it was read."""
+
+    path: Path
+    table: Mapping[str, Any]
+
+    def default_map(self, root: TyperGroup, context: typer.Context) -> dict[str, Any]:
+        """Return the defaults of every command, checked, in the form that the parser takes (nested by command).
+
+        Args:
+            root: The command whose sub-commands they are for.
+            context: Its context.
+
+        Raises:
+            UsageError: If a key is no option, or a value not one that the option takes; names the file and the key.
+        """
+        every, by_command = self._parted(self.table, root.commands)
+        commands = dict(_walk(root))
+        for name in every:
+            if not any(_find(command, name) for command in commands.values()):
+                raise self._unknown(name, commands.values())
+        defaults: dict[str, Any] = {}
+        for path, command in commands.items():
+            own = self._of_command(by_command, path, root)
+            for name in own:
+                if not _find(command, name):
+                    raise self._unknown(name, [command], where=" ".join(path))
+            values = {**every, **own}
+            folder = defaults
+            for part in path[:-1]:
+                folder = folder.setdefault(part, {})
+            folder[path[-1]] = {
+                str(option.name): self._checked(name, value, option, context)
+                for name, value in values.items()
+                if value is not None
+                and (option := _find(command, name)) is not None
+                and (name in own or (path[-1], option.name) not in _COMMANDS_OWN)
+            }
+        return defaults
+
+    def _parted(self, table: Mapping[str, Any], commands: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the options of a table, and the tables of commands in it."""
+        inner = {key: value for key, value in table.items() if key in commands and isinstance(value, dict)}
+        return {key: value for key, value in table.items() if key not in inner}, inner
+
+    def _of_command(self, tables: Mapping[str, Any], path: tuple[str, ...], root: TyperGroup) -> dict[str, Any]:
+        """Return the options that the tables hold for one command (``("db", "upgrade")``: group and command)."""
+        options: dict[str, Any] = {}
+        group: Any = root
+        for part in path:
+            group = group.commands[part]
+            here = tables.get(part, {})
+            own, tables = self._parted(here, getattr(group, "commands", {}))
+            options |= own
+        return options
+
+    def _unknown(self, name: str, commands: Any, *, where: str = "") -> UsageError:
+        known = sorted({_flag(option) for command in commands for option in _options(command)})
+        near = difflib.get_close_matches(name.replace("_", "-"), known, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        what = f"no option of `optuna-dsat {where}`" if where else "no option of any command"
+        return UsageError(f"{self.path}: {name!r} is {what}.{hint}")
+
+    def _checked(self, name: str, value: Any, option: TyperOption, context: typer.Context) -> Any:
+        """Return a value in the form in which the option takes it from a command line."""
+        if isinstance(value, dict) and option.multiple:
+            value = [f"{key}={one if isinstance(one, str) else json.dumps(one)}" for key, one in value.items()]
+        elif option.multiple:
+            value = [str(one) for one in (value if isinstance(value, list) else [value])]
+        if option.is_flag is not isinstance(value, bool) or isinstance(value, dict):
+            kind = "true or false" if option.is_flag else "a value such as on the command line"
+            raise UsageError(f"{self.path}: {name} is {json.dumps(value, default=str)}; it must be {kind}.")
+        try:
+            option.process_value(context, value)
+        except TyperException as error:
+            message = error.message.rstrip(".")
+            raise UsageError(f"{self.path}: {name} is {json.dumps(value, default=str)}: {message}.") from None
+        return value
+
+
+def find_options(folder: Path) -> OptionsFile | None:
+    """Return the ``[tool.optuna-dsat]`` table of the nearest ``pyproject.toml`` that has one, upwards from a folder.
+
+    Raises:
+        UsageError: If such a file on the way is not TOML, or the table is no table.
+    """
+    for parent in (folder, *folder.parents):
+        path = parent / "pyproject.toml"
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue  # none there, or none that TOML allows: a tool of ours wrote neither
+        if _TABLE in text:
+            table = _parse_toml(path, text).get("tool", {}).get(_TABLE)
+            if table is not None:
+                return _made(path, table)
+    return None
+
+
+def read_options(path: Path) -> OptionsFile:
+    """Return the options of a file: YAML, JSON, or TOML (all of it, or its ``[tool.optuna-dsat]`` table).
+
+    Raises:
+        UsageError: If it cannot be read, or holds no table of options.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--options {path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+    if path.suffix.lower() == ".toml":
+        table = _parse_toml(path, text)
+        return _made(path, table.get("tool", {}).get(_TABLE, {}) if "tool" in table else table)
+    import yaml
+
+    try:
+        return _made(path, yaml.safe_load(text) or {})
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = "" if mark is None else f" (line {mark.line + 1})"
+        raise UsageError(
+            f"{path} is not YAML{where}: {getattr(error, 'problem', None) or 'it cannot be read'}."
+        ) from None
+
+
+def _parse_toml(path: Path, text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path} is not TOML: {error}.") from None
+
+
+def _made(path: Path, table: Any) -> OptionsFile:
+    if not isinstance(table, dict) or not all(isinstance(key, str) for key in table):
+        raise UsageError(f"{path} holds no table of options, such as `max-trials: 30`.")
+    return OptionsFile(path=path, table=table)
+
+
+def _walk(group: TyperGroup, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], TyperCommand]]:
+    """Yield every command below a group with the names that lead to it."""
+    for name, command in group.commands.items():
+        if isinstance(command, TyperGroup):
+            yield from _walk(command, (*path, name))
+        elif isinstance(command, TyperCommand):
+            yield (*path, name), command
+
+
+def _options(command: TyperCommand) -> list[TyperOption]:
+    return [param for param in command.params if isinstance(param, TyperOption)]
+
+
+def _flag(option: TyperOption) -> str:
+    """Return the name of an option in a file: its longest, without dashes."""
+    return max((name.lstrip("-") for name in option.opts), key=len)
+
+
+def _find(command: TyperCommand, name: str) -> TyperOption | None:
+    wanted = "--" + name.replace("_", "-")
+    return next((option for option in _options(command) if wanted in option.opts), None)

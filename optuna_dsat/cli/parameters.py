@@ -1,0 +1,51 @@
+"""Parameters that several commands share, and how the shell completes them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from optuna_dsat.errors import DsatError
+
+__all__ = ["DEFAULT_STORAGE", "Name", "Storage", "complete_studies"]
+
+DEFAULT_STORAGE = "sqlite:///optuna-dsat.db"
+_VARIABLE = "OPTUNA_DSAT_STORAGE"
+
+
+def complete_studies(context: typer.Context, incomplete: str) -> list[str]:
+    """Return the names of the stored studies that begin with what was typed; none where the storage does not answer."""
+    try:
+        from optuna_dsat.store import Store
+
+        with Store.open(_storage_of(context), create=False, retry_limit_s=0.0) as store:
+            return [study.name for study in store.list_studies() if study.name.startswith(incomplete)]
+    except DsatError:
+        return []  # a shell has no place for a message
+
+
+def _storage_of(context: typer.Context) -> str:
+    """Return the storage of a command line that is being typed: given, of the environment, of a file, the default."""
+    from optuna_dsat.cli.options_file import find_options, read_options
+
+    given = context.params.get("storage")
+    if given and given != DEFAULT_STORAGE:
+        return str(given)
+    if os.environ.get(_VARIABLE):
+        return os.environ[_VARIABLE]
+    named = context.find_root().params.get("options")
+    file = read_options(Path(named)) if named else find_options(Path.cwd())
+    return DEFAULT_STORAGE if file is None else str(file.table.get("storage", DEFAULT_STORAGE))
+
+
+Storage = Annotated[
+    str,
+    typer.Option("--storage", help="Database of the study: SQLite or PostgreSQL.", envvar=_VARIABLE),
+]
+Name = Annotated[
+    str,
+    typer.Argument(metavar="STUDY", help="Name of the study.", show_default=False, autocompletion=complete_studies),
+]

@@ -1,0 +1,202 @@
+"""Options that come from elsewhere than the command line, and which of them wins."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from optuna_dsat.cli import search
+from optuna_dsat.cli.commands import lift_option
+from optuna_dsat.options import AshaOptions, AutotuningOptions, TuneOptions
+from optuna_dsat.prepare import prepare
+from tests.cli.test_shell import leave
+from tests.simulation import DS_CONFIG, Bench, bench
+
+__all__ = ["bench"]
+
+Seen = Callable[..., TuneOptions]
+
+
+pytestmark = pytest.mark.usefixtures("bench")
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    """Return the options that a search is started with, after all sources were read."""
+    found: list[TuneOptions] = []
+    monkeypatch.setattr(search, "run", lambda method, options: found.append(prepare(method, options).options))
+    for name in ("OPTUNA_DSAT_STORAGE", "OPTUNA_DSAT_OUTPUT_DIR", "OPTUNA_DSAT_OPTIONS"):
+        monkeypatch.delenv(name, raising=False)
+
+    def options(*arguments: str) -> TuneOptions:
+        assert leave(*arguments) == 0
+        return found[-1]
+
+    return options
+
+
+PLAIN = ("asha", "train.py", "ds.json", "--cpu-ranks", "2")
+
+
+def test_the_command_line_wins_over_environment_over_file_over_autotuning_over_defaults(
+    seen: Seen, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = {"tuner_num_trials": 11, "start_profile_step": 2, "metric": "throughput"}
+    (bench.folder / "ds.json").write_text(json.dumps({**DS_CONFIG, "autotuning": section}))
+    file = bench.folder / "pyproject.toml"
+    file.write_text('[tool.optuna-dsat]\nmax-trials = 12\noutput-dir = "f"\nstorage = "sqlite:///f.db"\nconfirm = 1\n')
+    monkeypatch.setenv("OPTUNA_DSAT_OUTPUT_DIR", "e")
+    monkeypatch.setenv("OPTUNA_DSAT_STORAGE", "sqlite:///e.db")
+    options = seen(*PLAIN, "--storage", "sqlite:///c.db")
+    assert options.storage == "sqlite:///c.db"
+    assert options.output_dir == Path("e")
+    assert options.max_trials == 12
+    assert options.start_profile_step == 2
+    assert options.end_profile_step == TuneOptions.end_profile_step
+    wanted = {
+        "storage": "command line",
+        "output_dir": "OPTUNA_DSAT_OUTPUT_DIR",
+        "max_trials": str(file),
+        "confirm": str(file),
+        "start_profile_step": "autotuning in ds.json",
+        "metric": "autotuning in ds.json",
+    }
+    assert {name: options.origins[name] for name in wanted} == wanted
+    assert "end_profile_step" not in options.origins
+
+
+def test_a_commands_own_table_wins_and_reaches_no_other(seen: Seen, bench: Bench) -> None:
+    (bench.folder / "pyproject.toml").write_text(
+        "[tool.optuna-dsat]\nmax-trials = 5\n[tool.optuna-dsat.asha]\nmax_trials = 6\ndivisor = 3\n"
+    )
+    options = seen(*PLAIN)
+    assert isinstance(options, AshaOptions)
+    assert (options.max_trials, options.divisor) == (6, 3)
+    other = seen("tune", *PLAIN[1:])
+    assert isinstance(other, AutotuningOptions)
+    assert (other.max_trials, other.divisor) == (5, 2)
+
+
+def test_devices_on_the_command_line_take_the_place_of_the_other_kind_in_a_file(seen: Seen, bench: Bench) -> None:
+    (bench.folder / "pyproject.toml").write_text("[tool.optuna-dsat]\ngpus-per-trial = 8\n")
+    options = seen(*PLAIN)
+    assert (options.gpus_per_trial, options.cpu_ranks) == (None, 2)
+    assert "gpus_per_trial" not in options.origins
+    assert leave(*PLAIN, "--gpus-per-trial", "8") == 2
+
+
+def test_the_nearest_table_upwards_counts(seen: Seen, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    (bench.folder / "pyproject.toml").write_text("[tool.optuna-dsat]\nmax-trials = 5\n")
+    below = bench.folder / "a" / "b"
+    below.mkdir(parents=True)
+    (bench.folder / "a" / "pyproject.toml").write_text('[project]\nname = "optuna-dsat-user"\n')
+    monkeypatch.chdir(below)
+    assert seen("asha", "../../train.py", "../../ds.json", "--cpu-ranks", "2").max_trials == 5
+    (below / "pyproject.toml").write_text("[tool.optuna-dsat]\nmax-trials = 9\n")
+    assert seen("asha", "../../train.py", "../../ds.json", "--cpu-ranks", "2").max_trials == 9
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("o.yaml", "zero-stages: [1, 3]\nfix: {overlap_comm: true}\nprofile-reuse: false\n"),
+        ("o.json", '{"zero_stages": "1,3", "fix": ["overlap_comm=true"], "profile-reuse": false}'),
+        ("o.toml", "zero-stages = [1, 3]\nfix = {overlap_comm = true}\nprofile-reuse = false\n"),
+    ],
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_a_file_of_ones_own_takes_the_place_of_pyproject(
+    seen: Seen, bench: Bench, name: str, text: str, first: bool
+) -> None:
+    (bench.folder / "pyproject.toml").write_text("[tool.optuna-dsat]\nmax-trials = 5\n")
+    (bench.folder / name).write_text(text)
+    given = ("--options", name)
+    options = seen(*given, *PLAIN) if first else seen(*PLAIN, *given)
+    assert options.max_trials == TuneOptions.max_trials
+    assert options.fix == ["overlap_comm=true"]
+    assert options.profile_reuse is False
+    assert ",".join(options.zero_stages or ()) == "1,3"
+    assert options.origins["fix"] == name
+
+
+BAD = {
+    "unknown": ("max-trails: 3", "'max-trails' is no option of any command. Did you mean 'max-trials'?"),
+    "of-another-command": ("asha: {early-stopping: 1}", "'early-stopping' is no option of `optuna-dsat asha`."),
+    "nested": ("db: {check: {quiet: true}}", "'quiet' is no option of `optuna-dsat db check`."),
+    "argument": ("script: train.py", "'script' is no option of any command."),
+    "type": ("max-trials: many", 'max-trials is "many": '),
+    "flag": ("quiet: 1", "quiet is 1; it must be true or false."),
+    "number-for-flag": ("max-trials: true", "max-trials is true; it must be a value such as on the command line."),
+    "table-for-value": ("metric: {a: 1}", 'metric is {"a": 1}; it must be'),
+    "not-yaml": ("a: [", "o.yaml is not YAML (line"),
+    "no-table": ("- a", "o.yaml holds no table of options"),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), BAD.values(), ids=BAD.keys())
+def test_what_a_file_says_wrongly_is_one_clear_line(
+    bench: Bench, text: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (bench.folder / "o.yaml").write_text(text)
+    assert leave("--options", "o.yaml", *PLAIN) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert message in shown.err
+    assert "o.yaml" in shown.err
+    assert len(shown.err.splitlines()) == 1
+
+
+def test_a_broken_pyproject_and_a_missing_file_are_one_clear_line(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert leave("--options", "gone.yaml", "studies") == 2
+    assert capsys.readouterr().err == "optuna-dsat: --options gone.yaml cannot be read: No such file or directory.\n"
+    (bench.folder / "pyproject.toml").write_text("[tool.optuna-dsat\n")
+    assert leave("studies") == 2
+    assert "pyproject.toml is not TOML" in capsys.readouterr().err
+
+
+def test_the_budget_of_a_stored_study_is_not_that_of_new_ones(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    (bench.folder / "pyproject.toml").write_text("[tool.optuna-dsat]\nmax-trials = 2\nquiet = true\nconfirm = 0\n")
+    start = ("random", "train.py", "ds.json", "--cpu-ranks", "2", "--metric", "throughput")
+    assert leave(*start, "--max-trials", "3") == 0
+    capsys.readouterr()
+    assert leave("resume", "train-random", "--json") == 0
+    assert sum(json.loads(capsys.readouterr().out)["launches"].values()) == 3
+    assert leave("show", "train-random", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["spec"]["max_trials"] == 3
+
+
+def test_a_dry_run_says_where_each_option_comes_from_and_hides_a_password(
+    bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(search, "check_storage", lambda *_: None)
+    monkeypatch.setenv("OPTUNA_DSAT_STORAGE", "postgresql://me:geheim@host/db")
+    (bench.folder / "pyproject.toml").write_text("[tool.optuna-dsat]\nmax-trials = 2\n")
+    assert leave(*PLAIN, "--dry-run") == 0
+    shown = capsys.readouterr().out
+    rows = {line.split()[1]: line for line in shown.splitlines() if line.startswith("│")}
+    assert "pyproject.toml" in rows["max-trials"]
+    assert "OPTUNA_DSAT_STORAGE" in rows["storage"]
+    assert "command line" in rows["cpu-ranks"]
+    assert "geheim" not in shown
+
+
+@pytest.mark.parametrize(
+    ("given", "lifted"),
+    [
+        (["asha", "a", "--options", "f"], ["--options", "f", "asha", "a"]),
+        (["asha", "--options=f", "a"], ["--options=f", "asha", "a"]),
+        (["asha", "a", "--", "--options", "f"], ["asha", "a", "--", "--options", "f"]),
+        (["asha", "--options"], ["--options", "asha"]),
+        (["asha", "--options", "--", "x"], ["--options", "asha", "--", "x"]),
+    ],
+)
+def test_the_option_for_all_commands_may_stand_anywhere_before_the_scripts_arguments(
+    given: list[str], lifted: list[str]
+) -> None:
+    assert lift_option(given, "--options") == lifted

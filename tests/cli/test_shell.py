@@ -1,0 +1,210 @@
+"""What a shell sees of the command: exit codes, the two streams, colours, completion."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sqlalchemy.exc import OperationalError
+
+from optuna_dsat import __version__
+from optuna_dsat.cli import main
+from optuna_dsat.launch.simulated import SimulatedResult
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.session import Session
+from tests.simulation import Bench, bench
+from tests.tuning.landscapes import GIB, Hill
+
+__all__ = ["bench"]
+
+pytestmark = pytest.mark.usefixtures("bench")
+
+MAIN = "from optuna_dsat.cli import main; main()"
+SEARCH = ("random", "train.py", "ds.json", "--cpu-ranks", "2", "--metric", "throughput", "--max-trials", "3")
+STUDY = "train-random"
+
+
+def leave(*arguments: str) -> int:
+    """Run the command in this process; return its exit code."""
+    with pytest.raises(SystemExit) as left:
+        main(list(arguments))
+    return int(left.value.code or 0)
+
+
+def test_a_search_that_finds_something_exits_with_0_and_stdout_holds_the_result(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert leave(*SEARCH, "--json") == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["study"] == STUDY
+    assert "Trial 0" in shown.err
+
+
+def test_a_usage_error_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert leave("random", "train.py") == 2
+    assert leave("no-such-command") == 2
+    assert leave("random", "gone.py", "ds.json") == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_nothing_that_runs_exits_with_3(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    full = SimulatedResult(outcome=Outcome.OUT_OF_MEMORY, startup_s=1, missing_bytes=GIB)
+    bench.landscape = Hill(override=lambda _: full)
+    assert leave(*SEARCH) == 3
+    assert capsys.readouterr().out == ""
+    assert leave("best", STUDY) == 3
+
+
+def test_a_script_that_fails_exits_with_4_and_its_own_error(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = SimulatedResult(outcome=Outcome.SCRIPT_ERROR, startup_s=1, message="ValueError: no data")
+    bench.landscape = Hill(override=lambda _: broken)
+    assert leave(*SEARCH) == 4
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "no data" in shown.err
+
+
+def test_a_database_that_fails_exits_with_5(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from optuna_dsat.errors import StorageError
+
+    def away(_: Session, **__: bool) -> None:
+        raise StorageError("The database went away.") from OperationalError("", None, Exception())
+
+    monkeypatch.setattr(Session, "run", away)
+    assert leave(*SEARCH) == 5
+    assert capsys.readouterr().out == ""
+
+
+def test_an_interruption_exits_with_130_and_says_how_to_go_on(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    class Interrupted(Hill):
+        def run(self, ds_config, slots):  # type: ignore[no-untyped-def]
+            if len(self.configs) == 3:
+                raise KeyboardInterrupt
+            return super().run(ds_config, slots)
+
+    bench.landscape = Interrupted()
+    assert leave(*SEARCH) == 130
+    shown = capsys.readouterr()
+    assert f"Continue with: optuna-dsat resume {STUDY}" in shown.err
+    assert "The search ended: interrupted" in shown.out
+    bench.landscape = Hill()
+    assert leave("resume", STUDY, "--quiet", "--json") == 0
+    shown = capsys.readouterr()
+    assert sum(json.loads(shown.out)["launches"].values()) == 3
+    assert shown.err == ""
+
+
+def test_what_reads_a_study_prints_it_to_stdout_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert leave(*SEARCH, "--quiet") == 0
+    capsys.readouterr()
+    for arguments, told in ((["studies"], STUDY), (["show", STUDY], STUDY), (["trials", STUDY], "measured")):
+        for form in ([], ["--json"]):
+            assert leave(*arguments, *form) == 0
+            shown = capsys.readouterr()
+            assert shown.err == ""
+            assert told in shown.out
+            if form:
+                json.loads(shown.out)
+    for arguments in (["best", STUDY], ["export", STUDY], ["db", "check"], ["db", "current"], ["db", "upgrade"]):
+        assert leave(*arguments) == 0
+        shown = capsys.readouterr()
+        assert shown.out
+        assert shown.err == ""
+    assert leave("delete", STUDY, "--yes") == 0
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "Deleted" in shown.err
+
+
+def command(folder: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.argv[0] = 'optuna-dsat'; {MAIN}", *arguments],
+        cwd=folder,
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_the_version_goes_to_stdout(tmp_path: Path) -> None:
+    done = command(tmp_path, "--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"optuna-dsat {__version__}\n", "")
+
+
+def test_no_color_is_honoured(tmp_path: Path) -> None:
+    colours = re.compile(r"\x1b\[[0-9;]*3[0-7]")
+    forced = {"FORCE_COLOR": "1", "COLUMNS": "120"}
+    assert colours.search(command(tmp_path, "random", "--help", **forced).stdout)
+    assert not colours.search(command(tmp_path, "random", "--help", **forced, NO_COLOR="1").stdout)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_can_be_shown_for_each_shell(tmp_path: Path, shell: str) -> None:
+    done = command(tmp_path, "--show-completion", shell, _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
+    assert done.returncode == 0, done.stderr
+    assert "_OPTUNA_DSAT_COMPLETE" in done.stdout
+
+
+def test_completion_is_installed_where_the_shell_reads_it(tmp_path: Path) -> None:
+    done = command(
+        tmp_path, "--install-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1", HOME=str(tmp_path)
+    )
+    assert done.returncode == 0, done.stderr
+    assert "optuna-dsat" in (tmp_path / ".bashrc").read_text()
+
+
+def complete(folder: Path, words: str, **environ: str) -> list[str]:
+    """Return what bash is offered after ``words``."""
+    count = str(len(words.split(" ")) - 1)
+    asked = {"_OPTUNA_DSAT_COMPLETE": "complete_bash", "COMP_WORDS": words.strip(), "COMP_CWORD": count}
+    done = command(folder, **asked, **environ)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_commands_and_options_complete(tmp_path: Path) -> None:
+    assert complete(tmp_path, "optuna-dsat ra") == ["random"]
+    assert complete(tmp_path, "optuna-dsat random --zero") == ["--zero-stages"]
+    assert complete(tmp_path, "optuna-dsat tune --method gu") == ["guided"]
+    assert complete(tmp_path, "optuna-dsat asha --metric thr") == ["throughput"]
+    assert complete(tmp_path, "optuna-dsat asha --no-tune offload_p") == ["offload_param"]
+
+
+def test_study_names_complete_from_the_storage_and_nothing_is_made(bench: Bench) -> None:
+    leave(*SEARCH, "--quiet", "--storage", "sqlite:///mine.db")
+    leave(*SEARCH, "--quiet", "--storage", "sqlite:///mine.db", "--study", "other")
+    assert complete(bench.folder, "optuna-dsat show tr") == []
+    assert not (bench.folder / "optuna-dsat.db").exists()
+    assert complete(bench.folder, "optuna-dsat show --storage sqlite:///mine.db tr") == [STUDY]
+    assert sorted(complete(bench.folder, "optuna-dsat show ", OPTUNA_DSAT_STORAGE="sqlite:///mine.db")) == [
+        "other",
+        STUDY,
+    ]
+    (bench.folder / "pyproject.toml").write_text('[tool.optuna-dsat]\nstorage = "sqlite:///mine.db"\n')
+    assert complete(bench.folder, "optuna-dsat resume o") == ["other"]
+    (bench.folder / "o.yaml").write_text("storage: sqlite:///gone.db\n")
+    assert complete(bench.folder, "optuna-dsat --options o.yaml resume o") == []
+
+
+def test_a_reader_that_has_had_enough_ends_it_without_a_traceback(bench: Bench) -> None:
+    assert leave(*SEARCH, "--quiet") == 0
+    done = subprocess.run(
+        f"{shlex.quote(sys.executable)} -c '{MAIN}' export {STUDY} | true; echo ${{PIPESTATUS[0]}}",
+        shell=True,
+        executable="/bin/bash",
+        cwd=bench.folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stderr == ""
+    assert done.stdout == "1\n"

@@ -1,0 +1,100 @@
+"""The documentation says what there is, and all of it."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.core import TyperCommand, TyperOption
+
+import optuna_dsat
+from docs.generate import figures, options
+from optuna_dsat import errors, pruners, samplers
+from optuna_dsat.launch.devices import DeviceError
+from optuna_dsat.launch.run_directory import OutputError
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.spec import METHODS
+from optuna_dsat.tuner import EndReason
+
+DOCS = Path(__file__).parents[2] / "docs"
+COMMANDS = list(options.commands())
+
+
+def read(name: str) -> str:
+    return (DOCS / name).read_text(encoding="utf-8")
+
+
+def test_the_page_of_options_is_up_to_date() -> None:
+    assert options.page() == read("options.md"), "Run `python -m docs.generate.options` (or `make docs`)."
+
+
+def sections(page: str) -> dict[str, str]:
+    """Return what stands below each heading of the second level."""
+    parts = re.split(r"^## (.*)$", page, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+@pytest.mark.parametrize(("name", "command"), COMMANDS, ids=[name for name, _ in COMMANDS])
+def test_every_command_and_option_is_documented(name: str, command: TyperCommand) -> None:
+    pages = sections(read("options.md"))
+    assert name in pages, "Run `python -m docs.generate.options` (or `make docs`)."
+    shared = pages["Options of every search"] if "#options-of-every-search" in pages[name] else ""
+    for param in command.params:
+        for spelling in [*param.opts, *param.secondary_opts] if isinstance(param, TyperOption) else []:
+            assert re.search(rf"`{spelling}[ `]", pages[name] + shared), spelling
+
+
+def test_every_public_name_is_in_the_python_reference() -> None:
+    reference = read("api.md")
+    for name in set(optuna_dsat.__all__) - {"__version__"}:
+        assert f"optuna_dsat.{name}\n" in reference, name
+    for package in (samplers, pruners):
+        listed = re.search(rf"automodule:: optuna_dsat\.{package.__name__.split('.')[-1]}\n.*:members: (.*)", reference)
+        assert listed is not None
+        assert set(package.__all__) == {name.strip() for name in listed.group(1).split(",")}
+
+
+def test_every_outcome_and_every_end_of_a_search_is_explained() -> None:
+    page = read("outcomes.md")
+    for outcome in Outcome:
+        assert f"| `{outcome.value}` |" in page
+    for reason in EndReason:
+        assert (
+            reason.value.replace("--early-stopping", "`--early-stopping`").replace("--timeout", "`--timeout`") in page
+        )
+
+
+def test_every_exit_code_is_explained() -> None:
+    page = read("shell.md")
+    raised: list[type[errors.DsatError]] = [DeviceError, OutputError]
+    raised += [one for _, one in inspect.getmembers(errors, inspect.isclass) if issubclass(one, errors.DsatError)]
+    for code in {0, 130, *(one.exit_code for one in raised)}:
+        assert f"| {code} |" in page
+
+
+def test_every_method_has_its_part_and_its_figure() -> None:
+    pages = sections(read("methods.md"))
+    assert list(pages) == list(METHODS)
+    for method, text in pages.items():
+        assert f"figures/{method}.svg" in text
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_figures_show_what_the_searches_do(method: str, tmp_path: Path) -> None:
+    again = "Run `make figures`: the search has changed."
+    launches = json.loads(figures.SEARCHES.read_text())[method]
+    if method in ("binary", "guided"):  # one that draws, one that plans: a search takes a second
+        assert figures.search(method) == launches, again
+    figures.draw(method, launches, tmp_path / "drawn.svg")
+    assert (tmp_path / "drawn.svg").read_text() == read(f"figures/{method}.svg"), again
+
+
+def test_the_pages_build_without_a_warning(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "dummy", str(DOCS), str(tmp_path)]
+    done = subprocess.run(build, cwd=DOCS.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

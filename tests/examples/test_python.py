@@ -1,0 +1,89 @@
+"""The examples that use optuna-dsat from Python: a script, an objective of one's own, a notebook."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.simulation import Bench, bench
+
+from .conftest import ROOT, copy_example
+
+__all__ = ["bench"]
+
+
+def test_the_script_tunes_and_shows_what_it_found(
+    bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = ["tune.py", "--script", "train.py", "--ds-config", "ds.json", "--max-trials", "6", "--cpu-ranks", "2"]
+    monkeypatch.setattr(sys, "argv", given)
+    runpy.run_path(str(ROOT / "examples" / "python_api" / "tune.py"), run_name="__main__")
+    shown = capsys.readouterr().out
+    best = bench.folder / "optuna-dsat-output" / "from-python" / "best_ds_config.json"
+    assert f"train.py --deepspeed_config {best}" in shown
+    assert sum(line.startswith(tuple("012345")) and " measured " in line for line in shown.splitlines()) >= 3
+
+
+def test_an_objective_of_ones_own_finds_the_largest_batch_that_fits(tmp_path: Path) -> None:
+    script = ROOT / "examples" / "own_objective" / "objective.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--trials", "12", "--memory-mib", "4"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "out_of_memory" in done.stdout
+    assert "complete" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("Best: {")
+
+
+def test_the_notebook_is_stored_without_outputs() -> None:
+    notebook = json.loads((ROOT / "examples" / "notebook" / "tune.ipynb").read_text())
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert len(code) > 3
+    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in code)
+
+
+EXECUTE = """
+import sys, nbclient, nbformat
+notebook = nbformat.read("tune.ipynb", as_version=4)
+nbclient.NotebookClient(notebook, kernel_name="python3", timeout=200).execute()
+nbformat.write(notebook, "done.ipynb")
+"""
+
+
+@pytest.mark.torchrun
+def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
+    folder = copy_example("notebook", tmp_path)
+    copy_example("plain", tmp_path)
+    extensions = os.environ.get("TORCH_EXTENSIONS_DIR", str(ROOT / ".cache" / "torch_extensions"))
+    done = subprocess.run(
+        [sys.executable, "-c", EXECUTE],
+        cwd=folder,
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "TORCH_EXTENSIONS_DIR": extensions,
+            "JUPYTER_PLATFORM_DIRS": "1",
+            "IPYTHONDIR": str(tmp_path / "ipython"),
+            "JUPYTER_RUNTIME_DIR": str(tmp_path / "jupyter"),
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    cells = json.loads((folder / "done.ipynb").read_text())["cells"]
+    shown = ["".join("".join(o.get("text", "")) for o in cell["outputs"]) for cell in cells if "outputs" in cell]
+    assert "times the present configuration" in shown[1]
+    assert (folder / "optuna-dsat-output" / "notebook" / "best_ds_config.json").is_file()
+    assert "measured" in shown[2]
