@@ -88,7 +88,7 @@ def draw(method: str, launches: Sequence[Mapping[str, Any]], path: Path) -> None
 
 
 def _fits(launch: Mapping[str, Any]) -> bool:
-    return launch["outcome"] == Outcome.MEASURED.value
+    return bool(launch["outcome"] == Outcome.MEASURED.value)
 
 
 def _best_so_far(launches: Sequence[Mapping[str, Any]]) -> list[float]:
