@@ -140,10 +140,12 @@ class TrialFinished(News):
     """Whether this is the best so far."""
     message: str
     launched: int
-    samples_per_s: float | None = None
-    """Over all ranks; None where no step that counts was run."""
     own: bool = False
     """Whether this is the user's own config."""
+    best_so_far: BestSoFar | None = None
+    """Of the whole study, whoever measured it; None while nothing was measured."""
+    user_value: float | None = None
+    """Of the user's own config, where it was measured."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from optuna_dsat.finalists import confirmation_end
 from optuna_dsat.progress import BestSoFar, SearchStarted
 from optuna_dsat.spec import StudySpec
 
-__all__ = ["search_started"]
+__all__ = ["best_so_far", "search_started"]
 
 
 def search_started(
@@ -37,7 +37,7 @@ def search_started(
         finalists=spec.confirm + spec.enqueue_user_config if spec.confirm else 0,
         finalist_steps=confirmation_end(spec) / spec.end_profile_step,
         timeout_s=spec.timeout_s,
-        best=_best_so_far(trials, maximize=maximize),
+        best=best_so_far(trials, maximize=maximize),
         user_value=None if user is None else user.values[0],
     )
 
@@ -48,7 +48,8 @@ def _side_by_side(spec: StudySpec, total_slots: int) -> int:
     return max(1, min(spec.max_concurrent_trials, slots // spec.slots_per_trial))
 
 
-def _best_so_far(trials: Sequence[FrozenTrial], *, maximize: bool) -> BestSoFar | None:
+def best_so_far(trials: Sequence[FrozenTrial], *, maximize: bool) -> BestSoFar | None:
+    """Return the best measured trial, None where there is none."""
     best = history.best_trials(trials, maximize=maximize)
     if not best:
         return None

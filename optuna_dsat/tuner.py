@@ -34,7 +34,7 @@ from optuna_dsat.methods import Method
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.profiling import Profiled, script_command
 from optuna_dsat.progress import Message, Observer, TrialDropped, TrialFinished, TrialStarted, TrialStepped
-from optuna_dsat.progress_summary import search_started
+from optuna_dsat.progress_summary import best_so_far, search_started
 from optuna_dsat.space import SearchSpace
 from optuna_dsat.spec import StudySpec
 from optuna_dsat.store import Store
@@ -474,8 +474,9 @@ class Tuner:
                 best=bool(best) and best[0].number == running.trial.number,
                 message=report.message,
                 launched=history.launches_used(trials),
-                samples_per_s=self._metrics(running)["throughput"] if running.record.counted else None,
                 own=running.trial.user_attrs.get(history.PURPOSE) == history.USER_CONFIG,
+                best_so_far=best_so_far(trials, maximize=self._maximize),
+                user_value=None if baseline is None else baseline.values[0],
             )
         )
 

@@ -101,12 +101,8 @@ class Board:
             self._durations.append(now - row.since)
             if row.first_step_at is not None and news.outcome is Outcome.MEASURED:
                 self._startups.append(row.first_step_at - row.since)
-        if news.best and news.value is not None:
-            self.best = progress.BestSoFar(
-                number=news.number, words=news.words, value=news.value, samples_per_s=news.samples_per_s
-            )
-        if news.own:
-            self.user_value = news.value
+        self.best = news.best_so_far or self.best
+        self.user_value = self.user_value if news.user_value is None else news.user_value
 
     @property
     def in_flight(self) -> tuple[Row, ...]:

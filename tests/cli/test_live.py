@@ -44,10 +44,12 @@ def stepped(number: int, step: int = 1, peak_gib: int = 4) -> progress.TrialStep
 
 
 def finished(number: int, value: float | None, *, best: bool = False, own: bool = False) -> progress.TrialFinished:
-    outcome = Outcome.OUT_OF_MEMORY if value is None else Outcome.MEASURED
+    outcome, words = Outcome.OUT_OF_MEMORY if value is None else Outcome.MEASURED, f"micro-batch {number}"
+    known = value is not None and best
+    leader = progress.BestSoFar(number=number, words=words, value=value or 0, samples_per_s=value) if known else None
     return progress.TrialFinished(
-        number=number, words=f"micro-batch {number}", outcome=outcome, value=value, speed_up=None, best=best,
-        message="", launched=number + 1, samples_per_s=value, own=own,
+        number=number, words=words, outcome=outcome, value=value, speed_up=None, best=best, message="",
+        launched=number + 1, own=own, best_so_far=leader, user_value=value if own else None,
     )  # fmt: skip
 
 

@@ -65,6 +65,8 @@ def test_all_figures_are_drawn_and_nothing_overflows_or_is_fetched(
             ".filter(e => e.getBoundingClientRect().right > innerWidth + 1).map(e => e.outerHTML.slice(0, 80))"
         )
         assert outside == []
+        buttons = page.evaluate("[...document.querySelectorAll('.modebar-btn')].map(e => e.dataset.title)")
+        assert not [title for title in buttons if "share" in title.lower() or "cloud" in title.lower()]
         picture = images.open(io.BytesIO(page.screenshot(full_page=True))).convert("RGB")
         for name in drawn:
             background, colours = pixels(picture, page.locator(f"#{name} .plot").bounding_box())

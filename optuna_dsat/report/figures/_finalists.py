@@ -60,27 +60,7 @@ def finalists_figure(points: Sequence[FinalistPoint], *, metric: str, why_none: 
                 hovertext=[f"in the search: {shown(metric, p.searched)}" for p in points],
                 hoverinfo="text",
             ),
-            go.Scatter(
-                x=[p.value * scale for p in points],
-                y=rows,
-                mode="markers",
-                name="confirmed, with its 95 % interval",
-                marker={"symbol": ["star" if p.winner else "circle" for p in points], "color": INK, "size": 12},
-                error_x={
-                    "type": "data",
-                    "symmetric": False,
-                    "array": [(p.high - p.value) * scale for p in points],
-                    "arrayminus": [(p.value - p.low) * scale for p in points],
-                    "color": INK,
-                    "thickness": 1.5,
-                },
-                hovertext=[
-                    f"<b>{p.words}</b><br>{shown(metric, p.value)}, 95 % between {shown(metric, p.low)} and "
-                    f"{shown(metric, p.high)}<br>{p.steps} steps"
-                    for p in points
-                ],
-                hoverinfo="text",
-            ),
+            _confirmed(points, metric),
         ]
     )
     lay_out(figure, title=title, x=x, y="", height=170 + 50 * len(points))
@@ -91,3 +71,31 @@ def finalists_figure(points: Sequence[FinalistPoint], *, metric: str, why_none: 
         range=[len(points) - 0.5, -0.5],
     )
     return figure
+
+
+def _confirmed(points: Sequence[FinalistPoint], metric: str) -> go.Scatter:
+    """Return the marks of what was measured again, with their intervals."""
+    import plotly.graph_objects as go
+
+    scale, rows = scale_of(metric), list(range(len(points)))
+    return go.Scatter(
+        x=[p.value * scale for p in points],
+        y=rows,
+        mode="markers",
+        name="confirmed, with its 95 % interval",
+        marker={"symbol": ["star" if p.winner else "circle" for p in points], "color": INK, "size": 12},
+        error_x={
+            "type": "data",
+            "symmetric": False,
+            "array": [(p.high - p.value) * scale for p in points],
+            "arrayminus": [(p.value - p.low) * scale for p in points],
+            "color": INK,
+            "thickness": 1.5,
+        },
+        hovertext=[
+            f"<b>{p.words}</b><br>{shown(metric, p.value)}, 95 % between {shown(metric, p.low)} and "
+            f"{shown(metric, p.high)}<br>{p.steps} steps"
+            for p in points
+        ],
+        hoverinfo="text",
+    )

@@ -83,33 +83,9 @@ def progress_figure(trials: Sequence[FrozenTrial], *, metric: str, maximize: boo
     ended, scale = _ended(trials), scale_of(metric)
     if not ended:
         return empty_figure(_NO_LAUNCH, title=title, x=x_title, y=axis_title(metric))
-    figure = go.Figure()
     places = {trial.number: place for place, trial in enumerate(ended, start=1)}
-    for outcome in Outcome:
-        own = [t for t in ended if _outcome(t) is outcome]
-        if not own:
-            continue
-        values = [score(t) for t in own]
-        figure.add_trace(
-            go.Scatter(
-                x=[places[t.number] for t in own],
-                y=[0.0 if value is None else value * scale for value in values],
-                mode="markers",
-                name=outcome.value.replace("_", " "),
-                cliponaxis=False,
-                marker={
-                    "color": OUTCOME_COLOURS[outcome],
-                    "symbol": "circle" if outcome is Outcome.MEASURED else "x-thin-open",
-                    "size": 8,
-                    "line": {"color": OUTCOME_COLOURS[outcome], "width": 1.5},
-                },
-                hovertext=[
-                    _words(t) + ("" if value is None else f"<br>{shown(metric, value)}")
-                    for t, value in zip(own, values, strict=True)
-                ],
-                hoverinfo="text",
-            )
-        )
+    found = {outcome: [t for t in ended if _outcome(t) is outcome] for outcome in Outcome}
+    figure = go.Figure([_ends(outcome, own, places, metric) for outcome, own in found.items() if own])
     best = _best_so_far(ended, maximize=maximize)
     if best:
         figure.add_trace(
@@ -124,19 +100,37 @@ def progress_figure(trials: Sequence[FrozenTrial], *, metric: str, maximize: boo
         )
     user = history.user_config_trial(trials)
     if user is not None:
-        figure.add_trace(
-            go.Scatter(
-                x=[1, len(ended)],
-                y=[user.values[0] * scale] * 2,
-                mode="lines",
-                name=USER,
-                line={"color": NEUTRAL, "dash": "dash", "width": 1.5},
-                hoverinfo="name",
-            )
-        )
+        line = {"color": NEUTRAL, "dash": "dash", "width": 1.5}
+        values = [user.values[0] * scale] * 2
+        figure.add_trace(go.Scatter(x=[1, len(ended)], y=values, mode="lines", name=USER, line=line, hoverinfo="name"))
     lay_out(figure, title=title, x=x_title, y=axis_title(metric))
     figure.update_yaxes(rangemode="tozero", tickformat="~s" if metric == "FLOPS_per_gpu" else None)
     return figure
+
+
+def _ends(outcome: Outcome, own: Sequence[FrozenTrial], places: Mapping[int, int], metric: str) -> go.Scatter:
+    """Return the marks of the launches that had one outcome; those without a metric stand on the axis."""
+    import plotly.graph_objects as go
+
+    values = [score(t) for t in own]
+    return go.Scatter(
+        x=[places[t.number] for t in own],
+        y=[0.0 if value is None else value * scale_of(metric) for value in values],
+        mode="markers",
+        name=outcome.value.replace("_", " "),
+        cliponaxis=False,
+        marker={
+            "color": OUTCOME_COLOURS[outcome],
+            "symbol": "circle" if outcome is Outcome.MEASURED else "x-thin-open",
+            "size": 8,
+            "line": {"color": OUTCOME_COLOURS[outcome], "width": 1.5},
+        },
+        hovertext=[
+            _words(t) + ("" if value is None else f"<br>{shown(metric, value)}")
+            for t, value in zip(own, values, strict=True)
+        ],
+        hoverinfo="text",
+    )
 
 
 def _best_so_far(ended: Sequence[FrozenTrial], *, maximize: bool) -> list[tuple[int, float]]:
@@ -312,44 +306,20 @@ def _draw_rungs(
     x: str,
     y: str,
 ) -> go.Figure:
-    import plotly.graph_objects as go
-
-    figure, scale = go.Figure(), scale_of(metric)
     ladder = [rung for rung in ladder if rung.completed]
     palette = Palette(lineage_words(lineages[key].trials) for key in ladder[0].completed)
-    named: set[str] = set()
+    figure, named = new_figure(), set[str]()
     for key in ladder[0].completed:
         one = lineages[key]
         words = lineage_words(one.trials)
         points = [
-            (index, value * scale, key in rung.promoted)
+            (index, value, key in rung.promoted)
             for index, rung in enumerate(ladder)
             if key in rung.completed and (value := one.best_score(direction, answers=sizes.size(index))) is not None
         ]
-        if not points:
-            continue
-        figure.add_trace(
-            go.Scatter(
-                x=[index for index, *_ in points],
-                y=[value for _, value, _ in points],
-                mode="lines+markers",
-                name=words,
-                legendgroup=words,
-                showlegend=words not in named,
-                line={"color": palette[words], "width": 1.5},
-                marker={
-                    "size": 10,
-                    "symbol": [palette.symbol(words) + ("" if on else "-open") for _, _, on in points],
-                },
-                hovertext=[
-                    f"<b>{words}</b> (from trial {one.first_number})<br>rung of {sizes.size(index)} launches: "
-                    f"{shown(metric, value / scale)}, {'goes on' if on else 'waits'}"
-                    for index, value, on in points
-                ],
-                hoverinfo="text",
-            )
-        )
-        named.add(words)
+        if points:
+            figure.add_trace(_climber(one, words, points, palette, sizes, metric, named=words not in named))
+            named.add(words)
     told = "<br><sub>filled: goes on to the next rung; open: waits, or the top</sub>"
     lay_out(figure, title=title + told, x=x, y=y)
     figure.update_xaxes(
@@ -362,3 +332,34 @@ def _draw_rungs(
     )
     figure.update_yaxes(tickformat="~s" if metric == "FLOPS_per_gpu" else None)
     return figure
+
+
+def _climber(
+    one: Lineage,
+    words: str,
+    points: Sequence[tuple[int, float, bool]],
+    palette: Palette,
+    sizes: Rungs,
+    metric: str,
+    *,
+    named: bool,
+) -> go.Scatter:
+    """Return the line of a lineage over the rungs that it completed: (rung, metric, whether it goes on)."""
+    import plotly.graph_objects as go
+
+    return go.Scatter(
+        x=[index for index, *_ in points],
+        y=[value * scale_of(metric) for _, value, _ in points],
+        mode="lines+markers",
+        name=words,
+        legendgroup=words,
+        showlegend=named,
+        line={"color": palette[words], "width": 1.5},
+        marker={"size": 10, "symbol": [palette.symbol(words) + ("" if on else "-open") for _, _, on in points]},
+        hovertext=[
+            f"<b>{words}</b> (from trial {one.first_number})<br>rung of {sizes.size(index)} launches: "
+            f"{shown(metric, value)}, {'goes on' if on else 'waits'}"
+            for index, value, on in points
+        ],
+        hoverinfo="text",
+    )

@@ -46,6 +46,7 @@
       hoverlabel: { bgcolor: look.card, bordercolor: look.line, font: { color: look.text, size: 12 }, align: "left" },
       legend: { orientation: "h", x: 0, xref: "container", xanchor: "left", y: 1, yref: "container", yanchor: "top",
                 font: { size: narrow ? 10 : 12, color: look.text } },
+      modebar: { bgcolor: "rgba(0,0,0,0)", color: look.quiet, activecolor: look.text },
       margin: { l: narrow ? 46 : 70, r: 12, t: 12 + rows * 22, b: 54 },
       height: (figure.layout.height || 440) + rows * 22 - (figure.layout.height ? 60 : 0),
       dragmode: touch.matches || narrow ? false : "zoom",
@@ -62,7 +63,10 @@
     }
     Plotly.react(div, data, layout, {
       responsive: false, displaylogo: false, displayModeBar: narrow || printing ? false : "hover",
-      modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
+      // Named one by one: plotly.js adds others, one of which uploads the figure.
+      modeBarButtons: [["toImage"], ["zoom2d", "pan2d"], ["zoomIn2d", "zoomOut2d", "resetScale2d"]],
+      toImageButtonOptions: { filename: div.closest("section").id },
+      plotlyServerURL: "",
     });
   };
 
