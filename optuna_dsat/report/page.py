@@ -201,7 +201,8 @@ def _status(view: StudyView) -> str:
     if used == 0 and not view.trials:
         return "Nothing has been launched for this study yet."
     if view.end_reason is not None:
-        return f"The search has ended after {used} of {budget} launches: {view.end_reason}."
+        why = f": {view.end_reason}" if view.end_reason else ""
+        return f"The search has ended after {used} of {budget} launches{why}."
     if view.best is None:
         return f"{used} of {budget} launches made, and nothing could be measured so far.{flying}"
     return f"The search has not ended: {used} of {budget} launches made.{flying}"

@@ -60,10 +60,10 @@ class StudyView:
 
     @property
     def end_reason(self) -> str | None:
-        """Why the search ended, None while it has not: before its end, and after an interruption."""
+        """Why the search ended, empty where that was not recorded; None before its end and after an interruption."""
         if history.WINNER not in self.attributes or self.running:
             return None
-        reason = str(self.attributes.get(history.END_REASON, "it found its winner"))
+        reason = str(self.attributes.get(history.END_REASON, ""))
         return None if reason == EndReason.INTERRUPTED else reason
 
     @cached_property
