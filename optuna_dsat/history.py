@@ -19,6 +19,7 @@ __all__ = [
     "CONFIG_KEY",
     "DATA_LIMIT",
     "DATA_PARALLEL_SIZE",
+    "END_REASON",
     "ERROR",
     "FINALISTS",
     "FINGERPRINT",
@@ -71,6 +72,8 @@ FINALISTS = "finalists"
 """On the study: what was measured again with more steps."""
 FINGERPRINT = "profile_fingerprint"
 """On the study: under which key the store keeps its profile."""
+END_REASON = "end_reason"
+"""On the study: why its search last ended, a value of ``optuna_dsat.tuner.EndReason``."""
 WINNER = "winner"
 """On the study: number of the trial that won."""
 

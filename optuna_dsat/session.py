@@ -417,6 +417,7 @@ class Session:
         batch = complete["train_batch_size"]
         user_batch = ds_config.batch_triangle(own, world_size=ranks).train_batch_size
         study.set_user_attr(history.WINNER, winner.number)
+        study.set_user_attr(history.END_REASON, reason.value)
         return TuneResult(
             study=spec.name,
             reason=reason.value,

@@ -134,9 +134,10 @@ class Board:
         mean = statistics.fmean(tuple(self._durations))
         search_s = 0.0
         if not self.ended_search:
-            done = sum(min(now - row.since, mean) for row in self.in_flight)
-            remaining = max(0, self.search.max_trials - self.launched) + len(self.in_flight)
-            search_s = (remaining * mean - done) / self.search.side_by_side
+            begun = [max(0.0, mean - (now - row.since)) for row in self.in_flight]
+            to_start = max(0, self.search.max_trials - self.launched)
+            shared = (to_start * mean + sum(begun)) / self.search.side_by_side
+            search_s = max(shared, mean if to_start else max(begun, default=0.0))
             if self.search.timeout_s is not None:
                 search_s = min(search_s, max(0.0, self.began + self.search.timeout_s - now))
         return search_s + max(0, self.search.finalists - self.finalists_done) * self._finalist_s(mean)

@@ -226,7 +226,7 @@ def _style(news: progress.News) -> str:
 
 
 @contextmanager
-def make_observer(*, quiet: bool, stopping: Stopping) -> Iterator[progress.Observer]:
+def make_observer(*, quiet: bool, stopping: Stopping | None = None) -> Iterator[progress.Observer]:
     """Yield the observer that suits stderr: a live view on a terminal, lines when piped, nothing when quiet.
 
     ``NO_COLOR`` leaves out all colours. A terminal that cannot move its cursor (``TERM=dumb``) gets lines.
@@ -235,7 +235,7 @@ def make_observer(*, quiet: bool, stopping: Stopping) -> Iterator[progress.Obser
     if quiet:
         yield lambda _: None
     elif console.is_terminal and not console.is_dumb_terminal and sys.stderr.isatty():
-        with LiveView(console, stopping) as view:
+        with LiveView(console, stopping or Stopping()) as view:
             yield view
     else:
         yield Lines()

@@ -65,7 +65,7 @@ def _best(view: StudyView) -> str:
     lines = [table(("", "trial", "configuration", view.metric, "speed-up"), rows)]
     if baseline is None:
         lines.append("Your own config was not measured, so there is no speed-up to show.")
-    if history.WINNER not in view.attributes:
+    if view.end_reason is None:
         lines.append("The search has not ended: this is the best so far, not yet confirmed with more steps.")
     first = history.best_trials(view.trials, maximize=view.maximize)[0]
     if first.number != best.trial.number:
@@ -176,7 +176,7 @@ def _outcomes(view: StudyView) -> str:
 
 def _commands(view: StudyView) -> str:
     name, storage = shlex.quote(view.spec.name), f"--storage {shlex.quote(view.storage_url)}"
-    more = f" --max-trials {2 * view.spec.max_trials}" if history.WINNER in view.attributes else ""
+    more = f" --max-trials {2 * view.spec.max_trials}" if view.end_reason is not None else ""
     lines = [
         "# search on, with more launches" if more else "# continue",
         f"optuna-dsat resume {name} {storage}{more}",

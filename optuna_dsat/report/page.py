@@ -200,8 +200,9 @@ def _status(view: StudyView) -> str:
     flying = f" {view.running} in flight are not drawn." if view.running else ""
     if used == 0 and not view.trials:
         return "Nothing has been launched for this study yet."
-    if history.WINNER in view.attributes and not view.running:
-        return f"The search has ended after {used} of {budget} launches."
+    if view.end_reason is not None:
+        why = f": {view.end_reason}" if view.end_reason else ""
+        return f"The search has ended after {used} of {budget} launches{why}."
     if view.best is None:
         return f"{used} of {budget} launches made, and nothing could be measured so far.{flying}"
     return f"The search has not ended: {used} of {budget} launches made.{flying}"

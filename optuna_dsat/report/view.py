@@ -17,7 +17,7 @@ from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.profiling import Profiled
 from optuna_dsat.spec import StudySpec
 from optuna_dsat.store import Store, StoredLaunch, StudyRecord
-from optuna_dsat.tuner import objective, speed_up
+from optuna_dsat.tuner import EndReason, objective, speed_up
 
 __all__ = ["Standing", "StudyView", "read_view"]
 
@@ -57,6 +57,14 @@ class StudyView:
     def maximize(self) -> bool:
         """Whether a larger metric is better."""
         return self.spec.direction == "maximize"
+
+    @property
+    def end_reason(self) -> str | None:
+        """Why the search ended, empty where that was not recorded; None before its end and after an interruption."""
+        if history.WINNER not in self.attributes or self.running:
+            return None
+        reason = str(self.attributes.get(history.END_REASON, ""))
+        return None if reason == EndReason.INTERRUPTED else reason
 
     @cached_property
     def finalists(self) -> Mapping[int, Finalist]:

@@ -77,7 +77,7 @@ def winner_of(view: StudyView) -> Winner | None:
     return Winner(
         standing=best,
         words=config_in_words(best.trial.user_attrs[history.CONFIG]),
-        confirmed=history.WINNER in view.attributes,
+        confirmed=view.end_reason is not None,
         is_own=best.trial.user_attrs.get(history.PURPOSE) == history.USER_CONFIG,
         config=hidden(config),
         changes=tuple(_changes(hidden(own), hidden(complete))),

@@ -99,6 +99,11 @@ def test_the_time_left_counts_what_runs_side_by_side_and_the_finalists(board: Bo
     # finalists of 6 + 4 * 3 s.
     assert board.left_s(25.0) == pytest.approx((8 * 10 - 2 * 5) / 2 + 2 * 18)
     assert "at most about 2 min left" in shown(board, 25.0)
+    board.search = search(side_by_side=8, finalists=0)
+    assert board.left_s(25.0) == pytest.approx(10.0)  # no launch is shared by slots
+    board.launched = 10
+    assert board.left_s(28.0) == pytest.approx(2.0)
+    board.launched = 4
     board.search = search(side_by_side=2, finalists=0, timeout_s=30.0)
     assert board.left_s(25.0) == pytest.approx(5.0)
     assert "less than a minute left" in shown(board, 25.0)

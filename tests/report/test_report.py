@@ -157,6 +157,17 @@ def test_a_study_that_is_still_running_shows_what_there_is(view: StudyView) -> N
     assert {"micro-batch", "progress", "timeline", "time"}.isdisjoint(missing(running))
 
 
+def test_an_interrupted_search_is_not_called_ended(view: StudyView) -> None:
+    assert view.end_reason == "the budget of launches is spent"
+    assert "16 of 16 launches: the budget of launches is spent." in Page(render(view)).text
+    interrupted = replace(view, attributes={**view.attributes, history.END_REASON: "interrupted"})
+    assert interrupted.end_reason is None
+    page = Page(render(interrupted))
+    assert "The search has not ended: 16 of 16 launches made." in page.text
+    assert "Best so far" in page.text
+    assert "Continue the search" in page.text
+
+
 def test_a_study_with_only_failures_shows_them(bench: Reported) -> None:
     def fail(config: Mapping[str, Any]) -> SimulatedResult | None:
         del config

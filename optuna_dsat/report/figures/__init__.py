@@ -236,10 +236,8 @@ def _finalist_points(view: StudyView) -> list[FinalistPoint]:
 
 
 def _why_no_finalist(view: StudyView) -> str:
-    from optuna_dsat import history
-
     if view.spec.confirm == 0:
         return "Nothing is measured again in this study (--confirm 0)."
-    if history.WINNER in view.attributes:
-        return "No finalist could be measured again, or the search was interrupted before that."
+    if view.end_reason is not None:
+        return "No finalist could be measured again."
     return "Finalists are measured again when the search has ended; it has not."

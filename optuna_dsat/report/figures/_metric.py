@@ -28,12 +28,15 @@ from optuna_dsat.words import zero_in_words
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-__all__ = ["BEST", "EDGE", "USER", "metric_figure", "powers_of_two"]
+__all__ = ["BEST", "EDGE", "USER", "metric_figure", "micro_batch_ticks"]
 
 EDGE = "out of memory"
 """Name of the trace that shows where lineages run out of memory."""
 USER = "your own config"
 BEST = "best"
+
+_LEAST_TICKS = 3
+_MOST_TICKS = 6
 
 
 def metric_figure(
@@ -77,7 +80,7 @@ def metric_figure(
         return empty_figure("Nothing has been measured yet.", title=title, x=x_title, y=axis_title(metric))
     lay_out(figure, title=title, x=x_title, y=axis_title(metric))
     micro_batches = [int(x) for trace in figure.data for x in trace.x if x is not None]
-    figure.update_xaxes(type="log", tickvals=powers_of_two(micro_batches))
+    figure.update_xaxes(type="log", tickvals=micro_batch_ticks(micro_batches))
     figure.update_yaxes(tickformat="~s" if metric == "FLOPS_per_gpu" else None)
     return figure
 
@@ -177,8 +180,13 @@ def _mark(trial: FrozenTrial, name: str, symbol: str, *, metric: str, scale: flo
     )
 
 
-def powers_of_two(values: Sequence[int]) -> list[int]:
+def micro_batch_ticks(values: Sequence[int]) -> list[int]:
+    """Return the ticks of a logarithmic axis of micro-batches: powers of two; where few lie on it, micro-batches."""
     if not values:
         return [1]
     low, high = math.floor(math.log2(max(1, min(values)))), math.ceil(math.log2(max(1, *values)))
-    return [2**power for power in range(low, high + 1)]
+    powers = [2**power for power in range(low, high + 1)]
+    if sum(min(values) <= power <= max(values) for power in powers) >= _LEAST_TICKS:
+        return powers
+    distinct = sorted(set(values))
+    return distinct[:: math.ceil(len(distinct) / _MOST_TICKS)]

@@ -13,7 +13,7 @@ from optuna_dsat import bisection, history
 from optuna_dsat.lineage import Evidence, Lineage, evidence, group, score
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.pruners._rungs import Rung, Rungs, climb
-from optuna_dsat.report.figures._metric import USER, powers_of_two
+from optuna_dsat.report.figures._metric import USER, micro_batch_ticks
 from optuna_dsat.report.figures._style import (
     INK,
     NEUTRAL,
@@ -170,7 +170,7 @@ def outcomes_figure(trials: Sequence[FrozenTrial]) -> go.Figure:
             for outcome in outcomes
         ]
     )
-    lay_out(figure, title=title, x="launches", y="", barmode="stack", height=170 + 42 * len(words))
+    lay_out(figure, title=title, x="launches", y="", barmode="stack", showlegend=True, height=170 + 42 * len(words))
     figure.update_yaxes(autorange="reversed")
     return figure
 
@@ -205,7 +205,7 @@ def micro_batches_figure(trials: Sequence[FrozenTrial]) -> go.Figure:
     told = "" if len(rows) == len(launched) else f"<br><sub>the {len(rows)} of {len(launched)} with most launches</sub>"
     lay_out(figure, title=title + told, x=x_title, y="", height=170 + 50 * len(rows))
     sizes = [one.size(t) for one in rows for t in one.launches]
-    figure.update_xaxes(type="log", tickvals=powers_of_two(sizes))
+    figure.update_xaxes(type="log", tickvals=micro_batch_ticks(sizes))
     figure.update_yaxes(
         tickvals=list(range(len(rows))),
         ticktext=[f"{wrapped(lineage_words(one.trials), 26)}<br>(from trial {one.first_number})" for one in rows],

@@ -23,9 +23,9 @@
       : { text: colour("--text"), quiet: colour("--quiet"), grid: colour("--grid"), card: colour("--card"),
           line: colour("--line") };
 
-  const legendRows = (data, width) => {
+  const legendRows = (data, layout, width) => {
     const names = data.filter((t) => t.name && t.showlegend !== false).map((t) => t.name);
-    if (data.length < 2 || !names.length) return 0;
+    if (!names.length || (data.length < 2 && !layout.showlegend)) return 0;
     const widest = Math.max(...names.map((name) => name.length)) * 6.4 + 50;
     return Math.ceil(names.length / Math.max(1, Math.floor(width / widest)));
   };
@@ -37,7 +37,7 @@
     const layout = painted(figure.layout, look.text);
     const width = printing ? PRINT_WIDTH : div.clientWidth;
     const narrow = width < NARROW;
-    const rows = legendRows(data, width);
+    const rows = legendRows(data, layout, width);
     const axis = { gridcolor: look.grid, linecolor: look.line, zerolinecolor: look.grid, tickcolor: look.line };
     Object.assign(layout, {
       font: { color: look.text, family: getComputedStyle(document.body).fontFamily, size: narrow ? 11 : 13 },
