@@ -36,7 +36,8 @@ from optuna_dsat.space import SearchSpace
 from optuna_dsat.spec import StudySpec
 from optuna_dsat.store import Store, StoredProfile, StudyRecord
 from optuna_dsat.study_space import largest_micro_batches, space_of
-from optuna_dsat.tuner import EndReason, Tuner, objective, speed_up, user_config
+from optuna_dsat.telling import objective, speed_up
+from optuna_dsat.tuner import EndReason, Tuner, user_config
 from optuna_dsat.words import config_in_words, differences_in_words
 
 __all__ = ["Session", "check_study", "open_study"]

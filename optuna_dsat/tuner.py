@@ -6,10 +6,9 @@ launches run side by side because the launcher only reports what they do.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 from typing import Any
 
@@ -18,7 +17,7 @@ from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, TrialState
 
 from optuna_dsat import ds_config, history
-from optuna_dsat.errors import NothingRunnableError, ScriptFailedError
+from optuna_dsat.errors import NothingRunnableError
 from optuna_dsat.launch.protocol import (
     Finished,
     Launcher,
@@ -33,20 +32,18 @@ from optuna_dsat.measurement import GlobalStep, LaunchRecord, is_certain
 from optuna_dsat.methods import Method
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.profiling import Profiled, script_command
-from optuna_dsat.progress import Message, Observer, TrialDropped, TrialFinished, TrialStarted, TrialStepped
-from optuna_dsat.progress_summary import best_so_far, search_started
+from optuna_dsat.progress import Message, Observer, TrialStarted, TrialStepped
+from optuna_dsat.progress_summary import search_started
 from optuna_dsat.space import SearchSpace
 from optuna_dsat.spec import StudySpec
 from optuna_dsat.store import Store
+from optuna_dsat.telling import Flight, Teller
 from optuna_dsat.words import config_in_words
 
-__all__ = ["EndReason", "Tuner", "objective", "speed_up", "user_config"]
+__all__ = ["EndReason", "Tuner", "user_config"]
 
 _REFUSALS = 200
 """Asked configurations in a row that were run before or vetoed, after which the space counts as exhausted."""
-
-_RANK = re.compile(r"^rank \d+: ")
-"""Which rank failed first may differ from launch to launch."""
 
 _WAIT_S = 0.5
 """Longest wait for news of the launches in flight, and pause between two looks at other workers', in seconds."""
@@ -57,15 +54,6 @@ _STEP_TOLERANCE = 0.01
 _SEE_OFF_S = 5.0
 """Longest wait for the last processes at the end of a search, in seconds."""
 
-_STATES = {
-    Outcome.MEASURED: TrialState.COMPLETE,
-    Outcome.OUT_OF_MEMORY: TrialState.PRUNED,
-    Outcome.HOST_OUT_OF_MEMORY: TrialState.PRUNED,
-    Outcome.OUT_OF_DATA: TrialState.PRUNED,
-    Outcome.PRUNED: TrialState.PRUNED,
-}
-"""Outcome -> state of the trial; everything else is FAIL."""
-
 
 class EndReason(StrEnum):
     """Why a search ended."""
@@ -75,18 +63,6 @@ class EndReason(StrEnum):
     TIMEOUT = "the time of --timeout is over"
     EXHAUSTED = "every configuration that may win has been tried"
     INTERRUPTED = "interrupted"
-
-
-@dataclass(kw_only=True)
-class _Running:
-    """A trial whose launch is in flight."""
-
-    trial: optuna.Trial
-    request: LaunchRequest
-    record: LaunchRecord
-    words: str
-    attempt: int = 0
-    params: Mapping[str, Any]
 
 
 class Tuner:
@@ -128,13 +104,15 @@ class Tuner:
         self._observer = observer
         self._config = ds_config.effective(spec.ds_config)
         self._maximize = spec.direction == "maximize"
-        self._running: dict[str, _Running] = {}
-        self._ending: dict[str, _Running] = {}
+        self._running: dict[str, Flight] = {}
+        self._ending: dict[str, Flight] = {}
         """Trials that are told, whose launches still end."""
-        self._unstarted: list[_Running] = []
+        self._unstarted: list[Flight] = []
         """Those of ``_running`` that wait for a slot."""
         self._refused = 0
-        self._objective = objective(spec, profiled)
+        self._teller = Teller(
+            spec, study=study, study_uuid=study_uuid, profiled=profiled, store=store, observer=observer
+        )
         self._deadline = None if spec.timeout_s is None else time.monotonic() + spec.timeout_s
 
     def run(self) -> EndReason:
@@ -151,7 +129,7 @@ class Tuner:
             search_started(
                 self._spec,
                 trials,
-                metric=self._objective,
+                metric=self._teller.metric,
                 maximize=self._maximize,
                 total_slots=self._launcher.total_slots,
             )
@@ -242,7 +220,7 @@ class Tuner:
             return self._launch_or_refuse(trial)
         except UpdateFinishedTrialError:
             self._store.release_trial(self._uuid, trial.number)
-            self._drop(trial)
+            self._teller.drop(trial)
             return False
 
     def _launch_or_refuse(self, trial: optuna.Trial) -> bool:
@@ -302,7 +280,7 @@ class Tuner:
         trial.set_user_attr(history.CONFIG_KEY, key)
         trial.set_user_attr(history.LAUNCH_ID, request.launch_id)
         self._start(
-            _Running(
+            Flight(
                 trial=trial,
                 request=request,
                 record=self._new_record(),
@@ -314,7 +292,7 @@ class Tuner:
     def _new_record(self) -> LaunchRecord:
         return LaunchRecord(world_size=self._spec.slots_per_trial, start_profile_step=self._spec.start_profile_step)
 
-    def _start(self, running: _Running) -> None:
+    def _start(self, running: Flight) -> None:
         self._running[running.request.launch_id] = running
         try:
             self._launcher.start(running.request)
@@ -338,7 +316,7 @@ class Tuner:
 
     def _take(self, update: LaunchUpdate) -> None:
         if isinstance(update, Finished) and update.launch_id in self._ending:
-            self._record(self._ending.pop(update.launch_id), update.report)
+            self._teller.record(self._ending.pop(update.launch_id), update.report)
             return
         running = self._running.get(update.launch_id)
         if running is None or not isinstance(update, Observed | Settled | Finished):
@@ -356,14 +334,9 @@ class Tuner:
         except UpdateFinishedTrialError:
             self._running.pop(update.launch_id, None)
             self._launcher.stop(update.launch_id, outcome=Outcome.LOST, message="given to another worker")
-            self._drop(running.trial)
+            self._teller.drop(running.trial)
 
-    def _drop(self, trial: optuna.Trial) -> None:
-        """Forget a trial that was given to another worker, because this one was frozen or cut off for long."""
-        self._observer(TrialDropped(number=trial.number))
-        self._store.heartbeat.remove(trial)
-
-    def _report(self, running: _Running, step: GlobalStep) -> None:
+    def _report(self, running: Flight, step: GlobalStep) -> None:
         """Report a step that counts and let the pruner stop a job that cannot win."""
         self._observer(
             TrialStepped(
@@ -375,7 +348,7 @@ class Tuner:
         )
         if step.step < self._spec.start_profile_step:
             return
-        running.trial.report(self._metrics(running)[self._objective], step.step)
+        running.trial.report(self._teller.metrics(running)[self._teller.metric], step.step)
         own = running.trial.user_attrs.get(history.PURPOSE) == history.USER_CONFIG
         if own or step.step >= running.request.end_profile_step:
             return  # everything is compared with the user's own config, so that is measured to its end
@@ -390,30 +363,17 @@ class Tuner:
                 message=f"measured to step {step.step}: the step time is known",
             )
 
-    def _metrics(self, running: _Running) -> dict[str, float]:
-        return running.record.metrics(flops_per_sample=self._profiled.profile.flops_per_sample)
-
-    def _finish(self, running: _Running, report: LaunchReport) -> None:
+    def _finish(self, running: Flight, report: LaunchReport) -> None:
         """Retry, or tell the trial what became of it."""
         trial = running.trial
-        self._record(running, report)
-        self._store.record_steps(self._uuid, report.launch_id, running.record.events)
+        self._teller.record(running, report)
         if report.outcome.retryable and running.attempt < self._spec.max_retries:
             attempt = running.attempt + 1
             request = replace(running.request, launch_id=f"trial-{trial.number:04d}-retry-{attempt}")
             self._observer(Message(text=f"Trial {trial.number}: {report.outcome.value}, launched again."))
             self._start(replace(running, request=request, record=self._new_record(), attempt=attempt))
             return
-        self._tell(running, report)
-
-    def _record(self, running: _Running, report: LaunchReport) -> None:
-        self._store.record_launch(
-            self._uuid,
-            report,
-            trial_number=running.trial.number,
-            purpose=running.request.purpose,
-            attempt=running.attempt,
-        )
+        self._teller.tell(running, report)
 
     def _see_off(self) -> None:
         """Wait for the processes of launches that are settled, a moment at most: how long they took is recorded."""
@@ -421,64 +381,6 @@ class Tuner:
         while self._ending and time.monotonic() < deadline:
             for update in self._launcher.poll(_WAIT_S):
                 self._take(update)
-
-    def _tell(self, running: _Running, report: LaunchReport) -> None:
-        trial = running.trial
-        if self._store.heartbeat.is_lost(trial):
-            self._drop(trial)
-            return
-        measured = report.outcome is Outcome.MEASURED
-        value = None
-        trial.set_user_attr(history.MESSAGE, report.message)
-        trial.set_user_attr(history.ATTEMPTS, running.attempt + 1)
-        trial.set_user_attr(history.PEAK_BYTES, running.record.peak_bytes)
-        if running.record.engine is not None:
-            trial.set_user_attr(history.DATA_PARALLEL_SIZE, running.record.engine.data_parallel_size)
-        if report.outcome is Outcome.OUT_OF_DATA:
-            trial.set_user_attr(history.DATA_LIMIT, _data_limit(running))
-        if report.outcome is Outcome.SCRIPT_ERROR:
-            trial.set_user_attr(history.ERROR, _RANK.sub("", report.message)[:500])
-        if running.record.counted:
-            metrics = self._metrics(running)
-            trial.set_user_attr(history.METRICS, metrics)
-            value = metrics[self._objective] if measured else None
-        trial.set_user_attr(history.OUTCOME, report.outcome.value)
-        self._study.tell(trial, value, state=_STATES.get(report.outcome, TrialState.FAIL), skip_if_finished=True)
-        self._store.heartbeat.remove(trial)
-        self._tell_observer(running, report, value)
-        if report.outcome is Outcome.OUT_OF_DATA and trial.user_attrs.get(history.PURPOSE) == history.USER_CONFIG:
-            raise ScriptFailedError(
-                f"With your own config {report.message}. Give it more data or more steps, or measure fewer: "
-                "--start-profile-step 1 --end-profile-step 2.",
-                log_path=report.log_path,
-            )
-        error = history.repeated_script_error(self._trials())
-        if error is not None:
-            raise ScriptFailedError(
-                f"Launch after launch ends with the same error of the script: {error}",
-                traceback_tail=report.error_excerpt,
-                log_path=report.log_path,
-            )
-
-    def _tell_observer(self, running: _Running, report: LaunchReport, value: float | None) -> None:
-        trials = self._trials()
-        best = history.best_trials(trials, maximize=self._maximize)
-        baseline = history.user_config_trial(trials)
-        self._observer(
-            TrialFinished(
-                number=running.trial.number,
-                words=running.words,
-                outcome=report.outcome,
-                value=value,
-                speed_up=speed_up(value, None if baseline is None else baseline.values[0], maximize=self._maximize),
-                best=bool(best) and best[0].number == running.trial.number,
-                message=report.message,
-                launched=history.launches_used(trials),
-                own=running.trial.user_attrs.get(history.PURPOSE) == history.USER_CONFIG,
-                best_so_far=best_so_far(trials, maximize=self._maximize),
-                user_value=None if baseline is None else baseline.values[0],
-            )
-        )
 
     def _return_running(self) -> None:
         """Give what is still in flight back to the study, so that whoever resumes it runs it again."""
@@ -513,24 +415,6 @@ class Tuner:
         return self._study._storage.get_trial(trial._trial_id)
 
 
-def _data_limit(running: _Running) -> int:
-    """Return the most samples of a global step on one rank that leave the data enough for all profile steps."""
-    config = running.request.ds_config
-    batch = int(config[ds_config.MICRO_BATCH]) * int(config.get(ds_config.GRADIENT_ACCUMULATION, 1))
-    enough = running.record.data_at_most(batch) // running.request.end_profile_step
-    return max(1, min(enough, batch - 1))
-
-
-def objective(spec: StudySpec, profiled: Profiled) -> str:
-    """Return the metric that is optimised: the one asked for, or throughput where FLOPs could not be counted.
-
-    FLOPs per sample are the same for every configuration, so both rank alike.
-    """
-    if spec.metric == "FLOPS_per_gpu" and profiled.profile.flops_per_sample <= 0:
-        return "throughput"
-    return spec.metric
-
-
 def user_config(spec: StudySpec, *, data_parallel_size: int | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the user's present config with its batch sizes made explicit, and the overlay that says the same.
 
@@ -546,10 +430,3 @@ def user_config(spec: StudySpec, *, data_parallel_size: int | None = None) -> tu
         "gradient_accumulation_steps": triangle.gradient_accumulation_steps,
     }
     return ds_config.merge(config, overlay), overlay
-
-
-def speed_up(value: float | None, user_value: float | None, *, maximize: bool) -> float | None:
-    """Return how many times better ``value`` is than the user's own config; None where either is missing."""
-    if not value or not user_value:
-        return None
-    return value / user_value if maximize else user_value / value

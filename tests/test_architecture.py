@@ -12,7 +12,7 @@ LAYERS = [
     {"cli", "api"},
     {"study_run", "prepare"},
     {"session", "report", "doctor"},
-    {"tuner", "methods", "finalists", "loss_check", "profiling", "export", "progress", "study_space"},
+    {"tuner", "telling", "methods", "finalists", "loss_check", "profiling", "export", "progress", "study_space"},
     {"samplers", "pruners", "launch", "store", "integrations"},
     {
         "lineage",

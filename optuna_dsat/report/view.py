@@ -17,7 +17,8 @@ from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.profiling import Profiled
 from optuna_dsat.spec import StudySpec
 from optuna_dsat.store import Store, StoredLaunch, StudyRecord
-from optuna_dsat.tuner import EndReason, objective, speed_up
+from optuna_dsat.telling import objective, speed_up
+from optuna_dsat.tuner import EndReason
 
 __all__ = ["Standing", "StudyView", "read_view"]
 
