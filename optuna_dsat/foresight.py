@@ -34,6 +34,7 @@ import numpy.typing as npt
 from optuna.trial import FrozenTrial
 
 from optuna_dsat import history
+from optuna_dsat.gpus import priors_of_device
 from optuna_dsat.lineage import agrees, lineage_key
 from optuna_dsat.lineage_table import Known, LineageTable
 from optuna_dsat.memory import Hardware, ModelProfile
@@ -151,6 +152,7 @@ class Foresight:
             flops_per_sample=profile.flops_per_sample,
             ranks=hardware.world_size,
             ranks_per_node=ranks,
+            machine=priors_of_device(profile.device_name, device=hardware.device, ranks=hardware.world_size),
         )
         low, high = space.micro_batches
         self.sizes = np.array(space.micro_batch_values or range(low, high + 1), dtype=np.int64)

@@ -22,6 +22,7 @@ from optuna_dsat.cli.options import (
     with_options,
 )
 from optuna_dsat.cli.password import hide_password
+from optuna_dsat.cli.plan import plan
 from optuna_dsat.cli.studies import add_commands
 from optuna_dsat.cli.train import train
 from optuna_dsat.errors import DsatError, ScriptFailedError
@@ -128,6 +129,7 @@ app.command("run")(
     )
 )
 add_commands(app)
+app.command("plan")(plan)
 app.command("train")(train)
 app.command("dashboard")(dashboard)
 
