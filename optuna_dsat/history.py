@@ -31,6 +31,7 @@ __all__ = [
     "PURPOSE",
     "USER_CONFIG",
     "VETOED",
+    "WARM_START",
     "WINNER",
     "best_trials",
     "data_limit",
@@ -71,6 +72,8 @@ FINALISTS = "finalists"
 """On the study: what was measured again with more steps."""
 FINGERPRINT = "profile_fingerprint"
 """On the study: under which key the store keeps its profile."""
+WARM_START = "warm_start"
+"""Study attribute: what earlier studies taught (``optuna_dsat.experience``), empty for nothing."""
 WINNER = "winner"
 """On the study: number of the trial that won."""
 

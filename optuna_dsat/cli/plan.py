@@ -15,6 +15,7 @@ from optuna_dsat.errors import UsageError
 
 if TYPE_CHECKING:
     from optuna_dsat.advice import Setting
+    from optuna_dsat.cli.options import TuneOptions
     from optuna_dsat.planning import PlannedRow, Subject
     from optuna_dsat.transformer import TransformerShape
 
@@ -243,72 +244,39 @@ def _without_launch(
     return _Shown(setting=setting, about=about, model=asdict(shape))
 
 
-def _with_launch(options: Any, *, nodes: int, margin: float) -> _Shown:
+def _with_launch(options: TuneOptions, *, nodes: int, margin: float) -> _Shown:
     """Measure or find the profile, then plan with it.
 
     Raises:
         DsatError: As the tuning commands do.
     """
+    from contextlib import closing
+
     from optuna_dsat.advice import Setting
     from optuna_dsat.cli.tune import make_devices, spec_of
-    from optuna_dsat.gpus import gpu_of_device, priors_of_device
-    from optuna_dsat.planning import Subject, plan_rows
-    from optuna_dsat.study_space import hardware_of
+    from optuna_dsat.launch.processes import kill_leftovers
+    from optuna_dsat.launch.torchrun import TorchrunLauncher
+    from optuna_dsat.planning import plan_rows
+    from optuna_dsat.script_plan import plan_script
+    from optuna_dsat.store import Store
 
     if nodes != 1:
         raise UsageError("--nodes is for plans without a launch (--params): a launch runs on this host.")
     devices = make_devices(options)
     spec = spec_of("guided", options, devices)
-    profiled, reused = _profile(spec, devices, storage=options.storage)
-    profile = profiled.profile
-    gpu = gpu_of_device(profile.device_name)
-    subject = Subject(
-        profile=profile,
-        hardware=hardware_of(spec, profiled),
-        config=spec.ds_config,
-        machine=priors_of_device(profile.device_name, device=spec.device, ranks=spec.slots_per_trial),
-        memory_margin=margin,
-        pipeline=profiled.pipeline,
-    )
-    how = "measured before" if reused else f"measured with {profiled.rung}"
-    about = [
-        f"Profile ({how}): {profile.params / 1e6:.4g} M parameters, {_gib(profile.activation_bytes_per_sample)} of "
-        f"activations and {profile.flops_per_sample / 1e9:.4g} GFLOP a sample.",
-        f"{spec.slots_per_trial} ranks on {profile.device_name or spec.device}, "
-        f"{_gib(profile.device_memory_bytes)} each, {_gib(profile.host_memory_bytes)} on the host.",
-        "Times are by the device's data sheet; no step was timed."
-        if gpu is not None
-        else "This device is not in the table of GPUs: times may be far off, as their range says; memory is measured.",
-    ]
-    setting = Setting(subject=subject, rows=plan_rows(subject), bf16_hardware=None if gpu is None else gpu.bf16)
-    return _Shown(setting=setting, about=about, model=profile.to_json())
-
-
-def _profile(spec: Any, devices: Any, *, storage: str) -> tuple[Any, bool]:
-    """Return the stored profile of the same script, config and hardware, else measure and store it."""
-    from optuna_dsat.launch.processes import kill_leftovers
-    from optuna_dsat.launch.torchrun import TorchrunLauncher
-    from optuna_dsat.profiling import Profiled, fingerprint, measure_profile
-    from optuna_dsat.store import Store
-
-    mark = fingerprint(spec, device_names=tuple(device.name for device in devices.devices))
-    with Store.open(storage) as store:
-        stored = store.find_profile(mark)
-        if stored is not None:
-            return Profiled.from_json(stored.profile), True
-        kill_leftovers()
-        launcher = TorchrunLauncher(spec.study_dir, devices=devices, max_slots=spec.max_slots)
-        try:
-            profiled = measure_profile(
-                spec,
-                launcher,
-                on_rung=lambda rung: print(f"Profile launch at micro-batch 1, {rung.words} ...", file=sys.stderr),
-                on_report=lambda _report, _record: None,
-            )
-        finally:
-            launcher.close()
-        store.save_profile(mark, profiled.to_json(), study_uuid="")
-    return profiled, False
+    spec = spec.model_copy(update={"name": f"{spec.name.removesuffix('-guided')}-plan"})
+    kill_leftovers()
+    with Store.open(options.storage) as store:
+        found = plan_script(
+            spec,
+            store=store,
+            device_names=tuple(device.name for device in devices.devices),
+            launcher=lambda: closing(TorchrunLauncher(spec.study_dir, devices=devices, max_slots=spec.max_slots)),
+            on_rung=lambda rung: print(f"Profile launch at micro-batch 1, {rung.words} ...", file=sys.stderr),
+            memory_margin=margin,
+        )
+    setting = Setting(subject=found.subject, rows=plan_rows(found.subject), bf16_hardware=found.bf16_hardware)
+    return _Shown(setting=setting, about=found.about, model=found.subject.profile.to_json())
 
 
 def _gib(count: float) -> str:
