@@ -175,6 +175,25 @@ class Foresight:
         found = iter(self._belief(trials).expect(rows, sizes))
         return [None if row is None else next(found) for row, _ in places]
 
+    def rate_ratio(
+        self, trials: Sequence[FrozenTrial], row: int, micro_batch: int, *, larger_batch: int = 1, more_steps: int = 1
+    ) -> float:
+        """Return how many times the samples per second a change is expected to bring, were memory no matter.
+
+        Args:
+            trials: The study's trials.
+            row: Lineage, as a row of ``table``.
+            micro_batch: Its micro-batch.
+            larger_batch: Factor on the micro-batch.
+            more_steps: Factor on the accumulation steps.
+        """
+        columns, fitted = self.table.columns.take(np.array([row, row])), self.learnt(trials)
+        size = np.array([1.0, larger_batch]) * micro_batch
+        steps = np.array([1.0, more_steps]) * self.space.accumulation(micro_batch)
+        seconds = self.theory.phases(fitted.mean, columns, size, steps, np.full(2, 0.5)).sum(axis=0)
+        rates = size * steps / seconds
+        return float(rates[1] / rates[0])
+
     def _belief(self, trials: Sequence[FrozenTrial]) -> Belief:
         return Belief(self, self.table.read(trials), samples_limit=None)
 

@@ -12,6 +12,7 @@ from typer.exceptions import TyperException
 
 from optuna_dsat import __version__
 from optuna_dsat.cli.dashboard import dashboard
+from optuna_dsat.cli.explain import explain
 from optuna_dsat.cli.options import (
     AshaOptions,
     AutotuningOptions,
@@ -130,6 +131,7 @@ app.command("run")(
 )
 add_commands(app)
 app.command("plan")(plan)
+app.command("explain")(explain)
 app.command("train")(train)
 app.command("dashboard")(dashboard)
 
