@@ -36,6 +36,7 @@ class Launch:
     """What a profile launch taught; empty for others."""
     ended_s: float
     """Virtual seconds since the search began."""
+    launch_id: str = ""
 
 
 class Rig:
@@ -51,6 +52,8 @@ class Rig:
     def __init__(self, landscape: Trained, *, budget: int, noise: float = 0.0, seed: int = 0) -> None:
         self.landscape = landscape
         self.launches: list[Launch] = []
+        self.believed: Sequence[Mapping[str, Any] | None] | None = None
+        """After each launch the config that the method believes to be best, where it has a belief of its own."""
         self._budget = budget
         self._launcher = SimulatedLauncher(landscape, total_slots=landscape.slots, noise=noise, seed=seed)
         self._requests: dict[str, LaunchRequest] = {}
@@ -142,5 +145,6 @@ class Rig:
                     "gpu_mem": profile.device_memory_bytes,
                 },
                 ended_s=self._launcher.now_s,
+                launch_id=update.launch_id,
             )
         )

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import optuna
 
@@ -122,7 +123,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for method in methods:
             began = time.monotonic()
             found = [
-                run_one(landscape, method, best=best.best.throughput, budget=args.budget, noise=args.noise, seed=seed)
+                run_one(
+                    landscape,
+                    method,
+                    best=best.best.throughput,
+                    budget=args.budget,
+                    noise=args.noise,
+                    seed=seed,
+                    measured=args.measured,
+                )
                 for seed in range(args.seeds)
             ]
             results += found
@@ -141,6 +150,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--budget", type=int, default=64, help="launches after the profile launch (default 64)")
     parser.add_argument("--noise", type=float, default=0.02, help="relative deviation of measured times (default 0.02)")
+    parser.add_argument(
+        "--measured", action="store_true", help="hold what measured best, whatever a method believes to be best"
+    )
     parser.add_argument("--json", type=Path, help="file that receives the result of every search")
     return parser
 
@@ -150,7 +162,9 @@ def _missing(method: str) -> list[str]:
     return [package for package in needed if importlib.util.find_spec(package) is None]
 
 
-def run_one(landscape: Trained, method: str, *, best: float, budget: int, noise: float, seed: int) -> Result:
+def run_one(
+    landscape: Trained, method: str, *, best: float, budget: int, noise: float, seed: int, measured: bool = False
+) -> Result:
     """Run one search and judge it.
 
     Args:
@@ -160,11 +174,12 @@ def run_one(landscape: Trained, method: str, *, best: float, budget: int, noise:
         budget: Launches after the profile launches.
         noise: Relative standard deviation of measured times.
         seed: Of the method and of the noise.
+        measured: Whether what measured best counts as held, also where the method believes otherwise.
     """
     rig = Rig(landscape, budget=budget, noise=noise, seed=seed)
     METHODS[method](method, rig, budget=budget, seed=seed)
     launches = rig.launches
-    distances = [1 - worth / best for worth in _held(landscape, launches)]
+    distances = [1 - worth / best for worth in _held(landscape, launches, None if measured else rig.believed)]
     near = next((index for index, distance in enumerate(distances) if distance <= NEAR), None)
     close = next((index for index, distance in enumerate(distances) if distance <= CLOSE), None)
     outcomes = [launch.outcome.value for launch in launches]
@@ -182,20 +197,25 @@ def run_one(landscape: Trained, method: str, *, best: float, budget: int, noise:
     )
 
 
-def _held(landscape: Trained, launches: Sequence[Launch]) -> list[float]:
+def _held(
+    landscape: Trained, launches: Sequence[Launch], believed: Sequence[Mapping[str, Any] | None] | None = None
+) -> list[float]:
     """Return after each launch what the configuration then held is worth, without noise.
 
-    Held is what measured best; from the first finalist on, the best finalist.
+    Held is what measured best, from the first finalist on the best finalist; or what the method believes to be best.
     """
     worths = []
     held, shown, phase = 0.0, 0.0, "trial"
-    for launch in launches:
+    for index, launch in enumerate(launches):
         value = launch.metrics.get("throughput", 0.0)
         if launch.outcome is Outcome.MEASURED and launch.purpose != "profile":
             if launch.purpose != phase:
                 phase, shown = launch.purpose, 0.0
             if value > shown:
                 shown, held = value, throughput(landscape, launch.ds_config)
+        config = None if believed is None else believed[index]
+        if config is not None:
+            held = throughput(landscape, config)
         worths.append(held)
     return worths
 

@@ -27,7 +27,7 @@ Numbers: TypeAlias = npt.NDArray[Any]
 
 _STRUCTURE, _KNOBS, _LINEAGE, _FILL, _EIGHTS = 0.05, 0.05, 0.015, 0.03, 0.01
 """Standard deviations of the residuals' parts, relative to the metric."""
-_SCALES = (1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0)
+_SCALES = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0)
 """Factors on their variances, of which the likeliest is taken."""
 _SCALE_SPREAD = 1.5
 """Standard deviation of the factor's logarithm before anything is measured."""

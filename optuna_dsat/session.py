@@ -296,7 +296,8 @@ class Session:
             finalists = self._confirm(study, self._to_confirm(trials, candidates), metric, profiled)
             if self.interrupted:
                 reason = EndReason.INTERRUPTED
-        winner, finalist = choose_winner(candidates, finalists, maximize=maximize)
+        believed = None if method.believed is None else method.believed(trials)
+        winner, finalist = choose_winner(candidates, finalists, maximize=maximize, believed=believed)
         return self._result(
             study,
             trials,
