@@ -100,6 +100,7 @@ class Belief:
         rows, sizes = (np.concatenate([getattr(one, name) for one in heard]) for name in ("row", "micro_batch"))
         peaks, too_large = (np.concatenate([getattr(one, name) for one in heard]) for name in ("peak", "too_large"))
         self._memory.observe(self._table.loads(rows, sizes), peaks, too_large)
+        self._room = min(self._memory.limit, float(foresight.device_bytes))
         self._fits = self._edges(known.fits, np.maximum, 0)
         """Largest micro-batch of each lineage that ran; 0 for none."""
         self._bursts = self._edges(known.too_large, np.minimum, np.iinfo(np.int64).max)
@@ -151,7 +152,12 @@ class Belief:
     def _fill(self, row: Numbers, size: Numbers, peak: Numbers | None = None) -> Numbers:
         expected = self._memory.peaks(self._table.loads(row, size))
         found = expected if peak is None else np.where(np.isnan(peak), expected, peak)
-        return np.clip(found / self._of.device_bytes, 0.01, 1.0)
+        return self._share(found)
+
+    def _share(self, peak: Numbers) -> Numbers:
+        """Return the share of what a peak may reach that is in use."""
+        found: Numbers = np.clip(peak / self._room, 0.01, 1.0)
+        return found
 
     def _point(self, row: Numbers, size: Numbers, fill: Numbers, *, earlier: Numbers | None = None) -> Points:
         of = self._of
@@ -227,7 +233,7 @@ class Belief:
         """Return what is believed of configurations."""
         of = self._of
         peak, fits = self._fitting(rows, sizes)
-        fill = np.clip(peak / of.device_bytes, 0.01, 1.0)
+        fill = self._share(peak)
         size = sizes.astype(np.float64)
         mean, variance = self.residuals.expect(self._point(rows, size, fill))
         bounds = of.theory.bounds(self.fitted.mean, self._table.columns.take(rows), size, of.accumulation(size), fill)
@@ -244,9 +250,8 @@ class Belief:
 
     def merits(self, rows: Numbers, sizes: Numbers) -> tuple[Numbers, Numbers, Numbers]:
         """Return for each configuration what a second spent on it is expected to gain, its goodness, and P(fits)."""
-        of = self._of
         peak, fits = self._fitting(rows, sizes)
-        new = self._point(rows, sizes.astype(np.float64), np.clip(peak / of.device_bytes, 0.01, 1.0))
+        new = self._point(rows, sizes.astype(np.float64), self._share(peak))
         mean, variance = self.residuals.expect(new)
         best = float((mean + np.log(fits + 1e-9)).max()) - _WITHOUT_ANY if self._best is None else self._best
         plain = mean - _PLAIN * self._table.unusual[rows]
@@ -254,11 +259,12 @@ class Belief:
         run_s = _START_S + _STEPS * new.latency
         if self._best is not None:
             gain = gain * (fits >= _LEAST_CHANCE)
+        fits = fits * self._works(rows)
         cost_s = fits * run_s + (1 - fits) * _START_S
         return fits**_CAUTION * gain / cost_s**_THRIFT, mean, fits
 
     def _fitting(self, rows: Numbers, sizes: Numbers) -> tuple[Numbers, Numbers]:
-        """Return the expected peaks, and the probabilities that a launch runs."""
+        """Return the expected peaks, and the probabilities that they fit on device and host."""
         of, known = self._of, self._known
         peak, left, spread = self._memory.expect(self._table.loads(rows, sizes))
         fits = np.where(sizes <= self._fits[rows], 1.0, normal_cdf(left / spread))
@@ -268,11 +274,16 @@ class Belief:
         host, room = self._table.host[rows], float(of.hardware.host_memory_bytes)
         if known.host_too_large.any():
             room = min(room, float(self._table.host[known.row[known.host_too_large]].min()))
-        fits = fits * np.where(host > 0, normal_cdf((room - host) / (_HOST_ERROR * room)), 1.0)
+        return peak, fits * np.where(host > 0, normal_cdf((room - host) / (_HOST_ERROR * room)), 1.0)
+
+    def _works(self, rows: Numbers) -> Numbers:
+        """Return the probabilities that launches do not fail for another reason than memory, by their structures."""
+        known = self._known
         count = len(self._table.lineages)
         broken = np.bincount(self._table.structure[known.row[known.broken]], minlength=count)
         sound = np.bincount(self._table.structure[known.row[known.fits]], minlength=count)
-        return peak, fits * ((1 + sound) / (1 + sound + broken))[self._table.structure[rows]]
+        found: Numbers = ((1 + sound) / (1 + sound + broken))[self._table.structure[rows]]
+        return found
 
 
 def _most_telling(known: Known) -> Numbers:

@@ -29,7 +29,9 @@ _ANOTHER_DAY = 0.1
 """Widening of a coefficient's logarithm where model and machine are the same."""
 _ANOTHER_MODEL = 0.3
 """Likewise, where the model is another: of what belongs to the machine."""
-_OF_THE_MODEL = frozenset({"speed", "idle", "modules", "ahead", "hooks", "fetch", "other", "pressure", "steepness"})
+_OF_THE_MODEL = frozenset(
+    {"speed", "idle", "modules", "ahead", "hooks", "fetch", "other", "pressure", "steepness", "edge"}
+)
 """Coefficients that depend on the model as much as on the machine."""
 _MOST_LAUNCHES = 60
 """Launches of one study that are taken over: the fastest, and the largest and smallest that tell the edge."""

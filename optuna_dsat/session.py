@@ -311,8 +311,15 @@ class Session:
         )
 
     def _to_confirm(self, trials: Sequence[FrozenTrial], candidates: Sequence[FrozenTrial]) -> list[FrozenTrial]:
-        """Return the best few and the user's own config: both sides of the speed-up are measured alike."""
+        """Return the best few and the user's own config: both sides of the speed-up are measured alike.
+
+        What measured best is among them, also where the model behind the search thinks it was luck: it may be the model
+        that errs.
+        """
         chosen = list(candidates[: self.spec.confirm])
+        luckiest = history.best_trials(candidates, maximize=self.spec.direction == "maximize")[0]
+        if len(chosen) > 1 and luckiest not in chosen:
+            chosen[-1] = luckiest
         baseline = history.user_config_trial(trials)
         if chosen and baseline is not None and baseline not in chosen:
             chosen.append(baseline)

@@ -45,6 +45,7 @@ _PRIORS = {
     "backward": (2.0, 0.3),  # computation of the backward pass over that of the forward pass
     "pressure": (0.03, 1.5),  # slow-down of the computation when memory is full
     "steepness": (5.0, 0.6),  # power of the filled share with which that grows
+    "edge": (0.03, 1.0),  # slow-down of the computation in the last per cent of memory
     "link": (5e-11, 1.5),  # seconds per byte of a collective
     "latency": (1e-4, 1.2),  # seconds per message
     "scatter": (1.2, 0.25),  # volume of stage 1's and 2's reduce-scatter over the ideal one
@@ -73,7 +74,7 @@ BOUNDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "link": ("link", "latency", "contention"),
         "host": ("pcie", "adam", "nvme", "fetch"),
-        "memory": ("idle", "pressure", "memory"),
+        "memory": ("idle", "pressure", "edge", "memory"),
         "overhead": ("hooks", "group", "other"),
     }
 )
@@ -90,6 +91,10 @@ _FLOOR = 0.005
 _STEPS = 25
 _STAGE0_BUCKET = 500_000_000
 """Elements that ZeRO 0 reduces at a time (``deepspeed.runtime.engine.MEMORY_OPT_ALLREDUCE_SIZE``)."""
+_EDGE_POWER = 40
+"""Of the filled share: at 0.95 of the memory an eighth of what a full one costs. There torch's caching allocator frees
+its cache, with a device synchronisation, and asks again (``num_alloc_retries`` of ``torch.cuda.memory_stats``).
+"""
 _STATES_BYTES = 12
 """Bytes per parameter of master copy and Adam's two moments."""
 
@@ -204,7 +209,8 @@ class StepTheory:
         x = dict(zip(_PRIORS, np.exp(logs), strict=True))
         third = c.stage == 3
         per_sample = max(1, self.flops_per_sample) / 3 / x["speed"]
-        compute = per_sample * (micro_batch + x["idle"]) * (1 + x["pressure"] * fill ** x["steepness"])
+        crowded = x["pressure"] * fill ** x["steepness"] + x["edge"] * fill**_EDGE_POWER
+        compute = per_sample * (micro_batch + x["idle"]) * (1 + crowded)
         after = x["backward"] * compute
         reduced, messages = self._reduction(x, c)
         forward_gathers, gathers, gather_messages, covered = self._gathers(x, c)
