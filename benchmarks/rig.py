@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.landscapes import Trained
+from benchmarks.recorded import Recorded
 from optuna_dsat.launch.protocol import Finished, LaunchRequest, LaunchUpdate, Observed, ScriptCommand
 from optuna_dsat.launch.simulated import SimulatedLauncher
 from optuna_dsat.measurement import LaunchRecord
@@ -49,7 +50,7 @@ class Rig:
         seed: Of the noise.
     """
 
-    def __init__(self, landscape: Trained, *, budget: int, noise: float = 0.0, seed: int = 0) -> None:
+    def __init__(self, landscape: Trained | Recorded, *, budget: int, noise: float = 0.0, seed: int = 0) -> None:
         self.landscape = landscape
         self.launches: list[Launch] = []
         self.believed: Sequence[Mapping[str, Any] | None] | None = None
@@ -129,7 +130,7 @@ class Rig:
         record = self._records.pop(update.launch_id)
         measured = update.report.outcome is Outcome.MEASURED
         profile = record.profile
-        flops = self.landscape.model.flops_per_sample
+        flops = self.landscape.flops_per_sample
         self.launches.append(
             Launch(
                 purpose=request.purpose,

@@ -26,6 +26,7 @@ from benchmarks import ours
 from benchmarks.landscapes import LANDSCAPES, Trained, throughput
 from benchmarks.optimum import Optimum, optimum
 from benchmarks.peers import deepspeed_autotuning, determined_dsat, optuna_samplers
+from benchmarks.recorded import Recorded
 from benchmarks.rig import Launch, Rig
 from optuna_dsat.outcome import Outcome
 
@@ -116,17 +117,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"{method} is left out: {', '.join(_missing(method))} not installed (see benchmarks/README.md)\n")
     results: list[Result] = []
     rows: list[Row] = []
-    for name in args.landscapes:
-        landscape = LANDSCAPES[name]
-        best = optimum(landscape)
-        print(_heading(landscape, best), flush=True)
+    landscapes: list[Trained | Recorded] = [LANDSCAPES[name] for name in args.landscapes]
+    if args.recorded:
+        landscapes = [Recorded.load(path) for path in args.recorded]
+        methods = [method for method in methods if METHODS[method] is ours.run]
+    for landscape in landscapes:
+        name = landscape.name
+        best, heading = _known(landscape)
+        print(heading, flush=True)
         for method in methods:
             began = time.monotonic()
             found = [
                 run_one(
                     landscape,
                     method,
-                    best=best.best.throughput,
+                    best=best,
                     budget=args.budget,
                     noise=args.noise,
                     seed=seed,
@@ -147,6 +152,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.search_efficiency", description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", type=int, default=11, help="searches per method and landscape (default 11)")
     parser.add_argument("--landscapes", nargs="+", choices=list(LANDSCAPES), default=list(LANDSCAPES))
+    parser.add_argument(
+        "--recorded", nargs="+", type=Path, metavar="FILE", help="recorded landscapes instead; our methods only"
+    )
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--budget", type=int, default=64, help="launches after the profile launch (default 64)")
     parser.add_argument("--noise", type=float, default=0.02, help="relative deviation of measured times (default 0.02)")
@@ -163,7 +171,14 @@ def _missing(method: str) -> list[str]:
 
 
 def run_one(
-    landscape: Trained, method: str, *, best: float, budget: int, noise: float, seed: int, measured: bool = False
+    landscape: Trained | Recorded,
+    method: str,
+    *,
+    best: float,
+    budget: int,
+    noise: float,
+    seed: int,
+    measured: bool = False,
 ) -> Result:
     """Run one search and judge it.
 
@@ -198,7 +213,9 @@ def run_one(
 
 
 def _held(
-    landscape: Trained, launches: Sequence[Launch], believed: Sequence[Mapping[str, Any] | None] | None = None
+    landscape: Trained | Recorded,
+    launches: Sequence[Launch],
+    believed: Sequence[Mapping[str, Any] | None] | None = None,
 ) -> list[float]:
     """Return after each launch what the configuration then held is worth, without noise.
 
@@ -238,6 +255,20 @@ def summarise(results: Sequence[Result]) -> Row:
 def _median(values: Iterable[float | None]) -> float:
     """Return the median, infinite where half of the values or more are None: never."""
     return statistics.median_high([math.inf if value is None else value for value in values])
+
+
+def _known(landscape: Trained | Recorded) -> tuple[float, str]:
+    """Return the best throughput of a landscape, and its heading."""
+    if isinstance(landscape, Trained):
+        best = optimum(landscape)
+        return best.best.throughput, _heading(landscape, best)
+    rate, (stage, *offloads, bucket), size = landscape.best()
+    words = [name for name, chosen in zip(("optimizer", "parameters"), offloads, strict=True) if chosen]
+    where = f"ZeRO {stage}{' with offload of ' + ' and '.join(words) if words else ''}, reduce bucket {bucket:.0e}"
+    return rate, (
+        f"### {landscape.name}\n{landscape.about}.\n"
+        f"Best recorded: {rate:.4g} samples/s at {where}, micro-batch {size}; {len(landscape.lineages)} lineages.\n"
+    )
 
 
 def _heading(landscape: Trained, best: Optimum) -> str:

@@ -168,7 +168,7 @@ class Belief:
             row=row,
             structure=self._table.structure[row],
             knobs=self._table.knobs[row],
-            eights=(size % 8 == 0).astype(np.float64),
+            micro_batch=size,
             fill=fill,
             goodness=of.goodness(phases, size),
             latency=phases.sum(axis=0),

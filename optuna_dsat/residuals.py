@@ -1,10 +1,11 @@
 """What the step theory misses of the metric, as a Gaussian process with few parts.
 
 Rasmussen and Williams 2006, chapter 2. The residual of a configuration's logarithm is a sum: one part per structure
-(ZeRO stage and offload), one per value of a knob within a structure, one per lineage, a smooth one of the share of
-memory in use, one of micro-batches that are multiples of 8 (their kernels differ; NVIDIA, "Matrix Multiplication
-Background"), and what the coefficients' own uncertainty makes of it, by the formula's derivatives. All but the last
-grow and shrink together, by a factor that measurements choose.
+(ZeRO stage and offload), one per value of a knob within a structure, one per lineage, smooth ones of the share of
+memory in use and of the micro-batch (caches, kernels), one of micro-batches that are multiples of 8 (their kernels
+differ; NVIDIA, "Matrix Multiplication Background"), and what the coefficients' own uncertainty makes of it, by the
+formula's derivatives. All but the last two grow and shrink together, by a factor that measurements choose: how well the
+theory does elsewhere says nothing of kernels.
 
 Measurements of an earlier study are noisier than those of this one, and have an error in common: that machine, on that
 day.
@@ -25,7 +26,7 @@ __all__ = ["NOISE", "Points", "Residuals"]
 
 Numbers: TypeAlias = npt.NDArray[Any]
 
-_STRUCTURE, _KNOBS, _LINEAGE, _FILL, _EIGHTS = 0.05, 0.05, 0.015, 0.03, 0.01
+_STRUCTURE, _KNOBS, _LINEAGE, _FILL, _SIZE, _EIGHTS = 0.05, 0.05, 0.015, 0.03, 0.03, 0.04
 """Standard deviations of the residuals' parts, relative to the metric."""
 _SCALES = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0)
 """Factors on their variances, of which the likeliest is taken."""
@@ -33,6 +34,8 @@ _SCALE_SPREAD = 1.5
 """Standard deviation of the factor's logarithm before anything is measured."""
 _FILL_WIDTH = 0.2
 """Share of the memory over which the residual of memory in use changes."""
+_SIZE_WIDTH = 1.0
+"""Doublings of the micro-batch over which the residual of its size changes."""
 NOISE = 0.02
 """Of a measured metric, relative, from launch to launch."""
 _EARLIER, _EARLIER_EACH = 0.05, 0.02
@@ -47,8 +50,7 @@ class Points:
     """Of the lineage table."""
     structure: Numbers
     knobs: Numbers
-    eights: Numbers
-    """1 where the micro-batch is a multiple of 8."""
+    micro_batch: Numbers
     fill: Numbers
     """Share of the device's memory in use."""
     goodness: Numbers
@@ -105,15 +107,18 @@ class Residuals:
         found: Numbers = same * (_STRUCTURE**2 + _KNOBS**2 * alike(a.knobs, b.knobs))
         found += _LINEAGE**2 * (a.row[:, None] == b.row[None, :])
         found += _FILL**2 * np.exp(-0.5 * ((a.fill[:, None] - b.fill[None, :]) / _FILL_WIDTH) ** 2)
-        found += _EIGHTS**2 * np.outer(a.eights, b.eights)
+        sizes = np.log2(a.micro_batch)[:, None] - np.log2(b.micro_batch)[None, :]
+        found += _SIZE**2 * np.exp(-0.5 * (sizes / _SIZE_WIDTH) ** 2)
         found *= self.scale
+        found += _EIGHTS**2 * np.outer(a.micro_batch % 8 == 0, b.micro_batch % 8 == 0)
         found += a.doubt @ b.doubt.T
         return found
 
     def expect(self, new: Points) -> tuple[Numbers, Numbers]:
         """Return mean and variance of the goodness of configurations."""
         shared = self.covariance(new, self.points)
-        own = self.scale * (_STRUCTURE**2 + _KNOBS**2 + _LINEAGE**2 + _FILL**2 + _EIGHTS**2 * new.eights)
+        own = self.scale * (_STRUCTURE**2 + _KNOBS**2 + _LINEAGE**2 + _FILL**2 + _SIZE**2)
+        own += _EIGHTS**2 * (new.micro_batch % 8 == 0)
         own += (new.doubt**2).sum(axis=1)
         variance = own - np.einsum("ij,jk,ik->i", shared, self._inverse, shared, optimize=True)
         return new.goodness + shared @ self.weights, np.maximum(variance, 1e-8)
