@@ -101,10 +101,18 @@ class Residuals:
             found.append(-0.5 * fit - 0.5 * math.log(scale) ** 2 / _SCALE_SPREAD**2)
         return _SCALES[int(np.argmax(found))]
 
+    @property
+    def apart(self) -> float:
+        """Variance of a structure's part, before the factor that all parts share.
+
+        Never less than assumed: launches of one structure that agree with the theory say nothing of another.
+        """
+        return _STRUCTURE**2 / min(1.0, self.scale)
+
     def covariance(self, a: Points, b: Points) -> Numbers:
         """Return the covariance of the goodness of two sets of configurations, noise aside."""
         same = a.structure[:, None] == b.structure[None, :]
-        found: Numbers = same * (_STRUCTURE**2 + _KNOBS**2 * alike(a.knobs, b.knobs))
+        found: Numbers = same * (self.apart + _KNOBS**2 * alike(a.knobs, b.knobs))
         found += _LINEAGE**2 * (a.row[:, None] == b.row[None, :])
         found += _FILL**2 * np.exp(-0.5 * ((a.fill[:, None] - b.fill[None, :]) / _FILL_WIDTH) ** 2)
         sizes = np.log2(a.micro_batch)[:, None] - np.log2(b.micro_batch)[None, :]
@@ -117,7 +125,7 @@ class Residuals:
     def expect(self, new: Points) -> tuple[Numbers, Numbers]:
         """Return mean and variance of the goodness of configurations."""
         shared = self.covariance(new, self.points)
-        own = self.scale * (_STRUCTURE**2 + _KNOBS**2 + _LINEAGE**2 + _FILL**2 + _SIZE**2)
+        own = self.scale * (self.apart + _KNOBS**2 + _LINEAGE**2 + _FILL**2 + _SIZE**2)
         own += _EIGHTS**2 * (new.micro_batch % 8 == 0)
         own += (new.doubt**2).sum(axis=1)
         variance = own - np.einsum("ij,jk,ik->i", shared, self._inverse, shared, optimize=True)
@@ -133,7 +141,7 @@ class Residuals:
         points = self.points
         if not len(points.row):
             return np.zeros(len(structure))
-        found: Numbers = self.scale * _STRUCTURE**2 * by_structure(points.structure, self.weights, structure)
+        found: Numbers = self.scale * self.apart * by_structure(points.structure, self.weights, structure)
         shared = by_knob(points.structure, points.knobs, self.weights, structure, knobs)
         return found + self.scale * _KNOBS**2 * shared
 
