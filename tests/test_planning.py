@@ -137,6 +137,32 @@ def test_published_speeds_lie_in_the_predicted_range(
     assert found.low_s < step_s < found.high_s
 
 
+LARGEST = [
+    ("ZeRO 0", 1, 1.4, 2.0),
+    ("ZeRO 2 + optimizer offload", 1, 13.0, 16.0),
+    ("ZeRO 1", 64, 6.2, 7.6),
+]
+"""On V100s of 32 GB: what runs on how many GPUs, billions of parameters that were trained, and that cannot be.
+
+The first two are ZeRO-Offload's (Ren et al., arXiv:2101.06840, abstract and section 6.2.1: 1.4 billion with PyTorch, 13
+billion with ZeRO-Offload on a single GPU), the third the ZeRO paper's (arXiv:1910.02054, table 2, first row: 6.2
+billion measured, 7.6 billion if model states alone filled the memory).
+"""
+
+
+@pytest.mark.parametrize(("name", "gpus", "fits", "too_large"), LARGEST)
+def test_the_largest_models_that_others_trained_fit_and_no_much_larger_ones(
+    name: str, gpus: int, fits: float, too_large: float
+) -> None:
+    def largest(billions: float) -> int:
+        shape = gpt(billions, seq_length=1024, recompute="full")
+        about = subject(shape, "v100-32g", min(gpus, 16), nodes=-(-gpus // 16), host_gib=1536)
+        return by_name(plan_rows(about))[name].largest
+
+    assert largest(fits) >= 1
+    assert largest(too_large) == 0
+
+
 def test_the_guides_order_begins_where_it_fits() -> None:
     assert advice(gpt(1.3), "a100-80g", 8).startswith("Begin with ZeRO 2,")
     assert advice(gpt(13), "rtx3090", 2, host_gib=512).startswith("Begin with ZeRO 3 + parameter offload and optimizer")
