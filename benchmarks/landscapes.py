@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from benchmarks.physics import Machine, Model, Quirks, Settings, step_times, usage
+from benchmarks.recorded import Recorded
 from optuna_dsat.launch.simulated import SimulatedProfile, SimulatedResult
 from optuna_dsat.outcome import Outcome
 
@@ -43,6 +44,21 @@ class Trained:
     def slots(self) -> int:
         """GPUs of one launch."""
         return self.machine.gpus
+
+    @property
+    def kind(self) -> str:
+        """``cuda`` or ``cpu``."""
+        return "cuda"
+
+    @property
+    def no_tune(self) -> tuple[str, ...]:
+        """Knobs that are no part of the search."""
+        return ()
+
+    @property
+    def flops_per_sample(self) -> float:
+        """FLOPs of forward and backward."""
+        return self.model.flops_per_sample
 
     @property
     def user_config(self) -> dict[str, Any]:
@@ -102,7 +118,7 @@ class Trained:
         return 20.0 + 6.0 * math.sqrt(self.model.params / 1e9)
 
 
-def throughput(landscape: Trained, ds_config: Mapping[str, Any]) -> float:
+def throughput(landscape: Trained | Recorded, ds_config: Mapping[str, Any]) -> float:
     """Return the noise-free samples per second over all GPUs, 0 for what does not run: what a config is worth."""
     result = landscape.run(ds_config, landscape.slots)
     if result.outcome is not Outcome.MEASURED:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import optuna
 
 from benchmarks.rig import COMMAND, Rig
+from optuna_dsat import history
 from optuna_dsat.errors import NothingRunnableError
+from optuna_dsat.finalists import Finalist, choose_winner
+from optuna_dsat.methods import make_method
+from optuna_dsat.profiling import Profiled
 from optuna_dsat.session import Session
 from optuna_dsat.spec import StudySpec, make_spec
 from optuna_dsat.store import Store
+from optuna_dsat.study_space import space_of
 
 __all__ = ["quick_store", "run", "spec_of"]
 
@@ -46,7 +51,8 @@ def spec_of(rig: Rig, *, method: str, budget: int, seed: int, folder: Path) -> S
         method=method,
         script={"script": COMMAND.script, "cwd": str(folder), "config_path": COMMAND.config_path},
         ds_config=rig.landscape.user_config,
-        device="cuda",
+        device=rig.landscape.kind,
+        no_tune=rig.landscape.no_tune,
         slots_per_trial=rig.landscape.slots,
         max_trials=budget - (confirm + 1 if confirm else 0),
         max_concurrent_trials=1,
@@ -71,3 +77,37 @@ def run(method: str, rig: Rig, *, budget: int, seed: int, store: Store | None = 
             session.run()
         except NothingRunnableError:
             return  # an outcome of the search like any other
+        if method == "guided":
+            rig.believed = believed(rig, session)
+
+
+def believed(rig: Rig, session: Session) -> list[Mapping[str, Any] | None]:
+    """Return after each launch the config that would be handed over if the search were stopped there.
+
+    That is the best by belief of the trials measured so far (``Method.ranked``), and among finalists the winner: the
+    finalists are chosen by belief, and an interrupted search ends with it.
+    """
+    store, spec = session._store, session.spec
+    profile = store.find_profile(session._fingerprint)
+    if profile is None:
+        raise RuntimeError("a session that ran has a profile")
+    profiled = Profiled.from_json(profile.profile)
+    method = make_method(spec, profiled, space_of(spec, profiled))
+    if method.believed is None:
+        raise ValueError(f"{spec.method} believes nothing beside what it measured")
+    study = optuna.load_study(study_name=spec.name, storage=store.storage)
+    trials = {trial.user_attrs.get(history.LAUNCH_ID): trial for trial in study.get_trials(deepcopy=False)}
+    again = {f"confirm-{one['number']:04d}": Finalist(**one) for one in study.user_attrs.get(history.FINALISTS, [])}
+    seen: list[optuna.trial.FrozenTrial] = []
+    finalists: list[Finalist] = []
+    found: list[Mapping[str, Any] | None] = []
+    for launch in rig.launches:
+        if launch.launch_id in trials:
+            seen = sorted([*seen, trials[launch.launch_id]], key=lambda trial: trial.number)
+        elif launch.launch_id in again:
+            finalists.append(again[launch.launch_id])
+        candidates = method.ranked(seen, maximize=True)
+        if candidates:
+            winner, _ = choose_winner(candidates, finalists, maximize=True, believed=method.believed(seen))
+        found.append(winner.user_attrs[history.CONFIG] if candidates else None)
+    return found

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.landscapes import Trained
+from benchmarks.recorded import Recorded
 from optuna_dsat.launch.preload import Preload
 from optuna_dsat.launch.protocol import Finished, LaunchRequest, LaunchUpdate, Observed, ScriptCommand
 from optuna_dsat.launch.simulated import SimulatedLauncher
@@ -37,6 +38,7 @@ class Launch:
     """What a profile launch taught; empty for others."""
     ended_s: float
     """Virtual seconds since the search began."""
+    launch_id: str = ""
 
 
 class Rig:
@@ -49,9 +51,11 @@ class Rig:
         seed: Of the noise.
     """
 
-    def __init__(self, landscape: Trained, *, budget: int, noise: float = 0.0, seed: int = 0) -> None:
+    def __init__(self, landscape: Trained | Recorded, *, budget: int, noise: float = 0.0, seed: int = 0) -> None:
         self.landscape = landscape
         self.launches: list[Launch] = []
+        self.believed: Sequence[Mapping[str, Any] | None] | None = None
+        """After each launch the config that the method believes to be best, where it has a belief of its own."""
         self._budget = budget
         self._launcher = SimulatedLauncher(landscape, total_slots=landscape.slots, noise=noise, seed=seed)
         self._requests: dict[str, LaunchRequest] = {}
@@ -130,7 +134,7 @@ class Rig:
         record = self._records.pop(update.launch_id)
         measured = update.report.outcome is Outcome.MEASURED
         profile = record.profile
-        flops = self.landscape.model.flops_per_sample
+        flops = self.landscape.flops_per_sample
         self.launches.append(
             Launch(
                 purpose=request.purpose,
@@ -146,5 +150,6 @@ class Rig:
                     "gpu_mem": profile.device_memory_bytes,
                 },
                 ended_s=self._launcher.now_s,
+                launch_id=update.launch_id,
             )
         )

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import optuna
 
@@ -25,6 +26,7 @@ from benchmarks import ours
 from benchmarks.landscapes import LANDSCAPES, Trained, throughput
 from benchmarks.optimum import Optimum, optimum
 from benchmarks.peers import deepspeed_autotuning, determined_dsat, optuna_samplers
+from benchmarks.recorded import Recorded
 from benchmarks.rig import Launch, Rig
 from optuna_dsat.outcome import Outcome
 
@@ -115,14 +117,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"{method} is left out: {', '.join(_missing(method))} not installed (see benchmarks/README.md)\n")
     results: list[Result] = []
     rows: list[Row] = []
-    for name in args.landscapes:
-        landscape = LANDSCAPES[name]
-        best = optimum(landscape)
-        print(_heading(landscape, best), flush=True)
+    landscapes: list[Trained | Recorded] = [LANDSCAPES[name] for name in args.landscapes]
+    if args.recorded:
+        landscapes = [Recorded.load(path) for path in args.recorded]
+        methods = [method for method in methods if METHODS[method] is ours.run]
+    for landscape in landscapes:
+        name = landscape.name
+        best, heading = _known(landscape)
+        print(heading, flush=True)
         for method in methods:
             began = time.monotonic()
             found = [
-                run_one(landscape, method, best=best.best.throughput, budget=args.budget, noise=args.noise, seed=seed)
+                run_one(
+                    landscape,
+                    method,
+                    best=best,
+                    budget=args.budget,
+                    noise=args.noise,
+                    seed=seed,
+                    measured=args.measured,
+                )
                 for seed in range(args.seeds)
             ]
             results += found
@@ -138,9 +152,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.search_efficiency", description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", type=int, default=11, help="searches per method and landscape (default 11)")
     parser.add_argument("--landscapes", nargs="+", choices=list(LANDSCAPES), default=list(LANDSCAPES))
+    parser.add_argument(
+        "--recorded", nargs="+", type=Path, metavar="FILE", help="recorded landscapes instead; our methods only"
+    )
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--budget", type=int, default=64, help="launches after the profile launch (default 64)")
     parser.add_argument("--noise", type=float, default=0.02, help="relative deviation of measured times (default 0.02)")
+    parser.add_argument(
+        "--measured", action="store_true", help="hold what measured best, whatever a method believes to be best"
+    )
     parser.add_argument("--json", type=Path, help="file that receives the result of every search")
     return parser
 
@@ -150,7 +170,16 @@ def _missing(method: str) -> list[str]:
     return [package for package in needed if importlib.util.find_spec(package) is None]
 
 
-def run_one(landscape: Trained, method: str, *, best: float, budget: int, noise: float, seed: int) -> Result:
+def run_one(
+    landscape: Trained | Recorded,
+    method: str,
+    *,
+    best: float,
+    budget: int,
+    noise: float,
+    seed: int,
+    measured: bool = False,
+) -> Result:
     """Run one search and judge it.
 
     Args:
@@ -160,11 +189,12 @@ def run_one(landscape: Trained, method: str, *, best: float, budget: int, noise:
         budget: Launches after the profile launches.
         noise: Relative standard deviation of measured times.
         seed: Of the method and of the noise.
+        measured: Whether what measured best counts as held, also where the method believes otherwise.
     """
     rig = Rig(landscape, budget=budget, noise=noise, seed=seed)
     METHODS[method](method, rig, budget=budget, seed=seed)
     launches = rig.launches
-    distances = [1 - worth / best for worth in _held(landscape, launches)]
+    distances = [1 - worth / best for worth in _held(landscape, launches, None if measured else rig.believed)]
     near = next((index for index, distance in enumerate(distances) if distance <= NEAR), None)
     close = next((index for index, distance in enumerate(distances) if distance <= CLOSE), None)
     outcomes = [launch.outcome.value for launch in launches]
@@ -182,20 +212,27 @@ def run_one(landscape: Trained, method: str, *, best: float, budget: int, noise:
     )
 
 
-def _held(landscape: Trained, launches: Sequence[Launch]) -> list[float]:
+def _held(
+    landscape: Trained | Recorded,
+    launches: Sequence[Launch],
+    believed: Sequence[Mapping[str, Any] | None] | None = None,
+) -> list[float]:
     """Return after each launch what the configuration then held is worth, without noise.
 
-    Held is what measured best; from the first finalist on, the best finalist.
+    Held is what measured best, from the first finalist on the best finalist; or what the method believes to be best.
     """
     worths = []
     held, shown, phase = 0.0, 0.0, "trial"
-    for launch in launches:
+    for index, launch in enumerate(launches):
         value = launch.metrics.get("throughput", 0.0)
         if launch.outcome is Outcome.MEASURED and launch.purpose != "profile":
             if launch.purpose != phase:
                 phase, shown = launch.purpose, 0.0
             if value > shown:
                 shown, held = value, throughput(landscape, launch.ds_config)
+        config = None if believed is None else believed[index]
+        if config is not None:
+            held = throughput(landscape, config)
         worths.append(held)
     return worths
 
@@ -218,6 +255,20 @@ def summarise(results: Sequence[Result]) -> Row:
 def _median(values: Iterable[float | None]) -> float:
     """Return the median, infinite where half of the values or more are None: never."""
     return statistics.median_high([math.inf if value is None else value for value in values])
+
+
+def _known(landscape: Trained | Recorded) -> tuple[float, str]:
+    """Return the best throughput of a landscape, and its heading."""
+    if isinstance(landscape, Trained):
+        best = optimum(landscape)
+        return best.best.throughput, _heading(landscape, best)
+    rate, (stage, *offloads, bucket), size = landscape.best()
+    words = [name for name, chosen in zip(("optimizer", "parameters"), offloads, strict=True) if chosen]
+    where = f"ZeRO {stage}{' with offload of ' + ' and '.join(words) if words else ''}, reduce bucket {bucket:.0e}"
+    return rate, (
+        f"### {landscape.name}\n{landscape.about}.\n"
+        f"Best recorded: {rate:.4g} samples/s at {where}, micro-batch {size}; {len(landscape.lineages)} lineages.\n"
+    )
 
 
 def _heading(landscape: Trained, best: Optimum) -> str:

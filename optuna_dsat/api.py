@@ -107,6 +107,8 @@ def tune(
     divisor: int = 2,
     asha_early_stopping: int = 0,
     memory_margin: float = 0.05,
+    warm_start: str | None = None,
+    no_warm_start: bool = False,
 ) -> TuneResult:
     """Find the DeepSpeed configuration that trains a script fastest; the command ``optuna-dsat tune`` as a function.
 
@@ -166,6 +168,9 @@ def tune(
         divisor: ``asha``: the best ``1 / divisor`` of a rung goes on (eta of arXiv:1810.05934).
         asha_early_stopping: ``asha``: rungs start ``divisor ** asha_early_stopping`` higher (s of arXiv:1810.05934).
         memory_margin: ``guided``: share of the device's memory that a launch is expected to leave free.
+        warm_start: ``guided``: a study of the same storage whose launches teach this one; None for those of the same
+            script, config and hardware.
+        no_warm_start: ``guided``: whether to begin without what earlier studies taught.
 
     Returns:
         The best configuration with its metrics, and where all of it lies.

@@ -32,6 +32,7 @@ __all__ = [
     "PURPOSE",
     "USER_CONFIG",
     "VETOED",
+    "WARM_START",
     "WINNER",
     "best_trials",
     "data_limit",
@@ -74,6 +75,8 @@ FINGERPRINT = "profile_fingerprint"
 """On the study: under which key the store keeps its profile."""
 END_REASON = "end_reason"
 """On the study: why its search last ended, a value of ``optuna_dsat.tuner.EndReason``."""
+WARM_START = "warm_start"
+"""Study attribute: what earlier studies taught (``optuna_dsat.experience``), empty for nothing."""
 WINNER = "winner"
 """On the study: number of the trial that won."""
 

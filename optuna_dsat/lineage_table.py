@@ -12,6 +12,7 @@ import numpy.typing as npt
 from optuna.trial import FrozenTrial
 
 from optuna_dsat import ds_config, history
+from optuna_dsat.experience import Launched
 from optuna_dsat.lineage import (
     MICRO_BATCH,
     STRUCTURE,
@@ -49,6 +50,8 @@ _SIZES = {
 class Known:
     """The trials that say something, one element each, in the order of their numbers."""
 
+    number: Numbers
+    """Of the trial; -1 for a launch of an earlier study."""
     row: Numbers
     """Of the table."""
     micro_batch: Numbers
@@ -117,6 +120,10 @@ class LineageTable:
         """Predicted bytes: on the device at the end of the forward pass without activations, there at other moments,
         and on one host.
         """
+
+    def row_of(self, params: Mapping[str, Any]) -> int | None:
+        """Return the row of a lineage, None for one that is not of this space."""
+        return self._index.get(lineage_key(params))
 
     def loads(self, rows: Numbers, micro_batch: Numbers) -> Loads:
         """Return rows at micro-batches as the memory belief takes them."""
@@ -220,6 +227,7 @@ class LineageTable:
         data = np.array([outcome == Outcome.OUT_OF_DATA for outcome in outcomes], dtype=bool)
         says_all = [says for _, _, _, says, _ in found]
         return Known(
+            number=np.array([trial.number for _, _, trial, _, _ in found], dtype=np.int64),
             row=np.array([row for row, *_ in found], dtype=np.int64),
             micro_batch=np.array([size for _, size, *_ in found], dtype=np.float64),
             value=np.array([value if value is not None and value > 0 else math.nan for value in scores]),
@@ -231,4 +239,31 @@ class LineageTable:
             fits=np.array([one is Evidence.FITS for one in says_all], dtype=bool),
             pending=np.array([pending for *_, pending in found], dtype=bool),
             used={row: frozenset(sizes) for row, sizes in used.items()},
+        )
+
+    def recall(self, launches: Sequence[Launched], *, metric: str) -> Known:
+        """Read launches of an earlier study; those of lineages that are not of this space are passed over.
+
+        Args:
+            launches: The launches.
+            metric: Name of the metric that is optimised.
+        """
+        found = [(self._index.get(lineage_key(one.params)), one) for one in launches]
+        rows = [(row, one) for row, one in found if row is not None]
+        count = len(rows)
+        values = [one.metrics.get(metric, math.nan) if one.fits else math.nan for _, one in rows]
+        fits = np.array([one.fits for _, one in rows], dtype=bool)
+        return Known(
+            number=np.full(count, -1, dtype=np.int64),
+            row=np.array([row for row, _ in rows], dtype=np.int64),
+            micro_batch=np.array([one.micro_batch for _, one in rows], dtype=np.float64),
+            value=np.array([value if value > 0 else math.nan for value in values], dtype=np.float64),
+            peak=np.array([one.peak_bytes or math.nan for _, one in rows], dtype=np.float64),
+            phases=np.full((4, count), math.nan),
+            too_large=~fits,
+            host_too_large=np.zeros(count, dtype=bool),
+            broken=np.zeros(count, dtype=bool),
+            fits=fits,
+            pending=np.zeros(count, dtype=bool),
+            used={},
         )

@@ -12,6 +12,7 @@ from optuna.trial import FrozenTrial
 
 from optuna_dsat import ds_config, history, memory
 from optuna_dsat.errors import UsageError
+from optuna_dsat.experience import Experience
 from optuna_dsat.foresight import Foresight
 from optuna_dsat.lineage import MICRO_BATCH, lineage_key
 from optuna_dsat.lineage_history import same_trial
@@ -23,7 +24,7 @@ from optuna_dsat.space import SearchSpace
 from optuna_dsat.spec import StudySpec
 from optuna_dsat.study_space import hardware_of
 
-__all__ = ["Ceiling", "Method", "make_method"]
+__all__ = ["Ceiling", "Method", "make_foresight", "make_method"]
 
 
 class Ceiling:
@@ -98,6 +99,17 @@ class Method:
     pruner: BasePruner
     classes: int
     """Lineages of the space."""
+    believed: Callable[[Sequence[FrozenTrial]], Mapping[int, float]] | None = None
+    """Trial number -> what the metric of a measured trial is believed to be; None where only measurements tell."""
+
+    def ranked(self, trials: Sequence[FrozenTrial], *, maximize: bool) -> list[FrozenTrial]:
+        """Return the measured trials, best first: by belief where there is one, else by measurement."""
+        best = history.best_trials(trials, maximize=maximize)
+        if self.believed is None or not best:
+            return best
+        values = self.believed(trials)
+        sign = -1 if maximize else 1
+        return sorted(best, key=lambda trial: sign * values.get(trial.number, trial.values[0]))
 
     def exhausted(self, study: optuna.Study) -> bool:
         """Whether nothing is left that may win."""
@@ -148,35 +160,61 @@ def _asha(spec: StudySpec, profiled: Profiled, space: SearchSpace) -> Method:
     return Method(sampler=_bisection(spec, profiled, space), pruner=pruner, classes=space.classes())
 
 
-def _guided(spec: StudySpec, profiled: Profiled, space: SearchSpace) -> Method:
-    foresight = Foresight(
+def make_foresight(
+    spec: StudySpec, profiled: Profiled, space: SearchSpace, *, experience: Experience | None = None
+) -> Foresight:
+    """Return what a study's space promises, as ``guided`` sees it.
+
+    Args:
+        spec: The study.
+        profiled: What the profile launch taught.
+        space: The search space.
+        experience: What earlier studies taught.
+    """
+    return Foresight(
         profile=profiled.profile,
         hardware=hardware_of(spec, profiled),
         config=spec.ds_config,
         space=space,
         metric=spec.metric,
         memory_margin=spec.options.memory_margin,
+        experience=experience,
     )
+
+
+def _guided(spec: StudySpec, profiled: Profiled, space: SearchSpace, experience: Experience | None) -> Method:
+    foresight = make_foresight(spec, profiled, space, experience=experience)
     sampler = GuidedSampler(
         foresight=foresight, max_micro_batch=Ceiling(spec, profiled, space), usual=space.usual, seed=spec.random_seed
     )
-    return Method(sampler=sampler, pruner=optuna.pruners.NopPruner(), classes=space.classes())
+    return Method(
+        sampler=sampler, pruner=optuna.pruners.NopPruner(), classes=space.classes(), believed=foresight.believed
+    )
 
 
 _METHODS: Mapping[str, Callable[[StudySpec, Profiled, SearchSpace], Method]] = {
     "random": _random,
     "binary": _binary,
     "asha": _asha,
-    "guided": _guided,
 }
 
 
-def make_method(spec: StudySpec, profiled: Profiled, space: SearchSpace) -> Method:
+def make_method(
+    spec: StudySpec, profiled: Profiled, space: SearchSpace, *, experience: Experience | None = None
+) -> Method:
     """Return the sampler and pruner of ``spec.method``.
+
+    Args:
+        spec: The study.
+        profiled: What the profile launch taught.
+        space: The search space.
+        experience: What earlier studies taught; only ``guided`` uses it.
 
     Raises:
         UsageError: If there is no such method.
     """
+    if spec.method == "guided":
+        return _guided(spec, profiled, space, experience)
     if spec.method not in _METHODS:
-        raise UsageError(f"There is no method {spec.method!r}; there are {', '.join(_METHODS)}.")
+        raise UsageError(f"There is no method {spec.method!r}; there are {', '.join((*_METHODS, 'guided'))}.")
     return _METHODS[spec.method](spec, profiled, space)

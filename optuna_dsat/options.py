@@ -329,6 +329,18 @@ class GuidedOptions(TuneOptions):
             help="Share of the device's memory that a launch is expected to leave free.", rich_help_panel=_METHOD
         ),
     ] = 0.05
+    warm_start: Annotated[
+        str | None,
+        typer.Option(
+            help="Begin with what this study taught, of this or a similar model on the same hardware.  "
+            "\\[default: studies of the same script, config and hardware]",
+            metavar="STUDY",
+            rich_help_panel=_METHOD,
+        ),
+    ] = None
+    no_warm_start: Annotated[
+        bool, typer.Option("--no-warm-start", help="Begin without any earlier study.", rich_help_panel=_METHOD)
+    ] = False
 
 
 @dataclass(frozen=True, kw_only=True)

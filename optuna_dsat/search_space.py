@@ -243,6 +243,27 @@ class SearchSpace:
         tuned = next(tuned for tuned in self.knobs if tuned.name == name)
         return self._read(tuned, {**self.user_zero, "stage": params["zero_stage"]})
 
+    def completed(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the lineage that has the wanted values where they apply, and the user's or a default's elsewhere.
+
+        Args:
+            wanted: Knobs; those that do not apply, or whose value is no choice, are passed over.
+        """
+        params: dict[str, Any] = {}
+
+        def pick(tuned: TunedKnob) -> Any:
+            value = wanted.get(tuned.name)
+            if value not in tuned.choices:
+                value = self._read(
+                    tuned, {**self.user_zero, "stage": params.get("zero_stage", wanted.get("zero_stage"))}
+                )
+            params[tuned.name] = value if value in tuned.choices else tuned.choices[0]
+            return params[tuned.name]
+
+        for _ in self._settings(pick):
+            pass
+        return params
+
     def describe(self) -> list[KnobRow]:
         """Return one row per knob: what is searched, held or left out, where it applies and who uses it."""
         ours = {tuned.name: tuned for tuned in self.knobs}

@@ -14,12 +14,13 @@ from optuna.trial import FrozenTrial
 
 from optuna_dsat import ds_config, history
 from optuna_dsat.errors import StudyConflictError
+from optuna_dsat.experience import Experience
 from optuna_dsat.export import TuneResult, learning_rate_advice, trainable_config, training_command, write_best
 from optuna_dsat.finalists import Finalist, choose_winner, confirm
 from optuna_dsat.launch.protocol import Launcher, LaunchReport, LaunchRequest
 from optuna_dsat.loss_check import LossCheck, check_loss
 from optuna_dsat.measurement import GlobalStep, LaunchRecord
-from optuna_dsat.methods import make_method
+from optuna_dsat.methods import Method, make_method
 from optuna_dsat.operators import operators_of
 from optuna_dsat.profiling import Profiled, fingerprint, measure_profile
 from optuna_dsat.progress import (
@@ -38,6 +39,7 @@ from optuna_dsat.store import Store, StoredProfile, StudyRecord
 from optuna_dsat.study_space import largest_micro_batches, space_of
 from optuna_dsat.telling import objective, speed_up
 from optuna_dsat.tuner import EndReason, Tuner, user_config
+from optuna_dsat.warm_start import check_warm_start, experience_of
 from optuna_dsat.words import config_in_words, differences_in_words
 
 __all__ = ["Session", "check_study", "open_study"]
@@ -126,6 +128,7 @@ class Session:
         self._check_loss = check_loss
         self._reuse_profile = reuse_profile
         self.interrupted = False
+        check_warm_start(store, spec)
         self.record, self.spec, self.resumed = open_study(store, spec, relocated=relocated)
         self._store = store
         self._launcher = launcher
@@ -150,7 +153,7 @@ class Session:
             profiled.preload.changed(added=self.spec.preload, left_out=self.spec.no_preload),
             operators=operators_of(self.spec.ds_config, space),
         )
-        method = make_method(self.spec, profiled, space)
+        method = make_method(self.spec, profiled, space, experience=self._experience(profiled))
         study = self._load_study(method.sampler, method.pruner)
         study.set_user_attr(history.FINGERPRINT, self._fingerprint)
         self._enqueue_user_config(study, space, profiled)
@@ -168,7 +171,7 @@ class Session:
         self.interrupted = reason is EndReason.INTERRUPTED
         if not conclude:
             return None
-        result = self._conclude(study, profiled, reason)
+        result = self._conclude(study, profiled, reason, method)
         self._fill_dashboard()
         return result
 
@@ -257,6 +260,16 @@ class Session:
             file = Path(self.spec.script.config_path).name
             self._observer(Message(text=differences_in_words(record.engine.config_differences, file=file)))
 
+    def _experience(self, profiled: Profiled) -> Experience | None:
+        """Return what the study begins with, told in one line where it was found only now."""
+        study = optuna.load_study(study_name=self.spec.name, storage=self._store.storage)
+        found, new = experience_of(
+            study, store=self._store, spec=self.spec, profiled=profiled, fingerprint=self._fingerprint
+        )
+        if found is not None and new:
+            self._observer(Message(text=found.in_words()))
+        return found
+
     def _load_study(self, sampler: optuna.samplers.BaseSampler, pruner: optuna.pruners.BasePruner) -> optuna.Study:
         return optuna.load_study(study_name=self.spec.name, storage=self._store.storage, sampler=sampler, pruner=pruner)
 
@@ -283,11 +296,13 @@ class Session:
         )
         self._store.record_steps(self.record.uuid, report.launch_id, record.events)
 
-    def _conclude(self, study: optuna.Study, profiled: Profiled, reason: EndReason) -> TuneResult | None:
+    def _conclude(
+        self, study: optuna.Study, profiled: Profiled, reason: EndReason, method: Method
+    ) -> TuneResult | None:
         metric = objective(self.spec, profiled)
         maximize = self.spec.direction == "maximize"
         trials = study.get_trials(deepcopy=False)
-        candidates = history.best_trials(trials, maximize=maximize)
+        candidates = method.ranked(trials, maximize=maximize)
         if not candidates:
             return None
         finalists: list[Finalist] = []
@@ -295,7 +310,8 @@ class Session:
             finalists = self._confirm(study, self._to_confirm(trials, candidates), metric, profiled)
             if self.interrupted:
                 reason = EndReason.INTERRUPTED
-        winner, finalist = choose_winner(candidates, finalists, maximize=maximize)
+        believed = None if method.believed is None else method.believed(trials)
+        winner, finalist = choose_winner(candidates, finalists, maximize=maximize, believed=believed)
         return self._result(
             study,
             trials,
@@ -309,8 +325,15 @@ class Session:
         )
 
     def _to_confirm(self, trials: Sequence[FrozenTrial], candidates: Sequence[FrozenTrial]) -> list[FrozenTrial]:
-        """Return the best few and the user's own config: both sides of the speed-up are measured alike."""
+        """Return the best few and the user's own config: both sides of the speed-up are measured alike.
+
+        What measured best is among them, also where the model behind the search thinks it was luck: it may be the model
+        that errs.
+        """
         chosen = list(candidates[: self.spec.confirm])
+        luckiest = history.best_trials(candidates, maximize=self.spec.direction == "maximize")[0]
+        if len(chosen) > 1 and luckiest not in chosen:
+            chosen[-1] = luckiest
         baseline = history.user_config_trial(trials)
         if chosen and baseline is not None and baseline not in chosen:
             chosen.append(baseline)

@@ -92,6 +92,10 @@ class MethodOptions(_Frozen):
     """``asha``: s of arXiv:1810.05934."""
     memory_margin: float = Field(default=0.05, ge=0, lt=1)
     """``guided``: share of the device's memory that a launch is expected to leave free."""
+    warm_start: str | None = None
+    """``guided``: study whose knowledge to begin with; None for those of the same script, config and hardware."""
+    no_warm_start: bool = False
+    """``guided``: begin without any."""
 
 
 class StudySpec(_Frozen):

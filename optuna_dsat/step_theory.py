@@ -23,8 +23,9 @@ taken as even, ranks as alike. What the formula misses is left to the residuals 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -32,7 +33,7 @@ import numpy.typing as npt
 
 from optuna_dsat.model_states import ZeroSettings
 
-__all__ = ["PHASES", "Columns", "Fitted", "StepTheory", "Timings"]
+__all__ = ["BOUNDS", "COEFFICIENTS", "PHASES", "Columns", "Fitted", "StepTheory", "Timings"]
 
 Numbers: TypeAlias = npt.NDArray[Any]
 
@@ -44,6 +45,7 @@ _PRIORS = {
     "backward": (2.0, 0.3),  # computation of the backward pass over that of the forward pass
     "pressure": (0.03, 1.5),  # slow-down of the computation when memory is full
     "steepness": (5.0, 0.6),  # power of the filled share with which that grows
+    "edge": (0.03, 1.0),  # slow-down of the computation in the last per cent of memory
     "link": (5e-11, 1.5),  # seconds per byte of a collective
     "latency": (1e-4, 1.2),  # seconds per message
     "scatter": (1.2, 0.25),  # volume of stage 1's and 2's reduce-scatter over the ideal one
@@ -65,6 +67,23 @@ _PRIORS = {
 Medians are round figures of data-centre GPUs; a spread of 1.5 covers a factor of twenty either way.
 """
 
+COEFFICIENTS = tuple(_PRIORS)
+"""Names, in the order of ``Fitted``."""
+
+BOUNDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "link": ("link", "latency", "contention"),
+        "host": ("pcie", "adam", "nvme", "fetch"),
+        "memory": ("idle", "pressure", "edge", "memory"),
+        "overhead": ("hooks", "group", "other"),
+    }
+)
+"""What may bound a step, beside the computation -> the coefficients that would then be zero in a perfect world.
+
+``memory`` is the device's: what a micro-batch that is too small leaves idle, what a full memory slows, and the
+bandwidth that the optimizer takes.
+"""
+
 _ERROR = 0.03
 """Relative error that a phase of the formula is taken to have, noise included."""
 _FLOOR = 0.005
@@ -72,6 +91,10 @@ _FLOOR = 0.005
 _STEPS = 25
 _STAGE0_BUCKET = 500_000_000
 """Elements that ZeRO 0 reduces at a time (``deepspeed.runtime.engine.MEMORY_OPT_ALLREDUCE_SIZE``)."""
+_EDGE_POWER = 40
+"""Of the filled share: at 0.95 of the memory an eighth of what a full one costs. There torch's caching allocator frees
+its cache, with a device synchronisation, and asks again (``num_alloc_retries`` of ``torch.cuda.memory_stats``).
+"""
 _STATES_BYTES = 12
 """Bytes per parameter of master copy and Adam's two moments."""
 
@@ -161,6 +184,17 @@ class StepTheory:
     flops_per_sample: int
     ranks: int
     ranks_per_node: int
+    machine: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """What is known of the machine beforehand: coefficient -> median and spread, in place of the wide prior."""
+    prior: Fitted | None = None
+    """What was learnt elsewhere, in place of all medians and spreads."""
+
+    def before(self) -> Fitted:
+        """Return the coefficients as they are believed to be before anything is measured."""
+        if self.prior is not None:
+            return self.prior
+        known = np.array([self.machine.get(name, prior) for name, prior in _PRIORS.items()])
+        return Fitted(mean=np.log(known[:, 0]), covariance=np.diag(known[:, 1] ** 2))
 
     def phases(self, logs: Numbers, c: Columns, micro_batch: Numbers, accumulation: Numbers, fill: Numbers) -> Numbers:
         """Return the seconds of each phase, shape (4, ..., n).
@@ -175,7 +209,8 @@ class StepTheory:
         x = dict(zip(_PRIORS, np.exp(logs), strict=True))
         third = c.stage == 3
         per_sample = max(1, self.flops_per_sample) / 3 / x["speed"]
-        compute = per_sample * (micro_batch + x["idle"]) * (1 + x["pressure"] * fill ** x["steepness"])
+        crowded = x["pressure"] * fill ** x["steepness"] + x["edge"] * fill**_EDGE_POWER
+        compute = per_sample * (micro_batch + x["idle"]) * (1 + crowded)
         after = x["backward"] * compute
         reduced, messages = self._reduction(x, c)
         forward_gathers, gathers, gather_messages, covered = self._gathers(x, c)
@@ -244,18 +279,17 @@ class StepTheory:
 
         Levenberg's and Marquardt's damped Gauss-Newton steps on the logarithms, from the prior's medians.
         """
-        prior = np.array(list(_PRIORS.values()))
-        start, spread = np.log(prior[:, 0]), prior[:, 1]
+        prior = self.before()
+        start, weight = prior.mean, np.linalg.inv(prior.covariance)
         logs, damping = start, 1e-2
         here, slopes = self._misfit(logs, timings)
-        weight = np.diag(spread**-2)
         for _ in range(_STEPS if len(timings.latency) else 0):
             normal = slopes.T @ slopes + weight
-            downhill = slopes.T @ here + (logs - start) / spread**2
+            downhill = slopes.T @ here + weight @ (logs - start)
             trial = logs - np.linalg.solve(normal + damping * np.diag(np.diag(normal)), downhill)
             there, steeper = self._misfit(trial, timings)
-            before = here @ here + np.sum(((logs - start) / spread) ** 2)
-            after = there @ there + np.sum(((trial - start) / spread) ** 2)
+            before = here @ here + (logs - start) @ weight @ (logs - start)
+            after = there @ there + (trial - start) @ weight @ (trial - start)
             if after < before:
                 logs, here, slopes, damping = trial, there, steeper, damping / 5
                 if before - after < 1e-4 * (1 + after):
@@ -288,3 +322,18 @@ class StepTheory:
         variants = np.concatenate([logs, logs + step * np.eye(len(fitted.mean))], axis=1)[:, :, None]
         found = self.phases(variants, c, micro_batch, accumulation, fill)
         return found[:, 0], (found[:, 1:] - found[:, :1]) / step
+
+    def bounds(
+        self, logs: Numbers, c: Columns, micro_batch: Numbers, accumulation: Numbers, fill: Numbers
+    ) -> dict[str, Numbers]:
+        """Return the seconds of a step that each of ``BOUNDS`` costs, and what is left to the computation.
+
+        Each is what the step would be shorter by if it cost nothing: communication that hides behind computation
+        counts for its slow-down alone.
+        """
+        zero = np.tile(logs[:, None, None], (1, 1 + len(BOUNDS), 1))
+        for column, names in enumerate(BOUNDS.values(), start=1):
+            zero[[COEFFICIENTS.index(name) for name in names], column] = -np.inf
+        totals = self.phases(zero, c, micro_batch, accumulation, fill).sum(axis=0)
+        found = {name: np.maximum(0.0, totals[0] - totals[row]) for row, name in enumerate(BOUNDS, start=1)}
+        return {"compute": np.maximum(0.0, totals[0] - sum(found.values())), **found}

@@ -17,6 +17,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from benchmarks.recorded import Recorded
 from benchmarks.rig import BudgetSpentError, Rig
 from optuna_dsat.outcome import Outcome
 
@@ -71,9 +72,13 @@ def _autotuner(rig: Rig, folder: Path, section: dict[str, Any]) -> Any:
                 error = _answer(rig, experiment)
                 self.finished_experiments[experiment["exp_id"]] = (experiment, error)
 
+    if isinstance(rig.landscape, Recorded):
+        raise TypeError("a recorded landscape has no machine that DeepSpeed's tuner could be told of")
+    machine = rig.landscape.machine
+
     class Tuner(autotuner.Autotuner):  # type: ignore[misc, name-defined]
         def get_gpu_memory_info(self) -> int:
-            return rig.landscape.machine.device_bytes
+            return machine.device_bytes
 
         def _get_resource_manager(self, active_resources: dict[str, list[int]]) -> Any:
             return Manager(
@@ -86,7 +91,6 @@ def _autotuner(rig: Rig, folder: Path, section: dict[str, Any]) -> Any:
             )
 
     config = _user_config(rig, folder, section)
-    machine = rig.landscape.machine
     arguments = argparse.Namespace(
         user_args=["--deepspeed_config", str(config)],
         user_script="train.py",

@@ -17,8 +17,10 @@ from optuna_dsat import __version__
 from optuna_dsat.cli.commands import lift_option, spread_numbers, with_options
 from optuna_dsat.cli.dashboard import dashboard
 from optuna_dsat.cli.doctor import doctor
+from optuna_dsat.cli.explain import explain
 from optuna_dsat.cli.options_file import find_options, read_options
 from optuna_dsat.cli.password import hide_password
+from optuna_dsat.cli.plan import plan
 from optuna_dsat.cli.report import report
 from optuna_dsat.cli.stopping import EXIT_INTERRUPTED
 from optuna_dsat.cli.studies import add_commands
@@ -141,6 +143,8 @@ app.command("run")(
     )
 )
 add_commands(app)
+app.command("plan")(plan)
+app.command("explain")(explain)
 app.command("train")(train)
 app.command("dashboard")(dashboard)
 app.command("report")(report)

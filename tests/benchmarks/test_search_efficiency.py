@@ -113,6 +113,19 @@ def test_held_is_what_measured_best_and_the_finalists_have_the_last_word() -> No
     assert search_efficiency._held(FAST, launches) == pytest.approx(expected)
 
 
+def test_held_is_what_the_method_believes_where_it_believes_something() -> None:
+    launches = [
+        launch(1, 99.0, purpose="profile"),
+        launch(4, 50.0),
+        launch(2, 60.0),
+        launch(2, 51.0, purpose="confirm"),
+    ]
+    four, two = (launch(size, 0).ds_config for size in (4, 2))
+    worth = {size: throughput(FAST, launch(size, 0).ds_config) for size in (2, 4)}
+    held = search_efficiency._held(FAST, launches, [None, four, four, two])
+    assert held == pytest.approx([0.0, worth[4], worth[4], worth[2]])
+
+
 def test_the_verdict_names_what_a_peer_does_better() -> None:
     rows = [row("asha", launches=9, distance=0.02), row("dsat-asha", launches=7, distance=0.03)]
     assert "asha gets to 1 % in 9 launches, dsat-asha in 7" in search_efficiency._verdicts(rows)

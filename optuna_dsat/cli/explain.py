@@ -1,0 +1,85 @@
+"""``explain``: why a study's winner wins, what bounds it, and what to change or buy next."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from optuna_dsat.errors import UsageError
+
+if TYPE_CHECKING:
+    from optuna_dsat.explanation import Contribution, Explanation
+
+__all__ = ["explain"]
+
+_WIDTH = 160
+"""Columns of the table where it is piped."""
+
+
+def explain(
+    name: Annotated[str, typer.Argument(metavar="STUDY", help="Name of the study.", show_default=False)],
+    storage: Annotated[
+        str,
+        typer.Option("--storage", help="Database of the study: SQLite or PostgreSQL.", envvar="OPTUNA_DSAT_STORAGE"),
+    ] = "sqlite:///optuna-dsat.db",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say why the winner wins: against your config, knob by knob; what bounds it; what to change or buy next."""
+    from optuna_dsat.store import Store
+    from optuna_dsat.study_explanation import explain_study
+
+    with Store.open(storage, create=False) as store:
+        if store.find_study(name) is None:
+            known = ", ".join(study.name for study in store.list_studies()) or "none"
+            raise UsageError(f"There is no study {name!r} in {store.url}; there: {known}.")
+        explanation, words = explain_study(store, name)
+    if as_json:
+        print(json.dumps({"study": name, "configuration": words, **explanation.to_json()}, indent=2))
+    else:
+        _show(explanation, words)
+
+
+def _show(explanation: Explanation, words: str) -> None:
+    from optuna_dsat.words import bytes_in_words, metric_in_words
+
+    metric = explanation.metric
+    print(f"Trial {explanation.winner} wins with {metric_in_words(metric, explanation.value)}: {words}.")
+    if explanation.user_value is None or explanation.speed_up is None:
+        print("Your own config was not measured, so there is nothing to compare with.")
+    else:
+        own = metric_in_words(metric, explanation.user_value)
+        print(f"Your own config reaches {own}; the winner is {explanation.speed_up:.2f} times as good.")
+    _print_contributions(explanation.contributions)
+    shares = ", ".join(f"{name} {share:.0%}" for name, share in _largest_first(explanation))
+    print(f"A step of the winner goes into: {shares} (fitted model). It is bound by: {explanation.bound}.")
+    if explanation.peak_bytes is not None:
+        device = bytes_in_words(explanation.device_bytes)
+        print(f"It takes {bytes_in_words(explanation.peak_bytes)} of {device} of device memory (measured).")
+    if explanation.utilisation is not None:
+        print(f"It reaches {explanation.utilisation:.0%} of the GPU's peak FLOPS (measured).")
+    for text in explanation.proposals:
+        print(f"- {text}")
+
+
+def _largest_first(explanation: Explanation) -> list[tuple[str, float]]:
+    return sorted(explanation.bounds.items(), key=lambda part: -part[1])
+
+
+def _print_contributions(contributions: tuple[Contribution, ...]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    if not contributions:
+        return
+    table = Table(show_edge=False, pad_edge=False)
+    for heading in ("knob", "yours", "winner's", "factor", "19 of 20", "by"):
+        table.add_column(heading, overflow="fold")
+    for one in contributions:
+        factor = "" if one.factor is None else f"{one.factor:.3f}"
+        spread = "" if one.low is None or one.high is None else f"{one.low:.3f} to {one.high:.3f}"
+        by = f"{one.pairs} measured pair{'s' * (one.pairs > 1)}" if one.source == "measured" else "model"
+        table.add_row(one.knob, str(one.user), str(one.winner), factor, spread, one.note or by)
+    Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH).print(table)

@@ -1,0 +1,207 @@
+"""What GPUs can do, by their makers' data sheets, and how much of that training reaches.
+
+All figures are NVIDIA's: memory, peak dense FLOPS of tensor cores in half precision with fp32 accumulation (data sheets
+that state them "with sparsity" are halved), bandwidth of the memory, of all NVLinks of a GPU (both directions
+together) and of the PCIe slot (both directions together).
+
+Sources, by name of the document:
+
+- t4: "NVIDIA T4 Tensor Core GPU" data sheet (65 TFLOPS, 16 GB, 320 GB/s, PCIe 3.0 x16: 32 GB/s).
+- v100-16g, v100-32g: "NVIDIA V100 Tensor Core GPU" data sheet, SXM2 (125 TFLOPS, 900 GB/s, NVLink 300 GB/s, PCIe 3.0).
+- a10: "NVIDIA A10 Tensor Core GPU" data sheet (125 TFLOPS, 24 GB, 600 GB/s, PCIe 4.0 x16: 64 GB/s).
+- a30: "NVIDIA A30 Tensor Core GPU" data sheet (165 TFLOPS, 24 GB, 933 GB/s, NVLink 200 GB/s, PCIe 4.0).
+- a40: "NVIDIA A40" data sheet (149.7 TFLOPS, 48 GB, 696 GB/s, PCIe 4.0; its NVLink joins pairs only).
+- a6000: "NVIDIA RTX A6000" data sheet (154.8 TFLOPS, 48 GB, 768 GB/s, PCIe 4.0; its NVLink joins pairs only).
+- a100-40g, a100-80g: "NVIDIA A100 Tensor Core GPU" data sheet, SXM4 (312 TFLOPS, 1555 and 2039 GB/s, NVLink 600 GB/s,
+  PCIe 4.0); a100-80g-pcie: the same sheet (1935 GB/s; its NVLink joins pairs only).
+- l4: "NVIDIA L4 Tensor Core GPU" data sheet (242 TFLOPS with sparsity, 24 GB, 300 GB/s, PCIe 4.0).
+- l40s: "NVIDIA L40S" data sheet (362 TFLOPS, 48 GB, 864 GB/s, PCIe 4.0).
+- h100: "NVIDIA H100 Tensor Core GPU" data sheet, SXM5 (1979 TFLOPS with sparsity, 80 GB, 3.35 TB/s, NVLink 900 GB/s,
+  PCIe 5.0: 128 GB/s); h100-pcie: the same sheet (1513 TFLOPS with sparsity, 2 TB/s; its NVLink joins pairs only).
+- h200: "NVIDIA H200 Tensor Core GPU" data sheet, SXM (1979 TFLOPS with sparsity, 141 GB, 4.8 TB/s, NVLink 900 GB/s).
+- rtx3090: "NVIDIA Ampere GA102 GPU Architecture" white paper, appendix (71 TFLOPS with fp32 accumulation, 24 GB,
+  936 GB/s, PCIe 4.0; its NVLink joins pairs only).
+- rtx4090: "NVIDIA Ada GPU Architecture" white paper, appendix (165.2 TFLOPS with fp32 accumulation, 24 GB, 1008 GB/s,
+  PCIe 4.0).
+
+Memory is what the driver leaves of the nominal size: measured values of ``torch.cuda.get_device_properties`` are a few
+per cent below it (an A100 of 80 GB shows 79.2 GiB, one of 40 GB 39.4 GiB, a T4 14.6 to 15 GiB); nominal sizes stand
+here in GiB less ``_RESERVED``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from optuna_dsat.errors import UsageError
+
+__all__ = ["CPU_PRIORS", "GPUS", "GpuSpec", "Priors", "find_gpu", "gpu_of_device", "machine_priors", "priors_of_device"]
+
+Priors = Mapping[str, tuple[float, float]]
+"""Coefficient of the step theory -> median and spread (standard deviation of the logarithm)."""
+
+_RESERVED = 0.015
+"""Share of the nominal memory that driver and error correction keep."""
+_REACHED_FLOPS = 0.45
+"""Share of the peak that large transformers reach in training: 0.3 to 0.57 in Narayanan et al. (arXiv:2104.04473,
+table 1: 44 to 52 % on A100) and Chowdhery et al. (arXiv:2204.02311, table 3: 21 to 46 %).
+"""
+_REACHED_NVLINK, _REACHED_PCIE, _REACHED_MEMORY = 0.75, 0.6, 0.8
+"""Shares of one direction's bandwidth that collectives and copies reach; nccl-tests shows 230 of 300 GB/s on A100."""
+_REACHED_NETWORK = 0.8
+_MESSAGE_S, _HOP_S = 2e-5, 4e-6
+"""Seconds to start a collective, and for each rank that a ring passes through: nccl-tests show 30 to 60 us for the
+smallest all-gathers over 8 GPUs of a host, and milliseconds over hundreds of GPUs.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuSpec:
+    """One GPU by its data sheet."""
+
+    name: str
+    memory_gib: float
+    """Nominal."""
+    tflops: float
+    """Peak dense tensor FLOPS in half precision with fp32 accumulation, in 10**12."""
+    memory_gb_per_s: float
+    pcie_gb_per_s: float
+    """Both directions together."""
+    nvlink_gb_per_s: float = 0
+    """Both directions together; 0 where GPUs of a host talk over PCIe."""
+    bf16: bool = True
+    """Whether tensor cores take bfloat16 (Ampere and newer)."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """What a process can use."""
+        return int(self.memory_gib * (1 - _RESERVED) * 2**30)
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        """What a collective within a host reaches per GPU."""
+        if self.nvlink_gb_per_s:
+            return _REACHED_NVLINK * self.nvlink_gb_per_s / 2 * 1e9
+        return _REACHED_PCIE * self.pcie_gb_per_s / 2 * 1e9
+
+
+def _gpu(name: str, gib: float, tflops: float, memory: float, pcie: float, nvlink: float = 0) -> GpuSpec:
+    return GpuSpec(
+        name=name,
+        memory_gib=gib,
+        tflops=tflops,
+        memory_gb_per_s=memory,
+        pcie_gb_per_s=pcie,
+        nvlink_gb_per_s=nvlink,
+        bf16=not name.startswith(("t4", "v100")),
+    )
+
+
+_ALL = (
+    _gpu("t4", 15, 65, 320, 32),  # a sixteenth of its memory goes to error correction
+    _gpu("v100-16g", 16, 125, 900, 32, 300),
+    _gpu("v100-32g", 32, 125, 900, 32, 300),
+    _gpu("a10", 22.5, 125, 600, 64),  # likewise
+    _gpu("a30", 24, 165, 933, 64, 200),
+    _gpu("a40", 45, 149.7, 696, 64),  # likewise
+    _gpu("a6000", 48, 154.8, 768, 64),
+    _gpu("a100-40g", 40, 312, 1555, 64, 600),
+    _gpu("a100-80g", 80, 312, 2039, 64, 600),
+    _gpu("a100-80g-pcie", 80, 312, 1935, 64),
+    _gpu("l4", 22.5, 121, 300, 64),
+    _gpu("l40s", 45, 362, 864, 64),
+    _gpu("h100", 80, 989.5, 3350, 128, 900),
+    _gpu("h100-pcie", 80, 756.5, 2000, 128),
+    _gpu("h200", 141e9 / 2**30 / (1 - _RESERVED), 989.5, 4800, 128, 900),
+    _gpu("rtx3090", 24, 71, 936, 64),
+    _gpu("rtx4090", 24, 165.2, 1008, 64),
+)
+
+GPUS: Mapping[str, GpuSpec] = MappingProxyType({gpu.name: gpu for gpu in _ALL})
+"""By name."""
+
+CPU_PRIORS: Priors = MappingProxyType(
+    {
+        "speed": (4e10, 1.2),  # FLOP/s of a rank with a core or two
+        "idle": (0.3, 1.3),
+        "link": (1e-9, 1.2),  # gloo over shared memory or the loopback
+        "latency": (3e-4, 1.2),
+        "memory": (1e-10, 0.8),
+        "hooks": (5e-3, 1.2),
+    }
+)
+"""What is expected of a rank on the CPU: round figures of a virtual machine, with wide spreads."""
+
+_PATTERNS = (
+    (r"\bT4\b", "t4"), (r"V100.*32", "v100-32g"), (r"V100.*16", "v100-16g"),
+    (r"A100.*PCIE.*80|A100 80.*PCI", "a100-80g-pcie"),
+    (r"A100.*80", "a100-80g"), (r"A100.*40", "a100-40g"), (r"\bA10\b", "a10"), (r"\bA30\b", "a30"), (r"\bA40\b", "a40"),
+    (r"RTX A6000", "a6000"), (r"\bL40S\b", "l40s"), (r"\bL4\b", "l4"), (r"H200", "h200"), (r"H100.*PCI", "h100-pcie"),
+    (r"H100.*80GB HBM3|H100 SXM", "h100"), (r"RTX 3090(?! Ti)", "rtx3090"), (r"RTX 4090(?! (D|Laptop))", "rtx4090"),
+)  # fmt: skip
+"""What CUDA calls a device -> name."""
+
+
+def find_gpu(name: str) -> GpuSpec:
+    """Return the GPU of this name.
+
+    Raises:
+        UsageError: If it is not in the table.
+    """
+    found = GPUS.get(name.lower().replace("_", "-").removesuffix("b"))
+    if found is None:
+        raise UsageError(f"--gpu is {name!r}; known are {', '.join(GPUS)}.")
+    return found
+
+
+def gpu_of_device(device_name: str) -> GpuSpec | None:
+    """Return the GPU that CUDA calls by this name, None where it is not in the table."""
+    for pattern, name in _PATTERNS:
+        if re.search(pattern, device_name, re.IGNORECASE):
+            return GPUS[name]
+    return None
+
+
+def machine_priors(gpu: GpuSpec, *, ranks: int, nodes: int = 1, network_gbit_per_s: float = 100.0) -> Priors:
+    """Return what a data sheet tells of the step theory's coefficients.
+
+    A ring over several hosts passes through each host's network once, so its bandwidth is the slower of the two.
+
+    Args:
+        gpu: The GPU.
+        ranks: GPUs of all hosts.
+        nodes: Hosts.
+        network_gbit_per_s: Of one host, in 10**9 bits per second and direction.
+
+    Raises:
+        UsageError: If the network's bandwidth is not positive.
+    """
+    if network_gbit_per_s <= 0:
+        raise UsageError(f"--network is {network_gbit_per_s}; a bandwidth in Gbit/s is positive.")
+    link = gpu.link_bytes_per_s
+    if nodes > 1:
+        link = min(link, _REACHED_NETWORK * network_gbit_per_s / 8 * 1e9)
+    return {
+        "speed": (_REACHED_FLOPS * gpu.tflops * 1e12, 0.25),
+        "link": (1 / link, 0.4),
+        "latency": (_MESSAGE_S + _HOP_S * ranks, 0.8),
+        "memory": (1 / (_REACHED_MEMORY * gpu.memory_gb_per_s * 1e9), 0.2),
+        "pcie": (1 / (_REACHED_PCIE * gpu.pcie_gb_per_s / 2 * 1e9), 0.3),
+    }
+
+
+def priors_of_device(device_name: str, *, device: str, ranks: int) -> Priors:
+    """Return what is known beforehand of the machine that a launch runs on; nothing for a GPU that is not in the table.
+
+    Args:
+        device_name: What CUDA calls the device.
+        device: ``cuda`` or ``cpu``.
+        ranks: Ranks of the launch, all of one host.
+    """
+    if device == "cpu":
+        return CPU_PRIORS
+    gpu = gpu_of_device(device_name)
+    return {} if gpu is None else machine_priors(gpu, ranks=ranks)

@@ -1,0 +1,170 @@
+"""What a transformer needs before it was ever run: parameters, FLOPs and activations from its shape.
+
+Symbols: s sequence length, b micro-batch (1 here: all is per sample), h hidden size, L layers, a heads, f width of the
+feed-forward block, v vocabulary, e bytes of an activation (2 in half precision).
+
+Activations are those of Korthikanti et al. (arXiv:2205.05198, section 4.1, equation 1): a layer keeps
+``s b h (34 + 5 a s / h)`` bytes in half precision with dropout and ``f = 4 h``, of which attention takes
+``11 s b h + 5 a s^2 b``, the feed-forward block ``19 s b h`` and two layer norms ``4 s b h``. Selective recomputation,
+or a fused attention kernel, drops ``5 a s^2 b``; full recomputation keeps the ``2 s b h`` of a layer's input and
+needs one layer's activations again during the backward pass (section 5). Outside the layers: ``s b h`` for the
+embedding's dropout, ``4 s b h`` for the last norm and the projection's input, and the logits (section 4.3).
+
+FLOPs are those of Narayanan et al. (arXiv:2104.04473, section 5.1): 6 per parameter and token, and ``12 L s^2 h`` for
+attention; full recomputation repeats the forward pass.
+
+Known errors: kernels' workspaces, and how a framework spreads casts and copies, are not in these formulas. A loss that
+is computed in half precision, or without a copy of the logits, takes less than assumed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from optuna_dsat.errors import UsageError
+
+__all__ = ["Recompute", "TransformerShape", "shape_of"]
+
+Recompute = Literal["none", "selective", "full"]
+
+_LOGITS_KEPT = 10
+"""Bytes per logit at the end of the forward pass: half-precision logits, their fp32 copy, and the log-softmax that
+the loss keeps, as in Hugging Face's causal language models.
+"""
+_HALF_SPEED_TOKENS = 400
+"""Tokens at which matrix multiplications reach half of a GPU's speed: tiles of 128 rows on about a hundred
+multiprocessors, several matrices wide (NVIDIA, "Matrix Multiplication Background", section 3).
+"""
+_MATRICES = 4
+"""Weights of a layer that ZeRO 3 gathers one by one; 7 where the block is gated and q, k and v are apart."""
+_HOOKS_S = 0.0007
+"""Seconds per layer and pass that ZeRO 3's hooks take on the host; a rough figure with a wide spread."""
+_LOGITS_GRADIENT = 4
+"""Bytes per logit that the loss's backward pass adds, before anything else is freed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerShape:
+    """A transformer, as far as memory and FLOPs depend on it."""
+
+    params: int
+    hidden: int
+    layers: int
+    heads: int
+    seq_length: int = 2048
+    vocab: int = 50257
+    ffn: int | None = None
+    """Width of the feed-forward block; None for 4 h, or 8/3 h where it is gated."""
+    gated: bool = False
+    """Whether the feed-forward block is gated (SwiGLU: three matrices), as in LLaMA."""
+    dropout: bool = False
+    fused_attention: bool = True
+    """Whether attention keeps no ``s x s`` matrices (FlashAttention, torch's scaled_dot_product_attention)."""
+    recompute: Recompute = "none"
+    """What is computed again in the backward pass (activation checkpointing)."""
+
+    def __post_init__(self) -> None:
+        for name in ("params", "hidden", "layers", "heads", "seq_length", "vocab"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1.")
+        if self.hidden % self.heads:
+            raise UsageError(f"--hidden is {self.hidden}, no multiple of the {self.heads} heads (--heads).")
+        if self.recompute not in get_args(Recompute):
+            raise UsageError(f"--recompute is {self.recompute!r}; it must be one of {', '.join(get_args(Recompute))}.")
+
+    @property
+    def width(self) -> int:
+        """f, the width of the feed-forward block."""
+        if self.ffn is not None:
+            return self.ffn
+        return round(8 * self.hidden / 3) if self.gated else 4 * self.hidden
+
+    @property
+    def largest_layer_params(self) -> int:
+        """Parameters of the largest single module: the embedding, or a matrix of the feed-forward block."""
+        return min(self.params, max(self.vocab * self.hidden, self.width * self.hidden))
+
+    @property
+    def flops_per_sample(self) -> int:
+        """Floating-point operations of forward and backward pass, recomputation included."""
+        tokens = 6 * self.params * self.seq_length + 12 * self.layers * self.hidden * self.seq_length**2
+        attention = 4 * self.layers * self.hidden * self.seq_length**2
+        again = {"none": 0, "selective": attention if not self.fused_attention else 0, "full": tokens // 3}
+        return tokens + again[self.recompute]
+
+    def priors(self) -> dict[str, tuple[float, float]]:
+        """Return what the shape tells of the step theory's coefficients: median and spread of each."""
+        matrices = 7 if self.gated else _MATRICES
+        return {
+            "idle": (_HALF_SPEED_TOKENS / self.seq_length, 1.0),
+            "modules": (float(matrices * self.layers), 0.3),
+            "hooks": (_HOOKS_S * self.layers, 0.8),
+        }
+
+    def layer_bytes(self, *, element: int = 2) -> int:
+        """Return the bytes that one layer keeps for the backward pass without recomputation, per sample.
+
+        Args:
+            element: Bytes of an activation.
+        """
+        scale = element / 2
+        s, h = self.seq_length, self.hidden
+        masks = 1 if self.dropout else 0
+        attention = scale * 10 * s * h + masks * s * h + self._scores_bytes(scale)
+        block = scale * (2 * h + (8 if self.gated else 4) * self.width) * s + masks * s * h
+        return round(attention + block + scale * 4 * s * h)
+
+    def _scores_bytes(self, scale: float) -> float:
+        """Return the bytes of attention's scores: ``s x s`` per head, or one fp32 number per row when fused."""
+        rows = self.heads * self.seq_length
+        if self.fused_attention:
+            return 4 * rows
+        if self.recompute == "selective":
+            return 0
+        return rows * self.seq_length * (scale * 4 + (1 if self.dropout else 0))
+
+    def kept_bytes(self, *, element: int = 2) -> int:
+        """Return the bytes of activations of all layers at the end of the forward pass, per sample.
+
+        Logits and loss are not among them: see ``activation_bytes``.
+        """
+        s, h, scale = self.seq_length, self.hidden, element / 2
+        each = round(scale * 2 * s * h) if self.recompute == "full" else self.layer_bytes(element=element)
+        return self.layers * each + round(scale * 4 * s * h) + (s * h if self.dropout else 0)
+
+    def activation_bytes(self, *, element: int = 2) -> int:
+        """Return the bytes per sample at the peak: activations, and the larger of the loss and one layer recomputed.
+
+        At the turn from forward to backward all activations live beside the logits, the loss's own tensors and the
+        logits' gradient; with full recomputation a layer's activations come on top of what is kept, once the
+        logits are gone.
+        """
+        loss = (_LOGITS_KEPT + _LOGITS_GRADIENT) * self.seq_length * self.vocab
+        again = self.layer_bytes(element=element) if self.recompute == "full" else 0
+        return self.kept_bytes(element=element) + max(loss, again)
+
+
+def shape_of(
+    *, params: int, hidden: int | None, layers: int | None, heads: int | None, **others: object
+) -> TransformerShape:
+    """Return a shape whose missing numbers follow from the others: 12 L h^2 parameters, heads of 128.
+
+    Raises:
+        UsageError: If the numbers cannot belong to a transformer.
+    """
+    if params < 1:
+        raise UsageError(f"--params is {params}; it must be at least 1.")
+    if hidden is None:
+        # Published models keep h / L near 128: GPT-3 175 B has 12288 / 96, LLaMA 7 B 4096 / 32.
+        hidden = _rounded((params / 12 / layers) ** 0.5 if layers else (128 * params / 12) ** (1 / 3))
+    if layers is None:
+        layers = max(1, round(params / 12 / hidden**2))
+    if heads is None:
+        heads = next(count for count in range(max(1, hidden // 128), 0, -1) if hidden % count == 0)
+    return TransformerShape(params=params, hidden=hidden, layers=layers, heads=heads, **others)  # type: ignore[arg-type]
+
+
+def _rounded(hidden: float) -> int:
+    """Return a hidden size as a multiple of 128."""
+    return max(128, 128 * round(hidden / 128))

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = "raise SystemExit('never run')\n"
+
+
+def dsat(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", "from optuna_dsat.cli import main; main()", "plan", *args],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_a_plan_without_a_launch(tmp_path: Path) -> None:
+    done = dsat(tmp_path, "--params", "7e9", "--hidden", "4096", "--layers", "32", "--gpu", "a100-80g", "--gpus", "8")
+    assert done.returncode == 0, done.stderr
+    for words in ("ZeRO 3 + parameter offload", "does not fit", "compute", "Begin with ZeRO 2", "data sheets"):
+        assert words in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_plan_as_json_follows_the_config(tmp_path: Path) -> None:
+    config = {"fp16": {"enabled": True}, "zero_optimization": {"reduce_bucket_size": 5_000_000}}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    shape = (
+        "--params",
+        "1.3B",
+        "--gpu",
+        "v100-32g",
+        "--gpus",
+        "4",
+        "--nodes",
+        "2",
+        "--host-memory",
+        "256GiB",
+        "--json",
+    )
+    own, other = (json.loads(dsat(tmp_path, *args, *shape).stdout) for args in (("ds.json",), ()))
+    assert own["world_size"] == 8
+    assert own["host_memory_bytes"] == 256 * 2**30
+    for record in (own, other):
+        rows = {row["name"]: row for row in record["rows"]}
+        assert rows["ZeRO 2"]["largest_micro_batch"] >= rows["ZeRO 2"]["micro_batch"] >= 1
+        low, high = rows["ZeRO 2"]["step_s_90"]
+        assert low < rows["ZeRO 2"]["step_s"] < high
+        assert sum(rows["ZeRO 2"]["shares"].values()) == pytest.approx(1)
+    bucket = [record["rows"][3]["parts"]["reduce_buckets"] for record in (own, other)]
+    assert bucket == [5_000_000 * 2, 500_000_000 * 2]
+
+
+CASES = {
+    "nothing-given": ([], "plan takes SCRIPT and DS_CONFIG, or --params"),
+    "no-gpu": (["--params", "7e9"], "--params needs --gpu; known are t4"),
+    "no-number": (["--params", "seven", "--gpu", "t4"], "--params is 'seven'"),
+    "no-such-gpu": (["--params", "7e9", "--gpu", "a100"], "--gpu is 'a100'; known are"),
+    "a-script-too": (["train.py", "--params", "7e9", "--gpu", "t4"], "give no script"),
+    "no-gpus": (["--params", "7e9", "--gpu", "t4", "--gpus", "0"], "--gpus is 0"),
+    "margin": (["--params", "7e9", "--gpu", "t4", "--memory-margin", "1"], "--memory-margin is 1.0"),
+    "heads": (["--params", "7e9", "--gpu", "t4", "--hidden", "4096", "--heads", "7"], "no multiple of the 7 heads"),
+    "nodes-of-a-launch": (["train.py", "ds.json", "--nodes", "2"], "--nodes is for plans without a launch"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_cannot_be_planned_is_refused_in_one_line(tmp_path: Path, case: str) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "ds.json").write_text("{}")
+    args, words = CASES[case]
+    done = dsat(tmp_path, *args)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
