@@ -13,24 +13,22 @@ import optuna
 from optuna.trial import FrozenTrial
 
 from optuna_dsat import ds_config, history
+from optuna_dsat.confirmation import Confirmation
 from optuna_dsat.errors import StudyConflictError
 from optuna_dsat.experience import Experience
 from optuna_dsat.export import TuneResult, learning_rate_advice, trainable_config, training_command, write_best
-from optuna_dsat.finalists import Finalist, choose_winner, confirm
-from optuna_dsat.launch.protocol import Launcher, LaunchReport, LaunchRequest
+from optuna_dsat.finalists import Finalist, choose_winner
+from optuna_dsat.launch.protocol import Launcher, LaunchReport
 from optuna_dsat.loss_check import LossCheck, check_loss
-from optuna_dsat.measurement import GlobalStep, LaunchRecord
+from optuna_dsat.measurement import LaunchRecord
 from optuna_dsat.methods import Method, make_method
 from optuna_dsat.operators import operators_of
 from optuna_dsat.profiling import Profiled, fingerprint, measure_profile
 from optuna_dsat.progress import (
-    FinalistMeasured,
-    FinalistStarted,
     Message,
     Observer,
     ProfileFinished,
     ProfileStarted,
-    TrialStepped,
 )
 from optuna_dsat.script_trainer import follow_trainer
 from optuna_dsat.space import SearchSpace
@@ -40,7 +38,7 @@ from optuna_dsat.study_space import largest_micro_batches, space_of
 from optuna_dsat.telling import objective, speed_up
 from optuna_dsat.tuner import EndReason, Tuner, user_config
 from optuna_dsat.warm_start import check_warm_start, experience_of
-from optuna_dsat.words import config_in_words, differences_in_words
+from optuna_dsat.words import differences_in_words
 
 __all__ = ["Session", "check_study", "open_study"]
 
@@ -307,7 +305,17 @@ class Session:
             return None
         finalists: list[Finalist] = []
         if reason is not EndReason.INTERRUPTED:
-            finalists = self._confirm(study, self._to_confirm(trials, candidates), metric, profiled)
+            confirmation = Confirmation(
+                self.spec,
+                study=study,
+                launcher=self._launcher,
+                observer=self._observer,
+                metric=metric,
+                flops_per_sample=profiled.profile.flops_per_sample,
+                keep=lambda report, record, trial: self._keep(report, record, purpose="confirm", trial=trial),
+            )
+            finalists = confirmation.run(trials, candidates)
+            self.interrupted |= confirmation.interrupted
             if self.interrupted:
                 reason = EndReason.INTERRUPTED
         believed = None if method.believed is None else method.believed(trials)
@@ -322,74 +330,6 @@ class Session:
             reason=reason,
             maximize=maximize,
             profiled=profiled,
-        )
-
-    def _to_confirm(self, trials: Sequence[FrozenTrial], candidates: Sequence[FrozenTrial]) -> list[FrozenTrial]:
-        """Return the best few and the user's own config: both sides of the speed-up are measured alike.
-
-        What measured best is among them, also where the model behind the search thinks it was luck: it may be the model
-        that errs.
-        """
-        chosen = list(candidates[: self.spec.confirm])
-        luckiest = history.best_trials(candidates, maximize=self.spec.direction == "maximize")[0]
-        if len(chosen) > 1 and luckiest not in chosen:
-            chosen[-1] = luckiest
-        baseline = history.user_config_trial(trials)
-        if chosen and baseline is not None and baseline not in chosen:
-            chosen.append(baseline)
-        return chosen
-
-    def _confirm(
-        self, study: optuna.Study, candidates: Sequence[FrozenTrial], metric: str, profiled: Profiled
-    ) -> list[Finalist]:
-        """Measure the finalists again; those that an earlier run of this study confirmed are not launched twice.
-
-        An interruption ends it with the finalists there are.
-        """
-        known = {f["number"]: Finalist(**f) for f in study.user_attrs.get(history.FINALISTS, [])}
-        todo = {trial.number: trial for trial in candidates if trial.number not in known}
-        try:
-            for finalist in confirm(
-                self.spec,
-                list(todo.values()),
-                launcher=self._launcher,
-                metric=metric,
-                flops_per_sample=profiled.profile.flops_per_sample,
-                on_report=lambda report, record, trial: self._keep(report, record, purpose="confirm", trial=trial),
-                on_start=self._finalist_started,
-                on_step=self._finalist_stepped,
-            ):
-                known[finalist.number] = finalist
-                study.set_user_attr(history.FINALISTS, [f.to_json() for f in known.values()])
-                self._announce(finalist, todo[finalist.number])
-        except KeyboardInterrupt:
-            self.interrupted = True
-        return [known[trial.number] for trial in candidates if trial.number in known]
-
-    def _finalist_started(self, trial: FrozenTrial, request: LaunchRequest) -> None:
-        words = config_in_words(trial.user_attrs[history.CONFIG])
-        self._observer(FinalistStarted(number=trial.number, words=words, end_profile_step=request.end_profile_step))
-
-    def _finalist_stepped(self, trial: FrozenTrial, step: GlobalStep) -> None:
-        self._observer(
-            TrialStepped(
-                number=trial.number,
-                step=step.step,
-                samples_per_s=step.samples / step.latency_s,
-                peak_bytes=step.peak_allocated_bytes,
-            )
-        )
-
-    def _announce(self, finalist: Finalist, trial: FrozenTrial) -> None:
-        self._observer(
-            FinalistMeasured(
-                number=finalist.number,
-                words=config_in_words(trial.user_attrs[history.CONFIG]),
-                value=finalist.value,
-                low=finalist.low,
-                high=finalist.high,
-                message=finalist.message,
-            )
         )
 
     def _result(

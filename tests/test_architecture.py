@@ -16,6 +16,7 @@ LAYERS = [
         "tuner",
         "telling",
         "methods",
+        "confirmation",
         "finalists",
         "loss_check",
         "profiling",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 
 from optuna_dsat.doctor.finding import Finding, Status
 from optuna_dsat.doctor.libraries import Libraries
+from optuna_dsat.launch.warm import can_fork
 
 __all__ = ["LAUNCHERS", "finding"]
 
@@ -21,7 +22,19 @@ def _torchrun(libraries: Libraries) -> str | None:
     return None if libraries.torch["torchrun"] else "this build of torch has no torch.distributed.run"
 
 
+def _warm(libraries: Libraries) -> str | None:
+    """Return why launches cannot be forked, None where they can: what the script imports decides in the end."""
+    if why := _torchrun(libraries):
+        return why
+    return None if can_fork() else "it needs Linux 5.3 or newer"
+
+
 LAUNCHERS: Mapping[str, tuple[str, Callable[[Libraries], str | None]]] = {
+    "warm": (
+        "each is forked from a process that has torch, DeepSpeed and what the script imports ready, or is a torchrun "
+        "of its own where that turns out to be unsafe",
+        _warm,
+    ),
     "torchrun": ("every launch is a torchrun of its own on this machine", _torchrun),
 }
 """Name -> what it does, and a function that says why it cannot work (None where it can); in order of preference."""

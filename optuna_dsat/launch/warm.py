@@ -26,7 +26,7 @@ from optuna_dsat.launch.processes import MARK_ENV, new_mark
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.runtime.plan import LAUNCH_ENV
 
-__all__ = ["WarmAgent", "WarmLaunches", "WarmOrder", "WarmUnavailableError"]
+__all__ = ["WarmAgent", "WarmLaunches", "WarmOrder", "WarmUnavailableError", "can_fork"]
 
 _PRELOAD_LIMIT_S = 300.0
 """Longest wait for the imports; a cold disk takes minutes."""
@@ -60,6 +60,11 @@ class WarmOrder:
     environ: Mapping[str, str]
     cwd: str
     directory: RunDirectory
+
+
+def can_fork() -> bool:
+    """Whether this platform has what warm launches need: ``/proc``, and pidfds to wait for processes."""
+    return sys.platform.startswith("linux") and hasattr(os, "pidfd_open")
 
 
 class WarmAgent:
@@ -229,7 +234,7 @@ class WarmLaunches:
         """
         if self._parent is not None:
             return
-        if not sys.platform.startswith("linux") or not hasattr(os, "pidfd_open"):
+        if not can_fork():
             raise WarmUnavailableError("it needs Linux 5.3 or newer")
         self._environ = dict(environ)
         own = {name: value for name, value in environ.items() if name not in _WATCHED | {LAUNCH_ENV}}

@@ -85,7 +85,7 @@ def test_this_machine_can_run_launches_and_nothing_heavy_is_imported(tmp_path: P
     assert found["deepspeed"]["data"]["version"].startswith(version("deepspeed").split("+")[0])
     assert found["deepspeed"]["data"]["accelerator"] == "cpu"
     assert found["communication"]["data"]["backend"] == "gloo"
-    assert found["launcher"]["data"]["launcher"] == "torchrun"
+    assert found["launcher"]["data"]["launcher"] == "warm"
     assert "the first study makes it" in found["storage"]["text"]
     assert list(tmp_path.iterdir()) == []
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -375,3 +375,29 @@ def test_a_trial_ends_when_its_step_time_is_known(bench: Bench) -> None:
     assert last_steps.pop(0) == 12, "what everything is compared with is measured to its end"
     assert set(last_steps.values()) == {5}
     assert all(t.state is TrialState.COMPLETE for t in measured)
+
+
+def test_a_finalist_that_fails_with_more_steps_gives_its_place_to_the_next_best(bench: Bench) -> None:
+    class RunsOut(SimulatedLauncher):
+        """Whatever is confirmed at more than 30 samples runs out of memory."""
+
+        def start(self, request: LaunchRequest) -> None:
+            if request.purpose == "confirm" and request.ds_config["train_micro_batch_size_per_gpu"] > 30:
+                request = replace(request, ds_config={**request.ds_config, "train_micro_batch_size_per_gpu": 1000})
+            super().start(request)
+
+    session = Session(
+        bench.spec(max_trials=12, confirm=1),
+        store=bench.store,
+        launcher=RunsOut(Hill(), total_slots=2),
+        device_names=("simulated",),
+        observer=bench.news.append,
+    )
+    result = session.run()
+    assert result is not None
+    finalists = bench.study().user_attrs[history.FINALISTS]
+    assert finalists[0]["outcome"] == Outcome.OUT_OF_MEMORY
+    own = history.user_config_trial(bench.study().trials)
+    assert own is not None
+    substitutes = [f["number"] for f in finalists[1:] if f["number"] != own.number]
+    assert len(substitutes) == 1, "as many places as there were finalists"
