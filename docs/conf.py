@@ -1,11 +1,14 @@
 """How Sphinx builds the documentation: ``make docs``, from the files of this checkout and without a network."""
 
+import logging
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from optuna_dsat import __version__
+
+logging.getLogger("alembic").setLevel(logging.WARNING)  # it tells each import what it sets up
 
 project = "optuna-dsat"
 author = "The optuna-dsat authors"
