@@ -23,6 +23,7 @@ from typing import Any
 import optuna
 
 from benchmarks import ours
+from benchmarks.held_out import HELD_OUT
 from benchmarks.landscapes import LANDSCAPES, Trained, throughput
 from benchmarks.optimum import Optimum, optimum
 from benchmarks.peers import deepspeed_autotuning, determined_dsat, optuna_samplers
@@ -118,6 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results: list[Result] = []
     rows: list[Row] = []
     landscapes: list[Trained | Recorded] = [LANDSCAPES[name] for name in args.landscapes]
+    if args.held_out:
+        landscapes = list(HELD_OUT.values())
     if args.recorded:
         landscapes = [Recorded.load(path) for path in args.recorded]
         methods = [method for method in methods if METHODS[method] is ours.run]
@@ -152,6 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.search_efficiency", description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", type=int, default=11, help="searches per method and landscape (default 11)")
     parser.add_argument("--landscapes", nargs="+", choices=list(LANDSCAPES), default=list(LANDSCAPES))
+    parser.add_argument("--held-out", action="store_true", help="those of benchmarks/held_out.py instead")
     parser.add_argument(
         "--recorded", nargs="+", type=Path, metavar="FILE", help="recorded landscapes instead; our methods only"
     )
