@@ -23,6 +23,9 @@ __all__ = ["Finalist", "choose_winner", "confirm", "confirmation_end", "confirma
 _STEP_TOLERANCE = 0.005
 """A finalist ends once its step time is known to half a percent, either way."""
 
+_LONG_S, _FEWEST_LONG_STEPS = 10.0, 5
+"""Where steps are long, a finalist ends after this many seconds of at least so many counted steps."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Finalist:
@@ -49,13 +52,19 @@ class Finalist:
 def confirmation_steps(spec: StudySpec) -> int:
     """Return how many steps a confirmation counts at most: five times a trial's, at least ten.
 
-    ``--adaptive-steps`` allows more to one whose step time is still uncertain then.
+    Fewer are counted where they are long; ``--adaptive-steps`` allows more to one whose step time is still uncertain.
     """
     return max(10, 5 * _trial_steps(spec))
 
 
 def _is_known(steps: Sequence[GlobalStep]) -> bool:
     return is_certain(steps, tolerance=_STEP_TOLERANCE)
+
+
+def _is_known_or_long(steps: Sequence[GlobalStep]) -> bool:
+    """Whether the step time is known, or has been measured for long: a further step would cost more than it tells."""
+    long = len(steps) >= _FEWEST_LONG_STEPS and sum(step.latency_s for step in steps) >= _LONG_S
+    return long or _is_known(steps)
 
 
 def confirmation_end(spec: StudySpec) -> int:
@@ -94,7 +103,8 @@ def confirm(
             timeout_s=None if spec.trial_timeout_s is None else 5 * spec.trial_timeout_s,
         )
         on_start(trial, request)
-        record, report = follow(launcher, request, enough=_is_known, on_step=functools.partial(on_step, trial))
+        enough = _is_known_or_long if spec.adaptive_steps is None else _is_known
+        record, report = follow(launcher, request, enough=enough, on_step=functools.partial(on_step, trial))
         on_report(report, record, trial)
         yield _finalist(
             trial, record, report, metric=metric, flops_per_sample=flops_per_sample, enough=_trial_steps(spec)

@@ -357,7 +357,7 @@ def test_the_largest_global_batch_of_the_autotuning_section_bounds_the_micro_bat
 
 @pytest.mark.parametrize(
     ("noise", "adaptive_steps", "fewest", "most"),
-    [(0.0, None, 3, 3), (0.0, 40, 3, 3), (0.3, None, 15, 15), (0.3, 40, 40, 40), (0.05, 4000, 4, 3999)],
+    [(0.0, None, 3, 3), (0.0, 40, 3, 3), (0.3, None, 5, 15), (0.3, 40, 40, 40), (0.05, 4000, 4, 3999)],
 )
 def test_finalists_end_when_their_step_time_is_known(
     bench: Bench, noise: float, adaptive_steps: int | None, fewest: int, most: int
@@ -401,3 +401,16 @@ def test_a_finalist_that_fails_with_more_steps_gives_its_place_to_the_next_best(
     assert own is not None
     substitutes = [f["number"] for f in finalists[1:] if f["number"] != own.number]
     assert len(substitutes) == 1, "as many places as there were finalists"
+
+
+@pytest.mark.parametrize(("step_s", "steps"), [(0.3, 15), (1.5, 7), (9.0, 5)])
+def test_a_finalist_of_long_steps_counts_fewer_of_them(bench: Bench, step_s: float, steps: int) -> None:
+    """Ten seconds are enough, five steps the least; steps vary by 4 %, so their time is never certain."""
+
+    def steady(_: Mapping[str, Any]) -> SimulatedResult:
+        return SimulatedResult(startup_s=1, forward_s=step_s, backward_s=0.0, step_s=0.0, peak_bytes=2**30)
+
+    bench.run(bench.spec(max_trials=2, confirm=1), Hill(override=steady), noise=0.2)
+    counted = [finalist["steps"] for finalist in bench.study().user_attrs[history.FINALISTS]]
+    assert counted
+    assert all(abs(count - steps) <= 2 for count in counted), counted
