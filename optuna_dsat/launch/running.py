@@ -170,11 +170,18 @@ class RunningLaunch:
 
     @property
     def settled(self) -> bool:
-        """Whether nothing that may still happen changes what became of it: all steps are done, or it was stopped."""
-        if self.stop_reason is not None:
+        """Whether nothing that may still happen changes what became of it.
+
+        All steps are done, it was stopped, or it is being ended for want of memory, which outranks all else.
+        """
+        if self.stop_reason is not None or (self._sweeping and self._is_out_of_memory()):
             return True
         done = [e for e in self._ends().values() if isinstance(e, RankFinished) and e.reason == "profile_done"]
         return len(done) == self.request.slots
+
+    def _is_out_of_memory(self) -> bool:
+        failures = (end for end in self._ends().values() if isinstance(end, RankFailed))
+        return any(failure.outcome == Outcome.OUT_OF_MEMORY for failure in failures)
 
     def end(self, reason: StopReason) -> None:
         """Kill the launch now; does not wait. A launch that is already ending keeps its first reason."""
@@ -247,7 +254,7 @@ class RunningLaunch:
 
     def _grace_s(self, ends: Mapping[int, RankFailed | RankFinished], dead: set[int]) -> float:
         """Return how long the other ranks have to leave a record, after one has ended too early."""
-        if any(isinstance(end, RankFailed) and end.outcome == Outcome.OUT_OF_MEMORY for end in ends.values()):
+        if self._is_out_of_memory():
             return 0.0  # outranks whatever the others may say
         if dead - set(ends):
             return _FAILURE_GRACE_S

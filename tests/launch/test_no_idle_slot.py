@@ -75,3 +75,13 @@ def test_a_stopped_launch_is_settled_at_once(launcher: TorchrunLauncher, cwd: Pa
     launcher.stop("first", message="enough")
     assert settled(launcher).report.message == "enough"
     assert reports(updates_until_finished(launcher))["first"].outcome is Outcome.PRUNED
+
+
+def test_a_launch_without_memory_is_settled_before_its_processes_are_gone(
+    launcher: TorchrunLauncher, cwd: Path
+) -> None:
+    launcher.start(request(cwd, launch_id="first", device_memory_bytes=150 * 2**20, args=("--batch", "4000000")))
+    assert settled(launcher).report.outcome is Outcome.OUT_OF_MEMORY
+    launcher.start(request(cwd, launch_id="second"))
+    ended = reports(updates_until_finished(launcher, 2))
+    assert [ended[name].outcome for name in ("first", "second")] == [Outcome.OUT_OF_MEMORY, Outcome.MEASURED]
