@@ -160,14 +160,17 @@ class DeepSpeedHook:
         else:
             self._memory = CudaMemory(self._accelerator)
         self._spans["imports"] = [self._started, time.time() - self._started]
-        self._time_init_distributed(sys.modules["torch"].distributed)
+        self._time_init_distributed()
         self._deepspeed.initialize = self._wrap(self._deepspeed.initialize)
         self._wrap_zero_init(self._deepspeed.zero.Init)
         if self._plan.measures:
             disable_checkpoints(self._deepspeed.DeepSpeedEngine)
             forgive_checkpoints(self._deepspeed.DeepSpeedEngine, is_misfit=self._is_misfit)
 
-    def _time_init_distributed(self, distributed: Any) -> None:
+    def _time_init_distributed(self) -> None:
+        distributed: Any = sys.modules.get("torch.distributed")
+        if distributed is None or not distributed.is_available():
+            return
         original = distributed.init_process_group
 
         @functools.wraps(original)
