@@ -40,8 +40,6 @@ class Origin:
 
     descriptors: frozenset[int]
     """Open files: those of the imported modules. All others are closed in a child."""
-    ignored: frozenset[int]
-    """Signals that were ignored from the start, as a background shell ignores Ctrl-C; a started process would, too."""
     thread_name: bytes
     environment: Mapping[str, str | None]
     """Variables that the imports have set, None for those that they removed."""
@@ -55,10 +53,8 @@ class Origin:
             started_with: Its environment before the imports.
         """
         names = {n for n in os.environ.keys() | started_with.keys() if os.environ.get(n) != started_with.get(n)}
-        ignored = {number for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN}
         return cls(
             descriptors=_open_descriptors() - frozenset(without),
-            ignored=frozenset(int(number) for number in ignored - _FRESH_SIGNALS.keys()),
             thread_name=b"python",
             environment={name: os.environ.get(name) for name in names},
         )
@@ -74,14 +70,11 @@ class Origin:
     def restore(self) -> None:
         """Put signals, open files and the thread's name of this process back."""
         for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-            if int(number) in self.ignored:
-                handler: Any = signal.SIG_IGN
-            elif number == signal.SIGINT:
-                handler = signal.default_int_handler
-            else:
-                handler = _FRESH_SIGNALS.get(number, signal.SIG_DFL)
+            if signal.getsignal(number) is signal.SIG_IGN:
+                continue  # a started process keeps what is ignored, as a background shell ignores Ctrl-C
+            handler = signal.default_int_handler if number == signal.SIGINT else _FRESH_SIGNALS.get(number)
             with contextlib.suppress(OSError, ValueError):  # reserved by the C library
-                signal.signal(number, handler)
+                signal.signal(number, handler or signal.SIG_DFL)
         for descriptor in _open_descriptors() - self.descriptors - {0, 1, 2}:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
