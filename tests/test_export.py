@@ -14,11 +14,11 @@ BEST = Path("/out/best_ds_config.json")
 
 def spec(*, is_module: bool = False, device: str = "cuda") -> StudySpec:
     script = {
-        "script": "package.train" if is_module else "/work/train.py",
+        "script": "package.train" if is_module else "/project/train.py",
         "is_module": is_module,
         "args": ("--deepspeed_config", "ds.json"),
-        "cwd": "/work",
-        "config_path": "/work/ds.json",
+        "cwd": "/project",
+        "config_path": "/project/ds.json",
     }
     return make_spec(
         name="s", method="random", script=script, ds_config={}, device=device, slots_per_trial=4, output_dir="/out"
@@ -28,9 +28,9 @@ def spec(*, is_module: bool = False, device: str = "cuda") -> StudySpec:
 @pytest.mark.parametrize(
     ("is_module", "deepspeed_launcher", "start"),
     [
-        (False, False, "torchrun --nproc_per_node 4 /work/train.py"),
+        (False, False, "torchrun --nproc_per_node 4 /project/train.py"),
         (True, False, "torchrun --nproc_per_node 4 -m package.train"),
-        (False, True, "deepspeed --num_gpus 4 /work/train.py"),
+        (False, True, "deepspeed --num_gpus 4 /project/train.py"),
         (True, True, "deepspeed --num_gpus 4 --module package.train"),
     ],
 )

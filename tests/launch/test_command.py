@@ -23,8 +23,10 @@ GPUS = tuple(Device(index=i, visible_id=str(i), name="GPU", memory_bytes=1) for 
 
 
 def golden_request(**changes: Any) -> LaunchRequest:
-    command = ScriptCommand(script="train.py", args=("--epochs", "3"), cwd="/work", config_path="/work/ds_config.json")
-    return replace(request(Path("/work"), launch_id="trial-0007"), command=replace(command, **changes))
+    command = ScriptCommand(
+        script="train.py", args=("--epochs", "3"), cwd="/project", config_path="/project/ds_config.json"
+    )
+    return replace(request(Path("/project"), launch_id="trial-0007"), command=replace(command, **changes))
 
 
 @pytest.mark.parametrize(
@@ -47,7 +49,7 @@ def environment(base: dict[str, str], *, kind: str = "cpu", purpose: str = "tria
     devices = GPUS if kind == "cuda" else cpu_devices(2).devices
     return launch_environment(
         base,
-        request=replace(request(Path("/work")), purpose=purpose, env={"MINE": "1"}),
+        request=replace(request(Path("/project")), purpose=purpose, env={"MINE": "1"}),
         directory=RunDirectory(Path("/out/trial-0000")),
         devices=devices,
         kind=kind,
