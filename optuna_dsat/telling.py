@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
@@ -45,7 +44,6 @@ class Flight:
     record: LaunchRecord
     words: str
     attempt: int = 0
-    params: Mapping[str, Any]
 
 
 class Teller:
@@ -84,7 +82,7 @@ class Teller:
         return flight.record.metrics(flops_per_sample=self._profiled.profile.flops_per_sample)
 
     def record(self, flight: Flight, report: LaunchReport) -> None:
-        """Store what is known of a launch and its steps; called again, it replaces what was stored."""
+        """Store what is known of a launch; called again, it replaces what was stored."""
         self._store.record_launch(
             self._uuid,
             report,
@@ -92,7 +90,10 @@ class Teller:
             purpose=flight.request.purpose,
             attempt=flight.attempt,
         )
-        self._store.record_steps(self._uuid, report.launch_id, flight.record.events)
+
+    def record_steps(self, flight: Flight) -> None:
+        """Store the measured steps of a launch; once it is settled there are no more."""
+        self._store.record_steps(self._uuid, flight.request.launch_id, flight.record.events)
 
     def tell(self, flight: Flight, report: LaunchReport) -> None:
         """Finish the trial; one that was given to another worker is dropped.

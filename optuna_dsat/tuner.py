@@ -225,13 +225,11 @@ class Tuner:
 
     def _launch_or_refuse(self, trial: optuna.Trial) -> bool:
         if trial.user_attrs.get(history.PURPOSE) == history.USER_CONFIG:
-            params: dict[str, Any] = {}
             config, overlay = user_config(self._spec, data_parallel_size=self._profiled.data_parallel_size)
             if self._space.params_of(config) is not None:
-                params = self._space.suggest(trial)
+                self._space.suggest(trial)
         else:
-            params = self._space.suggest(trial)
-            overlay = self._space.overlay(params)
+            overlay = self._space.overlay(self._space.suggest(trial))
             config = ds_config.merge(self._config, overlay)
         key = ds_config.canonical_key(config, params_count=self._profiled.profile.params)
         if not self._store.claim(self._uuid, key, trial.number):
@@ -243,7 +241,7 @@ class Tuner:
             self._refuse(trial, why)
             return True
         self._refused = 0
-        self._launch(trial, config=config, overlay=overlay, params=params, key=key)
+        self._launch(trial, config=config, overlay=overlay, key=key)
         return True
 
     def _refuse(self, trial: optuna.Trial, why: str) -> None:
@@ -258,7 +256,6 @@ class Tuner:
         *,
         config: Mapping[str, Any],
         overlay: Mapping[str, Any],
-        params: Mapping[str, Any],
         key: str,
     ) -> None:
         spec = self._spec
@@ -285,7 +282,6 @@ class Tuner:
                 request=request,
                 record=self._new_record(),
                 words=config_in_words(config),
-                params=params,
             )
         )
 
@@ -367,6 +363,7 @@ class Tuner:
         """Retry, or tell the trial what became of it."""
         trial = running.trial
         self._teller.record(running, report)
+        self._teller.record_steps(running)
         if report.outcome.retryable and running.attempt < self._spec.max_retries:
             attempt = running.attempt + 1
             request = replace(running.request, launch_id=f"trial-{trial.number:04d}-retry-{attempt}")

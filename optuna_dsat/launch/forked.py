@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["Origin", "become_agent", "forked_ranks"]
+__all__ = ["Origin", "become_agent", "fork_child", "forked_ranks"]
 
 _RUNTIME = "optuna_dsat.runtime"
 
@@ -40,7 +40,6 @@ class Origin:
 
     descriptors: frozenset[int]
     """Open files: those of the imported modules. All others are closed in a child."""
-    thread_name: bytes
     environment: Mapping[str, str | None]
     """Variables that the imports have set, None for those that they removed."""
 
@@ -55,7 +54,6 @@ class Origin:
         names = {n for n in os.environ.keys() | started_with.keys() if os.environ.get(n) != started_with.get(n)}
         return cls(
             descriptors=_open_descriptors() - frozenset(without),
-            thread_name=b"python",
             environment={name: os.environ.get(name) for name in names},
         )
 
@@ -78,11 +76,26 @@ class Origin:
         for descriptor in _open_descriptors() - self.descriptors - {0, 1, 2}:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, self.thread_name, 0, 0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, b"python", 0, 0, 0)
 
 
 def _open_descriptors() -> frozenset[int]:
     return frozenset(int(entry.name) for entry in Path("/proc/self/fd").iterdir())
+
+
+def fork_child(run: Callable[[], object]) -> int:
+    """Fork a child that runs ``run``, which is to end it; return its process number."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            run()
+        except BaseException:  # noqa: BLE001 - whatever it is, this is not the parent's code any more
+            traceback.print_exc()
+        finally:
+            os._exit(_EXIT_CANNOT_FORK)
+    return pid
 
 
 def become_agent(run: Callable[[], int], *, origin: Origin, environ: Mapping[str, str], cwd: str, log: str) -> NoReturn:
@@ -120,16 +133,7 @@ class _ForkedProcess:
 
     def __init__(self, run: Callable[[], object]) -> None:
         self.returncode: int | None = None
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                run()
-            except BaseException:  # noqa: BLE001 - whatever it is, this is not the agent's code any more
-                traceback.print_exc()
-            finally:
-                os._exit(_EXIT_CANNOT_FORK)
+        self.pid = fork_child(run)
 
     def poll(self) -> int | None:
         """Return the exit code (negative: signal), None while it runs."""

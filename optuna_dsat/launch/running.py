@@ -176,8 +176,7 @@ class RunningLaunch:
         """
         if self.stop_reason is not None or (self._sweeping and self._is_out_of_memory()):
             return True
-        done = [e for e in self._ends().values() if isinstance(e, RankFinished) and e.reason == "profile_done"]
-        return len(done) == self.request.slots
+        return len(_done(self._ends())) == self.request.slots
 
     def _is_out_of_memory(self) -> bool:
         failures = (end for end in self._ends().values() if isinstance(end, RankFailed))
@@ -235,7 +234,7 @@ class RunningLaunch:
 
     def _decide(self, now: float, dead: set[int]) -> None:
         ends = self._ends()
-        done = {r for r, e in ends.items() if isinstance(e, RankFinished) and e.reason == "profile_done"}
+        done = _done(ends)
         if len(ends) == self.request.slots and dead >= set(ends):
             self._start_sweep()  # all have said how they ended, and are gone: torchrun has nothing to add
             return
@@ -314,3 +313,8 @@ class RunningLaunch:
             self._kill(left)
         elif self.agent.returncode is not None:
             self.gone_at = now
+
+
+def _done(ends: Mapping[int, RankFailed | RankFinished]) -> set[int]:
+    """Return the ranks that have done all profile steps."""
+    return {rank for rank, end in ends.items() if isinstance(end, RankFinished) and end.reason == "profile_done"}

@@ -124,7 +124,10 @@ class _Parent:
             self._socket.sendall(json.dumps(order).encode() + b"\n")
         except OSError:
             self._dead = True
-            raise WarmUnavailableError(f"the process that launches are forked from has ended; see {self.log}") from None
+            raise self._ended() from None
+
+    def _ended(self) -> WarmUnavailableError:
+        return WarmUnavailableError(f"the process that launches are forked from has ended; see {self.log}")
 
     def receive(self, timeout_s: float) -> None:
         """Take in what the process has to tell, waiting up to ``timeout_s`` for it."""
@@ -167,7 +170,7 @@ class _Parent:
         deadline = time.monotonic() + limit_s
         while not condition():
             if self._dead:
-                raise WarmUnavailableError(f"the process that launches are forked from has ended; see {self.log}")
+                raise self._ended()
             if time.monotonic() > deadline:
                 raise WarmUnavailableError(
                     f"the process that launches are forked from gave no answer in {limit_s:g} s; see {self.log}"

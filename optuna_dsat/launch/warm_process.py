@@ -16,20 +16,16 @@ import selectors
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Mapping
 from typing import Any
 
 from optuna_dsat.launch import agent
-from optuna_dsat.launch.forked import Origin, become_agent, forked_ranks
+from optuna_dsat.launch.forked import Origin, become_agent, fork_child, forked_ranks
 from optuna_dsat.launch.preload import Preload, load
 from optuna_dsat.launch.processes import take_mark
 from optuna_dsat.runtime.session import die_with_parent
 
 __all__ = ["main"]
-
-_EXIT_UNCLEAN = 71
-"""Exit code of an agent that could not be made (``EX_OSERR`` of ``sysexits.h``); its log says why."""
 
 
 class _Parent:
@@ -82,16 +78,10 @@ class _Parent:
         )
 
     def _launch(self, order: Mapping[str, Any]) -> None:
-        if self._origin is None:
+        origin = self._origin
+        if origin is None:
             raise RuntimeError("a launch was ordered before the preload")
-        pid = os.fork()
-        if pid == 0:
-            try:
-                self._become_agent(order, self._origin)
-            except BaseException:  # noqa: BLE001 - whatever it is, this is not the parent's code any more
-                traceback.print_exc()
-            finally:
-                os._exit(_EXIT_UNCLEAN)
+        pid = fork_child(lambda: self._become_agent(order, origin))
         descriptor = os.pidfd_open(pid)
         self._selector.register(descriptor, selectors.EVENT_READ, (order["launch_id"], pid))
         self._tell(news="started", launch_id=order["launch_id"], pid=pid)
