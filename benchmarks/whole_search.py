@@ -1,11 +1,17 @@
-"""A whole search on examples/gpt: by plain torchrun, warm, and by DeepSpeed's own autotuner, one after the other.
+"""A whole search on examples/gpt by our methods and by DeepSpeed's own autotuner, one after the other.
 
     .venv/bin/pip install --no-deps --target .cache/peers tabulate      # once: DeepSpeed's autotuner needs it
     PYTHONPATH=.cache/peers .venv/bin/python -m benchmarks.whole_search [--json results.json]
 
-Ours is what ``make demo`` runs. DeepSpeed's autotuner runs in its fast mode, its default, as on one machine without
-ssh: a stand-in for pdsh runs its commands here (and passes on none that kill by name), and a small script around the
-example takes the config as the autotuner hands it over, in base64. It would not start otherwise.
+``torchrun`` and ``warm`` are what ``make demo`` runs, by either launcher. ``guided`` makes as many launches as
+DeepSpeed's autotuner does here, and like it measures nothing twice.
+
+DeepSpeed's autotuner runs in its fast mode, its default, as on one machine without ssh: a stand-in for pdsh runs its
+commands here (and passes on none that kill by name), and a small script around the example takes the config as the
+autotuner hands it over, in base64. It would not start otherwise. On a CPU it takes the host's memory for the
+device's, and spends minutes on micro-batches of 1024. It is held to ``LARGEST`` samples, therefore, and ours by
+``--device-memory`` to what lets some 110 fit. ``--unbounded`` leaves both to their defaults; ``--limit`` ends what
+takes too long.
 
 Afterwards the configs that came out are measured again by plain torchrun, in turns, with the same steps: what each
 search hands over is compared side by side.
@@ -14,6 +20,7 @@ search hands over is compared side by side.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -25,6 +32,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from benchmarks.launch_overhead import EXAMPLES, Launch, run
 from optuna_dsat import ds_config
@@ -54,12 +63,20 @@ sys.argv[0] = {script!r}
 sys.path[0] = {folder!r}
 runpy.run_path({script!r}, run_name="__main__")
 """
-SEARCHES = ("torchrun", "warm", "deepspeed")
+SEARCHES = ("torchrun", "warm", "guided", "deepspeed")
+DEVICE_MEMORY = "900MiB"
 LARGEST = 128
-"""Largest micro-batch that DeepSpeed's autotuner may try. It takes the host's memory for the device's and would spend
-minutes on a micro-batch of 1024; ours is held by ``--device-memory``, which lets some 110 samples fit."""
+"""Largest micro-batch that DeepSpeed's autotuner may try, unless it is unbounded."""
 START, STEPS = 4, 12
 """First and last step that count when the results are compared."""
+
+
+METHODS = {
+    "torchrun": ("random", "--launcher", "torchrun", "--max-trials", "12", "--confirm", "2"),
+    "warm": ("random", "--max-trials", "12", "--confirm", "2"),
+    "guided": ("guided", "--max-trials", "5", "--confirm", "0"),
+}
+"""What follows ``optuna-dsat`` in our searches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,17 +85,18 @@ class Search:
 
     wall_s: float
     launches: int
-    config: Mapping[str, Any]
+    config: Mapping[str, Any] | None
+    """None where it was ended before it had one."""
 
 
-def ours(folder: Path, launcher: str) -> Search:
-    """Run the search of ``make demo`` with one of our launchers."""
+def ours(folder: Path, name: str, *, unbounded: bool) -> Search:
+    """Run one of our searches."""
     config = str(EXAMPLE.config)
     command = [
-        *(str(Path(sys.executable).with_name("optuna-dsat")), "random", str(EXAMPLE.script), config),
+        *(str(Path(sys.executable).with_name("optuna-dsat")), *METHODS[name], str(EXAMPLE.script), config),
         *("--study", "s", "--storage", f"sqlite:///{folder}/study.db", "--output-dir", str(folder)),
-        *("--device-memory", "900MiB", "--zero-stages", "0 1 2 3", "--max-trials", "12", "--confirm", "2"),
-        *("--launcher", launcher, "--quiet", "--", "--deepspeed_config", config),
+        *("--zero-stages", "0 1 2 3", *([] if unbounded else ["--device-memory", DEVICE_MEMORY])),
+        *("--quiet", "--", "--deepspeed_config", config),
     ]
     started = time.monotonic()
     subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
@@ -87,10 +105,12 @@ def ours(folder: Path, launcher: str) -> Search:
     return Search(wall_s=wall_s, launches=launches, config=json.loads((folder / "s/best_ds_config.json").read_text()))
 
 
-def deepspeeds(folder: Path, slots: int) -> Search:
-    """Run DeepSpeed's autotuner in its fast mode."""
+def deepspeeds(folder: Path, slots: int, *, unbounded: bool, limit_s: float | None) -> Search:
+    """Run DeepSpeed's autotuner in its fast mode, no longer than ``limit_s``."""
     own = ds_config.load(EXAMPLE.config).raw
-    wanted = {"enabled": True, "fast": True, "max_train_micro_batch_size_per_gpu": LARGEST}
+    wanted: dict[str, bool | int] = {"enabled": True, "fast": True}
+    if not unbounded:
+        wanted["max_train_micro_batch_size_per_gpu"] = LARGEST
     config = {**own, "train_micro_batch_size_per_gpu": "auto", "autotuning": wanted}
     (folder / "ds_config.json").write_text(json.dumps(config))
     (folder / "pdsh").write_text(PDSH)
@@ -102,22 +122,37 @@ def deepspeeds(folder: Path, slots: int) -> Search:
     command = ["deepspeed", "--autotuning", "tune", "--num_gpus", str(slots), str(wrapper)]
     started = time.monotonic()
     with (folder / "log.txt").open("w") as log:
-        subprocess.run(
+        process = subprocess.Popen(
             [*command, "--deepspeed_config", "ds_config.json"],
             cwd=folder,
             env={**os.environ, "PATH": path, "PYTHONPATH": os.pathsep.join(packages)},
-            check=False,  # it also exits with 0 where it found nothing
             stdout=log,
             stderr=log,
         )
+        ended = _ends_within(process, limit_s)
     wall_s = time.monotonic() - started
+    launches = sum(1 for _ in (folder / "autotuning_results").glob("*/cmd.txt"))
+    if not ended:
+        return Search(wall_s=wall_s, launches=launches, config=None)
     best = folder / "autotuning_results/ds_config_optimal.json"
-    if not best.exists():
+    if not best.exists():  # it exits with 0 then, too
         raise SystemExit(f"DeepSpeed's autotuner found nothing:\n{(folder / 'log.txt').read_text()[-2000:]}")
     found = json.loads(best.read_text())
     found.pop("autotuning", None)
-    launches = sum(1 for _ in (folder / "autotuning_results").glob("*/cmd.txt"))
     return Search(wall_s=wall_s, launches=launches, config=found)
+
+
+def _ends_within(process: subprocess.Popen[bytes], limit_s: float | None) -> bool:
+    """Wait for a process; end it and all that it has started where it takes longer."""
+    try:
+        process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        for one in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+        process.wait()
+        return False
+    return True
 
 
 def throughput(launch: Launch) -> float:
@@ -129,17 +164,19 @@ def throughput(launch: Launch) -> float:
     return sum(step.samples for step in steps) / sum(slowest.values())
 
 
-def compare(searches: Mapping[str, Search], *, rounds: int, devices: Devices, folder: Path) -> dict[str, float]:
+def compare(
+    configs: Mapping[str, Mapping[str, Any]], *, rounds: int, devices: Devices, folder: Path
+) -> dict[str, float]:
     """Return the median throughput of what each search handed over, measured in turns by plain torchrun."""
     slots = len(devices.devices)
     launcher = TorchrunLauncher(folder, devices=devices)
-    found: dict[str, list[float]] = {name: [] for name in searches}
+    found: dict[str, list[float]] = {name: [] for name in configs}
     try:
         for number in range(rounds):
-            for name, search in searches.items():
-                triangle = ds_config.batch_triangle(search.config, world_size=slots)
+            for name, config in configs.items():
+                triangle = ds_config.batch_triangle(config, world_size=slots)
                 overlay = {
-                    **search.config,
+                    **config,
                     "train_batch_size": None,
                     "train_micro_batch_size_per_gpu": triangle.micro_batch,
                     "gradient_accumulation_steps": triangle.gradient_accumulation_steps,
@@ -153,7 +190,7 @@ def compare(searches: Mapping[str, Search], *, rounds: int, devices: Devices, fo
                         cwd=str(folder),
                         config_path=str(EXAMPLE.config),
                     ),
-                    ds_config=ds_config.merge(search.config, overlay),
+                    ds_config=ds_config.merge(config, overlay),
                     overlay=overlay,
                     slots=slots,
                     start_profile_step=START,
@@ -170,6 +207,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--searches", nargs="+", choices=SEARCHES, default=SEARCHES)
     parser.add_argument("--rounds", type=int, default=3, help="launches of each result when they are compared")
+    parser.add_argument("--unbounded", action="store_true", help="limit neither memory nor micro-batch")
+    parser.add_argument("--limit", type=float, help="seconds after which DeepSpeed's autotuner is ended")
     parser.add_argument("--json", type=Path, help="also write times and configs")
     args = parser.parse_args(argv)
     devices = detect_devices()
@@ -181,18 +220,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name in args.searches:
             folder = Path(temporary, name)
             folder.mkdir()
-            own = name != "deepspeed"
-            searches[name] = ours(folder, name) if own else deepspeeds(folder, len(devices.devices))
+            if name != "deepspeed":
+                searches[name] = ours(folder, name, unbounded=args.unbounded)
+            else:
+                slots = len(devices.devices)
+                searches[name] = deepspeeds(folder, slots, unbounded=args.unbounded, limit_s=args.limit)
             print(f"{name}: {searches[name].wall_s:.0f} s", file=sys.stderr)
         compared = Path(temporary, "compared")
         compared.mkdir()
-        speeds = compare(searches, rounds=args.rounds, devices=devices, folder=compared)
+        configs = {name: search.config for name, search in searches.items() if search.config is not None}
+        speeds = compare(configs, rounds=args.rounds, devices=devices, folder=compared)
     print("| search | launches | wall time (s) | throughput handed over (samples/s) |")
     print("|---|--:|--:|--:|")
     for name, search in searches.items():
-        print(f"| {name} | {search.launches} | {search.wall_s:.0f} | {speeds[name]:.1f} |")
+        speed = f"{speeds[name]:.1f}" if name in speeds else "ended before it had a result"
+        print(f"| {name} | {search.launches} | {search.wall_s:.0f} | {speed} |")
     if args.json:
-        results = {name: {**vars(search), "throughput": speeds[name]} for name, search in searches.items()}
+        results = {name: {**vars(search), "throughput": speeds.get(name)} for name, search in searches.items()}
         args.json.write_text(json.dumps(results, indent=2))
 
 

@@ -107,6 +107,7 @@ def tune(
     divisor: int = 2,
     asha_early_stopping: int = 0,
     memory_margin: float = 0.05,
+    min_gain: float = 0.003,
     warm_start: str | None = None,
     no_warm_start: bool = False,
 ) -> TuneResult:
@@ -168,6 +169,8 @@ def tune(
         divisor: ``asha``: the best ``1 / divisor`` of a rung goes on (eta of arXiv:1810.05934).
         asha_early_stopping: ``asha``: rungs start ``divisor ** asha_early_stopping`` higher (s of arXiv:1810.05934).
         memory_margin: ``guided``: share of the device's memory that a launch is expected to leave free.
+        min_gain: ``guided``: the search ends when no configuration is expected to be better than the best by this
+            share; 0 for never.
         warm_start: ``guided``: a study of the same storage whose launches teach this one; None for those of the same
             script, config and hardware.
         no_warm_start: ``guided``: whether to begin without what earlier studies taught.

@@ -22,14 +22,12 @@ from optuna_dsat.step_theory import Timings
 if TYPE_CHECKING:
     from optuna_dsat.foresight import Foresight
 
-__all__ = ["Belief", "Expected"]
+__all__ = ["Belief", "Expected", "Merits"]
 
 Numbers: TypeAlias = npt.NDArray[Any]
 
 _START_S = 60.0
-"""Seconds from a launch to its first step; only its ratio to the steps matters."""
-_STEPS = 6
-"""Steps of a launch, warm-up included."""
+"""Seconds of a launch beside its steps, until one was measured; only their ratio to the steps matters."""
 _PLAIN = 5e-4
 """What a knob away from the user's value, or DeepSpeed's default, must promise to be tried: of equals, the usual."""
 _THRIFT = 0.5
@@ -73,6 +71,20 @@ class Expected:
     """Seconds of a step: see ``StepTheory.bounds``."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Merits:
+    """What launching configurations is worth, one element each."""
+
+    merit: Numbers
+    """What the next launch is chosen by."""
+    gain: Numbers
+    """Expected improvement over what is believed to be the best so far, of the metric's logarithm."""
+    goodness: Numbers
+    """Expected logarithm of the metric (of its inverse where less is better)."""
+    fits: Numbers
+    """Probability that it runs."""
+
+
 class Belief:
     """What is believed at one moment.
 
@@ -100,6 +112,8 @@ class Belief:
         rows, sizes = (np.concatenate([getattr(one, name) for one in heard]) for name in ("row", "micro_batch"))
         peaks, too_large = (np.concatenate([getattr(one, name) for one in heard]) for name in ("peak", "too_large"))
         self._memory.observe(self._table.loads(rows, sizes), peaks, too_large)
+        timed = known.overhead[~np.isnan(known.overhead)]
+        self._start_s = float(np.median(timed)) if len(timed) else _START_S
         self._room = min(self._memory.limit, float(foresight.device_bytes))
         self._fits = self._edges(known.fits, np.maximum, 0)
         """Largest micro-batch of each lineage that ran; 0 for none."""
@@ -148,6 +162,11 @@ class Belief:
         self.residuals = Residuals(points, shown)
         count = len(ran.row)
         self._best = float(self.residuals.believed[:count].max()) if count else None
+
+    @property
+    def has_measured(self) -> bool:
+        """Whether anything was measured that can be improved on."""
+        return self._best is not None
 
     def _fill(self, row: Numbers, size: Numbers, peak: Numbers | None = None) -> Numbers:
         expected = self._memory.peaks(self._table.loads(row, size))
@@ -248,20 +267,20 @@ class Belief:
             for n in range(len(rows))
         ]
 
-    def merits(self, rows: Numbers, sizes: Numbers) -> tuple[Numbers, Numbers, Numbers]:
-        """Return for each configuration what a second spent on it is expected to gain, its goodness, and P(fits)."""
+    def merits(self, rows: Numbers, sizes: Numbers) -> Merits:
+        """Return what launching each configuration is worth."""
         peak, fits = self._fitting(rows, sizes)
         new = self._point(rows, sizes.astype(np.float64), self._share(peak))
         mean, variance = self.residuals.expect(new)
         best = float((mean + np.log(fits + 1e-9)).max()) - _WITHOUT_ANY if self._best is None else self._best
         plain = mean - _PLAIN * self._table.unusual[rows]
         gain = _expected_improvement(plain - best, np.sqrt(variance))
-        run_s = _START_S + _STEPS * new.latency
+        run_s = self._start_s + self._of.profile_steps * new.latency
         if self._best is not None:
             gain = gain * (fits >= _LEAST_CHANCE)
         fits = fits * self._works(rows)
-        cost_s = fits * run_s + (1 - fits) * _START_S
-        return fits**_CAUTION * gain / cost_s**_THRIFT, mean, fits
+        cost_s = fits * run_s + (1 - fits) * self._start_s
+        return Merits(merit=fits**_CAUTION * gain / cost_s**_THRIFT, gain=fits * gain, goodness=mean, fits=fits)
 
     def _fitting(self, rows: Numbers, sizes: Numbers) -> tuple[Numbers, Numbers]:
         """Return the expected peaks, and the probabilities that they fit on device and host."""

@@ -23,7 +23,7 @@ __all__ = ["Finalist", "choose_winner", "confirm", "confirmation_end", "confirma
 _STEP_TOLERANCE = 0.005
 """A finalist ends once its step time is known to half a percent, either way."""
 
-_LONG_S, _FEWEST_LONG_STEPS = 10.0, 5
+_LONG_S, _FEWEST_LONG_STEPS = 5.0, 5
 """Where steps are long, a finalist ends after this many seconds of at least so many counted steps."""
 
 

@@ -9,8 +9,10 @@ The next launch has the largest expected improvement (Jones et al. 1998) for its
     P(fits)^2 EI / sqrt(P(fits) T_run + (1 - P(fits)) T_failed)
 
 with EI the expected gain of the metric's logarithm over what is believed to be the best so far, ``T_run`` the start and
-the profile steps, and ``T_failed`` the start alone. The root tempers the cost: divided by all of it, what is left late
-in a search goes to cheap small micro-batches that cannot win (Lee et al. 2020, arXiv:2003.10870, cool it, too).
+the profile steps, and ``T_failed`` the start alone; what a start takes is learnt from the launches so far. The root
+tempers the cost: divided by all of it, what is left late in a search goes to cheap small micro-batches that cannot win
+(Lee et al. 2020, arXiv:2003.10870, cool it, too). Where no configuration promises a gain worth having any more, the
+search is over (as in Jones et al. 1998).
 
 Launches in flight count as if measured as foreseen (the "kriging believer" of Ginsbourger et al. 2010), and their
 lineages are left alone.
@@ -71,10 +73,12 @@ class Foresight:
         space: The search space.
         metric: What is optimised: a key of the trials' metrics (``optuna_dsat.history.METRICS``).
         memory_margin: Share of the device's memory that a launch is expected to leave free.
+        profile_steps: Steps of a launch, warm-up included.
+        min_gain: Relative improvement of the metric that some configuration must be expected to bring to be launched.
         experience: What earlier studies taught.
 
     Raises:
-        ValueError: If the margin does not lie in [0, 1) or there is no such metric.
+        ValueError: If the margin does not lie in [0, 1), the least gain is negative or there is no such metric.
     """
 
     def __init__(
@@ -86,16 +90,22 @@ class Foresight:
         space: SearchSpace,
         metric: str = "throughput",
         memory_margin: float = 0.05,
+        profile_steps: int = 5,
+        min_gain: float = 0.0,
         experience: Experience | None = None,
     ) -> None:
         if not 0 <= memory_margin < 1:
             raise ValueError(f"memory_margin must lie in [0, 1), not {memory_margin}: it is a share of the memory")
+        if min_gain < 0:
+            raise ValueError(f"min_gain must not be negative, as {min_gain} is: with 0 all that may win is tried")
         if metric not in METRICS:
             raise ValueError(f"metric is {metric!r}; it must be one of {', '.join(METRICS)}")
         self.metric = metric
         self.profile = profile
         self.hardware = hardware
         self.space = space
+        self.profile_steps = profile_steps
+        self.min_gain = min_gain
         ranks = min(hardware.ranks_per_node, hardware.world_size)
         self.device_bytes = hardware.device_memory_bytes
         if hardware.device == "cpu":
@@ -207,17 +217,17 @@ class Foresight:
         rows, sizes = belief.shortlist(rows)
         if not len(rows):
             return None
-        merit, goodness, fits = belief.merits(rows, sizes)
-        best = int(np.argmax(merit))
-        if not merit[best] > 0:
+        worth = belief.merits(rows, sizes)
+        best = int(np.argmax(worth.merit))
+        if not worth.merit[best] > 0 or (belief.has_measured and worth.gain.max() < self.min_gain):
             return None
         row = int(rows[best])
         return Prospect(
             params=self.table.lineages[row],
             micro_batch=int(sizes[best]),
             largest=int(sizes[rows == row].max()),
-            value=self.metric_of(float(goodness[best])),
-            fits=float(fits[best]),
+            value=self.metric_of(float(worth.goodness[best])),
+            fits=float(worth.fits[best]),
         )
 
     def accumulation(self, micro_batch: Numbers) -> Numbers:

@@ -27,6 +27,7 @@ __all__ = [
     "MESSAGE",
     "METRICS",
     "OUTCOME",
+    "OVERHEAD_S",
     "OVERLAY",
     "PEAK_BYTES",
     "PURPOSE",
@@ -61,6 +62,8 @@ CONFIG_KEY = "config_key"
 DATA_PARALLEL_SIZE = "data_parallel_size"
 """Ranks of the launch that consumed different samples, where an engine said so."""
 PEAK_BYTES = "peak_memory_bytes"
+OVERHEAD_S = "overhead_s"
+"""Seconds that the launch took beside its steps, where it came to any."""
 ATTEMPTS = "attempts"
 DATA_LIMIT = "data_limit"
 """Most samples of one global step on one rank that the data allows, learnt from a launch that ran out of it."""

@@ -45,6 +45,9 @@ _SIZES = {
 }
 """Knob -> field of ``ZeroSettings`` that it alone decides."""
 
+_OFFLOAD = 4
+"""Unusual knobs that an offload counts for: of equals, the one without goes first."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
@@ -61,6 +64,8 @@ class Known:
     """Measured bytes; NaN where they are not known."""
     phases: Numbers
     """Seconds, shape (4, n); NaN where they are not known."""
+    overhead: Numbers
+    """Seconds of the launch beside its steps; NaN where they are not known."""
     too_large: Numbers
     """Whether the device ran out of memory."""
     host_too_large: Numbers
@@ -111,7 +116,9 @@ class LineageTable:
         self.knobs = self._codes()
         """Number of the value of each other knob, shape (rows, knobs)."""
         self.unusual = self._count_unusual()
-        """Number of knobs, stage and offload aside, that are neither as the user has them nor DeepSpeed's defaults."""
+        """Number of knobs, the stage aside, that are neither as the user has them nor DeepSpeed's defaults; an offload
+        counts for several.
+        """
         settings, scatter = self._settings_of_all()
         self.columns = Columns.of(settings, scatter)
         """What the step theory reads."""
@@ -152,12 +159,12 @@ class LineageTable:
         for params in self.lineages:
             count = 0
             for name, value in params.items():
-                if name in (*STRUCTURE, NVME):
+                if name == STRUCTURE[0] or name == NVME:
                     continue
                 place = (name, params["zero_stage"])
                 if place not in usual:
                     usual[place] = self._space.usual(name, params)
-                count += value != usual[place]
+                count += (value != usual[place]) * (_OFFLOAD if name in STRUCTURE else 1)
             counts.append(count)
         return np.array(counts, dtype=np.float64)
 
@@ -225,6 +232,7 @@ class LineageTable:
         scores = [score(trial) if says is Evidence.FITS else None for _, _, trial, says, _ in found]
         host = np.array([outcome == Outcome.HOST_OUT_OF_MEMORY for outcome in outcomes], dtype=bool)
         data = np.array([outcome == Outcome.OUT_OF_DATA for outcome in outcomes], dtype=bool)
+        overheads = [trial.user_attrs.get(history.OVERHEAD_S, math.nan) for _, _, trial, _, _ in found]
         says_all = [says for _, _, _, says, _ in found]
         return Known(
             number=np.array([trial.number for _, _, trial, _, _ in found], dtype=np.int64),
@@ -233,6 +241,7 @@ class LineageTable:
             value=np.array([value if value is not None and value > 0 else math.nan for value in scores]),
             peak=np.array([trial.user_attrs.get(history.PEAK_BYTES) or math.nan for _, _, trial, _, _ in found]),
             phases=phases,
+            overhead=np.array(overheads, dtype=np.float64),
             too_large=np.array([one is Evidence.TOO_LARGE for one in says_all], dtype=bool) & ~host & ~data,
             host_too_large=host,
             broken=np.array([one is Evidence.BROKEN for one in says_all], dtype=bool),
@@ -260,6 +269,7 @@ class LineageTable:
             value=np.array([value if value > 0 else math.nan for value in values], dtype=np.float64),
             peak=np.array([one.peak_bytes or math.nan for _, one in rows], dtype=np.float64),
             phases=np.full((4, count), math.nan),
+            overhead=np.full(count, math.nan),
             too_large=~fits,
             host_too_large=np.zeros(count, dtype=bool),
             broken=np.zeros(count, dtype=bool),

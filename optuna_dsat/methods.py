@@ -178,6 +178,8 @@ def make_foresight(
         space=space,
         metric=spec.metric,
         memory_margin=spec.options.memory_margin,
+        profile_steps=spec.end_profile_step,
+        min_gain=spec.options.min_gain,
         experience=experience,
     )
 

@@ -329,6 +329,13 @@ class GuidedOptions(TuneOptions):
             help="Share of the device's memory that a launch is expected to leave free.", rich_help_panel=_METHOD
         ),
     ] = 0.05
+    min_gain: Annotated[
+        float,
+        typer.Option(
+            help="End when no configuration is expected to be better than the best by this share; 0 for never.",
+            rich_help_panel=_METHOD,
+        ),
+    ] = 0.003
     warm_start: Annotated[
         str | None,
         typer.Option(

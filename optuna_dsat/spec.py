@@ -92,6 +92,8 @@ class MethodOptions(_Frozen):
     """``asha``: s of arXiv:1810.05934."""
     memory_margin: float = Field(default=0.05, ge=0, lt=1)
     """``guided``: share of the device's memory that a launch is expected to leave free."""
+    min_gain: float = Field(default=0.003, ge=0)
+    """``guided``: the search ends when no configuration is expected to improve the metric by this share of it."""
     warm_start: str | None = None
     """``guided``: study whose knowledge to begin with; None for those of the same script, config and hardware."""
     no_warm_start: bool = False
@@ -193,7 +195,8 @@ class StudySpec(_Frozen):
             "confirm", "output_dir", "enqueue_user_config", "launcher", "preload", "no_preload",
             "adaptive_steps",
         }  # fmt: skip
-        return self.model_dump(mode="json", exclude=budget)
+        ends = {"early_stopping", "min_gain"}
+        return self.model_dump(mode="json", exclude={**dict.fromkeys(budget, True), "options": ends})
 
 
 def make_spec(**values: Any) -> StudySpec:

@@ -89,6 +89,8 @@ _ERROR = 0.03
 _FLOOR = 0.005
 """Error of any phase, relative to the whole step."""
 _STEPS = 25
+_FARTHEST = 4.0
+"""Of one step of the fit, in any coefficient's logarithm: measurements that contradict each other ask for much more."""
 _STAGE0_BUCKET = 500_000_000
 """Elements that ZeRO 0 reduces at a time (``deepspeed.runtime.engine.MEMORY_OPT_ALLREDUCE_SIZE``)."""
 _EDGE_POWER = 40
@@ -286,7 +288,8 @@ class StepTheory:
         for _ in range(_STEPS if len(timings.latency) else 0):
             normal = slopes.T @ slopes + weight
             downhill = slopes.T @ here + weight @ (logs - start)
-            trial = logs - np.linalg.solve(normal + damping * np.diag(np.diag(normal)), downhill)
+            change = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), downhill)
+            trial = logs - np.clip(change, -_FARTHEST, _FARTHEST)
             there, steeper = self._misfit(trial, timings)
             before = here @ here + (logs - start) @ weight @ (logs - start)
             after = there @ there + (trial - start) @ weight @ (trial - start)

@@ -116,6 +116,9 @@ class Teller:
             trial.set_user_attr(history.DATA_LIMIT, _data_limit(flight))
         if report.outcome is Outcome.SCRIPT_ERROR:
             trial.set_user_attr(history.ERROR, _RANK.sub("", report.message)[:500])
+        if flight.record.steps:
+            steps_s = sum(step.latency_s for step in flight.record.steps)
+            trial.set_user_attr(history.OVERHEAD_S, max(0.0, report.held_s - steps_s))
         if flight.record.counted:
             metrics = self.metrics(flight)
             trial.set_user_attr(history.METRICS, metrics)

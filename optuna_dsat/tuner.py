@@ -61,7 +61,7 @@ class EndReason(StrEnum):
     BUDGET = "the budget of launches is spent"
     EARLY_STOPPING = "no new best for as many launches as --early-stopping allows"
     TIMEOUT = "the time of --timeout is over"
-    EXHAUSTED = "every configuration that may win has been tried"
+    EXHAUSTED = "nothing that is left is expected to win"
     INTERRUPTED = "interrupted"
 
 

@@ -81,7 +81,7 @@ class GuidedSampler(BinarySearchSampler):
         self._foresight = foresight
 
     def exhausted(self, study: Study, classes: int | None = None) -> bool:
-        """Return whether nothing is in flight and nothing is foreseen to be worth a launch.
+        """Return whether nothing is foreseen to be worth a launch, with what is in flight taken as measured.
 
         Args:
             study: The study.
@@ -90,7 +90,7 @@ class GuidedSampler(BinarySearchSampler):
         if self._foresight is None:
             return super().exhausted(study, classes)
         history = read_history(study, micro_batch=self._name)
-        return not history.pending and self._foresight.next(history.trials) is None
+        return self._foresight.next(history.trials) is None
 
     def _plan(
         self, study: Study, trial: FrozenTrial, history: StudyHistory, fixed: Mapping[str, Any]

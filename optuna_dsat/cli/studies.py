@@ -6,7 +6,7 @@ import csv
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -32,6 +32,12 @@ _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _Quiet = Annotated[bool, typer.Option("--quiet", help="Show the result alone.")]
 _MaxTrials = Annotated[
     int | None, typer.Option("--max-trials", help="New number of launches of trials.", show_default=False)
+]
+_MinGain = Annotated[
+    float | None,
+    typer.Option(
+        "--min-gain", help="guided: new share by which something must be expected to be better.", show_default=False
+    ),
 ]
 _Workdir = Annotated[
     Path | None,
@@ -267,12 +273,14 @@ def resume(
     name: Name,
     storage: Storage = DEFAULT_STORAGE,
     max_trials: _MaxTrials = None,
+    min_gain: _MinGain = None,
     workdir: _Workdir = None,
     quiet: _Quiet = False,
     as_json: _Json = False,
 ) -> None:
     """Continue a study where it stands, with the settings it was started with."""
-    _continue(name, storage, max_trials=max_trials, workdir=workdir, quiet=quiet, as_json=as_json, conclude=True)
+    limits = {"max_trials": max_trials, "min_gain": min_gain}
+    _continue(name, storage, limits=limits, workdir=workdir, quiet=quiet, as_json=as_json, conclude=True)
 
 
 def worker(
@@ -282,14 +290,14 @@ def worker(
     quiet: _Quiet = False,
 ) -> None:
     """Join a study from another process or machine; whoever started it confirms and exports the winner."""
-    _continue(name, storage, max_trials=None, workdir=workdir, quiet=quiet, as_json=False, conclude=False)
+    _continue(name, storage, limits={}, workdir=workdir, quiet=quiet, as_json=False, conclude=False)
 
 
 def _continue(
     name: str,
     storage: str,
     *,
-    max_trials: int | None,
+    limits: Mapping[str, float | None],
     workdir: Path | None,
     quiet: bool,
     as_json: bool,
@@ -302,8 +310,11 @@ def _continue(
     with _open(storage) as store:
         record = _record(store, name)
         spec = _spec(record)
-        if max_trials is not None:
-            spec = make_spec(**{**spec.model_dump(), "max_trials": max_trials})
+        given = {limit: value for limit, value in limits.items() if value is not None}
+        if "min_gain" in given and spec.method != "guided":
+            raise UsageError(f"--min-gain is an option of guided; this study is searched by {spec.method}.")
+        if given:
+            spec = make_spec(**_with_limits(spec.model_dump(), given))
             store.update_spec(record.uuid, spec.model_dump(mode="json"))
     spec = _relocated(spec, workdir)
     devices = detect_devices() if spec.device == "cuda" else cpu_devices(spec.slots_per_trial)
@@ -315,6 +326,13 @@ def _continue(
     run_spec(
         spec, devices, storage=storage, quiet=quiet, as_json=as_json, conclude=conclude, relocated=workdir is not None
     )
+
+
+def _with_limits(values: dict[str, Any], limits: Mapping[str, float]) -> dict[str, Any]:
+    """Return a spec's values with other limits, those of its method included."""
+    own = {name: value for name, value in limits.items() if name in values["options"]}
+    others = {name: value for name, value in limits.items() if name not in own}
+    return {**values, **others, "options": {**values["options"], **own}}
 
 
 def _relocated(spec: StudySpec, workdir: Path | None) -> StudySpec:

@@ -98,7 +98,7 @@ class LaunchReport:
     startup_s: float
     """From start to the first boundary of a step (or to the end, where none came)."""
     measured_s: float
-    """From the first step boundary to the last."""
+    """From the first step boundary to the last event of a rank: a step that fails counts."""
     exit_s: float
     """From the last event of a rank to all processes gone and devices free."""
 

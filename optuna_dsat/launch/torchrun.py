@@ -71,8 +71,8 @@ class TorchrunLauncher:
         max_slots: Use no more than this many of them at a time; None for all.
         nvml: NVML to ask about GPUs; None for the machine's.
         base_env: Environment that launches inherit from; None for this process's own.
-        warm: Whether trials are forked from a process that has the heavy modules imported (``launch/warm.py``), as long
-            as that works; profile launches are always plain.
+        warm: Whether launches are forked from a process that has the heavy modules imported (``launch/warm.py``), as
+            long as that works.
         on_notice: Told what people should know of how launches run.
 
     Raises:
@@ -202,9 +202,6 @@ class TorchrunLauncher:
         if self._warm is None:
             return None
         with self._plain_instead():
-            if request.purpose == "profile":  # it shows what a fresh interpreter imports; ours does so meanwhile
-                self._warm.begin(prepared.environ)
-                return None
             return self._warm.start(
                 WarmOrder(
                     launch_id=request.launch_id,
@@ -408,7 +405,8 @@ def _unrecorded(facts: LaunchFacts, verdict: Verdict) -> bool:
 
 
 def _report(launch: RunningLaunch, facts: LaunchFacts, verdict: Verdict, *, note: str, exit_s: float) -> LaunchReport:
-    boundaries = [e.time for events in facts.events.values() for e in events if isinstance(e, StepMeasured)]
+    told = [event for events in facts.events.values() for event in events]
+    boundaries = [event.time for event in told if isinstance(event, StepMeasured)]
     ended = time.time()
     log = _log_of(launch.directory, verdict.rank)
     return LaunchReport(
@@ -425,7 +423,7 @@ def _report(launch: RunningLaunch, facts: LaunchFacts, verdict: Verdict, *, note
         pids=launch.pids,
         started_at=launch.started_unix,
         startup_s=max(0.0, min(boundaries, default=ended) - launch.started_unix),
-        measured_s=max(boundaries) - min(boundaries) if boundaries else 0.0,
+        measured_s=max(event.time for event in told) - min(boundaries) if boundaries else 0.0,
         exit_s=exit_s,
     )
 

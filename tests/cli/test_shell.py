@@ -102,6 +102,27 @@ def test_an_interruption_exits_with_130_and_says_how_to_go_on(bench: Bench, caps
     assert shown.err == ""
 
 
+def test_a_guided_search_that_ended_by_itself_goes_on_with_a_smaller_least_gain(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    guided = ("guided", *SEARCH[1:-1], "40", "--min-gain", "0.05", "--confirm", "0", "--json", "--quiet")
+    assert leave(*guided) == 0
+    ended = json.loads(capsys.readouterr().out)
+    assert "expected to win" in ended["reason"]
+    launches = sum(ended["launches"].values())
+    more = ("--max-trials", str(launches + 2), "--json", "--quiet")
+    assert leave("resume", "train-guided", *more) == 0
+    assert sum(json.loads(capsys.readouterr().out)["launches"].values()) == launches
+    assert leave("resume", "train-guided", *more, "--min-gain", "0") == 0
+    assert sum(json.loads(capsys.readouterr().out)["launches"].values()) == launches + 2
+
+
+def test_other_methods_have_no_least_gain(capsys: pytest.CaptureFixture[str]) -> None:
+    assert leave(*SEARCH, "--quiet") == 0
+    assert leave("resume", STUDY, "--min-gain", "0") == 2
+    assert "--min-gain is an option of guided; this study is searched by random" in capsys.readouterr().err
+
+
 def test_what_reads_a_study_prints_it_to_stdout_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert leave(*SEARCH, "--quiet") == 0
     capsys.readouterr()

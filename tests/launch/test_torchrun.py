@@ -88,13 +88,18 @@ def test_a_launch_is_measured_and_leaves_its_directory(launcher: TorchrunLaunche
 
 
 def test_one_rank_s_exception_ends_the_launch(launcher: TorchrunLauncher, cwd: Path) -> None:
-    launcher.start(request(cwd, args=("--end", "raise", "--end-rank", "1", "--orphan")))
+    launcher.start(
+        request(cwd, args=("--end", "raise slowly", "--end-rank", "1", "--at", "3", "--orphan"), end_profile_step=9)
+    )
     updates = updates_until_finished(launcher)
     report = reports(updates)["trial-0000"]
     assert report.outcome is Outcome.SCRIPT_ERROR, report
     assert "the script's own mistake" in report.message
     assert "ValueError: the script's own mistake" in report.error_excerpt
-    assert events(updates, RankFailed)[0].rank == 1
+    failed = events(updates, RankFailed)[0]
+    assert failed.rank == 1
+    assert report.measured_s >= 1.0, "a step that fails counts"
+    assert report.started_at + report.held_s >= failed.time
     assert_gone(report.pids)
     assert own_processes(os.getpid()) == []
 

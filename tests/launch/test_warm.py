@@ -19,7 +19,7 @@ from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest, LaunchUpdat
 from optuna_dsat.launch.torchrun import TorchrunLauncher
 from optuna_dsat.launch.warm import WarmLaunches
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.runtime.events import RankFailed, RankStarted, StepMeasured
+from optuna_dsat.runtime.events import ModulesImported, RankFailed, RankStarted, StepMeasured
 
 from .launching import DS_CONFIG, SCRIPTS, events, reports, request, updates_until_finished
 from .test_torchrun import BASE_ENV, assert_gone
@@ -100,6 +100,23 @@ def test_a_forked_rank_finds_what_a_started_one_does(
         assert forked["sockets"] <= started["sockets"]
     numbers = [number for s in states(folder, "forked") for number in (*s["random"], s["torch_seed"])]
     assert len(set(numbers)) == len(numbers), "ranks that are not seeded draw different numbers"
+
+
+def test_the_profile_launch_finds_deepspeed_imported(launcher: TorchrunLauncher, folder: Path, tmp_path: Path) -> None:
+    """And still says all that it used, so that nothing is missing before the next fork."""
+    script, found = tmp_path / "looks.py", tmp_path / "found"
+    script.write_text(
+        f"import sys\nopen({str(found)!r}, 'w').write(str('deepspeed' in sys.modules))\n"
+        + (SCRIPTS / "tiny_launch.py").read_text().replace("from __future__ import annotations", "")
+    )
+    config = str(folder / "user_config.json")
+    command = ScriptCommand(script=str(script), args=(config,), cwd=str(folder), config_path=config)
+    asked = request(folder, launch_id="profile", purpose="profile", command=command, start_profile_step=1)
+    report, updates = run(launcher, asked)
+    assert report.outcome is Outcome.MEASURED, report
+    assert found.read_text() == "True"
+    (imported,) = events(updates, ModulesImported)
+    assert {"torch", "deepspeed", "numpy"} <= set(imported.modules)
 
 
 def test_a_launch_never_sees_what_another_left_behind(launcher: TorchrunLauncher, folder: Path) -> None:

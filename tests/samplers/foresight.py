@@ -64,8 +64,16 @@ def small_foresight(metric: str = "throughput", margin: float = 0.05) -> Foresig
 class Machine:
     """Runs trials: memory as modelled but for activations 10 % larger; a step of fixed and of growing parts."""
 
-    def __init__(self, *, device_gib: float = 38.0, offload_s: float = 1.0, space: SearchSpace | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        device_gib: float = 38.0,
+        offload_s: float = 1.0,
+        overhead_s: float = 60.0,
+        space: SearchSpace | None = None,
+    ) -> None:
         self.space = space or small_space()
+        self.overhead_s = overhead_s
         self.limit = device_gib * GIB
         self.offload_s = offload_s
 
@@ -97,6 +105,7 @@ class Machine:
         phases = {"forward": forward, "backward": backward, "step": step, "latency": forward + backward + step + other}
         trial.set_user_attr(history.METRICS, phases)
         trial.set_user_attr(history.PEAK_BYTES, self.peak(params))
+        trial.set_user_attr(history.OVERHEAD_S, self.overhead_s)
         trial.set_user_attr(history.OUTCOME, Outcome.MEASURED.value)
         return study.tell(trial, self.rate(params))
 

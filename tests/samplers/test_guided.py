@@ -153,6 +153,51 @@ def test_a_search_ends_where_nothing_can_win_any_more(kit: SimpleNamespace) -> N
     assert study.best_value == pytest.approx(machine.best(foresight))
 
 
+def test_a_search_ends_where_little_is_expected_to_be_gained(kit: SimpleNamespace) -> None:
+    """Long before everything is tried, and with what is in flight taken as foreseen."""
+    launches = {}
+    for least in (0.01, 0.002):
+        foresight = Foresight(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=small_space(), min_gain=least)
+        study, machine = guided(kit, foresight), Machine()
+        sampler = study.sampler
+        assert isinstance(sampler, GuidedSampler)
+        while not sampler.exhausted(study):
+            machine.run(study, 1)
+            assert len(study.trials) <= 60
+        assert study.best_value >= 0.98 * machine.best(foresight)
+        launches[least] = len(study.trials)
+    assert 3 < launches[0.01] < launches[0.002]
+
+
+def test_nothing_is_launched_beside_what_flies_where_nothing_else_promises_a_gain(kit: SimpleNamespace) -> None:
+    foresight = Foresight(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=small_space(), min_gain=10.0)
+    study, machine = guided(kit, foresight), Machine()
+    sampler = study.sampler
+    assert isinstance(sampler, GuidedSampler)
+    machine.space.suggest(study.ask())
+    assert not sampler.exhausted(study), "before anything was measured there is nothing to improve on"
+    machine.run(study, 1)
+    assert sampler.exhausted(study)
+
+
+def test_where_a_start_is_cheap_small_micro_batches_go_first(kit: SimpleNamespace) -> None:
+    sizes = {}
+    for overhead_s in (0.1, 600.0):
+        study, machine = guided(kit), Machine(overhead_s=overhead_s)
+        machine.run(study, 5)
+        sizes[overhead_s] = [trial.params[MICRO_BATCH] for trial in study.trials]
+    assert sizes[0.1][0] == sizes[600.0][0], "nothing is known of a start yet"
+    assert sum(sizes[0.1]) < sum(sizes[600.0])
+
+
+def test_of_equals_the_one_without_offload_goes_first() -> None:
+    table = small_foresight().table
+    unusual = {lineage_key(params): count for params, count in zip(table.lineages, table.unusual.tolist(), strict=True)}
+    for params in table.lineages:
+        if params.get("offload_optimizer") == "none":
+            assert unusual[lineage_key(params)] < unusual[lineage_key({**params, "offload_optimizer": "cpu"})]
+
+
 def test_an_ask_of_a_long_history_in_a_large_space_looks_at_few_of_both(kit: SimpleNamespace) -> None:
     """So that its time does not grow with them; ``benchmarks/ask.py`` measures it."""
     space = small_space(no_tune=())
@@ -198,6 +243,8 @@ def test_a_launch_that_ran_out_of_memory_keeps_its_like_away_from_the_edge(kit: 
 def test_what_cannot_be_planned_with_is_refused() -> None:
     with pytest.raises(ValueError, match="memory_margin must lie in"):
         Foresight(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=small_space(), memory_margin=1.0)
+    with pytest.raises(ValueError, match="min_gain must not be negative"):
+        Foresight(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=small_space(), min_gain=-0.1)
     with pytest.raises(ValueError, match="metric is 'speed'"):
         Foresight(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=small_space(), metric="speed")
     with pytest.raises(ValueError, match="with a foresight it must be"):
