@@ -74,7 +74,7 @@ START, STEPS = 4, 12
 METHODS = {
     "torchrun": ("random", "--launcher", "torchrun", "--max-trials", "12", "--confirm", "2"),
     "warm": ("random", "--max-trials", "12", "--confirm", "2"),
-    "guided": ("guided", "--max-trials", "5", "--confirm", "0"),
+    "guided": ("guided", "--max-trials", "6", "--confirm", "0"),
 }
 """What follows ``optuna-dsat`` in our searches."""
 
@@ -206,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Search, compare and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--searches", nargs="+", choices=SEARCHES, default=SEARCHES)
-    parser.add_argument("--rounds", type=int, default=3, help="launches of each result when they are compared")
+    parser.add_argument("--rounds", type=int, default=5, help="launches of each result when they are compared")
     parser.add_argument("--unbounded", action="store_true", help="limit neither memory nor micro-batch")
     parser.add_argument("--limit", type=float, help="seconds after which DeepSpeed's autotuner is ended")
     parser.add_argument("--json", type=Path, help="also write times and configs")
