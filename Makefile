@@ -31,7 +31,7 @@ operators: setup
 
 demo: operators
 	rm -rf demo-output && mkdir -p demo-output
-	$(BIN)/optuna-dsat random examples/gpt/train.py examples/gpt/ds_config.json \
+	$(BIN)/optuna-dsat guided examples/gpt/train.py examples/gpt/ds_config.json \
 		--study gpt-demo --storage sqlite:///demo-output/study.db --output-dir demo-output \
 		--device-memory 900MiB --zero-stages 0 1 2 3 --max-trials 12 --confirm 2 \
 		-- --deepspeed_config examples/gpt/ds_config.json

@@ -3,8 +3,9 @@
     .venv/bin/pip install --no-deps --target .cache/peers tabulate      # once: DeepSpeed's autotuner needs it
     PYTHONPATH=.cache/peers .venv/bin/python -m benchmarks.whole_search [--json results.json]
 
-``torchrun`` and ``warm`` are what ``make demo`` runs, by either launcher. ``guided`` makes as many launches as
-DeepSpeed's autotuner does here, and like it measures nothing twice.
+``demo`` is what ``make demo`` runs, ``demo-torchrun`` the same by plain torchrun, ``random`` what it ran before
+``guided`` was there. ``quick`` makes as many launches as DeepSpeed's autotuner does here, and like it measures nothing
+twice.
 
 DeepSpeed's autotuner runs in its fast mode, its default, as on one machine without ssh: a stand-in for pdsh runs its
 commands here (and passes on none that kill by name), and a small script around the example takes the config as the
@@ -20,6 +21,7 @@ search hands over is compared side by side.
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import json
 import os
@@ -40,7 +42,7 @@ from optuna_dsat import ds_config
 from optuna_dsat.launch.devices import Devices, cpu_devices, detect_devices
 from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
 from optuna_dsat.launch.torchrun import TorchrunLauncher
-from optuna_dsat.runtime.events import StepMeasured
+from optuna_dsat.runtime.events import StepMeasured, decode_event
 
 EXAMPLE = EXAMPLES["gpt"]
 PDSH = """#!/bin/bash
@@ -63,20 +65,23 @@ sys.argv[0] = {script!r}
 sys.path[0] = {folder!r}
 runpy.run_path({script!r}, run_name="__main__")
 """
-SEARCHES = ("torchrun", "warm", "guided", "deepspeed")
 DEVICE_MEMORY = "900MiB"
 LARGEST = 128
 """Largest micro-batch that DeepSpeed's autotuner may try, unless it is unbounded."""
+DEEPSPEED_STEPS = 6
+"""Steps of a launch of DeepSpeed's autotuner; it records their mean in microseconds."""
 START, STEPS = 4, 12
 """First and last step that count when the results are compared."""
 
 
-METHODS = {
-    "torchrun": ("random", "--launcher", "torchrun", "--max-trials", "12", "--confirm", "2"),
-    "warm": ("random", "--max-trials", "12", "--confirm", "2"),
-    "guided": ("guided", "--max-trials", "6", "--confirm", "0"),
+OURS = {
+    "demo-torchrun": ("guided", "--launcher", "torchrun", "--max-trials", "12", "--confirm", "2"),
+    "demo": ("guided", "--max-trials", "12", "--confirm", "2"),
+    "random": ("random", "--max-trials", "12", "--confirm", "2"),
+    "quick": ("guided", "--max-trials", "5", "--confirm", "0"),
 }
 """What follows ``optuna-dsat`` in our searches."""
+SEARCHES = (*OURS, "deepspeed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +90,8 @@ class Search:
 
     wall_s: float
     launches: int
+    steps_s: float
+    """Seconds between the boundaries of steps, over all launches; by DeepSpeed's autotuner, of its timers' phases."""
     config: Mapping[str, Any] | None
     """None where it was ended before it had one."""
 
@@ -93,7 +100,7 @@ def ours(folder: Path, name: str, *, unbounded: bool) -> Search:
     """Run one of our searches."""
     config = str(EXAMPLE.config)
     command = [
-        *(str(Path(sys.executable).with_name("optuna-dsat")), *METHODS[name], str(EXAMPLE.script), config),
+        *(str(Path(sys.executable).with_name("optuna-dsat")), *OURS[name], str(EXAMPLE.script), config),
         *("--study", "s", "--storage", f"sqlite:///{folder}/study.db", "--output-dir", str(folder)),
         *("--zero-stages", "0 1 2 3", *([] if unbounded else ["--device-memory", DEVICE_MEMORY])),
         *("--quiet", "--", "--deepspeed_config", config),
@@ -101,8 +108,23 @@ def ours(folder: Path, name: str, *, unbounded: bool) -> Search:
     started = time.monotonic()
     subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
     wall_s = time.monotonic() - started
-    launches = sum(1 for _ in (folder / "s").glob("*/report.json"))
-    return Search(wall_s=wall_s, launches=launches, config=json.loads((folder / "s/best_ds_config.json").read_text()))
+    launches = [file.parent for file in (folder / "s").glob("*/report.json")]
+    return Search(
+        wall_s=wall_s,
+        launches=len(launches),
+        steps_s=sum(_steps_s(launch) for launch in launches),
+        config=json.loads((folder / "s/best_ds_config.json").read_text()),
+    )
+
+
+def _steps_s(launch: Path) -> float:
+    """Return the seconds of all steps of a launch, of its slowest rank."""
+    found = [decode_event(line) for file in launch.glob("events/*.jsonl") for line in file.read_text().splitlines()]
+    ranks = collections.defaultdict[int, float](float)
+    for event in found:
+        if isinstance(event, StepMeasured):
+            ranks[event.rank] += event.latency_s
+    return max(ranks.values(), default=0.0)
 
 
 def deepspeeds(folder: Path, slots: int, *, unbounded: bool, limit_s: float | None) -> Search:
@@ -132,14 +154,16 @@ def deepspeeds(folder: Path, slots: int, *, unbounded: bool, limit_s: float | No
         ended = _ends_within(process, limit_s)
     wall_s = time.monotonic() - started
     launches = sum(1 for _ in (folder / "autotuning_results").glob("*/cmd.txt"))
+    measured = [json.loads(file.read_text()) for file in (folder / "autotuning_results").glob("*/metrics.json")]
+    steps_s = sum(one["latency"] * DEEPSPEED_STEPS / 1e6 for one in measured)
     if not ended:
-        return Search(wall_s=wall_s, launches=launches, config=None)
+        return Search(wall_s=wall_s, launches=launches, steps_s=steps_s, config=None)
     best = folder / "autotuning_results/ds_config_optimal.json"
     if not best.exists():  # it exits with 0 then, too
         raise SystemExit(f"DeepSpeed's autotuner found nothing:\n{(folder / 'log.txt').read_text()[-2000:]}")
     found = json.loads(best.read_text())
     found.pop("autotuning", None)
-    return Search(wall_s=wall_s, launches=launches, config=found)
+    return Search(wall_s=wall_s, launches=launches, steps_s=steps_s, config=found)
 
 
 def _ends_within(process: subprocess.Popen[bytes], limit_s: float | None) -> bool:
@@ -230,11 +254,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         compared.mkdir()
         configs = {name: search.config for name, search in searches.items() if search.config is not None}
         speeds = compare(configs, rounds=args.rounds, devices=devices, folder=compared)
-    print("| search | launches | wall time (s) | throughput handed over (samples/s) |")
-    print("|---|--:|--:|--:|")
+    print("| search | launches | wall time (s) | beside steps, per launch (s) | throughput handed over (samples/s) |")
+    print("|---|--:|--:|--:|--:|")
     for name, search in searches.items():
         speed = f"{speeds[name]:.1f}" if name in speeds else "ended before it had a result"
-        print(f"| {name} | {search.launches} | {search.wall_s:.0f} | {speed} |")
+        beside_s = (search.wall_s - search.steps_s) / search.launches
+        print(f"| {name} | {search.launches} | {search.wall_s:.0f} | {beside_s:.1f} | {speed} |")
     if args.json:
         results = {name: {**vars(search), "throughput": speeds.get(name)} for name, search in searches.items()}
         args.json.write_text(json.dumps(results, indent=2))

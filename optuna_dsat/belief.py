@@ -26,7 +26,9 @@ __all__ = ["Belief", "Expected", "Merits"]
 
 Numbers: TypeAlias = npt.NDArray[Any]
 
-_START_S = 60.0
+_START_WEIGHT = 2.0
+"""A launch costs more than its seconds: it counts against the budget, too."""
+_START_S = 30.0
 """Seconds of a launch beside its steps, until one was measured; only their ratio to the steps matters."""
 _PLAIN = 5e-4
 """What a knob away from the user's value, or DeepSpeed's default, must promise to be tried: of equals, the usual."""
@@ -113,7 +115,7 @@ class Belief:
         peaks, too_large = (np.concatenate([getattr(one, name) for one in heard]) for name in ("peak", "too_large"))
         self._memory.observe(self._table.loads(rows, sizes), peaks, too_large)
         timed = known.overhead[~np.isnan(known.overhead)]
-        self._start_s = float(np.median(timed)) if len(timed) else _START_S
+        self._start_s = _START_WEIGHT * (float(np.median(timed)) if len(timed) else _START_S)
         self._room = min(self._memory.limit, float(foresight.device_bytes))
         self._fits = self._edges(known.fits, np.maximum, 0)
         """Largest micro-batch of each lineage that ran; 0 for none."""

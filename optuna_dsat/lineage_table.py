@@ -45,9 +45,6 @@ _SIZES = {
 }
 """Knob -> field of ``ZeroSettings`` that it alone decides."""
 
-_OFFLOAD = 4
-"""Unusual knobs that an offload counts for: of equals, the one without goes first."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
@@ -116,9 +113,7 @@ class LineageTable:
         self.knobs = self._codes()
         """Number of the value of each other knob, shape (rows, knobs)."""
         self.unusual = self._count_unusual()
-        """Number of knobs, the stage aside, that are neither as the user has them nor DeepSpeed's defaults; an offload
-        counts for several.
-        """
+        """Number of knobs, stage and offload aside, that are neither as the user has them nor DeepSpeed's defaults."""
         settings, scatter = self._settings_of_all()
         self.columns = Columns.of(settings, scatter)
         """What the step theory reads."""
@@ -159,12 +154,12 @@ class LineageTable:
         for params in self.lineages:
             count = 0
             for name, value in params.items():
-                if name == STRUCTURE[0] or name == NVME:
+                if name in (*STRUCTURE, NVME):
                     continue
                 place = (name, params["zero_stage"])
                 if place not in usual:
                     usual[place] = self._space.usual(name, params)
-                count += (value != usual[place]) * (_OFFLOAD if name in STRUCTURE else 1)
+                count += value != usual[place]
             counts.append(count)
         return np.array(counts, dtype=np.float64)
 

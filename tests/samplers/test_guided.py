@@ -190,14 +190,6 @@ def test_where_a_start_is_cheap_small_micro_batches_go_first(kit: SimpleNamespac
     assert sum(sizes[0.1]) < sum(sizes[600.0])
 
 
-def test_of_equals_the_one_without_offload_goes_first() -> None:
-    table = small_foresight().table
-    unusual = {lineage_key(params): count for params, count in zip(table.lineages, table.unusual.tolist(), strict=True)}
-    for params in table.lineages:
-        if params.get("offload_optimizer") == "none":
-            assert unusual[lineage_key(params)] < unusual[lineage_key({**params, "offload_optimizer": "cpu"})]
-
-
 def test_an_ask_of_a_long_history_in_a_large_space_looks_at_few_of_both(kit: SimpleNamespace) -> None:
     """So that its time does not grow with them; ``benchmarks/ask.py`` measures it."""
     space = small_space(no_tune=())
