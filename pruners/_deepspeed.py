@@ -71,7 +71,7 @@ class DeepSpeedPruner(BasePruner):
         *,
         trials_per_random_config: int = 5,
         warmup_reports: int = 1,
-        stop_margin: float = 0.1,
+        stop_margin: float = 0.2,
         micro_batch: str = MICRO_BATCH,
     ) -> None:
         for name, value, least in (

@@ -116,8 +116,7 @@ def test_enqueued_trials_and_copies_of_lost_ones_are_never_vetoed(kit: SimpleNam
     ("direction", "reports", "stopped"),
     [
         ("maximize", [70.0], True),
-        ("maximize", [85.0], True),
-        ("maximize", [92.0], False),
+        ("maximize", [85.0], False),
         ("maximize", [130.0], False),
         ("maximize", [70.0, 70.0], True),
         ("maximize", [40.0, 160.0], False),
