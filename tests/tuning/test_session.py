@@ -26,7 +26,7 @@ def keys_of(configs: list[dict[str, Any]]) -> list[str]:
 
 @pytest.mark.parametrize("method", ["random", "binary", "asha", "guided"])
 def test_a_study_beats_the_users_config_and_leaves_what_to_train_with(bench: Bench, method: str) -> None:
-    spec = bench.spec(method=method, max_trials=12)
+    spec = bench.spec(method=method, max_trials=12, options={"min_gain": 0.0})
     result = bench.run(spec, Hill())
     assert result is not None
     assert result.speed_up is not None
@@ -39,7 +39,7 @@ def test_a_study_beats_the_users_config_and_leaves_what_to_train_with(bench: Ben
     assert metrics["confidence_interval_95"][0] <= result.value <= metrics["confidence_interval_95"][1]
     assert result.command_names_config
     assert result.config_path in result.command
-    assert sum(result.launches.values()) == 12 or (method == "guided" and "expected to win" in result.reason)
+    assert sum(result.launches.values()) == 12
     assert json.dumps(asdict(result))
 
 
@@ -421,9 +421,9 @@ def test_a_finalist_that_fails_with_more_steps_gives_its_place_to_the_next_best(
     assert len(substitutes) == 1, "as many places as there were finalists"
 
 
-@pytest.mark.parametrize(("step_s", "steps"), [(0.3, 15), (1.5, 7), (9.0, 5)])
+@pytest.mark.parametrize(("step_s", "steps"), [(0.3, 15), (0.7, 8), (9.0, 5)])
 def test_a_finalist_of_long_steps_counts_fewer_of_them(bench: Bench, step_s: float, steps: int) -> None:
-    """Ten seconds are enough, five steps the least; steps vary by 2 %, so their time is never certain."""
+    """Five seconds are enough, five steps the least; steps vary by 2 %, so their time is never certain."""
 
     def steady(_: Mapping[str, Any]) -> SimulatedResult:
         return SimulatedResult(startup_s=1, forward_s=step_s, backward_s=0.0, step_s=0.0, peak_bytes=2**30)
