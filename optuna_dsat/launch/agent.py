@@ -2,10 +2,10 @@
 
     python -m optuna_dsat.launch.agent RECORD TUNER_PID TORCHRUN_ARGUMENTS...
 
-The same as ``python -m torch.distributed.run TORCHRUN_ARGUMENTS...``, with two differences. The kernel kills it when
+The same as ``python -m torch.distributed.run TORCHRUN_ARGUMENTS...``, with three differences. The kernel kills it when
 the thread that started it ends, and so with the tuner, by ``kill -9`` too. And where ranks fail, it writes their exit
 codes and signals to RECORD as JSON: torchrun itself only logs them, and an outcome is never read from a log. It serves
-one machine, so it does not wait for others.
+one machine, so it does not wait for others. And it never asks CUDA anything (``launch/cuda_state.py``).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from optuna_dsat.launch.cuda_state import cuda_hidden
 from optuna_dsat.runtime.session import die_with_parent
 
 __all__ = ["main"]
@@ -66,7 +67,8 @@ def main(argv: list[str]) -> int:
 
     _hasten_rendezvous()
     try:
-        run.run(run.parse_args(arguments))  # type: ignore[no-untyped-call]
+        with cuda_hidden():
+            run.run(run.parse_args(arguments))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         print(error, file=sys.stderr)
         _write_record(record, error.failures)

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from optuna_dsat.launch.cuda_state import driver_is_initialised, show_cuda
+
 __all__ = ["Origin", "become_agent", "fork_child", "forked_ranks"]
 
 _RUNTIME = "optuna_dsat.runtime"
@@ -159,12 +161,14 @@ class _ForkedProcess:
 
 @contextlib.contextmanager
 def forked_ranks(origin: Origin) -> Iterator[None]:
-    """Within this context, torchrun in this process forks its ranks."""
+    """Within this context, torchrun in this process forks its ranks, unless it has initialised CUDA itself."""
     from torch.distributed.elastic.multiprocessing import api
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
     class Handler(SubprocessHandler):  # type: ignore[misc,unused-ignore]
         def _popen(self, args: Sequence[str], env: Mapping[str, str]) -> Any:
+            if driver_is_initialised():  # a fork could not use CUDA; the rank says that it was started
+                return super()._popen(tuple(args), dict(env))
             return _ForkedProcess(lambda: _become_rank(args, env, origin))
 
     names: Any = api
@@ -195,8 +199,9 @@ def _become_rank(command: Sequence[str], environ: Mapping[str, str], origin: Ori
     if not safe_path:
         sys.path.insert(0, str(Path.cwd()))
     _forget_random_state()
+    show_cuda()
     _forget_devices()
-    run(argv, safe_path=safe_path)
+    run(argv, safe_path=safe_path, forked=True)
 
 
 def _forget_random_state() -> None:

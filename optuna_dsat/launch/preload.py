@@ -2,11 +2,12 @@
 
 A module is left to the ranks themselves if its import
 
-- reads a variable that differs from rank to rank or launch to launch: what it read would hold for every rank;
+- reads a variable that differs from rank to rank or launch to launch, or that the script changes before the import:
+  what it read would hold for every rank;
 - starts threads: they are not in the child, and what they hold locked stays locked. OpenBLAS's are an exception: it
   ends them before a fork and starts them again after it;
-- initialises CUDA, which does not survive a fork.
-
+- initialises CUDA, which does not survive a fork;
+- imports a module of which one of these is true.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from types import FrameType, ModuleType
+from typing import Any, NoReturn
 
+from optuna_dsat.launch.cuda_state import driver_is_initialised
 from optuna_dsat.runtime.events import ModulesImported
 
 __all__ = ["BASE_MODULES", "Loaded", "Preload", "load"]
@@ -41,6 +45,9 @@ BASE_MODULES = (
 
 _OWN = "optuna_dsat"
 
+_READ_BY_NATIVE_CODE = ("GOMP_", "KMP_", "MKL_", "OMP_", "OPENBLAS_", "PYTORCH_ALLOC", "PYTORCH_CUDA_ALLOC")
+"""Beginnings of variables that libraries of torch and NumPy read as they are loaded, where no import hook sees it."""
+
 _THREAD_END_S = 0.25
 """Time for a thread that was joined to leave the kernel's list, too."""
 
@@ -54,12 +61,18 @@ class Preload:
     operators: tuple[str, ...] = ()
     """Names of compiled operators of DeepSpeed (``deepspeed_shm_comm``)."""
     left_out: tuple[str, ...] = ()
-    """Packages that are never imported."""
+    """Packages that are never imported, nor what imports them."""
+    environment: tuple[str, ...] = ()
+    """Variables that the script changes: no import may read them before it does."""
 
     @classmethod
     def learned(cls, imported: ModulesImported) -> Preload:
         """Return what a profile launch was seen to import, after what every launch needs."""
-        return cls(modules=(*BASE_MODULES, *imported.modules), operators=tuple(imported.operators))
+        return cls(
+            modules=(*BASE_MODULES, *imported.modules),
+            operators=tuple(imported.operators),
+            environment=tuple(imported.environment),
+        )
 
     def changed(self, *, added: Sequence[str], left_out: Sequence[str]) -> Preload:
         """Return the same with modules added and packages left out."""
@@ -71,6 +84,7 @@ class Preload:
             "modules": list(self.modules),
             "operators": list(self.operators),
             "left_out": list(self.left_out),
+            "environment": list(self.environment),
         }
 
     @classmethod
@@ -80,6 +94,7 @@ class Preload:
             modules=tuple(record["modules"]),
             operators=tuple(record["operators"]),
             left_out=tuple(record["left_out"]),
+            environment=tuple(record.get("environment", ())),
         )
 
 
@@ -91,6 +106,8 @@ class Loaded:
     """Those that were imported by name; what they import themselves is not listed."""
     refused: dict[str, str] = field(default_factory=dict)
     """Package -> why no rank may inherit it. Not empty: this process must not fork."""
+    read: set[str] = field(default_factory=set)
+    """Environment variables that the imports have read."""
 
 
 def load(preload: Preload, *, watched: frozenset[str]) -> Loaded:
@@ -98,23 +115,29 @@ def load(preload: Preload, *, watched: frozenset[str]) -> Loaded:
 
     Args:
         preload: What to import.
-        watched: Environment variables that no import may read.
+        watched: Environment variables that differ between launches: no import may read them.
     """
     loaded = Loaded()
     threads = _Threads()
-    with _reads_of(watched) as reads, _without_collections():
+    if native := sorted(name for name in preload.environment if name.startswith(_READ_BY_NATIVE_CODE)):
+        loaded.refused["torch"] = f"the script changes {native[0]}, which libraries of torch read as they are loaded"
+    watched |= frozenset(preload.environment)
+    with _reads_of(watched, loaded.read) as reads, _without_collections(), _refusing(preload.left_out) as missed:
         for name in preload.modules:
             package = name.partition(".")[0]
             if package in preload.left_out or package in loaded.refused or name in sys.modules:
                 continue
-            if not _import(name):
-                continue
-            loaded.modules.append(name)
+            if _import(name):
+                loaded.modules.append(name)
+            if missed:
+                loaded.refused[package] = f"it imports {missed[0]}, which every rank imports for itself"
+                missed.clear()
             for reader, variable in reads:
-                why = f"its import reads {variable}, which differs between launches"
+                when = "the script changes" if variable in preload.environment else "differs between launches"
+                why = f"its import reads {variable}, which {when}"
                 loaded.refused |= {reader: why, package: why}
             reads.clear()
-            if _cuda_is_initialised():
+            if driver_is_initialised():
                 loaded.refused[package] = "its import initialises CUDA, which no fork survives"
             if threads.started(name):
                 loaded.refused[package] = "its import starts threads, which a fork does not copy"
@@ -132,6 +155,37 @@ def _import(name: str) -> bool:
     return True
 
 
+class _Refusal(MetaPathFinder, Loader):
+    """Finds the packages that are left out, and refuses to load them; notes the attempts."""
+
+    def __init__(self, packages: Sequence[str], missed: list[str]) -> None:
+        self._packages = frozenset(packages)
+        self._missed = missed
+
+    def find_spec(self, fullname: str, _path: Any, _target: ModuleType | None = None) -> ModuleSpec | None:
+        # Found, so that who only asks whether it is installed learns that it is.
+        return ModuleSpec(fullname, self) if fullname.partition(".")[0] in self._packages else None
+
+    def create_module(self, spec: ModuleSpec) -> NoReturn:
+        self._missed.append(spec.name.partition(".")[0])
+        raise ModuleNotFoundError(f"{spec.name} is left to the ranks", name=spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        raise NotImplementedError(module.__name__)  # none is ever created
+
+
+@contextlib.contextmanager
+def _refusing(packages: Sequence[str]) -> Iterator[list[str]]:
+    """Let nothing import these packages within the context; the list yielded names those that something tried to."""
+    missed: list[str] = []
+    finder = _Refusal(packages, missed)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield missed
+    finally:
+        sys.meta_path.remove(finder)
+
+
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
     """Look for no garbage: of heavy imports it takes a third of the time, and they leave little."""
@@ -145,13 +199,14 @@ def _without_collections() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _reads_of(watched: frozenset[str]) -> Iterator[list[tuple[str, str]]]:
-    """Note who reads the watched variables: (package, variable)."""
+def _reads_of(watched: frozenset[str], names: set[str]) -> Iterator[list[tuple[str, str]]]:
+    """Note who reads the watched variables: (package, variable), and in ``names`` all variables that are read."""
     reads: list[tuple[str, str]] = []
     environ_class: Any = type(os.environ)
     original = environ_class.__getitem__
 
     def __getitem__(environ: Any, name: Any) -> Any:  # noqa: N807 - takes the place of one
+        names.add(name)
         if name in watched:
             reads.append((_reader(sys._getframe(1)), name))
         return original(environ, name)
@@ -221,15 +276,3 @@ def _load_operators(names: Sequence[str]) -> None:
         if name in ALL_OPS:
             with contextlib.suppress(Exception):  # the rank that needs it meets what is wrong with it
                 ALL_OPS[name].load(verbose=False)
-
-
-def _cuda_is_initialised() -> bool:
-    """Whether this process has a CUDA context or has opened the driver (``cuInit``)."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        return True
-    for descriptor in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            if str(descriptor.readlink()).startswith("/dev/nvidia-uvm"):
-                return True
-    return False

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from optuna_dsat.launch.agents import Agent
 from optuna_dsat.launch.classify import LaunchFacts, StopReason
+from optuna_dsat.launch.preload import Preload
 from optuna_dsat.launch.processes import ProcessKey, children_of, end_processes, find_marked
 from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest
 from optuna_dsat.launch.run_directory import RunDirectory
@@ -112,10 +113,10 @@ class RunningLaunch:
     started: float
     started_unix: float
     oom_kills_before: int | None
-    warm: bool = False
-    """Whether it was forked from a process with the heavy modules imported."""
-    checks_warm: bool = False
-    """Whether it repeats a forked launch that failed, to see whether the forking was the cause."""
+    preloaded: Preload | None = None
+    """What the process had imported that it was forked from; None for a launch by plain torchrun."""
+    repeats: str | None = None
+    """How the forked launch ended that this one repeats plainly, to see whether the forking was the cause."""
 
     gone_at: float | None = field(default=None, init=False)
     """When the last process was seen to be gone."""
@@ -167,6 +168,11 @@ class RunningLaunch:
     def has_trained(self) -> bool:
         """Whether any rank has done a step."""
         return any(isinstance(event, StepMeasured) for events in self.events.values() for event in events)
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether no rank so far was started, rather than forked with the heavy modules imported."""
+        return all(e.forked for events in self.events.values() for e in events if isinstance(e, RankStarted))
 
     @property
     def settled(self) -> bool:

@@ -33,7 +33,7 @@ from optuna_dsat.launch.protocol import (
 from optuna_dsat.launch.run_directory import OutputError, RunDirectory
 from optuna_dsat.launch.running import RunningLaunch
 from optuna_dsat.launch.slots import SlotLease, SlotPool
-from optuna_dsat.launch.warm import WarmLaunches, WarmOrder, WarmUnavailableError
+from optuna_dsat.launch.warm import WarmAgent, WarmLaunches, WarmOrder, WarmUnavailableError
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import RankFailed, StepMeasured
 from optuna_dsat.runtime.session import EXIT_EVENTS_LOST
@@ -52,7 +52,15 @@ _FULL_DISK_BYTES = 2**20
 _EXPLAINED_BY_LOG = frozenset({Outcome.COMMUNICATION_ERROR, Outcome.SCRIPT_ERROR, Outcome.STALLED, Outcome.TIMEOUT})
 """Outcomes for which a report quotes the end of the log where no rank recorded a traceback: shown, never read."""
 
-_PERHAPS_BY_FORKING = frozenset({Outcome.COMMUNICATION_ERROR, Outcome.SCRIPT_ERROR, Outcome.STALLED, Outcome.TIMEOUT})
+_PERHAPS_BY_FORKING = frozenset(
+    {
+        Outcome.COMMUNICATION_ERROR,
+        Outcome.INVALID_CONFIG,  # what fails within deepspeed.initialize, CUDA's refusal of a fork among it
+        Outcome.SCRIPT_ERROR,
+        Outcome.STALLED,
+        Outcome.TIMEOUT,
+    }
+)
 """Outcomes of a forked launch that may have another cause than the script, as long as none has trained yet."""
 
 _EXCERPT_BYTES = 8192
@@ -100,7 +108,9 @@ class TorchrunLauncher:
         """Launches that start when those that are settled have ended."""
         self._unstarted: list[LaunchReport] = []
         """Of launches that were stopped before they had started."""
-        self._warm = WarmLaunches(self._output_dir / "warm.log") if warm else None
+        self._warm = WarmLaunches(self._output_dir / "warm.log")
+        self._forks = warm
+        """Whether launches are forked, as long as that works."""
         self._on_notice = on_notice
         self._noticed: set[str] = set()
 
@@ -170,7 +180,7 @@ class TorchrunLauncher:
             environ = device_environment(self._base_env, kind=self._pool.kind)
             for name, why in compile_operators(operators, environ).items():
                 self._notice(f"DeepSpeed's {name} fails here, and so will what needs it: {why}.")
-        if self._warm is not None:
+        if self._forks:
             with self._plain_instead():
                 self._warm.prepare(preload)
 
@@ -190,16 +200,16 @@ class TorchrunLauncher:
             lease=lease,
             mark=mark,
             agent=_start_torchrun(request, prepared) if agent is None else agent,
-            warm=agent is not None,
+            preloaded=None if agent is None else agent.preload,
             command=prepared.shown,
             started=started,
             started_unix=started_unix,
             oom_kills_before=oom_kills,
         )
 
-    def _fork(self, request: LaunchRequest, prepared: Prepared, mark: str) -> Agent | None:
+    def _fork(self, request: LaunchRequest, prepared: Prepared, mark: str) -> WarmAgent | None:
         """Return the agent of a forked launch, None where torchrun is to be started plainly."""
-        if self._warm is None:
+        if not self._forks:
             return None
         with self._plain_instead():
             return self._warm.start(
@@ -261,13 +271,27 @@ class TorchrunLauncher:
 
     def _is_on_trial(self, launch: RunningLaunch) -> bool:
         """Whether a launch's end may yet show that launches cannot be forked here."""
-        unproven = self._warm is not None and not self._warm.proven and not launch.has_trained
-        return launch.checks_warm or (launch.warm and unproven)
+        return launch.repeats is not None or (self._is_unproven(launch) and not launch.has_trained)
+
+    def _is_unproven(self, launch: RunningLaunch) -> bool:
+        """Whether a launch was forked, and none with the same modules imported has trained yet."""
+        return self._forks and launch.preloaded is not None and not self._warm.has_proven(launch.preloaded)
+
+    def _note_forked(self, launch: RunningLaunch) -> None:
+        """Learn from a launch that was to be forked."""
+        if launch.preloaded is None or not self._forks:
+            return
+        if not launch.is_forked:
+            self._stop_forking(
+                "Something imported before a fork initialises CUDA in torchrun's agent, which no fork survives: all "
+                "launches run by plain torchrun, which takes seconds longer for each."
+            )
+        elif launch.has_trained:
+            self._warm.prove(launch.preloaded)
 
     def _settle(self, launch: RunningLaunch) -> LaunchReport:
         facts = launch.facts(kernel_oom_kills())
-        if self._warm is not None and launch.warm and launch.has_trained:
-            self._warm.proven = True
+        self._note_forked(launch)
         return _report(launch, facts, classify(facts), note="", exit_s=0.0)
 
     def _conclude(self, launch: RunningLaunch, gone_at: float) -> LaunchReport | None:
@@ -292,7 +316,7 @@ class TorchrunLauncher:
             return report
         facts = launch.facts(kernel_oom_kills())
         verdict = classify(facts)
-        if self._is_suspect(launch, verdict) and self._repeat_plainly(launch):
+        if self._is_suspect(launch, verdict) and self._repeat_plainly(launch, verdict.message):
             return None
         report = _report(launch, facts, verdict, note=note, exit_s=now - launch.last_event)
         try:
@@ -310,29 +334,37 @@ class TorchrunLauncher:
 
     def _is_suspect(self, launch: RunningLaunch, verdict: Verdict) -> bool:
         """Whether a launch may have failed because it was forked: it never trained, and no other has yet."""
-        trained = launch.has_trained
-        if self._warm is None:
-            return False
-        if launch.warm and trained:
-            self._warm.proven = True
-        if launch.checks_warm and trained:
-            self._warm.close()
-            self._warm = None
-            self._notice(
-                "The first launch failed when forked from a warm process and trains by plain torchrun: all run plainly."
-            )
-            return False
-        failed = verdict.outcome in _PERHAPS_BY_FORKING
-        return launch.warm and not self._warm.proven and failed and not trained
+        self._note_forked(launch)
+        if launch.repeats is not None and launch.has_trained and self._forks:
+            self._give_up_forking(launch.repeats)
+        return self._is_unproven(launch) and not launch.has_trained and verdict.outcome in _PERHAPS_BY_FORKING
 
-    def _repeat_plainly(self, launch: RunningLaunch) -> bool:
+    def _give_up_forking(self, why: str) -> None:
+        """Go back to what is known to work: fewer modules imported before a fork, or plain torchrun."""
+        if self._warm.retreat():
+            self._notice(
+                "A launch failed when forked with all that your script imports ready, and trains by plain torchrun: "
+                f"each imports that for itself from here on, as the profile launch did. Forked, it ended with: {why}"
+            )
+            return
+        self._stop_forking(
+            "The first launch failed when forked from a warm process and trains by plain torchrun: all run plainly, "
+            f"which takes seconds longer for each. Forked, it ended with: {why}"
+        )
+
+    def _stop_forking(self, notice: str) -> None:
+        self._warm.retire()
+        self._forks = False
+        self._notice(notice)
+
+    def _repeat_plainly(self, launch: RunningLaunch, why: str) -> bool:
         """Start a launch again by plain torchrun; return whether a slot was free for it."""
         try:
             lease = self._pool.take(launch.request.slots)
         except SlotsBusyError:
             return False
         again = self._spawn(launch.request, write_run_directory(launch.request, self._output_dir), lease, plain=True)
-        again.checks_warm = True
+        again.repeats = why
         self._running[launch.request.launch_id] = again
         return True
 
@@ -381,8 +413,7 @@ class TorchrunLauncher:
         self._running.clear()
         self._waiting.clear()
         self._withheld.clear()
-        if self._warm is not None:
-            self._warm.close()
+        self._warm.close()
 
 
 def _start_torchrun(request: LaunchRequest, prepared: Prepared) -> Agent:

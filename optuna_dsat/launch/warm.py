@@ -68,11 +68,16 @@ def can_fork() -> bool:
 
 
 class WarmAgent:
-    """A torchrun that the parent has forked (an ``Agent``)."""
+    """A torchrun that the parent has forked (an ``Agent``).
 
-    def __init__(self, parent: _Parent, launch_id: str) -> None:
+    Attributes:
+        preload: What its ranks find imported.
+    """
+
+    def __init__(self, parent: _Parent, launch_id: str, preload: Preload) -> None:
         self._parent = parent
         self._launch_id = launch_id
+        self.preload = preload
         self.pid = parent.await_start(launch_id)
         self.returncode: int | None = None
 
@@ -112,6 +117,8 @@ class _Parent:
         self._ready: list[Mapping[str, Any]] = []
         self._pids: dict[str, int] = {}
         self._codes: dict[str, int] = {}
+        self._refusals: dict[str, str] = {}
+        self._running: set[str] = set()
         self._dead = False
 
     def order(self, **order: Any) -> None:
@@ -144,8 +151,12 @@ class _Parent:
                 self._ready.append(news)
             elif news["news"] == "started":
                 self._pids[news["launch_id"]] = news["pid"]
+                self._running.add(news["launch_id"])
+            elif news["news"] == "refused":
+                self._refusals[news["launch_id"]] = news["why"]
             else:
                 self._codes[news["launch_id"]] = news["exit_code"]
+                self._running.discard(news["launch_id"])
 
     def await_ready(self) -> Mapping[str, Any]:
         """Wait for the end of the imports and return what came of them.
@@ -160,10 +171,12 @@ class _Parent:
         """Wait until a launch was forked and return its process number.
 
         Raises:
-            WarmUnavailableError: If the process ended, or takes too long.
+            WarmUnavailableError: If the process ended, takes too long, or cannot fork.
         """
         self._codes.pop(launch_id, None)
-        self._await(lambda: launch_id in self._pids, _ANSWER_LIMIT_S)
+        self._await(lambda: launch_id in self._pids or launch_id in self._refusals, _ANSWER_LIMIT_S)
+        if (why := self._refusals.pop(launch_id, None)) is not None:
+            raise WarmUnavailableError(why)
         return self._pids.pop(launch_id)
 
     def _await(self, condition: Any, limit_s: float) -> None:
@@ -176,6 +189,12 @@ class _Parent:
                     f"the process that launches are forked from gave no answer in {limit_s:g} s; see {self.log}"
                 )
             self.receive(0.2)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing that was forked from it runs."""
+        self.receive(0.0)
+        return self._dead or not self._running
 
     def exit_code(self, launch_id: str) -> int | None:
         """Return a launch's exit code, None while it runs; launches of a dead parent were killed with it."""
@@ -202,18 +221,47 @@ class WarmLaunches:
     def __init__(self, log: Path) -> None:
         self._log = log
         self._parent: _Parent | None = None
+        self._retired: list[_Parent] = []
+        """Parents of launches in flight from which nothing more is forked."""
         self._environ: dict[str, str] = {}
         self._preload = Preload()
         self._pending = 0
         """Preloads that the parent has not answered yet."""
         self._restarts = 0
-        self.proven = False
-        """Whether a launch that was forked here has trained."""
+        self._read: set[str] = set()
+        """Environment variables that the parent's imports have read."""
+        self._proven: Preload | None = None
+        """What a forked launch had imported that trained."""
 
     @property
     def preload(self) -> Preload:
         """What the parent imports, or has imported."""
         return self._preload
+
+    def has_proven(self, preload: Preload) -> bool:
+        """Return whether a forked launch that had this imported has trained."""
+        return self._proven == preload
+
+    def prove(self, preload: Preload) -> None:
+        """Note that a forked launch with this imported has trained."""
+        self._proven = preload
+
+    def retreat(self) -> bool:
+        """Go back to the modules that are proven, others having turned out to spoil forks; False if there are none."""
+        if self._proven is None or self._proven == self._preload:
+            return False
+        self.retire()
+        self._preload = self._proven
+        return True
+
+    def retire(self) -> None:
+        """Fork nothing more from the present parent; it is ended once the launches that it has forked are over."""
+        if self._parent is not None:
+            self._retired.append(self._parent)
+            self._parent = None
+        for parent in [parent for parent in self._retired if parent.is_idle]:
+            self._retired.remove(parent)
+            parent.close()
 
     def wait(self) -> None:
         """Wait until the parent has imported what it can.
@@ -225,8 +273,10 @@ class WarmLaunches:
 
     def prepare(self, preload: Preload) -> None:
         """Say what launches have in common; imported at once where the parent is there, else with the first launch."""
-        self._preload = replace(preload, left_out=tuple({*self._preload.left_out, *preload.left_out}))
-        if self._parent is not None:
+        self._preload = replace(preload, left_out=tuple(sorted({*self._preload.left_out, *preload.left_out})))
+        if self._parent is not None and (self._pending or self._read & set(preload.environment)):
+            self.retire()  # it has read what the script changes, or may yet: another one is watched from its start on
+        elif self._parent is not None:
             self._order_preload(self._parent)
 
     def begin(self, environ: Mapping[str, str]) -> None:
@@ -240,10 +290,12 @@ class WarmLaunches:
         if not can_fork():
             raise WarmUnavailableError("it needs Linux 5.3 or newer")
         self._environ = dict(environ)
-        own = {name: value for name, value in environ.items() if name not in _WATCHED | {LAUNCH_ENV}}
+        hidden = _WATCHED | {LAUNCH_ENV, *self._preload.environment}
+        own = {name: value for name, value in environ.items() if name not in hidden}
         own[MARK_ENV] = new_mark()  # it outlives the launch whose environment this is
         self._parent = _Parent(own, self._log)
         self._pending = 0
+        self._read = set()
         self._order_preload(self._parent)
 
     def _order_preload(self, parent: _Parent) -> None:
@@ -269,7 +321,7 @@ class WarmLaunches:
             cwd=order.cwd,
             log=str(order.directory.agent_log),
         )
-        return WarmAgent(parent, order.launch_id)
+        return WarmAgent(parent, order.launch_id, self._preload)
 
     def _check_environment(self, environ: Mapping[str, str]) -> None:
         changed = {
@@ -292,6 +344,7 @@ class WarmLaunches:
                     ready = parent.await_ready()
                     self._pending -= 1
                     refused |= ready["refused"]
+                    self._read |= set(ready["read"])
             except WarmUnavailableError:
                 self.close()
                 raise
@@ -301,16 +354,18 @@ class WarmLaunches:
 
     def _start_anew_without(self, refused: Mapping[str, str]) -> None:
         """End the parent; the next one leaves to the ranks what must not be imported before a fork."""
-        self.close()
+        self.retire()
         self._restarts += 1
         essential = {"torch", "deepspeed", "numpy"} & refused.keys()
         if essential or self._restarts > _RESTARTS:
             name = sorted(essential or refused)[0]
             raise WarmUnavailableError(f"{name} cannot be imported before a fork: {refused[name]}")
-        self._preload = replace(self._preload, left_out=tuple({*self._preload.left_out, *refused}))
+        self._preload = replace(self._preload, left_out=tuple(sorted({*self._preload.left_out, *refused})))
 
     def close(self) -> None:
-        """End the parent, if there is one."""
-        if self._parent is not None:
-            self._parent.close()
-            self._parent = None
+        """End the parent, and with it all launches that were forked."""
+        for parent in (self._parent, *self._retired):
+            if parent is not None:
+                parent.close()
+        self._parent = None
+        self._retired.clear()

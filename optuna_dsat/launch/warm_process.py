@@ -3,8 +3,8 @@
     python -P -u -m optuna_dsat.launch.warm_process CONTROL_FD TUNER_PID
 
 It has one thread, computes nothing and touches no device. Over its control socket it takes lines of JSON,
-``{"do": "preload", ...}`` and ``{"do": "launch", ...}``, and answers with ``ready``, ``started`` and ``ended``
-(``launch/warm.py`` is the other end). It ends when the tuner does.
+``{"do": "preload", ...}`` and ``{"do": "launch", ...}``, and answers with ``ready``, ``started`` (or ``refused``) and
+``ended`` (``launch/warm.py`` is the other end). It ends when the tuner does.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from optuna_dsat.launch import agent
+from optuna_dsat.launch.cuda_state import driver_is_initialised
 from optuna_dsat.launch.forked import Origin, become_agent, fork_child, forked_ranks
 from optuna_dsat.launch.preload import Preload, load
 from optuna_dsat.launch.processes import take_mark
@@ -74,6 +75,7 @@ class _Parent:
             news="ready",
             modules=loaded.modules,
             refused=loaded.refused,
+            read=sorted(loaded.read),
             seconds=time.monotonic() - started,
         )
 
@@ -81,6 +83,9 @@ class _Parent:
         origin = self._origin
         if origin is None:
             raise RuntimeError("a launch was ordered before the preload")
+        if driver_is_initialised():
+            self._tell(news="refused", launch_id=order["launch_id"], why="something that was imported initialised CUDA")
+            return
         pid = fork_child(lambda: self._become_agent(order, origin))
         descriptor = os.pidfd_open(pid)
         self._selector.register(descriptor, selectors.EVENT_READ, (order["launch_id"], pid))

@@ -11,7 +11,7 @@ from optuna_dsat.runtime.rank import Rank
 from optuna_dsat.runtime.session import FailedExit, exit_code, leave_as_python, run_rank
 
 
-def main(argv: list[str], *, safe_path: bool) -> int:
+def main(argv: list[str], *, safe_path: bool, forked: bool = False) -> int:
     """Run the script as this rank; return its exit code (2 where command or launch cannot be used)."""
     try:
         target = parse_command(argv)
@@ -20,21 +20,22 @@ def main(argv: list[str], *, safe_path: bool) -> int:
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    return run_rank(plan, rank, target, safe_path=safe_path)
+    return run_rank(plan, rank, target, safe_path=safe_path, forked=forked)
 
 
-def run(argv: list[str], *, safe_path: bool) -> NoReturn:
+def run(argv: list[str], *, safe_path: bool, forked: bool = False) -> NoReturn:
     """Run the script as this rank and end the process.
 
     Args:
         argv: ``SCRIPT ARGS...`` or ``--module PKG.MOD ARGS...``.
         safe_path: Whether the script's folder stays out of ``sys.path`` (``python -P``).
+        forked: Whether this process was forked from one that had imported the heavy modules.
 
     Raises:
         FailedExit: If the script of a full training run failed, which leaves as Python does.
     """
     try:
-        code = main(argv, safe_path=safe_path)
+        code = main(argv, safe_path=safe_path, forked=forked)
     except FailedExit:
         raise
     except SystemExit as end:

@@ -49,6 +49,8 @@ class RankStarted(Event):
     world_size: int
     pid: int
     host: str
+    forked: bool = False
+    """Whether the process was forked with the heavy modules imported, rather than started."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +142,8 @@ class ModulesImported(Event):
     """Installed modules in the order of their import; the standard library's and the user's own are left out."""
     operators: list[str]
     """Compiled operators of DeepSpeed that were loaded."""
+    environment: list[str] = field(default_factory=list)
+    """Names of the environment variables that the script changed for modules to read at their import."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-__all__ = ["imported_modules", "loaded_operators"]
+__all__ = ["imported_modules", "installed_folders", "loaded_operators"]
 
 
 def imported_modules() -> list[str]:
@@ -16,7 +16,7 @@ def imported_modules() -> list[str]:
     Neither the standard library's, which come along with others and are cheap, nor the user's own, which every launch
     imports for itself.
     """
-    folders = _installed_folders()
+    folders = installed_folders()
     found = []
     for name, module in list(sys.modules.items()):
         spec = getattr(module, "__spec__", None)
@@ -26,7 +26,8 @@ def imported_modules() -> list[str]:
     return found
 
 
-def _installed_folders() -> tuple[str, ...]:
+def installed_folders() -> tuple[str, ...]:
+    """Return the folders that installed packages lie in, each with a slash at its end."""
     paths = sysconfig.get_paths()
     folders = {paths["purelib"], paths["platlib"], *site.getsitepackages()}
     if site.ENABLE_USER_SITE:

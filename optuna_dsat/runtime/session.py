@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from optuna_dsat.runtime.arguments import Target, point_to_config
 from optuna_dsat.runtime.config_file import reads_redirected
+from optuna_dsat.runtime.environment import EnvironmentWatch
 from optuna_dsat.runtime.events import Event, ModulesImported, RankFailed, RankFinished, RankStarted, decode_event
 from optuna_dsat.runtime.failure import diagnose, format_traceback, without_runtime_frames
 from optuna_dsat.runtime.hook import DeepSpeedHook
@@ -38,7 +39,7 @@ _LEAVE_TOGETHER_S = 2.0
 """Longest wait for the other ranks of this host: none may vanish while another still reads from it."""
 
 
-def run_rank(plan: LaunchPlan, rank: Rank, target: Target, *, safe_path: bool) -> int:
+def run_rank(plan: LaunchPlan, rank: Rank, target: Target, *, safe_path: bool, forked: bool = False) -> int:
     """Run the script as this rank of the launch; return the exit code of a script that ran to its end.
 
     Does not return where the rank ends early: after the last profile step (exit code 0), on an exception (1).
@@ -50,16 +51,18 @@ def run_rank(plan: LaunchPlan, rank: Rank, target: Target, *, safe_path: bool) -
     if plan.log_dir:
         redirect_output(Path(plan.log_dir), rank.rank)
     try:
-        return _Session(plan, rank).run(target, safe_path=safe_path)
+        return _Session(plan, rank, forked=forked).run(target, safe_path=safe_path)
     except EventWriteError as error:
         print(error, file=sys.stderr)
         end_process(EXIT_EVENTS_LOST)
 
 
 class _Session:
-    def __init__(self, plan: LaunchPlan, rank: Rank) -> None:
+    def __init__(self, plan: LaunchPlan, rank: Rank, *, forked: bool) -> None:
         self._plan = plan
         self._rank = rank
+        self._forked = forked
+        self._environment = EnvironmentWatch()
         self._progress = Progress()
         self._writer = EventWriter(events_path(plan.events_dir, rank.rank))
 
@@ -73,8 +76,11 @@ class _Session:
                 world_size=rank.world_size,
                 pid=os.getpid(),
                 host=rank.host,
+                forked=self._forked,
             )
         )
+        if self._tells_imports:
+            self._environment.install()
         hook = DeepSpeedHook(plan=plan, rank=rank, writer=self._writer, progress=self._progress, leave=self._leave)
         hook.install()
         in_trial(hook)
@@ -93,6 +99,11 @@ class _Session:
         self._finish("script_end")
         return 0
 
+    @property
+    def _tells_imports(self) -> bool:
+        """Whether this rank says for all what the script imports."""
+        return self._plan.purpose == "profile" and self._rank.rank == 0
+
     def _takes_local_rank(self) -> None:
         self._progress.takes_local_rank = True
 
@@ -102,9 +113,15 @@ class _Session:
         )
 
     def _leave(self) -> None:
-        if self._plan.purpose == "profile" and self._rank.rank == 0:
+        if self._tells_imports:
             self._writer.write(
-                ModulesImported(rank=0, time=time.time(), modules=imported_modules(), operators=loaded_operators())
+                ModulesImported(
+                    rank=0,
+                    time=time.time(),
+                    modules=imported_modules(),
+                    operators=loaded_operators(),
+                    environment=self._environment.changed(),
+                )
             )
         self._finish("profile_done")
         self._wait_for_neighbours()

@@ -1,0 +1,66 @@
+"""Which environment variables a script changes: what reads them at its import must not be imported before a fork."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import FrameType
+from typing import Any
+
+from optuna_dsat.runtime.imports import installed_folders
+
+__all__ = ["EnvironmentWatch"]
+
+_OWN_PACKAGE = "optuna_dsat"
+
+_ALLOCATOR = frozenset({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"})
+"""Read when CUDA is initialised, and so in the rank itself; the allocator's ``backend`` alone is chosen as torch is
+loaded (seen with torch 2.13)."""
+
+
+class EnvironmentWatch:
+    """Notes which variables are set or removed, but for what installed modules do while they are imported.
+
+    The latter is repeated in a forked rank (``launch/forked.py: Origin``). Values are not kept.
+    """
+
+    def __init__(self) -> None:
+        self._changed: set[str] = set()
+        self._folders = installed_folders()
+
+    def install(self) -> None:
+        """Start watching ``os.environ``, until this process ends."""
+        environ_class: Any = type(os.environ)
+        set_item, delete_item = environ_class.__setitem__, environ_class.__delitem__
+
+        def __setitem__(environ: Any, name: Any, value: Any) -> None:  # noqa: N807 - takes the place of one
+            if environ.get(name) != value:
+                self._note(str(name), str(value), sys._getframe(1))
+            set_item(environ, name, value)
+
+        def __delitem__(environ: Any, name: Any) -> None:  # noqa: N807 - takes the place of one
+            if name in environ:
+                self._note(str(name), "", sys._getframe(1))
+            delete_item(environ, name)
+
+        environ_class.__setitem__, environ_class.__delitem__ = __setitem__, __delitem__
+
+    def changed(self) -> list[str]:
+        """Return the names of the variables that were changed so far, sorted."""
+        return sorted(self._changed)
+
+    def _note(self, name: str, value: str, frame: FrameType | None) -> None:
+        if name in _ALLOCATOR and "backend" not in value:
+            return
+        by_other = False
+        while frame is not None:
+            module = str(frame.f_globals.get("__name__", ""))
+            package = module.partition(".")[0]
+            if package == _OWN_PACKAGE and not by_other:
+                return  # the runtime itself
+            by_other |= package not in sys.stdlib_module_names
+            imported = frame.f_code.co_name == "<module>" and module != "__main__"
+            if imported and frame.f_code.co_filename.startswith(self._folders):
+                return
+            frame = frame.f_back
+        self._changed.add(name)
