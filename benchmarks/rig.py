@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.landscapes import Trained
 from benchmarks.recorded import Recorded
 from optuna_dsat.launch.preload import Preload
-from optuna_dsat.launch.protocol import Finished, LaunchRequest, LaunchUpdate, Observed, ScriptCommand
+from optuna_dsat.launch.protocol import Finished, Holder, LaunchRequest, LaunchUpdate, Observed, ScriptCommand
 from optuna_dsat.launch.simulated import SimulatedLauncher
 from optuna_dsat.measurement import LaunchRecord
 from optuna_dsat.outcome import Outcome
@@ -70,6 +70,10 @@ class Rig:
     def total_slots(self) -> int:
         """Slots of the machine."""
         return self._launcher.total_slots
+
+    def holders(self) -> Sequence[Holder]:
+        """Return nobody, as the simulated machine is the search's own."""
+        return self._launcher.holders()
 
     def prepare(self, preload: Preload, *, operators: Sequence[str] = ()) -> None:
         """Nothing is imported or compiled in a simulation."""

@@ -13,8 +13,11 @@ from pathlib import Path
 import psutil
 
 from optuna_dsat.doctor.finding import Finding, Status
+from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.build_locks import extensions_dir
-from optuna_dsat.launch.devices import Device, DeviceError, Devices, Nvml, NvmlError, cpu_devices, detect_devices
+from optuna_dsat.launch.devices import Device, Devices, cpu_devices, detect_devices, host_memory_bytes
+from optuna_dsat.launch.holders import foreign_holders, users_in_words
+from optuna_dsat.launch.nvml import DeviceError, GpuUse, Nvml, NvmlError
 from optuna_dsat.words import bytes_in_words
 
 __all__ = ["Gpus", "compiler", "device_findings", "find_gpus", "host_findings"]
@@ -23,8 +26,6 @@ _GIB = 2**30
 _LEAST_SHM_BYTES = 2**30
 """NCCL, DeepSpeed's operator for the CPU and data loaders' workers share memory here; containers often have 64 MiB."""
 _LEAST_DISK_BYTES = 2 * _GIB
-_IN_USE_SHARE = 0.2
-"""A GPU of which this share is in use is somebody else's: launches leave it alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,8 @@ class Gpus:
     hidden: int
     """GPUs of the machine that this process may not use."""
     error: str = ""
+    refused: str = ""
+    """Why a search would be refused on this machine before it looks for GPUs; empty where it would not."""
 
     @property
     def count(self) -> int:
@@ -60,6 +63,8 @@ def find_gpus(*, environ: Mapping[str, str] | None = None, nvml: Nvml | None = N
         devices = detect_devices(environ=environ, nvml=nvml)
     except DeviceError as error:
         return Gpus(devices=None, nvml=nvml, hidden=0, error=str(error))
+    except UsageError as error:
+        return Gpus(devices=cpu_devices(1), nvml=nvml, hidden=0, refused=str(error))
     used = len(devices.devices) if devices.kind == "cuda" else 0
     return Gpus(devices=devices, nvml=nvml, hidden=max(0, total - used))
 
@@ -67,24 +72,19 @@ def find_gpus(*, environ: Mapping[str, str] | None = None, nvml: Nvml | None = N
 def device_findings(gpus: Gpus) -> Iterator[Finding]:
     """Yield what is to be said of GPUs and driver."""
     if gpus.devices is None:
-        yield Finding(
-            area="devices",
-            name="driver",
-            status=Status.FATAL,
-            text=gpus.error.partition(" Repair it")[0],
-            remedy="Repair the driver (try nvidia-smi), or set CUDA_VISIBLE_DEVICES= (empty) to tune on the CPU.",
-        )
+        text, _, remedy = gpus.error.partition(" Repair ")
+        remedy = f"Repair {remedy}" if remedy else ""
+        yield Finding(area="devices", name="driver", status=Status.FATAL, text=text, remedy=remedy)
         return
     if gpus.nvml is not None and gpus.count:
-        try:
-            version = gpus.nvml.driver_version()
-            yield Finding(
-                area="devices", name="driver", status=Status.FINE, text=f"Driver {version}", data={"version": version}
-            )
-        except NvmlError as error:
-            yield Finding(area="devices", name="driver", status=Status.NOTE, text=f"The driver's version: {error}")
+        yield _driver(gpus.nvml)
         for device in gpus.devices.devices:
             yield _gpu(device, gpus.nvml)
+    for number, notice in enumerate(gpus.devices.notices, start=1):
+        yield Finding(area="devices", name=f"notice {number}", status=Status.PROBLEM, text=notice)
+    if gpus.refused:
+        text, _, remedy = gpus.refused.partition(". ")
+        yield Finding(area="devices", name="accelerator", status=Status.PROBLEM, text=f"{text}.", remedy=remedy)
     if not gpus.count:
         yield _cpu(gpus.devices if gpus.devices.kind == "cpu" else cpu_devices(1), hidden=gpus.hidden > 0)
     if gpus.hidden:
@@ -95,6 +95,16 @@ def device_findings(gpus: Gpus) -> Iterator[Finding]:
             text=f"{gpus.hidden} GPUs of this machine are hidden by CUDA_VISIBLE_DEVICES or DS_ACCELERATOR.",
             data={"count": gpus.hidden},
         )
+
+
+def _driver(nvml: Nvml) -> Finding:
+    try:
+        version = nvml.driver_version()
+    except NvmlError as error:
+        return Finding(area="devices", name="driver", status=Status.NOTE, text=f"The driver's version: {error}")
+    return Finding(
+        area="devices", name="driver", status=Status.FINE, text=f"Driver {version}", data={"version": version}
+    )
 
 
 def _cpu(devices: Devices, *, hidden: bool) -> Finding:
@@ -115,28 +125,38 @@ def _gpu(device: Device, nvml: Nvml) -> Finding:
     text = f"GPU {device.index}: {device.name}, {bytes_in_words(device.memory_bytes)}"
     name = f"gpu {device.index}"
     try:
-        used, processes = nvml.used_bytes(device), nvml.processes(device)
+        use = nvml.use(device.nvml_id)
     except NvmlError as error:
         return Finding(
             area="devices",
             name=name,
             status=Status.PROBLEM,
-            text=f"{text}; its use cannot be read ({error})",
-            remedy="Without it a launch cannot see whether the GPU is free: give the container access to NVML.",
+            text=f"{text}; it does not answer ({error})",
+            remedy="Launches leave it out; nvidia-smi and dmesg may say why.",
             data=data,
         )
-    data |= {"used_bytes": used, "processes": sorted(processes)}
-    if processes or used > _IN_USE_SHARE * device.memory_bytes:
-        who = f"process {', '.join(map(str, sorted(processes)))}" if processes else "a process that NVML does not name"
+    data |= {"used_bytes": use.used_bytes, "processes": None if use.processes is None else sorted(use.processes)}
+    holders = foreign_holders(device, use, nvml)
+    if holders:
         return Finding(
             area="devices",
             name=name,
             status=Status.PROBLEM,
-            text=f"{text}; {bytes_in_words(used)} in use by {who}",
+            text=f"{text}; in use by {users_in_words(holders)}",
             remedy="Launches leave it alone while it is in use: end what runs there, or go on without it.",
             data=data,
         )
-    return Finding(area="devices", name=name, status=Status.FINE, text=f"{text}, free", data=data)
+    how = _how_use_is_seen(use)
+    return Finding(area="devices", name=name, status=Status.FINE, text=f"{text}, free{how}", data=data)
+
+
+def _how_use_is_seen(use: GpuUse) -> str:
+    """Return what is less certain than usual about whether a GPU is free."""
+    if use.processes is None and use.used_bytes is None:
+        return ", as far as can be seen: NVML tells neither its processes nor its memory"
+    if use.processes is None:
+        return " (judged by its memory: NVML does not list its processes)"
+    return " (judged by its processes: it has no memory of its own)" if use.used_bytes is None else ""
 
 
 def host_findings(*, output_dir: Path, environ: Mapping[str, str], shm: Path = Path("/dev/shm")) -> Iterator[Finding]:
@@ -155,8 +175,6 @@ def host_findings(*, output_dir: Path, environ: Mapping[str, str], shm: Path = P
 
 
 def _memory() -> Finding:
-    from optuna_dsat.launch.devices import host_memory_bytes
-
     total, available = host_memory_bytes(), int(psutil.virtual_memory().available)
     data = {"total_bytes": total, "available_bytes": min(total, available)}
     text = f"{bytes_in_words(total)} of host memory, {bytes_in_words(min(total, available))} available"

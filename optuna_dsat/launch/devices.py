@@ -1,24 +1,23 @@
 """The devices of this machine: GPUs as NVML sees them, or ranks on the CPU.
 
-Never imports torch and never makes a CUDA context: the tuner must not take memory from what it measures.
-
-The NVML part is written from NVIDIA's NVML documentation and tested with a substitute module; it has not been run on a
-machine with a GPU yet.
+Never imports torch and never makes a CUDA context: the tuner must not take memory from what it measures. The NVML part
+has not been run on a machine with a GPU yet.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 
-from optuna_dsat.errors import DsatError, UsageError
+from optuna_dsat.errors import UsageError
+from optuna_dsat.launch.accelerators import other_devices, refuse_other_builds
+from optuna_dsat.launch.nvml import DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND, DeviceError, GpuFacts, Nvml, NvmlError
+from optuna_dsat.launch.visible import VARIABLE, Visible, is_part, read_visible
 
 __all__ = [
     "Device",
@@ -35,7 +34,12 @@ DEFAULT_CPU_RANKS = 2
 """Ranks of a launch on a machine without a GPU: the fewest at which ZeRO partitions anything."""
 
 _DRIVER = Path("/proc/driver/nvidia/version")
-"""Exists while NVIDIA's kernel driver is loaded."""
+"""Exists while NVIDIA's kernel driver is loaded, in containers without a GPU, too."""
+
+_CONTROL = Path("/dev/nvidiactl")
+"""Exists where a process may talk to that driver."""
+
+_ON_THE_CPU = f"or set {VARIABLE}= (empty) to tune on the CPU."
 
 _CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
@@ -44,25 +48,29 @@ _CGROUP_LIMITS = (
 """Memory limit of a container: control groups version 2, then 1."""
 
 
-class DeviceError(DsatError):
-    """The devices of this machine cannot be used: the driver does not answer, or a GPU is not free when it must be."""
-
-
-class NvmlError(DeviceError):
-    """NVML refused a question, or is not there."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One GPU, or one rank's share of the CPU."""
+    """One GPU, a part of one, or one rank's share of the CPU."""
 
     index: int
-    """NVML's index of a GPU (``nvidia-smi``'s number); CPU ranks count from 0."""
+    """NVML's index of a GPU (``nvidia-smi``'s number); CPU ranks, and parts of GPUs, count from 0."""
     visible_id: str
     """What ``CUDA_VISIBLE_DEVICES`` calls it; empty on the CPU."""
     name: str
     memory_bytes: int
-    """All memory of the GPU, or an equal share of the host's memory."""
+    """All memory of the GPU, or an equal share of the host's memory; the host's for a GPU that has none of its own."""
+    uuid: str = ""
+    """Of a GPU; empty where NVML does not tell, and on the CPU."""
+
+    @property
+    def nvml_id(self) -> str:
+        """What NVML calls it: the UUID of a part of a GPU, else the index."""
+        return self.visible_id if is_part(self.visible_id) else str(self.index)
+
+    @property
+    def certain_id(self) -> str:
+        """What ``CUDA_VISIBLE_DEVICES`` calls it where indices may have shifted, because a GPU does not answer."""
+        return self.uuid or self.visible_id
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,82 +81,21 @@ class Devices:
     """``cuda`` or ``cpu``."""
     devices: tuple[Device, ...]
     host_memory_bytes: int
+    notices: tuple[str, ...] = ()
+    """What people should know of how they were found: a GPU that is left out, an entry that CUDA ignores."""
 
     @property
     def indices(self) -> tuple[int, ...]:
         """Index of each device."""
         return tuple(device.index for device in self.devices)
 
+    @property
+    def per_launch(self) -> int:
+        """Devices that one launch can take: all; 1 where they are parts of GPUs.
 
-class Nvml:
-    """All that is asked of NVML (package ``nvidia-ml-py``, module ``pynvml``). Every failure is an ``NvmlError``.
-
-    Args:
-        module: A stand-in for ``pynvml``, for tests; None imports the real one.
-
-    Raises:
-        NvmlError: If the package or the driver's library is missing.
-    """
-
-    def __init__(self, module: Any = None) -> None:
-        try:
-            self._module = importlib.import_module("pynvml") if module is None else module
-        except ImportError as error:
-            raise NvmlError("the package nvidia-ml-py is not installed") from error
-        self._call("nvmlInit")
-        self._handles: dict[str, Any] = {}
-
-    def _call(self, function: str, *args: Any) -> Any:
-        try:
-            return getattr(self._module, function)(*args)
-        except self._module.NVMLError as error:
-            raise NvmlError(f"{function}: {error}") from error
-
-    def _handle(self, visible_id: str) -> Any:
-        if visible_id not in self._handles:
-            self._handles[visible_id] = (
-                self._call("nvmlDeviceGetHandleByIndex", int(visible_id))
-                if visible_id.isdigit()
-                else self._call("nvmlDeviceGetHandleByUUID", visible_id)
-            )
-        return self._handles[visible_id]
-
-    def count(self) -> int:
-        """Return the number of GPUs of the machine."""
-        return int(self._call("nvmlDeviceGetCount"))
-
-    def driver_version(self) -> str:
-        """Return the version of the NVIDIA driver."""
-        version = self._call("nvmlSystemGetDriverVersion")
-        return version.decode() if isinstance(version, bytes) else str(version)
-
-    def device(self, visible_id: str, index: int | None = None) -> Device:
-        """Return a GPU by its number or UUID; ``index`` overrides NVML's own (a part of a GPU has none)."""
-        handle = self._handle(visible_id)
-        name = self._call("nvmlDeviceGetName", handle)
-        return Device(
-            index=int(self._call("nvmlDeviceGetIndex", handle)) if index is None else index,
-            visible_id=visible_id,
-            name=name.decode() if isinstance(name, bytes) else str(name),
-            memory_bytes=int(self._call("nvmlDeviceGetMemoryInfo", handle).total),
-        )
-
-    def used_bytes(self, device: Device) -> int:
-        """Return the memory in use on a GPU, by anyone."""
-        return int(self._call("nvmlDeviceGetMemoryInfo", self._handle(device.visible_id)).used)
-
-    def processes(self, device: Device) -> dict[int, int]:
-        """Return the compute processes on a GPU: process number -> bytes it uses (0 where NVML does not say).
-
-        Inside a container the list may be empty, or hold numbers of the host. A desktop's processes, which may count
-        as graphics and compute at once, are left out.
+        A process sees one part only, however many it may use (NVIDIA MIG user guide, "Running CUDA applications").
         """
-        handle = self._handle(device.visible_id)
-        compute = self._call("nvmlDeviceGetComputeRunningProcesses", handle)
-        graphics = {int(process.pid) for process in self._call("nvmlDeviceGetGraphicsRunningProcesses", handle)}
-        return {
-            int(process.pid): int(process.usedGpuMemory or 0) for process in compute if int(process.pid) not in graphics
-        }
+        return 1 if any(is_part(device.visible_id) for device in self.devices) else len(self.devices)
 
 
 def host_memory_bytes() -> int:
@@ -189,27 +136,14 @@ def cpu_devices(ranks: int) -> Devices:
     )
 
 
-def _visible_ids(environ: Mapping[str, str], count: int) -> list[str]:
-    """Return the GPUs that ``CUDA_VISIBLE_DEVICES`` lets through, as CUDA reads it: up to the first invalid entry."""
-    text = environ.get("CUDA_VISIBLE_DEVICES")
-    if text is None:
-        return [str(i) for i in range(count)]
-    ids: list[str] = []
-    for entry in (part.strip() for part in text.split(",")):
-        number = entry.isdigit() and int(entry) < count
-        if not number and not entry.startswith(("GPU-", "MIG-")):
-            break
-        ids.append(str(int(entry)) if number else entry)
-    return ids
-
-
 def detect_devices(
     *, environ: Mapping[str, str] | None = None, nvml: Nvml | None = None, cpu_ranks: int | None = None
 ) -> Devices:
     """Return the GPUs that this process may use, or CPU ranks where there is none.
 
     ``CUDA_VISIBLE_DEVICES`` is honoured. Its numbers are taken in the order of the PCI bus, which is also the order
-    given to launches (``CUDA_DEVICE_ORDER=PCI_BUS_ID``); CUDA's own default differs only between unlike GPUs.
+    given to launches (``CUDA_DEVICE_ORDER=PCI_BUS_ID``); CUDA's own default differs only between unlike GPUs. A GPU
+    that does not answer is left out, and the others are then named by their UUIDs, which no missing GPU shifts.
 
     Args:
         environ: Environment to read, this process's for None.
@@ -217,24 +151,87 @@ def detect_devices(
         cpu_ranks: Ranks to offer where there is no GPU; None for 2.
 
     Raises:
-        DeviceError: If the NVIDIA driver is loaded but does not answer.
-        UsageError: If ``cpu_ranks`` is less than 1.
+        DeviceError: If the NVIDIA driver is loaded but neither it nor any GPU that is named answers.
+        UsageError: If ``cpu_ranks`` is less than 1, or torch is built for GPUs of other makers.
     """
     environ = os.environ if environ is None else environ
     cpu = cpu_devices(DEFAULT_CPU_RANKS if cpu_ranks is None else cpu_ranks)
-    if environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1") or environ.get("DS_ACCELERATOR") == "cpu":
+    if environ.get(VARIABLE, "0").strip() in ("", "-1") or environ.get("DS_ACCELERATOR") == "cpu":
         return cpu
+    refuse_other_builds(environ)
     try:
         nvml = Nvml() if nvml is None else nvml
-        ids = _visible_ids(environ, nvml.count())
-        found = tuple(
-            nvml.device(one, index=position if one.startswith("MIG-") else None) for position, one in enumerate(ids)
-        )
+        count = nvml.count()
     except NvmlError as error:
-        if not _DRIVER.exists():
-            return cpu
+        return replace(cpu, notices=_without_nvml(error))
+    if not count:
+        nothing = "NVIDIA's driver answers but shows no GPU: launches run on the CPU."
+        return replace(cpu, notices=(nothing, *other_devices()))
+    visible = read_visible(environ.get(VARIABLE), [nvml.uuid(index) for index in range(count)])
+    if not visible.gpus:
+        return replace(cpu, notices=(*visible.notices, f"{VARIABLE} names no GPU: launches run on the CPU."))
+    return _look_at(visible, nvml, host_memory=cpu.host_memory_bytes)
+
+
+def _without_nvml(error: NvmlError) -> tuple[str, ...]:
+    """Return what there is to say where NVML does not answer and launches run on the CPU.
+
+    Raises:
+        DeviceError: If there is an NVIDIA driver all the same.
+    """
+    loaded = _DRIVER.exists()
+    if error.code == LIBRARY_NOT_FOUND and _CONTROL.exists():
         raise DeviceError(
-            f"The NVIDIA driver is loaded but does not answer ({error}). Repair it (try nvidia-smi), "
-            "or set CUDA_VISIBLE_DEVICES= (empty) to tune on the CPU."
+            f"The NVIDIA driver is there but its library NVML (libnvidia-ml.so.1) is not ({error}). Give the container "
+            f"NVIDIA_DRIVER_CAPABILITIES=utility beside compute (docker run --gpus all -e "
+            f"NVIDIA_DRIVER_CAPABILITIES=compute,utility), {_ON_THE_CPU}"
         ) from error
-    return Devices(kind="cuda", devices=found, host_memory_bytes=cpu.host_memory_bytes) if found else cpu
+    if error.code == LIBRARY_NOT_FOUND:
+        absent = "The kernel has NVIDIA's driver, but no GPU is given to this container (docker run --gpus all)"
+        return (*((f"{absent}: launches run on the CPU.",) if loaded else ()), *other_devices())
+    if loaded or error.code not in (None, DRIVER_NOT_LOADED):
+        raise DeviceError(
+            f"The NVIDIA driver is loaded but does not answer ({error}). Repair it (try nvidia-smi), {_ON_THE_CPU}"
+        ) from error
+    quiet = f"NVML does not answer ({error}): launches run on the CPU."
+    return (*((quiet,) if error.code is not None else ()), *other_devices())
+
+
+def _look_at(visible: Visible, nvml: Nvml, *, host_memory: int) -> Devices:
+    """Return the GPUs that answer; the others are left out with a notice.
+
+    Raises:
+        DeviceError: If none answers.
+    """
+    found: list[Device] = []
+    lost: list[str] = []
+    for place, gpu in enumerate(visible.gpus):
+        try:
+            facts = nvml.facts(gpu)
+        except NvmlError as error:
+            lost.append(f"GPU {gpu} is left out, it does not answer ({error}). nvidia-smi and dmesg may say why.")
+        else:
+            found.append(_device(gpu, facts, place=place, host_memory=host_memory))
+    if not found:
+        raise DeviceError(f"No GPU answers. {' '.join(lost)} Repair them, {_ON_THE_CPU}")
+    if lost or visible.by_uuid:
+        found = [replace(device, visible_id=device.certain_id) for device in found]
+    if len(found) > 1 and is_part(found[0].visible_id):
+        lost.append("These are parts of GPUs (MIG), of which a CUDA process sees one: a launch takes one of them.")
+    return Devices(kind="cuda", devices=tuple(found), host_memory_bytes=host_memory, notices=(*visible.notices, *lost))
+
+
+def _device(gpu: str, facts: GpuFacts, *, place: int, host_memory: int) -> Device:
+    if is_part(gpu):
+        index = place
+    elif facts.index is None:
+        index = int(gpu) if gpu.isdigit() else place
+    else:
+        index = facts.index
+    return Device(
+        index=index,
+        visible_id=gpu,
+        name=facts.name,
+        memory_bytes=host_memory if facts.memory_bytes is None else facts.memory_bytes,
+        uuid=facts.uuid or ("" if gpu.isdigit() else gpu),
+    )

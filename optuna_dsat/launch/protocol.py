@@ -15,6 +15,7 @@ from optuna_dsat.runtime.events import Event
 
 __all__ = [
     "Finished",
+    "Holder",
     "LaunchReport",
     "LaunchRequest",
     "LaunchUpdate",
@@ -140,6 +141,20 @@ class Finished(LaunchUpdate):
     report: LaunchReport
 
 
+@dataclass(frozen=True, kw_only=True)
+class Holder:
+    """What keeps a launch off a slot at present."""
+
+    device: str
+    """What people call the slot, such as ``GPU 1``."""
+    who: str
+    """Such as ``process 4711 (python, user anna)``: the same for as long as it is the same one."""
+    used_bytes: int | None = None
+    """Memory of the device that it uses, None where that is not known."""
+    since: float = 0.0
+    """Unix time since when another tuner holds the slot for its present launch; 0 for others."""
+
+
 class SlotsBusyError(RuntimeError):
     """A launch asked for more slots than are free now; another tuner on the machine may have been faster."""
 
@@ -155,6 +170,10 @@ class Launcher(Protocol):
     @property
     def total_slots(self) -> int:
         """Slots this launcher manages, busy or free."""
+        ...
+
+    def holders(self) -> Sequence[Holder]:
+        """Return what holds the slots that are not free, measured now, in the order of the slots."""
         ...
 
     def prepare(self, preload: Preload, *, operators: Sequence[str] = ()) -> None:

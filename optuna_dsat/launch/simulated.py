@@ -45,6 +45,7 @@ from typing import Any, Protocol
 from optuna_dsat.launch.preload import Preload
 from optuna_dsat.launch.protocol import (
     Finished,
+    Holder,
     LaunchReport,
     LaunchRequest,
     LaunchUpdate,
@@ -200,6 +201,10 @@ class SimulatedLauncher:
     def total_slots(self) -> int:
         """Slots this launcher manages, busy or free."""
         return self._total
+
+    def holders(self) -> Sequence[Holder]:
+        """Return nobody: launches of this launcher alone take slots."""
+        return ()
 
     def prepare(self, preload: Preload, *, operators: Sequence[str] = ()) -> None:
         """Nothing is imported or compiled in a simulation."""

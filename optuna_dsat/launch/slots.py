@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import os
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from optuna_dsat.errors import UsageError
-from optuna_dsat.launch.devices import Device, DeviceError, Devices, Nvml, NvmlError
+from optuna_dsat.launch.devices import Device, Devices
+from optuna_dsat.launch.holders import another_tuner, foreign_holders, holders_in_words, label
+from optuna_dsat.launch.nvml import DeviceError, GpuUse, Nvml, NvmlError
 from optuna_dsat.launch.processes import ProcessKey
-from optuna_dsat.launch.protocol import SlotsBusyError
+from optuna_dsat.launch.protocol import Holder, SlotsBusyError
+from optuna_dsat.launch.slot_locks import lock, lock_owner, lock_path, unlock
 
-__all__ = ["SlotLease", "SlotPool"]
+__all__ = ["SlotLease", "SlotPool", "only_free"]
 
 _TOLERANCE_BYTES = 64 * 2**20
 """Used memory may stay this much above what it was: drivers keep a few MiB (a CUDA context takes 200 or more)."""
-
-_FOREIGN_SHARE = 0.2
-"""A GPU of which this share is in use without a launch of ours is somebody else's, even if NVML lists no compute
-process (as in containers). A desktop takes less."""
 
 _SURVEY_S = 1.0
 """How long an answer about other processes' use of the GPUs is believed."""
@@ -48,8 +44,9 @@ class SlotLease:
 class SlotPool:
     """The devices that launches may take.
 
-    GPUs that other processes use are left alone, for as long as they use them; a lock file per GPU in the system's
-    folder for temporary files keeps two tuners from taking the same one at the same moment.
+    GPUs that other processes use are left alone, for as long as they use them, and so are those that do not answer; a
+    lock file per GPU in the system's folder for temporary files keeps two tuners from taking the same one at the same
+    moment.
 
     Args:
         devices: What there is.
@@ -57,6 +54,7 @@ class SlotPool:
         nvml: NVML to ask about GPUs; None for the machine's.
         lock_dir: Folder of the lock files; None for the system's folder for temporary files.
         clock: Monotonic time in seconds.
+        on_notice: Told when a GPU does not answer any more.
 
     Raises:
         UsageError: If ``max_slots`` is less than 1.
@@ -71,6 +69,7 @@ class SlotPool:
         nvml: Nvml | None = None,
         lock_dir: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
+        on_notice: Callable[[str], None] = lambda _: None,
     ) -> None:
         if max_slots is not None and max_slots < 1:
             raise UsageError(f"--max-slots is at least 1; got {max_slots}.")
@@ -79,7 +78,12 @@ class SlotPool:
         self._leases: list[SlotLease] = []
         self._lock_dir = Path(tempfile.gettempdir()) if lock_dir is None else lock_dir
         self._clock = clock
+        self._on_notice = on_notice
         self._survey: tuple[float, frozenset[int]] | None = None
+        self._silent: dict[int, str] = {}
+        """Index of each GPU that does not answer -> what NVML says."""
+        self._indices_shifted = False
+        """Whether a GPU was ever missing: CUDA may number the others anew."""
         self._nvml = nvml
         if devices.kind == "cuda" and nvml is None:
             try:
@@ -124,12 +128,49 @@ class SlotPool:
         return [device for device in rest if device.index not in self._survey[1]]
 
     def _in_use(self, device: Device) -> bool:
-        """Whether somebody else computes on a GPU that no launch of ours holds."""
+        """Whether a GPU that no launch of ours holds cannot be taken: others compute on it, or it does not answer."""
         if self._nvml is None:
             return False
-        if self._nvml.processes(device):
-            return True
-        return self._nvml.used_bytes(device) > _FOREIGN_SHARE * device.memory_bytes
+        use = self._use(device)
+        return use is None or bool(foreign_holders(device, use, self._nvml))
+
+    def _use(self, device: Device) -> GpuUse | None:
+        """Return what of a GPU is in use; None where it does not answer, which is told when it begins."""
+        if self._nvml is None:
+            return GpuUse(used_bytes=None, processes={})
+        name = label(device, kind=self.kind)
+        try:
+            use = self._nvml.use(device.nvml_id)
+        except NvmlError as error:
+            if device.index not in self._silent:
+                self._on_notice(f"{name} does not answer any more ({error}): launches leave it out.")
+            self._silent[device.index] = str(error)
+            self._indices_shifted = True
+            return None
+        if self._silent.pop(device.index, None) is not None:
+            self._on_notice(f"{name} answers again.")
+        return use
+
+    def holders(self) -> tuple[Holder, ...]:
+        """Return what holds the slots that are not free, measured now, in the order of the slots."""
+        return tuple(holder for device in self._devices.devices for holder in self._holders_of(device))
+
+    def _holders_of(self, device: Device) -> list[Holder]:
+        name = label(device, kind=self.kind)
+        if any(device.index in lease.indices for lease in self._leases):
+            return [Holder(device=name, who="a launch of this search")]
+        if self._nvml is None:
+            return []
+        use = self._use(device)
+        owner = lock_owner(self._lock_path(device))
+        if owner is not None:
+            return [another_tuner(device, owner, use)]
+        if use is None:
+            return [Holder(device=name, who=f"it does not answer ({self._silent[device.index]})")]
+        return foreign_holders(device, use, self._nvml)
+
+    def _lock_path(self, device: Device) -> Path:
+        return lock_path(self._lock_dir, device.uuid or device.visible_id)
 
     def take(self, slots: int) -> SlotLease:
         """Take slots for a launch, the lowest indices first.
@@ -143,9 +184,11 @@ class SlotPool:
             raise SlotsBusyError(f"A launch asks for {slots} slots; {self.free} of {self.total} are free.")
         chosen, locks = self._lock(candidates, slots)
         self._survey = None
+        if self._indices_shifted:
+            chosen = [replace(device, visible_id=device.certain_id) for device in chosen]
         lease = SlotLease(
             devices=tuple(chosen),
-            baseline_bytes={device.index: self._unattributed_bytes(device, ()) for device in chosen},
+            baseline_bytes={device.index: _unattributed_bytes(self._use(device), ()) for device in chosen},
             locks=tuple(locks),
         )
         self._leases.append(lease)
@@ -160,12 +203,12 @@ class SlotPool:
         for device in candidates:
             if len(chosen) == slots:
                 break
-            lock = _lock_file(self._lock_dir / f"optuna-dsat-gpu-{device.visible_id}.lock")
-            if lock is not None:
+            descriptor = lock(self._lock_path(device))
+            if descriptor is not None:
                 chosen.append(device)
-                locks.append(lock)
+                locks.append(descriptor)
         if len(chosen) < slots:
-            _close_all(locks)
+            unlock(locks)
             raise SlotsBusyError(
                 f"A launch asks for {slots} slots; {len(chosen)} are free, the others are taken by another optuna-dsat."
             )
@@ -179,65 +222,71 @@ class SlotPool:
         host inside some containers; such entries explain nothing, so the memory itself must come back. CPU ranks are
         free once their processes are gone, which the caller has made sure of.
         """
-        if self._nvml is None:
-            return True
         pids = {key.pid for key in own}
-        for device in lease.devices:
-            if pids & self._nvml.processes(device).keys():
+        for device in lease.devices if self._nvml is not None else ():
+            use = self._use(device)
+            if use is None:
+                continue  # it is left out until it answers
+            if pids & (use.processes or {}).keys():
                 return False
-            excess = self._unattributed_bytes(device, pids) - lease.baseline_bytes[device.index]
-            if excess > _TOLERANCE_BYTES:
+            if _unattributed_bytes(use, pids) - lease.baseline_bytes[device.index] > _TOLERANCE_BYTES:
                 return False
         return True
-
-    def _unattributed_bytes(self, device: Device, own: Collection[int]) -> int:
-        if self._nvml is None:
-            return 0
-        others = sum(
-            used
-            for pid, used in self._nvml.processes(device).items()
-            if pid not in own and ProcessKey.of(pid) is not None
-        )
-        return max(0, self._nvml.used_bytes(device) - others)
 
     def describe_use(self, lease: SlotLease) -> str:
         """Say what still uses the devices of a launch, for a message."""
         if self._nvml is None:
             return "nothing"
-        return "; ".join(
-            f"GPU {device.index}: {self._nvml.used_bytes(device) / 2**30:.1f} GiB in use, "
-            f"{lease.baseline_bytes[device.index] / 2**30:.1f} GiB before the launch, "
-            f"processes {sorted(self._nvml.processes(device)) or 'not listed'}"
-            for device in lease.devices
+        return "; ".join(self._use_in_words(device, lease.baseline_bytes[device.index]) for device in lease.devices)
+
+    def _use_in_words(self, device: Device, baseline_bytes: int) -> str:
+        use, name = self._use(device), label(device, kind=self.kind)
+        if use is None:
+            return f"{name} does not answer"
+        used = "memory in use not known" if use.used_bytes is None else f"{use.used_bytes / 2**30:.1f} GiB in use"
+        return (
+            f"{name}: {used}, {baseline_bytes / 2**30:.1f} GiB before the launch, "
+            f"processes {sorted(use.processes or ()) or 'not listed'}"
         )
 
     def give_back(self, lease: SlotLease) -> None:
         """Return the slots of a launch to the pool. A lease that is not held is ignored."""
         if lease in self._leases:
             self._leases.remove(lease)
-            _close_all(lease.locks)
+            unlock(lease.locks)
             self._survey = None
 
 
-def _lock_file(path: Path) -> int | None:
-    """Return a descriptor that holds the lock at ``path``, None where another process holds it."""
-    flags = os.O_RDWR | os.O_CLOEXEC
-    try:
-        descriptor = os.open(path, flags)
-    except FileNotFoundError:
-        descriptor = os.open(path, flags | os.O_CREAT, 0o666)
-        with contextlib.suppress(OSError):
-            os.fchmod(descriptor, 0o666)  # the umask must not keep another user's tuner from locking
-    except PermissionError:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
+def only_free(devices: Devices, *, nvml: Nvml | None = None, lock_dir: Path | None = None) -> Devices:
+    """Return those GPUs that nobody uses now, with a notice that names the others; CPU ranks are returned as they are.
+
+    Args:
+        devices: What there is.
+        nvml: NVML to ask; None for the machine's.
+        lock_dir: As for ``SlotPool``.
+
+    Raises:
+        DeviceError: If none is free; says who holds them.
+    """
+    if devices.kind != "cuda":
+        return devices
+    held = SlotPool(devices, nvml=nvml, lock_dir=lock_dir).holders()
+    busy = {holder.device for holder in held}
+    free = tuple(device for device in devices.devices if label(device, kind=devices.kind) not in busy)
+    if not free:
+        raise DeviceError(f"No GPU is free (--only-free-gpus). Not free: {holders_in_words(held)}.")
+    if not held:
+        return devices
+    names = ", ".join(str(device.index) for device in free)
+    notice = f"Tuning on GPU {names} (--only-free-gpus). Not free: {holders_in_words(held)}."
+    return replace(devices, devices=free, notices=(*devices.notices, notice))
 
 
-def _close_all(descriptors: Collection[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
+def _unattributed_bytes(use: GpuUse | None, own: Collection[int]) -> int:
+    """Return the memory in use that no living process of others accounts for; 0 where it is not known."""
+    if use is None or use.used_bytes is None:
+        return 0
+    others = sum(
+        used for pid, used in (use.processes or {}).items() if pid not in own and ProcessKey.of(pid) is not None
+    )
+    return max(0, use.used_bytes - others)

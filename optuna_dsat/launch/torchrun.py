@@ -23,6 +23,7 @@ from optuna_dsat.launch.prepare import Prepared, prepare, write_run_directory
 from optuna_dsat.launch.processes import kernel_oom_kills, kill_leftovers, new_mark
 from optuna_dsat.launch.protocol import (
     Finished,
+    Holder,
     LaunchReport,
     LaunchRequest,
     LaunchUpdate,
@@ -100,7 +101,7 @@ class TorchrunLauncher:
         on_notice: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._output_dir = Path(output_dir)
-        self._pool = SlotPool(devices, max_slots=max_slots, nvml=nvml)
+        self._pool = SlotPool(devices, max_slots=max_slots, nvml=nvml, on_notice=self._notice)
         self._base_env = dict(os.environ if base_env is None else base_env)
         self._running: dict[str, RunningLaunch] = {}
         self._withheld: list[RunningLaunch] = []
@@ -128,6 +129,10 @@ class TorchrunLauncher:
     def total_slots(self) -> int:
         """Slots this launcher manages, busy or free."""
         return self._pool.total
+
+    def holders(self) -> Sequence[Holder]:
+        """Return what holds the slots that are not free, measured now, in the order of the slots."""
+        return self._pool.holders()
 
     def run_directory(self, launch_id: str) -> RunDirectory:
         """Return the directory of a launch."""

@@ -100,7 +100,7 @@ def test_gpus_are_named_and_one_in_use_is_a_problem(tmp_path: Path) -> None:
     assert found["gpu 0"].status is Status.FINE
     assert "GPU model 0, 80.00 GiB" in found["gpu 0"].text
     assert found["gpu 1"].status is Status.PROBLEM
-    assert "30.00 GiB in use by process 4711" in found["gpu 1"].text
+    assert "in use by process 4711, 30.00 GiB" in found["gpu 1"].text
     assert "a process that NVML does not name" in found["gpu 2"].text
     assert "NCCL 2.27.3" in found["communication"].text
     assert exit_code(list(found.values())) == 0

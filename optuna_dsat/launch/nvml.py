@@ -1,0 +1,194 @@
+"""NVML, NVIDIA's library that tells about GPUs, as far as it is asked here: a plain answer, or one kind of error.
+
+Written from NVIDIA's NVML documentation. What a machine cannot tell is an answer, too: WSL, virtual GPUs, MIG and GPUs
+that share the host's memory do not support every question, and permissions or an older driver may stand in the way.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+from optuna_dsat.errors import DsatError
+
+__all__ = [
+    "DRIVER_NOT_LOADED",
+    "LIBRARY_NOT_FOUND",
+    "DeviceError",
+    "GpuFacts",
+    "GpuUse",
+    "Nvml",
+    "NvmlError",
+]
+
+DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND = 9, 12
+"""Values of ``nvmlReturn_t``."""
+
+_NOT_SUPPORTED, _NO_PERMISSION, _FUNCTION_NOT_FOUND = 3, 4, 13
+_ARGUMENT_VERSION_MISMATCH, _DEPRECATED = 25, 26
+_CANNOT_BE_HAD = frozenset(
+    {None, _NOT_SUPPORTED, _NO_PERMISSION, _FUNCTION_NOT_FOUND, _ARGUMENT_VERSION_MISMATCH, _DEPRECATED}
+)
+"""Codes that speak of the question, not of the GPU; None: ``pynvml`` itself failed, being of another version."""
+
+_UNNAMED = "NVIDIA GPU"
+
+
+class DeviceError(DsatError):
+    """The devices of this machine cannot be used: the driver does not answer, or a GPU is not free when it must be."""
+
+
+class NvmlError(DeviceError):
+    """NVML refused a question, or is not there.
+
+    Attributes:
+        code: NVML's own code (``nvmlReturn_t``), None where the failure is not NVML's.
+    """
+
+    def __init__(self, message: str, *, code: int | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuFacts:
+    """What a GPU, or a part of one, is."""
+
+    index: int | None
+    """NVML's index, None where it has none (a part of a GPU)."""
+    uuid: str
+    """Empty where NVML does not tell."""
+    name: str
+    memory_bytes: int | None
+    """None where NVML does not tell: the GPU shares the host's memory, or nothing may be asked."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuUse:
+    """What of a GPU is in use at one moment."""
+
+    used_bytes: int | None
+    """Memory in use, by anyone; None where NVML does not tell."""
+    processes: Mapping[int, int] | None
+    """Compute processes: number -> bytes in use (0 where NVML does not say). None where NVML does not list them. Inside
+    a container the list may be empty, or hold numbers of the host. A desktop's processes, which may count as graphics
+    and compute at once, are left out."""
+
+
+class Nvml:
+    """All that is asked of NVML (package ``nvidia-ml-py``, module ``pynvml``). Every failure is an ``NvmlError``.
+
+    A GPU is asked for by its index, as text, or by its UUID.
+
+    Args:
+        module: A stand-in for ``pynvml``, for tests; None imports the real one.
+
+    Raises:
+        NvmlError: If the package or the driver's library is missing, or does not answer.
+    """
+
+    def __init__(self, module: Any = None) -> None:
+        try:
+            self._module = importlib.import_module("pynvml") if module is None else module
+        except ImportError as error:
+            raise NvmlError("the package nvidia-ml-py is not installed") from error
+        self._handles: dict[str, Any] = {}
+        self._call("nvmlInit")
+
+    def _call(self, function: str, *args: Any) -> Any:
+        try:
+            return getattr(self._module, function)(*args)
+        except Exception as error:  # its errors have several bases, and a missing function is an AttributeError
+            code = getattr(error, "value", None)
+            raise NvmlError(f"{function}: {error}", code=code if isinstance(code, int) else None) from error
+
+    def _handle(self, gpu: str) -> Any:
+        if gpu not in self._handles:
+            self._handles[gpu] = (
+                self._call("nvmlDeviceGetHandleByIndex", int(gpu))
+                if gpu.isdigit()
+                else self._call("nvmlDeviceGetHandleByUUID", gpu)
+            )
+        return self._handles[gpu]
+
+    def _ask(self, function: str, *args: Any) -> Any:
+        """Return an answer, None where this machine cannot give it."""
+        try:
+            return self._call(function, *args)
+        except NvmlError as error:
+            if error.code in _CANNOT_BE_HAD:
+                return None
+            raise
+
+    def count(self) -> int:
+        """Return the number of GPUs of the machine."""
+        return int(self._call("nvmlDeviceGetCount"))
+
+    def driver_version(self) -> str:
+        """Return the version of the NVIDIA driver."""
+        return _text(self._call("nvmlSystemGetDriverVersion"))
+
+    def uuid(self, index: int) -> str:
+        """Return the UUID of a GPU, empty where it cannot be had."""
+        try:
+            return _text(self._ask("nvmlDeviceGetUUID", self._handle(str(index))) or "")
+        except NvmlError:
+            return ""
+
+    def facts(self, gpu: str) -> GpuFacts:
+        """Return what a GPU is.
+
+        Raises:
+            NvmlError: If it does not answer.
+        """
+        handle = self._handle(gpu)
+        index = self._ask("nvmlDeviceGetIndex", handle)
+        name = self._ask("nvmlDeviceGetName", handle)
+        uuid = self._ask("nvmlDeviceGetUUID", handle)
+        memory = self._ask("nvmlDeviceGetMemoryInfo", handle)
+        return GpuFacts(
+            index=None if index is None else int(index),
+            uuid=_text(uuid or ""),
+            name=_text(name or _UNNAMED),
+            memory_bytes=None if memory is None else int(memory.total),
+        )
+
+    def use(self, gpu: str) -> GpuUse:
+        """Return what of a GPU is in use.
+
+        Raises:
+            NvmlError: If the GPU does not answer: lost, or in need of a reset.
+        """
+        handle = self._handle(gpu)
+        memory = self._ask("nvmlDeviceGetMemoryInfo", handle)
+        return GpuUse(used_bytes=None if memory is None else int(memory.used), processes=self._processes(handle))
+
+    def _processes(self, handle: Any) -> dict[int, int] | None:
+        """Return the compute processes; None where they are not listed, for whatever reason: memory tells then."""
+        try:
+            compute = self._call("nvmlDeviceGetComputeRunningProcesses", handle)
+        except NvmlError:
+            return None
+        try:
+            graphics = {int(one.pid) for one in self._call("nvmlDeviceGetGraphicsRunningProcesses", handle)}
+        except NvmlError:
+            graphics = set()
+        return {
+            int(one.pid): int(getattr(one, "usedGpuMemory", None) or 0)
+            for one in compute
+            if int(one.pid) not in graphics
+        }
+
+    def process_name(self, pid: int) -> str:
+        """Return the name of a process's program, empty where NVML does not tell."""
+        try:
+            return PurePosixPath(_text(self._call("nvmlSystemGetProcessName", pid)).partition(" ")[0]).name
+        except NvmlError:
+            return ""
+
+
+def _text(answer: Any) -> str:
+    return answer.decode(errors="replace") if isinstance(answer, bytes) else str(answer)

@@ -1,0 +1,98 @@
+"""Waiting for slots that others hold: aloud, and not for ever."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from optuna_dsat.launch.holders import holders_in_words
+from optuna_dsat.launch.nvml import DeviceError
+from optuna_dsat.launch.protocol import Holder
+
+__all__ = ["DEFAULT_LIMIT_S", "SlotWait"]
+
+DEFAULT_LIMIT_S = 600.0
+_QUIET_S = 2.0
+"""A shorter wait is not worth a line."""
+_REMEDIES = (
+    "Free them, or tune with fewer: --gpus-per-trial N, CUDA_VISIBLE_DEVICES=... for some, --only-free-gpus for those "
+    "that are free at the start. --wait-for-gpus says how long to wait."
+)
+
+
+class SlotWait:
+    """Says who holds the slots that a launch waits for, and ends the wait when nothing changes for too long.
+
+    Whoever waits calls ``look`` again and again, and ``over`` once the launch has started or need not start.
+
+    Args:
+        holders: Measures what holds the slots that are not free.
+        slots: Slots of a launch.
+        limit_s: Longest wait in seconds since the holders changed; 0 for none at all.
+        study: Study that can be resumed after the wait was ended; empty for none.
+        on_notice: Told who holds what, once, and again when that changes.
+        clock: Monotonic time in seconds.
+    """
+
+    def __init__(
+        self,
+        holders: Callable[[], Sequence[Holder]],
+        *,
+        slots: int,
+        limit_s: float = DEFAULT_LIMIT_S,
+        study: str = "",
+        on_notice: Callable[[str], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._holders = holders
+        self._slots = slots
+        self._limit_s = limit_s
+        self._study = study
+        self._on_notice = on_notice
+        self._clock = clock
+        self._begun: float | None = None
+        self._changed = 0.0
+        self._state: frozenset[tuple[str, str, float]] | None = None
+        self._told: frozenset[tuple[str, str]] | None = None
+
+    def look(self) -> None:
+        """Note that slots are still missing.
+
+        Raises:
+            DeviceError: If the holders have been the same for longer than the limit; says who they are.
+        """
+        now = self._clock()
+        holders = self._holders()
+        state = frozenset((holder.device, holder.who, holder.since) for holder in holders)
+        if self._begun is None:
+            self._begun = now
+        if state != self._state:
+            self._state, self._changed = state, now
+        if now - self._changed >= self._limit_s:
+            raise DeviceError(self._at_the_limit(holders))
+        told = frozenset((holder.device, holder.who) for holder in holders)
+        if told != self._told and now - self._begun >= _QUIET_S:
+            self._told = told
+            self._on_notice(
+                f"Waiting for {self._needed()}, for {self._limit_s:g} s at most while this does not change "
+                f"(--wait-for-gpus). {_sentence(holders)}"
+            )
+
+    def over(self) -> None:
+        """Note that nothing is waited for."""
+        self._begun = self._state = self._told = None
+
+    def _needed(self) -> str:
+        return "a free slot" if self._slots == 1 else f"{self._slots} free slots"
+
+    def _at_the_limit(self, holders: Sequence[Holder]) -> str:
+        resume = f" Nothing is lost: `optuna-dsat resume {self._study}` goes on." if self._study else ""
+        waited = f" in {self._limit_s:g} s" if self._limit_s else ""
+        return (
+            f"A launch needs {self._needed()}, and there were too few{waited}. {_sentence(holders)} {_REMEDIES}{resume}"
+        )
+
+
+def _sentence(holders: Sequence[Holder]) -> str:
+    words = holders_in_words(holders)
+    return f"Not free: {words}." if words else "What holds them is not known."
