@@ -1,0 +1,226 @@
+"""``doctor``, and every example of ``examples/`` by the command that its README gives, made short."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.prove_gpu.context import Context, dsat
+from benchmarks.prove_gpu.proof import ROOT, NotRunError, Status, Verdict
+from benchmarks.prove_gpu.runner import Check
+
+__all__ = ["EXAMPLES", "Example", "doctor", "example_checks"]
+
+_SHORT = (
+    *("--max-trials", "2", "--confirm", "0", "--metric", "throughput", "--no-profile-reuse"),
+    *("--start-profile-step", "2", "--end-profile-step", "4", "--storage", "sqlite:///study.db", "--json"),
+)
+_CONFIG = ("--deepspeed_config", "ds_config.json")
+_NOTEBOOK = """
+import json, sys
+cells = json.load(open(sys.argv[1]))["cells"]
+code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+exec(compile("\\n".join(code), sys.argv[1], "exec"), {"__name__": "__main__"})
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """A way to use optuna-dsat, run in a copy of its folder."""
+
+    name: str
+    folder: str
+    search: tuple[str, ...] = ()
+    """What ``optuna-dsat`` is given, the options that make it short aside."""
+    script_args: tuple[str, ...] = ()
+    python: tuple[str, ...] = ()
+    """Where the example is no search: what Python is given."""
+    needs: tuple[str, ...] = ()
+    """Packages without which it cannot run."""
+
+    def command(self, gpus: int) -> tuple[list[str], str]:
+        """Return the command, and the same as one would type it."""
+        if self.python:
+            return [sys.executable, *self.python], " ".join(("python", *self.python))
+        rest = ("--", *self.script_args) if self.script_args else ()
+        return dsat(*self.search, *_SHORT, "--gpus-per-trial", str(gpus), *rest)
+
+
+def _of_gpus(gpus: int) -> tuple[Example, ...]:
+    """Return all examples; a pipeline has as many stages as there are GPUs, at most two."""
+    own = ("random", "train.py", "ds_config.json")
+    batch = "--arg-mapping"
+    hugging_face = ("--deepspeed", "ds_config.json", "--output_dir", "output", "--do_train", "--report_to", "none")
+    by_option = (batch, "train_micro_batch_size_per_gpu=--batch-size")
+    in_code = (batch, "train_micro_batch_size_per_gpu=--micro-batch")
+    return (
+        Example(name="gpt", folder="gpt", search=own, script_args=_CONFIG),
+        Example(
+            name="plain-by-flag",
+            folder="plain",
+            search=("random", "by_flag.py", "ds_config.json"),
+            script_args=("--deepspeed", *_CONFIG),
+        ),
+        Example(
+            name="plain-by-path",
+            folder="plain",
+            search=("random", "by_path.py", "ds_config.json"),
+            script_args=("--deepspeed", "ds_config.json"),
+        ),
+        Example(name="plain-in-code", folder="plain", search=("random", "in_code.py", "ds_config.json", *in_code)),
+        Example(
+            name="plain-two-engines",
+            folder="plain",
+            search=("random", "two_engines.py", "ds_config.json"),
+            script_args=_CONFIG,
+        ),
+        Example(
+            name="module",
+            folder="module",
+            search=("random", "-m", "trainer.train", "ds_config.json"),
+            script_args=_CONFIG,
+        ),
+        Example(name="core-api", folder="core_api", search=own),
+        Example(
+            name="deepspeed-trial",
+            folder="deepspeed_trial",
+            search=("asha", "model_def:MyTrial", "ds_config.json", "--hparams", "hparams.yaml"),
+        ),
+        Example(
+            name="pipeline",
+            folder="pipeline",
+            search=(*own, "--zero-stages", "0", "1"),
+            script_args=(*_CONFIG, "--stages", str(min(2, gpus))),
+        ),
+        Example(
+            name="huggingface",
+            folder="huggingface",
+            search=own,
+            script_args=hugging_face,
+            needs=("transformers", "accelerate"),
+        ),
+        Example(
+            name="accelerate",
+            folder="accelerate",
+            search=(*own, *by_option),
+            script_args=("--config", "ds_config.json", "--batch-size", "8"),
+            needs=("accelerate",),
+        ),
+        Example(
+            name="lightning",
+            folder="lightning",
+            search=own,
+            script_args=("--config", "ds_config.json"),
+            needs=("lightning",),
+        ),
+        Example(name="python-api", folder="python_api", python=("tune.py", "--max-trials", "2")),
+        Example(name="notebook", folder="notebook", python=("-c", _NOTEBOOK, "tune.ipynb")),
+        Example(name="own-objective", folder="own_objective", python=("objective.py", "--trials", "6")),
+    )
+
+
+EXAMPLES = tuple(example.name for example in _of_gpus(1))
+
+
+def example_checks() -> Iterator[Check[Context]]:
+    """Yield a check for each example."""
+    for position, name in enumerate(EXAMPLES):
+
+        def run(context: Context, position: int = position) -> Verdict:
+            return _run(context, _of_gpus(len(context.devices.devices))[position])
+
+        yield Check(
+            name=f"example-{name}",
+            asked=f"The example {name} runs to its end on the GPU, its launches forked.",
+            run=run,
+            needs_s=75.0,
+        )
+
+
+def _run(context: Context, example: Example) -> Verdict:
+    missing = [name for name in example.needs if importlib.util.find_spec(name) is None]
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        raise NotRunError(f"{' and '.join(missing)} {verb} not installed")
+    folder = context.state / "work" / "examples" / example.name
+    shutil.rmtree(folder, ignore_errors=True)
+    # Some examples reach for their neighbours, so all of them are copied.
+    shutil.copytree(ROOT / "examples", folder, ignore=shutil.ignore_patterns("__pycache__"))
+    cwd = folder / example.folder
+    words, shown = example.command(len(context.devices.devices))
+    if example.name == "notebook":
+        shown = "the cells of tune.ipynb"
+    done = context.run(words, cwd=cwd, shown=shown, log=f"example-{example.name}")
+    shown = f"cd examples/{example.folder} && {shown}"
+    if done.exit_code:
+        return Verdict(
+            status=Status.FAILED,
+            why=f"It exited with {done.exit_code}: {done.last_line}",
+            figures={"stderr": done.stderr.splitlines()[-12:]},
+            command=shown,
+        )
+    if example.python:
+        return Verdict(
+            status=Status.PROVEN,
+            why="It ran to its end.",
+            figures={"output": done.stdout.splitlines()[-5:], **_launched(cwd)},
+            command=shown,
+        )
+    return _judged(done.result(), _launched(cwd), shown)
+
+
+def _judged(result: Mapping[str, Any], launched: Mapping[str, Any], shown: str) -> Verdict:
+    """Judge a search by its result and by what it left in its folder."""
+    outcomes: dict[str, int] = result["launches"]
+    measured = outcomes.get("measured", 0)
+    figures = {"launches": outcomes, "throughput_samples_per_s": result["value"], **launched}
+    if not measured or launched["kinds"] != ["cuda"]:
+        why = f"Nothing was measured on a GPU: {outcomes}, on {launched['kinds']}."
+        return Verdict(status=Status.FAILED, why=why, figures=figures, command=shown)
+    if launched["forked"] < launched["trials"]:
+        why = f"{launched['forked']} of {launched['trials']} trials were forked, the others ran by plain torchrun."
+        return Verdict(status=Status.FELL_SHORT, why=why, figures=figures, command=shown)
+    why = f"{measured} trials were measured, each forked."
+    return Verdict(status=Status.PROVEN, why=why, figures=figures, command=shown)
+
+
+def _launched(cwd: Path) -> dict[str, Any]:
+    """Return how many trials wrote events, how many of these were forked, and on what kinds of device they trained."""
+    trials = forked = 0
+    kinds = set()
+    for file in sorted(cwd.glob("**/trial-*/events/rank0.jsonl")):
+        events = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        trials += 1
+        forked += any(event["kind"] == "rank_started" and event.get("forked") for event in events)
+        kinds |= {event["device"] for event in events if event["kind"] == "engine_ready"}
+    return {"trials": trials, "forked": forked, "kinds": sorted(kinds)}
+
+
+def doctor(context: Context) -> Verdict:
+    """Ask ``optuna-dsat doctor``."""
+    words, _ = dsat("doctor", "--json", "--output-dir", str(context.folder("doctor")))
+    shown = "optuna-dsat doctor --json"
+    done = context.run(words, cwd=ROOT, shown=shown, log="doctor")
+    found = done.result()
+    findings = found["findings"]
+    wrong = [finding for finding in findings if finding["status"] in ("problem", "fatal")]
+    figures = {
+        "findings": {f"{one['area']}: {one['name']}": f"{one['status']}: {one['text']}" for one in findings},
+        "problems": len(wrong),
+    }
+    gpus = [one for one in findings if one["area"] == "devices" and one["name"].startswith("gpu ")]
+    if done.exit_code or not found["can_run"] or len(gpus) != len(context.devices.devices):
+        why = "; ".join(one["text"] for one in wrong) or f"{len(gpus)} GPUs were found, exit code {done.exit_code}"
+        return Verdict(status=Status.FAILED, why=why, figures=figures, command=shown)
+    if any(one["area"] in ("devices", "launches") for one in wrong):
+        why = "; ".join(one["text"] for one in wrong)
+        return Verdict(status=Status.FELL_SHORT, why=why, figures=figures, command=shown)
+    words_of_wrong = "; ".join(one["text"] for one in wrong)
+    why = f"{len(gpus)} GPU(s) free, launches can run." + (f" To mend: {words_of_wrong}" if wrong else "")
+    return Verdict(status=Status.PROVEN, why=why, figures=figures, command=shown)
