@@ -1,9 +1,14 @@
 """The profile launch: what one step teaches about model and hardware.
 
-One step alone is looked at, the last warm-up step: optimizer states exist by then, the allocator's caches and
-the libraries' workspaces are warm, and no step that counts is slowed. FLOPs are torch's own count
-(``FlopCounterMode``: 2 per multiply-add, recomputation included; custom kernels unknown to torch count
+One step alone is looked at, the last of the launch: optimizer states exist by then, and what the first step
+allocates for good is there (cuBLAS keeps a workspace for each thread, of 32 MiB on an H100). FLOPs are torch's own
+count (``FlopCounterMode``: 2 per multiply-add, recomputation included; custom kernels unknown to torch count
 nothing). A count that torch cannot make is given as 0: not known.
+
+Activations are what autograd keeps (CPU), or by how much the allocated memory grows in forward (CUDA), without the
+parameters that ZeRO 3 has gathered by its end: from the second step on it holds up to ``stage3_max_live_parameters`` of
+them until backward. Copies of parameters that autocast makes for backward are counted, though they do not grow with
+the batch; the memory model learns that from the first launches of trials.
 """
 
 from __future__ import annotations
@@ -11,7 +16,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from optuna_dsat.runtime.events import Event, ProfileMeasured
@@ -21,10 +26,13 @@ from optuna_dsat.runtime.rank import Rank
 
 __all__ = ["Profiler", "count_parameters", "profile_step"]
 
+_BLOCK_BYTES = 512
+"""What torch's CUDA allocator rounds up to (``kMinBlockSize``, c10/cuda/CUDACachingAllocator.cpp)."""
+
 
 def profile_step(plan: LaunchPlan) -> int:
-    """Return the step that is looked at: the second, or the first where warm-up is shorter."""
-    return max(1, min(2, plan.start_profile_step - 1))
+    """Return the step that is looked at: the last of the launch."""
+    return plan.end_profile_step
 
 
 def count_parameters(module: Any) -> tuple[int, int]:
@@ -85,14 +93,16 @@ class Profiler:
             counter = stack.enter_context(_flop_counter())
             saved: dict[int, int] = {}
             before = 0
+            module = self._engine.module
             if phase != "backward":
                 if self._on_cpu:
-                    stack.enter_context(_saved_tensors(self._engine.module, saved))
+                    stack.enter_context(_saved_tensors(module, saved))
                 else:
-                    before = int(self._accelerator.memory_allocated())
+                    before = int(self._accelerator.memory_allocated()) - _parameter_bytes(module)
             yield
             if phase == "forward" and not self._on_cpu:
-                self._activations += max(0, int(self._accelerator.memory_allocated()) - before)
+                after = int(self._accelerator.memory_allocated()) - _parameter_bytes(module)
+                self._activations += max(0, after - before)
         self._activations += sum(saved.values())
         self._flops += counter.get_total_flops()
         self._flops_known &= not counter.failed
@@ -202,6 +212,19 @@ def _saved_tensors(module: Any, saved: dict[int, int]) -> Any:
         return tensor.detach()  # a saved output that kept its own graph would never be freed
 
     return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+
+def _parameter_bytes(module: Any) -> int:
+    """Return the bytes that a module's parameters hold now: with ZeRO 3 this rank's parts, and what is gathered."""
+    held: dict[int, int] = {}
+    for parameter in module.parameters():
+        # A single rank gathers nothing: its parameter becomes a view of the part (ds_tensor), which must not count
+        # as growth.
+        for tensor in (parameter, getattr(parameter, "ds_tensor", parameter)):
+            with suppress(RuntimeError, NotImplementedError):  # a tensor without storage of its own
+                storage = tensor.untyped_storage()
+                held[storage.data_ptr()] = -(-storage.nbytes() // _BLOCK_BYTES) * _BLOCK_BYTES
+    return sum(held.values())
 
 
 def _largest_layer(module: Any) -> int:

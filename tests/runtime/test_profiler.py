@@ -1,0 +1,174 @@
+"""What the profile launch takes for activations on a GPU: a stand-in for the accelerator accounts memory."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from optuna_dsat.launch.prepare import write_run_directory
+from optuna_dsat.launch.protocol import LaunchRequest
+from optuna_dsat.profiling import measure_profile
+from optuna_dsat.runtime.clock import HostClock
+from optuna_dsat.runtime.events import Event, ProfileMeasured
+from optuna_dsat.runtime.memory import MemoryPeaks
+from optuna_dsat.runtime.meter import Meter, Progress
+from optuna_dsat.runtime.plan import LaunchPlan
+from optuna_dsat.runtime.profiler import Profiler
+from optuna_dsat.runtime.rank import Rank
+from optuna_dsat.spec import make_spec
+
+WORKSPACE, ACTIVATIONS = 32 * 2**20, 4608
+
+
+class AskedError(Exception):
+    """The launch that was asked for."""
+
+    def __init__(self, request: LaunchRequest) -> None:
+        super().__init__(request.launch_id)
+        self.request = request
+
+
+class Asking:
+    """A launcher that launches nothing."""
+
+    free_slots = 8
+
+    def start(self, request: LaunchRequest) -> None:
+        raise AskedError(request)
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> LaunchPlan:
+    """What the ranks of a study's first profile launch are told."""
+    spec = make_spec(
+        name="s",
+        method="random",
+        script={"script": "train.py", "cwd": str(tmp_path), "config_path": str(tmp_path / "ds.json")},
+        ds_config={"train_micro_batch_size_per_gpu": 2},
+        device="cuda",
+        slots_per_trial=1,
+        output_dir=str(tmp_path),
+    )
+    launcher: Any = Asking()
+    with pytest.raises(AskedError) as asked:
+        measure_profile(spec, launcher, on_rung=lambda _: None, on_report=lambda *_: None)
+    return LaunchPlan.load(write_run_directory(asked.value.request, tmp_path).launch)
+
+
+class Engine(torch.nn.Module):
+    """Allocates on a device that is only accounted: a workspace for good at first, activations until backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = torch.nn.Linear(2, 1)
+        self.allocated = 10**6
+        self.warm = False
+        self.accumulation = 1
+        self.micro_steps = 0
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        self.allocated += ACTIVATIONS * len(batch) + (0 if self.warm else WORKSPACE)
+        self.warm = True
+        return torch.tensor(0.5)
+
+    def backward(self, loss: torch.Tensor) -> torch.Tensor:
+        self.allocated -= ACTIVATIONS
+        return loss
+
+    def step(self) -> None:
+        self.micro_steps += 1
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        return self.micro_steps % self.accumulation == self.accumulation - 1
+
+
+class GatheringEngine(Engine):
+    """Gathers its parameters in forward and lets them go in backward, as ZeRO 3 does from the second step on."""
+
+    def __init__(self, *, alone: bool) -> None:
+        super().__init__()
+        self.warm = True
+        self.alone = alone
+        parameter: Any = self.module.weight
+        parameter.ds_numel = 2**20
+        parameter.ds_tensor = torch.empty(2**20 if alone else 2**19)
+        parameter.data = torch.empty(0)
+        self.parameter = parameter
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        if self.alone:
+            self.parameter.data = self.parameter.ds_tensor.view(-1)
+        else:
+            self.parameter.data = torch.empty(2**20)
+            self.allocated += 4 * 2**20
+        return super().forward(batch)
+
+    def backward(self, loss: torch.Tensor) -> torch.Tensor:
+        self.parameter.data = torch.empty(0)
+        self.allocated -= 0 if self.alone else 4 * 2**20
+        return super().backward(loss)
+
+
+class LeftError(Exception):
+    """The rank has left."""
+
+
+def profile_of(engine: Engine, plan: LaunchPlan, batches: int = 9) -> list[ProfileMeasured]:
+    """Train until the rank leaves or its data ends; return the profiles that it wrote."""
+    accelerator = SimpleNamespace(
+        device_name=lambda: "cuda", memory_allocated=lambda: engine.allocated, total_memory=lambda: 2**30
+    )
+    rank = Rank(rank=0, local_rank=0, world_size=1, local_world_size=1, host="h", launch_path="", can_compile=False)
+    peaks = MemoryPeaks(allocated=7, reserved=8, resident=9)
+    memory: Any = SimpleNamespace(sample=lambda: None, peaks=lambda: peaks)
+    events: list[Event] = []
+
+    def leave() -> None:
+        raise LeftError
+
+    profiler = Profiler(engine, accelerator=accelerator, plan=plan, rank=rank, memory=memory, write=events.append)
+    meter = Meter(
+        engine,
+        rank=0,
+        write=events.append,
+        clock=HostClock(),
+        memory=memory,
+        progress=Progress(),
+        end_step=plan.end_profile_step,
+        leave=leave,
+        observer=profiler,
+    )
+    meter.attach()
+    with suppress(LeftError):
+        for _ in range(batches):
+            engine.backward(engine(torch.ones(1, 2)))
+            engine.step()
+    return [event for event in events if isinstance(event, ProfileMeasured)]
+
+
+def test_a_workspace_of_the_first_step_is_no_activation(plan: LaunchPlan) -> None:
+    [profile] = profile_of(Engine(), plan)
+    assert profile.activation_bytes_per_sample == ACTIVATIONS
+
+
+def test_activations_are_per_sample_where_gradients_accumulate(plan: LaunchPlan) -> None:
+    engine = Engine()
+    engine.accumulation = 3
+    [profile] = profile_of(engine, plan)
+    assert profile.activation_bytes_per_sample == ACTIVATIONS
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["among several ranks", "as the only rank"])
+def test_parameters_that_zero_3_gathered_are_no_activations(plan: LaunchPlan, alone: bool) -> None:
+    [profile] = profile_of(GatheringEngine(alone=alone), plan)
+    assert profile.activation_bytes_per_sample == ACTIVATIONS
+    assert profile.params == 2**20 + 1
+
+
+def test_data_that_ends_after_one_step_leaves_no_profile(plan: LaunchPlan) -> None:
+    assert profile_of(Engine(), plan, batches=1) == []
