@@ -26,7 +26,7 @@ class Visible:
     """What the variable lets through."""
 
     gpus: tuple[str, ...]
-    """Index of each GPU as text; its UUID for a part of a GPU, and where the UUIDs of this machine are not known."""
+    """Index of each GPU as text; its UUID for a part of a GPU, and where a GPU does not tell its own."""
     by_uuid: bool = False
     """Whether the variable names GPUs by UUIDs."""
     notices: tuple[str, ...] = ()
@@ -65,7 +65,7 @@ def read_visible(text: str | None, uuids: Sequence[str]) -> Visible:
         notices.append(
             f"{VARIABLE} is {text!r}: GPU {names} counts once; CUDA itself sees no GPU where one is repeated."
         )
-    return Visible(gpus=tuple(found), notices=tuple(notices))
+    return Visible(gpus=tuple(found), by_uuid=entries[0].startswith(_GPU), notices=tuple(notices))
 
 
 def _resolve(entry: str, first: str, uuids: Sequence[str]) -> tuple[str | None, str]:
@@ -87,9 +87,9 @@ def _resolve(entry: str, first: str, uuids: Sequence[str]) -> tuple[str | None, 
 
 
 def _by_uuid(entry: str, uuids: Sequence[str]) -> tuple[str | None, str]:
-    if not any(uuids):
-        return entry, ""  # NVML may know it all the same
     matching = [index for index, uuid in enumerate(uuids) if uuid and uuid.startswith(entry)]
+    if not matching and not all(uuids):
+        return entry, ""  # perhaps that of a GPU which does not tell its own
     if not matching:
         return None, f"{entry!r} is none of this machine's GPUs"
     if len(matching) > 1:
