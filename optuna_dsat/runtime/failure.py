@@ -1,41 +1,78 @@
 """From an exception to the outcome that a rank's record speaks for.
 
-The type decides first. Messages are read only where torch, gloo and CUDA raise a bare ``RuntimeError``: the
-exception's own message, never a log. The messages were collected from torch 2.13 and DeepSpeed 0.19.
+The type decides first. Messages are read only where torch, gloo, NCCL, Triton and CUDA's libraries raise a
+``RuntimeError`` of any kind: the exception's own message, never a log. The messages were collected from torch 2.13,
+NCCL 2.29, cuDNN 9, Triton 3 and DeepSpeed 0.19, and from the issues of projects that use them.
+
+A lack of memory speaks first, whatever raised it: NCCL's ``DistBackendError`` for an allocation of its own is no
+failure of communication. Memory that could not be pinned is the host's, though CUDA says the same as for the device's.
 """
 
 from __future__ import annotations
 
 import errno
+import linecache
 import re
 import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 from optuna_dsat.outcome import Outcome
 
 __all__ = ["Diagnosis", "diagnose", "format_traceback", "missing_bytes", "without_runtime_frames"]
 
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_ALLOCATION = re.compile(r"allocate ([\d.]+) ?(bytes|KiB|MiB|GiB|TiB)", re.IGNORECASE)
-"""``tried to allocate N bytes`` (CPU), ``Tried to allocate 2.00 GiB`` (CUDA) and NumPy's like."""
+_ALLOCATION = re.compile(
+    r"(?:allocate|[cm]?alloc|requested size:)(?: async)? ([\d.]+) ?(bytes|KiB|MiB|GiB|TiB)", re.IGNORECASE
+)
+"""``tried to allocate N bytes`` (CPU), ``Tried to allocate 2.00 GiB`` and ``Requested size: 2.00 GiB`` (CUDA), NumPy's
+like, ``Failed to CUDA calloc N bytes`` (NCCL).
+"""
 
 _HOST_MEMORY = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
     "std::bad_alloc",
+    "Failed to malloc ",  # NCCL
+    "CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
 )
-_PINNED_MEMORY = ("cudaHostAlloc", "cudaHostRegister", "pin_memory", "pinned memory")
-_DEVICE_MEMORY = (
-    "CUDA out of memory",
-    "CUDA error: out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "Failed to CUDA malloc",
-    "Cuda failure 2 'out of memory'",
+_PINNED_BY_NCCL = "Failed to CUDA host alloc"
+_PINNED_MEMORY = re.compile(
+    r"(?:cuda|hip)(?:Host(?:Alloc|Malloc|Register)|MallocHost)|cuMemHost|pin(?:ned)?[ _]memory(?! ?= ?False)",
+    re.IGNORECASE,
 )
+"""Messages, and lines of code, that speak of pinned memory."""
+_PINNING = re.compile(r"(?:^|_)(?:pin_memory|pin_fresh|pin_empty|empty_pinned)")
+"""Functions that pin memory: torch's ``pin_memory``, and those of DeepSpeed's accelerator."""
+_PINNING_LINES = 3
+"""Innermost frames whose line of code may ask for pinned memory: torch's and DeepSpeed's wrappers stand between."""
+_SHORTAGE = re.compile(
+    r"out of memory|(?:can't|cannot|could not|failed to|unable to) (?:allocate|lock|pin)|OS call failed", re.IGNORECASE
+)
+"""What is said where memory cannot be pinned; ``OS call failed``: the limit on locked memory (DeepSpeed issue 3335)."""
+_DEVICE_MEMORY = re.compile(
+    r"(?:CUDA|HIP|XPU) out of memory"
+    r"|(?:CUDA|HIP|XPU)(?: driver| runtime)? error(?: ?\([^)\n]*\))? ?: out of memory"
+    r"|CUDA failed with error(?: \d+)? out of memory"
+    r"|Triton Error \[\w+\]: out of memory"
+    r"|(?:Cuda|HIP) failure (?:\d+ )?'out of memory'"  # NCCL and RCCL, inside their own error
+    r"|Failed to CUDA [cm]alloc"
+    r"|(?:CU|HIP|ROC)[A-Z]+_(?:STATUS_)?(?:INTERNAL_ERROR_DEVICE_)?ALLOC(?:ATION)?_FAILED"
+    r"|cuBLAS Error: the resource allocation failed"
+    r"|cudaErrorMemoryAllocation|hipErrorOutOfMemory|CUDA_ERROR_OUT_OF_MEMORY",
+    re.IGNORECASE,
+)
+_NO_HANDLE = re.compile(r"CU(?:BLAS|DNN|SOLVER|SPARSE)_STATUS_NOT_INITIALIZED")
+"""Most often no memory was left for a library's handle (lm-evaluation-harness issue 1689, LLaVA issue 392); a GPU that
+the library was not built for and a kernel that failed before say the same.
+"""
+_UNEXPLAINED = re.compile(r"unhandled cuda error(?!.*Cuda failure)", re.IGNORECASE | re.DOTALL)
+"""NCCL before 2.13, which does not say which call failed."""
+_LITTLE_BYTES = 512 * 2**20
+"""Free device memory that may be too little for a library's handle and the kernels that it loads with it."""
 _SYSTEM_MEMORY = ("Cannot allocate memory", "Resource temporarily unavailable", "can't start new thread")
 """What the system says when it has no memory for a mapping or for a thread's stack."""
 _COMMUNICATION = (
@@ -129,10 +166,10 @@ def _memory(error: BaseException, *, on_cpu: bool, limited: bool) -> Outcome | N
         return None
     if any(sign in message for sign in _HOST_MEMORY):
         return host
-    if any(sign in message for sign in _DEVICE_MEMORY):
-        return Outcome.HOST_OUT_OF_MEMORY if _pins(error) else Outcome.OUT_OF_MEMORY
-    if any(sign in message for sign in _PINNED_MEMORY) and "memory" in message:
+    if _PINNED_BY_NCCL in message or (_SHORTAGE.search(message) and _pins(error)):
         return Outcome.HOST_OUT_OF_MEMORY
+    if _DEVICE_MEMORY.search(message) or _hides_shortage(message):
+        return Outcome.OUT_OF_MEMORY
     if any(sign in message for sign in _SYSTEM_MEMORY):
         return host if limited or "Cannot allocate memory" in message else None
     return None
@@ -140,10 +177,42 @@ def _memory(error: BaseException, *, on_cpu: bool, limited: bool) -> Outcome | N
 
 def _pins(error: BaseException) -> bool:
     """Whether the allocation that failed was of pinned host memory: CUDA says the same for both."""
-    if any(sign in str(error) for sign in _PINNED_MEMORY):
+    if _PINNED_MEMORY.search(str(error)):
         return True
     frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and "pin_memory" in f"{frames[-1].name} {frames[-1].line or ''}"
+    if any(_PINNING.search(frame.name) for frame in frames):
+        return True
+    return any(_PINNED_MEMORY.search(_code(frame)) for frame in frames[-_PINNING_LINES:])
+
+
+def _code(frame: traceback.FrameSummary) -> str:
+    """Return the lines of the statement that a frame was at."""
+    first = frame.lineno or 0
+    lines = range(first, (frame.end_lineno or first) + 1)
+    return "".join(linecache.getline(frame.filename, line) for line in lines)
+
+
+def _hides_shortage(message: str) -> bool:
+    """Whether an error that does not say so comes of a full device.
+
+    A missing handle counts as that unless the device is known to have room, an unexplained error of NCCL only where
+    the device is known to be full.
+    """
+    if _NO_HANDLE.search(message):
+        return _device_is_full() is not False
+    return bool(_UNEXPLAINED.search(message)) and _device_is_full() is True
+
+
+def _device_is_full() -> bool | None:
+    """Return whether hardly any memory is left on this rank's device, None where that cannot be known."""
+    torch: Any = sys.modules.get("torch")
+    try:
+        free_bytes, total_bytes = torch.cuda.mem_get_info()
+    except RuntimeError as error:  # CUDA answers nothing any more, since a kernel failed before
+        return "out of memory" in str(error)
+    except Exception:  # noqa: BLE001 - another build or version of torch; the script's error must not be lost
+        return None
+    return bool(free_bytes < min(_LITTLE_BYTES, total_bytes // 10))
 
 
 def _is_communication(error: BaseException, phase: str) -> bool:

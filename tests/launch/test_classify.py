@@ -9,6 +9,7 @@ import pytest
 from optuna_dsat.launch.classify import LaunchFacts, StopReason, classify, observed_micro_batch
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import EngineReady, Event, RankFailed, RankFinished, RankStarted, StepMeasured
+from optuna_dsat.runtime.failure import diagnose
 
 PRUNE = StopReason(outcome=Outcome.PRUNED, message="cannot win")
 ENOUGH = StopReason(outcome=Outcome.MEASURED, message="measured to step 4: the step time is known")
@@ -145,6 +146,26 @@ INVALID, SCRIPT = "invalid_config", "script_error"
 )
 def test_outcome(what: LaunchFacts, outcome: Outcome) -> None:
     assert classify(what).outcome is outcome
+
+
+@pytest.mark.parametrize(
+    ("said", "outcome", "words"),
+    [
+        ("Failed to CUDA calloc 6291456 bytes", Outcome.OUT_OF_MEMORY, "out of memory, 6.0 MiB"),
+        ("Cuda failure 2 'out of memory'", Outcome.OUT_OF_MEMORY, "out of memory in forward"),
+        ("Failed to CUDA host alloc 4194304 bytes", Outcome.HOST_OUT_OF_MEMORY, "out of host memory, 4.0 MiB"),
+        ("socketProgress: Connection closed by remote peer", Outcome.COMMUNICATION_ERROR, "communication failed"),
+    ],
+)
+def test_memory_that_nccl_lacked_explains_what_the_other_ranks_lost(said: str, outcome: Outcome, words: str) -> None:
+    def record(rank: int, last_error: str) -> RankFailed:
+        error = RuntimeError(f"NCCL error in: NCCLUtils.cpp:94, NCCL version 2.29.7\nLast error:\n{last_error}")
+        found = diagnose(error, phase="forward", device="cuda", limited=False)
+        return failed(rank, found.outcome.value, message=str(error), missing_bytes=found.missing_bytes, time=9.0 + rank)
+
+    verdict = classify(facts(record(0, "remote process exited or there was a network error"), record(1, said)))
+    assert verdict.outcome is outcome
+    assert words in verdict.message
 
 
 def test_out_of_memory_tells_rank_place_and_size() -> None:

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +21,18 @@ CPU_ALLOCATOR = (
     "you tried to allocate 4096 bytes. Error code 12 (Cannot allocate memory)"
 )
 GLOO = "[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4711"
+
+
+NCCL = (
+    "NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled cuda error (run with NCCL_DEBUG=INFO "
+    "for details), NCCL version 2.29.7\nncclUnhandledCudaError: Call to CUDA function failed."
+)
+NO_HANDLE = "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
+CUDA_OOM = "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in https://docs.nvidia.com/cuda/ for more"
+PIN_THREAD = (
+    "Caught AcceleratorError in pin memory thread for device 0.\nOriginal Traceback (most recent call last):\n"
+    '  File "torch/utils/data/_utils/pin_memory.py", line 98, in pin_memory\n'
+)
 
 
 class DeepSpeedConfigError(Exception):
@@ -85,6 +100,91 @@ def test_a_missing_module_or_memory_inside_initialize_is_no_refusal() -> None:
         assert diagnose(error, phase="initialize", device="cpu", limited=True).outcome == outcome
 
 
+@pytest.mark.parametrize("kind", [RuntimeError, torch.AcceleratorError, torch.distributed.DistBackendError])
+@pytest.mark.parametrize(
+    ("message", "outcome", "missing"),
+    [
+        (f"{NCCL}\nLast error:\nFailed to CUDA calloc 6291456 bytes", OOM, 6291456),
+        (f"{NCCL}\nLast error:\nFailed to CUDA calloc async 1920 bytes", OOM, 1920),
+        (f"{NCCL}\nLast error:\nCuda failure 'out of memory'", OOM, None),
+        (f"{NCCL}\nLast error:\nCuda failure 2 'out of memory'", OOM, None),
+        (f"{NCCL}\nLast error:\nFailed to CUDA host alloc 4923392 bytes", HOST, 4923392),
+        (f"{NCCL}\nLast error:\nFailed to malloc 4096 bytes", HOST, 4096),
+        ("CUDA driver error: out of memory", OOM, None),
+        ("cuda runtime error (2) : out of memory at THCTensorRandom.cu:25", OOM, None),
+        ("CUDA error (/flash_fwd_launch_template.h:188): out of memory", OOM, None),
+        ("Triton Error [CUDA]: out of memory", OOM, None),
+        ("HIP error: out of memory", OOM, None),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", OOM, None),
+        ("cuDNN error: CUDNN_STATUS_ALLOC_FAILED", OOM, None),
+        ("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", OOM, None),
+        ("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED", HOST, None),
+        ("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`", OOM, None),
+        ("cuFFT error: CUFFT_ALLOC_FAILED", OOM, None),
+        ("CUDA out of memory. Allocation was preemptively rejected. Requested size: 2.00 GiB", OOM, 2**31),
+        (f"{PIN_THREAD}{CUDA_OOM}", HOST, None),
+        ("cudaHostRegister failed: CUDA error: OS call failed or operation not supported on this OS", HOST, None),
+    ],
+)
+def test_a_lack_of_memory_is_seen_in_every_disguise(
+    kind: type[Exception], message: str, outcome: Outcome, missing: int | None
+) -> None:
+    found = diagnose(kind(message), phase="backward", device="cuda", limited=False)
+    assert (found.outcome, found.missing_bytes) == (outcome, missing)
+    wrapped = ValueError("the step failed")
+    wrapped.__cause__ = kind(message)
+    assert diagnose(wrapped, phase="initialize", device="cuda", limited=False).outcome == outcome
+
+
+@pytest.mark.parametrize(
+    ("message", "outcome"),
+    [
+        (f"{NCCL}\nLast error:\nCuda failure 1 'invalid argument'", LOST),
+        ("CUDA error: too many resources requested for launch", BROKEN),
+        ("CUDA error: no kernel image is available for execution on the device", BROKEN),
+        ("Triton Error [CUDA]: invalid argument", BROKEN),
+        ("out of resource: shared memory, Required: 270336, Hardware limit: 232448.", BROKEN),
+        (f"{PIN_THREAD}CUDA error: device-side assert triggered", BROKEN),
+        ("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm( handle, opa, opb)`", BROKEN),
+    ],
+)
+def test_other_errors_of_a_gpu_are_no_lack_of_memory(message: str, outcome: Outcome) -> None:
+    assert diagnose(RuntimeError(message), phase="forward", device="cuda", limited=False).outcome == outcome
+
+
+def _answers(free_mib: int, total_mib: int) -> Callable[[], tuple[int, int]]:
+    return lambda: (free_mib * 2**20, total_mib * 2**20)
+
+
+def _fails(error: Exception) -> Callable[[], tuple[int, int]]:
+    def fail() -> tuple[int, int]:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("device_memory", "no_handle", "unexplained"),
+    [
+        (_answers(90, 81920), OOM, OOM),
+        (_answers(40000, 81920), BROKEN, LOST),
+        (_answers(300, 2048), BROKEN, LOST),
+        (_fails(AssertionError("Torch not compiled with CUDA enabled")), OOM, LOST),
+        (_fails(torch.AcceleratorError("CUDA error: device-side assert triggered")), BROKEN, LOST),
+        (_fails(torch.AcceleratorError("CUDA error: out of memory")), OOM, OOM),
+    ],
+    ids=["full", "half empty", "a small device with room", "unknown", "broken before", "no room for a context"],
+)
+def test_what_an_error_does_not_say_is_judged_by_the_memory_that_is_left(
+    monkeypatch: pytest.MonkeyPatch, device_memory: Callable[[], Any], no_handle: Outcome, unexplained: Outcome
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", device_memory)
+    for message in (NO_HANDLE, "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED"):
+        assert diagnose(RuntimeError(message), phase="forward", device="cuda", limited=False).outcome == no_handle
+    silent = torch.distributed.DistBackendError(NCCL)
+    assert diagnose(silent, phase="initialize", device="cuda", limited=False).outcome == unexplained
+
+
 def test_the_scripts_own_connections_are_its_own_affair() -> None:
     assert diagnose(ConnectionResetError(), phase="between", device="cpu", limited=False).outcome == BROKEN
 
@@ -101,13 +201,41 @@ def test_the_cause_behind_an_exception_counts_unless_it_was_set_aside() -> None:
     assert diagnose(handled, phase="step", device="cpu", limited=False).outcome == BROKEN
 
 
-def test_cudas_message_means_the_host_where_memory_was_pinned() -> None:
-    def pin_memory() -> None:
-        raise RuntimeError("CUDA error: out of memory")
+PINNING = """
+def fail(*_, **__): raise error
+def wrapped(*args, **kwargs): return fail(*args, **kwargs)
+def pin_memory(tensor): return fail(tensor)
+def _torch_empty_pinned(tensor): return wrapped(tensor)
+def on_the_same_line(): return wrapped(3, pin_memory=True)
+def on_a_later_line():
+    return wrapped(
+        3,
+        pin_memory=True,
+    )
+def on_the_device(): return wrapped(3, pin_memory=False)
+"""
 
-    with pytest.raises(RuntimeError) as caught:
-        pin_memory()
-    assert diagnose(caught.value, phase="initialize", device="cuda", limited=False).outcome == HOST
+
+@pytest.mark.parametrize(
+    ("call", "outcome"),
+    [
+        ("pin_memory(None)", HOST),
+        ("_torch_empty_pinned(None)", HOST),
+        ("on_the_same_line()", HOST),
+        ("on_a_later_line()", HOST),
+        ("on_the_device()", OOM),
+        ("fail()", OOM),
+    ],
+)
+@pytest.mark.parametrize("kind", [RuntimeError, torch.AcceleratorError])
+def test_cudas_message_means_the_host_where_memory_was_pinned(
+    tmp_path: Path, kind: type[Exception], call: str, outcome: Outcome
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"{PINNING}\n{call}\n", encoding="utf-8")
+    with pytest.raises(kind) as caught:
+        exec(compile(script.read_text(), str(script), "exec"), {"error": kind(CUDA_OOM)})
+    assert diagnose(caught.value, phase="initialize", device="cuda", limited=False).outcome == outcome
 
 
 @pytest.mark.parametrize(
