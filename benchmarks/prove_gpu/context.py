@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shlex
 import signal
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.prove_gpu.machine import Machine
-from benchmarks.prove_gpu.proof import ROOT, PartOverError, replace
+from benchmarks.prove_gpu.proof import ROOT, OverrunError, PartOverError, replace
 from optuna_dsat import ds_config
 from optuna_dsat.launch.devices import Devices
 from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest, ScriptCommand
@@ -128,7 +129,7 @@ class Context:
         *,
         launch_id: str,
         steps: int = 5,
-        most_s: float = 240.0,
+        most_s: float = 150.0,
     ) -> Launched:
         """Run one launch to its end: the script under its config with the overlay laid over it.
 
@@ -148,7 +149,16 @@ class Context:
             raise PartOverError
         return Launched(record=record, report=report, forked=bool(forked) and all(forked))
 
-    def run(self, words: Sequence[str], *, cwd: Path, shown: str, log: str, clean_stop: bool = False) -> Command:
+    def run(
+        self,
+        words: Sequence[str],
+        *,
+        cwd: Path,
+        shown: str,
+        log: str,
+        clean_stop: bool = False,
+        most_s: float = math.inf,
+    ) -> Command:
         """Run a command within the time that is left; its output is kept under the folder of the state.
 
         Args:
@@ -157,9 +167,11 @@ class Context:
             shown: As one would type it.
             log: Name of its log.
             clean_stop: Whether it can be gone on with, and is to be interrupted as by Ctrl-C; else it is ended at once.
+            most_s: Seconds after which it hangs.
 
         Raises:
-            PartOverError: If the part is too short for it to end.
+            PartOverError: If the part is too short for it to end; an ``OverrunError`` where it has to begin anew.
+            TimeoutError: If it hangs.
         """
         limit_s = self.left_s - _TELL_S - (_STOP_S if clean_stop else 0.0)
         started = time.monotonic()
@@ -173,10 +185,12 @@ class Context:
             env=os.environ | {"COLUMNS": "200"},
         )
         try:
-            stdout, stderr = process.communicate(timeout=max(1.0, limit_s))
+            stdout, stderr = process.communicate(timeout=max(1.0, min(limit_s, most_s)))
         except subprocess.TimeoutExpired:
             _stop(process, clean=clean_stop)
-            raise PartOverError from None
+            if most_s < limit_s:
+                raise TimeoutError(f"{shown.split(' ')[0]} did not end within {most_s:.0f} s") from None
+            raise (PartOverError if clean_stop else OverrunError) from None
         finally:
             if process.poll() is None:
                 _stop(process, clean=False)

@@ -52,7 +52,7 @@ class PartOverError(Exception):
 
 
 class OverrunError(PartOverError):
-    """A check did not heed the end of the part."""
+    """The end of the part cut a check off, which can only be begun anew."""
 
 
 class NotRunError(Exception):
@@ -124,9 +124,9 @@ class Proof:
         self.write()
         return self.begun[name]
 
-    def pause(self, name: str, seconds: float, *, overrun: bool = False) -> None:
-        """Note that a check gives way to the next part after so many seconds; an overrun counts as a beginning."""
-        if not overrun:
+    def pause(self, name: str, seconds: float, *, cut_off: bool = False) -> None:
+        """Note that a check gives way to the next part after so many seconds; what was cut off has begun in vain."""
+        if not cut_off:
             self.begun.pop(name, None)
         self.spent_s[name] = self.spent_s.get(name, 0.0) + seconds
         self.write()

@@ -76,7 +76,7 @@ def run_part(
         try:
             verdict = _given_up(beginnings, proof.spent_s.get(check.name, 0.0)) or check.run(context)
         except PartOverError as over:
-            proof.pause(check.name, clock() - started, overrun=isinstance(over, OverrunError))
+            proof.pause(check.name, clock() - started, cut_off=isinstance(over, OverrunError))
             return len(waiting) - position
         except NotRunError as error:
             verdict = Verdict(status=Status.NOT_RUN, why=f"not run: {error}")
