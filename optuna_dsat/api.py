@@ -88,6 +88,8 @@ def tune(
     adaptive_steps: int | None = None,
     random_seed: int = 42,
     gpus_per_trial: int | None = None,
+    only_free_gpus: bool = False,
+    wait_for_gpus: float = 600.0,
     cpu_ranks: int | None = None,
     device_memory: str | int | None = None,
     launcher: Literal["warm", "torchrun"] = "warm",
@@ -149,6 +151,9 @@ def tune(
             trial's, at least 10.
         random_seed: Seed of the search.
         gpus_per_trial: GPUs of one launch; None for all.
+        only_free_gpus: Whether to tune on those GPUs that are free at the start, instead of waiting for all.
+        wait_for_gpus: Seconds to wait for GPUs that others hold, counted anew when the holders change; 0 for not at
+            all.
         cpu_ranks: Run on the CPU with this many ranks; None for GPUs, and 2 where there are none.
         device_memory: What one rank may allocate: bytes, or text such as ``2GiB``; None for all there is.
         launcher: How trials are launched: ``warm`` (forked from a process that has the heavy modules ready, by torchrun

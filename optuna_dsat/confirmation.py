@@ -10,6 +10,7 @@ from optuna.trial import FrozenTrial
 from optuna_dsat import history
 from optuna_dsat.finalists import Finalist, confirm
 from optuna_dsat.launch.protocol import Launcher, LaunchReport, LaunchRequest
+from optuna_dsat.launch.waiting import SlotWait
 from optuna_dsat.measurement import GlobalStep, LaunchRecord
 from optuna_dsat.progress import FinalistMeasured, FinalistStarted, Observer, TrialStepped
 from optuna_dsat.spec import StudySpec
@@ -29,6 +30,7 @@ class Confirmation:
         metric: The metric that is optimised.
         flops_per_sample: FLOPs of forward and backward, per sample.
         keep: Stores a launch: its report, what was recorded, its trial.
+        wait: Says who holds the slots, and how long that is waited for.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Confirmation:
         metric: str,
         flops_per_sample: float,
         keep: Callable[[LaunchReport, LaunchRecord, FrozenTrial], None],
+        wait: SlotWait,
     ) -> None:
         self._spec = spec
         self._study = study
@@ -49,6 +52,7 @@ class Confirmation:
         self._metric = metric
         self._flops_per_sample = flops_per_sample
         self._keep = keep
+        self._wait = wait
         self.interrupted = False
         """Whether Ctrl-C ended it."""
 
@@ -104,6 +108,7 @@ class Confirmation:
                 on_report=self._keep,
                 on_start=self._finalist_started,
                 on_step=self._finalist_stepped,
+                wait=self._wait,
             ):
                 known[finalist.number] = finalist
                 self._study.set_user_attr(history.FINALISTS, [f.to_json() for f in known.values()])

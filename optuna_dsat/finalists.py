@@ -12,6 +12,7 @@ from optuna.trial import FrozenTrial
 
 from optuna_dsat import history
 from optuna_dsat.launch.protocol import Launcher, LaunchReport, LaunchRequest
+from optuna_dsat.launch.waiting import SlotWait
 from optuna_dsat.measurement import GlobalStep, LaunchRecord, confidence_interval, is_certain
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.profiling import follow, script_command
@@ -87,8 +88,13 @@ def confirm(
     on_report: Callable[[LaunchReport, LaunchRecord, FrozenTrial], None],
     on_start: Callable[[FrozenTrial, LaunchRequest], None] = lambda *_: None,
     on_step: Callable[[FrozenTrial, GlobalStep], None] = lambda *_: None,
+    wait: SlotWait | None = None,
 ) -> Iterator[Finalist]:
-    """Launch each candidate once more, alone, with more steps; yield what was measured, in the same order."""
+    """Launch each candidate once more, alone, with more steps; yield what was measured, in the same order.
+
+    Raises:
+        DeviceError: If others hold the slots for longer than ``wait`` allows.
+    """
     for trial in candidates:
         request = LaunchRequest(
             launch_id=f"confirm-{trial.number:04d}",
@@ -104,7 +110,8 @@ def confirm(
         )
         on_start(trial, request)
         enough = _is_known_or_long if spec.adaptive_steps is None else _is_known
-        record, report = follow(launcher, request, enough=enough, on_step=functools.partial(on_step, trial))
+        stepped = functools.partial(on_step, trial)
+        record, report = follow(launcher, request, enough=enough, on_step=stepped, wait=wait)
         on_report(report, record, trial)
         yield _finalist(
             trial, record, report, metric=metric, flops_per_sample=flops_per_sample, enough=_trial_steps(spec)

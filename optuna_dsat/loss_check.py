@@ -14,6 +14,7 @@ from typing import Any
 
 from optuna_dsat import ds_config
 from optuna_dsat.launch.protocol import Launcher, LaunchReport, LaunchRequest
+from optuna_dsat.launch.waiting import SlotWait
 from optuna_dsat.measurement import LaunchRecord
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.profiling import follow, script_command
@@ -58,6 +59,7 @@ def check_loss(
     data_parallel_size: int,
     launcher: Launcher,
     on_report: Callable[[LaunchReport, LaunchRecord], None],
+    wait: SlotWait | None = None,
 ) -> LossCheck:
     """Launch the user's config twice and the best one once, at the user's batch; compare their first losses.
 
@@ -67,6 +69,10 @@ def check_loss(
         data_parallel_size: Ranks that consume different samples.
         launcher: Where to launch.
         on_report: Called after each launch.
+        wait: Says who holds the slots, and how long that is waited for.
+
+    Raises:
+        DeviceError: If others hold the slots for too long.
     """
     user = ds_config.effective(spec.ds_config)
     triangle = ds_config.batch_triangle(user, world_size=data_parallel_size)
@@ -93,7 +99,7 @@ def check_loss(
             device_memory_bytes=spec.device_memory_bytes,
             timeout_s=spec.trial_timeout_s,
         )
-        record, report = follow(launcher, request)
+        record, report = follow(launcher, request, wait=wait)
         on_report(report, record)
         if report.outcome is not Outcome.MEASURED:
             return _untold(user, losses, f"the launch {request.launch_id} ended with {report.outcome.value}")

@@ -185,6 +185,17 @@ class TuneOptions:
     gpus_per_trial: Annotated[
         int | None, typer.Option(help="GPUs of one launch.  \\[default: all]", rich_help_panel=_WHERE)
     ] = None
+    only_free_gpus: Annotated[
+        bool,
+        typer.Option("--only-free-gpus", help="Tune on those GPUs that are free at the start.", rich_help_panel=_WHERE),
+    ] = False
+    wait_for_gpus: Annotated[
+        float,
+        typer.Option(
+            help="Seconds to wait for GPUs that others hold, counted anew when the holders change; 0 for not at all.",
+            rich_help_panel=_WHERE,
+        ),
+    ] = 600.0
     cpu_ranks: Annotated[
         int | None,
         typer.Option(help="Run on the CPU with this many ranks.  \\[default without a GPU: 2]", rich_help_panel=_WHERE),

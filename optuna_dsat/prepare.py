@@ -17,6 +17,7 @@ from optuna_dsat.autotuning import options_of
 from optuna_dsat.errors import UsageError
 from optuna_dsat.knobs import KNOBS
 from optuna_dsat.launch.devices import Devices, cpu_devices, detect_devices
+from optuna_dsat.launch.slots import only_free
 from optuna_dsat.module_file import module_file
 from optuna_dsat.options import TuneOptions
 from optuna_dsat.search_space import NVME
@@ -49,7 +50,7 @@ class Prepared:
     options: TuneOptions
     """The options, with those of the config's ``autotuning`` section where none were given."""
     notes: Sequence[str]
-    """Lines for the user: what of the ``autotuning`` section cannot be honoured."""
+    """Lines for the user: what of the ``autotuning`` section cannot be honoured, and what is odd about the devices."""
 
 
 def prepare(method: str | None, options: TuneOptions) -> Prepared:
@@ -66,6 +67,7 @@ def prepare(method: str | None, options: TuneOptions) -> Prepared:
     if method is None:
         method = getattr(options, "method", None) or _DEFAULT_METHOD
     devices = make_devices(options)
+    notes += devices.notices
     return Prepared(spec=spec_of(method, options, devices), devices=devices, options=options, notes=notes)
 
 
@@ -143,28 +145,42 @@ def make_devices(options: TuneOptions) -> Devices:
 
     Raises:
         UsageError: If more GPUs are asked for than there are, or both GPUs and CPU ranks.
+        DeviceError: If GPUs do not answer, or none is free where only those were asked for.
     """
-    return devices_for(options.gpus_per_trial, options.cpu_ranks, option="--gpus-per-trial")
+    return devices_for(
+        options.gpus_per_trial, options.cpu_ranks, option="--gpus-per-trial", free_ones=options.only_free_gpus
+    )
 
 
-def devices_for(wanted: int | None, cpu_ranks: int | None, *, option: str) -> Devices:
-    """Return the GPUs that are wanted (None: all), or CPU ranks.
+def devices_for(wanted: int | None, cpu_ranks: int | None, *, option: str, free_ones: bool = False) -> Devices:
+    """Return the GPUs that may be used, of which a launch takes ``wanted`` (None: all), or CPU ranks.
+
+    Args:
+        wanted: GPUs of a launch.
+        cpu_ranks: Ranks of a launch on the CPU.
+        option: What the user calls ``wanted``.
+        free_ones: Whether to leave out GPUs that are in use now.
 
     Raises:
-        UsageError: If more GPUs are asked for than there are, or both GPUs and CPU ranks; names ``option``.
+        UsageError: If more GPUs are asked for than there are, or both GPUs and CPU ranks.
+        DeviceError: If GPUs do not answer, or none is free where only those were asked for.
     """
     if cpu_ranks is not None:
         if wanted is not None:
             raise UsageError(f"{option} and --cpu-ranks exclude each other: give one.")
         return cpu_devices(cpu_ranks)
     devices = detect_devices()
+    if free_ones:
+        devices = only_free(devices)
     if wanted is None:
         return devices
-    available = len(devices.devices) if devices.kind == "cuda" else 0
+    available = devices.per_launch if devices.kind == "cuda" else 0
     if wanted < 1 or wanted > available:
+        offers = f"{'a launch can take' if devices.per_launch < len(devices.devices) else 'this machine offers'}"
         raise UsageError(
-            f"{option} is {wanted}, but this machine offers {available} GPU{'s' * (available != 1)}. "
+            f"{option} is {wanted}, but {offers} {available} GPU{'s' * (available != 1)}. "
             + ("Use --cpu-ranks to tune on the CPU." if available == 0 else f"Give 1 to {available}.")
+            + "".join(f" {notice}" for notice in devices.notices)
         )
     return devices
 
@@ -178,7 +194,7 @@ def spec_of(method: str, options: TuneOptions, devices: Devices) -> StudySpec:
     target = target_of(options)
     user = ds_config.load(options.ds_config)
     config = ds_config.merge(user.raw, target.overwrites)
-    slots = options.gpus_per_trial or len(devices.devices)
+    slots = options.gpus_per_trial or devices.per_launch
     ds_config.batch_triangle(ds_config.effective(config), world_size=slots)
     own = set(MethodOptions.model_fields)
     spec = make_spec(
@@ -206,6 +222,7 @@ def spec_of(method: str, options: TuneOptions, devices: Devices) -> StudySpec:
         max_trials=options.max_trials,
         max_concurrent_trials=options.max_concurrent_trials,
         max_slots=options.max_slots,
+        wait_for_gpus_s=options.wait_for_gpus,
         start_profile_step=options.start_profile_step,
         end_profile_step=options.end_profile_step,
         adaptive_steps=options.adaptive_steps,

@@ -6,7 +6,6 @@ of the DeepSpeed configuration guide) before giving up.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.metadata
 import itertools
@@ -29,6 +28,7 @@ from optuna_dsat.launch.protocol import (
     ScriptCommand,
     SlotsBusyError,
 )
+from optuna_dsat.launch.waiting import SlotWait
 from optuna_dsat.measurement import GlobalStep, LaunchRecord
 from optuna_dsat.memory import ModelProfile
 from optuna_dsat.module_file import module_file
@@ -171,10 +171,11 @@ def follow(
     *,
     enough: Callable[[Sequence[GlobalStep]], bool] = lambda _: False,
     on_step: Callable[[GlobalStep], None] = lambda _: None,
+    wait: SlotWait | None = None,
 ) -> tuple[LaunchRecord, LaunchReport]:
     """Run one launch to its end while nothing else runs here; return what was recorded and what became of it.
 
-    Where other tuners hold the slots, it waits for them.
+    Where others hold the slots, it waits for them.
 
     Args:
         launcher: Where to launch.
@@ -182,9 +183,13 @@ def follow(
         on_event: Told each event.
         enough: Asked with the counted steps after each of them; the launch ends as measured when it says so.
         on_step: Told each global step.
+        wait: Says who holds the slots, and how long that is waited for; None for ten minutes without a word.
+
+    Raises:
+        DeviceError: If others hold the slots for too long.
     """
     record = LaunchRecord(world_size=request.slots, start_profile_step=request.start_profile_step)
-    _start(launcher, request)
+    _start(launcher, request, SlotWait(launcher.holders, slots=request.slots) if wait is None else wait)
     while True:
         for update in launcher.poll(1.0):
             if isinstance(update, Observed):
@@ -199,13 +204,23 @@ def follow(
                 return record, update.report
 
 
-def _start(launcher: Launcher, request: LaunchRequest) -> None:
-    while True:
-        if launcher.free_slots >= request.slots:
-            with contextlib.suppress(SlotsBusyError):
-                return launcher.start(request)
+def _start(launcher: Launcher, request: LaunchRequest, wait: SlotWait) -> None:
+    while not _started(launcher, request):
+        wait.look()
         time.sleep(_WAIT_S)
         launcher.poll(0.0)
+    wait.over()
+
+
+def _started(launcher: Launcher, request: LaunchRequest) -> bool:
+    """Start a launch if its slots are free; return whether they were."""
+    if launcher.free_slots < request.slots:
+        return False
+    try:
+        launcher.start(request)
+    except SlotsBusyError:  # another tuner on this machine was faster
+        return False
+    return True
 
 
 def rungs(spec: StudySpec) -> Iterator[Rung]:
@@ -222,6 +237,7 @@ def measure_profile(
     *,
     on_rung: Callable[[Rung], None],
     on_report: Callable[[LaunchReport, LaunchRecord], None],
+    wait: SlotWait | None = None,
 ) -> Profiled:
     """Launch the script at micro-batch 1, climbing the ladder while memory is short.
 
@@ -230,8 +246,10 @@ def measure_profile(
         launcher: Where to launch.
         on_rung: Called before each launch.
         on_report: Called after each launch.
+        wait: As for ``follow``.
 
     Raises:
+        DeviceError: If others hold the slots for too long.
         ScriptFailedError: If the script fails for a reason that is not memory.
         NothingRunnableError: If no rung fits; says what was tried and how much memory was missing.
     """
@@ -255,7 +273,7 @@ def measure_profile(
             device_memory_bytes=spec.device_memory_bytes,
             timeout_s=spec.trial_timeout_s,
         )
-        record, report = follow(launcher, request)
+        record, report = follow(launcher, request, wait=wait)
         on_report(report, record)
         if report.outcome is Outcome.MEASURED and record.profile is not None and record.engine is not None:
             return Profiled(

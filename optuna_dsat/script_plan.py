@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from optuna_dsat.gpus import gpu_of_device, priors_of_device
 from optuna_dsat.launch.protocol import Launcher
+from optuna_dsat.launch.waiting import SlotWait
 from optuna_dsat.planning import Subject, theory_of
 from optuna_dsat.profiling import Profiled, Rung, fingerprint, measure_profile
 from optuna_dsat.spec import StudySpec
@@ -37,6 +38,7 @@ def plan_script(
     launcher: Callable[[], AbstractContextManager[Launcher]],
     on_rung: Callable[[Rung], None],
     memory_margin: float,
+    on_notice: Callable[[str], None] = lambda _: None,
 ) -> ScriptPlan:
     """Return what is known of a script, after a profile launch where none was made before.
 
@@ -47,6 +49,7 @@ def plan_script(
         launcher: Opens a launcher, asked for only where one is needed.
         on_rung: Called before each launch.
         memory_margin: Share of the device's memory to leave free.
+        on_notice: Told who holds the slots while they are waited for.
 
     Raises:
         DsatError: If the script fails, or does not fit at all.
@@ -57,7 +60,12 @@ def plan_script(
         profiled = Profiled.from_json(stored.profile)
     else:
         with launcher() as opened:
-            profiled = measure_profile(spec, opened, on_rung=on_rung, on_report=lambda _report, _record: None)
+            wait = SlotWait(
+                opened.holders, slots=spec.slots_per_trial, limit_s=spec.wait_for_gpus_s, on_notice=on_notice
+            )
+            profiled = measure_profile(
+                spec, opened, on_rung=on_rung, on_report=lambda _report, _record: None, wait=wait
+            )
         store.save_profile(mark, profiled.to_json(), study_uuid="")
     profile = profiled.profile
     subject = Subject(

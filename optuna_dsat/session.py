@@ -19,6 +19,7 @@ from optuna_dsat.experience import Experience
 from optuna_dsat.export import TuneResult, learning_rate_advice, trainable_config, training_command, write_best
 from optuna_dsat.finalists import Finalist, choose_winner
 from optuna_dsat.launch.protocol import Launcher, LaunchReport
+from optuna_dsat.launch.waiting import SlotWait
 from optuna_dsat.loss_check import LossCheck, check_loss
 from optuna_dsat.measurement import LaunchRecord
 from optuna_dsat.methods import Method, make_method
@@ -132,6 +133,13 @@ class Session:
         self._launcher = launcher
         self._fingerprint = fingerprint(self.spec, device_names=device_names)
         self._observer = observer
+        self._wait = SlotWait(
+            launcher.holders,
+            slots=self.spec.slots_per_trial,
+            limit_s=self.spec.wait_for_gpus_s,
+            study=self.spec.name,
+            on_notice=lambda text: observer(Message(text=text)),
+        )
 
     def run(self, *, conclude: bool = True) -> TuneResult | None:
         """Profile, search, confirm and export; return None when there is nothing to show.
@@ -142,6 +150,7 @@ class Session:
         Raises:
             ScriptFailedError: If the script fails whatever the configuration.
             NothingRunnableError: If no configuration runs.
+            DeviceError: If others hold the devices for too long.
             StorageError: If the database failed and did not come back in time.
         """
         profiled = self._profile()
@@ -165,6 +174,7 @@ class Session:
             store=self._store,
             launcher=self._launcher,
             observer=self._observer,
+            wait=self._wait,
         ).run()
         self.interrupted = reason is EndReason.INTERRUPTED
         if not conclude:
@@ -223,6 +233,7 @@ class Session:
                         self._launcher,
                         on_rung=lambda rung: self._observer(ProfileStarted(rung=rung.words)),
                         on_report=self._profile_launched,
+                        wait=self._wait,
                     )
                     self._store.save_profile(self._fingerprint, profiled.to_json(), study_uuid=self.record.uuid)
                     return profiled, False
@@ -313,6 +324,7 @@ class Session:
                 metric=metric,
                 flops_per_sample=profiled.profile.flops_per_sample,
                 keep=lambda report, record, trial: self._keep(report, record, purpose="confirm", trial=trial),
+                wait=self._wait,
             )
             finalists = confirmation.run(trials, candidates)
             self.interrupted |= confirmation.interrupted
@@ -375,7 +387,11 @@ class Session:
             },
         )
         command, names_config = training_command(
-            spec, complete, config_path, deepspeed_launcher=profiled.deepspeed_launcher
+            spec,
+            complete,
+            config_path,
+            deepspeed_launcher=profiled.deepspeed_launcher,
+            host_threads=winner.user_attrs.get(history.HOST_THREADS),
         )
         own, _ = user_config(spec, data_parallel_size=ranks)
         batch = complete["train_batch_size"]
@@ -419,6 +435,7 @@ class Session:
                 data_parallel_size=ranks,
                 launcher=self._launcher,
                 on_report=lambda report, record: self._keep(report, record, purpose="confirm"),
+                wait=self._wait,
             )
         except KeyboardInterrupt:
             self.interrupted = True

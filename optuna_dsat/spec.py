@@ -136,6 +136,8 @@ class StudySpec(_Frozen):
     """Steps that a finalist may count while its step time is still uncertain; None for no more than usual."""
     trial_timeout_s: float | None = Field(default=None, gt=0)
     timeout_s: float | None = Field(default=None, gt=0)
+    wait_for_gpus_s: float = Field(default=600.0, ge=0)
+    """Longest wait for slots that others hold, since the holders last changed; 0 for none."""
     max_retries: int = Field(default=1, ge=0)
     """Launches added for a communication error, a stall or a time-out."""
     random_seed: int = Field(default=42, ge=0)
@@ -193,7 +195,7 @@ class StudySpec(_Frozen):
         budget = {
             "name", "max_trials", "max_concurrent_trials", "max_slots", "trial_timeout_s", "timeout_s", "max_retries",
             "confirm", "output_dir", "enqueue_user_config", "launcher", "preload", "no_preload",
-            "adaptive_steps",
+            "adaptive_steps", "wait_for_gpus_s",
         }  # fmt: skip
         ends = {"early_stopping", "min_gain"}
         return self.model_dump(mode="json", exclude={**dict.fromkeys(budget, True), "options": ends})

@@ -5,6 +5,7 @@ The commands and ``optuna_dsat.tune`` share it, so both search alike and differ 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -118,7 +119,15 @@ def train_with_best(run: StudyRun, result: TuneResult, *, stdout: TextIO | None 
         overlay=config,
         slots=run.spec.slots_per_trial,
     )
-    return run_full(request, devices=run.devices, output_dir=run.spec.study_dir, stdout=stdout)
+    return run_full(
+        request,
+        devices=run.devices,
+        output_dir=run.spec.study_dir,
+        max_slots=run.spec.max_slots,
+        stdout=stdout,
+        wait_for_gpus_s=run.spec.wait_for_gpus_s,
+        on_notice=lambda text: print(text, file=sys.stderr),
+    )
 
 
 @contextmanager

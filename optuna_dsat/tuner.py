@@ -28,6 +28,7 @@ from optuna_dsat.launch.protocol import (
     Settled,
     SlotsBusyError,
 )
+from optuna_dsat.launch.waiting import SlotWait
 from optuna_dsat.measurement import GlobalStep, LaunchRecord, is_certain
 from optuna_dsat.methods import Method
 from optuna_dsat.outcome import Outcome
@@ -78,6 +79,7 @@ class Tuner:
         store: Claims, heartbeats and launches.
         launcher: Where launches run.
         observer: Hears the news.
+        wait: Says who holds the slots while nothing runs, and how long that is waited for.
     """
 
     def __init__(
@@ -92,7 +94,9 @@ class Tuner:
         store: Store,
         launcher: Launcher,
         observer: Observer,
+        wait: SlotWait,
     ) -> None:
+        self._wait = wait
         self._spec = spec
         self._study = study
         self._uuid = study_uuid
@@ -121,6 +125,7 @@ class Tuner:
         Raises:
             ScriptFailedError: If launch after launch ends with the same error of the script.
             NothingRunnableError: If the search ended and nothing was measured.
+            DeviceError: If others hold the devices for too long; what waits for them is returned to the study.
             StorageError: If the database failed for longer than the store's patience.
         """
         self._store.reclaim_stale(self._study)
@@ -154,12 +159,26 @@ class Tuner:
                 if reason is not None and (timed_out or not self._any_running()):
                     return reason
                 time.sleep(_WAIT_S)
+            self._watch_slots(ending=reason is not None)
             for update in self._launcher.poll(_WAIT_S if self._running else 0.0):
                 self._take(update)
             self._start_unstarted()
             if not timed_out and self._deadline is not None and time.monotonic() > self._deadline:
                 timed_out = True
                 self._end_for_time()
+
+    def _watch_slots(self, *, ending: bool) -> None:
+        """Have the wait for slots told and bounded while nothing runs for want of them.
+
+        Raises:
+            DeviceError: If others hold them for too long.
+        """
+        if len(self._running) > len(self._unstarted):
+            self._wait.over()
+        elif self._unstarted or (not ending and self._launcher.free_slots < self._spec.slots_per_trial):
+            self._wait.look()
+        else:
+            self._wait.over()
 
     def _end_for_time(self) -> None:
         for running in self._unstarted:

@@ -263,6 +263,8 @@ def _with_launch(options: TuneOptions, *, nodes: int, margin: float) -> _Shown:
     if nodes != 1:
         raise UsageError("--nodes is for plans without a launch (--params): a launch runs on this host.")
     devices = make_devices(options)
+    for notice in devices.notices:
+        print(notice, file=sys.stderr)
     spec = spec_of("guided", options, devices)
     spec = spec.model_copy(update={"name": f"{spec.name.removesuffix('-guided')}-plan"})
     kill_leftovers()
@@ -274,6 +276,7 @@ def _with_launch(options: TuneOptions, *, nodes: int, margin: float) -> _Shown:
             launcher=lambda: closing(TorchrunLauncher(spec.study_dir, devices=devices, max_slots=spec.max_slots)),
             on_rung=lambda rung: print(f"Profile launch at micro-batch 1, {rung.words} ...", file=sys.stderr),
             memory_margin=margin,
+            on_notice=lambda text: print(text, file=sys.stderr),
         )
     setting = Setting(subject=found.subject, rows=plan_rows(found.subject), bf16_hardware=found.bf16_hardware)
     return _Shown(setting=setting, about=found.about, model=found.subject.profile.to_json())

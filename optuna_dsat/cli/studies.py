@@ -318,6 +318,8 @@ def _continue(
             store.update_spec(record.uuid, spec.model_dump(mode="json"))
     spec = _relocated(spec, workdir)
     devices = detect_devices() if spec.device == "cuda" else cpu_devices(spec.slots_per_trial)
+    for notice in devices.notices:
+        sys.stderr.write(f"{notice}\n")
     if devices.kind != spec.device or len(devices.devices) < spec.slots_per_trial:
         raise UsageError(
             f"The study needs {spec.slots_per_trial} {spec.device} slots a launch; "

@@ -66,6 +66,8 @@ def train(
     target = trial_target(trial, config, hparams, tuple(rest))
     settings = ds_config.merge(ds_config.load(config).raw, target.overwrites)
     devices = devices_for(gpus, cpu_ranks, option="--gpus")
+    for notice in devices.notices:
+        print(notice, file=sys.stderr)
     request = LaunchRequest(
         launch_id="train",
         purpose="full",
@@ -78,9 +80,9 @@ def train(
         ),
         ds_config=settings,
         overlay={},
-        slots=len(devices.devices) if gpus is None else gpus,
+        slots=devices.per_launch if gpus is None else gpus,
     )
-    sys.exit(run_full(request, devices=devices))
+    sys.exit(run_full(request, devices=devices, on_notice=lambda text: print(text, file=sys.stderr)))
 
 
 def _lengths(maximum: str, report: str, validation: str | None, checkpoint: str | None) -> list[str]:

@@ -6,17 +6,23 @@ import os
 import signal
 import subprocess
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
 from optuna_dsat.launch.devices import Devices, Nvml
 from optuna_dsat.launch.prepare import prepare, write_run_directory
 from optuna_dsat.launch.processes import kill_leftovers, new_mark
-from optuna_dsat.launch.protocol import LaunchRequest
+from optuna_dsat.launch.protocol import LaunchRequest, SlotsBusyError
 from optuna_dsat.launch.running import first_failure_code
-from optuna_dsat.launch.slots import SlotPool
+from optuna_dsat.launch.slots import SlotLease, SlotPool
+from optuna_dsat.launch.waiting import DEFAULT_LIMIT_S, SlotWait
 
 __all__ = ["run_full"]
+
+_WAIT_S = 0.5
+"""Pause between two looks for free devices, in seconds."""
 
 
 def run_full(
@@ -25,7 +31,10 @@ def run_full(
     devices: Devices,
     output_dir: Path | str | None = None,
     nvml: Nvml | None = None,
+    max_slots: int | None = None,
     stdout: TextIO | None = None,
+    wait_for_gpus_s: float = DEFAULT_LIMIT_S,
+    on_notice: Callable[[str], None] = lambda _: None,
 ) -> int:
     """Run a launch to its end in the foreground, on the user's terminal, and return its exit code.
 
@@ -36,23 +45,36 @@ def run_full(
         devices: The devices to use.
         output_dir: Where its run directory goes; None for a temporary one.
         nvml: NVML to ask about GPUs; None for the machine's.
+        max_slots: Ranks that share the machine's cores; None for as many as there are devices.
         stdout: Where its output goes; None for our own.
+        wait_for_gpus_s: Longest wait for devices that others hold, since the holders last changed; 0 for none.
+        on_notice: Told who holds them.
 
     Returns:
         0, or the exit code of the rank that failed first (128 plus the number of a signal, as shells do).
 
     Raises:
         ValueError: If the purpose is another.
-        SlotsBusyError: If fewer than ``request.slots`` slots are free.
+        DeviceError: If others hold the devices for too long.
         OutputError: If the run directory cannot be written.
     """
     if request.purpose != "full":
         raise ValueError(f"Only a launch of purpose 'full' runs in the foreground; got {request.purpose!r}.")
     if output_dir is None:
         with tempfile.TemporaryDirectory(prefix="optuna-dsat-") as temporary:
-            return run_full(request, devices=devices, output_dir=temporary, nvml=nvml, stdout=stdout)
-    pool, mark = SlotPool(devices, nvml=nvml), new_mark()
-    lease = pool.take(request.slots)
+            return run_full(
+                request,
+                devices=devices,
+                output_dir=temporary,
+                nvml=nvml,
+                max_slots=max_slots,
+                stdout=stdout,
+                wait_for_gpus_s=wait_for_gpus_s,
+                on_notice=on_notice,
+            )
+    pool, mark = SlotPool(devices, max_slots=max_slots, nvml=nvml, on_notice=on_notice), new_mark()
+    wait = SlotWait(pool.holders, slots=request.slots, limit_s=wait_for_gpus_s, on_notice=on_notice)
+    lease = _take(pool, request.slots, wait)
     try:
         directory = write_run_directory(request, Path(output_dir))
         prepared = prepare(request, directory, lease, pool=pool, base_env=os.environ, mark=mark)
@@ -66,6 +88,20 @@ def run_full(
         return 128 + signal.SIGINT
     code = agent.returncode if code is None else code
     return 128 - code if code < 0 else code
+
+
+def _take(pool: SlotPool, slots: int, wait: SlotWait) -> SlotLease:
+    """Return slots, once they are free.
+
+    Raises:
+        DeviceError: If others hold them for too long.
+    """
+    while True:
+        try:
+            return pool.take(slots)
+        except SlotsBusyError:
+            wait.look()
+            time.sleep(_WAIT_S)
 
 
 def _wait_in_foreground(agent: subprocess.Popen[bytes]) -> bool:
