@@ -135,14 +135,32 @@ CPU_PRIORS: Priors = MappingProxyType(
 )
 """What is expected of a rank on the CPU: round figures of a virtual machine, with wide spreads."""
 
-_PATTERNS = (
-    (r"\bT4\b", "t4"), (r"V100.*32", "v100-32g"), (r"V100.*16", "v100-16g"),
-    (r"A100.*PCIE.*80|A100 80.*PCI", "a100-80g-pcie"),
-    (r"A100.*80", "a100-80g"), (r"A100.*40", "a100-40g"), (r"\bA10\b", "a10"), (r"\bA30\b", "a30"), (r"\bA40\b", "a40"),
-    (r"RTX A6000", "a6000"), (r"\bL40S\b", "l40s"), (r"\bL4\b", "l4"), (r"H200", "h200"), (r"H100.*PCI", "h100-pcie"),
-    (r"H100.*80GB HBM3|H100 SXM", "h100"), (r"RTX 3090(?! Ti)", "rtx3090"), (r"RTX 4090(?! (D|Laptop))", "rtx4090"),
-)  # fmt: skip
-"""What CUDA calls a device -> name."""
+_DEVICE_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "T4": "t4",
+        "V100-SXM2-16GB": "v100-16g",
+        "V100-SXM2-32GB": "v100-32g",
+        "A10": "a10",
+        "A30": "a30",
+        "A40": "a40",
+        "RTX A6000": "a6000",
+        "A100-SXM4-40GB": "a100-40g",
+        "A100-SXM4-80GB": "a100-80g",
+        "A100 80GB PCIe": "a100-80g-pcie",
+        "L4": "l4",
+        "L40S": "l40s",
+        "H100 80GB HBM3": "h100",
+        "H100 PCIe": "h100-pcie",
+        "H200": "h200",
+        "GeForce RTX 3090": "rtx3090",
+        "GeForce RTX 4090": "rtx4090",
+    }
+)
+"""What CUDA calls a whole GPU, without its brand -> name. Whole names alone count: ``GH200 480GB``, ``H200 NVL``, a
+virtual GPU (``A100-40C``) and a part of one (``H100 80GB HBM3 MIG 1g.10gb``) are other machines.
+"""
+
+_BRAND = re.compile(r"(NVIDIA|Tesla) ", re.IGNORECASE)
 
 
 def find_gpu(name: str) -> GpuSpec:
@@ -158,11 +176,9 @@ def find_gpu(name: str) -> GpuSpec:
 
 
 def gpu_of_device(device_name: str) -> GpuSpec | None:
-    """Return the GPU that CUDA calls by this name, None where it is not in the table."""
-    for pattern, name in _PATTERNS:
-        if re.search(pattern, device_name, re.IGNORECASE):
-            return GPUS[name]
-    return None
+    """Return the GPU that CUDA calls by this name, or that is in the table under it; None where there is none."""
+    name = _DEVICE_NAMES.get(_BRAND.sub("", device_name.strip(), count=1), device_name)
+    return GPUS.get(name)
 
 
 def machine_priors(gpu: GpuSpec, *, ranks: int, nodes: int = 1, network_gbit_per_s: float = 100.0) -> Priors:

@@ -9,7 +9,7 @@ import pytest
 
 from optuna_dsat.advice import Setting, advise
 from optuna_dsat.errors import UsageError
-from optuna_dsat.gpus import GPUS, find_gpu, gpu_of_device, machine_priors
+from optuna_dsat.gpus import GPUS, find_gpu, machine_priors
 from optuna_dsat.memory import Hardware, ModelProfile, estimate
 from optuna_dsat.planning import PlannedRow, Subject, look_ahead, plan_rows
 from optuna_dsat.transformer import TransformerShape, shape_of
@@ -211,28 +211,6 @@ def test_persistence_is_advised_where_the_parameters_fit_whole() -> None:
     fast = subject(gpt(3), "h100", 8)
     rows = [row for row in plan_rows(fast) if row.name == "ZeRO 3"]
     assert "stage3_param_persistence_threshold" not in "\n".join(advise(Setting(subject=fast, rows=rows)))
-
-
-@pytest.mark.parametrize(
-    ("device", "name"),
-    [
-        ("NVIDIA A100-SXM4-80GB", "a100-80g"),
-        ("NVIDIA A100 80GB PCIe", "a100-80g-pcie"),
-        ("NVIDIA A100-SXM4-40GB", "a100-40g"),
-        ("Tesla V100-SXM2-16GB", "v100-16g"),
-        ("Tesla T4", "t4"),
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA H100 PCIe", "h100-pcie"),
-        ("NVIDIA L4", "l4"),
-        ("NVIDIA L40S", "l40s"),
-        ("NVIDIA GeForce RTX 3090", "rtx3090"),
-        ("NVIDIA GeForce RTX 3090 Ti", None),
-        ("x86_64", None),
-        ("", None),
-    ],
-)
-def test_cudas_names_are_known(device: str, name: str | None) -> None:
-    assert gpu_of_device(device) == (None if name is None else GPUS[name])
 
 
 def test_what_is_no_model_or_gpu_is_refused() -> None:
