@@ -9,7 +9,7 @@ import pytest
 
 from optuna_dsat.advice import Setting, advise
 from optuna_dsat.errors import UsageError
-from optuna_dsat.gpus import GPUS, find_gpu, machine_priors
+from optuna_dsat.gpus import find_gpu, machine_priors
 from optuna_dsat.memory import Hardware, ModelProfile, estimate
 from optuna_dsat.planning import PlannedRow, Subject, look_ahead, plan_rows
 from optuna_dsat.transformer import TransformerShape, shape_of

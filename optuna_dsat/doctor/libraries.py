@@ -69,6 +69,8 @@ def findings(libraries: Libraries, *, gpus: int) -> Iterator[Finding]:
     yield _torch(libraries.torch, gpus)
     yield _deepspeed(libraries.deepspeed)
     if libraries.usable:
+        if gpus and "toolkit" in libraries.torch:
+            yield _nvcc(libraries.torch)
         yield _communication(libraries.torch, gpus)
 
 
@@ -82,7 +84,7 @@ def _torch(torch: Mapping[str, Any], gpus: int) -> Finding:
             remedy="Install torch into the environment of optuna-dsat: https://pytorch.org/get-started",
             data=dict(torch),
         )
-    build = f"built for CUDA {torch['cuda']}" if torch["cuda"] else "a build for the CPU"
+    build = f"built for CUDA {torch['cuda']}" if torch["cuda"] else "a build without CUDA"
     status, remedy, text = Status.FINE, "", f"torch {torch['version']}, {build}"
     if gpus and torch["cuda"] is None:
         status, text = Status.FATAL, f"{text}: it cannot use the {gpus} GPUs"
@@ -130,6 +132,25 @@ def _deepspeed(deepspeed: Mapping[str, Any]) -> Finding:
         status=Status.FINE,
         text=f"DeepSpeed {deepspeed['version']}, running on {deepspeed['accelerator']}",
         data=dict(deepspeed),
+    )
+
+
+def _nvcc(torch: Mapping[str, Any]) -> Finding:
+    """Return whether the CUDA toolkit compiles DeepSpeed's operators: one of the same major version as torch's does."""
+    toolkit, wanted = torch["toolkit"], str(torch["cuda"])
+    found = toolkit["version"]
+    if found is not None and found.split(".")[0] == wanted.split(".")[0]:
+        text = f"nvcc {found} ({toolkit['home']}) compiles DeepSpeed's operators"
+        return Finding(area=_AREA, name="nvcc", status=Status.FINE, text=text, data=toolkit)
+    why = toolkit["why_not"] if found is None else f"nvcc ({toolkit['home']}) is of CUDA {found}, torch of {wanted}"
+    return Finding(
+        area=_AREA,
+        name="nvcc",
+        status=Status.PROBLEM,
+        text=f"DeepSpeed's operators for GPUs (FusedAdam, CPUAdam and others) cannot be compiled: {why.rstrip('.')}.",
+        remedy=f"Install the CUDA toolkit {wanted} and set CUDA_HOME to it; or use optimizers of torch "
+        '("torch_adam": true in their params).',
+        data=toolkit,
     )
 
 

@@ -66,7 +66,7 @@ def find_gpus(*, environ: Mapping[str, str] | None = None, nvml: Nvml | None = N
     except UsageError as error:
         return Gpus(devices=cpu_devices(1), nvml=nvml, hidden=0, refused=str(error))
     used = len(devices.devices) if devices.kind == "cuda" else 0
-    return Gpus(devices=devices, nvml=nvml, hidden=max(0, total - used))
+    return Gpus(devices=devices, nvml=nvml, hidden=max(0, total - used - devices.left_out))
 
 
 def device_findings(gpus: Gpus) -> Iterator[Finding]:

@@ -10,11 +10,15 @@ import importlib.util
 import io
 import json
 import os
+import re
+import subprocess
+from pathlib import Path
 from typing import Any
 
 __all__ = ["main", "probe"]
 
 _OPERATORS = ("CPUAdamBuilder", "FusedAdamBuilder", "AsyncIOBuilder", "ShareMemCommBuilder")
+_NVCC_PATIENCE_S = 30.0
 
 
 def probe() -> dict[str, Any]:
@@ -51,7 +55,25 @@ def _torch() -> dict[str, Any]:
             facts["capabilities"] = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
         except Exception as error:  # noqa: BLE001 - likewise
             facts["cuda_error"] = _reason(error)
+        facts["toolkit"] = _toolkit()
     return facts
+
+
+def _toolkit() -> dict[str, Any]:
+    """Return where torch looks for the CUDA toolkit, and its compiler's version; why not, where there is none."""
+    facts: dict[str, Any] = {"home": None, "version": None, "why_not": ""}
+    try:
+        from torch.utils.cpp_extension import CUDA_HOME
+
+        facts["home"] = CUDA_HOME
+        if CUDA_HOME is None:
+            return {**facts, "why_not": "there is no CUDA toolkit: no CUDA_HOME, nvcc or /usr/local/cuda"}
+        command = [str(Path(CUDA_HOME, "bin", "nvcc")), "--version"]
+        told = subprocess.run(command, capture_output=True, text=True, timeout=_NVCC_PATIENCE_S, check=True).stdout
+    except Exception as error:  # noqa: BLE001 - likewise
+        return {**facts, "why_not": _reason(error)}
+    release = re.search(r"release (\d+(?:\.\d+)*)", told)
+    return {**facts, "version": release and release.group(1), "why_not": "" if release else "nvcc tells no version"}
 
 
 def _deepspeed() -> dict[str, Any]:

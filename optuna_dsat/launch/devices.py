@@ -83,6 +83,8 @@ class Devices:
     host_memory_bytes: int
     notices: tuple[str, ...] = ()
     """What people should know of how they were found: a GPU that is left out, an entry that CUDA ignores."""
+    left_out: int = 0
+    """GPUs that do not answer."""
 
     @property
     def indices(self) -> tuple[int, ...]:
@@ -216,9 +218,16 @@ def _look_at(visible: Visible, nvml: Nvml, *, host_memory: int) -> Devices:
         raise DeviceError(f"No GPU answers. {' '.join(lost)} Repair them, {_ON_THE_CPU}")
     if lost or visible.by_uuid:
         found = [replace(device, visible_id=device.certain_id) for device in found]
+    notices = [*visible.notices, *lost]
     if len(found) > 1 and is_part(found[0].visible_id):
-        lost.append("These are parts of GPUs (MIG), of which a CUDA process sees one: a launch takes one of them.")
-    return Devices(kind="cuda", devices=tuple(found), host_memory_bytes=host_memory, notices=(*visible.notices, *lost))
+        notices.append("These are parts of GPUs (MIG), of which a CUDA process sees one: a launch takes one of them.")
+    return Devices(
+        kind="cuda",
+        devices=tuple(found),
+        host_memory_bytes=host_memory,
+        notices=tuple(notices),
+        left_out=len(lost),
+    )
 
 
 def _device(gpu: str, facts: GpuFacts, *, place: int, host_memory: int) -> Device:

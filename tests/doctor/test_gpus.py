@@ -1,0 +1,165 @@
+"""What the doctor says of GPUs that answer oddly, of other makers' devices, and of the CUDA toolkit."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from optuna_dsat.doctor import probe
+from optuna_dsat.doctor.examination import examine
+from optuna_dsat.doctor.finding import Finding, Status, exit_code
+from optuna_dsat.errors import UsageError
+from optuna_dsat.launch import accelerators
+from optuna_dsat.launch.devices import detect_devices
+from tests.doctor.test_doctor import told
+from tests.nvml.machine import GPU_IS_LOST, NOT_SUPPORTED, Machine, machine, nvml_libraries, uuid
+
+__all__ = ["machine", "nvml_libraries"]
+
+TOOLKIT: dict[str, Any] = {"home": "/opt/cuda", "version": "12.4", "why_not": ""}
+
+
+def look(machine: Machine, torch: dict[str, Any] | None = None, **environ: str) -> dict[str, Finding]:
+    folder = machine.file.parent
+    findings = examine(
+        output_dir=folder / "out",
+        environ={"PATH": os.environ["PATH"], "TORCH_EXTENSIONS_DIR": str(folder), **environ},
+        nvml=machine.nvml(),
+        ask=lambda **_: told(torch),
+    )
+    assert len({(finding.area, finding.name) for finding in findings}) == len(findings)
+    return {finding.name: finding for finding in findings}
+
+
+def test_a_lost_gpu_is_a_problem_and_not_a_hidden_one(machine: Machine) -> None:
+    machine.gpus(3)
+    machine.gets(f"refuse nvmlDeviceGetMemoryInfo {GPU_IS_LOST} 1")
+    found = look(machine)
+    assert {"gpu 0", "gpu 2"} <= found.keys()
+    assert "gpu 1" not in found
+    assert "hidden GPUs" not in found
+    assert found["notice 1"].status is Status.PROBLEM
+    assert found["notice 1"].text.startswith("GPU 1 is left out, it does not answer")
+    assert exit_code(list(found.values())) == 0
+
+
+def test_how_a_gpus_use_is_judged_is_told(machine: Machine) -> None:
+    machine.has(
+        *(f"gpu {uuid(index)} 81559 4 NVIDIA H100 80GB HBM3" for index in range(3)),
+        f"refuse nvmlDeviceGetComputeRunningProcesses {NOT_SUPPORTED} 0",
+        f"refuse nvmlDeviceGetMemoryInfo {NOT_SUPPORTED} 1",
+        f"refuse nvmlDeviceGetComputeRunningProcesses {NOT_SUPPORTED} 2",
+        f"refuse nvmlDeviceGetMemoryInfo {NOT_SUPPORTED} 2",
+    )
+    found = look(machine)
+    assert [found[f"gpu {index}"].status for index in range(3)] == [Status.FINE] * 3
+    assert "judged by its memory" in found["gpu 0"].text
+    assert "judged by its processes" in found["gpu 1"].text
+    assert "neither its processes nor its memory" in found["gpu 2"].text
+
+
+def test_a_holder_is_named(machine: Machine) -> None:
+    machine.gets(f"process 1 compute {os.getpid()} 5120")
+    text = look(machine)["gpu 1"].text
+    assert f"in use by process {os.getpid()} (" in text
+    assert "5.00 GiB" in text
+
+
+def test_what_cuda_ignores_of_the_variable_is_told(machine: Machine) -> None:
+    found = look(machine, CUDA_VISIBLE_DEVICES="1,1")
+    assert "counts once" in found["notice 1"].text
+    assert found["hidden GPUs"].data == {"count": 1}
+
+
+@pytest.mark.parametrize(
+    ("toolkit", "status", "said"),
+    [
+        (TOOLKIT, Status.FINE, "nvcc 12.4 (/opt/cuda)"),
+        ({**TOOLKIT, "version": "13.0"}, Status.PROBLEM, "is of CUDA 13.0, torch of 12.8"),
+        ({**TOOLKIT, "version": None, "why_not": "no CUDA toolkit"}, Status.PROBLEM, "cannot be compiled: no CUDA"),
+    ],
+)
+def test_the_compiler_of_operators_is_looked_for(
+    machine: Machine, toolkit: dict[str, Any], status: Status, said: str
+) -> None:
+    found = look(machine, {"toolkit": toolkit})["nvcc"]
+    assert (found.status, said in found.text) == (status, True)
+    assert ("CUDA toolkit 12.8" in found.remedy) is (status is Status.PROBLEM)
+    assert "nvcc" not in look(machine, {"toolkit": toolkit}, CUDA_VISIBLE_DEVICES="")
+
+
+@pytest.mark.parametrize(
+    ("script", "version", "why_not"),
+    [
+        ("echo 'Cuda compilation tools, release 13.0, V13.0.88'", "13.0", ""),
+        ("echo nothing", None, "nvcc tells no version"),
+        ("exit 3", None, "CalledProcessError"),
+        (None, None, "FileNotFoundError"),
+    ],
+)
+def test_the_probe_asks_nvcc_where_torch_looks_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, version: str | None, why_not: str
+) -> None:
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    if script is not None:
+        nvcc.write_text(f"#!/bin/sh\n{script}\n")
+        nvcc.chmod(0o755)
+    for name in ("torch", "torch.utils"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(__path__=[]))
+    extension = SimpleNamespace(CUDA_HOME=str(tmp_path))
+    monkeypatch.setitem(sys.modules, "torch.utils.cpp_extension", extension)
+    found = probe._toolkit()
+    assert (found["home"], found["version"]) == (str(tmp_path), version)
+    assert found["why_not"].startswith(why_not)
+    extension.CUDA_HOME = None
+    assert "no CUDA toolkit" in probe._toolkit()["why_not"]
+
+
+@pytest.mark.parametrize(
+    ("version", "maker"), [("2.9.0+rocm6.4", "AMD GPUs"), ("2.9.0.dev1+rocm7.0.0.lw", "AMD"), ("2.9.0+xpu", "Intel")]
+)
+def test_a_torch_for_other_gpus_is_refused_and_says_what_is_supported(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, version: str, maker: str
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
+    with pytest.raises(UsageError, match=rf"is a build for {maker}.*NVIDIA GPUs.*--cpu-ranks"):
+        machine.detect()
+    assert machine.detect("").kind == "cpu"
+    found = look(machine)
+    assert found["accelerator"].status is Status.PROBLEM
+    assert maker in found["accelerator"].text
+    assert "--cpu-ranks" in found["accelerator"].remedy
+    assert found["cpu"].status is Status.NOTE
+
+
+@pytest.mark.parametrize("version", ["2.13.0", "2.13.0+cpu", "2.13.0+cu130", "2.6.0a0+ecf3bae40a.nv25.01"])
+def test_a_torch_for_cuda_or_the_cpu_is_not_refused(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
+    assert machine.detect().kind == "cuda"
+
+
+def test_an_accelerator_that_deepspeed_knows_and_we_do_not_is_refused(machine: Machine) -> None:
+    with pytest.raises(UsageError, match="DS_ACCELERATOR is 'xpu'"):
+        detect_devices(environ={"DS_ACCELERATOR": "xpu"}, nvml=machine.nvml())
+    assert detect_devices(environ={"DS_ACCELERATOR": "cuda"}, nvml=machine.nvml()).kind == "cuda"
+
+
+@pytest.mark.parametrize(("node", "said"), [("kfd", "AMD"), ("nvhost-gpu", "Jetson"), ("nvgpu", "Jetson")])
+def test_another_makers_gpu_is_a_notice_where_launches_run_on_the_cpu(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: str, said: str
+) -> None:
+    (tmp_path / node).touch()
+    monkeypatch.setattr(accelerators, "_DEV", tmp_path)
+    assert machine.detect().notices == ()
+    machine.has()
+    assert said in machine.detect().notices[-1]
+    assert said in look(machine)["notice 2"].text
