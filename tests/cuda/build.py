@@ -1,4 +1,4 @@
-"""Builds the stand-in for CUDA from ``standin/*.c``, against the libraries of one environment with a CUDA build of torch.
+"""Builds the stand-in for CUDA from ``standin/*.c``, against an environment that holds a CUDA build of torch.
 
     python tests/cuda/build.py SITE_PACKAGES FOLDER
 
@@ -77,7 +77,7 @@ def _runtime_functions(site_packages: Path) -> set[str]:
 
 
 def _link(folder: Path, name: str, sources: Sequence[str], includes: Sequence[Path], wanted: set[str]) -> None:
-    """Compile ``sources`` into the library ``name``, together with functions that return 0 for the rest of ``wanted``."""
+    """Compile ``sources`` into the library ``name``, with functions that return 0 for the rest of ``wanted``."""
     compiler = ["cc", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", *(f"-isystem{path}" for path in includes)]
     objects = [folder / f"{name}.{Path(source).stem}.o" for source in sources]
     for source, compiled in zip(sources, objects, strict=True):

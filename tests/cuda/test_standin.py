@@ -106,7 +106,9 @@ def test_what_others_hold_is_missing(machine: Machine) -> None:
 
 
 def test_nvml_lists_a_process_while_it_lives(machine: Machine) -> None:
-    program = 'import os, torch; held = torch.empty(64 << 20, dtype=torch.uint8, device="cuda"); print(os.getpid()); input()'
+    program = (
+        'import os, torch; held = torch.empty(64 << 20, dtype=torch.uint8, device="cuda"); print(os.getpid()); input()'
+    )
     with subprocess.Popen(
         [str(machine.python), "-u", "-c", program],
         env=machine.environment(visible="3"),

@@ -13,7 +13,17 @@ from typing import Any
 
 from tests.cuda.machine import Call, Machine
 
-__all__ = ["GPT", "QUICK", "SMALL_GPT", "Launched", "Search", "copy_example", "left_nothing", "ran_as_they_should"]
+__all__ = [
+    "GPT",
+    "QUICK",
+    "SMALL_GPT",
+    "Launched",
+    "Search",
+    "copy_example",
+    "left_nothing",
+    "ran_as_they_should",
+    "slow_search",
+]
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 400.0
@@ -22,6 +32,12 @@ QUICK = ("--confirm", "0", "--metric", "throughput", "--start-profile-step", "2"
 """Options of a search that measures two steps a launch."""
 
 GPT = ("random", "train.py", "ds_config.json")
+SLOW = Path(__file__).with_name("scripts") / "slow.py"
+SLOW_CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    "zero_optimization": {"stage": 1, "reduce_bucket_size": 5000, "allgather_bucket_size": 5000},
+}
 SMALL_GPT = ("--", "--layers", "1", "--hidden", "32", "--seq", "16")
 
 
@@ -120,6 +136,15 @@ class Search:
     @property
     def trials(self) -> list[Launched]:
         return [launch for launch in self.launches if launch.name.startswith("trial-")]
+
+
+def slow_search(
+    machine: Machine, folder: Path, *options: str, seconds: float = 0.3, visible: str | None = "0,1"
+) -> Search:
+    """Start a search of two trials whose steps take at least so long."""
+    (folder / "ds.json").write_text(json.dumps(SLOW_CONFIG))
+    search = ("random", str(SLOW), "ds.json", *QUICK, "--max-trials", "2", *options, "--json")
+    return Search(machine, folder, *search, "--", "ds.json", str(seconds), visible=visible)
 
 
 def ran_as_they_should(search: Search, *, forked: bool) -> None:
