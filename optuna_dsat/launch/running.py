@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from optuna_dsat.launch.activity import MOST_SILENCES, WorkWatch, read_processes
 from optuna_dsat.launch.agents import Agent
 from optuna_dsat.launch.classify import LaunchFacts, StopReason
 from optuna_dsat.launch.preload import Preload
@@ -17,6 +18,7 @@ from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.launch.slots import SlotLease
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import (
+    EngineReady,
     Event,
     RankFailed,
     RankFinished,
@@ -41,6 +43,14 @@ _AGENT_GRACE_S = 1.0
 
 _LAST_RANK_S = 30.0
 """After one rank has said that it is done: longest silence of the others, which leave at the same step."""
+
+
+_WORDS = {
+    RankStarted: "the start of the script",
+    EngineReady: "the end of deepspeed.initialize",
+    StepMeasured: "a step",
+}
+"""What the events mean that a launch may fall silent after."""
 
 
 class EventTail:
@@ -135,6 +145,7 @@ class RunningLaunch:
         self._agent_key = ProcessKey.of(self.agent.pid)
         self._kill_ranks_at: float | None = None
         self._sweeping = False
+        self._watch = WorkWatch(limit_s=self.request.stall_s, started=self.started)
         if self._agent_key is not None:
             self._known.add(self._agent_key)
 
@@ -278,9 +289,35 @@ class RunningLaunch:
             self.end(StopReason(outcome=Outcome.TIMEOUT, message=text))
             return
         stall_s = min(request.stall_s, _LAST_RANK_S) if some_done else request.stall_s
-        if now - self.last_event > stall_s:
-            text = f"no sign of life from any rank for {stall_s:g} s; {self._progress()}"
+        last_sign = self.last_event if some_done else self._last_sign(now)
+        if now - last_sign > stall_s:
+            option = " (--stall-timeout)" if stall_s == request.stall_s else ""
+            text = f"no sign of life from any rank for {stall_s:g} s{option}"
+            if now - self.last_event > MOST_SILENCES * stall_s:
+                text = f"processes work, but no event came for {MOST_SILENCES} times --stall-timeout ({stall_s:g} s)"
+            text += f"; {self._progress()}; {self._last_seen(now)}"
             self.end(StopReason(outcome=Outcome.STALLED, message=text))
+
+    def _last_sign(self, now: float) -> float:
+        """Return when the last event came, or processes of the launch were last seen to work."""
+        if self._watch.is_due(now, last_event=self.last_event):
+            ranks = set(self._ranks.values())
+            readings = read_processes(self._below_agent() | ranks)
+            self._watch.look(readings, now, last_event=self.last_event, ranks=ranks, trained=self.has_trained)
+        return self._watch.last_sign(self.last_event)
+
+    def _last_seen(self, now: float) -> str:
+        """Return what the launch last gave a sign of life with."""
+        events = [event for of_rank in self.events.values() for event in of_rank]
+        words = "its start"
+        if events:
+            last = max(events, key=lambda event: event.time)
+            words = f"{_WORDS.get(type(last), last.kind)} (rank {last.rank})"
+        text = f"last seen: {words} {now - self.last_event:.0f} s ago"
+        worked = self._watch.last_work
+        if worked is not None and worked > self.last_event:
+            text += f", processes at work {now - worked:.0f} s ago"
+        return text
 
     def _progress(self) -> str:
         steps = [e.step for events in self.events.values() for e in events if isinstance(e, StepMeasured)]
@@ -288,11 +325,13 @@ class RunningLaunch:
             return f"the last step was {max(steps)} of {self.request.end_profile_step}"
         return "no step was finished"
 
+    def _below_agent(self) -> set[ProcessKey]:
+        """Return the living processes below torchrun; where a rank was parted from it, those below the rank, too."""
+        found: set[ProcessKey] = children_of(() if self._agent_key is None else (self._agent_key,))
+        return found | children_of(set(self._ranks.values()) - found)
+
     def _descendants_of_agent(self) -> set[ProcessKey]:
-        roots = set(self._ranks.values())
-        if self._agent_key is not None:
-            roots.add(self._agent_key)
-        found = children_of(roots) | set(self._ranks.values())
+        found = self._below_agent() | set(self._ranks.values())
         self._known |= found
         return found
 

@@ -1,0 +1,226 @@
+"""A launch that says nothing lives while it works: a checkpoint loads, an operator compiles. Time is a number here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from optuna_dsat.launch.activity import MOST_SILENCES, Reading, WorkWatch, read_processes
+from optuna_dsat.launch.processes import MARK_ENV, ProcessKey, kill_leftovers, new_mark
+from optuna_dsat.launch.run_directory import RunDirectory
+from optuna_dsat.launch.running import RunningLaunch
+from optuna_dsat.launch.slots import SlotLease
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.events import Event, RankStarted, StepMeasured, encode_event
+
+from .launching import request
+
+MIB = 2**20
+RANK, COMPILER = ProcessKey(7, 1), ProcessKey(8, 1)
+LIMIT_S = 40.0
+"""Looks are 5 seconds apart: a busy process takes a quarter of a second of CPU time between them."""
+
+
+def watch() -> WorkWatch:
+    return WorkWatch(limit_s=LIMIT_S, started=0.0)
+
+
+def look(
+    watched: WorkWatch,
+    now: float,
+    readings: dict[ProcessKey, Reading],
+    *,
+    trained: bool = False,
+    last_event: float = 0.0,
+) -> None:
+    watched.look(readings, now, last_event=last_event, ranks={RANK}, trained=trained)
+
+
+@pytest.mark.parametrize(
+    ("key", "done", "before_training", "after"),
+    [
+        (RANK, Reading(cpu_s=10.0, ended_cpu_s=1.0, io_bytes=MIB), False, False),  # nothing since the look before
+        (RANK, Reading(cpu_s=10.2, ended_cpu_s=1.0, io_bytes=MIB), False, False),
+        (RANK, Reading(cpu_s=10.3, ended_cpu_s=1.0, io_bytes=MIB), True, False),
+        (RANK, Reading(cpu_s=10.0, ended_cpu_s=1.0, io_bytes=MIB + 4096), False, False),
+        (RANK, Reading(cpu_s=10.0, ended_cpu_s=1.0, io_bytes=3 * MIB), True, False),
+        (RANK, Reading(cpu_s=10.0, ended_cpu_s=1.3, io_bytes=MIB), True, True),
+        (COMPILER, Reading(cpu_s=0.3), True, True),
+        (COMPILER, Reading(cpu_s=0.1), False, False),
+        (COMPILER, Reading(ended_cpu_s=0.3), True, True),
+        (COMPILER, Reading(io_bytes=MIB), True, True),
+    ],
+)
+def test_work_is_more_than_a_trickle_and_a_rank_that_trains_may_spin(
+    key: ProcessKey, done: Reading, before_training: bool, after: bool
+) -> None:
+    for trained, works in ((False, before_training), (True, after)):
+        watched = watch()
+        before = Reading(cpu_s=10.0, ended_cpu_s=1.0, io_bytes=MIB)
+        look(watched, 5.0, {RANK: before}, trained=trained)
+        assert watched.last_work is None, "one look compares with nothing"
+        look(watched, 10.0, {RANK: before, key: done}, trained=trained)
+        assert watched.last_work == (10.0 if works else None)
+
+
+def test_a_process_that_has_gone_is_no_work() -> None:
+    watched = watch()
+    look(watched, 5.0, {RANK: Reading(cpu_s=10.0), COMPILER: Reading(cpu_s=99.0)})
+    look(watched, 10.0, {RANK: Reading(cpu_s=10.0)})
+    look(watched, 15.0, {})
+    assert watched.last_work is None
+
+
+def test_what_was_done_before_the_silence_is_no_work_in_it() -> None:
+    watched = watch()
+    look(watched, 5.0, {RANK: Reading(cpu_s=1.0)})
+    look(watched, 60.0, {RANK: Reading(cpu_s=50.0)}, last_event=55.0)
+    assert watched.last_work is None
+    look(watched, 65.0, {RANK: Reading(cpu_s=51.0)}, last_event=55.0)
+    assert watched.last_work == 65.0
+
+
+def test_looks_are_taken_in_silence_alone_and_some_seconds_apart() -> None:
+    watched = watch()
+    assert not watched.is_due(4.0, last_event=0.0)
+    assert watched.is_due(5.0, last_event=0.0)
+    look(watched, 5.0, {})
+    assert not watched.is_due(9.0, last_event=0.0)
+    assert not watched.is_due(12.0, last_event=8.0)
+    assert WorkWatch(limit_s=4.0, started=0.0).is_due(1.0, last_event=0.0), "a short limit has its looks, too"
+
+
+def test_work_without_an_event_counts_for_some_limits_alone() -> None:
+    watched, worked_s = watch(), 0.0
+    assert watched.last_sign(3.0) == 3.0
+    for now in range(5, 1000, 5):
+        look(watched, now, {RANK: Reading(cpu_s=now)})
+        if now - watched.last_sign(0.0) <= LIMIT_S:
+            worked_s = now
+    assert worked_s == MOST_SILENCES * LIMIT_S
+    assert watched.last_sign(990.0) == 995.0, "an event starts the count anew"
+
+
+def test_readings_are_taken_of_living_processes_and_of_what_they_ended() -> None:
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'sum(range(10**7))']); print('', flush=True)"
+    code += "; input()"
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    key = ProcessKey.of(process.pid)
+    assert key is not None
+    gone = ProcessKey(process.pid, key.start_ticks + 1)
+    found = read_processes([key, gone, ProcessKey(2**22 + 1, 0)])
+    assert list(found) == [key]
+    assert found[key].ended_cpu_s > 0.0
+    assert found[key].io_bytes > 4096
+    process.communicate("\n")
+    assert read_processes([key]) == {}
+
+
+SPIN = "while :; do :; done"
+STEP = StepMeasured(
+    rank=0, time=2.0, step=1, latency_s=1.0, forward_s=0.3, backward_s=0.3, step_s=0.3, samples=4,
+    observed_micro_batch=4, loss=None, peak_allocated_bytes=1, peak_reserved_bytes=1, rss_bytes=1,
+)  # fmt: skip
+
+
+class Bench:
+    """One rank below an agent, both of them shells, followed as a launch with a clock that is told the time."""
+
+    def __init__(self, folder: Path, script: str) -> None:
+        self.mark = new_mark()
+        environ = {**os.environ, MARK_ENV: self.mark, "RANK_SCRIPT": script}
+        self.agent = subprocess.Popen(["/bin/sh", "-c", '/bin/sh -c "$RANK_SCRIPT" & wait'], env=environ)
+        self.rank = child_of(self.agent.pid)
+        self.directory = RunDirectory.create(folder, "trial-0000")
+        self.launch = RunningLaunch(
+            request=request(folder, slots=1, stall_s=4.0),
+            directory=self.directory,
+            lease=SlotLease(devices=(), baseline_bytes={}),
+            mark=self.mark,
+            agent=self.agent,
+            command=(),
+            started=0.0,
+            started_unix=0.0,
+            oom_kills_before=None,
+        )
+        self.write(RankStarted(rank=0, time=1.0, local_rank=0, world_size=1, pid=self.rank.pid, host="h"))
+
+    def write(self, event: Event) -> None:
+        with self.directory.events(0).open("a", encoding="utf-8") as file:
+            file.write(encode_event(event) + "\n")
+
+    def pass_time(self, busy: psutil.Process | None) -> str:
+        """Let six seconds pass, in each of which the busy process works a little; return the stall's message."""
+        for now in range(7):
+            if busy is not None:
+                target_s = cpu_s(busy) + 0.07
+                wait_until(lambda: cpu_s(busy) >= target_s)  # noqa: B023 - called at once
+            self.launch.advance(float(now))
+            if self.launch.stop_reason is not None:
+                assert self.launch.stop_reason.outcome is Outcome.STALLED
+                return self.launch.stop_reason.message
+        return ""
+
+
+def wait_until(true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60.0
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def child_of(pid: int) -> psutil.Process:
+    wait_until(lambda: psutil.Process(pid).children())
+    return psutil.Process(pid).children()[0]
+
+
+def cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Callable[[str], Bench]]:
+    made: list[Bench] = []
+
+    def make(script: str) -> Bench:
+        made.append(Bench(tmp_path, script))
+        return made[-1]
+
+    yield make
+    for one in made:
+        kill_leftovers(one.mark)
+        one.agent.wait()
+
+
+def test_a_rank_that_sleeps_is_stalled_and_the_message_says_after_what(bench: Callable[[str], Bench]) -> None:
+    message = bench("exec sleep 600").pass_time(None)
+    assert message.startswith("no sign of life from any rank for 4 s (--stall-timeout); no step was finished")
+    assert message.endswith("last seen: the start of the script (rank 0) 5 s ago")
+
+
+def test_a_rank_that_computes_before_its_first_step_is_alive(bench: Callable[[str], Bench]) -> None:
+    computing = bench(SPIN)
+    assert computing.pass_time(computing.rank) == ""
+
+
+def test_a_rank_that_spins_after_its_first_step_is_stalled(bench: Callable[[str], Bench]) -> None:
+    spinning = bench(SPIN)
+    spinning.write(STEP)
+    message = spinning.pass_time(spinning.rank)
+    assert "the last step was 1 of 3; last seen: a step (rank 0)" in message
+
+
+def test_a_compiler_below_a_rank_is_alive_after_the_first_step_too(bench: Callable[[str], Bench]) -> None:
+    compiling = bench(f"({SPIN}) & wait")
+    compiling.write(STEP)
+    assert compiling.pass_time(child_of(compiling.rank.pid)) == ""
