@@ -194,13 +194,26 @@ def learning_rate_advice(config: Mapping[str, Any], *, batch: int, user_batch: i
 
 
 def training_command(
-    spec: StudySpec, config: Mapping[str, Any], config_path: Path, *, deepspeed_launcher: bool = False
+    spec: StudySpec,
+    config: Mapping[str, Any],
+    config_path: Path,
+    *,
+    deepspeed_launcher: bool = False,
+    host_threads: int | None = None,
 ) -> tuple[str, bool]:
     """Return the shell command that trains with ``config``, written to ``config_path``, and whether it names that file.
 
     An argument that names the user's config is pointed to the new one. A script that is not given its config on the
-    command line has to be pointed to it by its user. ``deepspeed_launcher`` starts the script with ``deepspeed``, which
-    gives every rank ``--local_rank``, rather than with torchrun.
+    command line has to be pointed to it by its user.
+
+    Args:
+        spec: The study.
+        config: The complete config.
+        config_path: Where it is written.
+        deepspeed_launcher: Whether to start the script with ``deepspeed``, which gives every rank ``--local_rank``,
+            rather than with torchrun.
+        host_threads: Threads that each rank was measured with on the host; None where that is not known. Without it
+            torchrun allows one.
     """
     script = spec.script
     pointed, replaced = _point_to(script, config_path)
@@ -213,7 +226,10 @@ def training_command(
         launcher = ["deepspeed", "--num_gpus", ranks, *(["--module"] if script.is_module else [])]
     else:
         launcher = ["torchrun", "--nproc_per_node", ranks, *(["-m"] if script.is_module else [])]
-    prefix = [] if spec.device == "cuda" else ["env", "DS_ACCELERATOR=cpu", f"LOCAL_SIZE={ranks}"]
+    settings = [] if spec.device == "cuda" else ["DS_ACCELERATOR=cpu", f"LOCAL_SIZE={ranks}"]
+    if host_threads:
+        settings.append(f"OMP_NUM_THREADS={host_threads}")
+    prefix = ["env", *settings] if settings else []
     return shlex.join([*prefix, *launcher, script.script, *args]), replaced
 
 

@@ -23,6 +23,7 @@ __all__ = [
     "ERROR",
     "FINALISTS",
     "FINGERPRINT",
+    "HOST_THREADS",
     "LAUNCH_ID",
     "MESSAGE",
     "METRICS",
@@ -61,6 +62,8 @@ OVERLAY = "overlay"
 CONFIG_KEY = "config_key"
 DATA_PARALLEL_SIZE = "data_parallel_size"
 """Ranks of the launch that consumed different samples, where an engine said so."""
+HOST_THREADS = "host_threads"
+"""Threads that each rank of the launch computed with on the host."""
 PEAK_BYTES = "peak_memory_bytes"
 OVERHEAD_S = "overhead_s"
 """Seconds that the launch took beside its steps, where it came to any."""

@@ -112,6 +112,7 @@ class Teller:
         trial.set_user_attr(history.PEAK_BYTES, flight.record.peak_bytes)
         if flight.record.engine is not None:
             trial.set_user_attr(history.DATA_PARALLEL_SIZE, flight.record.engine.data_parallel_size)
+            trial.set_user_attr(history.HOST_THREADS, flight.record.engine.host_threads)
         if report.outcome is Outcome.OUT_OF_DATA:
             trial.set_user_attr(history.DATA_LIMIT, _data_limit(flight))
         if report.outcome is Outcome.SCRIPT_ERROR:

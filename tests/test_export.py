@@ -47,6 +47,13 @@ def test_on_the_cpu_deepspeed_is_told_so() -> None:
     assert shlex.split(command)[:3] == ["env", "DS_ACCELERATOR=cpu", "LOCAL_SIZE=4"]
 
 
+@pytest.mark.parametrize(("device", "start"), [("cuda", "env OMP_NUM_THREADS=6 torchrun"), ("cpu", "env DS_")])
+def test_training_computes_with_the_threads_that_were_measured(device: str, start: str) -> None:
+    command, _ = training_command(spec(device=device), {}, BEST, host_threads=6)
+    assert command.startswith(start)
+    assert "OMP_NUM_THREADS=6" in shlex.split(command)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "factor"),
     [

@@ -248,7 +248,8 @@ def _describe_death(rank: int, code: int) -> str:
 def _silent_death(facts: LaunchFacts) -> Verdict | None:
     deaths = _deaths(facts)
     loud = [rank for rank, code in deaths.items() if -code not in _QUIET_SIGNALS]
-    quiet = [] if _failures(facts, Outcome.COMMUNICATION_ERROR) else list(deaths)
+    unexplained = () if _failures(facts, Outcome.COMMUNICATION_ERROR) else deaths
+    quiet = sorted(unexplained, key=lambda rank: deaths[rank] == -signal.SIGTERM)  # torchrun's, to the siblings
     started = {rank for rank, events in facts.events.items() if any(isinstance(e, RankStarted) for e in events)}
     candidates = [rank for rank in (*loud, *quiet) if rank in started]
     if not candidates:

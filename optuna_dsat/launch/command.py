@@ -149,9 +149,10 @@ def launch_environment(
     if kind == "cuda":
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(device.visible_id for device in devices)
     else:
-        cores = len(os.sched_getaffinity(0)) if cores is None else cores
         environ["LOCAL_SIZE"] = str(len(devices))
-        environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // max(1, total_slots))))
+    # Said to started and forked ranks alike: torchrun's own default is one thread, a fork's that of its parent.
+    cores = len(os.sched_getaffinity(0)) if cores is None else cores
+    environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // max(1, total_slots))))
     environ[LAUNCH_ENV] = str(directory.launch)
     environ[MARK_ENV] = mark
     return environ

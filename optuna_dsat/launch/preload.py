@@ -119,6 +119,7 @@ def load(preload: Preload, *, watched: frozenset[str]) -> Loaded:
     """
     loaded = Loaded()
     threads = _Threads()
+    initialised = False
     if native := sorted(name for name in preload.environment if name.startswith(_READ_BY_NATIVE_CODE)):
         loaded.refused["torch"] = f"the script changes {native[0]}, which libraries of torch read as they are loaded"
     watched |= frozenset(preload.environment)
@@ -137,7 +138,7 @@ def load(preload: Preload, *, watched: frozenset[str]) -> Loaded:
                 why = f"its import reads {variable}, which {when}"
                 loaded.refused |= {reader: why, package: why}
             reads.clear()
-            if driver_is_initialised():
+            if not initialised and (initialised := driver_is_initialised()):
                 loaded.refused[package] = "its import initialises CUDA, which no fork survives"
             if threads.started(name):
                 loaded.refused[package] = "its import starts threads, which a fork does not copy"

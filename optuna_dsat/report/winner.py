@@ -70,7 +70,13 @@ def winner_of(view: StudyView) -> Winner | None:
     config = complete if trainer is None else trainer.trainable(complete)
     own = trainable_config(user_config(spec, data_parallel_size=ranks)[0], world_size=ranks)
     launcher = view.profiled is not None and view.profiled.deepspeed_launcher
-    command, names_config = training_command(spec, complete, spec.study_dir / BEST_CONFIG, deepspeed_launcher=launcher)
+    command, names_config = training_command(
+        spec,
+        complete,
+        spec.study_dir / BEST_CONFIG,
+        deepspeed_launcher=launcher,
+        host_threads=best.trial.user_attrs.get(history.HOST_THREADS),
+    )
     rate = learning_rate_advice(config, batch=complete["train_batch_size"], user_batch=own["train_batch_size"])
     script = "" if trainer is None else trainer.advice(complete)
     low, high = _speed_up_range(view, best)

@@ -103,6 +103,8 @@ class EngineReady(Event):
     """
     takes_local_rank: bool = False
     """Whether the script has an option ``--local_rank``, which the ``deepspeed`` launcher alone sets."""
+    host_threads: int = 0
+    """Threads that torch computes with on the host, as for an offloaded optimizer; 0 from an older runtime."""
 
 
 @dataclass(frozen=True, kw_only=True)

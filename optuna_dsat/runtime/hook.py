@@ -334,6 +334,7 @@ class DeepSpeedHook:
             unlink_shared_buffers()
 
     def _engine_ready(self, engine: Any, initialize_s: float, differences: Mapping[str, list[Any]]) -> EngineReady:
+        torch: Any = sys.modules["torch"]
         params, trainable = count_parameters(engine.module)
         return EngineReady(
             rank=self._rank.rank,
@@ -348,11 +349,12 @@ class DeepSpeedHook:
             trainable_params=trainable,
             initialize_s=initialize_s,
             device=self._progress.device,
-            torch_version=str(sys.modules["torch"].__version__),
+            torch_version=str(torch.__version__),
             deepspeed_version=str(self._deepspeed.__version__),
             config_differences=differences,
             spans=self._spans,
             takes_local_rank=self._progress.takes_local_rank,
+            host_threads=int(torch.get_num_threads()),
         )
 
 

@@ -77,14 +77,14 @@ def test_a_launch_sees_its_own_gpus_only() -> None:
     made = environment({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, kind="cuda")
     assert made["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert made["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
-    assert "OMP_NUM_THREADS" not in made
 
 
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
 @pytest.mark.parametrize(
     ("base", "slots", "threads"), [({}, 4, "4"), ({}, 100, "1"), ({"OMP_NUM_THREADS": "7"}, 4, "7")]
 )
-def test_the_cores_are_shared_out(base: dict[str, str], slots: int, threads: str) -> None:
-    assert environment(base, total_slots=slots)["OMP_NUM_THREADS"] == threads
+def test_the_cores_are_shared_out(base: dict[str, str], slots: int, threads: str, kind: str) -> None:
+    assert environment(base, total_slots=slots, kind=kind)["OMP_NUM_THREADS"] == threads
 
 
 def test_trackers_stay_offline_in_trials_and_are_the_user_s_in_a_full_run() -> None:

@@ -1,0 +1,303 @@
+"""Warm launches leave CUDA alone before the fork, and know when they did not: on the CPU, a small library as driver.
+
+What a rank itself does on CUDA is tried in ``tests/cuda``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optuna_dsat.launch.devices import Device, Devices
+from optuna_dsat.launch.nvml import GpuUse
+from optuna_dsat.launch.preload import BASE_MODULES, Preload
+from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest, LaunchUpdate, ScriptCommand
+from optuna_dsat.launch.torchrun import TorchrunLauncher
+from optuna_dsat.launch.warm import WarmLaunches
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.events import EngineReady, ModulesImported, RankStarted
+
+from .launching import DS_CONFIG, SCRIPTS, events, reports, request, updates_until_finished
+from .test_torchrun import BASE_ENV
+
+CC = shutil.which("cc")
+needs_compiler = pytest.mark.skipif(CC is None, reason="there is no C compiler")
+
+DRIVER = """
+static int initialised;
+int cuInit(unsigned flags) { (void)flags; initialised = 1; return 0; }
+int cuCtxGetCurrent(void **context) { *context = 0; return initialised ? 0 : 3; }
+"""
+
+SPY = """
+import os, sys
+from optuna_dsat.runtime.hook import ImportWatch
+
+def note(what):
+    with open(os.environ["CUDA_SPY"], "a") as file:
+        file.write(f"{os.getpid()} {what}\\n")
+
+def watch(cuda):
+    for name in ("is_available", "device_count", "_lazy_init"):
+        def spied(*args, _name=name, _original=getattr(cuda, name), **kwargs):
+            note(_name)
+            return _original(*args, **kwargs)
+        setattr(cuda, name, spied)
+
+if "CUDA_SPY" in os.environ:
+    note(" ".join(["started", *sys.orig_argv]))
+    ImportWatch({"torch.cuda": watch}).install()
+"""
+"""A ``sitecustomize``: it notes every question about GPUs with the process that asks."""
+
+INITIALISES = "import ctypes\nctypes.CDLL('libcuda.so.1').cuInit(0)\n"
+
+AGENT_INITIALISES = """
+import ctypes
+from torch.distributed import run
+original = run.config_from_args
+def config_from_args(arguments):
+    ctypes.CDLL('libcuda.so.1').cuInit(0)
+    return original(arguments)
+run.config_from_args = config_from_args
+"""
+
+REFUSES_FORKS_OF_THE_SPOILER = """
+import os, sys
+os.environ["ODD_HOME"] = "set by the script"
+import deepspeed
+if "spoiler" in sys.modules:
+    def refuse(*_, **__):
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess.")
+    deepspeed.DeepSpeedEngine.__init__ = refuse
+"""
+"""The beginning of a script whose ``deepspeed.initialize`` fails only where a module was imported before the fork."""
+
+
+class IdleGpus:
+    """NVML of GPUs that nobody uses."""
+
+    def use(self, _gpu: str) -> GpuUse:
+        return GpuUse(used_bytes=0, processes={})
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a ``libcuda.so.1`` that knows whether it is initialised, and opens no device."""
+    folder = tmp_path_factory.mktemp("driver")
+    (folder / "driver.c").write_text(DRIVER)
+    assert CC is not None
+    subprocess.run([CC, "-shared", "-fPIC", "-o", str(folder / "libcuda.so.1"), str(folder / "driver.c")], check=True)
+    return folder
+
+
+def run(launcher: TorchrunLauncher, asked: LaunchRequest) -> tuple[LaunchReport, list[LaunchUpdate]]:
+    launcher.start(asked)
+    updates = updates_until_finished(launcher)
+    return reports(updates)[asked.launch_id], updates
+
+
+def were_forked(updates: list[LaunchUpdate]) -> list[bool]:
+    return [event.forked for event in events(updates, RankStarted)]
+
+
+class TestADriver:
+    @needs_compiler
+    @pytest.mark.parametrize(
+        ("before", "initialised"),
+        [
+            ("", False),
+            ("ctypes.CDLL('libcuda.so.1')", False),
+            ("ctypes.CDLL('libcuda.so.1').cuInit(0)", True),
+        ],
+        ids=["not-loaded", "loaded", "initialised"],
+    )
+    def test_says_itself_whether_it_is_initialised(self, driver: Path, before: str, initialised: bool) -> None:
+        code = (
+            f"import ctypes, sys\n{before}\n"
+            "from optuna_dsat.launch.cuda_state import driver_is_initialised\n"
+            "print(driver_is_initialised())\n"
+            "loaded = 'libcuda' in open('/proc/self/maps').read()\n"
+            f"assert loaded == {bool(before)}, 'asking does not load it'\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "LD_LIBRARY_PATH": str(driver)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.stdout.strip() == str(initialised), done.stderr
+
+    @needs_compiler
+    def test_that_an_import_initialises_is_left_to_the_ranks(self, driver: Path, tmp_path: Path) -> None:
+        (tmp_path / "initialises.py").write_text(INITIALISES)
+        (tmp_path / "good_package.py").write_text("")
+        warm = WarmLaunches(tmp_path / "warm.log")
+        try:
+            warm.prepare(Preload(modules=("initialises", "good_package")))
+            warm.begin({**BASE_ENV, "PYTHONPATH": str(tmp_path), "LD_LIBRARY_PATH": str(driver)})
+            warm.wait()
+            assert warm.preload.left_out == ("initialises",)
+        finally:
+            warm.close()
+
+
+class TestVariablesThatTheScriptChanges:
+    @pytest.mark.parametrize(
+        ("environment", "left_out"),
+        [
+            (("ODD_HOME",), ("importer", "importer_of_importer", "odd_package")),
+            (("OTHER",), ()),
+        ],
+    )
+    def test_what_reads_them_at_its_import_is_left_to_the_ranks(
+        self, tmp_path: Path, environment: tuple[str, ...], left_out: tuple[str, ...]
+    ) -> None:
+        (tmp_path / "odd_package.py").write_text("import os\nHOME = os.environ.get('ODD_HOME', '/default')")
+        (tmp_path / "importer.py").write_text("import odd_package")
+        (tmp_path / "importer_of_importer.py").write_text("try:\n    import importer\nexcept ImportError:\n    pass")
+        asks = "import importlib.util\nassert importlib.util.find_spec('odd_package') is not None"
+        (tmp_path / "asks_whether_it_is_there.py").write_text(asks)
+        names = ("odd_package", "importer_of_importer", "importer", "asks_whether_it_is_there")
+        warm = WarmLaunches(tmp_path / "warm.log")
+        try:
+            # The shell's own value is no better than none: what the script sets counts.
+            warm.begin({**BASE_ENV, "PYTHONPATH": str(tmp_path), "ODD_HOME": "/shell", "OTHER": "1"})
+            warm.prepare(Preload(modules=names, environment=environment))
+            warm.begin({**BASE_ENV, "PYTHONPATH": str(tmp_path), "ODD_HOME": "/shell", "OTHER": "1"})
+            warm.wait()
+            assert warm.preload.left_out == left_out
+        finally:
+            warm.close()
+
+
+# Two "GPUs" whose ranks compute on the CPU; nobody says how many threads they may have.
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("gpus")
+    (made / "user_config.json").write_text(json.dumps({**DS_CONFIG, "train_micro_batch_size_per_gpu": 2}))
+    (made / "sitecustomize.py").write_text(SPY)
+    (made / "spoiler.py").write_text("")
+    (made / "agent_initialises.py").write_text(AGENT_INITIALISES)
+    tiny = (SCRIPTS / "tiny_launch.py").read_text().replace("from __future__ import annotations", "")
+    (made / "train.py").write_text(REFUSES_FORKS_OF_THE_SPOILER + tiny)
+    return made
+
+
+@pytest.fixture(scope="module")
+def notices() -> list[str]:
+    return []
+
+
+def make(folder: Path, notices: list[str], *, warm: bool, **variables: str) -> TorchrunLauncher:
+    kept = {name: value for name, value in BASE_ENV.items() if name != "OMP_NUM_THREADS"}
+    gpus = tuple(Device(index=i, visible_id=str(i), name="GPU", memory_bytes=2**33) for i in range(2))
+    nvml: Any = IdleGpus()
+    return TorchrunLauncher(
+        folder / ("warm" if warm else "plain"),
+        devices=Devices(kind="cuda", devices=gpus, host_memory_bytes=2**33),
+        nvml=nvml,
+        base_env={**kept, "PYTHONPATH": str(folder), "DS_ACCELERATOR": "cpu", **variables},
+        warm=warm,
+        on_notice=notices.append,
+    )
+
+
+def asked(folder: Path, launch_id: str, **changes: Any) -> LaunchRequest:
+    config = str(folder / "user_config.json")
+    command = ScriptCommand(script=str(folder / "train.py"), args=(config,), cwd=str(folder), config_path=config)
+    return request(folder, launch_id=launch_id, command=command, **changes)
+
+
+@pytest.fixture(scope="module")
+def profiled(folder: Path, notices: list[str]) -> Iterator[tuple[TorchrunLauncher, LaunchReport, list[LaunchUpdate]]]:
+    """Return a launcher that has run a profile launch, and what came of it."""
+    (folder / "warm").mkdir()
+    launcher = make(folder, notices, warm=True, CUDA_SPY=str(folder / "spy.log"))
+    report, updates = run(launcher, asked(folder, "profile", purpose="profile", start_profile_step=1))
+    yield launcher, report, updates
+    launcher.close()
+
+
+@pytest.mark.torchrun
+def test_a_warm_launch_asks_cuda_nothing_before_the_fork(
+    profiled: tuple[TorchrunLauncher, LaunchReport, list[LaunchUpdate]], folder: Path, notices: list[str]
+) -> None:
+    _, report, updates = profiled
+    assert report.outcome is Outcome.MEASURED, report
+    assert (were_forked(updates), notices) == ([True, True], [])
+    lines = [line.split(maxsplit=2) for line in (folder / "spy.log").read_text().splitlines()]
+    (parent,) = {pid for pid, *what in lines if "optuna_dsat.launch.warm_process" in what[-1]}
+    agent, *ranks = map(str, report.pids)
+    assert [line for line in lines if line[0] in (parent, agent) and line[1] != "started"] == []
+    assert {pid for pid, *_ in lines} <= {parent, agent, *ranks}
+    (imported,) = events(updates, ModulesImported)
+    assert "ODD_HOME" in imported.environment, "the script sets it"
+    assert "TRITON_CACHE_DIR" not in imported.environment, "nobody does"
+
+
+@pytest.mark.torchrun
+def test_a_rank_has_as_many_threads_forked_as_plain(
+    profiled: tuple[TorchrunLauncher, LaunchReport, list[LaunchUpdate]], folder: Path
+) -> None:
+    _, _, forked = profiled
+    plainly = make(folder, [], warm=False)
+    try:
+        _, started = run(plainly, asked(folder, "started"))
+    finally:
+        plainly.close()
+    assert (were_forked(forked), were_forked(started)) == ([True, True], [False, False])
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    for updates in (forked, started):
+        assert [event.host_threads for event in events(updates, EngineReady)] == [share, share]
+
+
+@pytest.mark.torchrun
+def test_forks_go_back_to_what_is_proven_where_initialize_fails_only_in_a_fork(folder: Path, tmp_path: Path) -> None:
+    notices: list[str] = []
+    (tmp_path / "warm").mkdir()
+    launcher = make(tmp_path, notices, warm=True, PYTHONPATH=str(folder))
+    try:
+        _, profile = run(launcher, asked(folder, "profile"))
+        assert (were_forked(profile), notices) == ([True, True], [])
+        launcher.prepare(Preload(modules=(*BASE_MODULES, "spoiler")))
+        report, updates = run(launcher, asked(folder, "spoilt"))
+        assert report.outcome is Outcome.MEASURED, report
+        assert sorted(were_forked(updates)) == [False, False, True, True], "repeated plainly"
+        (notice,) = notices
+        assert "each imports that for itself" in notice
+        assert "Cannot re-initialize CUDA" in notice
+        _, again = run(launcher, asked(folder, "again"))
+        assert were_forked(again) == [True, True]
+        assert len(notices) == 1
+    finally:
+        launcher.close()
+
+
+@pytest.mark.torchrun
+@needs_compiler
+def test_ranks_are_started_anew_where_the_agent_has_initialised_cuda(
+    folder: Path, driver: Path, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    launcher = make(tmp_path, said, warm=True, PYTHONPATH=str(folder), LD_LIBRARY_PATH=str(driver))
+    (tmp_path / "warm").mkdir()
+    launcher.prepare(Preload(modules=(*BASE_MODULES, "agent_initialises")))
+    try:
+        report, updates = run(launcher, asked(folder, "meddled"))
+    finally:
+        launcher.close()
+    assert report.outcome is Outcome.MEASURED, report
+    assert were_forked(updates) == [False, False]
+    assert ["initialises CUDA in torchrun's agent" in notice for notice in said] == [True]
