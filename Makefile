@@ -10,7 +10,7 @@ export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup operators demo test lint types check docs figures clean
+.PHONY: setup operators demo test lint types check docs figures prove-gpu pack-gpu clean
 
 setup: $(VENV)/.installed
 
@@ -57,5 +57,17 @@ docs: setup
 figures: setup
 	$(BIN)/python -m docs.generate.figures
 
+# On a machine with a GPU: shows there, in parts of nine minutes, what only a GPU can show; again and again until it says
+# that all is over. It takes the interpreter of this checkout where there is one; PYTHON chooses another. WHEELS is the
+# folder that `make pack-gpu` filled, for a machine without a network. See docs/prove-gpu.md.
+STATE := prove-gpu-output
+WHEELS :=
+PROVE_PYTHON = $(if $(filter file default,$(origin PYTHON)),$(firstword $(wildcard $(BIN)/python) $(PYTHON)),$(PYTHON))
+prove-gpu:
+	@$(PROVE_PYTHON) -m benchmarks.prove_gpu --state $(STATE) $(if $(WHEELS),--wheels $(WHEELS)) $(PROVE_ARGS)
+
+pack-gpu:
+	@$(PROVE_PYTHON) -m benchmarks.prove_gpu.pack --into $(or $(WHEELS),prove-gpu-wheels) $(PACK_ARGS)
+
 clean:
-	rm -rf $(VENV) .cache demo-output build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .cache demo-output prove-gpu-wheels build *.egg-info .pytest_cache .mypy_cache .ruff_cache

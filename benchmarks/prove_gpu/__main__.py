@@ -6,11 +6,12 @@ python -m benchmarks.prove_gpu --state DIR [--part-minutes 9] [--only NAME ...] 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -106,11 +107,10 @@ def _part(checks: Sequence[Check[Context]], args: argparse.Namespace, *, deadlin
         devices = first_devices(1)
         proof.machine["gpus"] = [devices.devices[0].name]
     context = Context(state=state, machine=machine, devices=devices, deadline=deadline)
-    _end_at(deadline + _GRACE_S)
     try:
-        left = run_part(checks, proof, context, deadline=deadline, stand_in=machine.stand_in, say=_say)
+        with _ended_at(deadline + _GRACE_S):
+            left = run_part(checks, proof, context, deadline=deadline, stand_in=machine.stand_in, say=_say)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         _write_page(proof, checks, state)
     if left:
         done = len(checks) - left
@@ -120,15 +120,21 @@ def _part(checks: Sequence[Check[Context]], args: argparse.Namespace, *, deadlin
     return 0
 
 
-def _end_at(moment: float) -> None:
+@contextlib.contextmanager
+def _ended_at(moment: float) -> Iterator[None]:
     """Have whatever does not heed the end of the part interrupted."""
     from benchmarks.prove_gpu.proof import OverrunError
 
     def interrupt(_signal: int, _frame: object) -> None:
         raise OverrunError
 
-    signal.signal(signal.SIGALRM, interrupt)
+    before = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, max(1.0, moment - time.monotonic()))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _write_page(proof: Proof, checks: Sequence[Check[Context]], state: Path) -> None:

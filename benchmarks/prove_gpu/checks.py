@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.prove_gpu.context import Context
 from benchmarks.prove_gpu.ending import killing, pruning
-from benchmarks.prove_gpu.examples import doctor, example_checks
+from benchmarks.prove_gpu.examples import EXAMPLES, doctor, example_checks
 from benchmarks.prove_gpu.filling import FILL_HIGH, FILL_LOW, edge_checks, filling
 from benchmarks.prove_gpu.offload import offload
 from benchmarks.prove_gpu.runner import Check
@@ -12,6 +12,8 @@ from benchmarks.prove_gpu.search import guided, landscape
 from benchmarks.prove_gpu.turns import PAIRS, turns
 
 __all__ = ["all_checks"]
+
+_FIRST_EXAMPLES = ("gpt", "huggingface")
 
 
 def all_checks() -> list[Check[Context]]:
@@ -23,7 +25,7 @@ def all_checks() -> list[Check[Context]]:
             run=doctor,
             needs_s=60.0,
         ),
-        *example_checks(),
+        *example_checks(_FIRST_EXAMPLES),
         Check(
             name="warm-against-torchrun",
             asked=f"Forked launches cost less than plain ones ({PAIRS} pairs in turns), and their losses are the same.",
@@ -67,6 +69,7 @@ def all_checks() -> list[Check[Context]]:
             needs_s=150.0,
             values=True,
         ),
+        *example_checks(set(EXAMPLES) - set(_FIRST_EXAMPLES)),
         Check(
             name="landscape",
             asked="A landscape is recorded on the GPU, and can be searched.",

@@ -62,27 +62,14 @@ def _sections(records: Sequence[Record]) -> Iterator[str]:
         found = [record for record in records if record.status is status]
         if not found:
             continue
-        yield from ("", f"## {heading}", "")
+        yield from ("", f"## {heading}", "", "| check | what was asked | what came out | s |", "|---|---|---|--:|")
         for record in found:
-            yield f"- **{record.name}** ({record.seconds:.0f} s): {record.asked}"
-            yield f"  {record.why}"
-            if figures := _figures(record.figures):
-                yield f"  {figures}"
-            if record.command:
-                yield f"  `{record.command}`"
+            cells = (record.name, record.asked, record.why, f"{record.seconds:.0f}")
+            yield "| " + " | ".join(_cell(cell) for cell in cells) + " |"
+    yield ""
+    yield "Figures, commands and versions of each check are in proof.json."
 
 
-def _figures(figures: Mapping[str, Any]) -> str:
-    """Return the plain numbers and short texts among the figures; rows and nested ones stand in the JSON file alone."""
-    plain = {name: value for name, value in figures.items() if isinstance(value, int | float | str | bool)}
-    return "; ".join(f"{name} {_shown(name, value)}" for name, value in plain.items() if value != "")
-
-
-def _shown(name: str, value: float | str | bool) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, str):
-        return value
-    if name.endswith("_bytes"):
-        return f"{value / 2**30:.2f} GiB" if abs(value) >= 2**30 else f"{value / 2**20:.1f} MiB"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def _cell(text: str) -> str:
+    """Return a text that stays within one cell of a table."""
+    return " ".join(text.split()).replace("|", "\\|")

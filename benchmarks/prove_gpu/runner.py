@@ -78,6 +78,9 @@ def run_part(
         except PartOverError as over:
             proof.pause(check.name, clock() - started, cut_off=isinstance(over, OverrunError))
             return len(waiting) - position
+        except KeyboardInterrupt:
+            proof.pause(check.name, clock() - started)
+            raise
         except NotRunError as error:
             verdict = Verdict(status=Status.NOT_RUN, why=f"not run: {error}")
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a check raises is its result

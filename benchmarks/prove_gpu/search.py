@@ -16,10 +16,8 @@ __all__ = ["guided", "landscape"]
 
 _TRIALS, _CONFIRM = 12, 2
 _INTERRUPTED = 130
-_LANDSCAPE_SHARE = 0.004
-"""Of the GPU, for the states of the landscape's model: many short launches."""
-_LANDSCAPE_LIMIT = 1 / 12
-"""Share of the GPU that its launches may allocate, so that they run out of memory at a few dozen samples."""
+_LANDSCAPE_SHARE = 1 / 8
+"""Share of the GPU that the landscape's launches may allocate: its model is small, for they are many."""
 
 
 def guided(context: Context) -> Verdict:
@@ -76,12 +74,21 @@ def landscape(context: Context) -> Verdict:
     output = context.state / "landscape.json"
     folder = context.folder("landscape")
     gpus = str(len(context.devices.devices))
-    # The model is the same whatever the GPU's memory does between parts: sized once, by what the machine was.
-    size = size_for(context.machine.memory_bytes, states_share=_LANDSCAPE_SHARE)
-    limit_mib = round(context.machine.memory_bytes * _LANDSCAPE_LIMIT / 2**20)
+    limit_bytes = round(context.machine.memory_bytes * _LANDSCAPE_SHARE)
+    size = size_for(limit_bytes)
     example = ROOT / "examples" / "gpt"
     script = [str(example / "train.py"), str(example / "ds_config.json")]
-    options = ["--stages", "1", "3", "--buckets", "5e6", "--gpus", gpus, "--device-memory", f"{limit_mib}MiB"]
+    options = [
+        "--stages",
+        "1",
+        "3",
+        "--buckets",
+        "5e6",
+        "--gpus",
+        gpus,
+        "--device-memory",
+        f"{limit_bytes // 2**20}MiB",
+    ]
     arguments = ["--deepspeed_config", script[1], *size.arguments()]
     words = [str(output), *script, *options, "--folder", str(folder), "--", *arguments]
     shown = shlex.join(["python", "-m", "benchmarks.record_landscape", *words])
