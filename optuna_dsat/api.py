@@ -81,6 +81,7 @@ def tune(
     max_slots: int | None = None,
     timeout: float | None = None,
     trial_timeout: float | None = None,
+    stall_timeout: float = 600.0,
     max_retries: int = 1,
     confirm: int = 3,
     start_profile_step: int = 3,
@@ -143,6 +144,8 @@ def tune(
         max_slots: GPUs (CPU ranks) in use at once; None for all.
         timeout: Seconds after which the search ends; None for no limit.
         trial_timeout: Seconds after which one launch is ended; None for no limit.
+        stall_timeout: Seconds without a sign of life after which one launch is ended: an event of a rank or, until it
+            trains, processes at work.
         max_retries: Further launches of a trial after a communication error, a stall or a time-out.
         confirm: Finalists that are measured again with more steps.
         start_profile_step: First step that counts, from 1.

@@ -107,6 +107,7 @@ def confirm(
             end_profile_step=confirmation_end(spec),
             device_memory_bytes=spec.device_memory_bytes,
             timeout_s=None if spec.trial_timeout_s is None else 5 * spec.trial_timeout_s,
+            stall_s=spec.stall_timeout_s,
         )
         on_start(trial, request)
         enough = _is_known_or_long if spec.adaptive_steps is None else _is_known

@@ -98,6 +98,7 @@ def check_loss(
             end_profile_step=STEPS,
             device_memory_bytes=spec.device_memory_bytes,
             timeout_s=spec.trial_timeout_s,
+            stall_s=spec.stall_timeout_s,
         )
         record, report = follow(launcher, request, wait=wait)
         on_report(report, record)

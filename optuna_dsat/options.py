@@ -153,6 +153,14 @@ class TuneOptions:
     trial_timeout: Annotated[
         float | None, typer.Option(help="Seconds after which one launch is ended.", rich_help_panel=_BUDGET)
     ] = None
+    stall_timeout: Annotated[
+        float,
+        typer.Option(
+            help="Seconds without a sign of life after which one launch is ended: an event of a rank or, until it "
+            "trains, processes at work.",
+            rich_help_panel=_BUDGET,
+        ),
+    ] = 600.0
     max_retries: Annotated[
         int,
         typer.Option(

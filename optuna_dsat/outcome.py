@@ -25,7 +25,7 @@ class Outcome(StrEnum):
     COMMUNICATION_ERROR = "communication_error"
     """Rendezvous, NCCL or gloo failed and no rank had a cause of its own."""
     STALLED = "stalled"
-    """No event from any rank for longer than the stall limit."""
+    """No sign of life from any rank for longer than ``--stall-timeout``."""
     TIMEOUT = "timeout"
     """The launch took longer than ``--trial-timeout``."""
     PRUNED = "pruned"

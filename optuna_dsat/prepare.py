@@ -227,6 +227,7 @@ def spec_of(method: str, options: TuneOptions, devices: Devices) -> StudySpec:
         end_profile_step=options.end_profile_step,
         adaptive_steps=options.adaptive_steps,
         trial_timeout_s=options.trial_timeout,
+        stall_timeout_s=options.stall_timeout,
         timeout_s=options.timeout,
         max_retries=options.max_retries,
         random_seed=options.random_seed,

@@ -47,6 +47,8 @@ _KNOB_SECTIONS = {
 _MAX_FILES = 200
 _WAIT_S = 0.5
 """Pause between two looks for free slots, in seconds."""
+_LOOK_S = 0.05
+"""Long enough for a launcher to say that slots do not become free."""
 _SMALL_BUCKET = 5_000_000
 """Elements. DeepSpeed's default of 5e8 takes gigabytes on its own, whatever the model."""
 _PROFILE_END_STEP = 2
@@ -189,8 +191,10 @@ def follow(
         DeviceError: If others hold the slots for too long.
     """
     record = LaunchRecord(world_size=request.slots, start_profile_step=request.start_profile_step)
-    _start(launcher, request, SlotWait(launcher.holders, slots=request.slots) if wait is None else wait)
+    wait = SlotWait(launcher.holders, slots=request.slots) if wait is None else wait
+    _start(launcher, request, wait)
     while True:
+        (wait.look if request.launch_id in launcher.waiting else wait.over)()
         for update in launcher.poll(1.0):
             if isinstance(update, Observed):
                 step = record.add(update.event)
@@ -208,8 +212,7 @@ def _start(launcher: Launcher, request: LaunchRequest, wait: SlotWait) -> None:
     while not _started(launcher, request):
         wait.look()
         time.sleep(_WAIT_S)
-        launcher.poll(0.0)
-    wait.over()
+        launcher.poll(_LOOK_S)
 
 
 def _started(launcher: Launcher, request: LaunchRequest) -> bool:
@@ -272,6 +275,7 @@ def measure_profile(
             end_profile_step=_PROFILE_END_STEP,
             device_memory_bytes=spec.device_memory_bytes,
             timeout_s=spec.trial_timeout_s,
+            stall_s=spec.stall_timeout_s,
         )
         record, report = follow(launcher, request, wait=wait)
         on_report(report, record)

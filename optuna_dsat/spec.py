@@ -135,6 +135,8 @@ class StudySpec(_Frozen):
     adaptive_steps: int | None = Field(default=None, ge=1)
     """Steps that a finalist may count while its step time is still uncertain; None for no more than usual."""
     trial_timeout_s: float | None = Field(default=None, gt=0)
+    stall_timeout_s: float = Field(default=600.0, gt=0)
+    """Longest silence of a launch."""
     timeout_s: float | None = Field(default=None, gt=0)
     wait_for_gpus_s: float = Field(default=600.0, ge=0)
     """Longest wait for slots that others hold, since the holders last changed; 0 for none."""
@@ -195,7 +197,7 @@ class StudySpec(_Frozen):
         budget = {
             "name", "max_trials", "max_concurrent_trials", "max_slots", "trial_timeout_s", "timeout_s", "max_retries",
             "confirm", "output_dir", "enqueue_user_config", "launcher", "preload", "no_preload",
-            "adaptive_steps", "wait_for_gpus_s",
+            "adaptive_steps", "wait_for_gpus_s", "stall_timeout_s",
         }  # fmt: skip
         ends = {"early_stopping", "min_gain"}
         return self.model_dump(mode="json", exclude={**dict.fromkeys(budget, True), "options": ends})

@@ -173,9 +173,10 @@ class Tuner:
         Raises:
             DeviceError: If others hold them for too long.
         """
-        if len(self._running) > len(self._unstarted):
+        waiting = {flight.request.launch_id for flight in self._unstarted} | set(self._launcher.waiting)
+        if self._ending or self._running.keys() - waiting:
             self._wait.over()
-        elif self._unstarted or (not ending and self._launcher.free_slots < self._spec.slots_per_trial):
+        elif waiting or (not ending and self._launcher.free_slots < self._spec.slots_per_trial):
             self._wait.look()
         else:
             self._wait.over()
@@ -289,6 +290,7 @@ class Tuner:
             end_profile_step=spec.end_profile_step,
             device_memory_bytes=spec.device_memory_bytes,
             timeout_s=spec.trial_timeout_s,
+            stall_s=spec.stall_timeout_s,
         )
         trial.set_user_attr(history.CONFIG, dict(config))
         trial.set_user_attr(history.CONFIGURATION, config_in_words(config))

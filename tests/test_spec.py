@@ -50,6 +50,7 @@ def test_what_is_not_a_size_is_refused_by_name(text: str) -> None:
         ({"zero_stages": (1, 7)}, "stages are 0, 1, 2 and 3"),
         ({"start_profile_step": 9}, "--end-profile-step is 5, before --start-profile-step 9"),
         ({"max_trials": 0}, "--max-trials is 0"),
+        ({"stall_timeout_s": 0}, "--stall-timeout is 0"),
         ({"max_slots": 1}, "--max-slots is 1, but one launch takes 2"),
         ({"options": {"divisor": 1}}, "--divisor is 1"),
         ({"name": "../escape"}, "--study is '../escape'"),
@@ -71,6 +72,7 @@ def test_a_spec_survives_its_json() -> None:
 def test_identity_ignores_budgets_and_keeps_what_makes_results_comparable() -> None:
     spec = make_spec(**values())
     assert spec.identity() == make_spec(**values(max_trials=5, output_dir="/elsewhere")).identity()
+    assert spec.identity() == make_spec(**values(stall_timeout_s=1800.0)).identity()
     assert spec.identity() != make_spec(**values(zero_stages=(1,))).identity()
 
 

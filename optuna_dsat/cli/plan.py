@@ -97,6 +97,10 @@ def plan(
     device_memory: Annotated[
         str | None, typer.Option(help="What one rank may allocate, such as 2GiB.", rich_help_panel=_LAUNCH)
     ] = None,
+    stall_timeout: Annotated[
+        float,
+        typer.Option(help="Seconds without a sign of life after which the launch is ended.", rich_help_panel=_LAUNCH),
+    ] = 600.0,
     storage: Annotated[
         str,
         typer.Option(help="Where profiles are kept.", envvar="OPTUNA_DSAT_STORAGE", rich_help_panel=_LAUNCH),
@@ -129,7 +133,8 @@ def plan(
 
         options = TuneOptions(
             script=script, ds_config=ds_config, script_args=script_args, module=module, gpus_per_trial=gpus,
-            cpu_ranks=cpu_ranks, device_memory=device_memory, storage=storage, output_dir=output_dir,
+            cpu_ranks=cpu_ranks, device_memory=device_memory, stall_timeout=stall_timeout, storage=storage,
+            output_dir=output_dir,
             zero_stages=["0", "1", "2", "3"],
         )  # fmt: skip
         shown = _with_launch(options, nodes=nodes, margin=memory_margin)

@@ -5,7 +5,7 @@ A launcher may run on other machines than the tuner's: requests, updates and rep
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -66,7 +66,8 @@ class LaunchRequest:
     """What one rank may allocate; None for all there is."""
     timeout_s: float | None = None
     stall_s: float = 600.0
-    """Longest silence of all ranks before the launch is called stalled."""
+    """Longest silence of all ranks before the launch is called stalled; work of its processes counts as a sign of life
+    until it trains."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables added for the launch."""
 
@@ -153,6 +154,8 @@ class Holder:
     """Memory of the device that it uses, None where that is not known."""
     since: float = 0.0
     """Unix time since when another tuner holds the slot for its present launch; 0 for others."""
+    own: bool = False
+    """Whether it is a launch of the same launcher, which ends by itself."""
 
 
 class SlotsBusyError(RuntimeError):
@@ -170,6 +173,11 @@ class Launcher(Protocol):
     @property
     def total_slots(self) -> int:
         """Slots this launcher manages, busy or free."""
+        ...
+
+    @property
+    def waiting(self) -> Collection[str]:
+        """Names of the launches that ``start`` took and that have no slots yet."""
         ...
 
     def holders(self) -> Sequence[Holder]:

@@ -38,7 +38,7 @@ import itertools
 import json
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -201,6 +201,11 @@ class SimulatedLauncher:
     def total_slots(self) -> int:
         """Slots this launcher manages, busy or free."""
         return self._total
+
+    @property
+    def waiting(self) -> Collection[str]:
+        """None: slots are free as soon as a launch is over."""
+        return ()
 
     def holders(self) -> Sequence[Holder]:
         """Return nobody: launches of this launcher alone take slots."""
@@ -372,7 +377,7 @@ class _Script:
         ):
             return Outcome.TIMEOUT, f"longer than the limit of {timeout_s:g} s (--trial-timeout)", timeout_s
         if silent:
-            text = f"no sign of life from any rank for {request.stall_s:g} s"
+            text = f"no sign of life from any rank for {request.stall_s:g} s (--stall-timeout)"
             return Outcome.STALLED, text, silent_until_s
         if self._failed:
             return result.outcome, self._message(), last_event_s
