@@ -21,11 +21,13 @@ loaded (seen with torch 2.13)."""
 class EnvironmentWatch:
     """Notes which variables are set or removed, but for what installed modules do while they are imported.
 
-    The latter is repeated in a forked rank (``launch/forked.py: Origin``). Values are not kept.
+    The latter is repeated in a forked rank (``launch/forked.py: Origin``). A variable that is back at its first value
+    in the end was not changed: accelerate clears the whole environment for a moment.
     """
 
     def __init__(self) -> None:
-        self._changed: set[str] = set()
+        self._before: dict[str, str | None] = {}
+        """Variables that were set or removed -> the value before."""
         self._folders = installed_folders()
 
     def install(self) -> None:
@@ -34,22 +36,22 @@ class EnvironmentWatch:
         set_item, delete_item = environ_class.__setitem__, environ_class.__delitem__
 
         def __setitem__(environ: Any, name: Any, value: Any) -> None:  # noqa: N807 - takes the place of one
-            if environ.get(name) != value:
-                self._note(str(name), str(value), sys._getframe(1))
+            if (before := environ.get(name)) != value:
+                self._note(name, value, before, sys._getframe(1))
             set_item(environ, name, value)
 
         def __delitem__(environ: Any, name: Any) -> None:  # noqa: N807 - takes the place of one
-            if name in environ:
-                self._note(str(name), "", sys._getframe(1))
+            if (before := environ.get(name)) is not None:
+                self._note(name, "", before, sys._getframe(1))
             delete_item(environ, name)
 
         environ_class.__setitem__, environ_class.__delitem__ = __setitem__, __delitem__
 
     def changed(self) -> list[str]:
-        """Return the names of the variables that were changed so far, sorted."""
-        return sorted(self._changed)
+        """Return the names of the variables that were changed and still are, sorted."""
+        return sorted(name for name, value in self._before.items() if os.environ.get(name) != value)
 
-    def _note(self, name: str, value: str, frame: FrameType | None) -> None:
+    def _note(self, name: str, value: str, before: str | None, frame: FrameType | None) -> None:
         if name in _ALLOCATOR and "backend" not in value:
             return
         by_other = False
@@ -63,4 +65,4 @@ class EnvironmentWatch:
             if imported and frame.f_code.co_filename.startswith(self._folders):
                 return
             frame = frame.f_back
-        self._changed.add(name)
+        self._before.setdefault(name, before)
