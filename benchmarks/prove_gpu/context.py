@@ -184,19 +184,14 @@ class Context:
             text=True,
             env=os.environ | {"COLUMNS": "200"},
         )
-        try:
-            stdout, stderr = process.communicate(timeout=max(1.0, min(limit_s, most_s)))
-        except subprocess.TimeoutExpired:
-            _stop(process, clean=clean_stop)
-            if most_s < limit_s:
-                raise TimeoutError(f"{shown.split(' ')[0]} did not end within {most_s:.0f} s") from None
-            raise (PartOverError if clean_stop else OverrunError) from None
-        finally:
-            if process.poll() is None:
-                _stop(process, clean=False)
+        stdout, stderr, cut_off = _output(process, limit_s=max(0.1, min(limit_s, most_s)), clean_stop=clean_stop)
         folder = self.folder("logs")
         replace(folder / f"{log}.out", stdout)
         replace(folder / f"{log}.err", stderr)
+        if cut_off and most_s < limit_s:
+            raise TimeoutError(f"{shown.split(' ')[0]} did not end within {most_s:.0f} s")
+        if cut_off:
+            raise PartOverError if clean_stop else OverrunError
         return Command(
             shown=shown,
             exit_code=process.returncode,
@@ -206,13 +201,24 @@ class Context:
         )
 
 
-def _stop(process: subprocess.Popen[str], *, clean: bool) -> None:
-    """End a command, and what it started: tuners end their launches on SIGINT and SIGTERM."""
+def _output(process: subprocess.Popen[str], *, limit_s: float, clean_stop: bool) -> tuple[str, str, bool]:
+    """Wait for a command; return what it said on stdout and stderr, and whether it was ended because time was up."""
+    try:
+        return (*process.communicate(timeout=limit_s), False)
+    except subprocess.TimeoutExpired:
+        return (*_stop(process, clean=clean_stop), True)
+    finally:
+        if process.poll() is None:
+            _stop(process, clean=False)
+
+
+def _stop(process: subprocess.Popen[str], *, clean: bool) -> tuple[str, str]:
+    """End a command, and what it started: tuners end their launches on SIGINT and SIGTERM; return what it had said."""
     for number, patience_s in ((signal.SIGINT if clean else signal.SIGTERM, _STOP_S), (signal.SIGKILL, 5.0)):
         process.send_signal(number)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=patience_s)
-            return
+            return process.communicate(timeout=patience_s)
+    return "", ""
 
 
 def dsat(*arguments: str) -> tuple[list[str], str]:

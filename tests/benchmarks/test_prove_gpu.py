@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +277,49 @@ def test_without_a_gpu_nothing_is_proven(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert command.main(["--state", str(tmp_path)]) == 3
     assert "No GPU was found" in capsys.readouterr().err
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> Context:
+    """Return the context of a part that is over."""
+    return Context(state=tmp_path, machine=MACHINE, devices=DEVICES, deadline=time.monotonic())
+
+
+def test_a_command_leaves_its_output_behind_and_its_result_is_read(context: Context, tmp_path: Path) -> None:
+    whole = replace(context, deadline=time.monotonic() + 100)
+    words = [sys.executable, "-c", "import sys; print('told'); print('{\"value\": 1}'); sys.exit('it\\nfailed\\n')"]
+    done = whole.run(words, cwd=tmp_path, shown="dsat x", log="x")
+    assert (done.exit_code, done.last_line, done.result()) == (1, "failed", {"value": 1})
+    assert (tmp_path / "work" / "logs" / "x.err").read_text() == "it\nfailed\n\n"
+    with pytest.raises(ValueError, match="dsat y exited with 0 and no result: it said nothing"):
+        whole.run([sys.executable, "-c", ""], cwd=tmp_path, shown="dsat y", log="y").result()
+
+
+@pytest.mark.parametrize(("clean", "signal_name"), [(True, "SIGINT"), (False, "SIGTERM")])
+def test_the_end_of_a_part_ends_a_command_as_it_can_be_ended(
+    context: Context, tmp_path: Path, clean: bool, signal_name: str
+) -> None:
+    script = (
+        "import os, signal, sys, time\n"
+        "def told(number, _):\n"
+        "    print(signal.Signals(number).name, flush=True)\n"
+        "    os._exit(0)\n"
+        "signal.signal(signal.SIGINT, told), signal.signal(signal.SIGTERM, told)\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    words = [sys.executable, "-S", "-c", script]
+    short = replace(context, deadline=time.monotonic() + (37 if clean else 7))
+    with pytest.raises(PartOverError) as over:
+        short.run(words, cwd=tmp_path, shown="dsat", log="search", clean_stop=clean)
+    assert isinstance(over.value, OverrunError) is not clean
+    assert (tmp_path / "work" / "logs" / "search.out").read_text() == f"ready\n{signal_name}\n"
+
+
+def test_no_launch_is_begun_that_the_part_has_no_time_for(context: Context) -> None:
+    with pytest.raises(PartOverError):
+        context.require(1.0)
+    replace(context, deadline=time.monotonic() + 100).require(60.0)
 
 
 def test_every_check_has_its_own_name_and_every_example_a_check() -> None:
