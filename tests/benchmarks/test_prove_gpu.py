@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -407,12 +408,28 @@ def test_packing_says_how_much_it_is_and_what_to_do_with_it(
     assert pack.main(["--into", str(tmp_path), "--limit-mb", "1"]) == 1
 
 
-def test_only_what_the_machine_lacks_is_installed_and_what_is_proven(tmp_path: Path) -> None:
-    names = ("numpy-9.9-cp312-cp312-linux_x86_64", "no_such_thing-1.0-py3-none-any", "optuna-5.0.0-py3-none-any")
-    wheels = [tmp_path / f"{name}.whl" for name in names]
-    assert [wheel.name.partition("-")[0] for wheel in install.missing(wheels)] == ["no_such_thing", "optuna"]
+def test_what_the_machine_lacks_or_has_too_old_is_installed_and_what_is_proven(tmp_path: Path) -> None:
+    wheels = [
+        wheel(tmp_path, "numpy-9.9"),
+        wheel(tmp_path, "no_such_thing-1.0", "psutil>=1.0", 'pytest>=9999; extra == "test"'),
+        wheel(tmp_path, "pytest-9999.0"),
+        wheel(tmp_path, "psutil-9.9"),
+        wheel(tmp_path, "optuna-5.0.0", "SQLAlchemy (>=9999)", "numpy!=1.0"),
+        wheel(tmp_path, "sqlalchemy-9999.0", "typing_extensions==4.0.0"),
+        wheel(tmp_path, "typing_extensions-4.0.0"),
+    ]
+    found = [one.name.partition("-")[0] for one in install.missing(wheels)]
+    assert found == ["no_such_thing", "optuna", "sqlalchemy", "typing_extensions"]
     with pytest.raises(install.InstallError, match="make pack-gpu"):
         install.install(tmp_path / "nothing", tmp_path / "site")
+
+
+def wheel(folder: Path, name: str, *needs: str) -> Path:
+    path = folder / f"{name}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        lines = ["Metadata-Version: 2.1", *(f"Requires-Dist: {need}" for need in needs)]
+        archive.writestr(f"{name}.dist-info/METADATA", "\n".join(lines))
+    return path
 
 
 def test_children_find_the_checkout_before_what_was_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
