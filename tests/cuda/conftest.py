@@ -43,5 +43,7 @@ def libraries(cuda_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 def machine(libraries: Path, cuda_python: Path) -> Iterator[Machine]:
     """A machine with eight GPUs, which nobody uses."""
     folder = Path(tempfile.mkdtemp(prefix="cuda-"))  # not tmp_path, whose length would not do for sockets
-    yield Machine(folder, libraries, cuda_python)
+    machine = Machine(folder, libraries, cuda_python)
+    yield machine
+    machine.end()
     shutil.rmtree(folder, ignore_errors=True)

@@ -83,6 +83,8 @@ class Machine:
     def __init__(self, folder: Path, libraries: Path, python: Path) -> None:
         self.python = python
         self.gpus = tuple(Gpu(number=number) for number in range(GPU_COUNT))
+        self.started: list[subprocess.Popen[str]] = []
+        """Programs that a test has started here."""
         self._folder = folder
         self._libraries = libraries
         self._lines: tuple[str, ...] = ()
@@ -103,6 +105,13 @@ class Machine:
         """Describe more than the GPUs, in place of what was said before: see ``standin/machine.c``."""
         self._lines = lines
         self._write()
+
+    def end(self) -> None:
+        """Kill what still runs of the programs that were started."""
+        for process in self.started:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
 
     def _write(self) -> None:
         unfinished = self._folder / "machine.new"

@@ -19,7 +19,7 @@ from tests.cuda.tuning import (
     SMALL_GPT,
     Launched,
     Search,
-    copy_example,
+    copy_gpt,
     left_nothing,
     ran_as_they_should,
     slow_search,
@@ -35,7 +35,7 @@ def devices(search: Search) -> list[list[int]]:
 @pytest.mark.parametrize("launcher", ["torchrun", "warm"])
 @pytest.mark.parametrize("numbers", [[5], [6, 3]])
 def test_gpus_are_chosen_by_uuid(machine: Machine, tmp_path: Path, numbers: list[int], launcher: str) -> None:
-    folder = copy_example("gpt", tmp_path)
+    folder = copy_gpt(tmp_path)
     visible = ",".join(machine.uuids(numbers))
     search = Search(machine, folder, *GPT, *OPTIONS, "--launcher", launcher, *SMALL_GPT, visible=visible).finish()
     assert devices(search) == [numbers] * 3
@@ -43,14 +43,14 @@ def test_gpus_are_chosen_by_uuid(machine: Machine, tmp_path: Path, numbers: list
 
 
 def test_gpus_are_chosen_by_number(machine: Machine, tmp_path: Path) -> None:
-    folder = copy_example("gpt", tmp_path)
+    folder = copy_gpt(tmp_path)
     search = Search(machine, folder, *GPT, *OPTIONS, *SMALL_GPT, visible="7,2").finish()
     assert devices(search) == [[7, 2]] * 3
     ran_as_they_should(search, forked=True)
 
 
 def test_launches_of_one_gpu_share_the_machine(machine: Machine, tmp_path: Path) -> None:
-    folder = copy_example("gpt", tmp_path)
+    folder = copy_gpt(tmp_path)
     options = ("--gpus-per-trial", "1", "--max-slots", "2", "--max-trials", "4")
     search = Search(machine, folder, *GPT, *QUICK, *options, "--json", *SMALL_GPT, visible=None).finish()
     assert search.result["launches"] == {"measured": 4}
@@ -60,7 +60,7 @@ def test_launches_of_one_gpu_share_the_machine(machine: Machine, tmp_path: Path)
 
 def test_launches_number_gpus_as_nvml_does_even_where_cuda_would_not(machine: Machine, tmp_path: Path) -> None:
     machine.change_gpu(4, speed=3)
-    folder = copy_example("gpt", tmp_path)
+    folder = copy_gpt(tmp_path)
     options = (*OPTIONS, "--gpus-per-trial", "1", "--max-slots", "1")
     search = Search(machine, folder, *GPT, *options, *SMALL_GPT, visible=None).finish()
     assert devices(search) == [[0]] * 3
@@ -70,7 +70,7 @@ def test_launches_number_gpus_as_nvml_does_even_where_cuda_would_not(machine: Ma
 def test_a_part_of_a_gpu_is_warm_too(machine: Machine, tmp_path: Path) -> None:
     part = "MIG-1f2e3d4c-5747-4d3e-8f1c-9a2b3c4d5e6f"
     machine.say(f"part 0 {part} 9856 1 NVIDIA H100 80GB HBM3 MIG 1g.10gb")
-    folder = copy_example("gpt", tmp_path)
+    folder = copy_gpt(tmp_path)
     search = Search(machine, folder, *GPT, *OPTIONS, *SMALL_GPT, visible=part).finish()
     ranks = {rank["pid"] for launch in search.launches for rank in launch.ranks if rank["forked"]}
     assert len(ranks) == 3, search.errors
@@ -100,7 +100,7 @@ def process_on(machine: Machine, number: int) -> Iterator[int]:
 
 
 def test_a_gpu_that_somebody_else_uses_is_left_alone(machine: Machine, tmp_path: Path) -> None:
-    folder = copy_example("gpt", tmp_path)
+    folder = copy_gpt(tmp_path)
     options = (*OPTIONS, "--gpus-per-trial", "2")
     with process_on(machine, 1) as stranger:
         search = Search(machine, folder, *GPT, *options, *SMALL_GPT, visible="0,1,2").finish()
@@ -111,7 +111,7 @@ def test_a_gpu_that_somebody_else_uses_is_left_alone(machine: Machine, tmp_path:
 
 
 def test_who_holds_a_gpu_is_said_while_a_search_waits_for_it(machine: Machine, tmp_path: Path) -> None:
-    folder = copy_example("gpt", tmp_path)
+    folder = copy_gpt(tmp_path)
     options = (*OPTIONS, "--wait-for-gpus", "4")
     with process_on(machine, 1) as stranger:
         search = Search(machine, folder, *GPT, *options, *SMALL_GPT, visible="0,1").finish(code=2)

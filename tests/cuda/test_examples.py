@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.cuda.machine import Machine
-from tests.cuda.tuning import GPT, QUICK, SMALL_GPT, Search, copy_example, ran_as_they_should
+from tests.cuda.tuning import GPT, QUICK, SMALL_GPT, Search, copy_example, copy_gpt, ran_as_they_should
 
 BY_FLAG = ("--", "--deepspeed_config", "ds_config.json")
 
@@ -61,7 +61,7 @@ EXAMPLES = {
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_is_tuned(machine: Machine, tmp_path: Path, name: str, launcher: str) -> None:
     example = EXAMPLES[name]
-    folder = copy_example(example.folder, tmp_path)
+    folder = copy_gpt(tmp_path) if name == "gpt" else copy_example(example.folder, tmp_path)
     options = (*QUICK, "--max-trials", "1", "--launcher", launcher, "--json")
     search = Search(machine, folder, *example.command, *options, *example.flags, visible=example.visible).finish()
     gpus = [int(number) for number in example.visible.split(",")]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from tests.cuda.machine import Machine
-from tests.cuda.tuning import GPT, QUICK, SMALL_GPT, Search, copy_example, left_nothing, ran_as_they_should
+from tests.cuda.tuning import GPT, QUICK, SMALL_GPT, Search, copy_gpt, left_nothing, ran_as_they_should
 
 OFFLOAD: dict[str, Any] = {
     "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's own Adam for the CPU would have to be compiled
@@ -20,15 +19,9 @@ OFFLOAD: dict[str, Any] = {
 }
 
 
-def change_config(folder: Path, changes: dict[str, Any]) -> None:
-    path = folder / "ds_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
 def test_a_real_out_of_memory_error_is_knowledge(machine: Machine, tmp_path: Path) -> None:
     machine.change_gpus(memory_mib=1200)
-    folder = copy_example("gpt", tmp_path)
-    change_config(folder, {"train_micro_batch_size_per_gpu": 20000})
+    folder = copy_gpt(tmp_path, train_micro_batch_size_per_gpu=20000, autotuning={})
     options = (*QUICK, "--max-trials", "2", "--json")
     search = Search(machine, folder, *GPT, *options, *SMALL_GPT, visible="0").finish()
     assert search.result["launches"] == {"out_of_memory": 1, "measured": 1}
@@ -43,8 +36,7 @@ def test_a_real_out_of_memory_error_is_knowledge(machine: Machine, tmp_path: Pat
 
 
 def test_an_offloaded_optimizer_is_pinned_by_the_ranks(machine: Machine, tmp_path: Path) -> None:
-    folder = copy_example("gpt", tmp_path)
-    change_config(folder, OFFLOAD)
+    folder = copy_gpt(tmp_path, **OFFLOAD)
     search = Search(machine, folder, *GPT, *QUICK, "--max-trials", "1", "--json", *SMALL_GPT).finish()
     [trial] = search.trials
     pinned = {rank["pid"]: 0 for rank in trial.ranks}
@@ -57,8 +49,7 @@ def test_an_offloaded_optimizer_is_pinned_by_the_ranks(machine: Machine, tmp_pat
 
 
 def test_pinned_memory_that_ends_is_the_hosts(machine: Machine, tmp_path: Path) -> None:
-    folder = copy_example("gpt", tmp_path)
-    change_config(folder, OFFLOAD)
+    folder = copy_gpt(tmp_path, **OFFLOAD)
     machine.say("pinned 4")
     wide = ("--", "--layers", "2", "--hidden", "512", "--seq", "16")
     options = (*QUICK, "--max-trials", "3", "--zero-stages", "2", "--json")

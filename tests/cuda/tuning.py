@@ -20,6 +20,7 @@ __all__ = [
     "Launched",
     "Search",
     "copy_example",
+    "copy_gpt",
     "left_nothing",
     "ran_as_they_should",
     "slow_search",
@@ -43,6 +44,15 @@ SMALL_GPT = ("--", "--layers", "1", "--hidden", "32", "--seq", "16")
 
 def copy_example(name: str, folder: Path) -> Path:
     return Path(shutil.copytree(ROOT / "examples" / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")))
+
+
+def copy_gpt(folder: Path, **changes: Any) -> Path:
+    """Copy the GPT with these changes to its config; its search keeps to micro-batches that are soon loaded."""
+    copied = copy_example("gpt", folder)
+    config = copied / "ds_config.json"
+    limit = {"autotuning": {"max_train_micro_batch_size_per_gpu": 64}}
+    config.write_text(json.dumps({**json.loads(config.read_text()), **limit, **changes}))
+    return copied
 
 
 @dataclass(frozen=True)
@@ -110,6 +120,7 @@ class Search:
             stderr=subprocess.PIPE,
             text=True,
         )
+        machine.started.append(self.process)
 
     def finish(self, *, code: int = 0) -> Search:
         """Wait for the end, which must come with this exit code."""
