@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +70,11 @@ class Rig:
     def total_slots(self) -> int:
         """Slots of the machine."""
         return self._launcher.total_slots
+
+    @property
+    def waiting(self) -> Collection[str]:
+        """Launches that have no slots yet."""
+        return self._launcher.waiting
 
     def holders(self) -> Sequence[Holder]:
         """Return nobody, as the simulated machine is the search's own."""

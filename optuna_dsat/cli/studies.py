@@ -39,6 +39,10 @@ _MinGain = Annotated[
         "--min-gain", help="guided: new share by which something must be expected to be better.", show_default=False
     ),
 ]
+_WaitForGpus = Annotated[
+    float | None,
+    typer.Option("--wait-for-gpus", help="New limit of the wait for GPUs that others hold, in s.", show_default=False),
+]
 _Workdir = Annotated[
     Path | None,
     typer.Option(
@@ -274,12 +278,13 @@ def resume(
     storage: Storage = DEFAULT_STORAGE,
     max_trials: _MaxTrials = None,
     min_gain: _MinGain = None,
+    wait_for_gpus: _WaitForGpus = None,
     workdir: _Workdir = None,
     quiet: _Quiet = False,
     as_json: _Json = False,
 ) -> None:
     """Continue a study where it stands, with the settings it was started with."""
-    limits = {"max_trials": max_trials, "min_gain": min_gain}
+    limits = {"max_trials": max_trials, "min_gain": min_gain, "wait_for_gpus_s": wait_for_gpus}
     _continue(name, storage, limits=limits, workdir=workdir, quiet=quiet, as_json=as_json, conclude=True)
 
 

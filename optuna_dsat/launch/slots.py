@@ -158,7 +158,7 @@ class SlotPool:
     def _holders_of(self, device: Device) -> list[Holder]:
         name = label(device, kind=self.kind)
         if any(device.index in lease.indices for lease in self._leases):
-            return [Holder(device=name, who="a launch of this search")]
+            return [Holder(device=name, who="a launch of this search", own=True)]
         if self._nvml is None:
             return []
         use = self._use(device)

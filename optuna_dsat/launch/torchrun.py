@@ -8,7 +8,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -129,6 +129,11 @@ class TorchrunLauncher:
     def total_slots(self) -> int:
         """Slots this launcher manages, busy or free."""
         return self._pool.total
+
+    @property
+    def waiting(self) -> Collection[str]:
+        """Names of the launches that ``start`` took and that have no slots yet."""
+        return tuple(self._waiting)
 
     def holders(self) -> Sequence[Holder]:
         """Return what holds the slots that are not free, measured now, in the order of the slots."""

@@ -47,6 +47,7 @@ def test_a_launch_follows_one_that_is_settled(launcher: TorchrunLauncher, cwd: P
     assert launcher.free_slots == 2
     launcher.start(request(cwd, launch_id="second"))
     assert launcher.free_slots == 0
+    assert tuple(launcher.waiting) == ("second",)
     assert launcher.run_directory("second").config.exists()
     with pytest.raises(SlotsBusyError):
         launcher.start(request(cwd, launch_id="third"))
@@ -60,7 +61,9 @@ def test_a_waiting_launch_can_be_stopped(launcher: TorchrunLauncher, cwd: Path) 
     launcher.start(request(cwd, launch_id="first"))
     settled(launcher)
     launcher.start(request(cwd, launch_id="second"))
+    assert launcher.holders()[0].own
     launcher.stop("second", message="not any more")
+    assert not launcher.waiting
     updates: list[LaunchUpdate] = updates_until_finished(launcher, 2)
     assert (reports(updates)["second"].outcome, reports(updates)["second"].message) == (
         Outcome.PRUNED,

@@ -122,6 +122,13 @@ def test_a_limit_of_nothing_does_not_wait() -> None:
         Wait(SLEEPER, limit_s=0.0).look()
 
 
+def test_a_launch_of_the_same_search_that_ends_is_no_wait_for_others() -> None:
+    wait = Wait(SLEEPER, Holder(device="GPU 0", who="a launch of this search", own=True), limit_s=0.0)
+    wait.look()
+    wait.look(9.0)
+    assert wait.notices == []
+
+
 def test_a_wait_that_is_over_begins_anew() -> None:
     wait = Wait(SLEEPER, limit_s=10.0, slots=1)
     wait.look()

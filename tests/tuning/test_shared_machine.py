@@ -10,7 +10,7 @@ from optuna.trial import TrialState
 from optuna_dsat import history, profiling
 from optuna_dsat.launch import waiting
 from optuna_dsat.launch.nvml import DeviceError
-from optuna_dsat.launch.protocol import Holder, LaunchRequest, SlotsBusyError
+from optuna_dsat.launch.protocol import Holder, LaunchRequest, LaunchUpdate, SlotsBusyError
 from optuna_dsat.launch.simulated import SimulatedLauncher
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.progress import Message
@@ -25,12 +25,14 @@ SLEEPER = Holder(device="GPU 1", who="process 4711 (sleep, user anna)")
 class Shared(SimulatedLauncher):
     """A simulated machine of which somebody else takes every slot after so many launches, for so many looks."""
 
-    def __init__(self, hill: Hill, *, after: int, looks: int = 10**9, locked: bool = False) -> None:
+    def __init__(self, hill: Hill, *, after: int, looks: int = 10**9, shows: str = "at once") -> None:
         super().__init__(hill, total_slots=2)
         self._left = after
         self._looks = looks
-        self._locked = locked
-        """Whether they are taken by a lock, which shows only when a launch would start."""
+        self._shows = shows
+        """When it shows: ``at once``, at the ``start`` of a launch, or when one was ``taken`` that was to follow
+        another."""
+        self._taken: list[LaunchRequest] = []
 
     @property
     def _held(self) -> bool:
@@ -38,7 +40,11 @@ class Shared(SimulatedLauncher):
 
     @property
     def free_slots(self) -> int:
-        return 0 if self._held and not self._locked else super().free_slots
+        return 0 if self._held and self._shows == "at once" else super().free_slots
+
+    @property
+    def waiting(self) -> Sequence[str]:
+        return [request.launch_id for request in self._taken]
 
     def holders(self) -> Sequence[Holder]:
         if not self._held:
@@ -47,10 +53,18 @@ class Shared(SimulatedLauncher):
         return (SLEEPER,)
 
     def start(self, request: LaunchRequest) -> None:
-        if self._held:
+        if self._held and self._shows == "taken":
+            self._taken.append(request)
+        elif self._held:
             raise SlotsBusyError("taken")
-        super().start(request)
-        self._left -= 1
+        else:
+            super().start(request)
+            self._left -= 1
+
+    def poll(self, timeout_s: float) -> Sequence[LaunchUpdate]:
+        if self._taken and not self._held:
+            self.start(self._taken.pop())
+        return super().poll(timeout_s)
 
 
 def search(bench: Bench, spec: StudySpec, launcher: Shared) -> None:
@@ -78,7 +92,7 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_search_says_for_whom_it_waits_and_then_goes_on(bench: Bench) -> None:
     search(bench, bench.spec(max_trials=2, confirm=0), Shared(Hill(), after=0, looks=3))
-    search(bench, bench.spec(max_trials=3, confirm=0), Shared(Hill(), after=0, looks=2))
+    search(bench, bench.spec(max_trials=3, confirm=0), Shared(Hill(), after=0, looks=2, shows="taken"))
     said = [text for text in messages(bench) if "Waiting for 2 free slots" in text]
     assert len(said) == 2
     assert all("Not free: GPU 1: process 4711 (sleep, user anna)." in text for text in said)
@@ -90,11 +104,11 @@ def test_a_profile_launch_waits_no_longer_than_it_may(bench: Bench) -> None:
         search(bench, bench.spec(wait_for_gpus_s=0.0), Shared(Hill(), after=0))
 
 
-@pytest.mark.parametrize("locked", [False, True])
-def test_a_search_that_the_limit_ends_loses_nothing(bench: Bench, locked: bool) -> None:
+@pytest.mark.parametrize("shows", ["at once", "start", "taken"])
+def test_a_search_that_the_limit_ends_loses_nothing(bench: Bench, shows: str) -> None:
     spec = bench.spec(max_trials=4, confirm=0)
     with pytest.raises(DeviceError, match="process 4711"):
-        search(bench, spec.model_copy(update={"wait_for_gpus_s": 0.0}), Shared(Hill(), after=3, locked=locked))
+        search(bench, spec.model_copy(update={"wait_for_gpus_s": 0.0}), Shared(Hill(), after=3, shows=shows))
     trials = bench.study().trials
     assert TrialState.RUNNING not in {trial.state for trial in trials}
     assert len(launched(bench)) == 2
@@ -104,8 +118,9 @@ def test_a_search_that_the_limit_ends_loses_nothing(bench: Bench, locked: bool) 
     assert len(set(launched(bench))) == len(launched(bench)) == 4
 
 
-def test_finalists_wait_no_longer_either(bench: Bench) -> None:
+@pytest.mark.parametrize("shows", ["at once", "taken"])
+def test_finalists_wait_no_longer_either(bench: Bench, shows: str) -> None:
     spec = bench.spec(max_trials=2, confirm=1, wait_for_gpus_s=0.0)
     with pytest.raises(DeviceError, match="process 4711"):
-        search(bench, spec, Shared(Hill(), after=3))
+        search(bench, spec, Shared(Hill(), after=3, shows=shows))
     assert len(launched(bench)) == 2
