@@ -26,6 +26,7 @@ _CONFIG = ("--deepspeed_config", "ds_config.json")
 _TRIAL_S, _TRIAL_ON_A_STAND_IN_S = 120, 30
 """Most seconds of a launch. On a stand-in gradients may be any bytes, and steps that overflow are skipped for ever."""
 _MOST_S = 400.0
+_LARGEST_MICRO_BATCH = 64
 _NOTEBOOK = """
 import json, sys
 cells = json.load(open(sys.argv[1]))["cells"]
@@ -161,6 +162,8 @@ def _run(context: Context, example: Example) -> Verdict:
     # Some examples reach for their neighbours, so all of them are copied.
     shutil.copytree(ROOT / "examples", folder, ignore=shutil.ignore_patterns("__pycache__"))
     cwd = folder / example.folder
+    if example.search:
+        _bound_micro_batch(cwd / "ds_config.json")
     trial_s = _TRIAL_ON_A_STAND_IN_S if context.machine.stand_in else _TRIAL_S
     words, shown = example.command(len(context.devices.devices), trial_s=trial_s)
     if example.name == "notebook":
@@ -179,6 +182,13 @@ def _run(context: Context, example: Example) -> Verdict:
         return Verdict(status=Status.PROVEN, why="It ran to its end.", figures=figures, command=shown)
     result = {} if example.python else done.result()
     return _judged(result, _launched(cwd), shown, stand_in=context.machine.stand_in)
+
+
+def _bound_micro_batch(path: Path) -> None:
+    """Keep the micro-batch of an example to what its few thousand samples give for several steps."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["autotuning"] = {"max_train_micro_batch_size_per_gpu": _LARGEST_MICRO_BATCH}
+    path.write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
 def _judged(result: Mapping[str, Any], launched: Mapping[str, Any], shown: str, *, stand_in: bool) -> Verdict:
