@@ -86,6 +86,10 @@ if "spoiler" in sys.modules:
 """The beginning of a script whose ``deepspeed.initialize`` fails only where a module was imported before the fork."""
 
 
+MORE_IMPORTERS = tuple(f"importer_{number}" for number in range(8))
+"""More than the parent may be started anew."""
+
+
 class IdleGpus:
     """NVML of GPUs that nobody uses."""
 
@@ -159,7 +163,7 @@ class TestVariablesThatTheScriptChanges:
     @pytest.mark.parametrize(
         ("environment", "left_out"),
         [
-            (("ODD_HOME",), ("importer", "importer_of_importer", "odd_package")),
+            (("ODD_HOME",), ("importer", *MORE_IMPORTERS, "importer_of_importer", "odd_package")),
             (("OTHER",), ()),
         ],
     )
@@ -167,11 +171,12 @@ class TestVariablesThatTheScriptChanges:
         self, tmp_path: Path, environment: tuple[str, ...], left_out: tuple[str, ...]
     ) -> None:
         (tmp_path / "odd_package.py").write_text("import os\nHOME = os.environ.get('ODD_HOME', '/default')")
-        (tmp_path / "importer.py").write_text("import odd_package")
+        for name in ("importer", *MORE_IMPORTERS):
+            (tmp_path / f"{name}.py").write_text("import odd_package")
         (tmp_path / "importer_of_importer.py").write_text("try:\n    import importer\nexcept ImportError:\n    pass")
         asks = "import importlib.util\nassert importlib.util.find_spec('odd_package') is not None"
         (tmp_path / "asks_whether_it_is_there.py").write_text(asks)
-        names = ("odd_package", "importer_of_importer", "importer", "asks_whether_it_is_there")
+        names = ("odd_package", "importer_of_importer", "importer", *MORE_IMPORTERS, "asks_whether_it_is_there")
         warm = WarmLaunches(tmp_path / "warm.log")
         try:
             # The shell's own value is no better than none: what the script sets counts.
