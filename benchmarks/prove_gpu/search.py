@@ -25,9 +25,11 @@ def guided(context: Context) -> Verdict:
     model = load_filling(context)
     folder = context.folder("guided")
     storage = f"sqlite:///{folder}/study.db"
-    if (folder / "study.db").is_file():
+    if any(folder.glob("filling/trial-*")):
         words, shown = dsat("resume", "filling", "--storage", storage, "--json")
     else:
+        for left in folder.glob("study.db*"):  # of a search that an earlier part ended before its first trial
+            left.unlink()
         options = ("--max-trials", str(_TRIALS), "--confirm", str(_CONFIRM), "--zero-stages", "0", "1", "2", "3")
         places = ("--study", "filling", "--storage", storage, "--output-dir", str(folder), "--json")
         gpus = ("--gpus-per-trial", str(len(context.devices.devices)))
