@@ -9,7 +9,7 @@ The tree, with what the command exits with::
     │   └── StorageUrlError      the storage URL cannot be opened or is not supported
     ├── NothingRunnableError     no configuration runs on this hardware (exit 3)
     ├── OutputError              a run directory cannot be written, the disk is full (exit 5, ``launch.run_directory``)
-    ├── DeviceError              the devices do not answer, or do not become free (exit 1, ``launch.devices``)
+    ├── DeviceError              the devices do not answer, or do not become free (exit 1, ``launch.nvml``)
     ├── ScriptFailedError        the user's script fails whatever the configuration (exit 4)
     └── StorageError             the database failed while the study ran (exit 5)
 

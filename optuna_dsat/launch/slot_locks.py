@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,10 @@ from pathlib import Path
 from optuna_dsat.launch.processes import ProcessKey
 
 __all__ = ["LockOwner", "lock", "lock_owner", "lock_path", "unlock"]
+
+
+_TRIES, _PAUSE_S = 3, 0.005
+"""Whoever waits for a GPU holds its lock for a moment, to see whether it is held."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +50,14 @@ def lock(path: Path) -> int | None:
             os.fchmod(descriptor, 0o666)  # the umask must not keep another user's tuner from locking
     except PermissionError:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        return None
-    _write(descriptor, f"{os.getpid()}\n")
-    return descriptor
+    for _ in range(_TRIES):
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _write(descriptor, f"{os.getpid()}\n")
+            return descriptor
+        time.sleep(_PAUSE_S)
+    os.close(descriptor)
+    return None
 
 
 def unlock(descriptors: Collection[int]) -> None:
