@@ -217,7 +217,16 @@ def _forget_random_state() -> None:
 
 
 def _forget_devices() -> None:
-    """Have torch count the GPUs anew: the parent may have seen more than this launch may use."""
+    """Have torch count the GPUs anew, for the parent may have seen more than this launch may use, and NVML begin anew.
+
+    DeepSpeed's CUDA accelerator initialises NVML at its import; what NVML makes of a fork is not documented.
+    """
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch.cuda, "_cached_device_count"):
         torch.cuda._cached_device_count = None
+    nvml: Any = getattr(sys.modules.get("deepspeed.accelerator.cuda_accelerator"), "pynvml", None)
+    if nvml is not None:
+        with contextlib.suppress(nvml.NVMLError):
+            nvml.nvmlShutdown()
+        with contextlib.suppress(nvml.NVMLError):
+            nvml.nvmlInit()

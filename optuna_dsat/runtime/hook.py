@@ -35,6 +35,7 @@ from optuna_dsat.runtime.memory import (
     limit_cuda_memory,
     limit_process_memory,
     process_limit_lifted,
+    understand_visible_uuids,
     unlink_shared_buffers,
 )
 from optuna_dsat.runtime.meter import Meter, Progress, is_pipeline
@@ -159,6 +160,7 @@ class DeepSpeedHook:
             self._prepare_cpu()
         else:
             self._memory = CudaMemory(self._accelerator)
+            understand_visible_uuids(self._accelerator, sys.modules["torch"])
         self._spans["imports"] = [self._started, time.time() - self._started]
         self._time_init_distributed()
         self._deepspeed.initialize = self._wrap(self._deepspeed.initialize)

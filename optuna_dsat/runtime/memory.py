@@ -11,6 +11,7 @@ phase).
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import resource
 import sys
@@ -30,6 +31,7 @@ __all__ = [
     "limit_process_memory",
     "process_limit_lifted",
     "read_process_memory",
+    "understand_visible_uuids",
     "unlink_shared_buffers",
 ]
 
@@ -205,6 +207,29 @@ def limit_cuda_memory(torch: Any, budget_bytes: int, local_rank: int) -> None:
     if not hasattr(torch._C, "_cuda_getDeviceCount"):
         return  # built without CUDA
     torch.cuda._lazy_call(apply)
+
+
+def understand_visible_uuids(accelerator: Any, torch: Any) -> None:
+    """Have DeepSpeed find the free memory of GPUs that ``CUDA_VISIBLE_DEVICES`` names by UUID.
+
+    With nvidia-ml-py installed, its accelerator (0.19.8) reads that variable as numbers for NVML, and ends every
+    ``deepspeed.initialize`` at ZeRO 1 and 2 with a ValueError otherwise. Parts of a GPU (MIG) have no numbers. CUDA
+    itself answers then.
+
+    Args:
+        accelerator: DeepSpeed's accelerator of this rank.
+        torch: The torch module.
+    """
+    original = accelerator.available_memory
+
+    @functools.wraps(original)
+    def available_memory(device_index: int | None = None) -> int:
+        try:
+            return int(original(device_index))
+        except ValueError:
+            return int(torch.cuda.mem_get_info(device_index)[0])
+
+    accelerator.available_memory = available_memory
 
 
 def host_memory_bytes() -> int:

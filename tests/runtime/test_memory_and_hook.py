@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import resource
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from optuna_dsat.runtime.memory import (
     limit_cuda_memory,
     process_limit_lifted,
     read_process_memory,
+    understand_visible_uuids,
     unlink_shared_buffers,
 )
 
@@ -99,6 +101,26 @@ def test_a_torch_without_cuda_is_left_alone() -> None:
     del torch._C._cuda_getDeviceCount
     limit_cuda_memory(torch, 100, 0)
     assert torch.queued == []
+
+
+@pytest.mark.parametrize(
+    ("visible", "free"),
+    [("0,1", 111), ("GPU-00000006-1111-2222-3333-444444444444", 222), ("MIG-aa", 222)],
+    ids=["numbers", "uuid", "part-of-a-gpu"],
+)
+def test_free_memory_is_found_where_gpus_are_named_by_uuid(
+    visible: str, free: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed's own accelerator is asked; NVML and CUDA answer with different figures."""
+    module = importlib.import_module("deepspeed.accelerator.cuda_accelerator")
+    memory = SimpleNamespace(free=111)
+    nvml = SimpleNamespace(nvmlDeviceGetHandleByIndex=lambda _: 0, nvmlDeviceGetMemoryInfo=lambda _: memory)
+    monkeypatch.setattr(module, "pynvml", nvml)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    accelerator = object.__new__(module.CUDA_Accelerator)
+    torch = SimpleNamespace(cuda=SimpleNamespace(mem_get_info=lambda _device: (222, 333)))
+    understand_visible_uuids(accelerator, torch)
+    assert accelerator.available_memory(0) == free
 
 
 def test_the_watch_calls_back_once_after_the_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
