@@ -114,9 +114,10 @@ def test_who_holds_a_gpu_is_said_while_a_search_waits_for_it(machine: Machine, t
     folder = copy_gpt(tmp_path)
     options = (*OPTIONS, "--wait-for-gpus", "4")
     with process_on(machine, 1) as stranger:
-        search = Search(machine, folder, *GPT, *options, *SMALL_GPT, visible="0,1").finish(code=2)
-    assert f"process {stranger}" in search.errors
-    assert "GPU 1" in search.errors
+        search = Search(machine, folder, *GPT, *options, *SMALL_GPT, visible="0,1").finish(code=1)
+    [waiting, ended] = [line for line in search.errors.splitlines() if f"GPU 1: process {stranger}" in line]
+    assert waiting.startswith("Waiting for 2 free slots")
+    assert ended.startswith("optuna-dsat: A launch needs 2 free slots")
     assert search.launches == []
 
 

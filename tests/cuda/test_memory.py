@@ -21,7 +21,7 @@ OFFLOAD: dict[str, Any] = {
 
 def test_a_real_out_of_memory_error_is_knowledge(machine: Machine, tmp_path: Path) -> None:
     machine.change_gpus(memory_mib=1200)
-    folder = copy_gpt(tmp_path, train_micro_batch_size_per_gpu=20000, autotuning={})
+    folder = copy_gpt(tmp_path, train_micro_batch_size_per_gpu=20000)
     options = (*QUICK, "--max-trials", "2", "--json")
     search = Search(machine, folder, *GPT, *options, *SMALL_GPT, visible="0").finish()
     assert search.result["launches"] == {"out_of_memory": 1, "measured": 1}
