@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["cuda_hidden", "driver_is_initialised", "show_cuda"]
+__all__ = ["cuda_hidden", "cuda_named", "driver_is_initialised", "show_cuda"]
 
 _DRIVER_LIBRARY = "libcuda.so.1"
 _NOT_INITIALISED = 3
@@ -26,7 +26,7 @@ _ASKED = ("device_count", "is_available")
 but fall back on the driver where NVML does not answer, and for MIG devices always."""
 
 _hidden: dict[str, Any] = {}
-"""The functions of ``torch.cuda`` that ``cuda_hidden`` has replaced, by name."""
+"""The functions of ``torch.cuda`` that are replaced, by name."""
 
 
 def driver_is_initialised() -> bool:
@@ -64,18 +64,36 @@ def cuda_hidden() -> Iterator[None]:
     """
     import torch
 
-    cuda: Any = torch.cuda
-    _hidden.update({name: getattr(cuda, name) for name in _ASKED})
-    cuda.is_available = lambda: False
-    cuda.device_count = lambda: 0
+    _answer(torch, 0)
     try:
         yield
     finally:
         show_cuda()
 
 
+def cuda_named(torch: Any) -> None:
+    """Have torch count the GPUs that ``CUDA_VISIBLE_DEVICES`` names, and ask CUDA nothing, until ``show_cuda``.
+
+    For imports before a fork: what they find out of GPUs holds for the ranks, and costs no ``cuInit``. Where the
+    variable is not set, torch finds out by itself.
+
+    Args:
+        torch: The torch module.
+    """
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        _answer(torch, len(list(filter(None, named.split(",")))) if torch.backends.cuda.is_built() else 0)
+
+
+def _answer(torch: Any, count: int) -> None:
+    for name in _ASKED:
+        _hidden.setdefault(name, getattr(torch.cuda, name))
+    torch.cuda.is_available = lambda: count > 0
+    torch.cuda.device_count = lambda: count
+
+
 def show_cuda() -> None:
-    """End ``cuda_hidden`` early: a rank that was forked within it uses its GPUs."""
+    """Have torch find GPUs by itself again, as a rank does that was forked while it did not."""
     if _hidden:
         cuda: Any = sys.modules["torch"].cuda
         for name, function in _hidden.items():

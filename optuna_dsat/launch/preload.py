@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
-from optuna_dsat.launch.cuda_state import driver_is_initialised
+from optuna_dsat.launch.cuda_state import cuda_named, driver_is_initialised, show_cuda
 from optuna_dsat.runtime.events import ModulesImported
 
 __all__ = ["BASE_MODULES", "Loaded", "Preload", "load"]
@@ -128,6 +128,8 @@ def load(preload: Preload, *, watched: frozenset[str]) -> Loaded:
             package = name.partition(".")[0]
             if package in preload.left_out or package in loaded.refused or name in sys.modules:
                 continue
+            if (torch := sys.modules.get("torch")) is not None:
+                cuda_named(torch)
             if _import(name):
                 loaded.modules.append(name)
             if missed:
@@ -142,6 +144,7 @@ def load(preload: Preload, *, watched: frozenset[str]) -> Loaded:
                 loaded.refused[package] = "its import initialises CUDA, which no fork survives"
             if threads.started(name):
                 loaded.refused[package] = "its import starts threads, which a fork does not copy"
+    show_cuda()
     _load_operators(preload.operators)
     gc.collect()
     gc.freeze()  # a collection in a child would write to, and so copy, pages that all of them share

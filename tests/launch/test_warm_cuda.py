@@ -12,10 +12,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from optuna_dsat.launch.cuda_state import cuda_named, show_cuda
 from optuna_dsat.launch.devices import Device, Devices
 from optuna_dsat.launch.nvml import GpuUse
 from optuna_dsat.launch.preload import BASE_MODULES, Preload
@@ -159,6 +161,23 @@ class TestADriver:
             warm.close()
 
 
+@pytest.mark.parametrize(("visible", "built", "count"), [("2,3", True, 2), ("", True, 0), ("2,3", False, 0)])
+def test_imports_before_a_fork_find_the_gpus_that_are_named(
+    visible: str, built: bool, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = SimpleNamespace(is_available=lambda: None, device_count=lambda: None)
+    torch = SimpleNamespace(
+        cuda=cuda, backends=SimpleNamespace(cuda=SimpleNamespace(is_built=lambda: built)), __version__="0"
+    )
+    before = dict(vars(cuda))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    cuda_named(torch)
+    assert (cuda.is_available(), cuda.device_count()) == (count > 0, count)
+    show_cuda()
+    assert vars(cuda) == before
+
+
 class TestVariablesThatTheScriptChanges:
     @pytest.mark.parametrize(
         ("environment", "left_out"),
@@ -233,7 +252,9 @@ def asked(folder: Path, launch_id: str, **changes: Any) -> LaunchRequest:
 def profiled(folder: Path, notices: list[str]) -> Iterator[tuple[TorchrunLauncher, LaunchReport, list[LaunchUpdate]]]:
     """Return a launcher that has run a profile launch, and what came of it."""
     (folder / "warm").mkdir()
+    (folder / "asks_for_gpus.py").write_text("import torch\nGPUS = torch.cuda.device_count()\n")
     launcher = make(folder, notices, warm=True, CUDA_SPY=str(folder / "spy.log"))
+    launcher.prepare(Preload(modules=(*BASE_MODULES, "asks_for_gpus")))
     report, updates = run(launcher, asked(folder, "profile", purpose="profile", start_profile_step=1))
     yield launcher, report, updates
     launcher.close()
