@@ -10,7 +10,7 @@ export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup operators demo test lint types check docs figures prove-gpu pack-gpu clean
+.PHONY: setup operators demo test test-cuda lint types check docs figures prove-gpu pack-gpu clean
 
 setup: $(VENV)/.installed
 
@@ -38,6 +38,20 @@ demo: operators
 
 test: operators
 	$(BIN)/python -m pytest
+
+# The CUDA path end to end, on a machine without a GPU: tests/cuda, with a CUDA build of torch and a stand-in for the driver
+# (CONTRIBUTING.md says what it downloads). `===` takes no build with a suffix, such as "+cpu" from a folder or an index
+# that pip is told of. CUDA_VENV names an environment that is there already, in the place of one of this checkout.
+CUDA_VENV := .venv-cuda
+test-cuda: setup $(if $(filter .venv-cuda,$(CUDA_VENV)),.venv-cuda/.installed)
+	OPTUNA_DSAT_CUDA_VENV=$(CUDA_VENV) $(BIN)/python -m pytest tests/cuda $(TEST_CUDA_ARGS)
+
+.venv-cuda/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-cuda || { echo "On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	.venv-cuda/bin/pip install --quiet $(TORCH_CUDA_PIP_ARGS) $(shell sed -n 's/^torch==/torch===/p' constraints.txt) numpy
+	.venv-cuda/bin/pip install --quiet --constraint constraints.txt --editable '.[huggingface,lightning]'
+	.venv-cuda/bin/python -c "import torch; assert torch.version.cuda, 'this torch is no CUDA build: see CONTRIBUTING.md'"
+	touch $@
 
 lint: setup
 	$(BIN)/ruff check .
@@ -70,4 +84,4 @@ pack-gpu:
 	@$(PROVE_PYTHON) -m benchmarks.prove_gpu.pack --into $(or $(WHEELS),prove-gpu-wheels) $(PACK_ARGS)
 
 clean:
-	rm -rf $(VENV) .cache demo-output prove-gpu-wheels build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-cuda .cache demo-output prove-gpu-wheels build *.egg-info .pytest_cache .mypy_cache .ruff_cache
