@@ -30,6 +30,8 @@ __all__ = ["Command", "Context", "Script", "batch_overlay", "dsat"]
 
 _STOP_S = 30.0
 """What a search may take to come to a clean stop."""
+_END_S = 5.0
+"""What a command may take to end at once."""
 _TELL_S = 5.0
 """Kept for writing things down at the end of a part."""
 
@@ -56,8 +58,10 @@ class Command:
 
     @property
     def last_line(self) -> str:
-        """The last thing it said on stderr, for people."""
-        return next((line for line in reversed(self.stderr.splitlines()) if line.strip()), "it said nothing")
+        """The last thing it said on stderr, for people: where ``optuna-dsat`` says why it ended, that."""
+        said = [line.strip() for line in self.stderr.splitlines() if line.strip()]
+        reasons = [line.removeprefix("optuna-dsat: ") for line in said if line.startswith("optuna-dsat: ")]
+        return (reasons or said or ["it said nothing"])[-1]
 
     def result(self) -> dict[str, Any]:
         """Return the JSON object on stdout.
@@ -214,7 +218,8 @@ def _output(process: subprocess.Popen[str], *, limit_s: float, clean_stop: bool)
 
 def _stop(process: subprocess.Popen[str], *, clean: bool) -> tuple[str, str]:
     """End a command, and what it started: tuners end their launches on SIGINT and SIGTERM; return what it had said."""
-    for number, patience_s in ((signal.SIGINT if clean else signal.SIGTERM, _STOP_S), (signal.SIGKILL, 5.0)):
+    first = (signal.SIGINT, _STOP_S) if clean else (signal.SIGTERM, _END_S)
+    for number, patience_s in (first, (signal.SIGKILL, _END_S)):
         process.send_signal(number)
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.communicate(timeout=patience_s)

@@ -27,7 +27,7 @@ def page(machine: Mapping[str, Any], records: Sequence[Record], *, written: str,
         written: When, for people.
         left: Names of the checks that are still to do.
     """
-    return "\n".join([*_head(machine, written), *_summary(records, left), *_sections(records)]) + "\n"
+    return "\n".join([*_head(machine, written), *_summary(records, left), *_sections(records, machine)]) + "\n"
 
 
 def _head(machine: Mapping[str, Any], written: str) -> Iterator[str]:
@@ -57,8 +57,9 @@ def _summary(records: Sequence[Record], left: Sequence[str]) -> Iterator[str]:
         yield f"**Not at its end: {len(left)} checks are still to do ({', '.join(left)}).**"
 
 
-def _sections(records: Sequence[Record]) -> Iterator[str]:
-    for status, heading in HEADINGS.items():
+def _sections(records: Sequence[Record], machine: Mapping[str, Any]) -> Iterator[str]:
+    headings = {**HEADINGS, Status.PROVEN: "Proven to run, on a stand-in"} if machine.get("stand_in") else HEADINGS
+    for status, heading in headings.items():
         found = [record for record in records if record.status is status]
         if not found:
             continue

@@ -292,6 +292,7 @@ def test_a_command_leaves_its_output_behind_and_its_result_is_read(context: Cont
     done = whole.run(words, cwd=tmp_path, shown="dsat x", log="x")
     assert (done.exit_code, done.last_line, done.result()) == (1, "failed", {"value": 1})
     assert (tmp_path / "work" / "logs" / "x.err").read_text() == "it\nfailed\n\n"
+    assert replace(done, stderr="optuna-dsat: no GPU\n\nFull log: log\n").last_line == "no GPU"
     with pytest.raises(ValueError, match="dsat y exited with 0 and no result: it said nothing"):
         whole.run([sys.executable, "-c", ""], cwd=tmp_path, shown="dsat y", log="y").result()
 
