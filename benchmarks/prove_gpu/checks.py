@@ -17,7 +17,11 @@ _FIRST_EXAMPLES = ("gpt", "huggingface")
 
 
 def all_checks() -> list[Check[Context]]:
-    """Return every check."""
+    """Return every check.
+
+    Those that need the model of ``filling`` ask for no less time than it does: a part that passes it over has none for
+    them either.
+    """
     return [
         Check(
             name="doctor",

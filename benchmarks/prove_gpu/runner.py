@@ -57,6 +57,8 @@ def run_part(
 ) -> int:
     """Run the checks that are not over yet until the time is up; return how many are left.
 
+    A check that the rest of the part is too short for is passed over; shorter ones that come after it may still run.
+
     Args:
         checks: In the order in which they run.
         proof: What is over already; gets each record as it comes.
@@ -69,27 +71,38 @@ def run_part(
     waiting = [check for check in checks if check.name not in proof.records]
     for position, check in enumerate(waiting):
         if position and deadline - clock() < check.needs_s:
-            return len(waiting) - position
+            continue
         say(f"{check.name} ...")
         started = clock()
-        beginnings = proof.begin(check.name)
         try:
-            verdict = _given_up(beginnings, proof.spent_s.get(check.name, 0.0)) or check.run(context)
-        except PartOverError as over:
+            verdict = _verdict(check, proof, context)
+        except (PartOverError, KeyboardInterrupt) as over:
             proof.pause(check.name, clock() - started, cut_off=isinstance(over, OverrunError))
-            return len(waiting) - position
-        except KeyboardInterrupt:
-            proof.pause(check.name, clock() - started)
-            raise
-        except NotRunError as error:
-            verdict = Verdict(status=Status.NOT_RUN, why=f"not run: {error}")
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a check raises is its result
-            verdict = Verdict(status=Status.FAILED, why=_reason(error), figures={"traceback": _tail()})
+            if isinstance(over, KeyboardInterrupt):
+                raise
+            break
         seconds = proof.spent_s.get(check.name, 0.0) + clock() - started
         record = _record(check, verdict, seconds=round(seconds, 1), stand_in=stand_in)
         proof.end(record)
         say(f"{check.name}: {record.status.value}, {seconds:.0f} s. {record.why}")
-    return 0
+    return sum(check.name not in proof.records for check in waiting)
+
+
+def _verdict(check: Check[C], proof: Proof, context: C) -> Verdict:
+    """Return what a check found, or what its error says of it.
+
+    Raises:
+        PartOverError: If it goes on in the next part.
+    """
+    beginnings = proof.begin(check.name)
+    try:
+        return _given_up(beginnings, proof.spent_s.get(check.name, 0.0)) or check.run(context)
+    except PartOverError:
+        raise
+    except NotRunError as error:
+        return Verdict(status=Status.NOT_RUN, why=f"not run: {error}")
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a check raises is its result
+        return Verdict(status=Status.FAILED, why=_reason(error), figures={"traceback": _tail()})
 
 
 def _given_up(beginnings: int, spent_s: float) -> Verdict | None:

@@ -105,6 +105,15 @@ def test_a_part_stops_between_checks_and_the_next_one_goes_on_there(tmp_path: Pa
     assert [record.seconds for record in Proof(path).records.values()] == [40, 40, 40]
 
 
+def test_what_is_too_long_for_the_rest_of_a_part_lets_shorter_checks_pass(tmp_path: Path) -> None:
+    clock, done = Clock(), list[str]()
+    found = [lasting(clock, seconds, done, name) for name, seconds in (("one", 60), ("long", 50), ("short", 30))]
+    path = tmp_path / "proof.json"
+    assert part(Proof(path), *found, clock=clock) == 1
+    assert part(Proof(path), *found, clock=clock, until=200) == 0
+    assert done == ["one", "short", "long"]
+
+
 def test_the_first_check_of_a_part_is_begun_however_long_it_takes(tmp_path: Path) -> None:
     assert part(Proof(tmp_path / "proof.json"), check("long", needs_s=1000)) == 0
 
