@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import time
@@ -65,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--state", type=Path, required=True, help="folder that is kept between parts")
     parser.add_argument("--part-minutes", type=float, default=9.0, help="time of one part (default 9)")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these checks alone")
-    parser.add_argument("--again", action="store_true", help="run checks again that are over (those of --only)")
+    parser.add_argument("--again", action="store_true", help="begin the checks of --only anew")
     parser.add_argument("--gpus", type=int, help="GPUs to use (default: two where there are two, else one)")
     parser.add_argument("--wheels", type=Path, help="folder of wheels that `make pack-gpu` collected")
     parser.add_argument("--list", action="store_true", help="name the checks and end")
@@ -102,7 +103,8 @@ def _part(checks: Sequence[Check[Context]], args: argparse.Namespace, *, deadlin
         raise NoGpuError(f"This state was begun on {', '.join(machine.gpus)}: give another folder with --state.")
     if args.again:
         for name in args.only or ():
-            proof.records.pop(name, None)
+            proof.forget(name)
+            shutil.rmtree(state / "work" / name, ignore_errors=True)
     if machine.stand_in and len(devices.devices) > 1 and args.gpus is None:
         devices = first_devices(1)
         proof.machine["gpus"] = [devices.devices[0].name]

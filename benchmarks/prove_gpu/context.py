@@ -104,7 +104,7 @@ class Context:
         return self.deadline - time.monotonic()
 
     def folder(self, name: str) -> Path:
-        """Return the folder of a check, which is kept between parts."""
+        """Return the folder of a check, which is kept between parts and removed where the check is to begin anew."""
         folder = self.state / "work" / name
         folder.mkdir(parents=True, exist_ok=True)
         return folder

@@ -31,7 +31,7 @@ def offload(context: Context) -> Verdict:
     What earlier parts launched is kept.
     """
     model = load_filling(context)
-    folder = context.folder("offload")
+    folder = context.folder("offload-pinned")
     kept = folder / "launches.json"
     launches: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else {}
     with context.launcher(folder / "launches") as launcher:

@@ -138,6 +138,11 @@ class Proof:
         self.records[record.name] = record
         self.write()
 
+    def forget(self, name: str) -> None:
+        """Let a check begin anew."""
+        for kept in (self.records, self.begun, self.spent_s):
+            kept.pop(name, None)
+
     def write(self) -> None:
         """Write the file in one piece; no path of the machine gets into it."""
         record = {

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.prove_gpu.context import Command, Context, dsat
 from benchmarks.prove_gpu.filling import load_filling
-from benchmarks.prove_gpu.proof import ROOT, PartOverError, Status, Verdict, replace
+from benchmarks.prove_gpu.proof import ROOT, PartOverError, Status, Verdict, replace, scrubbed
 from benchmarks.prove_gpu.sizing import size_for
 
 __all__ = ["guided", "landscape"]
@@ -23,7 +23,7 @@ _LANDSCAPE_SHARE = 1 / 8
 def guided(context: Context) -> Verdict:
     """Search the model that fills the GPU; a search that an earlier part interrupted is resumed."""
     model = load_filling(context)
-    folder = context.folder("guided")
+    folder = context.folder("guided-search")
     storage = f"sqlite:///{folder}/study.db"
     if any(folder.glob("filling/trial-*")):
         words, shown = dsat("resume", "filling", "--storage", storage, "--json")
@@ -73,8 +73,8 @@ def _found(context: Context, done: Command, *, gpu_bytes: int) -> Verdict:
 
 def landscape(context: Context) -> Verdict:
     """Record what becomes of a small GPT at two ZeRO stages, and search the record."""
-    output = context.state / "landscape.json"
     folder = context.folder("landscape")
+    output = folder / "landscape.json"
     gpus = str(len(context.devices.devices))
     limit_bytes = round(context.machine.memory_bytes * _LANDSCAPE_SHARE)
     size = size_for(limit_bytes)
@@ -99,7 +99,9 @@ def landscape(context: Context) -> Verdict:
     if done.exit_code:
         why = f"It exited with {done.exit_code}: {done.last_line}"
         return Verdict(status=Status.FAILED, why=why, figures={"stderr": done.stderr.splitlines()[-12:]}, command=shown)
-    runs = json.loads(output.read_text(encoding="utf-8"))["runs"]
+    recorded = output.read_text(encoding="utf-8")
+    replace(context.state / output.name, json.dumps(scrubbed(json.loads(recorded), state=context.state), indent=1))
+    runs = json.loads(recorded)["runs"]
     outcomes = [run["outcome"] for run in runs]
     figures: dict[str, Any] = {
         "runs": len(runs),

@@ -253,12 +253,14 @@ def test_the_command_ends_with_75_until_everything_is_over(
     assert json.loads((tmp_path / "proof.json").read_text())["machine"]["gpus"] == ["NVIDIA H200"]
 
 
-def test_a_check_can_be_run_alone_and_again(tmp_path: Path, on_a_gpu: Callable[..., None]) -> None:
+def test_a_check_can_be_run_alone_and_anew(tmp_path: Path, on_a_gpu: Callable[..., None]) -> None:
     ran: list[str] = []
 
     def noted(name: str) -> Any:
-        def run(_: Any) -> Verdict:
-            ran.append(name)
+        def run(context: Context) -> Verdict:
+            kept = context.folder(name) / "kept"
+            ran.append(f"{name} anew" if not kept.exists() else name)
+            kept.touch()
             return PROVEN
 
         return check(name, run)
@@ -266,7 +268,7 @@ def test_a_check_can_be_run_alone_and_again(tmp_path: Path, on_a_gpu: Callable[.
     on_a_gpu(noted("one"), noted("two"))
     words = ["--state", str(tmp_path), "--only", "two"]
     assert [command.main(words), command.main(words), command.main([*words, "--again"])] == [0, 0, 0]
-    assert ran == ["two", "two"]
+    assert ran == ["two anew", "two anew"]
     assert command.main(["--state", str(tmp_path), "--only", "three"]) == 2
 
 
