@@ -1,7 +1,7 @@
 """Collects what has to be carried to a machine with a GPU and without a network: ``make pack-gpu``.
 
     python -m benchmarks.prove_gpu.pack --into DIR [--python-version 3.12] [--arch x86_64] [--glibc 28]
-        [--with-frameworks] [--limit-mb 60]
+        [--with-frameworks] [--without numpy] [--limit-mb 60]
 
 Wheels of DeepSpeed, of optuna-dsat and of all that they need there, torch and what comes with it aside: that is on such
 a machine already. On it, ``make prove-gpu WHEELS=DIR`` installs what it lacks into a folder of its own. Beside the
@@ -29,9 +29,9 @@ NEEDS = (
 )  # fmt: skip
 """What optuna-dsat, Optuna and DeepSpeed need at run time, theirs included, torch aside."""
 FRAMEWORKS = (
-    "accelerate", "certifi", "filelock", "fsspec", "h11", "hf-xet", "httpcore", "httpx", "huggingface-hub", "idna",
-    "anyio", "lightning", "lightning-utilities", "pytorch-lightning", "regex", "safetensors", "tokenizers",
-    "torchmetrics", "transformers",
+    "accelerate", "filelock", "fsspec", "h11", "hf-xet", "httpcore2", "httpx2", "huggingface-hub", "idna", "anyio",
+    "lightning", "lightning-utilities", "pytorch-lightning", "regex", "safetensors", "tokenizers",
+    "torchmetrics", "transformers", "truststore",
 )  # fmt: skip
 """For the examples of Hugging Face's libraries and Lightning, where the machine does not have these."""
 _OLDEST_GLIBC = 5
@@ -104,9 +104,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--arch", default="x86_64", help="its processor (default x86_64)")
     parser.add_argument("--glibc", type=int, default=28, help="minor version of its glibc 2 (default 28)")
     parser.add_argument("--with-frameworks", action="store_true", help="transformers, accelerate and lightning, too")
+    parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help="leave out what is there already")
     parser.add_argument("--limit-mb", type=float, default=60.0, help="most that may be carried (default 60)")
     args = parser.parse_args(arguments)
-    names = [*NEEDS, *(FRAMEWORKS if args.with_frameworks else ())]
+    names = [name for name in (*NEEDS, *(FRAMEWORKS if args.with_frameworks else ())) if name not in args.without]
     args.into.mkdir(parents=True, exist_ok=True)
     for old in args.into.glob("*.whl"):
         old.unlink()
@@ -124,7 +125,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{len(sizes)} wheels, {total_mb:.1f} MB, for Python {args.python_version} on {args.arch}.")
     print(f"Carry this checkout and {args.into.name}; there: make prove-gpu WHEELS={args.into.name} PYTHON=python3")
     if total_mb > args.limit_mb:
-        sys.stderr.write(f"pack-gpu: that is more than {args.limit_mb:g} MB.\n")
+        sys.stderr.write(
+            f"pack-gpu: that is more than {args.limit_mb:g} MB; --without NAME leaves out what is there.\n"
+        )
         return 1
     return 0
 
