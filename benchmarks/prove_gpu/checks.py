@@ -59,6 +59,12 @@ def all_checks() -> list[Check[Context]]:
             values=True,
         ),
         *edge_checks(),
+        *_last_checks(),
+    ]
+
+
+def _last_checks() -> list[Check[Context]]:
+    return [
         Check(
             name="offload-pinned",
             asked="Offload to pinned memory runs, and takes off the GPU what the memory model says.",

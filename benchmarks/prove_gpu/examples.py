@@ -46,6 +46,8 @@ class Example:
     script_args: tuple[str, ...] = ()
     python: tuple[str, ...] = ()
     """Where the example is no search: what Python is given."""
+    stages: bool = False
+    """Whether it is a pipeline: of as many stages as there are GPUs, at most two."""
     needs: tuple[str, ...] = ()
     """Packages without which it cannot run."""
 
@@ -53,85 +55,82 @@ class Example:
         """Return the command, and the same as one would type it."""
         if self.python:
             return [sys.executable, *self.python], " ".join(("python", *self.python))
-        rest = ("--", *self.script_args) if self.script_args else ()
+        stages = ("--stages", str(min(2, gpus))) if self.stages else ()
+        rest = ("--", *self.script_args, *stages) if self.script_args else ()
         limits = ("--gpus-per-trial", str(gpus), "--trial-timeout", str(trial_s))
         return dsat(*self.search, *_SHORT, *limits, *rest)
 
 
-def _of_gpus(gpus: int) -> tuple[Example, ...]:
-    """Return all examples; a pipeline has as many stages as there are GPUs, at most two."""
-    own = ("random", "train.py", "ds_config.json")
-    batch = "--arg-mapping"
-    hugging_face = ("--deepspeed", "ds_config.json", "--output_dir", "output", "--do_train", "--report_to", "none")
-    by_option = (batch, "train_micro_batch_size_per_gpu=--batch-size")
-    in_code = (batch, "train_micro_batch_size_per_gpu=--micro-batch")
-    return (
-        Example(name="gpt", folder="gpt", search=own, script_args=_CONFIG),
-        Example(
-            name="plain-by-flag",
-            folder="plain",
-            search=("random", "by_flag.py", "ds_config.json"),
-            script_args=("--deepspeed", *_CONFIG),
-        ),
-        Example(
-            name="plain-by-path",
-            folder="plain",
-            search=("random", "by_path.py", "ds_config.json"),
-            script_args=("--deepspeed", "ds_config.json"),
-        ),
-        Example(name="plain-in-code", folder="plain", search=("random", "in_code.py", "ds_config.json", *in_code)),
-        Example(
-            name="plain-two-engines",
-            folder="plain",
-            search=("random", "two_engines.py", "ds_config.json"),
-            script_args=_CONFIG,
-        ),
-        Example(
-            name="module",
-            folder="module",
-            search=("random", "-m", "trainer.train", "ds_config.json"),
-            script_args=_CONFIG,
-        ),
-        Example(name="core-api", folder="core_api", search=own),
-        Example(
-            name="deepspeed-trial",
-            folder="deepspeed_trial",
-            search=("asha", "model_def:MyTrial", "ds_config.json", "--hparams", "hparams.yaml"),
-        ),
-        Example(
-            name="pipeline",
-            folder="pipeline",
-            search=(*own, "--zero-stages", "0", "1"),
-            script_args=(*_CONFIG, "--stages", str(min(2, gpus))),
-        ),
-        Example(
-            name="huggingface",
-            folder="huggingface",
-            search=own,
-            script_args=hugging_face,
-            needs=("transformers", "accelerate"),
-        ),
-        Example(
-            name="accelerate",
-            folder="accelerate",
-            search=(*own, *by_option),
-            script_args=("--config", "ds_config.json", "--batch-size", "8"),
-            needs=("accelerate",),
-        ),
-        Example(
-            name="lightning",
-            folder="lightning",
-            search=own,
-            script_args=("--config", "ds_config.json"),
-            needs=("lightning",),
-        ),
-        Example(name="python-api", folder="python_api", python=("tune.py", "--max-trials", "2")),
-        Example(name="notebook", folder="notebook", python=("-c", _NOTEBOOK, "tune.ipynb")),
-        Example(name="own-objective", folder="own_objective", python=("objective.py", "--trials", "6")),
-    )
-
-
-EXAMPLES = tuple(example.name for example in _of_gpus(1))
+_OWN = ("random", "train.py", "ds_config.json")
+_HUGGING_FACE = ("--deepspeed", "ds_config.json", "--output_dir", "output", "--do_train", "--report_to", "none")
+_BY_OPTION = ("--arg-mapping", "train_micro_batch_size_per_gpu=--batch-size")
+_IN_CODE = ("--arg-mapping", "train_micro_batch_size_per_gpu=--micro-batch")
+_EXAMPLES = (
+    Example(name="gpt", folder="gpt", search=_OWN, script_args=_CONFIG),
+    Example(
+        name="plain-by-flag",
+        folder="plain",
+        search=("random", "by_flag.py", "ds_config.json"),
+        script_args=("--deepspeed", *_CONFIG),
+    ),
+    Example(
+        name="plain-by-path",
+        folder="plain",
+        search=("random", "by_path.py", "ds_config.json"),
+        script_args=("--deepspeed", "ds_config.json"),
+    ),
+    Example(name="plain-in-code", folder="plain", search=("random", "in_code.py", "ds_config.json", *_IN_CODE)),
+    Example(
+        name="plain-two-engines",
+        folder="plain",
+        search=("random", "two_engines.py", "ds_config.json"),
+        script_args=_CONFIG,
+    ),
+    Example(
+        name="module",
+        folder="module",
+        search=("random", "-m", "trainer.train", "ds_config.json"),
+        script_args=_CONFIG,
+    ),
+    Example(name="core-api", folder="core_api", search=_OWN),
+    Example(
+        name="deepspeed-trial",
+        folder="deepspeed_trial",
+        search=("asha", "model_def:MyTrial", "ds_config.json", "--hparams", "hparams.yaml"),
+    ),
+    Example(
+        name="pipeline",
+        folder="pipeline",
+        search=(*_OWN, "--zero-stages", "0", "1"),
+        script_args=_CONFIG,
+        stages=True,
+    ),
+    Example(
+        name="huggingface",
+        folder="huggingface",
+        search=_OWN,
+        script_args=_HUGGING_FACE,
+        needs=("transformers", "accelerate"),
+    ),
+    Example(
+        name="accelerate",
+        folder="accelerate",
+        search=(*_OWN, *_BY_OPTION),
+        script_args=("--config", "ds_config.json", "--batch-size", "8"),
+        needs=("accelerate",),
+    ),
+    Example(
+        name="lightning",
+        folder="lightning",
+        search=_OWN,
+        script_args=("--config", "ds_config.json"),
+        needs=("lightning",),
+    ),
+    Example(name="python-api", folder="python_api", python=("tune.py", "--max-trials", "2")),
+    Example(name="notebook", folder="notebook", python=("-c", _NOTEBOOK, "tune.ipynb")),
+    Example(name="_OWN-objective", folder="own_objective", python=("objective.py", "--trials", "6")),
+)
+EXAMPLES = tuple(example.name for example in _EXAMPLES)
 
 
 def example_checks(names: Collection[str]) -> Iterator[Check[Context]]:
@@ -141,7 +140,7 @@ def example_checks(names: Collection[str]) -> Iterator[Check[Context]]:
             continue
 
         def run(context: Context, position: int = position) -> Verdict:
-            return _run(context, _of_gpus(len(context.devices.devices))[position])
+            return _run(context, _EXAMPLES[position])
 
         yield Check(
             name=f"example-{name}",
