@@ -128,7 +128,7 @@ _EXAMPLES = (
     ),
     Example(name="python-api", folder="python_api", python=("tune.py", "--max-trials", "2")),
     Example(name="notebook", folder="notebook", python=("-c", _NOTEBOOK, "tune.ipynb")),
-    Example(name="_OWN-objective", folder="own_objective", python=("objective.py", "--trials", "6")),
+    Example(name="own-objective", folder="own_objective", python=("objective.py", "--trials", "6")),
 )
 EXAMPLES = tuple(example.name for example in _EXAMPLES)
 
