@@ -18,6 +18,7 @@ from optuna_dsat.launch.build_locks import extensions_dir
 from optuna_dsat.launch.devices import Device, Devices, cpu_devices, detect_devices, host_memory_bytes
 from optuna_dsat.launch.holders import foreign_holders, users_in_words
 from optuna_dsat.launch.nvml import DeviceError, GpuUse, Nvml, NvmlError
+from optuna_dsat.launch.visible import is_part
 from optuna_dsat.words import bytes_in_words
 
 __all__ = ["Gpus", "compiler", "device_findings", "find_gpus", "host_findings"]
@@ -80,6 +81,7 @@ def device_findings(gpus: Gpus) -> Iterator[Finding]:
         yield _driver(gpus.nvml)
         for device in gpus.devices.devices:
             yield _gpu(device, gpus.nvml)
+        yield from _names(gpus.devices)
     for number, notice in enumerate(gpus.devices.notices, start=1):
         yield Finding(area="devices", name=f"notice {number}", status=Status.PROBLEM, text=notice)
     if gpus.refused:
@@ -94,6 +96,25 @@ def device_findings(gpus: Gpus) -> Iterator[Finding]:
             status=Status.NOTE,
             text=f"{gpus.hidden} GPUs of this machine are hidden by CUDA_VISIBLE_DEVICES or DS_ACCELERATOR.",
             data={"count": gpus.hidden},
+        )
+
+
+def _names(devices: Devices) -> Iterator[Finding]:
+    """Yield what follows from GPUs that are named by UUID (see ``runtime/memory.py: understand_visible_uuids``)."""
+    named = [device for device in devices.devices if not device.visible_id.isdigit()]
+    if named:
+        numbers = ",".join(str(device.index) for device in devices.devices)
+        whole = not any(is_part(device.visible_id) for device in named)
+        yield Finding(
+            area="devices",
+            name="names of GPUs",
+            status=Status.NOTE,
+            text="GPUs are named by UUID. Launches cope with it; DeepSpeed 0.19.8 by itself ends with a ValueError at "
+            "ZeRO 1 and 2 while nvidia-ml-py is installed, which optuna-dsat needs.",
+            remedy=f"Name them by number for training: CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={numbers}"
+            if whole
+            else "Train with --run-full-experiment, or in an environment without nvidia-ml-py.",
+            data={"visible": [device.visible_id for device in named]},
         )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -31,12 +30,13 @@ from optuna_dsat.launch.protocol import (
     Settled,
     SlotsBusyError,
 )
+from optuna_dsat.launch.reports import report_of, report_of_unstarted
 from optuna_dsat.launch.run_directory import OutputError, RunDirectory
 from optuna_dsat.launch.running import RunningLaunch
 from optuna_dsat.launch.slots import SlotLease, SlotPool
 from optuna_dsat.launch.warm import WarmAgent, WarmLaunches, WarmOrder, WarmUnavailableError
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.runtime.events import RankFailed, StepMeasured
+from optuna_dsat.runtime.events import RankFailed
 from optuna_dsat.runtime.session import EXIT_EVENTS_LOST
 
 __all__ = ["TorchrunLauncher"]
@@ -50,9 +50,6 @@ _FREE_DEADLINE_S = 60.0
 _FULL_DISK_BYTES = 2**20
 """With less than this left, a rank that died without a record is taken to have found the disk full."""
 
-_EXPLAINED_BY_LOG = frozenset({Outcome.COMMUNICATION_ERROR, Outcome.SCRIPT_ERROR, Outcome.STALLED, Outcome.TIMEOUT})
-"""Outcomes for which a report quotes the end of the log where no rank recorded a traceback: shown, never read."""
-
 _PERHAPS_BY_FORKING = frozenset(
     {
         Outcome.COMMUNICATION_ERROR,
@@ -63,9 +60,6 @@ _PERHAPS_BY_FORKING = frozenset(
     }
 )
 """Outcomes of a forked launch that may have another cause than the script, as long as none has trained yet."""
-
-_EXCERPT_BYTES = 8192
-_EXCERPT_LINES = 20
 
 
 class TorchrunLauncher:
@@ -302,7 +296,7 @@ class TorchrunLauncher:
     def _settle(self, launch: RunningLaunch) -> LaunchReport:
         facts = launch.facts(kernel_oom_kills())
         self._note_forked(launch)
-        return _report(launch, facts, classify(facts), note="", exit_s=0.0)
+        return report_of(launch, facts, classify(facts), note="", exit_s=0.0)
 
     def _conclude(self, launch: RunningLaunch, gone_at: float) -> LaunchReport | None:
         """Return the report of a launch whose processes are gone, None while its devices are not free."""
@@ -328,7 +322,7 @@ class TorchrunLauncher:
         verdict = classify(facts)
         if self._is_suspect(launch, verdict) and self._repeat_plainly(launch, verdict.message):
             return None
-        report = _report(launch, facts, verdict, note=note, exit_s=now - launch.last_event)
+        report = report_of(launch, facts, verdict, note=note, exit_s=now - launch.last_event)
         try:
             launch.directory.write_report(report)
         except OutputError:
@@ -402,7 +396,7 @@ class TorchrunLauncher:
         launch = self._running.get(launch_id)
         if launch_id in self._waiting:
             request, directory = self._waiting.pop(launch_id)
-            self._unstarted.append(_report_of_unstarted(request, directory, outcome, message))
+            self._unstarted.append(report_of_unstarted(request, directory, outcome, message))
         if launch is not None:
             launch.end(StopReason(outcome=outcome, message=message))
 
@@ -443,67 +437,3 @@ def _unrecorded(facts: LaunchFacts, verdict: Verdict) -> bool:
     """Whether a launch failed and no rank could say why."""
     recorded = any(isinstance(event, RankFailed) for events in facts.events.values() for event in events)
     return verdict.outcome is Outcome.SCRIPT_ERROR and not recorded
-
-
-def _report(launch: RunningLaunch, facts: LaunchFacts, verdict: Verdict, *, note: str, exit_s: float) -> LaunchReport:
-    told = [event for events in facts.events.values() for event in events]
-    boundaries = [event.time for event in told if isinstance(event, StepMeasured)]
-    ended = time.time()
-    log = _log_of(launch.directory, verdict.rank)
-    return LaunchReport(
-        launch_id=launch.request.launch_id,
-        outcome=verdict.outcome,
-        message=verdict.message + note,
-        exit_code=facts.agent_exit_code,
-        error_excerpt=verdict.error_excerpt or (_last_lines(log) if verdict.outcome in _EXPLAINED_BY_LOG else ""),
-        missing_bytes=verdict.missing_bytes,
-        log_path=str(log),
-        command=launch.command,
-        host=socket.gethostname(),
-        devices=launch.lease.indices,
-        pids=launch.pids,
-        started_at=launch.started_unix,
-        startup_s=max(0.0, min(boundaries, default=ended) - launch.started_unix),
-        measured_s=max(event.time for event in told) - min(boundaries) if boundaries else 0.0,
-        exit_s=exit_s,
-    )
-
-
-def _report_of_unstarted(
-    request: LaunchRequest, directory: RunDirectory, outcome: Outcome, message: str
-) -> LaunchReport:
-    return LaunchReport(
-        launch_id=request.launch_id,
-        outcome=outcome,
-        message=message,
-        exit_code=None,
-        error_excerpt="",
-        missing_bytes=None,
-        log_path=str(directory.agent_log),
-        command=(),
-        host=socket.gethostname(),
-        devices=(),
-        pids=(),
-        started_at=time.time(),
-        startup_s=0.0,
-        measured_s=0.0,
-        exit_s=0.0,
-    )
-
-
-def _log_of(directory: RunDirectory, rank: int) -> Path:
-    """Return the log that tells most: the rank's errors, else its output, else torchrun's own."""
-    for path in (directory.stderr(rank), directory.stdout(rank)):
-        if path.exists() and path.stat().st_size:
-            return path
-    return directory.agent_log
-
-
-def _last_lines(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _EXCERPT_BYTES))
-            text = file.read().decode("utf-8", errors="replace")
-    except OSError:
-        return ""
-    return "\n".join(text.rstrip().splitlines()[-_EXCERPT_LINES:])

@@ -49,6 +49,15 @@ def test_a_lost_gpu_is_a_problem_and_not_a_hidden_one(machine: Machine) -> None:
     assert exit_code(list(found.values())) == 0
 
 
+@pytest.mark.parametrize(("visible", "told"), [("0,2", False), (f"{uuid(2)},{uuid(0)}", True)])
+def test_names_that_deepspeed_cannot_read_are_told(machine: Machine, visible: str, told: bool) -> None:
+    machine.gpus(3)
+    found = look(machine, CUDA_VISIBLE_DEVICES=visible)
+    assert ("names of GPUs" in found) == told
+    if told:
+        assert found["names of GPUs"].remedy.endswith("CUDA_VISIBLE_DEVICES=2,0")
+
+
 def test_how_a_gpus_use_is_judged_is_told(machine: Machine) -> None:
     machine.has(
         *(f"gpu {uuid(index)} 81559 4 NVIDIA H100 80GB HBM3" for index in range(3)),

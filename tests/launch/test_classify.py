@@ -168,6 +168,11 @@ def test_memory_that_nccl_lacked_explains_what_the_other_ranks_lost(said: str, o
     assert words in verdict.message
 
 
+def test_a_rank_that_aborted_explains_those_that_torchrun_ended() -> None:
+    verdict = classify(facts(None, None, exit_codes={0: -signal.SIGTERM, 1: -signal.SIGABRT}))
+    assert (verdict.rank, verdict.message) == (1, "rank 1: killed by SIGABRT")
+
+
 def test_out_of_memory_tells_rank_place_and_size() -> None:
     record = failed(1, OOM, missing_bytes=3 * 2**30, steps=2, traceback="\n".join(map(str, range(100))))
     verdict = classify(facts(failed(0, OOM, time=1.0), record))

@@ -1,0 +1,96 @@
+"""What a launch on this machine is reported as, once it is known what became of it."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+
+from optuna_dsat.launch.classify import LaunchFacts, Verdict
+from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest
+from optuna_dsat.launch.run_directory import RunDirectory
+from optuna_dsat.launch.running import RunningLaunch
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.events import StepMeasured
+
+__all__ = ["report_of", "report_of_unstarted"]
+
+_EXPLAINED_BY_LOG = frozenset({Outcome.COMMUNICATION_ERROR, Outcome.SCRIPT_ERROR, Outcome.STALLED, Outcome.TIMEOUT})
+"""Outcomes for which a report quotes the end of the log where no rank recorded a traceback: shown, never read."""
+
+_EXCERPT_BYTES = 8192
+_EXCERPT_LINES = 20
+
+
+def report_of(launch: RunningLaunch, facts: LaunchFacts, verdict: Verdict, *, note: str, exit_s: float) -> LaunchReport:
+    """Return the report of a launch that ran.
+
+    Args:
+        launch: The launch.
+        facts: All that is known of it.
+        verdict: What became of it.
+        note: What the message adds.
+        exit_s: From the last event of a rank to the end, in seconds.
+    """
+    told = [event for events in facts.events.values() for event in events]
+    boundaries = [event.time for event in told if isinstance(event, StepMeasured)]
+    ended = time.time()
+    log = _log_of(launch.directory, verdict.rank)
+    return LaunchReport(
+        launch_id=launch.request.launch_id,
+        outcome=verdict.outcome,
+        message=verdict.message + note,
+        exit_code=facts.agent_exit_code,
+        error_excerpt=verdict.error_excerpt or (_last_lines(log) if verdict.outcome in _EXPLAINED_BY_LOG else ""),
+        missing_bytes=verdict.missing_bytes,
+        log_path=str(log),
+        command=launch.command,
+        host=socket.gethostname(),
+        devices=launch.lease.indices,
+        pids=launch.pids,
+        started_at=launch.started_unix,
+        startup_s=max(0.0, min(boundaries, default=ended) - launch.started_unix),
+        measured_s=max(event.time for event in told) - min(boundaries) if boundaries else 0.0,
+        exit_s=exit_s,
+    )
+
+
+def report_of_unstarted(
+    request: LaunchRequest, directory: RunDirectory, outcome: Outcome, message: str
+) -> LaunchReport:
+    """Return the report of a launch that was stopped before it had started."""
+    return LaunchReport(
+        launch_id=request.launch_id,
+        outcome=outcome,
+        message=message,
+        exit_code=None,
+        error_excerpt="",
+        missing_bytes=None,
+        log_path=str(directory.agent_log),
+        command=(),
+        host=socket.gethostname(),
+        devices=(),
+        pids=(),
+        started_at=time.time(),
+        startup_s=0.0,
+        measured_s=0.0,
+        exit_s=0.0,
+    )
+
+
+def _log_of(directory: RunDirectory, rank: int) -> Path:
+    """Return the log that tells most: the rank's errors, else its output, else torchrun's own."""
+    for path in (directory.stderr(rank), directory.stdout(rank)):
+        if path.exists() and path.stat().st_size:
+            return path
+    return directory.agent_log
+
+
+def _last_lines(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _EXCERPT_BYTES))
+            text = file.read().decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+    return "\n".join(text.rstrip().splitlines()[-_EXCERPT_LINES:])
