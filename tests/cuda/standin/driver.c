@@ -38,7 +38,7 @@ struct block {
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pid_t initialised_by;
-static struct machine machine;    /* as it was at cuInit */
+static struct machine machine;    /* as it was at cuInit; what may change since is read anew */
 static int rows[MAX_GPUS];        /* of machine.gpus, by ordinal */
 static int device_count;
 static struct account *account;
@@ -232,8 +232,8 @@ CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice
 
 /* ---- contexts: one a device, the primary one ---- */
 
-static uint64_t free_bytes(int device) {
-    uint64_t used = ledger_used_bytes(&machine, rows[device]), all = gpu_of(device)->memory_bytes;
+static uint64_t free_bytes(const struct machine *now, int device) {
+    uint64_t used = ledger_used_bytes(now, rows[device]), all = gpu_of(device)->memory_bytes;
     return used < all ? all - used : 0;
 }
 
@@ -247,11 +247,12 @@ CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
     CUresult result = CUDA_SUCCESS;
     struct CUctx_st *primary = &contexts[device];
     if (!primary->open) {
-        machine_read(&machine);
-        if (free_bytes(device) < machine.context_bytes) result = CUDA_ERROR_OUT_OF_MEMORY;
+        struct machine now;
+        machine_read(&now);
+        if (free_bytes(&now, device) < now.context_bytes) result = CUDA_ERROR_OUT_OF_MEMORY;
         else {
             *primary = (struct CUctx_st){device, true};
-            book(device, (int64_t)machine.context_bytes);
+            book(device, (int64_t)now.context_bytes);
         }
         log_call("context", gpu_of(device)->uuid, device, result);
     }
@@ -320,10 +321,11 @@ static CUresult drop_block(const void *pointer) {
 CUresult cuMemAlloc(CUdeviceptr *pointer, size_t size) {
     NEED_CONTEXT();
     int device = current->device;
+    struct machine now;
+    machine_read(&now);
     pthread_mutex_lock(&lock);
-    machine_read(&machine);
-    CUresult result = machine_failure(&machine, "cuMemAlloc", gpu_of(device)->number);
-    if (!result && size > free_bytes(device)) result = CUDA_ERROR_OUT_OF_MEMORY;
+    CUresult result = machine_failure(&now, "cuMemAlloc", gpu_of(device)->number);
+    if (!result && size > free_bytes(&now, device)) result = CUDA_ERROR_OUT_OF_MEMORY;
     void *start = NULL;
     if (!result) result = map_block(&start, size, device, ON_DEVICE);
     if (!result) book(device, (int64_t)size);
@@ -334,10 +336,11 @@ CUresult cuMemAlloc(CUdeviceptr *pointer, size_t size) {
 }
 
 static CUresult pin(void **pointer, size_t size, const char *function, bool own) {
+    struct machine now;
+    machine_read(&now);
     pthread_mutex_lock(&lock);
-    machine_read(&machine);
-    CUresult result = machine_failure(&machine, function, -1);
-    if (!result && pinned_bytes + size > machine.pinned_bytes) result = CUDA_ERROR_OUT_OF_MEMORY;
+    CUresult result = machine_failure(&now, function, -1);
+    if (!result && pinned_bytes + size > now.pinned_bytes) result = CUDA_ERROR_OUT_OF_MEMORY;
     if (!result && own) result = map_block(pointer, size, current->device, PINNED);
     else if (!result) {
         struct block *block = malloc(sizeof *block);
@@ -384,11 +387,10 @@ CUresult cuMemHostUnregister(void *pointer) {
 
 CUresult cuMemGetInfo(size_t *unused, size_t *all) {
     NEED_CONTEXT();
-    pthread_mutex_lock(&lock);
-    machine_read(&machine);
-    *unused = free_bytes(current->device);
+    struct machine now;
+    machine_read(&now);
+    *unused = free_bytes(&now, current->device);
     *all = gpu_of(current->device)->memory_bytes;
-    pthread_mutex_unlock(&lock);
     return CUDA_SUCCESS;
 }
 
