@@ -129,6 +129,9 @@ def main() -> None:
     data = CountingTokens(args.samples, args.seq)
     sampler: DistributedSampler[Tensor] = DistributedSampler(data, seed=0)
     loader = DataLoader(data, batch_size=config["train_micro_batch_size_per_gpu"], sampler=sampler, drop_last=True)
+    if not len(loader):
+        print(f"{args.samples} samples make up no whole batch", flush=True)
+        return
     feed = batches(loader, sampler)
     for step in range(1, args.steps + 1):
         for _ in range(engine.gradient_accumulation_steps()):

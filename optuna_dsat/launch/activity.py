@@ -16,7 +16,7 @@ from optuna_dsat.launch.processes import ProcessKey
 
 __all__ = ["MOST_SILENCES", "Reading", "WorkWatch", "read_processes"]
 
-MOST_SILENCES = 6
+MOST_SILENCES = 3
 """Limits after which work alone, without an event, keeps a launch alive no longer: ranks may spin in their first step
 for ever.
 """
