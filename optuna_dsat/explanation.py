@@ -25,6 +25,7 @@ from optuna_dsat.gpus import gpu_of_device
 from optuna_dsat.lineage import MICRO_BATCH, STRUCTURE, Evidence, evidence, score, visible_params
 from optuna_dsat.residuals import NOISE
 from optuna_dsat.spec import LARGER_IS_BETTER
+from optuna_dsat.standing import Standing, compared, speed_up_over
 from optuna_dsat.words import bytes_in_words
 
 __all__ = ["Contribution", "Explanation", "explain"]
@@ -91,8 +92,8 @@ def explain(
     trials: Sequence[FrozenTrial],
     *,
     foresight: Foresight,
-    winner: FrozenTrial,
-    confirmed: Mapping[int, float],
+    winner: Standing,
+    baseline: Standing | None,
 ) -> Explanation:
     """Explain a study's winner.
 
@@ -100,33 +101,30 @@ def explain(
         trials: The study's trials.
         foresight: Its space, as guided search sees it.
         winner: The winning trial.
-        confirmed: Trial number -> metric of the finalists that were measured again.
+        baseline: The user's own config, None where it was not measured.
     """
-    baseline = history.user_config_trial(trials)
-    value = confirmed.get(winner.number, score(winner) or math.nan)
-    user_value = None if baseline is None else confirmed.get(baseline.number, score(baseline) or math.nan)
     larger = foresight.metric in LARGER_IS_BETTER
-    user = {} if baseline is None else visible_params(baseline)
-    found = list(_contributions(trials, foresight, winner=visible_params(winner), user=user))
+    user = {} if baseline is None else visible_params(baseline.trial)
+    best = visible_params(winner.trial)
+    found = list(_contributions(trials, foresight, winner=best, user=user))
     found.sort(key=lambda one: -abs(math.log(one.factor)) if one.factor else 0.0)
-    knobs, size = _split(visible_params(winner))
+    knobs, size = _split(best)
     expected = foresight.expect(trials, [(knobs, size)])[0]
     seconds = {} if expected is None else dict(expected.bounds)
     total = sum(seconds.values())
     bounds = {name: part / total for name, part in seconds.items()} if total else {"compute": 1.0}
-    peak = winner.user_attrs.get(history.PEAK_BYTES)
     return Explanation(
         metric=foresight.metric,
-        winner=winner.number,
-        value=value,
-        user_value=user_value,
-        speed_up=None if not user_value else (value / user_value if larger else user_value / value),
+        winner=winner.trial.number,
+        value=winner.value,
+        user_value=None if baseline is None else compared(baseline, winner)[0],
+        speed_up=None if baseline is None else speed_up_over(baseline, winner, maximize=larger),
         contributions=tuple(found),
         bounds=bounds,
-        peak_bytes=peak,
+        peak_bytes=winner.trial.user_attrs.get(history.PEAK_BYTES),
         device_bytes=foresight.device_bytes,
-        utilisation=_utilisation(winner, foresight),
-        proposals=tuple(_proposals(trials, foresight, winner, bounds)),
+        utilisation=_utilisation(winner.trial, foresight),
+        proposals=tuple(_proposals(trials, foresight, winner.trial, bounds)),
     )
 
 

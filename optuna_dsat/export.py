@@ -56,9 +56,11 @@ class TuneResult:
     high: float | None
     """Its upper end."""
     user_value: float | None
-    """The user's own config, measured the same way; None where it could not be measured."""
+    """The user's own config as ``speed_up`` takes it; None where it could not be measured."""
     speed_up: float | None
     """How many times better the winner is than the user's own config."""
+    speed_up_confirmed: bool = False
+    """Whether it compares two confirming launches; else what the search measured of both."""
     config: Mapping[str, Any]
     """The winning DeepSpeed config, ready to train with."""
     metrics: Mapping[str, float]

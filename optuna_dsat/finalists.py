@@ -17,8 +17,9 @@ from optuna_dsat.measurement import GlobalStep, LaunchRecord, confidence_interva
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.profiling import follow, script_command
 from optuna_dsat.spec import StudySpec
+from optuna_dsat.standing import Standing
 
-__all__ = ["Finalist", "choose_winner", "confirm", "confirmation_end", "confirmation_steps"]
+__all__ = ["Finalist", "choose_winner", "confirm", "confirmation_end", "confirmation_steps", "standing_of"]
 
 
 _STEP_TOLERANCE = 0.005
@@ -48,6 +49,13 @@ class Finalist:
     def to_json(self) -> dict[str, Any]:
         """Return what the constructor takes."""
         return asdict(self)
+
+
+def standing_of(trial: FrozenTrial, again: Finalist | None) -> Standing:
+    """Return where a measured trial stands, by its confirmation where that was measured to its end."""
+    if again is None or again.value is None:
+        return Standing(trial=trial, value=float(trial.values[0]))
+    return Standing(trial=trial, value=again.value, low=again.low, high=again.high)
 
 
 def confirmation_steps(spec: StudySpec) -> int:

@@ -17,7 +17,7 @@ from optuna_dsat.confirmation import Confirmation
 from optuna_dsat.errors import StudyConflictError
 from optuna_dsat.experience import Experience
 from optuna_dsat.export import TuneResult, learning_rate_advice, trainable_config, training_command, write_best
-from optuna_dsat.finalists import Finalist, choose_winner
+from optuna_dsat.finalists import Finalist, choose_winner, standing_of
 from optuna_dsat.launch.protocol import Launcher, LaunchReport
 from optuna_dsat.launch.waiting import SlotWait
 from optuna_dsat.loss_check import LossCheck, check_loss
@@ -34,9 +34,10 @@ from optuna_dsat.progress import (
 from optuna_dsat.script_trainer import follow_trainer
 from optuna_dsat.space import SearchSpace
 from optuna_dsat.spec import StudySpec
+from optuna_dsat.standing import compared, speed_up_over
 from optuna_dsat.store import Store, StoredProfile, StudyRecord
 from optuna_dsat.study_space import largest_micro_batches, space_of
-from optuna_dsat.telling import objective, speed_up
+from optuna_dsat.telling import objective
 from optuna_dsat.tuner import EndReason, Tuner, user_config
 from optuna_dsat.warm_start import check_warm_start, experience_of
 from optuna_dsat.words import differences_in_words
@@ -363,11 +364,11 @@ class Session:
         config = complete if trainer is None else trainer.trainable(complete)
         metrics = dict(finalist.metrics if finalist is not None else winner.user_attrs[history.METRICS])
         baseline = history.user_config_trial(trials)
-        # Like is compared with like: a confirmed winner with the confirmed user config, where there is one.
-        confirmed = {f.number: f.value for f in finalists if f.value is not None}
-        user_value = None if baseline is None else confirmed.get(baseline.number, baseline.values[0])
-        value = winner.values[0] if finalist is None or finalist.value is None else finalist.value
-        ratio = speed_up(value, user_value, maximize=maximize)
+        again = {one.number: one for one in finalists}
+        best = standing_of(winner, finalist)
+        user = None if baseline is None else standing_of(baseline, again.get(baseline.number))
+        ratio = None if user is None else speed_up_over(user, best, maximize=maximize)
+        user_value = None if user is None else compared(user, best)[0]
         check = self._compare_losses(config, ranks) if reason is not EndReason.INTERRUPTED else None
         launches = self._store.launches(self.record.uuid)
         config_path, metrics_path = write_best(
@@ -377,7 +378,7 @@ class Session:
                 "study": spec.name,
                 "trial": winner.number,
                 "metric": metric,
-                "value": value,
+                "value": best.value,
                 "confidence_interval_95": None if finalist is None else [finalist.low, finalist.high],
                 "user_config_value": user_value,
                 "speed_up": ratio,
@@ -403,11 +404,12 @@ class Session:
             reason=reason.value,
             metric=metric,
             trial=winner.number,
-            value=value,
+            value=best.value,
             low=None if finalist is None else finalist.low,
             high=None if finalist is None else finalist.high,
             user_value=user_value,
             speed_up=ratio,
+            speed_up_confirmed=user is not None and user.confirmed and best.confirmed,
             config=config,
             metrics=metrics,
             config_path=str(config_path),

@@ -18,9 +18,10 @@ from optuna_dsat.profiling import Profiled
 from optuna_dsat.progress import Observer, TrialDropped, TrialFinished
 from optuna_dsat.progress_summary import best_so_far
 from optuna_dsat.spec import StudySpec
+from optuna_dsat.standing import speed_up
 from optuna_dsat.store import Store
 
-__all__ = ["Flight", "Teller", "objective", "speed_up"]
+__all__ = ["Flight", "Teller", "objective"]
 
 _RANK = re.compile(r"^rank \d+: ")
 """Which rank failed first may differ from launch to launch."""
@@ -187,10 +188,3 @@ def objective(spec: StudySpec, profiled: Profiled) -> str:
     if spec.metric == "FLOPS_per_gpu" and profiled.profile.flops_per_sample <= 0:
         return "throughput"
     return spec.metric
-
-
-def speed_up(value: float | None, user_value: float | None, *, maximize: bool) -> float | None:
-    """Return how many times better ``value`` is than the user's own config; None where either is missing."""
-    if not value or not user_value:
-        return None
-    return value / user_value if maximize else user_value / value

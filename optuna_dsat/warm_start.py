@@ -18,9 +18,10 @@ from optuna_dsat.errors import UsageError
 from optuna_dsat.experience import Experience, Launched, launches_of
 from optuna_dsat.methods import make_foresight
 from optuna_dsat.profiling import Profiled
+from optuna_dsat.search_space import SearchSpace
 from optuna_dsat.spec import StudySpec
 from optuna_dsat.store import Store
-from optuna_dsat.study_space import space_of
+from optuna_dsat.stored import read_stored
 
 __all__ = ["check_warm_start", "experience_of", "gather"]
 
@@ -35,6 +36,7 @@ class _Earlier:
     spec: StudySpec
     profiled: Profiled
     fingerprint: str
+    space: SearchSpace
     trials: list[FrozenTrial]
 
 
@@ -128,19 +130,17 @@ def _attributes(store: Store, name: str) -> Mapping[str, Any]:
 
 def _read(store: Store, name: str) -> _Earlier | None:
     """Return a study with its profile and finished trials; None where nothing of it was measured."""
-    record = store.find_study(name)
-    if record is None:
+    if store.find_study(name) is None:
         return None
-    study_id = store.storage.get_study_id_from_name(name)
-    fingerprint = _attributes(store, name).get(history.FINGERPRINT)
-    stored = None if fingerprint is None else store.find_profile(fingerprint)
-    trials = [one for one in store.storage.get_all_trials(study_id, deepcopy=False) if one.state.is_finished()]
-    if stored is None or not any(history.METRICS in trial.user_attrs for trial in trials):
+    study = read_stored(store, name)
+    trials = [trial for trial in study.trials if trial.state.is_finished()]
+    if study.profiled is None or not any(history.METRICS in trial.user_attrs for trial in trials):
         return None
     return _Earlier(
-        spec=StudySpec.model_validate(dict(record.spec)),
-        profiled=Profiled.from_json(stored.profile),
-        fingerprint=str(fingerprint),
+        spec=study.spec,
+        profiled=study.profiled,
+        fingerprint=str(study.attributes[history.FINGERPRINT]),
+        space=study.space,
         trials=trials,
     )
 
@@ -151,8 +151,7 @@ def _learn(studies: list[_Earlier], *, same_model: bool) -> Experience:
     names: list[str] = []
     launches: list[Launched] = []
     for earlier in reversed(studies):
-        space = space_of(earlier.spec, earlier.profiled)
-        foresight = make_foresight(earlier.spec, earlier.profiled, space, experience=experience)
+        foresight = make_foresight(earlier.spec, earlier.profiled, earlier.space, experience=experience)
         names.append(earlier.spec.name)
         fitted = foresight.learnt(earlier.trials)
         experience = Experience.of(fitted, studies=names, same_model=same_model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import optuna
@@ -11,6 +12,7 @@ from optuna.trial import FrozenTrial
 from optuna_dsat import history
 from optuna_dsat.explanation import Contribution, Explanation, explain
 from optuna_dsat.lineage import MICRO_BATCH
+from optuna_dsat.standing import Standing
 from tests.samplers.foresight import Machine, small_foresight, small_space
 
 OWN = {"zero_stage": 2, "offload_optimizer": "none", "overlap_comm": False, "reduce_bucket_size": 500_000_000}
@@ -29,8 +31,15 @@ def study_of(machine: Machine, *configs: dict[str, Any]) -> optuna.Study:
     return study
 
 
+def why(trials: Sequence[FrozenTrial], winner: FrozenTrial, *, confirmed: float | None = None) -> Explanation:
+    best = Standing(trial=winner, value=value_of(winner) if confirmed is None else confirmed)
+    user = history.user_config_trial(trials)
+    baseline = None if user is None else Standing(trial=user, value=value_of(user))
+    return explain(trials, foresight=small_foresight(), winner=best, baseline=baseline)
+
+
 def explained(study: optuna.Study) -> Explanation:
-    found = explain(study.trials, foresight=small_foresight(), winner=study.best_trial, confirmed={})
+    found = why(study.trials, study.best_trial)
     assert sum(found.bounds.values()) == pytest.approx(1)
     return found
 
@@ -85,8 +94,9 @@ def test_what_was_not_measured_is_said_by_the_model_with_its_doubt() -> None:
 def test_a_stage_brings_its_own_knobs_and_still_counts_as_one() -> None:
     study = study_of(Machine(), {"zero_stage": 1, MICRO_BATCH: 8}, {MICRO_BATCH: 8}, {"zero_stage": 3, MICRO_BATCH: 8})
     winner = study.trials[3]
-    found = explain(study.trials, foresight=small_foresight(), winner=winner, confirmed={winner.number: 50.0})
+    found = why(study.trials, winner, confirmed=50.0)
     assert found.value == 50.0
+    assert found.speed_up == pytest.approx(value_of(winner) / value_of(study.trials[0])), "like is compared with like"
     stage = by_knob(found)["zero_stage"]
     assert stage.source == "measured"
     assert stage.factor == pytest.approx(value_of(winner) / value_of(study.trials[2]))
@@ -99,7 +109,7 @@ def test_what_would_not_fit_is_said_so() -> None:
     study = study_of(machine, {**third, MICRO_BATCH: most}, {MICRO_BATCH: 20})
     large = study.trials[1]
     assert large.value is not None
-    found = explain(study.trials, foresight=small_foresight(), winner=large, confirmed={})
+    found = why(study.trials, large)
     stage = by_knob(found)["offload_optimizer"]
     assert stage.factor is None
     assert "not expected to fit" in stage.note
@@ -111,10 +121,10 @@ def test_offload_that_is_dear_bounds_the_step_and_the_remedy_is_named() -> None:
         {"offload_optimizer": "cpu", MICRO_BATCH: 8},
         {"offload_optimizer": "cpu", MICRO_BATCH: 16},
     )
-    found = explain(study.trials, foresight=small_foresight(), winner=study.trials[1], confirmed={})
+    found = why(study.trials, study.trials[1])
     assert found.bound == "host"
     assert "offloaded to the host" in found.proposals[0]
-    plain = explain(study.trials, foresight=small_foresight(), winner=study.trials[0], confirmed={})
+    plain = why(study.trials, study.trials[0])
     assert plain.bound != "host"
     assert plain.contributions == ()
 
@@ -122,5 +132,5 @@ def test_offload_that_is_dear_bounds_the_step_and_the_remedy_is_named() -> None:
 def test_without_the_users_config_there_is_no_comparison() -> None:
     study = study_of(Machine(), {MICRO_BATCH: 8})
     trials = study.trials[1:]
-    found = explain(trials, foresight=small_foresight(), winner=trials[0], confirmed={})
+    found = why(trials, trials[0])
     assert (found.user_value, found.speed_up, found.contributions) == (None, None, ())

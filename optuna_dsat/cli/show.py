@@ -28,10 +28,14 @@ def show_result(result: TuneResult, *, as_json: bool) -> None:
     print(f"The search ended: {result.reason}. Launches: {ended}; {result.slot_minutes:.1f} GPU (or rank) minutes.")
     print(f"Best: trial {result.trial}, {value}")
     if result.speed_up is not None and result.user_value is not None:
-        print(
-            f"Your own config: {metric_in_words(result.metric, result.user_value)}; "
-            f"the best is {result.speed_up:.2f} times as good."
-        )
+        own = metric_in_words(result.metric, result.user_value)
+        if result.low is None or result.speed_up_confirmed:
+            print(f"Your own config: {own}; the best is {result.speed_up:.2f} times as good.")
+        else:
+            print(
+                f"Your own config could not be measured again. In the search it reached {own}, and the best "
+                f"{result.speed_up:.2f} times as much as that."
+            )
     if result.learning_rate_advice is not None:
         print(result.learning_rate_advice)
     if result.loss_check is not None:

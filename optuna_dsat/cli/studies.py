@@ -200,19 +200,14 @@ def best(
     ] = None,
 ) -> None:
     """Print the best configuration of a study, ready to train with."""
-    from optuna_dsat import ds_config, history
-    from optuna_dsat.export import trainable_config
+    from optuna_dsat import ds_config
+    from optuna_dsat.stored import read_stored
 
     with _open(storage) as store:
-        spec = _spec(_record(store, name))
-        study = _study(store, name)
-        found = history.best_trials(study.get_trials(deepcopy=False), maximize=spec.direction == "maximize")
-        winner = study.user_attrs.get(history.WINNER)
-    if not found:
+        study = read_stored(store, name)
+    if study.best is None:
         raise NothingRunnableError(f"The study {name!r} has measured nothing yet.")
-    trial = next((t for t in found if t.number == winner), found[0])
-    ranks = history.data_parallel_size(trial, slots=spec.slots_per_trial)
-    config = trainable_config(trial.user_attrs[history.CONFIG], world_size=ranks)
+    config = study.ready_config(study.best.trial)
     if output is None:
         print(json.dumps(config, indent=2))
     else:

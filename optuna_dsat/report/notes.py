@@ -9,16 +9,17 @@ from collections import Counter
 from optuna.trial import FrozenTrial
 
 from optuna_dsat import history, memory
-from optuna_dsat.export import BEST_CONFIG, trainable_config
+from optuna_dsat.export import BEST_CONFIG
 from optuna_dsat.launch.run_directory import without_secrets
 from optuna_dsat.lineage import MICRO_BATCH
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.markdown import code, fenced, json_block, table
 from optuna_dsat.report.meanings import MEANING
 from optuna_dsat.report.memory_table import memory_table
-from optuna_dsat.report.view import Standing, StudyView
+from optuna_dsat.report.view import StudyView
 from optuna_dsat.report.winner import winner_of
-from optuna_dsat.study_space import hardware_of, space_of
+from optuna_dsat.standing import Standing
+from optuna_dsat.study_space import hardware_of
 from optuna_dsat.words import bytes_in_words, config_in_words, duration_in_words, metric_in_words
 
 __all__ = ["study_note", "trial_note"]
@@ -73,8 +74,7 @@ def _best(view: StudyView) -> str:
             f"optuna-dashboard calls trial {first.number} the best: it goes by the few steps of the search. "
             f"Measured again with more steps, trial {best.trial.number} came out ahead."
         )
-    ranks = history.data_parallel_size(best.trial, slots=view.spec.slots_per_trial)
-    lines.append(json_block(trainable_config(config, world_size=ranks)))
+    lines.append(json_block(view.ready_config(best.trial)))
     return "\n\n".join(lines)
 
 
@@ -107,7 +107,7 @@ def _tuned(view: StudyView) -> str:
 
 
 def _space(view: StudyView) -> str:
-    space = space_of(view.spec, view.profiled)
+    space = view.space
     rows = [
         (code(row.knob), row.role, row.where, _choices(row.choices))
         for row in space.describe()

@@ -23,8 +23,9 @@ from optuna_dsat.report import figures
 from optuna_dsat.report.meanings import MEANING
 from optuna_dsat.report.memory_table import memory_table
 from optuna_dsat.report.slot_time import account
-from optuna_dsat.report.view import Standing, StudyView
+from optuna_dsat.report.view import StudyView
 from optuna_dsat.report.winner import Winner, winner_of
+from optuna_dsat.standing import Standing
 from optuna_dsat.words import bytes_in_words, config_in_words, duration_in_words, metric_in_words
 
 if TYPE_CHECKING:

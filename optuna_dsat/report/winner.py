@@ -12,8 +12,8 @@ from optuna_dsat import history
 from optuna_dsat.export import BEST_CONFIG, learning_rate_advice, trainable_config, training_command
 from optuna_dsat.launch.run_directory import without_secrets
 from optuna_dsat.report.markdown import hidden
-from optuna_dsat.report.view import Standing, StudyView
-from optuna_dsat.script_trainer import follow_trainer
+from optuna_dsat.report.view import StudyView
+from optuna_dsat.standing import Standing
 from optuna_dsat.tuner import user_config
 from optuna_dsat.words import config_in_words
 
@@ -63,11 +63,9 @@ def winner_of(view: StudyView) -> Winner | None:
     best = view.best
     if best is None:
         return None
-    trainer = None if view.profiled is None else view.profiled.trainer
-    spec = follow_trainer(view.spec, trainer)
+    spec, trainer = view.spec, view.trainer
     ranks = history.data_parallel_size(best.trial, slots=spec.slots_per_trial)
-    complete = trainable_config(best.trial.user_attrs[history.CONFIG], world_size=ranks)
-    config = complete if trainer is None else trainer.trainable(complete)
+    complete, config = view.complete_config(best.trial), view.ready_config(best.trial)
     own = trainable_config(user_config(spec, data_parallel_size=ranks)[0], world_size=ranks)
     launcher = view.profiled is not None and view.profiled.deepspeed_launcher
     command, names_config = training_command(
