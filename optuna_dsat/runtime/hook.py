@@ -160,7 +160,7 @@ class DeepSpeedHook:
             self._prepare_cpu()
         else:
             self._memory = CudaMemory(self._accelerator)
-            understand_visible_uuids(self._accelerator, sys.modules["torch"])
+            understand_visible_uuids(self._accelerator)
         self._spans["imports"] = [self._started, time.time() - self._started]
         self._time_init_distributed()
         self._deepspeed.initialize = self._wrap(self._deepspeed.initialize)

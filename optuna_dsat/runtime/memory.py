@@ -209,7 +209,7 @@ def limit_cuda_memory(torch: Any, budget_bytes: int, local_rank: int) -> None:
     torch.cuda._lazy_call(apply)
 
 
-def understand_visible_uuids(accelerator: Any, torch: Any) -> None:
+def understand_visible_uuids(accelerator: Any) -> None:
     """Have DeepSpeed find the free memory of GPUs that ``CUDA_VISIBLE_DEVICES`` names by UUID.
 
     With nvidia-ml-py installed, its accelerator (0.19.8) reads that variable as numbers for NVML, and ends every
@@ -217,17 +217,18 @@ def understand_visible_uuids(accelerator: Any, torch: Any) -> None:
     itself answers then.
 
     Args:
-        accelerator: DeepSpeed's accelerator of this rank.
-        torch: The torch module.
+        accelerator: DeepSpeed's accelerator of this rank; another version's may not tell its free memory.
     """
-    original = accelerator.available_memory
+    original = getattr(accelerator, "available_memory", None)
+    if original is None:
+        return
 
     @functools.wraps(original)
     def available_memory(device_index: int | None = None) -> int:
         try:
             return int(original(device_index))
         except ValueError:
-            return int(torch.cuda.mem_get_info(device_index)[0])
+            return int(sys.modules["torch"].cuda.mem_get_info(device_index)[0])
 
     accelerator.available_memory = available_memory
 

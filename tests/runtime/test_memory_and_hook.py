@@ -118,8 +118,8 @@ def test_free_memory_is_found_where_gpus_are_named_by_uuid(
     monkeypatch.setattr(module, "pynvml", nvml)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     accelerator = object.__new__(module.CUDA_Accelerator)
-    torch = SimpleNamespace(cuda=SimpleNamespace(mem_get_info=lambda _device: (222, 333)))
-    understand_visible_uuids(accelerator, torch)
+    monkeypatch.setattr(sys.modules["torch"].cuda, "mem_get_info", lambda _device: (222, 333))
+    understand_visible_uuids(accelerator)
     assert accelerator.available_memory(0) == free
 
 

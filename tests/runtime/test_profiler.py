@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from optuna_dsat.launch.prepare import write_run_directory
-from optuna_dsat.launch.protocol import LaunchRequest
+from optuna_dsat.launch.protocol import Holder, LaunchRequest
 from optuna_dsat.profiling import measure_profile
 from optuna_dsat.runtime.clock import HostClock
 from optuna_dsat.runtime.events import Event, ProfileMeasured
@@ -37,6 +37,10 @@ class Asking:
     """A launcher that launches nothing."""
 
     free_slots = 8
+    waiting: tuple[str, ...] = ()
+
+    def holders(self) -> tuple[Holder, ...]:
+        return ()
 
     def start(self, request: LaunchRequest) -> None:
         raise AskedError(request)
