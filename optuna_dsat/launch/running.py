@@ -27,7 +27,7 @@ from optuna_dsat.runtime.events import (
     decode_event,
 )
 
-__all__ = ["EventTail", "RunningLaunch", "first_failure_code", "read_exit_codes"]
+__all__ = ["EventTail", "FailedFork", "RunningLaunch", "first_failure_code", "read_exit_codes"]
 
 _EXIT_GRACE_S = 1.0
 """After all ranks have said that they are done: time for a clean exit, before they are killed."""
@@ -110,6 +110,15 @@ def first_failure_code(record: Path) -> int | None:
     return int(failures[0]["exit_code"]) if failures else None
 
 
+@dataclass(frozen=True, kw_only=True)
+class FailedFork:
+    """A forked launch that failed before it trained, and none with the same modules imported had trained yet."""
+
+    preloaded: Preload
+    message: str
+    """How it ended."""
+
+
 @dataclass(kw_only=True)
 class RunningLaunch:
     """One launch in flight: follows its events and brings it to its end. Times are monotonic unless named otherwise."""
@@ -125,8 +134,8 @@ class RunningLaunch:
     oom_kills_before: int | None
     preloaded: Preload | None = None
     """What the process had imported that it was forked from; None for a launch by plain torchrun."""
-    repeats: str | None = None
-    """How the forked launch ended that this one repeats plainly, to see whether the forking was the cause."""
+    repeats: FailedFork | None = None
+    """The forked launch that this one repeats plainly, to see whether the forking was the cause."""
 
     gone_at: float | None = field(default=None, init=False)
     """When the last process was seen to be gone."""

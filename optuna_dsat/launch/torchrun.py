@@ -32,7 +32,7 @@ from optuna_dsat.launch.protocol import (
 )
 from optuna_dsat.launch.reports import report_of, report_of_unstarted
 from optuna_dsat.launch.run_directory import OutputError, RunDirectory
-from optuna_dsat.launch.running import RunningLaunch
+from optuna_dsat.launch.running import FailedFork, RunningLaunch
 from optuna_dsat.launch.slots import SlotLease, SlotPool
 from optuna_dsat.launch.warm import WarmAgent, WarmLaunches, WarmOrder, WarmUnavailableError
 from optuna_dsat.outcome import Outcome
@@ -320,7 +320,7 @@ class TorchrunLauncher:
             return report
         facts = launch.facts(kernel_oom_kills())
         verdict = classify(facts)
-        if self._is_suspect(launch, verdict) and self._repeat_plainly(launch, verdict.message):
+        if (failed := self._suspect(launch, verdict)) is not None and self._repeat_plainly(launch, failed):
             return None
         report = report_of(launch, facts, verdict, note=note, exit_s=now - launch.last_event)
         try:
@@ -336,15 +336,22 @@ class TorchrunLauncher:
             )
         return report
 
-    def _is_suspect(self, launch: RunningLaunch, verdict: Verdict) -> bool:
-        """Whether a launch may have failed because it was forked: it never trained, and no other has yet."""
+    def _suspect(self, launch: RunningLaunch, verdict: Verdict) -> FailedFork | None:
+        """Return a launch that may have failed because it was forked: it never trained, and no other has yet."""
         self._note_forked(launch)
         if launch.repeats is not None and launch.has_trained and self._forks:
             self._give_up_forking(launch.repeats)
-        return self._is_unproven(launch) and not launch.has_trained and verdict.outcome in _PERHAPS_BY_FORKING
+        if launch.preloaded is None or not self._is_unproven(launch) or launch.has_trained:
+            return None
+        if verdict.outcome not in _PERHAPS_BY_FORKING:
+            return None
+        return FailedFork(preloaded=launch.preloaded, message=verdict.message)
 
-    def _give_up_forking(self, why: str) -> None:
+    def _give_up_forking(self, failed: FailedFork) -> None:
         """Go back to what is known to work: fewer modules imported before a fork, or plain torchrun."""
+        if failed.preloaded != self._warm.preload:
+            return  # launches side by side failed alike: the first has led back
+        why = failed.message
         if self._warm.retreat():
             self._notice(
                 "A launch failed when forked with all that your script imports ready, and trains by plain torchrun: "
@@ -361,14 +368,14 @@ class TorchrunLauncher:
         self._forks = False
         self._notice(notice)
 
-    def _repeat_plainly(self, launch: RunningLaunch, why: str) -> bool:
+    def _repeat_plainly(self, launch: RunningLaunch, failed: FailedFork) -> bool:
         """Start a launch again by plain torchrun; return whether a slot was free for it."""
         try:
             lease = self._pool.take(launch.request.slots)
         except SlotsBusyError:
             return False
         again = self._spawn(launch.request, write_run_directory(launch.request, self._output_dir), lease, plain=True)
-        again.repeats = why
+        again.repeats = failed
         self._running[launch.request.launch_id] = again
         return True
 

@@ -22,6 +22,7 @@ from optuna_dsat.launch.devices import Device, Devices
 from optuna_dsat.launch.nvml import GpuUse
 from optuna_dsat.launch.preload import BASE_MODULES, Preload
 from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest, LaunchUpdate, ScriptCommand
+from optuna_dsat.launch.running import FailedFork
 from optuna_dsat.launch.torchrun import TorchrunLauncher
 from optuna_dsat.launch.warm import WarmLaunches
 from optuna_dsat.outcome import Outcome
@@ -312,6 +313,21 @@ def test_forks_go_back_to_what_is_proven_where_initialize_fails_only_in_a_fork(f
         assert len(notices) == 1
     finally:
         launcher.close()
+
+
+def test_launches_that_fail_alike_side_by_side_lead_back_once(folder: Path, tmp_path: Path) -> None:
+    notices: list[str] = []
+    launcher = make(tmp_path, notices, warm=True, PYTHONPATH=str(folder))
+    proven, spoilt = Preload(), Preload(modules=(*BASE_MODULES, "spoiler"))
+    launcher._warm.prove(proven)
+    launcher.prepare(spoilt)
+    for rank in range(2):
+        launcher._give_up_forking(FailedFork(preloaded=spoilt, message=f"rank {rank}: no fork for me"))
+    assert (launcher._forks, launcher._warm.preload) == (True, proven)
+    assert len(notices) == 1
+    launcher._give_up_forking(FailedFork(preloaded=proven, message="rank 0: nor of that"))
+    assert not launcher._forks
+    launcher.close()
 
 
 @pytest.mark.torchrun
