@@ -22,7 +22,7 @@ from optuna_dsat.standing import Standing, speed_up_over
 from optuna_dsat.store import Store, StudyRecord
 from optuna_dsat.study_space import space_of
 
-__all__ = ["StoredStudy", "read_stored"]
+__all__ = ["StoredStudy", "read_stored", "record_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +97,8 @@ class StoredStudy:
         return complete if self.trainer is None else self.trainer.trainable(complete)
 
 
-def read_stored(store: Store, name: str) -> StoredStudy:
-    """Read a study from the store.
+def record_of(store: Store, name: str) -> StudyRecord:
+    """Return what the store keeps of a study.
 
     Raises:
         UsageError: If there is no such study; names those there are.
@@ -107,6 +107,16 @@ def read_stored(store: Store, name: str) -> StoredStudy:
     if record is None:
         known = ", ".join(study.name for study in store.list_studies()) or "none"
         raise UsageError(f"There is no study {name!r} in {store.url}; there: {known}.")
+    return record
+
+
+def read_stored(store: Store, name: str) -> StoredStudy:
+    """Read a study from the store.
+
+    Raises:
+        UsageError: As ``record_of``.
+    """
+    record = record_of(store, name)
     study_id = store.storage.get_study_id_from_name(name)
     attributes = store.storage.get_study_user_attrs(study_id)
     fingerprint = attributes.get(history.FINGERPRINT)

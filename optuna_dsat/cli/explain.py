@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from optuna_dsat.errors import UsageError
-
 if TYPE_CHECKING:
     from optuna_dsat.explanation import Contribution, Explanation
 
@@ -32,9 +30,6 @@ def explain(
     from optuna_dsat.study_explanation import explain_study
 
     with Store.open(storage, create=False) as store:
-        if store.find_study(name) is None:
-            known = ", ".join(study.name for study in store.list_studies()) or "none"
-            raise UsageError(f"There is no study {name!r} in {store.url}; there: {known}.")
         explanation, words = explain_study(store, name)
     if as_json:
         print(json.dumps({"study": name, "configuration": words, **explanation.to_json()}, indent=2))

@@ -67,11 +67,9 @@ def _open(storage: str) -> Store:
 
 
 def _record(store: Store, name: str) -> StudyRecord:
-    record = store.find_study(name)
-    if record is None:
-        known = ", ".join(study.name for study in store.list_studies()) or "none"
-        raise UsageError(f"There is no study {name!r} in {store.url}; there: {known}.")
-    return record
+    from optuna_dsat.stored import record_of
+
+    return record_of(store, name)
 
 
 def _spec(record: StudyRecord) -> StudySpec:
