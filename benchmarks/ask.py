@@ -18,12 +18,14 @@ from optuna.trial import TrialState
 
 from benchmarks.landscapes import LANDSCAPES, Trained, throughput
 from benchmarks.optimum import search_space
-from optuna_dsat import ds_config, history
-from optuna_dsat.foresight import Foresight
-from optuna_dsat.memory import Hardware, ModelProfile
+from optuna_dsat.config import ds_config
+from optuna_dsat.config.search_space import SearchSpace
+from optuna_dsat.cost.memory import Hardware, ModelProfile
+from optuna_dsat.guided.planner import GuidedPlanner
+from optuna_dsat.guided.problem import Problem
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.samplers import GuidedSampler
-from optuna_dsat.search_space import SearchSpace
+from optuna_dsat.trials import attributes
 
 __all__ = ["main"]
 
@@ -38,34 +40,37 @@ def main() -> None:
     landscape = LANDSCAPES["fast-links"]
     space = search_space(landscape)
     began = time.perf_counter()
-    foresight = _foresight(landscape, space)
+    planner = _planner(landscape, space)
     built_s = time.perf_counter() - began
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.RandomSampler(seed=0))
     for _ in range(args.trials):
         _answer(study, space, landscape)
-    study.sampler = GuidedSampler(foresight=foresight, seed=0)
+    study.sampler = GuidedSampler(planner=planner, seed=0)
     seconds = [_answer(study, space, landscape) for _ in range(args.rounds)]
     print(
-        f"{len(foresight.table.lineages)} lineages, {args.trials} trials: the table took {1e3 * built_s:.0f} ms; an ask"
+        f"{len(planner.problem.table.lineages)} lineages, {args.trials} trials: "
+        f"the table took {1e3 * built_s:.0f} ms; an ask"
     )
     print(f"{1e3 * statistics.median(seconds):.0f} ms (median of {args.rounds}), at most {1e3 * max(seconds):.0f} ms")
 
 
-def _foresight(landscape: Trained, space: SearchSpace) -> Foresight:
+def _planner(landscape: Trained, space: SearchSpace) -> GuidedPlanner:
     known = vars(landscape.profile(landscape.slots))
     profile = ModelProfile.from_json({**known, "device_name": ""})
     machine = landscape.machine
-    return Foresight(
-        profile=profile,
-        hardware=Hardware(
-            world_size=machine.gpus,
-            ranks_per_node=machine.gpus_per_node,
-            device_memory_bytes=machine.device_bytes,
-            host_memory_bytes=machine.host_bytes,
-        ),
-        config=landscape.user_config,
-        space=space,
-        metric="throughput",
+    return GuidedPlanner(
+        Problem(
+            profile=profile,
+            hardware=Hardware(
+                world_size=machine.gpus,
+                ranks_per_node=machine.gpus_per_node,
+                device_memory_bytes=machine.device_bytes,
+                host_memory_bytes=machine.host_bytes,
+            ),
+            config=landscape.user_config,
+            space=space,
+            metric="throughput",
+        )
     )
 
 
@@ -77,13 +82,13 @@ def _answer(study: optuna.Study, space: SearchSpace, landscape: Trained) -> floa
     seconds = time.perf_counter() - began
     config = ds_config.merge(ds_config.effective(landscape.user_config), space.overlay(params))
     result = landscape.run(config, landscape.slots)
-    trial.set_user_attr(history.OUTCOME, result.outcome.value)
+    trial.set_user_attr(attributes.OUTCOME, result.outcome.value)
     if result.outcome is not Outcome.MEASURED:
         study.tell(trial, state=TrialState.PRUNED)
         return seconds
     phases: dict[str, Any] = {"forward": result.forward_s, "backward": result.backward_s, "step": result.step_s}
-    trial.set_user_attr(history.METRICS, {**phases, "latency": result.latency_s})
-    trial.set_user_attr(history.PEAK_BYTES, result.peak_bytes)
+    trial.set_user_attr(attributes.METRICS, {**phases, "latency": result.latency_s})
+    trial.set_user_attr(attributes.PEAK_BYTES, result.peak_bytes)
     study.tell(trial, throughput(landscape, config))
     return seconds
 

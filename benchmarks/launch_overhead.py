@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
-from optuna_dsat import ds_config
+from optuna_dsat.config import ds_config
 from optuna_dsat.launch.devices import Devices, cpu_devices, detect_devices
 from optuna_dsat.launch.preload import Preload
 from optuna_dsat.launch.protocol import Finished, LaunchRequest, Observed, ScriptCommand

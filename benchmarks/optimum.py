@@ -12,8 +12,8 @@ import optuna
 
 from benchmarks.landscapes import Trained
 from benchmarks.physics import Settings, step_times, usage
-from optuna_dsat import ds_config
-from optuna_dsat.space import SearchSpace, build_space
+from optuna_dsat.config import ds_config
+from optuna_dsat.config.space_builder import SearchSpace, build_space
 
 __all__ = ["Optimum", "Reach", "lineages", "optimum", "reaches", "search_space"]
 

@@ -11,15 +11,15 @@ from typing import Any, cast
 import optuna
 
 from benchmarks.rig import COMMAND, Rig
-from optuna_dsat import history
 from optuna_dsat.errors import NothingRunnableError
-from optuna_dsat.finalists import Finalist, choose_winner
-from optuna_dsat.methods import make_method
-from optuna_dsat.profiling import Profiled
-from optuna_dsat.session import Session
-from optuna_dsat.spec import StudySpec, make_spec
 from optuna_dsat.store import Store
-from optuna_dsat.study_space import space_of
+from optuna_dsat.study.finalists import Finalist, choose_winner
+from optuna_dsat.study.methods import make_method
+from optuna_dsat.study.profile import Profiled
+from optuna_dsat.study.session import Session
+from optuna_dsat.study.space import space_of
+from optuna_dsat.study.spec import StudySpec, make_spec
+from optuna_dsat.trials import attributes
 
 __all__ = ["quick_store", "run", "spec_of"]
 
@@ -78,10 +78,10 @@ def run(method: str, rig: Rig, *, budget: int, seed: int, store: Store | None = 
         except NothingRunnableError:
             return  # an outcome of the search like any other
         if method == "guided":
-            rig.believed = believed(rig, session)
+            rig.posterior_means = posterior_means(rig, session)
 
 
-def believed(rig: Rig, session: Session) -> list[Mapping[str, Any] | None]:
+def posterior_means(rig: Rig, session: Session) -> list[Mapping[str, Any] | None]:
     """Return after each launch the config that would be handed over if the search were stopped there.
 
     That is the best by belief of the trials measured so far (``Method.ranked``), and among finalists the winner: the
@@ -93,11 +93,11 @@ def believed(rig: Rig, session: Session) -> list[Mapping[str, Any] | None]:
         raise RuntimeError("a session that ran has a profile")
     profiled = Profiled.from_json(profile.profile)
     method = make_method(spec, profiled, space_of(spec, profiled))
-    if method.believed is None:
+    if method.posterior_means is None:
         raise ValueError(f"{spec.method} believes nothing beside what it measured")
     study = optuna.load_study(study_name=spec.name, storage=store.storage)
-    trials = {trial.user_attrs.get(history.LAUNCH_ID): trial for trial in study.get_trials(deepcopy=False)}
-    again = {f"confirm-{one['number']:04d}": Finalist(**one) for one in study.user_attrs.get(history.FINALISTS, [])}
+    trials = {trial.user_attrs.get(attributes.LAUNCH_ID): trial for trial in study.get_trials(deepcopy=False)}
+    again = {f"confirm-{one['number']:04d}": Finalist(**one) for one in study.user_attrs.get(attributes.FINALISTS, [])}
     seen: list[optuna.trial.FrozenTrial] = []
     finalists: list[Finalist] = []
     found: list[Mapping[str, Any] | None] = []
@@ -108,6 +108,8 @@ def believed(rig: Rig, session: Session) -> list[Mapping[str, Any] | None]:
             finalists.append(again[launch.launch_id])
         candidates = method.ranked(seen, maximize=True)
         if candidates:
-            winner, _ = choose_winner(candidates, finalists, maximize=True, believed=method.believed(seen))
-        found.append(winner.user_attrs[history.CONFIG] if candidates else None)
+            winner, _ = choose_winner(
+                candidates, finalists, maximize=True, posterior_means=method.posterior_means(seen)
+            )
+        found.append(winner.user_attrs[attributes.CONFIG] if candidates else None)
     return found

@@ -28,14 +28,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.recorded import key_of
-from optuna_dsat import ds_config
+from optuna_dsat.config import ds_config
 from optuna_dsat.launch.protocol import Launcher, LaunchRequest
 from optuna_dsat.launch.torchrun import TorchrunLauncher
-from optuna_dsat.options import TuneOptions
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.prepare import make_devices, spec_of
-from optuna_dsat.profiling import follow, measure_profile, script_command
-from optuna_dsat.spec import StudySpec
+from optuna_dsat.study.profile import follow, measure_profile, script_command
+from optuna_dsat.study.spec import StudySpec
+from optuna_dsat.tuning.options import TuneOptions
+from optuna_dsat.tuning.prepare import make_devices, spec_of
 
 __all__ = ["configurations", "edge_walk", "main"]
 

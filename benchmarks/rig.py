@@ -8,10 +8,10 @@ from typing import Any
 
 from benchmarks.landscapes import Trained
 from benchmarks.recorded import Recorded
+from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.preload import Preload
 from optuna_dsat.launch.protocol import Finished, Holder, LaunchRequest, LaunchUpdate, Observed, ScriptCommand
 from optuna_dsat.launch.simulated import SimulatedLauncher
-from optuna_dsat.measurement import LaunchRecord
 from optuna_dsat.outcome import Outcome
 
 __all__ = ["BudgetSpentError", "Launch", "Rig"]
@@ -54,7 +54,7 @@ class Rig:
     def __init__(self, landscape: Trained | Recorded, *, budget: int, noise: float = 0.0, seed: int = 0) -> None:
         self.landscape = landscape
         self.launches: list[Launch] = []
-        self.believed: Sequence[Mapping[str, Any] | None] | None = None
+        self.posterior_means: Sequence[Mapping[str, Any] | None] | None = None
         """After each launch the config that the method believes to be best, where it has a belief of its own."""
         self._budget = budget
         self._launcher = SimulatedLauncher(landscape, total_slots=landscape.slots, noise=noise, seed=seed)

@@ -198,7 +198,7 @@ def run_one(
     rig = Rig(landscape, budget=budget, noise=noise, seed=seed)
     METHODS[method](method, rig, budget=budget, seed=seed)
     launches = rig.launches
-    distances = [1 - worth / best for worth in _held(landscape, launches, None if measured else rig.believed)]
+    distances = [1 - worth / best for worth in _held(landscape, launches, None if measured else rig.posterior_means)]
     near = next((index for index, distance in enumerate(distances) if distance <= NEAR), None)
     close = next((index for index, distance in enumerate(distances) if distance <= CLOSE), None)
     outcomes = [launch.outcome.value for launch in launches]
@@ -219,7 +219,7 @@ def run_one(
 def _held(
     landscape: Trained | Recorded,
     launches: Sequence[Launch],
-    believed: Sequence[Mapping[str, Any] | None] | None = None,
+    posterior_means: Sequence[Mapping[str, Any] | None] | None = None,
 ) -> list[float]:
     """Return after each launch what the configuration then held is worth, without noise.
 
@@ -234,7 +234,7 @@ def _held(
                 phase, shown = launch.purpose, 0.0
             if value > shown:
                 shown, held = value, throughput(landscape, launch.ds_config)
-        config = None if believed is None else believed[index]
+        config = None if posterior_means is None else posterior_means[index]
         if config is not None:
             held = throughput(landscape, config)
         worths.append(held)

@@ -26,14 +26,14 @@ from optuna.samplers import BaseSampler
 from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
-from optuna_dsat import history
 from optuna_dsat.launch.protocol import LaunchReport
-from optuna_dsat.lineage import MICRO_BATCH
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.pruners import AshaPruner, DeepSpeedPruner
 from optuna_dsat.runtime.events import StepMeasured
 from optuna_dsat.samplers import BinarySearchSampler, LineageRandomSampler
 from optuna_dsat.store import Store
+from optuna_dsat.trials import attributes
+from optuna_dsat.trials.lineage import MICRO_BATCH
 
 KNOBS: dict[str, BaseDistribution] = {
     "zero_stage": CategoricalDistribution([1, 2, 3]),
@@ -62,7 +62,7 @@ def fill(study: optuna.Study, count: int) -> None:
                 value=value,
                 params=params,
                 distributions=KNOBS,
-                user_attrs={history.OUTCOME: Outcome.MEASURED.value, history.LAUNCH_ID: "trial"},
+                user_attrs={attributes.OUTCOME: Outcome.MEASURED.value, attributes.LAUNCH_ID: "trial"},
                 intermediate_values=dict.fromkeys(range(3, 3 + STEPS), value),
             )
         )
@@ -185,7 +185,7 @@ def one_round(store: Store, study: optuna.Study, uuid: str, watch: Stopwatch) ->
     with watch("reclaim"):
         store.reclaim_stale(study)
     with watch("budget"):
-        history.launches_used(study.get_trials(deepcopy=False))
+        attributes.launches_used(study.get_trials(deepcopy=False))
     with watch("exhausted"):
         if isinstance(sampler, BinarySearchSampler | LineageRandomSampler):
             sampler.exhausted(study, 10**9)
@@ -201,7 +201,7 @@ def one_round(store: Store, study: optuna.Study, uuid: str, watch: Stopwatch) ->
     with watch("prune"):
         study.pruner.prune(study, store.storage.get_trial(trial._trial_id))
     with watch("attributes"):
-        for name in (history.CONFIG, history.OVERLAY, history.METRICS, history.OUTCOME):
+        for name in (attributes.CONFIG, attributes.OVERLAY, attributes.METRICS, attributes.OUTCOME):
             trial.set_user_attr(name, Outcome.MEASURED.value)
     with watch("report and prune"):
         for number in range(3, 3 + STEPS):

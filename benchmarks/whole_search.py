@@ -38,7 +38,7 @@ from typing import Any
 import psutil
 
 from benchmarks.launch_overhead import EXAMPLES, Launch, run
-from optuna_dsat import ds_config
+from optuna_dsat.config import ds_config
 from optuna_dsat.launch.devices import Devices, cpu_devices, detect_devices
 from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
 from optuna_dsat.launch.torchrun import TorchrunLauncher

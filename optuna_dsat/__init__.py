@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 from optuna_dsat import errors
 
 if TYPE_CHECKING:
-    from optuna_dsat.api import SearchInterrupted, TuneResult, tune
     from optuna_dsat.integrations.huggingface import DsatCallback, get_hf_args_with_overwrites
     from optuna_dsat.runtime.reporting import dsat_reporting_context, get_ds_config_from_hparams
+    from optuna_dsat.tuning.tune import SearchInterrupted, TuneResult, tune
 
 __version__ = "0.1.0"
 
 _PUBLIC: dict[str, str] = {
-    "SearchInterrupted": "optuna_dsat.api",
-    "TuneResult": "optuna_dsat.api",
-    "tune": "optuna_dsat.api",
+    "SearchInterrupted": "optuna_dsat.tuning.tune",
+    "TuneResult": "optuna_dsat.tuning.tune",
+    "tune": "optuna_dsat.tuning.tune",
     "DsatCallback": "optuna_dsat.integrations.huggingface",
     "dsat_reporting_context": "optuna_dsat.runtime.reporting",
     "get_ds_config_from_hparams": "optuna_dsat.runtime.reporting",

@@ -9,13 +9,13 @@ from optuna.pruners import BasePruner
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial
 
-from optuna_dsat.bisection import ended
-from optuna_dsat.lineage import MICRO_BATCH, Lineage
-from optuna_dsat.lineage_history import read_history
-from optuna_dsat.lineage_set import Kind, Lineages, best_score
 from optuna_dsat.pruners._common import chosen_by_user, lineage_of
 from optuna_dsat.pruners._inflight import below_rung, cannot_win, reports_of
 from optuna_dsat.pruners._rungs import Rungs, climb
+from optuna_dsat.trials.bisection import ended
+from optuna_dsat.trials.lineage import MICRO_BATCH, Lineage
+from optuna_dsat.trials.lineage_cache import read_history
+from optuna_dsat.trials.lineage_index import Kind, Lineages, best_score
 
 __all__ = ["AshaPruner"]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from optuna.trial import FrozenTrial
 
-from optuna_dsat.lineage import RETRY_ATTR, Lineage, group
+from optuna_dsat.trials.lineage import RETRY_ATTR, Lineage, group
 
 __all__ = ["chosen_by_user", "lineage_of"]
 

@@ -14,13 +14,13 @@ from optuna.pruners import BasePruner
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial
 
-from optuna_dsat.bisection import ended
-from optuna_dsat.lineage import MICRO_BATCH, Lineage, search_interval
-from optuna_dsat.lineage_history import read_history
-from optuna_dsat.lineage_set import Kind, Lineages, best_score
-from optuna_dsat.potential import potential
 from optuna_dsat.pruners._common import chosen_by_user, lineage_of
 from optuna_dsat.pruners._inflight import cannot_win, reports_of
+from optuna_dsat.trials.bisection import ended
+from optuna_dsat.trials.extrapolation import potential
+from optuna_dsat.trials.lineage import MICRO_BATCH, Lineage, search_interval
+from optuna_dsat.trials.lineage_cache import read_history
+from optuna_dsat.trials.lineage_index import Kind, Lineages, best_score
 
 __all__ = ["DeepSpeedPruner"]
 
@@ -49,7 +49,7 @@ class DeepSpeedPruner(BasePruner):
     The last two replace the rule of Determined AI's ``dsat random`` that drops ZeRO 3 as soon as ZeRO 1 or 2
     ran: a higher stage or an offload pays communication for memory, so it loses where a cheaper one holds the
     same micro-batch, but it may win through a larger one. What a lineage can plausibly become is an
-    optimistic extrapolation of what it measured, see ``optuna_dsat.potential``; a lineage not measured yet
+    optimistic extrapolation of what it measured, see ``optuna_dsat.trials.extrapolation``; a lineage not measured yet
     is not judged by it.
 
     In flight it stops a job whose mean over the reported steps is worse than that of the study's best trial

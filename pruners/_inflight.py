@@ -12,8 +12,8 @@ from typing import TypeVar
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-from optuna_dsat.lineage import Evidence, evidence
-from optuna_dsat.lineage_history import StudyHistory
+from optuna_dsat.trials.lineage import Evidence, evidence
+from optuna_dsat.trials.lineage_cache import StudyHistory
 
 __all__ = ["Reports", "below_rung", "cannot_win", "reports_of"]
 

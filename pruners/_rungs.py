@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from optuna.study import StudyDirection
 
-from optuna_dsat.lineage import Lineage
+from optuna_dsat.trials.lineage import Lineage
 
 __all__ = ["Rung", "Rungs", "climb", "survivors"]
 

@@ -14,7 +14,8 @@ from optuna.samplers import BaseSampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
-from optuna_dsat.lineage import (
+from optuna_dsat.samplers._draw import Usual, draw, draw_choice, generator
+from optuna_dsat.trials.lineage import (
     MICRO_BATCH,
     PLAN_ATTR,
     RETRY_ATTR,
@@ -28,9 +29,8 @@ from optuna_dsat.lineage import (
     micro_batches_of,
     middle,
 )
-from optuna_dsat.lineage_history import StudyHistory, notes_of, read_history
-from optuna_dsat.lineage_set import Lineages
-from optuna_dsat.samplers._draw import Usual, draw, draw_choice, generator
+from optuna_dsat.trials.lineage_cache import StudyHistory, notes_of, read_history
+from optuna_dsat.trials.lineage_index import Lineages
 
 __all__ = ["LineageSampler", "MaxMicroBatch", "Proposal"]
 

@@ -9,10 +9,10 @@ from optuna.distributions import IntDistribution
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial
 
-from optuna_dsat.bisection import climb, refine
-from optuna_dsat.lineage import Lineage, candidates, middle, past_peak, search_interval
-from optuna_dsat.lineage_set import Lineages, best_member, best_score, edge_alike
 from optuna_dsat.samplers._base import LineageSampler, Proposal
+from optuna_dsat.trials.bisection import climb, refine
+from optuna_dsat.trials.lineage import Lineage, candidates, middle, past_peak, search_interval
+from optuna_dsat.trials.lineage_index import Lineages, best_member, best_score, edge_alike
 
 __all__ = ["BinarySearchSampler"]
 
@@ -36,12 +36,12 @@ class BinarySearchSampler(LineageSampler):
 
     A bisection ends when ``low > high``, and a rate (a metric to maximize) is looked for no longer than it can pay:
     until less than a twentieth of the micro-batch is left, and while the lineage may still become the best of the
-    study, as its rate grows at most in proportion to the micro-batch (``optuna_dsat.bisection``).
+    study, as its rate grows at most in proportion to the micro-batch (``optuna_dsat.trials.bisection``).
 
     The largest micro-batch is not always the fastest. Where a rate was measured to fall with a larger micro-batch,
     the edge is of no interest any more: the gaps beside the best micro-batch are halved instead, until they are
-    narrower than a tenth of it (``optuna_dsat.lineage.peak_gap``). A duration grows with the micro-batch anyway, so a
-    metric to minimize is treated so only after the edge was found.
+    narrower than a tenth of it (``optuna_dsat.trials.lineage.peak_gap``). A duration grows with the micro-batch
+    anyway, so a metric to minimize is treated so only after the edge was found.
 
     This is the search of Determined AI's ``dsat binary``, which bisects from the plain middle and down to the last
     sample. With ``AshaPruner`` as the study's pruner it is the search of ``dsat asha``: the pruner then tells which

@@ -31,8 +31,8 @@ from optuna.distributions import (
 )
 from optuna.study import StudyDirection
 
-from optuna_dsat.lineage import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, STRUCTURE, agrees, structure
-from optuna_dsat.lineage_set import Kind, Lineages, best_member, best_of_kind
+from optuna_dsat.trials.lineage import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, STRUCTURE, agrees, structure
+from optuna_dsat.trials.lineage_index import Kind, Lineages, best_member, best_of_kind
 
 __all__ = ["Usual", "draw", "draw_choice", "generator"]
 

@@ -8,12 +8,12 @@ from typing import Any
 from optuna.study import Study
 from optuna.trial import FrozenTrial
 
-from optuna_dsat.foresight import Foresight
-from optuna_dsat.lineage import MICRO_BATCH
-from optuna_dsat.lineage_history import StudyHistory, read_history
+from optuna_dsat.guided.planner import GuidedPlanner
 from optuna_dsat.samplers._base import MaxMicroBatch
 from optuna_dsat.samplers._binary import BinarySearchSampler
 from optuna_dsat.samplers._draw import Usual
+from optuna_dsat.trials.lineage import MICRO_BATCH
+from optuna_dsat.trials.lineage_cache import StudyHistory, read_history
 
 __all__ = ["GuidedSampler"]
 
@@ -26,29 +26,29 @@ class GuidedSampler(BinarySearchSampler):
     memory and the phases of a step; the coefficients are fitted to these, what the formulas miss is learnt per
     structure (ZeRO stage and offload), knob and lineage, and of all configurations the one with the largest expected
     improvement per second is launched, the risk to run out of memory priced in. The formulas and their sources are in
-    ``optuna_dsat.foresight`` (which launch is next), ``optuna_dsat.step_theory`` (times) and
-    ``optuna_dsat.memory_belief`` (memory).
+    ``optuna_dsat.guided.planner`` (which launch is next), ``optuna_dsat.cost.step_time`` (times) and
+    ``optuna_dsat.cost.memory_posterior`` (memory).
 
     Nothing is drawn at random: the plan follows from the study's trials alone, so a study that is resumed goes on as if
     never stopped. A launch in flight counts as if measured as foreseen, and its lineage is left alone. Trials of
     lineages outside the space, and whatever failed for a reason that is not the configuration's, are passed over.
 
-    Trials are read through the user attributes ``metrics`` and ``peak_memory_bytes`` (``optuna_dsat.history``). Where
-    they are not set, the value alone teaches: less, but enough to go on.
+    Trials are read through the user attributes ``metrics`` and ``peak_memory_bytes``
+    (``optuna_dsat.trials.attributes``). Where they are not set, the value alone teaches: less, but enough to go on.
 
-    Without a ``foresight`` there is nothing to plan with, and lineages are bisected as ``BinarySearchSampler`` does; so
-    are those that the foresight does not know.
+    Without a ``planner`` there is nothing to plan with, and lineages are bisected as ``BinarySearchSampler`` does; so
+    are those that the planner does not know.
 
     Example:
         .. code-block:: python
 
-            foresight = Foresight(profile=profile, hardware=hardware, config=ds_config, space=space)
-            study = optuna.create_study(direction="maximize", sampler=GuidedSampler(foresight=foresight))
+            planner = GuidedPlanner(Problem(profile=profile, hardware=hardware, config=ds_config, space=space))
+            study = optuna.create_study(direction="maximize", sampler=GuidedSampler(planner=planner))
             trial = study.ask()
             params = space.suggest(trial)
 
     Args:
-        foresight: The space with its theory; its micro-batch has the name ``train_micro_batch_size_per_gpu``.
+        planner: The space with its theory; its micro-batch has the name ``train_micro_batch_size_per_gpu``.
         search_range_factor: See ``BinarySearchSampler``.
         max_micro_batch: Likewise.
         usual: Likewise.
@@ -56,13 +56,13 @@ class GuidedSampler(BinarySearchSampler):
         seed: Seed of the draws where nothing is foreseen.
 
     Raises:
-        ValueError: If the micro-batch has another name than the foresight's.
+        ValueError: If the micro-batch has another name than the planner's.
     """
 
     def __init__(
         self,
         *,
-        foresight: Foresight | None = None,
+        planner: GuidedPlanner | None = None,
         search_range_factor: float = 1.0,
         max_micro_batch: MaxMicroBatch | None = None,
         usual: Usual | None = None,
@@ -76,32 +76,32 @@ class GuidedSampler(BinarySearchSampler):
             micro_batch=micro_batch,
             seed=seed,
         )
-        if foresight is not None and micro_batch != MICRO_BATCH:
-            raise ValueError(f"micro_batch is {micro_batch!r}; with a foresight it must be {MICRO_BATCH!r}")
-        self._foresight = foresight
+        if planner is not None and micro_batch != MICRO_BATCH:
+            raise ValueError(f"micro_batch is {micro_batch!r}; with a planner it must be {MICRO_BATCH!r}")
+        self._planner = planner
 
     def exhausted(self, study: Study, classes: int | None = None) -> bool:
         """Return whether nothing is foreseen to be worth a launch, with what is in flight taken as measured.
 
         Args:
             study: The study.
-            classes: Number of lineages of the space, for a sampler without foresight.
+            classes: Number of lineages of the space, for a sampler without a planner.
         """
-        if self._foresight is None:
+        if self._planner is None:
             return super().exhausted(study, classes)
         history = read_history(study, micro_batch=self._name)
-        return self._foresight.next(history.trials) is None
+        return self._planner.next(history.trials) is None
 
     def _plan(
         self, study: Study, trial: FrozenTrial, history: StudyHistory, fixed: Mapping[str, Any]
     ) -> dict[str, Any]:
-        prospect = None if self._foresight is None else self._foresight.next(history.trials, fixed)
-        if prospect is None:
+        candidate = None if self._planner is None else self._planner.next(history.trials, fixed)
+        if candidate is None:
             return super()._plan(study, trial, history, fixed)
         return {
             "draw": trial.number,
-            "lineage": dict(prospect.params),
-            "micro_batch": prospect.micro_batch,
-            "low": prospect.micro_batch,
-            "high": prospect.largest,
+            "lineage": dict(candidate.params),
+            "micro_batch": candidate.micro_batch,
+            "low": candidate.micro_batch,
+            "high": candidate.largest,
         }

@@ -9,7 +9,9 @@ from optuna.distributions import IntDistribution
 from optuna.study import Study
 from optuna.trial import FrozenTrial
 
-from optuna_dsat.lineage import (
+from optuna_dsat.samplers._base import LineageSampler, MaxMicroBatch, Proposal
+from optuna_dsat.samplers._draw import Usual
+from optuna_dsat.trials.lineage import (
     MICRO_BATCH,
     PLAN_ATTR,
     Evidence,
@@ -18,9 +20,7 @@ from optuna_dsat.lineage import (
     evidence,
     score,
 )
-from optuna_dsat.lineage_set import Lineages, edge_alike
-from optuna_dsat.samplers._base import LineageSampler, MaxMicroBatch, Proposal
-from optuna_dsat.samplers._draw import Usual
+from optuna_dsat.trials.lineage_index import Lineages, edge_alike
 
 __all__ = ["LineageRandomSampler"]
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat import study_run
 from optuna_dsat.launch.simulated import Landscape, SimulatedLauncher
-from tests.tuning.landscapes import Hill
+from optuna_dsat.tuning import run
+from tests.study.landscapes import Hill
 
 DS_CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -42,7 +42,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     (tmp_path / "ds.json").write_text(json.dumps(DS_CONFIG))
     monkeypatch.chdir(tmp_path)
     made = Bench(tmp_path)
-    monkeypatch.setattr(study_run, "TorchrunLauncher", made.launcher)
+    monkeypatch.setattr(run, "TorchrunLauncher", made.launcher)
     before = signal.getsignal(signal.SIGTERM)  # the command sets its own
     yield made
     signal.signal(signal.SIGTERM, before)

@@ -1,124 +1,130 @@
+"""The house holds: every folder imports what its row allows, nothing runs in a circle, and the floors stay few."""
+
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-LAYERS = [
-    {"cli", "api"},
-    {"study_run", "prepare"},
-    {"session", "report", "doctor"},
-    {
-        "tuner",
-        "telling",
-        "methods",
-        "confirmation",
-        "finalists",
-        "loss_check",
-        "profiling",
-        "export",
-        "progress",
-        "study_space",
-        "script_plan",
-        "stored",
-        "study_explanation",
-        "warm_start",
-    },
-    {"samplers", "pruners", "launch", "store", "integrations"},
-    {
-        "lineage",
-        "bisection",
-        "potential",
-        "advice",
-        "belief",
-        "experience",
-        "explanation",
-        "residuals",
-        "gpus",
-        "planning",
-        "transformer",
-        "memory",
-        "memory_fit",
-        "memory_belief",
-        "foresight",
-        "step_theory",
-        "model_states",
-        "space",
-        "search_space",
-        "knobs",
-        "operators",
-        "ds_config",
-        "autotuning",
-        "arg_mapping",
-        "history",
-        "measurement",
-        "module_file",
-        "script_trainer",
-        "standing",
-        "words",
-        "options",
-        "spec",
-        "trial_class",
-    },
-    {"outcome", "errors", "runtime"},
-]
+PACKAGE = ROOT / "optuna_dsat"
+
+GROUND = {"errors", "outcome", "metrics", "words"}
+PURE = {"config", "trials", "cost"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "outcome": set(),
+    "metrics": set(),
+    "words": set(),
+    "runtime": {"outcome"},
+    "config": {"errors"},
+    "trials": {"outcome"},
+    "cost": {"config", "errors", "runtime"},
+    "script": {"config", "errors", "runtime"},
+    "pruners": {"trials"},
+    "guided": GROUND | PURE,
+    "samplers": {"trials", "guided"},
+    "integrations": {"errors", "runtime", "script"},
+    "launch": GROUND | {"runtime", "script"},
+    "store": GROUND | {"runtime", "trials", "launch"},
+    "study": GROUND | PURE | {"runtime", "script", "samplers", "pruners", "guided", "launch", "store"},
+    "report": GROUND | PURE | {"pruners", "guided", "launch", "store", "study"},
+    "plan": GROUND | PURE | {"launch", "store", "study"},
+    "display": GROUND | {"study"},
+    "doctor": GROUND | {"launch", "store"},
+    "tuning": GROUND | PURE | {"script", "launch", "store", "study", "display", "report"},
+    "cli": GROUND | PURE | {"script", "launch", "store", "study", "report", "plan", "display", "doctor", "tuning"},
+}
+"""Folder or module at the top of ``optuna_dsat`` -> what of it may be imported there, beside itself; from the ground
+up: a row names only rows above it.
+"""
+MOST_FLOORS = 11
+MOST_FLAT = 8
+"""Modules directly in ``optuna_dsat``."""
 
 
-def layer_of(part: str) -> int:
-    for depth, names in enumerate(LAYERS):
-        if part in names or any(part.startswith(("_" + name, name + "_")) for name in names):
-            return depth
-    raise AssertionError(f"optuna_dsat.{part} has no place in the layers")
-
-
-def sources() -> list[tuple[str, Path]]:
-    found = [(path.stem, path) for path in (ROOT / "optuna_dsat").glob("*.py") if path.stem != "__init__"]
-    for folder in ("cli", "doctor", "integrations", "launch", "report", "runtime", "store"):
-        found += [(folder, path) for path in (ROOT / "optuna_dsat" / folder).rglob("*.py")]
-    for folder in ("samplers", "pruners"):
-        found += [(folder, path) for path in (ROOT / folder).rglob("*.py")]
+@cache
+def modules() -> dict[str, Path]:
+    """Return the modules by their names below ``optuna_dsat``; the package itself, lazy as it is, is left out."""
+    found = {}
+    for folder, prefix in ((PACKAGE, ()), (ROOT / "samplers", ("samplers",)), (ROOT / "pruners", ("pruners",))):
+        for path in folder.rglob("*.py"):
+            inside = path.relative_to(folder).with_suffix("").parts
+            name = ".".join((*prefix, *(inside[:-1] if inside[-1] == "__init__" else inside)))
+            if name and not any(parent.is_symlink() for parent in path.parents):
+                found[name] = path
     return found
 
 
-def imports_of(path: Path) -> set[str]:
-    """Return the parts of optuna_dsat that a file imports, at the top or inside functions."""
-    parts: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+@cache
+def imports_of(name: str) -> frozenset[str]:
+    """Return the modules that one imports, at its top, inside functions or for the type checker alone."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(modules()[name].read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "optuna_dsat":
-            names = node.module.split(".")[1:2] or [alias.name for alias in node.names]
-            parts |= set(names)
+            base = node.module.removeprefix("optuna_dsat").lstrip(".")
+            inner = (f"{base}.{alias.name}".lstrip(".") for alias in node.names)
+            found |= {one if one in modules() else base for one in inner}
         elif isinstance(node, ast.Import):
-            parts |= {a.name.split(".")[1] for a in node.names if a.name.startswith("optuna_dsat.")}
-    return parts - {"__version__"}
+            found |= {alias.name.partition(".")[2] for alias in node.names if alias.name.startswith("optuna_dsat.")}
+    return frozenset(found & modules().keys() - {name})
 
 
-@pytest.mark.parametrize(
-    ("part", "path"), sources(), ids=lambda value: value.name if isinstance(value, Path) else value
-)
-def test_imports_run_downwards_only(part: str, path: Path) -> None:
-    upwards = {name for name in imports_of(path) if layer_of(name) < layer_of(part)}
-    assert not upwards, f"{path.relative_to(ROOT)} imports {sorted(upwards)} from above"
+def part(name: str) -> str:
+    """Return the folder of a module, or the module itself where it lies flat."""
+    return name.split(".")[0]
 
 
-def test_the_runtime_imports_nothing_of_the_rest() -> None:
-    for path in (ROOT / "optuna_dsat" / "runtime").rglob("*.py"):
-        assert imports_of(path) <= {"runtime", "outcome"}, path
+@pytest.mark.parametrize("folder", sorted({part(name) for name in modules()}))
+def test_a_folder_imports_what_its_row_allows(folder: str) -> None:
+    allowed = MAY_IMPORT[folder] | {folder}
+    for name in modules():
+        if part(name) == folder:
+            outside = {one for one in imports_of(name) if part(one) not in allowed}
+            assert not outside, f"{name} imports {sorted(outside)}; {folder} may import {sorted(MAY_IMPORT[folder])}"
 
 
-def test_integrations_live_in_the_users_process_too() -> None:
-    for path in (ROOT / "optuna_dsat" / "integrations").rglob("*.py"):
-        assert imports_of(path) <= {"integrations", "runtime", "errors", "trial_class"}, path
-    assert imports_of(ROOT / "optuna_dsat" / "trial_class.py") <= {"errors", "module_file", "runtime"}
+def test_the_rows_stand_from_the_ground_up() -> None:
+    above: set[str] = set()
+    for folder, allowed in MAY_IMPORT.items():
+        assert allowed <= above, f"{folder} may import {sorted(allowed - above)}, which stand below it"
+        above.add(folder)
+    assert above == {part(name) for name in modules()}
 
 
-def test_samplers_and_pruners_neither_launch_nor_store() -> None:
-    for folder in ("samplers", "pruners"):
-        for path in (ROOT / folder).rglob("*.py"):
-            assert not imports_of(path) & {"launch", "store", "session", "tuner", "cli"}, path
+def test_no_module_imports_itself_through_others() -> None:
+    order = TopologicalSorter({name: imports_of(name) for name in modules()}).static_order()
+    assert len(list(order)) == len(modules())  # a circle raises, and names its modules
+
+
+def test_the_house_has_few_floors() -> None:
+    graph = {folder: {part(one) for name in modules() if part(name) == folder for one in imports_of(name)} - {folder}
+             for folder in MAY_IMPORT}  # fmt: skip
+    floors: dict[str, int] = {}
+    for folder in TopologicalSorter(graph).static_order():
+        floors[folder] = 1 + max((floors[one] for one in graph[folder]), default=0)
+    assert max(floors.values()) <= MOST_FLOORS
+
+
+def test_hardly_anything_lies_flat() -> None:
+    assert len(list(PACKAGE.glob("*.py"))) <= MOST_FLAT
+
+
+def test_the_tests_mirror_the_package() -> None:
+    folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and any(path.glob("test_*.py"))}
+    beside = {"benchmarks", "cuda", "docs", "examples", "nvml", "system"}
+    assert folders - beside <= MAY_IMPORT.keys()
+
+
+def test_of_the_scripts_integrations_use_the_model_definition_alone() -> None:
+    for name in modules():
+        if part(name) == "integrations":
+            assert {one for one in imports_of(name) if part(one) == "script"} <= {"script.trial_class"}, name
 
 
 def test_help_imports_neither_torch_nor_optuna_nor_plotly() -> None:

@@ -18,13 +18,13 @@ from typing import Any
 
 from benchmarks.prove_gpu.machine import Machine
 from benchmarks.prove_gpu.proof import ROOT, OverrunError, PartOverError, replace
-from optuna_dsat import ds_config
+from optuna_dsat.config import ds_config
 from optuna_dsat.launch.devices import Devices
+from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest, ScriptCommand
 from optuna_dsat.launch.torchrun import TorchrunLauncher
-from optuna_dsat.measurement import LaunchRecord
-from optuna_dsat.profiling import follow
 from optuna_dsat.runtime.events import Event, RankStarted
+from optuna_dsat.study.profile import follow
 
 __all__ = ["Command", "Context", "Script", "batch_overlay", "dsat"]
 

@@ -12,12 +12,12 @@ from benchmarks.prove_gpu.context import Context, Launched, Script, batch_overla
 from benchmarks.prove_gpu.proof import ROOT, NotRunError, Status, Verdict, replace
 from benchmarks.prove_gpu.runner import Check
 from benchmarks.prove_gpu.sizing import size_for
-from optuna_dsat import ds_config
-from optuna_dsat.memory import Hardware, ModelProfile, estimate, largest_micro_batch
-from optuna_dsat.options import TuneOptions
+from optuna_dsat.config import ds_config
+from optuna_dsat.cost.memory import Hardware, ModelProfile, estimate, largest_micro_batch
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.prepare import spec_of
-from optuna_dsat.profiling import measure_profile
+from optuna_dsat.study.profile import measure_profile
+from optuna_dsat.tuning.options import TuneOptions
+from optuna_dsat.tuning.prepare import spec_of
 
 __all__ = ["EDGES", "Filling", "edge_checks", "filling", "load_filling", "next_size"]
 

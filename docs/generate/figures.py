@@ -19,7 +19,7 @@ from benchmarks import ours
 from benchmarks.landscapes import LANDSCAPES, throughput
 from benchmarks.rig import Launch, Rig
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.spec import METHODS
+from optuna_dsat.study.spec import METHODS
 
 __all__ = ["FOLDER", "SEARCHES", "draw", "main", "search"]
 

@@ -22,11 +22,11 @@ from optuna_dsat.cli.options_file import find_options, read_options
 from optuna_dsat.cli.password import hide_password
 from optuna_dsat.cli.plan import plan
 from optuna_dsat.cli.report import report
-from optuna_dsat.cli.stopping import EXIT_INTERRUPTED
 from optuna_dsat.cli.studies import add_commands
 from optuna_dsat.cli.train import train
+from optuna_dsat.display.stopping import EXIT_INTERRUPTED
 from optuna_dsat.errors import DsatError, ScriptFailedError
-from optuna_dsat.options import AshaOptions, AutotuningOptions, BinaryOptions, GuidedOptions, RandomOptions
+from optuna_dsat.tuning.options import AshaOptions, AutotuningOptions, BinaryOptions, GuidedOptions, RandomOptions
 
 __all__ = ["app", "main"]
 

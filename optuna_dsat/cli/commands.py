@@ -9,7 +9,7 @@ from typing import Any, TypeVar, get_type_hints
 
 import typer
 
-from optuna_dsat.options import TuneOptions
+from optuna_dsat.tuning.options import TuneOptions
 
 __all__ = ["lift_option", "origins_of", "spread_numbers", "with_options"]
 

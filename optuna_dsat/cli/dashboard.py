@@ -21,7 +21,7 @@ def dashboard(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
 ) -> None:
     """Show a study in the browser, with notes, plots, logs and configs (needs the extra: dashboard)."""
-    from optuna_dsat.report.dashboard import refresh, require_installed
+    from optuna_dsat.report.publish import refresh, require_installed
     from optuna_dsat.report.serve import serve
     from optuna_dsat.store import Store
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from optuna_dsat.explanation import Contribution, Explanation
+    from optuna_dsat.report.explanation import Contribution, Explanation
 
 __all__ = ["explain"]
 
@@ -26,8 +26,8 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say why the winner wins: against your config, knob by knob; what bounds it; what to change or buy next."""
+    from optuna_dsat.report.study_explanation import explain_study
     from optuna_dsat.store import Store
-    from optuna_dsat.study_explanation import explain_study
 
     with Store.open(storage, create=False) as store:
         explanation, words = explain_study(store, name)

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from optuna_dsat.options import TuneOptions
+from optuna_dsat.tuning.options import TuneOptions
 
 __all__ = ["show_options"]
 

@@ -14,10 +14,10 @@ import typer
 from optuna_dsat.errors import UsageError
 
 if TYPE_CHECKING:
-    from optuna_dsat.advice import Setting
-    from optuna_dsat.options import TuneOptions
-    from optuna_dsat.planning import PlannedRow, Subject
-    from optuna_dsat.transformer import TransformerShape
+    from optuna_dsat.plan.advice import Setting
+    from optuna_dsat.plan.structures import PlannedRow, Subject
+    from optuna_dsat.plan.transformer import TransformerShape
+    from optuna_dsat.tuning.options import TuneOptions
 
 __all__ = ["plan"]
 
@@ -129,7 +129,7 @@ def plan(
     elif script is None or ds_config is None:
         raise UsageError("plan takes SCRIPT and DS_CONFIG, or --params with --gpu and no script.")
     else:
-        from optuna_dsat.options import TuneOptions
+        from optuna_dsat.tuning.options import TuneOptions
 
         options = TuneOptions(
             script=script, ds_config=ds_config, script_args=script_args, module=module, gpus_per_trial=gpus,
@@ -168,7 +168,7 @@ def _count(text: str, option: str) -> int:
 
 
 def _shape(params: str, **numbers: Any) -> TransformerShape:
-    from optuna_dsat.transformer import shape_of
+    from optuna_dsat.plan.transformer import shape_of
 
     return shape_of(params=_count(params, "--params"), **numbers)
 
@@ -186,12 +186,12 @@ def _without_launch(
 ) -> _Shown:
     from dataclasses import asdict
 
-    from optuna_dsat import ds_config
-    from optuna_dsat.advice import Setting
-    from optuna_dsat.gpus import GPUS, find_gpu, machine_priors
-    from optuna_dsat.memory import Hardware, ModelProfile
-    from optuna_dsat.planning import Subject, plan_rows
-    from optuna_dsat.spec import parse_bytes
+    from optuna_dsat.config import ds_config
+    from optuna_dsat.cost.gpus import GPUS, find_gpu, machine_priors
+    from optuna_dsat.cost.memory import Hardware, ModelProfile
+    from optuna_dsat.plan.advice import Setting
+    from optuna_dsat.plan.structures import Subject, plan_rows
+    from optuna_dsat.study.spec import parse_bytes
 
     if gpu is None:
         raise UsageError(f"--params needs --gpu; known are {', '.join(GPUS)}.")
@@ -257,13 +257,13 @@ def _with_launch(options: TuneOptions, *, nodes: int, margin: float) -> _Shown:
     """
     from contextlib import closing
 
-    from optuna_dsat.advice import Setting
     from optuna_dsat.launch.processes import kill_leftovers
     from optuna_dsat.launch.torchrun import TorchrunLauncher
-    from optuna_dsat.planning import plan_rows
-    from optuna_dsat.prepare import make_devices, spec_of
-    from optuna_dsat.script_plan import plan_script
+    from optuna_dsat.plan.advice import Setting
+    from optuna_dsat.plan.from_script import plan_script
+    from optuna_dsat.plan.structures import plan_rows
     from optuna_dsat.store import Store
+    from optuna_dsat.tuning.prepare import make_devices, spec_of
 
     if nodes != 1:
         raise UsageError("--nodes is for plans without a launch (--params): a launch runs on this host.")
@@ -294,7 +294,7 @@ def _gib(count: float) -> str:
 
 
 def _show(shown: _Shown, *, as_json: bool) -> None:
-    from optuna_dsat.advice import advise
+    from optuna_dsat.plan.advice import advise
 
     rows, advice = shown.setting.rows, advise(shown.setting)
     if as_json:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import shlex
 import sys
 
-from optuna_dsat.cli.live import make_observer
 from optuna_dsat.cli.origins import show_options
 from optuna_dsat.cli.show import show_plan, show_result
-from optuna_dsat.cli.stopping import stopping_on_signals
+from optuna_dsat.display.live import make_observer
+from optuna_dsat.display.stopping import stopping_on_signals
 from optuna_dsat.launch.devices import Devices
-from optuna_dsat.options import TuneOptions
-from optuna_dsat.prepare import check_storage, prepare
-from optuna_dsat.spec import StudySpec
+from optuna_dsat.study.spec import StudySpec
+from optuna_dsat.tuning.options import TuneOptions
+from optuna_dsat.tuning.prepare import check_storage, prepare
 
 __all__ = ["run", "run_spec"]
 
@@ -67,7 +67,7 @@ def run_spec(
         KeyboardInterrupt: If the search was interrupted; what was found so far, and how to go on, is shown before.
     """
     from optuna_dsat.store import display_url
-    from optuna_dsat.study_run import run_study, train_with_best
+    from optuna_dsat.tuning.run import run_study, train_with_best
 
     with stopping_on_signals() as stopping, make_observer(quiet=quiet, stopping=stopping) as observer:
         stopping.remedy = _resume_command(spec, storage, display_url(storage))

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Table
 
-from optuna_dsat.export import TuneResult
-from optuna_dsat.spec import StudySpec
+from optuna_dsat.study.result import TuneResult
+from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.words import metric_in_words
 
 __all__ = ["show_plan", "show_result"]
@@ -56,10 +56,10 @@ def show_plan(spec: StudySpec) -> None:
     """Print the space, the profile launch and the first configurations of a study that is not started."""
     import optuna
 
-    from optuna_dsat import ds_config
-    from optuna_dsat.profiling import rungs
-    from optuna_dsat.study_space import space_of
-    from optuna_dsat.tuner import user_config
+    from optuna_dsat.config import ds_config
+    from optuna_dsat.study.profile import rungs
+    from optuna_dsat.study.space import space_of
+    from optuna_dsat.study.user_config import user_config
     from optuna_dsat.words import config_in_words
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)

@@ -15,14 +15,14 @@ import typer
 
 from optuna_dsat.cli.parameters import DEFAULT_STORAGE, Name, Storage
 from optuna_dsat.errors import NothingRunnableError, UsageError
-from optuna_dsat.module_file import module_file
+from optuna_dsat.script.module_file import module_file
 
 if TYPE_CHECKING:
     import optuna
     from optuna.trial import FrozenTrial
 
-    from optuna_dsat.spec import StudySpec
     from optuna_dsat.store import Store, StudyRecord
+    from optuna_dsat.study.spec import StudySpec
 
 __all__ = ["add_commands"]
 
@@ -67,13 +67,13 @@ def _open(storage: str) -> Store:
 
 
 def _record(store: Store, name: str) -> StudyRecord:
-    from optuna_dsat.stored import record_of
+    from optuna_dsat.study.stored import record_of
 
     return record_of(store, name)
 
 
 def _spec(record: StudyRecord) -> StudySpec:
-    from optuna_dsat.spec import StudySpec
+    from optuna_dsat.study.spec import StudySpec
 
     return StudySpec.model_validate(dict(record.spec))
 
@@ -103,20 +103,20 @@ def _print_table(headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> None
 
 def studies(storage: Storage = DEFAULT_STORAGE, as_json: _Json = False) -> None:
     """List the studies of a database."""
-    from optuna_dsat import history
+    from optuna_dsat.trials import attributes
 
     rows = []
     with _open(storage) as store:
         for record in store.list_studies():
             spec = _spec(record)
             trials = _trials(store, record.name)
-            best = history.best_trials(trials, maximize=spec.direction == "maximize")
+            best = attributes.best_trials(trials, maximize=spec.direction == "maximize")
             rows.append(
                 {
                     "study": record.name,
                     "method": spec.method,
                     "script": spec.script.script,
-                    "launches": f"{history.launches_used(trials)}/{spec.max_trials}",
+                    "launches": f"{attributes.launches_used(trials)}/{spec.max_trials}",
                     "metric": spec.metric,
                     "best": best[0].values[0] if best else None,
                     "created": time.strftime("%Y-%m-%d %H:%M", time.localtime(record.created_at)),
@@ -140,8 +140,8 @@ def show(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: _Json = False)
     """Show a study: what it tunes, how far it is, its best configuration."""
     from collections import Counter
 
-    from optuna_dsat import history
-    from optuna_dsat.export import trial_row
+    from optuna_dsat.study.result import trial_row
+    from optuna_dsat.trials import attributes
     from optuna_dsat.words import config_in_words, metric_in_words
 
     with _open(storage) as store:
@@ -149,8 +149,8 @@ def show(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: _Json = False)
         spec = _spec(record)
         trials = _trials(store, name)
         launches = store.launches(record.uuid)
-    best = history.best_trials(trials, maximize=spec.direction == "maximize")
-    outcomes = Counter(t.user_attrs[history.OUTCOME] for t in trials if history.OUTCOME in t.user_attrs)
+    best = attributes.best_trials(trials, maximize=spec.direction == "maximize")
+    outcomes = Counter(t.user_attrs[attributes.OUTCOME] for t in trials if attributes.OUTCOME in t.user_attrs)
     if as_json:
         state = {
             "spec": spec.model_dump(mode="json"),
@@ -162,15 +162,15 @@ def show(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: _Json = False)
         print(json.dumps(state, indent=2))
         return
     print(f"Study {name}: {spec.method}, {spec.metric}, script {spec.script.script}")
-    print(f"Launches: {history.launches_used(trials)} of {spec.max_trials}; {dict(outcomes)}")
+    print(f"Launches: {attributes.launches_used(trials)} of {spec.max_trials}; {dict(outcomes)}")
     for trial in best[:5]:
-        words = config_in_words(trial.user_attrs[history.CONFIG])
+        words = config_in_words(trial.user_attrs[attributes.CONFIG])
         print(f"  trial {trial.number}: {metric_in_words(spec.metric, trial.values[0])}, {words}")
 
 
 def trials(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: _Json = False) -> None:
     """List the trials of a study."""
-    from optuna_dsat.export import trial_row
+    from optuna_dsat.study.result import trial_row
 
     with _open(storage) as store:
         metric = _spec(_record(store, name)).metric
@@ -198,8 +198,8 @@ def best(
     ] = None,
 ) -> None:
     """Print the best configuration of a study, ready to train with."""
-    from optuna_dsat import ds_config
-    from optuna_dsat.stored import read_stored
+    from optuna_dsat.config import ds_config
+    from optuna_dsat.study.stored import read_stored
 
     with _open(storage) as store:
         study = read_stored(store, name)
@@ -222,7 +222,7 @@ def export(
     fmt: Annotated[ExportFormat, typer.Option("--format", help="Format.")] = ExportFormat.JSON,
 ) -> None:
     """Print all trials of a study as JSON or CSV."""
-    from optuna_dsat.export import trial_row
+    from optuna_dsat.study.result import trial_row
 
     with _open(storage) as store:
         spec = _spec(_record(store, name))
@@ -303,7 +303,7 @@ def _continue(
 ) -> None:
     from optuna_dsat.cli.search import run_spec
     from optuna_dsat.launch.devices import cpu_devices, detect_devices
-    from optuna_dsat.spec import make_spec
+    from optuna_dsat.study.spec import make_spec
 
     with _open(storage) as store:
         record = _record(store, name)

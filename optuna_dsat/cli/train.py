@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from optuna_dsat.errors import UsageError
-from optuna_dsat.trial_class import Length, is_trial_class
+from optuna_dsat.script.trial_class import Length, is_trial_class
 
 __all__ = ["train"]
 
@@ -49,10 +49,10 @@ def train(
     ] = None,
 ) -> None:
     """Train a DeepSpeedTrial: validation, metrics as lines of JSON, checkpoints, and resuming from them."""
-    from optuna_dsat import ds_config
+    from optuna_dsat.config import ds_config
     from optuna_dsat.launch.full_run import run_full
     from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
-    from optuna_dsat.prepare import devices_for, trial_target
+    from optuna_dsat.tuning.prepare import devices_for, trial_target
 
     if not is_trial_class(trial):
         raise UsageError(

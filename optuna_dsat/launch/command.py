@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import optuna_dsat
-from optuna_dsat.arg_mapping import map_arguments
 from optuna_dsat.launch.devices import Device
 from optuna_dsat.launch.processes import MARK_ENV
 from optuna_dsat.launch.protocol import LaunchRequest
 from optuna_dsat.launch.run_directory import RunDirectory
-from optuna_dsat.runtime.plan import LAUNCH_ENV
+from optuna_dsat.runtime.launch_plan import LAUNCH_ENV
 from optuna_dsat.runtime.rank import MANUAL_INIT_ENV
+from optuna_dsat.script.arg_mapping import map_arguments
 
 __all__ = [
     "RANK_VARIABLES",

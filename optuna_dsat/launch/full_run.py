@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TextIO
 
 from optuna_dsat.launch.devices import Devices, Nvml
-from optuna_dsat.launch.prepare import prepare, write_run_directory
 from optuna_dsat.launch.processes import kill_leftovers, new_mark
 from optuna_dsat.launch.protocol import LaunchRequest, SlotsBusyError
+from optuna_dsat.launch.run_files import prepare, write_run_directory
 from optuna_dsat.launch.running import first_failure_code
 from optuna_dsat.launch.slots import SlotLease, SlotPool
 from optuna_dsat.launch.waiting import DEFAULT_LIMIT_S, SlotWait

@@ -18,7 +18,6 @@ from optuna_dsat.launch.command import device_environment
 from optuna_dsat.launch.devices import DeviceError, Devices, Nvml
 from optuna_dsat.launch.operators import compile_operators
 from optuna_dsat.launch.preload import Preload
-from optuna_dsat.launch.prepare import Prepared, prepare, write_run_directory
 from optuna_dsat.launch.processes import kernel_oom_kills, kill_leftovers, new_mark
 from optuna_dsat.launch.protocol import (
     Finished,
@@ -32,12 +31,13 @@ from optuna_dsat.launch.protocol import (
 )
 from optuna_dsat.launch.reports import report_of, report_of_unstarted
 from optuna_dsat.launch.run_directory import OutputError, RunDirectory
+from optuna_dsat.launch.run_files import Prepared, prepare, write_run_directory
 from optuna_dsat.launch.running import FailedFork, RunningLaunch
 from optuna_dsat.launch.slots import SlotLease, SlotPool
 from optuna_dsat.launch.warm import WarmAgent, WarmLaunches, WarmOrder, WarmUnavailableError
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import RankFailed
-from optuna_dsat.runtime.session import EXIT_EVENTS_LOST
+from optuna_dsat.runtime.training_session import EXIT_EVENTS_LOST
 
 __all__ = ["TorchrunLauncher"]
 

@@ -24,7 +24,7 @@ from optuna_dsat.launch.command import RANK_VARIABLES, TRACKER_FOLDERS
 from optuna_dsat.launch.preload import Preload
 from optuna_dsat.launch.processes import MARK_ENV, new_mark
 from optuna_dsat.launch.run_directory import RunDirectory
-from optuna_dsat.runtime.plan import LAUNCH_ENV
+from optuna_dsat.runtime.launch_plan import LAUNCH_ENV
 
 __all__ = ["WarmAgent", "WarmLaunches", "WarmOrder", "WarmUnavailableError", "can_fork"]
 

@@ -21,11 +21,11 @@ import optuna
 from optuna.artifacts import FileSystemArtifactStore
 from optuna.artifacts.exceptions import ArtifactNotFound
 
-from optuna_dsat import history
-from optuna_dsat.export import BEST_CONFIG, BEST_METRICS
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.report.markdown import hidden
 from optuna_dsat.report.view import StudyView
+from optuna_dsat.study.result import BEST_CONFIG, BEST_METRICS
+from optuna_dsat.trials import attributes
 
 __all__ = ["FOLDER", "LOG_LIMIT_BYTES", "Artifact", "artifacts_of", "save_artifacts", "tail"]
 
@@ -91,7 +91,7 @@ def artifacts_of(view: StudyView) -> Iterator[Artifact]:
         if row.trial_number is None:
             yield from _logs(view, row.report.launch_id, trial_id=None)
     for trial in view.launched:
-        config = trial.user_attrs[history.CONFIG]
+        config = trial.user_attrs[attributes.CONFIG]
         yield Artifact(trial_id=trial._trial_id, filename="ds_config.json", content=_json(config))
         for launch_id in view.launch_ids(trial):
             yield from _logs(view, launch_id, trial_id=trial._trial_id)

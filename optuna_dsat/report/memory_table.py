@@ -8,11 +8,13 @@ from typing import Any
 
 from optuna.trial import FrozenTrial
 
-from optuna_dsat import ds_config, history, memory
-from optuna_dsat.lineage import MICRO_BATCH, Evidence, evidence
-from optuna_dsat.profiling import Profiled
-from optuna_dsat.spec import StudySpec
-from optuna_dsat.study_space import hardware_of
+from optuna_dsat.config import ds_config
+from optuna_dsat.cost import memory
+from optuna_dsat.study.profile import Profiled
+from optuna_dsat.study.space import hardware_of
+from optuna_dsat.study.spec import StudySpec
+from optuna_dsat.trials import attributes
+from optuna_dsat.trials.lineage import MICRO_BATCH, Evidence, evidence
 from optuna_dsat.words import zero_in_words
 
 __all__ = ["MemoryRow", "memory_table"]
@@ -84,7 +86,7 @@ def _evidence(trials: Sequence[FrozenTrial]) -> Mapping[str, tuple[list[int], li
     """Return stage and offload in words -> micro-batches that fitted, micro-batches that did not."""
     found: dict[str, tuple[list[int], list[int]]] = {}
     for trial in trials:
-        config = trial.user_attrs.get(history.CONFIG)
+        config = trial.user_attrs.get(attributes.CONFIG)
         if config is None:
             continue
         fits, too_large = found.setdefault(zero_in_words(config), ([], []))

@@ -8,18 +8,19 @@ from collections import Counter
 
 from optuna.trial import FrozenTrial
 
-from optuna_dsat import history, memory
-from optuna_dsat.export import BEST_CONFIG
+from optuna_dsat.cost import memory
 from optuna_dsat.launch.run_directory import without_secrets
-from optuna_dsat.lineage import MICRO_BATCH
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.markdown import code, fenced, json_block, table
 from optuna_dsat.report.meanings import MEANING
 from optuna_dsat.report.memory_table import memory_table
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.report.winner import winner_of
-from optuna_dsat.standing import Standing
-from optuna_dsat.study_space import hardware_of
+from optuna_dsat.study.result import BEST_CONFIG
+from optuna_dsat.study.space import hardware_of
+from optuna_dsat.study.standing import Standing
+from optuna_dsat.trials import attributes
+from optuna_dsat.trials.lineage import MICRO_BATCH
 from optuna_dsat.words import bytes_in_words, config_in_words, duration_in_words, metric_in_words
 
 __all__ = ["study_note", "trial_note"]
@@ -38,7 +39,7 @@ def study_note(view: StudyView) -> str:
 
 
 def _progress(view: StudyView) -> str:
-    used = history.launches_used(view.trials)
+    used = attributes.launches_used(view.trials)
     running = f", {view.running} running" if view.running else ""
     slots = "GPU" if view.spec.device == "cuda" else "CPU-rank"
     seconds = sum(row.report.held_s * len(row.report.devices) for row in view.launches)
@@ -57,18 +58,18 @@ def _best(view: StudyView) -> str:
     best, baseline = view.best, view.baseline
     if best is None:
         return "Nothing has been measured yet."
-    config = best.trial.user_attrs[history.CONFIG]
+    config = best.trial.user_attrs[attributes.CONFIG]
     ratio = view.speed_up(best)
     rows = [["best", best.trial.number, config_in_words(config), _value(view, best), _times(ratio)]]
     if baseline is not None:
-        words = config_in_words(baseline.trial.user_attrs[history.CONFIG])
+        words = config_in_words(baseline.trial.user_attrs[attributes.CONFIG])
         rows.append(["your own config", baseline.trial.number, words, _value(view, baseline), _times(1.0)])
     lines = [table(("", "trial", "configuration", view.metric, "speed-up"), rows)]
     if baseline is None:
         lines.append("Your own config was not measured, so there is no speed-up to show.")
     if view.end_reason is None:
         lines.append("The search has not ended: this is the best so far, not yet confirmed with more steps.")
-    first = history.best_trials(view.trials, maximize=view.maximize)[0]
+    first = attributes.best_trials(view.trials, maximize=view.maximize)[0]
     if first.number != best.trial.number:
         lines.append(
             f"optuna-dashboard calls trial {first.number} the best: it goes by the few steps of the search. "
@@ -167,7 +168,7 @@ def _memory(view: StudyView) -> str:
 
 
 def _outcomes(view: StudyView) -> str:
-    counts = Counter(t.user_attrs[history.OUTCOME] for t in view.trials if history.OUTCOME in t.user_attrs)
+    counts = Counter(t.user_attrs[attributes.OUTCOME] for t in view.trials if attributes.OUTCOME in t.user_attrs)
     if not counts:
         return "No launch has ended yet."
     rows = [(name, count, MEANING[Outcome(name)][0]) for name, count in counts.most_common()]
@@ -200,12 +201,12 @@ def trial_note(view: StudyView, trial: FrozenTrial) -> str:
         trial: One of ``view.launched``.
     """
     attrs = trial.user_attrs
-    outcome = Outcome(attrs.get(history.OUTCOME, Outcome.LOST))
+    outcome = Outcome(attrs.get(attributes.OUTCOME, Outcome.LOST))
     what, advice = MEANING[outcome]
-    title = config_in_words(attrs[history.CONFIG])
-    own = " (your own config)" if attrs.get(history.PURPOSE) == history.USER_CONFIG else ""
+    title = config_in_words(attrs[attributes.CONFIG])
+    own = " (your own config)" if attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG else ""
     parts = [f"## {title}{own}", f"**{outcome.value.replace('_', ' ')}**: {what}", _standing(view, trial)]
-    message = attrs.get(history.MESSAGE, "")
+    message = attrs.get(attributes.MESSAGE, "")
     report = view.last_report(trial)
     if message:
         parts.append(f"Message: {code(message)}")
@@ -214,23 +215,23 @@ def trial_note(view: StudyView, trial: FrozenTrial) -> str:
     if report is not None and report.error_excerpt.strip() not in ("", message):
         parts.append(fenced(report.error_excerpt))
     parts += [_figures(view, trial), _launches(view, trial)]
-    if history.OVERLAY in attrs:
+    if attributes.OVERLAY in attrs:
         parts += [
             "Laid over the config that the script passes (null removes a key):",
-            json_block(attrs[history.OVERLAY]),
+            json_block(attrs[attributes.OVERLAY]),
         ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _standing(view: StudyView, trial: FrozenTrial) -> str:
-    if trial.values is None or trial.user_attrs.get(history.OUTCOME) != Outcome.MEASURED:
+    if trial.values is None or trial.user_attrs.get(attributes.OUTCOME) != Outcome.MEASURED:
         return ""
     standing = view.standing(trial)
     ratio = view.speed_up(standing)
     text = f"{view.metric}: {_value(view, standing)}"
-    if ratio is not None and trial.user_attrs.get(history.PURPOSE) != history.USER_CONFIG:
+    if ratio is not None and trial.user_attrs.get(attributes.PURPOSE) != attributes.USER_CONFIG:
         text += f", {ratio:.2f} times as good as your own config"
-    if view.attributes.get(history.WINNER) == trial.number:
+    if view.attributes.get(attributes.WINNER) == trial.number:
         text += ". **The winner of this study.**"
     return text
 
@@ -239,13 +240,13 @@ def _figures(view: StudyView, trial: FrozenTrial) -> str:
     attrs = trial.user_attrs
     rows = [
         (name, metric_in_words(name, value))
-        for name, value in attrs.get(history.METRICS, {}).items()
+        for name, value in attrs.get(attributes.METRICS, {}).items()
         if name in ("throughput", "FLOPS_per_gpu", "latency", "forward", "backward", "step") and value > 0
     ]
-    if attrs.get(history.PEAK_BYTES, 0) > 0:
-        rows.append(("peak memory of the worst rank", bytes_in_words(attrs[history.PEAK_BYTES])))
+    if attrs.get(attributes.PEAK_BYTES, 0) > 0:
+        rows.append(("peak memory of the worst rank", bytes_in_words(attrs[attributes.PEAK_BYTES])))
     if view.profiled is not None:
-        config = attrs[history.CONFIG]
+        config = attrs[attributes.CONFIG]
         predicted = memory.estimate(
             view.profiled.profile,
             config,

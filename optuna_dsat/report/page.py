@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from optuna_dsat import __version__, history
-from optuna_dsat.export import BEST_CONFIG
+from optuna_dsat import __version__
 from optuna_dsat.launch.run_directory import without_secrets
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report import figures
@@ -25,7 +24,9 @@ from optuna_dsat.report.memory_table import memory_table
 from optuna_dsat.report.slot_time import account
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.report.winner import Winner, winner_of
-from optuna_dsat.standing import Standing
+from optuna_dsat.study.result import BEST_CONFIG
+from optuna_dsat.study.standing import Standing
+from optuna_dsat.trials import attributes
 from optuna_dsat.words import bytes_in_words, config_in_words, duration_in_words, metric_in_words
 
 if TYPE_CHECKING:
@@ -197,7 +198,7 @@ def _facts(view: StudyView) -> dict[str, Any]:
 
 
 def _status(view: StudyView) -> str:
-    used, budget = history.launches_used(view.trials), view.spec.max_trials
+    used, budget = attributes.launches_used(view.trials), view.spec.max_trials
     flying = f" {view.running} in flight are not drawn." if view.running else ""
     if used == 0 and not view.trials:
         return "Nothing has been launched for this study yet."
@@ -230,7 +231,7 @@ def _cards(view: StudyView, winner: Winner | None) -> Iterator[tuple[str, str, s
     again = f", {counts['confirm']} to measure finalists again" if counts["confirm"] else ""
     yield (
         "Launches",
-        f"{history.launches_used(view.trials)} of {view.spec.max_trials}",
+        f"{attributes.launches_used(view.trials)} of {view.spec.max_trials}",
         f"and {counts['profile']} to profile{again}",
     )
     if spent.wall_s > 0:
@@ -242,7 +243,7 @@ def _cards(view: StudyView, winner: Winner | None) -> Iterator[tuple[str, str, s
 
 def _speed_up(view: StudyView, winner: Winner) -> tuple[str, str]:
     if winner.is_own:
-        first = history.best_trials(view.trials, maximize=view.maximize)[0]
+        first = attributes.best_trials(view.trials, maximize=view.maximize)[0]
         if first.number != winner.standing.trial.number:
             return "none", "no faster configuration could be confirmed"
         return "none", "your own config is the best that was measured"
@@ -278,13 +279,13 @@ def _unconfirmed(view: StudyView) -> Iterator[tuple[int, str, str]]:
     by_number = {trial.number: trial for trial in view.trials}
     for finalist in view.finalists.values():
         if finalist.value is None and finalist.number in by_number:
-            words = config_in_words(by_number[finalist.number].user_attrs[history.CONFIG])
+            words = config_in_words(by_number[finalist.number].user_attrs[attributes.CONFIG])
             yield finalist.number, words, finalist.message
 
 
 def _outcomes(view: StudyView) -> Iterator[tuple[str, int, str, str]]:
     """Yield each outcome that occurred: its name, how often, what it means and what to do."""
-    counts = Counter(t.user_attrs[history.OUTCOME] for t in view.trials if history.OUTCOME in t.user_attrs)
+    counts = Counter(t.user_attrs[attributes.OUTCOME] for t in view.trials if attributes.OUTCOME in t.user_attrs)
     for name, count in counts.most_common():
         what, advice = MEANING[Outcome(name)]
         yield name.replace("_", " "), count, what, advice
@@ -293,17 +294,17 @@ def _outcomes(view: StudyView) -> Iterator[tuple[str, int, str, str]]:
 def _launches(view: StudyView) -> Iterator[Mapping[str, Any]]:
     for trial in view.launched:
         attrs = trial.user_attrs
-        outcome = attrs.get(history.OUTCOME, Outcome.LOST)
+        outcome = attrs.get(attributes.OUTCOME, Outcome.LOST)
         value = trial.values[0] if trial.values is not None and outcome == Outcome.MEASURED else None
-        peak = attrs.get(history.PEAK_BYTES, 0)
+        peak = attrs.get(attributes.PEAK_BYTES, 0)
         yield {
             "number": trial.number,
-            "words": config_in_words(attrs[history.CONFIG]),
-            "own": attrs.get(history.PURPOSE) == history.USER_CONFIG,
+            "words": config_in_words(attrs[attributes.CONFIG]),
+            "own": attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG,
             "outcome": str(outcome).replace("_", " "),
             "value": "" if value is None else metric_in_words(view.metric, value),
             "peak": bytes_in_words(peak) if peak > 0 else "",
-            "message": "" if outcome == Outcome.MEASURED else attrs.get(history.MESSAGE, ""),
+            "message": "" if outcome == Outcome.MEASURED else attrs.get(attributes.MESSAGE, ""),
         }
 
 

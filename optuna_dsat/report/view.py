@@ -8,12 +8,12 @@ from functools import cached_property
 
 from optuna.trial import FrozenTrial, TrialState
 
-from optuna_dsat import history
 from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.store import Store, StoredLaunch
-from optuna_dsat.stored import StoredStudy, read_stored
-from optuna_dsat.telling import objective
-from optuna_dsat.tuner import EndReason
+from optuna_dsat.study.stored import StoredStudy, read_stored
+from optuna_dsat.study.trial_recorder import objective
+from optuna_dsat.study.tuner import EndReason
+from optuna_dsat.trials import attributes
 
 __all__ = ["StudyView", "read_view"]
 
@@ -34,16 +34,16 @@ class StudyView(StoredStudy):
     @property
     def end_reason(self) -> str | None:
         """Why the search ended, empty where that was not recorded; None before its end and after an interruption."""
-        if history.WINNER not in self.attributes or self.running:
+        if attributes.WINNER not in self.attributes or self.running:
             return None
-        reason = str(self.attributes.get(history.END_REASON, ""))
+        reason = str(self.attributes.get(attributes.END_REASON, ""))
         return None if reason == EndReason.INTERRUPTED else reason
 
     @cached_property
     def launched(self) -> tuple[FrozenTrial, ...]:
         """Trials that were launched and are over, by number."""
         return tuple(
-            t for t in self.trials if t.state.is_finished() and history.LAUNCH_ID in t.user_attrs
+            t for t in self.trials if t.state.is_finished() and attributes.LAUNCH_ID in t.user_attrs
         )  # fmt: skip
 
     @cached_property
@@ -62,7 +62,7 @@ class StudyView(StoredStudy):
 
     def launch_ids(self, trial: FrozenTrial) -> tuple[str, ...]:
         """Return the launches of a trial by name; a launch whose worker died left no report, but its files."""
-        first = trial.user_attrs.get(history.LAUNCH_ID)
+        first = trial.user_attrs.get(attributes.LAUNCH_ID)
         names = [row.report.launch_id for row in self.reports.get(trial.number, ())]
         return tuple(dict.fromkeys([*([] if first is None else [first]), *names]))
 

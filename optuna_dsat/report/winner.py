@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from optuna_dsat import history
-from optuna_dsat.export import BEST_CONFIG, learning_rate_advice, trainable_config, training_command
 from optuna_dsat.launch.run_directory import without_secrets
 from optuna_dsat.report.markdown import hidden
 from optuna_dsat.report.view import StudyView
-from optuna_dsat.standing import Standing
-from optuna_dsat.tuner import user_config
+from optuna_dsat.study.result import BEST_CONFIG, learning_rate_advice, trainable_config, training_command
+from optuna_dsat.study.standing import Standing
+from optuna_dsat.study.user_config import user_config
+from optuna_dsat.trials import attributes
 from optuna_dsat.words import config_in_words
 
 __all__ = ["Change", "Winner", "winner_of"]
@@ -64,7 +64,7 @@ def winner_of(view: StudyView) -> Winner | None:
     if best is None:
         return None
     spec, trainer = view.spec, view.trainer
-    ranks = history.data_parallel_size(best.trial, slots=spec.slots_per_trial)
+    ranks = attributes.data_parallel_size(best.trial, slots=spec.slots_per_trial)
     complete, config = view.complete_config(best.trial), view.ready_config(best.trial)
     own = trainable_config(user_config(spec, data_parallel_size=ranks)[0], world_size=ranks)
     launcher = view.profiled is not None and view.profiled.deepspeed_launcher
@@ -73,16 +73,16 @@ def winner_of(view: StudyView) -> Winner | None:
         complete,
         spec.study_dir / BEST_CONFIG,
         deepspeed_launcher=launcher,
-        host_threads=best.trial.user_attrs.get(history.HOST_THREADS),
+        host_threads=best.trial.user_attrs.get(attributes.HOST_THREADS),
     )
     rate = learning_rate_advice(config, batch=complete["train_batch_size"], user_batch=own["train_batch_size"])
     script = "" if trainer is None else trainer.advice(complete)
     low, high = _speed_up_range(view, best)
     return Winner(
         standing=best,
-        words=config_in_words(best.trial.user_attrs[history.CONFIG]),
+        words=config_in_words(best.trial.user_attrs[attributes.CONFIG]),
         confirmed=view.end_reason is not None,
-        is_own=best.trial.user_attrs.get(history.PURPOSE) == history.USER_CONFIG,
+        is_own=best.trial.user_attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG,
         config=hidden(config),
         changes=tuple(_changes(hidden(own), hidden(complete))),
         command=shlex.join(without_secrets(shlex.split(command))),

@@ -6,9 +6,9 @@ import sys
 from typing import NoReturn
 
 from optuna_dsat.runtime.arguments import parse_command
-from optuna_dsat.runtime.plan import LaunchPlan
+from optuna_dsat.runtime.launch_plan import LaunchPlan
 from optuna_dsat.runtime.rank import Rank
-from optuna_dsat.runtime.session import FailedExit, exit_code, leave_as_python, run_rank
+from optuna_dsat.runtime.training_session import FailedExit, exit_code, leave_as_python, run_rank
 
 
 def main(argv: list[str], *, safe_path: bool, forked: bool = False) -> int:

@@ -24,11 +24,7 @@ from typing import Any
 
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.clock import Clock, DeviceClock, HostClock
-from optuna_dsat.runtime.events import EngineReady, Event
-from optuna_dsat.runtime.failure import diagnose
-from optuna_dsat.runtime.hugging_face import HuggingFaceHook
-from optuna_dsat.runtime.lightning import LightningHook
-from optuna_dsat.runtime.memory import (
+from optuna_dsat.runtime.device_memory import (
     CpuMemory,
     CudaMemory,
     MemoryProbe,
@@ -38,8 +34,12 @@ from optuna_dsat.runtime.memory import (
     understand_visible_uuids,
     unlink_shared_buffers,
 )
+from optuna_dsat.runtime.events import EngineReady, Event
+from optuna_dsat.runtime.failure import diagnose
+from optuna_dsat.runtime.hugging_face import HuggingFaceHook
+from optuna_dsat.runtime.launch_plan import LaunchPlan
+from optuna_dsat.runtime.lightning import LightningHook
 from optuna_dsat.runtime.meter import Meter, Progress, is_pipeline
-from optuna_dsat.runtime.plan import LaunchPlan
 from optuna_dsat.runtime.profiler import Profiler, count_parameters
 from optuna_dsat.runtime.rank import Rank
 from optuna_dsat.runtime.side_effects import disable_checkpoints, forgive_checkpoints, redirect_summaries

@@ -19,8 +19,8 @@ from types import ModuleType
 from typing import Any
 
 from optuna_dsat.runtime.events import Event, TrainerFound
+from optuna_dsat.runtime.launch_plan import LaunchPlan
 from optuna_dsat.runtime.overlay import effective_config
-from optuna_dsat.runtime.plan import LaunchPlan
 from optuna_dsat.runtime.rank import Rank
 
 __all__ = ["ACCUMULATION", "MICRO_BATCH", "TRAINER_FIELDS", "HuggingFaceHook"]

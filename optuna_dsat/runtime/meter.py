@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from optuna_dsat.runtime.clock import Clock
+from optuna_dsat.runtime.device_memory import MemoryProbe
 from optuna_dsat.runtime.events import Event, StepMeasured
-from optuna_dsat.runtime.memory import MemoryProbe
 
 __all__ = ["Meter", "Progress", "StepObserver", "is_pipeline", "leading_dimension"]
 

@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
+from optuna_dsat.runtime.device_memory import MemoryProbe, host_memory_bytes
 from optuna_dsat.runtime.events import Event, ProfileMeasured
-from optuna_dsat.runtime.memory import MemoryProbe, host_memory_bytes
-from optuna_dsat.runtime.plan import LaunchPlan
+from optuna_dsat.runtime.launch_plan import LaunchPlan
 from optuna_dsat.runtime.rank import Rank
 
 __all__ = ["Profiler", "count_parameters", "profile_step"]

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from optuna_dsat.runtime.plan import LAUNCH_ENV, LaunchPlan
+from optuna_dsat.runtime.launch_plan import LAUNCH_ENV, LaunchPlan
 
 __all__ = ["MANUAL_INIT_ENV", "Rank", "World", "current_plan", "inits_by_hand"]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from optuna_dsat.runtime.differences import config_differences
+from optuna_dsat.runtime.launch_plan import LaunchPlan
 from optuna_dsat.runtime.overlay import effective_config, read_config
-from optuna_dsat.runtime.plan import LaunchPlan
 from optuna_dsat.runtime.side_effects import without_monitors
 
 __all__ = ["TrialConfig"]

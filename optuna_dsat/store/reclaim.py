@@ -26,7 +26,6 @@ from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from optuna_dsat import history
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.store.claims import release_trial
 from optuna_dsat.store.engine import Database
@@ -34,6 +33,7 @@ from optuna_dsat.store.heartbeat import HEARTBEAT_INTERVAL_S, Heartbeat, delete_
 from optuna_dsat.store.models import HeartbeatRow
 from optuna_dsat.store.upsert import insert_or_skip
 from optuna_dsat.store.worker import Worker
+from optuna_dsat.trials import attributes
 
 __all__ = ["GRACE_S", "LOSSES", "MAX_LOSSES", "Reclaimer"]
 
@@ -55,17 +55,17 @@ _FIXED_PARAMS = "fixed_params"
 
 _OF_A_LAUNCH = frozenset(
     {
-        history.ATTEMPTS,
-        history.CONFIG,
-        history.CONFIG_KEY,
-        history.ERROR,
-        history.LAUNCH_ID,
-        history.MESSAGE,
-        history.METRICS,
-        history.OUTCOME,
-        history.OVERLAY,
-        history.PEAK_BYTES,
-        history.VETOED,
+        attributes.ATTEMPTS,
+        attributes.CONFIG,
+        attributes.CONFIG_KEY,
+        attributes.ERROR,
+        attributes.LAUNCH_ID,
+        attributes.MESSAGE,
+        attributes.METRICS,
+        attributes.OUTCOME,
+        attributes.OVERLAY,
+        attributes.PEAK_BYTES,
+        attributes.VETOED,
     }
 )
 """User attributes that a launch leaves; a copy starts without them."""
@@ -216,15 +216,15 @@ class Reclaimer:
         """Do the steps that are still to be done for one trial; the caller holds the lock."""
         ended = trial.state is TrialState.RUNNING and self._end(trial, reason)
         stored = self._storage.get_trial(trial._trial_id)
-        if stored.state is TrialState.FAIL and stored.user_attrs.get(history.OUTCOME) == Outcome.LOST:
+        if stored.state is TrialState.FAIL and stored.user_attrs.get(attributes.OUTCOME) == Outcome.LOST:
             self._enqueue_copy(study, stored, counts=counts)
         self._database.run(lambda session: delete_beat(session, self._uuid, trial.number))
         return ended
 
     def _end(self, trial: FrozenTrial, reason: str) -> bool:
         try:
-            self._storage.set_trial_user_attr(trial._trial_id, history.OUTCOME, Outcome.LOST.value)
-            self._storage.set_trial_user_attr(trial._trial_id, history.MESSAGE, reason)
+            self._storage.set_trial_user_attr(trial._trial_id, attributes.OUTCOME, Outcome.LOST.value)
+            self._storage.set_trial_user_attr(trial._trial_id, attributes.MESSAGE, reason)
             return self._storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
         except UpdateFinishedTrialError:
             return False  # its worker lives after all, and was faster

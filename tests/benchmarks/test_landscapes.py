@@ -8,7 +8,8 @@ import pytest
 
 from benchmarks.landscapes import LANDSCAPES, Trained, throughput
 from benchmarks.optimum import Reach, lineages, reaches, search_space
-from optuna_dsat import ds_config, memory
+from optuna_dsat.config import ds_config
+from optuna_dsat.cost import memory
 from optuna_dsat.outcome import Outcome
 
 COARSE = {

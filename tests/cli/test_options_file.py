@@ -10,8 +10,8 @@ import pytest
 
 from optuna_dsat.cli import search
 from optuna_dsat.cli.commands import lift_option
-from optuna_dsat.options import AshaOptions, AutotuningOptions, TuneOptions
-from optuna_dsat.prepare import prepare
+from optuna_dsat.tuning.options import AshaOptions, AutotuningOptions, TuneOptions
+from optuna_dsat.tuning.prepare import prepare
 from tests.cli.test_shell import leave
 from tests.simulation import DS_CONFIG, Bench, bench
 

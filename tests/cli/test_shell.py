@@ -17,9 +17,9 @@ from optuna_dsat import __version__
 from optuna_dsat.cli import main
 from optuna_dsat.launch.simulated import SimulatedResult
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.session import Session
+from optuna_dsat.study.session import Session
 from tests.simulation import Bench, bench
-from tests.tuning.landscapes import GIB, Hill
+from tests.study.landscapes import GIB, Hill
 
 __all__ = ["bench"]
 

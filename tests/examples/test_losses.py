@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from optuna_dsat import ds_config
+from optuna_dsat.config import ds_config
 from optuna_dsat.launch.devices import cpu_devices
 from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.launch.torchrun import TorchrunLauncher
-from optuna_dsat.loss_check import check_loss
-from optuna_dsat.spec import make_spec
+from optuna_dsat.study.loss_check import check_loss
+from optuna_dsat.study.spec import make_spec
 
 from .conftest import CONFIG, RANKS, ROOT
 

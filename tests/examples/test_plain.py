@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from optuna_dsat import ds_config
+from optuna_dsat.config import ds_config
+from optuna_dsat.config.space_builder import build_space
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import EngineReady
-from optuna_dsat.space import build_space
 
 from .conftest import CONFIG, Launch
 

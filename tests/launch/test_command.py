@@ -109,7 +109,7 @@ def test_the_package_is_importable_through_the_link_and_nothing_else_is(tmp_path
     directory = RunDirectory.create(tmp_path, "one")
     link = directory.link_package(package_dir())
     assert [path.name for path in link.iterdir()] == ["optuna_dsat"]
-    code = "import optuna_dsat.runtime.plan as plan; print(plan.__file__)"
+    code = "import optuna_dsat.runtime.launch_plan as plan; print(plan.__file__)"
     done = subprocess.run(
         [sys.executable, "-P", "-S", "-c", code],
         env={**os.environ, "PYTHONPATH": str(link)},

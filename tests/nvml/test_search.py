@@ -17,8 +17,8 @@ from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.full_run import run_full
 from optuna_dsat.launch.nvml import DeviceError
 from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
-from optuna_dsat.options import RandomOptions
-from optuna_dsat.prepare import Prepared, prepare
+from optuna_dsat.tuning.options import RandomOptions
+from optuna_dsat.tuning.prepare import Prepared, prepare
 from tests.nvml.machine import GPU_IS_LOST, Machine, machine, nvml_libraries
 
 __all__ = ["machine", "nvml_libraries"]

@@ -13,7 +13,7 @@ from optuna.pruners import BasePruner
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
-from optuna_dsat.lineage import MICRO_BATCH
+from optuna_dsat.trials.lineage import MICRO_BATCH
 
 SPACE: dict[str, BaseDistribution] = {
     "zero_stage": CategoricalDistribution([1, 2, 3]),

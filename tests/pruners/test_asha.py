@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from optuna.study import StudyDirection
 
-from optuna_dsat.lineage import group
 from optuna_dsat.pruners import AshaPruner
 from optuna_dsat.pruners._rungs import Rungs, climb
+from optuna_dsat.trials.lineage import group
 
 THREE = Rungs(max_rungs=3, min_launches=1, divisor=2, early_stopping=0)
 

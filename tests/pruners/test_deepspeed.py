@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.lineage import group
 from optuna_dsat.pruners import DeepSpeedPruner
+from optuna_dsat.trials.lineage import group
 
 Rows = list[tuple[int, Any, dict[str, Any]]]
 

@@ -16,8 +16,8 @@ from optuna_dsat.launch.simulated import SimulatedResult
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.view import StudyView, read_view
 from optuna_dsat.store import Store
-from tests.tuning.conftest import Bench
-from tests.tuning.landscapes import Hill
+from tests.study.conftest import Bench
+from tests.study.landscapes import Hill
 
 
 def odd_batches_fail(config: Mapping[str, Any]) -> SimulatedResult | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from optuna_dsat import history
+from optuna_dsat.trials import attributes
 from tests.report.browser import CHROMIUM, FLAGS, PATIENCE_MS, needs_chromium
 from tests.report.conftest import Reported, serving
 
@@ -62,7 +62,7 @@ def test_best_trial_plots_note_and_logs_are_on_the_page(finished: Reported, addr
     page.get_by_role("cell", name=f"{ratio:.2f} x").wait_for()
 
     page.goto(f"{address}/trials?numbers={best.number}")
-    page.get_by_role("heading", name=best.user_attrs[history.CONFIGURATION]).wait_for()
+    page.get_by_role("heading", name=best.user_attrs[attributes.CONFIGURATION]).wait_for()
     page.get_by_text("times as good as your own config").wait_for()
-    launch = best.user_attrs[history.LAUNCH_ID]
+    launch = best.user_attrs[attributes.LAUNCH_ID]
     page.get_by_text(f"{launch}.rank1.stderr.log").first.wait_for()

@@ -11,25 +11,25 @@ import psutil
 import pytest
 from sqlalchemy import make_url
 
-from optuna_dsat import history
 from optuna_dsat.cli import main
 from optuna_dsat.errors import UsageError
 from optuna_dsat.report.artifacts import artifacts_of, tail
-from optuna_dsat.report.dashboard import MEMORY_PLOT, METRIC_PLOT, refresh
+from optuna_dsat.report.publish import MEMORY_PLOT, METRIC_PLOT, refresh
 from optuna_dsat.store import Store
+from optuna_dsat.trials import attributes
 from tests.report.conftest import Reported, serving
-from tests.tuning.landscapes import Hill
+from tests.study.landscapes import Hill
 
 dashboard = pytest.importorskip("optuna_dashboard", reason="optuna-dashboard is not installed")
 
 
-def attributes(bench: Reported) -> dict[str, Any]:
+def study_attributes(bench: Reported) -> dict[str, Any]:
     study = bench.study()
     return dict(study._storage.get_study_system_attrs(study._study_id))
 
 
 def artifact_names(bench: Reported, prefix: str) -> list[str]:
-    records = [json.loads(value) for key, value in attributes(bench).items() if key.startswith(prefix)]
+    records = [json.loads(value) for key, value in study_attributes(bench).items() if key.startswith(prefix)]
     return sorted(record["filename"] for record in records if record is not None)
 
 
@@ -41,7 +41,7 @@ def run(*args: str) -> int:
 
 def test_a_finished_study_has_its_notes_and_plots_already(finished: Reported) -> None:
     assert "## Memory" in dashboard.get_note(finished.study())
-    keys = attributes(finished)
+    keys = study_attributes(finished)
     assert f"dashboard:plot_data:{METRIC_PLOT}:0" in keys
     assert f"dashboard:plot_data:{MEMORY_PLOT}:0" in keys
     assert keys["study:metric_names"] == ["throughput"]
@@ -58,16 +58,16 @@ def test_every_trial_has_its_config_and_every_ranks_log(finished: Reported) -> N
     assert "profile.rank1.stderr.log" in artifact_names(finished, "artifacts:")
     view = finished.view()
     configs = [a for a in artifacts_of(view) if a.trial_id == trial._trial_id and a.filename == "ds_config.json"]
-    assert json.loads(configs[0].content) == trial.user_attrs[history.CONFIG]
+    assert json.loads(configs[0].content) == trial.user_attrs[attributes.CONFIG]
 
 
 def test_a_second_refresh_changes_nothing(finished: Reported) -> None:
     assert refresh(finished.store, "s").artifacts > 16
-    before = attributes(finished)
+    before = study_attributes(finished)
     files = sorted((finished.folder / "out" / "s" / "artifacts").iterdir())
     again = refresh(finished.store, "s")
     assert (again.notes, again.artifacts) == (0, 0)
-    assert attributes(finished) == before
+    assert study_attributes(finished) == before
     assert sorted((finished.folder / "out" / "s" / "artifacts").iterdir()) == files
 
 
@@ -113,7 +113,7 @@ def test_without_the_extra_a_study_runs_and_the_command_names_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "optuna_dashboard", None)
     assert bench.run(bench.spec(max_trials=3, confirm=0), Hill()) is not None
-    assert not [key for key in attributes(bench) if key.startswith("dashboard:")]
+    assert not [key for key in study_attributes(bench) if key.startswith("dashboard:")]
     assert run("s", "--storage", bench.url) == 2
     error = capsys.readouterr().err
     assert error == "optuna-dsat: optuna-dashboard is not installed: pip install 'optuna-dsat[dashboard]'\n"
@@ -125,7 +125,7 @@ def test_a_note_that_cannot_be_written_does_not_cost_the_result(
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no room")
 
-    monkeypatch.setattr("optuna_dsat.report.dashboard.refresh", fail)
+    monkeypatch.setattr("optuna_dsat.report.publish.refresh", fail)
     assert bench.run(bench.spec(max_trials=3, confirm=0), Hill()) is not None
     assert "no room" in str(bench.news[-1])
 

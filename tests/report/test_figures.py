@@ -8,9 +8,8 @@ import optuna
 import pytest
 from optuna.study import StudyDirection
 
-from optuna_dsat import history, lineage, memory
+from optuna_dsat.cost import memory
 from optuna_dsat.errors import UsageError
-from optuna_dsat.lineage_history import read_history
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.pruners import AshaPruner
 from optuna_dsat.report import figures
@@ -27,9 +26,11 @@ from optuna_dsat.report.figures import (
 from optuna_dsat.report.slot_time import PHASES, account
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.store import StoredLaunch
-from optuna_dsat.study_space import hardware_of
+from optuna_dsat.study.space import hardware_of
+from optuna_dsat.trials import attributes, lineage
+from optuna_dsat.trials.lineage_cache import read_history
 from tests.report.conftest import Reported
-from tests.tuning.landscapes import Hill
+from tests.study.landscapes import Hill
 
 GIB = 2**30
 
@@ -83,7 +84,7 @@ def test_every_point_of_the_memory_figure_is_the_models_estimate_and_the_measure
             memory.estimate(view.profiled.profile, config, micro_batch=size, hardware=hardware).device_bytes / GIB,
             peak / GIB,
         )
-        for config, size, peak in history.measured_peaks(view.trials)
+        for config, size, peak in attributes.measured_peaks(view.trials)
     }
     drawn = {
         (x, y)
@@ -228,7 +229,7 @@ def test_outcomes_are_counted_by_stage_and_offload(view: StudyView) -> None:
 def test_progress_never_falls_and_ends_at_the_best(view: StudyView) -> None:
     (best,) = by_name(figures.plot_progress(view))["best so far"]
     assert list(best.y) == sorted(best.y)
-    assert best.y[-1] == history.best_trials(view.trials, maximize=True)[0].values[0]
+    assert best.y[-1] == attributes.best_trials(view.trials, maximize=True)[0].values[0]
 
 
 def test_the_knob_that_decides_is_the_most_important() -> None:

@@ -4,14 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from optuna_dsat import ds_config, history, memory
-from optuna_dsat.lineage import Evidence, evidence
+from optuna_dsat.config import ds_config
+from optuna_dsat.cost import memory
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.markdown import OWN_TEXT, code, fenced, hidden, keep_own_text, table
 from optuna_dsat.report.memory_table import memory_table
 from optuna_dsat.report.notes import study_note, trial_note
 from optuna_dsat.report.view import StudyView
-from optuna_dsat.study_space import hardware_of
+from optuna_dsat.study.space import hardware_of
+from optuna_dsat.trials import attributes
+from optuna_dsat.trials.lineage import Evidence, evidence
 from optuna_dsat.words import bytes_in_words, metric_in_words
 from tests.report.conftest import Reported
 
@@ -74,12 +76,12 @@ def test_nvme_gets_its_rows_where_it_is_searched(view: StudyView) -> None:
     ],
 )
 def test_a_trials_note_says_what_happened_and_what_to_do(view: StudyView, outcome: Outcome, said: str) -> None:
-    trials = [t for t in view.launched if t.user_attrs[history.OUTCOME] == outcome]
+    trials = [t for t in view.launched if t.user_attrs[attributes.OUTCOME] == outcome]
     text = trial_note(view, trials[-1])
     assert f"**{outcome.value.replace('_', ' ')}**" in text
     assert said in text
-    assert trials[-1].user_attrs[history.CONFIGURATION] in text
-    assert f"`{trials[-1].user_attrs[history.LAUNCH_ID]}`" in text
+    assert trials[-1].user_attrs[attributes.CONFIGURATION] in text
+    assert f"`{trials[-1].user_attrs[attributes.LAUNCH_ID]}`" in text
 
 
 def test_a_study_with_nothing_measured_has_a_note(bench: Reported) -> None:
@@ -113,8 +115,8 @@ def test_markdown_survives_pipes_backticks_and_fences() -> None:
 
 
 def test_a_winner_that_the_dashboard_ranks_lower_is_explained(view: StudyView) -> None:
-    first, second, *_ = history.best_trials(view.trials, maximize=True)
-    told = study_note(replace(view, attributes={**view.attributes, history.WINNER: second.number}))
+    first, second, *_ = attributes.best_trials(view.trials, maximize=True)
+    told = study_note(replace(view, attributes={**view.attributes, attributes.WINNER: second.number}))
     assert f"trial {second.number} came out ahead" in told
-    told = study_note(replace(view, attributes={**view.attributes, history.WINNER: first.number}))
+    told = study_note(replace(view, attributes={**view.attributes, attributes.WINNER: first.number}))
     assert "came out ahead" not in told

@@ -13,7 +13,6 @@ import optuna
 import pytest
 from optuna.trial import FrozenTrial, TrialState
 
-from optuna_dsat import history
 from optuna_dsat.cli import main
 from optuna_dsat.errors import ScriptFailedError
 from optuna_dsat.launch.simulated import SimulatedResult
@@ -21,8 +20,9 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.page import render, sections_of
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.report.winner import winner_of
+from optuna_dsat.trials import attributes
 from tests.report.conftest import Reported
-from tests.tuning.landscapes import Hill
+from tests.study.landscapes import Hill
 
 
 class Page(HTMLParser):
@@ -75,15 +75,15 @@ def unfinished(view: StudyView) -> StudyView:
             "state": TrialState.RUNNING,
             "value": None,
             "datetime_complete": None,
-            "user_attrs": {history.CONFIG: view.trials[5].user_attrs[history.CONFIG]},
+            "user_attrs": {attributes.CONFIG: view.trials[5].user_attrs[attributes.CONFIG]},
             "system_attrs": {},
             "intermediate_values": {},
             "trial_id": 6,
         }
     )
-    attributes = {key: value for key, value in view.attributes.items() if key == history.FINGERPRINT}
+    kept = {key: value for key, value in view.attributes.items() if key == attributes.FINGERPRINT}
     launches = tuple(row for row in view.launches if row.purpose != "confirm" and (row.trial_number or 0) < 5)
-    return replace(view, trials=(*view.trials[:5], flying), attributes=attributes, launches=launches)
+    return replace(view, trials=(*view.trials[:5], flying), attributes=kept, launches=launches)
 
 
 def test_a_report_holds_everything_and_loads_nothing(view: StudyView) -> None:
@@ -101,7 +101,7 @@ def test_a_report_holds_everything_and_loads_nothing(view: StudyView) -> None:
     assert f"{winner.speed_up:.2f}\u00d7" in page.text
     assert "16 of 16" in page.text
     assert set(missing(view)) == {"rungs", "knobs"}
-    for outcome in {t.user_attrs[history.OUTCOME] for t in view.launched}:
+    for outcome in {t.user_attrs[attributes.OUTCOME] for t in view.launched}:
         assert outcome.replace("_", " ") in page.text
 
 
@@ -129,9 +129,11 @@ def test_a_finalist_that_could_not_be_confirmed_is_told_and_does_not_win(view: S
         record
         if record["number"] == own
         else {**record, "value": None, "low": None, "high": None, "message": "rank 1: out of memory"}
-        for record in view.attributes[history.FINALISTS]
+        for record in view.attributes[attributes.FINALISTS]
     ]
-    page = Page(render(replace(view, attributes={**view.attributes, history.FINALISTS: failed, history.WINNER: own})))
+    page = Page(
+        render(replace(view, attributes={**view.attributes, attributes.FINALISTS: failed, attributes.WINNER: own}))
+    )
     assert "no faster configuration could be confirmed" in page.text
     assert page.text.count("rank 1: out of memory") == len(failed) - 1
 
@@ -160,7 +162,7 @@ def test_a_study_that_is_still_running_shows_what_there_is(view: StudyView) -> N
 def test_an_interrupted_search_is_not_called_ended(view: StudyView) -> None:
     assert view.end_reason == "the budget of launches is spent"
     assert "16 of 16 launches: the budget of launches is spent." in Page(render(view)).text
-    interrupted = replace(view, attributes={**view.attributes, history.END_REASON: "interrupted"})
+    interrupted = replace(view, attributes={**view.attributes, attributes.END_REASON: "interrupted"})
     assert interrupted.end_reason is None
     page = Page(render(interrupted))
     assert "The search has not ended: 16 of 16 launches made." in page.text
@@ -255,8 +257,8 @@ def test_neither_names_nor_messages_nor_secrets_reach_the_page_unchanged(view: S
     script = view.spec.script.model_copy(update={"args": ("--hf-token", "s3cret", "--deepspeed_config", "ds.json")})
     name = "</script><script>alert(1)</script>"
     assert view.best is not None
-    config = {**view.best.trial.user_attrs[history.CONFIG], "comet": {"api_key": "s3cret", "project": name}}
-    best = replace_attrs(view.best.trial, {history.CONFIG: config})
+    config = {**view.best.trial.user_attrs[attributes.CONFIG], "comet": {"api_key": "s3cret", "project": name}}
+    best = replace_attrs(view.best.trial, {attributes.CONFIG: config})
     trials = tuple(best if t.number == best.number else t for t in view.trials)
     spec = view.spec.model_copy(update={"script": script, "name": "<img src=x>"})
     text = render(replace(view, trials=trials, spec=spec))

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from optuna_dsat.runtime.events import Event, decode_event
+from optuna_dsat.runtime.launch_plan import LAUNCH_ENV, LaunchPlan
 from optuna_dsat.runtime.overlay import merge
-from optuna_dsat.runtime.plan import LAUNCH_ENV, LaunchPlan
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "tests" / "scripts"

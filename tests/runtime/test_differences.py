@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from optuna_dsat.runtime.differences import config_differences
-from optuna_dsat.runtime.plan import LaunchPlan
+from optuna_dsat.runtime.launch_plan import LaunchPlan
 from optuna_dsat.runtime.trial_config import TrialConfig
 
 USER: dict[str, Any] = {

@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.runtime.events import RankFailed, RankFinished
-from optuna_dsat.runtime.hook import ImportWatch
-from optuna_dsat.runtime.memory import (
+from optuna_dsat.runtime.device_memory import (
     CpuMemory,
     CudaMemory,
     ProcessMemory,
@@ -24,6 +22,8 @@ from optuna_dsat.runtime.memory import (
     understand_visible_uuids,
     unlink_shared_buffers,
 )
+from optuna_dsat.runtime.events import RankFailed, RankFinished
+from optuna_dsat.runtime.hook import ImportWatch
 
 from .starting import Starter
 

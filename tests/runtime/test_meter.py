@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from optuna_dsat.runtime.clock import DeviceClock
+from optuna_dsat.runtime.device_memory import MemoryPeaks
 from optuna_dsat.runtime.events import Event, StepMeasured
-from optuna_dsat.runtime.memory import MemoryPeaks
 from optuna_dsat.runtime.meter import Meter, Progress, leading_dimension
 
 

@@ -13,8 +13,8 @@ from optuna.samplers import BaseSampler
 from optuna.study import StudyDirection
 from optuna.trial import Trial, TrialState
 
-from optuna_dsat.lineage import MICRO_BATCH, OUTCOME_ATTR, VETOED_ATTR
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.trials.lineage import MICRO_BATCH, OUTCOME_ATTR, VETOED_ATTR
 
 Knobs = dict[str, Any]
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from optuna.trial import FrozenTrial, TrialState
 
-from optuna_dsat.bisection import EDGE_WIDTH
-from optuna_dsat.lineage import MICRO_BATCH, PLAN_ATTR, group
 from optuna_dsat.samplers import BinarySearchSampler
+from optuna_dsat.trials.bisection import EDGE_WIDTH
+from optuna_dsat.trials.lineage import MICRO_BATCH, PLAN_ATTR, group
 
 
 def sizes(study: Any) -> list[int]:

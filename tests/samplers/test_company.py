@@ -15,9 +15,9 @@ from optuna.pruners import BasePruner, NopPruner
 from optuna.samplers import BaseSampler
 from optuna.trial import TrialState
 
-from optuna_dsat.lineage import MICRO_BATCH, VETOED_ATTR, group
 from optuna_dsat.pruners import AshaPruner, DeepSpeedPruner
 from optuna_dsat.samplers import BinarySearchSampler, LineageRandomSampler
+from optuna_dsat.trials.lineage import MICRO_BATCH, VETOED_ATTR, group
 
 Method = tuple[Callable[..., BaseSampler], Callable[[], BasePruner]]
 METHODS: dict[str, Method] = {

@@ -10,7 +10,7 @@ from optuna.samplers import BaseSampler
 from optuna.testing.pytest_samplers import BasicSamplerTestCase, SingleOnlySamplerTestCase
 
 from optuna_dsat.samplers import BinarySearchSampler, GuidedSampler, LineageRandomSampler
-from tests.samplers.foresight import small_foresight
+from tests.samplers.planners import small_planner
 
 
 class TestSamplers(BasicSamplerTestCase, SingleOnlySamplerTestCase):
@@ -21,7 +21,7 @@ class TestSamplers(BasicSamplerTestCase, SingleOnlySamplerTestCase):
             partial(BinarySearchSampler, micro_batch="x"),
             partial(BinarySearchSampler, max_micro_batch=lambda _params, _history: 3, usual=lambda _name, _params: 1),
             GuidedSampler,
-            lambda: GuidedSampler(foresight=small_foresight(), seed=3),
+            lambda: GuidedSampler(planner=small_planner(), seed=3),
             LineageRandomSampler,
             partial(LineageRandomSampler, max_micro_batch=lambda _params, _history: 3, usual=lambda _name, _params: 1),
             partial(LineageRandomSampler, seed=3),

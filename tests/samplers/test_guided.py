@@ -14,50 +14,51 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from optuna.pruners import NopPruner
 from optuna.trial import TrialState, create_trial
 
-from optuna_dsat import history
-from optuna_dsat.foresight import Foresight
-from optuna_dsat.lineage import MICRO_BATCH, lineage_key
+from optuna_dsat.guided.planner import GuidedPlanner
+from optuna_dsat.guided.problem import Problem
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.samplers import GuidedSampler
-from tests.samplers.foresight import CONFIG, GIB, HARDWARE, PROFILE, Machine, small_foresight, small_space
+from optuna_dsat.trials import attributes
+from optuna_dsat.trials.lineage import MICRO_BATCH, lineage_key
+from tests.samplers.planners import CONFIG, GIB, HARDWARE, PROFILE, Machine, small_planner, small_space
 
 
-def guided(kit: SimpleNamespace, foresight: Foresight | None = None, **options: object) -> optuna.Study:
-    sampler = GuidedSampler(foresight=foresight or small_foresight(), seed=1)
+def guided(kit: SimpleNamespace, planner: GuidedPlanner | None = None, **options: object) -> optuna.Study:
+    sampler = GuidedSampler(planner=planner or small_planner(), seed=1)
     study: optuna.Study = kit.create(sampler, NopPruner(), **options)
     return study
 
 
 def outcomes(study: optuna.Study) -> list[str]:
-    return [trial.user_attrs[history.OUTCOME] for trial in study.trials]
+    return [trial.user_attrs[attributes.OUTCOME] for trial in study.trials]
 
 
 def test_the_best_configuration_is_found_in_ten_launches(kit: SimpleNamespace) -> None:
     study, machine = guided(kit), Machine()
     machine.run(study, 10)
-    assert study.best_value >= 0.99 * machine.best(small_foresight())
+    assert study.best_value >= 0.99 * machine.best(small_planner())
     assert outcomes(study).count("out_of_memory") <= 1
 
 
 def test_offload_that_costs_nothing_is_found_and_used(kit: SimpleNamespace) -> None:
     study, machine = guided(kit), Machine(offload_s=0.0)
     machine.run(study, 15)
-    assert study.best_value >= 0.98 * machine.best(small_foresight())
+    assert study.best_value >= 0.98 * machine.best(small_planner())
 
 
 @pytest.mark.parametrize("expected_gib", [40, 6])
 def test_where_little_fits_it_climbs_to_what_does(kit: SimpleNamespace, expected_gib: int) -> None:
     hardware = replace(HARDWARE, device_memory_bytes=expected_gib * GIB)
-    foresight = Foresight(profile=PROFILE, hardware=hardware, config=CONFIG, space=small_space())
-    study, machine = guided(kit, foresight), Machine(device_gib=5.0)
+    planner = GuidedPlanner(Problem(profile=PROFILE, hardware=hardware, config=CONFIG, space=small_space()))
+    study, machine = guided(kit, planner), Machine(device_gib=5.0)
     machine.run(study, 10)
-    runs = [params for params in foresight.table.lineages if machine.fits({**params, MICRO_BATCH: 1})]
-    assert 0 < len(runs) < len(foresight.table.lineages) / 2
+    runs = [params for params in planner.problem.table.lineages if machine.fits({**params, MICRO_BATCH: 1})]
+    assert 0 < len(runs) < len(planner.problem.table.lineages) / 2
     assert "measured" in outcomes(study)
 
 
 def test_a_launch_is_expected_to_leave_the_margin_free(kit: SimpleNamespace) -> None:
-    study, machine = guided(kit, small_foresight(margin=0.3)), Machine()
+    study, machine = guided(kit, small_planner(margin=0.3)), Machine()
     machine.run(study, 12)
     later = study.trials[3:]
     assert (
@@ -70,7 +71,7 @@ def test_a_resumed_study_goes_on_as_if_never_stopped(kit: SimpleNamespace) -> No
     machine.run(whole, 6)
     halves = guided(kit)
     machine.run(halves, 3)
-    halves.sampler = GuidedSampler(foresight=small_foresight(), seed=99)
+    halves.sampler = GuidedSampler(planner=small_planner(), seed=99)
     machine.run(halves, 3)
     assert kit.sequence(whole) == kit.sequence(halves)
 
@@ -95,7 +96,7 @@ def test_failures_and_foreign_trials_neither_break_nor_stop_it(kit: SimpleNamesp
     for outcome in [Outcome.SCRIPT_ERROR, Outcome.INVALID_CONFIG, Outcome.TIMEOUT, Outcome.STALLED] * 3:
         trial = study.ask()
         machine.space.suggest(trial)
-        trial.set_user_attr(history.OUTCOME, outcome.value)
+        trial.set_user_attr(attributes.OUTCOME, outcome.value)
         study.tell(trial, state=TrialState.FAIL)
     trial = study.ask()
     machine.space.suggest(trial)
@@ -103,7 +104,7 @@ def test_failures_and_foreign_trials_neither_break_nor_stop_it(kit: SimpleNamesp
         study.tell(trial, float("nan"))
     machine.run(study, 12)
     rates = [trial.value for trial in study.trials[-12:] if trial.value is not None]
-    assert max(rates) >= 0.98 * machine.best(small_foresight())
+    assert max(rates) >= 0.98 * machine.best(small_planner())
 
 
 def test_values_alone_are_enough_to_go_on(kit: SimpleNamespace) -> None:
@@ -115,20 +116,20 @@ def test_values_alone_are_enough_to_go_on(kit: SimpleNamespace) -> None:
             study.tell(trial, machine.rate(params))
         else:
             study.tell(trial, state=TrialState.PRUNED)
-    assert study.best_value >= 0.95 * machine.best(small_foresight())
+    assert study.best_value >= 0.95 * machine.best(small_planner())
 
 
 def test_a_set_of_micro_batches_is_kept(kit: SimpleNamespace) -> None:
     space = small_space(samples=24)
-    foresight = Foresight(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=space)
-    study, machine = guided(kit, foresight), Machine(space=space)
+    planner = GuidedPlanner(Problem(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=space))
+    study, machine = guided(kit, planner), Machine(space=space)
     machine.run(study, 10)
     assert {trial.params[MICRO_BATCH] for trial in study.trials} <= {1, 2, 3, 4, 6, 8, 12, 24}
     assert isinstance(study.trials[0].distributions[MICRO_BATCH], CategoricalDistribution)
 
 
 def test_a_duration_is_made_short(kit: SimpleNamespace) -> None:
-    study, machine = guided(kit, small_foresight("latency"), direction="minimize"), Machine()
+    study, machine = guided(kit, small_planner("latency"), direction="minimize"), Machine()
     for _ in range(8):
         trial = study.ask()
         params = machine.space.suggest(trial)
@@ -140,8 +141,8 @@ def test_a_duration_is_made_short(kit: SimpleNamespace) -> None:
 
 def test_a_search_ends_where_nothing_can_win_any_more(kit: SimpleNamespace) -> None:
     space = small_space(no_tune=(*[knob.name for knob in small_space().knobs[1:]],), samples=4)
-    foresight = Foresight(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=space)
-    study, machine = guided(kit, foresight), Machine(space=space)
+    planner = GuidedPlanner(Problem(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=space))
+    study, machine = guided(kit, planner), Machine(space=space)
     sampler = study.sampler
     assert isinstance(sampler, GuidedSampler)
     launches = 0
@@ -150,28 +151,32 @@ def test_a_search_ends_where_nothing_can_win_any_more(kit: SimpleNamespace) -> N
         launches += 1
         assert launches <= 9
     assert len(set(kit.sequence(study))) == launches
-    assert study.best_value == pytest.approx(machine.best(foresight))
+    assert study.best_value == pytest.approx(machine.best(planner))
 
 
 def test_a_search_ends_where_little_is_expected_to_be_gained(kit: SimpleNamespace) -> None:
     """Long before everything is tried, and with what is in flight taken as foreseen."""
     launches = {}
     for least in (0.01, 0.002):
-        foresight = Foresight(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=small_space(), min_gain=least)
-        study, machine = guided(kit, foresight), Machine()
+        planner = GuidedPlanner(
+            Problem(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=small_space()), min_gain=least
+        )
+        study, machine = guided(kit, planner), Machine()
         sampler = study.sampler
         assert isinstance(sampler, GuidedSampler)
         while not sampler.exhausted(study):
             machine.run(study, 1)
             assert len(study.trials) <= 60
-        assert study.best_value >= 0.98 * machine.best(foresight)
+        assert study.best_value >= 0.98 * machine.best(planner)
         launches[least] = len(study.trials)
     assert 3 < launches[0.01] < launches[0.002]
 
 
 def test_nothing_is_launched_beside_what_flies_where_nothing_else_promises_a_gain(kit: SimpleNamespace) -> None:
-    foresight = Foresight(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=small_space(), min_gain=10.0)
-    study, machine = guided(kit, foresight), Machine()
+    planner = GuidedPlanner(
+        Problem(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=small_space()), min_gain=10.0
+    )
+    study, machine = guided(kit, planner), Machine()
     sampler = study.sampler
     assert isinstance(sampler, GuidedSampler)
     machine.space.suggest(study.ask())
@@ -193,14 +198,14 @@ def test_where_a_start_is_cheap_small_micro_batches_go_first(kit: SimpleNamespac
 def test_an_ask_of_a_long_history_in_a_large_space_looks_at_few_of_both(kit: SimpleNamespace) -> None:
     """So that its time does not grow with them; ``benchmarks/ask.py`` measures it."""
     space = small_space(no_tune=())
-    foresight = Foresight(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=space)
+    planner = GuidedPlanner(Problem(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=space))
     machine = Machine(space=space)
     helper: optuna.Study = kit.create(optuna.samplers.RandomSampler(seed=0), NopPruner())
     machine.run(helper, 500)
-    belief = foresight._belief(helper.get_trials(deepcopy=False))
-    assert len(foresight.table.lineages) > 10_000
-    assert len(belief.residuals.points.row) <= 140
-    rows, _ = belief.shortlist(np.arange(len(foresight.table.lineages)))
+    posterior = planner._posterior(helper.get_trials(deepcopy=False))
+    assert len(planner.problem.table.lineages) > 10_000
+    assert len(posterior.residuals.points.row) <= 140
+    rows, _ = posterior.shortlist(np.arange(len(planner.problem.table.lineages)))
     assert len(set(rows.tolist())) < 300
 
 
@@ -215,13 +220,13 @@ class Eights(Machine):
 
 def test_a_multiple_of_8_near_the_edge_is_tried_and_wins(kit: SimpleNamespace) -> None:
     hardware = replace(HARDWARE, device_memory_bytes=35 * GIB)
-    foresight = Foresight(profile=PROFILE, hardware=hardware, config=CONFIG, space=small_space())
-    study, machine = guided(kit, foresight), Eights(device_gib=33.5)
+    planner = GuidedPlanner(Problem(profile=PROFILE, hardware=hardware, config=CONFIG, space=small_space()))
+    study, machine = guided(kit, planner), Eights(device_gib=33.5)
     machine.run(study, 12)
     largest = max(trial.params[MICRO_BATCH] for trial in study.trials if trial.value)
     assert largest > 24
     assert study.best_params[MICRO_BATCH] == 24
-    assert study.best_value >= 0.98 * machine.best(foresight)
+    assert study.best_value >= 0.98 * machine.best(planner)
 
 
 def test_a_launch_that_ran_out_of_memory_keeps_its_like_away_from_the_edge(kit: SimpleNamespace) -> None:
@@ -234,10 +239,12 @@ def test_a_launch_that_ran_out_of_memory_keeps_its_like_away_from_the_edge(kit: 
 
 def test_what_cannot_be_planned_with_is_refused() -> None:
     with pytest.raises(ValueError, match="memory_margin must lie in"):
-        Foresight(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=small_space(), memory_margin=1.0)
+        GuidedPlanner(
+            Problem(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=small_space(), memory_margin=1.0)
+        )
     with pytest.raises(ValueError, match="min_gain must not be negative"):
-        Foresight(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=small_space(), min_gain=-0.1)
+        GuidedPlanner(Problem(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=small_space()), min_gain=-0.1)
     with pytest.raises(ValueError, match="metric is 'speed'"):
-        Foresight(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=small_space(), metric="speed")
-    with pytest.raises(ValueError, match="with a foresight it must be"):
-        GuidedSampler(foresight=small_foresight(), micro_batch="m")
+        GuidedPlanner(Problem(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=small_space(), metric="speed"))
+    with pytest.raises(ValueError, match="with a planner it must be"):
+        GuidedSampler(planner=small_planner(), micro_batch="m")

@@ -17,10 +17,10 @@ from optuna.samplers import BaseSampler
 from optuna.storages import BaseStorage, InMemoryStorage, RDBStorage
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
-from optuna_dsat import lineage_history
-from optuna_dsat.lineage import MICRO_BATCH, OUTCOME_ATTR, RETRY_ATTR, VETOED_ATTR
 from optuna_dsat.pruners import AshaPruner, DeepSpeedPruner
 from optuna_dsat.samplers import BinarySearchSampler, LineageRandomSampler
+from optuna_dsat.trials import lineage_cache
+from optuna_dsat.trials.lineage import MICRO_BATCH, OUTCOME_ATTR, RETRY_ATTR, VETOED_ATTR
 
 Knobs = dict[str, Any]
 Method = tuple[Callable[[], BaseSampler], Callable[[], BasePruner]]
@@ -62,7 +62,7 @@ class Company:
 
     def fresh(self) -> None:
         if self.cold:
-            lineage_history._LOCAL.__dict__.clear()
+            lineage_cache._LOCAL.__dict__.clear()
 
     def step(self) -> None:
         chance = self.chance

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.lineage import MICRO_BATCH, PLAN_ATTR, group
 from optuna_dsat.pruners import DeepSpeedPruner
 from optuna_dsat.samplers import LineageRandomSampler
+from optuna_dsat.trials.lineage import MICRO_BATCH, PLAN_ATTR, group
 
 
 @pytest.mark.parametrize("budget", [1, 3, 5])

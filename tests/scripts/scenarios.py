@@ -28,7 +28,7 @@ from optuna_dsat.integrations.deepspeed_trial.metrics import gathered
 from optuna_dsat.integrations.deepspeed_trial.state import seed_everything
 from optuna_dsat.integrations.deepspeed_trial.training import Periods, Training
 from optuna_dsat.runtime.rank import World
-from optuna_dsat.trial_class import Length
+from optuna_dsat.script.trial_class import Length
 
 WIDTH = 4
 CONFIG: dict[str, Any] = {

@@ -11,12 +11,12 @@ from optuna.storages import RetryHeartbeatStaleTrialCallback
 from optuna.trial import TrialState
 from sqlalchemy import select, update
 
-from optuna_dsat import history
 from optuna_dsat.store import Store
 from optuna_dsat.store.heartbeat import Heartbeat
 from optuna_dsat.store.models import HeartbeatRow
 from optuna_dsat.store.reclaim import Reclaimer
 from optuna_dsat.store.worker import Worker, this_worker
+from optuna_dsat.trials import attributes
 
 KEY = "key"
 
@@ -71,7 +71,7 @@ def test_a_dead_process_on_this_machine_loses_its_trial_at_once(store: Store) ->
     assert store.reclaim_stale(study) == ()
     lost, copy = study.trials
     assert lost.state is TrialState.FAIL
-    assert lost.user_attrs[history.MESSAGE] == "its worker (gone:1) was lost"
+    assert lost.user_attrs[attributes.MESSAGE] == "its worker (gone:1) was lost"
     assert copy.params == lost.params
     with warnings.catch_warnings(category=optuna.exceptions.ExperimentalWarning, action="ignore"):
         assert RetryHeartbeatStaleTrialCallback.retried_trial_number(copy) == 0
@@ -122,12 +122,12 @@ def test_a_trial_that_decided_nothing_has_no_copy(store: Store) -> None:
 
 def test_an_enqueued_trial_keeps_its_wishes(store: Store) -> None:
     _, study = start(store)
-    study.enqueue_trial({"zero_stage": 3}, user_attrs={history.PURPOSE: history.USER_CONFIG})
+    study.enqueue_trial({"zero_stage": 3}, user_attrs={attributes.PURPOSE: attributes.USER_CONFIG})
     store.heartbeat.add(study.ask())
     pretend(store, **dead())
     store.reclaim_stale(study)
     copy = study.ask()
-    assert copy.user_attrs == {history.PURPOSE: history.USER_CONFIG}
+    assert copy.user_attrs == {attributes.PURPOSE: attributes.USER_CONFIG}
     assert copy.suggest_categorical("zero_stage", [1, 2, 3]) == 3
 
 
@@ -149,7 +149,7 @@ def test_a_configuration_that_kills_its_workers_is_given_up(store: Store) -> Non
 def test_a_reclaim_that_was_cut_off_is_finished_by_the_next(store: Store) -> None:
     study_uuid, study = start(store)
     trial = run_trial(store, study, study_uuid)
-    trial.set_user_attr(history.OUTCOME, "lost")
+    trial.set_user_attr(attributes.OUTCOME, "lost")
     store.storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
     pretend(store, **dead())
     assert store.reclaim_stale(study) == ()
@@ -176,7 +176,7 @@ def test_a_returned_trial_costs_no_retry(store: Store) -> None:
         assert store.return_trial(study, trial, reason="the search was stopped")
         assert not store.return_trial(study, trial, reason="again")
         assert len(study.trials) == number + 2
-    assert study.trials[0].user_attrs[history.MESSAGE] == "the search was stopped"
+    assert study.trials[0].user_attrs[attributes.MESSAGE] == "the search was stopped"
 
 
 def test_a_frozen_worker_learns_that_its_trial_was_given_back(url: str) -> None:

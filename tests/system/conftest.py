@@ -16,9 +16,9 @@ import optuna
 import pytest
 from optuna.trial import FrozenTrial, TrialState
 
-from optuna_dsat import history
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.store import Store
+from optuna_dsat.trials import attributes
 from tests.system.driver import STUDY, Launched, Options, launches_file
 
 ROOT = Path(__file__).parents[2]
@@ -85,17 +85,19 @@ class Study:
             record = store.find_study(name)
             assert record is not None
             launches = store.launches(record.uuid)
-        done = [t for t in trials if history.OUTCOME in t.user_attrs and t.user_attrs[history.OUTCOME] != Outcome.LOST]
+        done = [
+            t for t in trials if attributes.OUTCOME in t.user_attrs and t.user_attrs[attributes.OUTCOME] != Outcome.LOST
+        ]
         numbers = {trial.number for trial in done}
         return cls(
             trials=trials,
-            measured=[trial.user_attrs[history.CONFIG_KEY] for trial in done],
+            measured=[trial.user_attrs[attributes.CONFIG_KEY] for trial in done],
             recorded=sum(row.purpose == "trial" and row.trial_number in numbers for row in launches),
         )
 
     @property
     def lost(self) -> list[FrozenTrial]:
-        return [trial for trial in self.trials if trial.user_attrs.get(history.OUTCOME) == Outcome.LOST]
+        return [trial for trial in self.trials if trial.user_attrs.get(attributes.OUTCOME) == Outcome.LOST]
 
     def check_whole(self, *, budget: int) -> None:
         """Check that the budget was spent exactly, on configurations that all differ, and that nothing is left over."""

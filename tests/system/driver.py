@@ -17,16 +17,16 @@ from typing import Any
 
 import optuna
 
-from optuna_dsat import ds_config
+from optuna_dsat.config import ds_config
 from optuna_dsat.errors import DsatError
 from optuna_dsat.launch.protocol import LaunchRequest, LaunchUpdate
 from optuna_dsat.launch.simulated import SimulatedLauncher
-from optuna_dsat.session import Session
-from optuna_dsat.spec import StudySpec, make_spec
 from optuna_dsat.store import Store
 from optuna_dsat.store.heartbeat import HEARTBEAT_INTERVAL_S
 from optuna_dsat.store.reclaim import GRACE_S
-from tests.tuning.landscapes import Hill
+from optuna_dsat.study.session import Session
+from optuna_dsat.study.spec import StudySpec, make_spec
+from tests.study.landscapes import Hill
 
 STUDY = "shared"
 SLOTS = 2

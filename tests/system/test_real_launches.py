@@ -13,9 +13,9 @@ import optuna
 import pytest
 from sqlalchemy import MetaData, create_engine, make_url, select
 
-from optuna_dsat import history
 from optuna_dsat.cli.password import STORAGE_ENV
 from optuna_dsat.store import Store
+from optuna_dsat.trials import attributes
 from tests.system.conftest import Study, wait_until
 from tests.system.tuning import Command, search, write_config
 
@@ -133,7 +133,7 @@ def secret_url(postgres_url: str) -> str:
 def copy_profile(source: str, target: str) -> None:
     with Store.open(source) as old, Store.open(target) as new:
         study = optuna.load_study(study_name="unbroken", storage=old.storage)
-        fingerprint = study.user_attrs[history.FINGERPRINT]
+        fingerprint = study.user_attrs[attributes.FINGERPRINT]
         found = old.find_profile(fingerprint)
         assert found is not None
         new.save_profile(fingerprint, found.profile, study_uuid=found.study_uuid)

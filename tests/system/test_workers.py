@@ -10,14 +10,14 @@ from pathlib import Path
 
 from optuna.trial import TrialState
 
-from optuna_dsat import history
 from optuna_dsat.launch.protocol import LaunchRequest, SlotsBusyError
 from optuna_dsat.launch.simulated import SimulatedLauncher
-from optuna_dsat.session import Session
 from optuna_dsat.store import Store
+from optuna_dsat.study.session import Session
+from optuna_dsat.trials import attributes
+from tests.study.landscapes import Hill
 from tests.system.conftest import Bench, Driver, Study, wait_until
 from tests.system.driver import release_file, spec_of
-from tests.tuning.landscapes import Hill
 
 
 def test_eight_workers_share_two_hundred_launches(bench: Bench, url: str) -> None:
@@ -40,7 +40,7 @@ def test_four_workers_start_at_the_same_instant_on_an_empty_database(bench: Benc
     study = Study.read(url)
     study.check_whole(budget=8)
     assert len(bench.launched("profile")) == 1
-    own = [trial for trial in study.trials if trial.user_attrs.get(history.PURPOSE) == history.USER_CONFIG]
+    own = [trial for trial in study.trials if trial.user_attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG]
     assert [trial.state for trial in own] == [TrialState.COMPLETE]
 
 
@@ -54,7 +54,7 @@ def test_one_of_two_workers_is_killed_and_the_other_finishes_all(bench: Bench, u
     study.check_whole(budget=8)
     assert len(study.lost) == 1
     launched = Counter(note.key for note in bench.launched())
-    again = study.lost[0].user_attrs[history.CONFIG_KEY]
+    again = study.lost[0].user_attrs[attributes.CONFIG_KEY]
     assert launched == Counter(study.measured) + Counter([again])
 
 

@@ -16,7 +16,7 @@ from optuna_dsat.integrations.deepspeed_trial.state import seed_everything
 from optuna_dsat.integrations.deepspeed_trial.training import Periods, Training
 from optuna_dsat.integrations.deepspeed_trial.trial import DeepSpeedTrial
 from optuna_dsat.runtime.rank import World, current_plan, inits_by_hand
-from optuna_dsat.trial_class import Hparams, Length, own_overwrites
+from optuna_dsat.script.trial_class import Hparams, Length, own_overwrites
 
 
 def main(argv: Sequence[str]) -> None:

@@ -21,7 +21,7 @@ from optuna_dsat.integrations.deepspeed_trial.streams import (
     training_batches,
 )
 from optuna_dsat.integrations.deepspeed_trial.trial import DeepSpeedTrial
-from optuna_dsat.trial_class import Length
+from optuna_dsat.script.trial_class import Length
 
 __all__ = ["Periods", "Training"]
 

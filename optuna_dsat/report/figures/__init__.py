@@ -212,14 +212,14 @@ def plot_finalists(study: Source) -> go.Figure:
 
 
 def _finalist_points(view: StudyView) -> list[FinalistPoint]:
-    from optuna_dsat import history
+    from optuna_dsat.trials import attributes
     from optuna_dsat.words import config_in_words
 
     best, user = view.best, view.baseline
     by_number = {trial.number: trial for trial in view.trials}
     points = [
         FinalistPoint(
-            words=config_in_words(by_number[f.number].user_attrs[history.CONFIG]),
+            words=config_in_words(by_number[f.number].user_attrs[attributes.CONFIG]),
             number=f.number,
             searched=by_number[f.number].values[0],
             value=f.value,

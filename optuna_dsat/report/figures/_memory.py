@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 from optuna.trial import FrozenTrial
 
-from optuna_dsat import history, memory
-from optuna_dsat.lineage import MICRO_BATCH
-from optuna_dsat.profiling import Profiled
+from optuna_dsat.cost import memory
 from optuna_dsat.report.figures._style import NEUTRAL, WARNING, Palette, empty_figure, lay_out
-from optuna_dsat.spec import StudySpec
-from optuna_dsat.study_space import hardware_of
+from optuna_dsat.study.profile import Profiled
+from optuna_dsat.study.space import hardware_of
+from optuna_dsat.study.spec import StudySpec
+from optuna_dsat.trials import attributes
+from optuna_dsat.trials.lineage import MICRO_BATCH
 from optuna_dsat.words import bytes_in_words, zero_in_words
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def _memory_points(trials: Sequence[FrozenTrial], spec: StudySpec, profiled: Pro
     hardware = hardware_of(spec, profiled)
     points = []
     for trial in trials:
-        config, measured = trial.user_attrs.get(history.CONFIG), trial.user_attrs.get(history.PEAK_BYTES, 0)
+        config, measured = trial.user_attrs.get(attributes.CONFIG), trial.user_attrs.get(attributes.PEAK_BYTES, 0)
         if config is None or measured <= 0:
             continue
         micro_batch = int(config[MICRO_BATCH])

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from optuna.trial import FrozenTrial, TrialState
 
-from optuna_dsat import history
-from optuna_dsat.lineage import MICRO_BATCH, STRUCTURE, Lineage, group, score
+from optuna_dsat.metrics import LARGER_IS_BETTER
 from optuna_dsat.report.figures._style import (
     INK,
     WARNING,
@@ -22,7 +21,8 @@ from optuna_dsat.report.figures._style import (
     scale_of,
     shown,
 )
-from optuna_dsat.spec import LARGER_IS_BETTER
+from optuna_dsat.trials import attributes
+from optuna_dsat.trials.lineage import MICRO_BATCH, STRUCTURE, Lineage, group, score
 from optuna_dsat.words import zero_in_words
 
 if TYPE_CHECKING:
@@ -70,11 +70,11 @@ def metric_figure(
     if edges:
         figure.add_trace(_edges(edges, scale))
     better = metric in LARGER_IS_BETTER if maximize is None else maximize
-    measured = history.best_trials(trials, maximize=better)
+    measured = attributes.best_trials(trials, maximize=better)
     best = next((t for t in measured if t.number == winner), measured[0] if measured else None)
-    user = history.user_config_trial(trials)
+    user = attributes.user_config_trial(trials)
     for trial, name, symbol in ((user, USER, "x-open"), (best, BEST, "star")):
-        if trial is not None and history.CONFIG in trial.user_attrs:
+        if trial is not None and attributes.CONFIG in trial.user_attrs:
             figure.add_trace(_mark(trial, name, symbol, metric=metric, scale=scale))
     if not figure.data:
         return empty_figure("Nothing has been measured yet.", title=title, x=x_title, y=axis_title(metric))
@@ -110,7 +110,7 @@ def _line(lineage: Lineage, words: str, palette: Palette, *, metric: str, scale:
 
 
 def _hover(trial: FrozenTrial, words: str, metric: str, value: float) -> str:
-    config = trial.user_attrs.get(history.CONFIG, trial.params)
+    config = trial.user_attrs.get(attributes.CONFIG, trial.params)
     lines = [
         f"<b>{words}, micro-batch {config.get(MICRO_BATCH, '?')}</b>",
         f"trial {trial.number}: {shown(metric, value)}",
@@ -168,7 +168,7 @@ def _edges(lineages: Sequence[Lineage], scale: float) -> go.Scatter:
 def _mark(trial: FrozenTrial, name: str, symbol: str, *, metric: str, scale: float) -> go.Scatter:
     import plotly.graph_objects as go
 
-    config = trial.user_attrs[history.CONFIG]
+    config = trial.user_attrs[attributes.CONFIG]
     return go.Scatter(
         x=[int(config[MICRO_BATCH])],
         y=[trial.values[0] * scale],

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial
 
-from optuna_dsat import bisection, history
-from optuna_dsat.lineage import Evidence, Lineage, evidence, group, score
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.pruners._rungs import Rung, Rungs, climb
 from optuna_dsat.report.figures._metric import USER, micro_batch_ticks
@@ -29,7 +27,9 @@ from optuna_dsat.report.figures._style import (
     shown,
     wrapped,
 )
-from optuna_dsat.spec import MethodOptions
+from optuna_dsat.study.spec import MethodOptions
+from optuna_dsat.trials import attributes, bisection
+from optuna_dsat.trials.lineage import Evidence, Lineage, evidence, group, score
 from optuna_dsat.words import config_in_words
 
 if TYPE_CHECKING:
@@ -48,15 +48,15 @@ def _ended(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
         t
         for t in trials
         if t.state.is_finished()
-        and history.VETOED not in t.user_attrs
-        and t.user_attrs.get(history.OUTCOME) != Outcome.LOST
+        and attributes.VETOED not in t.user_attrs
+        and t.user_attrs.get(attributes.OUTCOME) != Outcome.LOST
     ]
     return sorted(over, key=lambda t: (t.datetime_complete is None, t.datetime_complete, t.number))
 
 
 def _outcome(trial: FrozenTrial) -> Outcome:
     """Return what became of a trial; of one whose study records no outcomes, what its state says."""
-    known = trial.user_attrs.get(history.OUTCOME)
+    known = trial.user_attrs.get(attributes.OUTCOME)
     if known is not None:
         return Outcome(known)
     says = evidence(trial)
@@ -68,7 +68,7 @@ def _outcome(trial: FrozenTrial) -> Outcome:
 
 
 def _words(trial: FrozenTrial) -> str:
-    config = trial.user_attrs.get(history.CONFIG)
+    config = trial.user_attrs.get(attributes.CONFIG)
     return f"trial {trial.number}" if config is None else f"trial {trial.number}: {config_in_words(config)}"
 
 
@@ -98,7 +98,7 @@ def progress_figure(trials: Sequence[FrozenTrial], *, metric: str, maximize: boo
                 hoverinfo="skip",
             )
         )
-    user = history.user_config_trial(trials)
+    user = attributes.user_config_trial(trials)
     if user is not None:
         line = {"color": NEUTRAL, "dash": "dash", "width": 1.5}
         values = [user.values[0] * scale] * 2

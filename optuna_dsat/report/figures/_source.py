@@ -11,11 +11,11 @@ from optuna.storages import BaseStorage
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial
 
-from optuna_dsat import history
 from optuna_dsat.errors import UsageError
 from optuna_dsat.report.view import StudyView, read_view
 from optuna_dsat.store import Store
 from optuna_dsat.store.registry import STUDY_UUID
+from optuna_dsat.trials import attributes
 
 __all__ = ["History", "Source", "history_of", "view_of"]
 
@@ -42,7 +42,7 @@ class History:
     @property
     def winner(self) -> int | None:
         """Number of the trial that won, None while there is none."""
-        return self.attributes.get(history.WINNER)
+        return self.attributes.get(attributes.WINNER)
 
 
 def history_of(source: Source) -> History:

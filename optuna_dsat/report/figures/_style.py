@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from optuna.trial import FrozenTrial
 
-from optuna_dsat import history
-from optuna_dsat.lineage import STRUCTURE
+from optuna_dsat.metrics import METRICS
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.spec import METRICS
+from optuna_dsat.trials import attributes
+from optuna_dsat.trials.lineage import STRUCTURE
 from optuna_dsat.words import metric_in_words, zero_in_words
 
 if TYPE_CHECKING:
@@ -118,8 +118,8 @@ class Palette:
 def lineage_words(trials: Sequence[FrozenTrial]) -> str:
     """Return stage and offload of a lineage in words."""
     for trial in trials:
-        if history.CONFIG in trial.user_attrs:
-            return zero_in_words(trial.user_attrs[history.CONFIG])
+        if attributes.CONFIG in trial.user_attrs:
+            return zero_in_words(trial.user_attrs[attributes.CONFIG])
     params = trials[0].params
     offload = {key: {"device": params[key]} for key in STRUCTURE[1:] if key in params}
     return zero_in_words({"zero_optimization": {"stage": params.get(STRUCTURE[0], 0), **offload}})

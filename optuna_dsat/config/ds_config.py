@@ -1,0 +1,471 @@
+"""Reading, checking, merging and writing DeepSpeed configs. Pure: imports neither torch nor DeepSpeed.
+
+A user's config may hold three things that DeepSpeed itself does not accept, and that are taken out before it
+sees the
+config: lists as values of knobs (the user's narrowing of the search), the word ``"all"`` in their place, and
+the ``autotuning`` section. ``"auto"`` (filled in by Hugging Face) stays as it is until something is laid over
+it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from optuna_dsat.config.autotuning_section import Autotuning, parse_autotuning, positive_int
+from optuna_dsat.errors import ConfigError
+
+__all__ = [
+    "ALL",
+    "AUTO",
+    "GRADIENT_ACCUMULATION",
+    "MICRO_BATCH",
+    "TRAIN_BATCH",
+    "Autotuning",
+    "BatchTriangle",
+    "UserConfig",
+    "batch_triangle",
+    "canonical_key",
+    "effective",
+    "flat",
+    "load",
+    "merge",
+    "parse",
+    "parse_autotuning",
+    "size_limit",
+    "strip_tuning",
+    "write_json_atomic",
+    "zero_default",
+    "zero_section",
+]
+
+AUTO = "auto"
+"""Value that Hugging Face's integration replaces; for everyone else it means: not given."""
+ALL = "all"
+"""Value that stands for every choice of a knob, as in DeepSpeed's own autotuner."""
+
+TRAIN_BATCH = "train_batch_size"
+MICRO_BATCH = "train_micro_batch_size_per_gpu"
+GRADIENT_ACCUMULATION = "gradient_accumulation_steps"
+_BATCH_KEYS = (TRAIN_BATCH, MICRO_BATCH, GRADIENT_ACCUMULATION)
+_ZERO = "zero_optimization"
+_AUTOTUNING = "autotuning"
+
+_ZERO_ALIASES = {
+    "prefetch_bucket_size": "stage3_prefetch_bucket_size",
+    "param_persistence_threshold": "stage3_param_persistence_threshold",
+    "model_persistence_threshold": "stage3_model_persistence_threshold",
+    "max_live_parameters": "stage3_max_live_parameters",
+    "max_reuse_distance": "stage3_max_reuse_distance",
+}
+"""Field names of ``DeepSpeedZeroConfig`` that DeepSpeed accepts beside the documented keys."""
+
+_ZERO_DEFAULTS: Mapping[str, Any] = {
+    "stage": 0,
+    "contiguous_gradients": True,
+    "reduce_scatter": True,
+    "reduce_bucket_size": 500_000_000,
+    "allgather_partitions": True,
+    "allgather_bucket_size": 500_000_000,
+    "sub_group_size": 1_000_000_000,
+    "stage3_prefetch_bucket_size": 50_000_000,
+    "stage3_param_persistence_threshold": 100_000,
+    "stage3_max_live_parameters": 1_000_000_000,
+    "stage3_max_reuse_distance": 1_000_000_000,
+}
+"""Defaults of ``deepspeed.runtime.zero.config.DeepSpeedZeroConfig`` 0.19.8; ``overlap_comm`` depends on the
+stage.
+"""
+
+_STAGE3_KEYS = frozenset(
+    {"sub_group_size", "offload_param", *(key for key in _ZERO_DEFAULTS if key.startswith("stage3_"))}
+)
+_SIZES = frozenset(key for key, value in _ZERO_DEFAULTS.items() if type(value) is int and key != "stage")
+_ZERO_STAGE_KEYS = frozenset({*_ZERO_DEFAULTS, *_STAGE3_KEYS, "overlap_comm", "offload_optimizer"}) - {"stage"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserConfig:
+    """A DeepSpeed config file as the user wrote it."""
+
+    path: str
+    """As given."""
+    raw: Mapping[str, Any]
+    """The whole config, lists and ``autotuning`` section included."""
+    autotuning: Autotuning
+    lists: Mapping[str, tuple[Any, ...]]
+    """Dotted key -> the values listed there, for every knob the user narrowed; ``("all",)`` for the word
+    ``"all"``.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchTriangle:
+    """Batch sizes that fit together: train = micro x accumulation x data-parallel ranks."""
+
+    train_batch_size: int
+    micro_batch: int
+    """Samples per rank and forward pass."""
+    gradient_accumulation_steps: int
+
+
+def load(path: str | Path) -> UserConfig:
+    """Read a user's DeepSpeed config.
+
+    Raises:
+        ConfigError: If the file is missing, a directory, unreadable, empty, not UTF-8, not JSON, no object,
+            or names a key twice; the message gives the file, and line and column where they are known.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such DeepSpeed config file.") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a directory; name the DeepSpeed config file in it.") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"{path}, line {line}: not UTF-8 text (byte {error.start}); save the file as UTF-8."
+        ) from None
+    return parse(text, path=str(path))
+
+
+def parse(text: str, *, path: str = "<config>") -> UserConfig:
+    """Read a user's DeepSpeed config from its text; ``path`` is named in messages.
+
+    Raises:
+        ConfigError: As :func:`load`.
+    """
+    if not text.strip():
+        raise ConfigError(f"{path} is empty; a DeepSpeed config is a JSON object, such as "
+                          '{"train_micro_batch_size_per_gpu": 1}.')  # fmt: skip
+    try:
+        raw = json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, path), parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}, line {error.lineno}, column {error.colno}: not JSON ({error.msg}).") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deeply to be a DeepSpeed config.") from None
+    except _BadConstantError as error:
+        raise ConfigError(f"{path}: {error} is no JSON number.") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: a DeepSpeed config is a JSON object, this is {_kind(raw)}.")
+    _check_shape(raw, path)
+    return UserConfig(path=path, raw=raw, autotuning=parse_autotuning(raw, path=path), lists=_lists(raw))
+
+
+class _BadConstantError(Exception):
+    """NaN or Infinity in a config."""
+
+
+def _no_constant(name: str) -> Any:
+    raise _BadConstantError(name)
+
+
+def _unique(pairs: list[tuple[str, Any]], path: str) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ConfigError(
+                f"{path}: the key {key!r} is given twice in one object; DeepSpeed refuses that. Keep one."
+            )
+        result[key] = value
+    return result
+
+
+def _kind(value: Any) -> str:
+    names = {list: "a list", str: "a string", bool: "a truth value", int: "a number", float: "a number"}
+    return names.get(type(value), "null")
+
+
+def _check_shape(raw: Mapping[str, Any], path: str) -> None:
+    """Refuse what no later step could make sense of."""
+    zero = raw.get(_ZERO, {})
+    if not isinstance(zero, dict | bool):
+        raise ConfigError(f"{path}: {_ZERO} is {_kind(zero)}; it must be an object.")
+    for key in ("optimizer", "fp16", "bf16", _AUTOTUNING):
+        section = raw.get(key, {})
+        if not isinstance(section, dict):
+            raise ConfigError(f"{path}: {key} is {_kind(section)}; it must be an object.")
+    for key in ("optimizer", "scheduler"):
+        section = raw.get(key)
+        if isinstance(section, dict) and isinstance(section.get("type"), list):
+            raise ConfigError(f"{path}: {key}.type is a list, but is not searched; give one name.")
+    for key in (TRAIN_BATCH, GRADIENT_ACCUMULATION):
+        if isinstance(raw.get(key), list):
+            raise ConfigError(f"{path}: {key} is a list, but is not searched; give one number.")
+    for key in _BATCH_KEYS:
+        value = raw.get(key)
+        for one in value if isinstance(value, list) else [value]:
+            if one not in (None, AUTO, ALL):
+                positive_int(one, key, where=f"{path}: ")
+    for key, values in _lists(raw).items():
+        if not values:
+            raise ConfigError(f"{path}: {key} is an empty list; list at least one value or leave the key out.")
+
+
+def _lists(raw: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """Return the lists (and ``"all"``) the user wrote in the place of a knob's value, under dotted keys."""
+    found: dict[str, tuple[Any, ...]] = {}
+
+    def note(key: str, value: Any) -> None:
+        if isinstance(value, list):
+            found[key] = tuple(value)
+        elif value == ALL:
+            found[key] = (ALL,)
+
+    note(MICRO_BATCH, raw.get(MICRO_BATCH))
+    zero = raw.get(_ZERO)
+    for key, value in zero.items() if isinstance(zero, dict) else ():
+        note(f"{_ZERO}.{key}", value)
+        if key in ("offload_optimizer", "offload_param") and isinstance(value, dict):
+            note(f"{_ZERO}.{key}.device", value.get("device"))
+    return found
+
+
+def zero_section(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ``zero_optimization`` section in today's form.
+
+    ``true`` (once short for stage 1) becomes an object, ``cpu_offload`` and ``cpu_offload_param`` the offload
+    sections that DeepSpeed itself makes of them, and field names of ``DeepSpeedZeroConfig`` the documented
+    keys.
+    """
+    section = config.get(_ZERO) or {}
+    if isinstance(section, bool):
+        return {"stage": 1, "allgather_bucket_size": config.get("allgather_size", 500_000_000)}
+    zero = {_ZERO_ALIASES.get(key, key): value for key, value in section.items() if value is not None}
+    pin = zero.pop("cpu_offload_use_pin_memory", None)
+    for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+        if zero.pop(old, None) is True and new not in zero:
+            zero[new] = {"device": "cpu"} if pin is None else {"device": "cpu", "pin_memory": pin}
+    return zero
+
+
+def zero_default(key: str, *, stage: Any) -> Any:
+    """Return DeepSpeed's default of a key of ``zero_optimization``, None where there is none here."""
+    return stage == 3 if key == "overlap_comm" else _ZERO_DEFAULTS.get(key)
+
+
+def size_limit(key: str, params_count: int) -> int:
+    """Return the size (in elements) from which on larger values of a key behave alike.
+
+    No bucket ever holds more than all parameters. ``stage3_max_reuse_distance`` counts the way to a
+    parameter's next use, which leads through the forward and the backward pass, hence twice the parameters.
+    """
+    return 2 * params_count if key == "stage3_max_reuse_distance" else params_count
+
+
+def effective(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the user's present config means to DeepSpeed: lists resolved, tuning taken out.
+
+    A list stands for its first element, ``"all"`` for DeepSpeed's default (the key goes), deprecated offload
+    keys for their successors. ``"auto"`` stays. The input is left as it is.
+    """
+    result = {key: value for key, value in config.items() if key != _AUTOTUNING and value is not None}
+    if MICRO_BATCH in result:
+        _settle(result, MICRO_BATCH)
+    if _ZERO not in result:
+        return _copied(result)
+    zero = zero_section(config)
+    for key in list(zero):
+        _settle(zero, key)
+    for key in ("offload_optimizer", "offload_param"):
+        section = zero.get(key)
+        if isinstance(section, str):
+            section = {"device": section}
+        if isinstance(section, dict):
+            section = dict(section)
+            _settle(section, "device")
+            zero[key] = section
+    result[_ZERO] = zero
+    return _copied(result)
+
+
+def _settle(section: dict[str, Any], key: str) -> None:
+    """Replace a list by its first element; drop ``"all"``."""
+    value = section.get(key)
+    if isinstance(value, list):
+        value = value[0] if value else ALL
+        section[key] = value
+    if value == ALL:
+        del section[key]
+
+
+def strip_tuning(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config to train with: no ``autotuning`` section, no list of a knob's values, no None.
+
+    Equal to :func:`effective`; the name says why it is called.
+    """
+    return effective(config)
+
+
+def merge(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]:
+    """Lay ``overlay`` over ``base``: objects are merged key by key, anything else replaces, None removes.
+
+    Neither argument is changed, and the result shares nothing with them.
+    """
+    result = {key: value for key, value in base.items() if key not in overlay}
+    for key, value in overlay.items():
+        below = base.get(key)
+        if isinstance(value, Mapping):
+            result[key] = merge(below if isinstance(below, Mapping) else {}, value)
+        elif value is not None:
+            result[key] = value
+    return _copied(result)
+
+
+def _copied(section: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _copied_value(value) for key, value in section.items()}
+
+
+def _copied_value(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return _copied(value)
+    if isinstance(value, list | tuple):
+        return [_copied_value(one) for one in value]
+    return value
+
+
+def flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config without its objects: their keys joined with dots."""
+    result: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            result |= {f"{key}.{below}": one for below, one in flat(value).items()}
+        else:
+            result[key] = value
+    return result
+
+
+def batch_triangle(config: Mapping[str, Any], *, world_size: int) -> BatchTriangle:
+    """Complete the batch sizes of a config as ``deepspeed.runtime.config.DeepSpeedConfig`` does.
+
+    Accumulation that is not given is 1, unless the other two determine it. Where neither batch size is given
+    (all ``"auto"``), the micro-batch is 1; DeepSpeed itself would refuse such a config, the search fills it
+    in.
+
+    Args:
+        config: A DeepSpeed config; a list of micro-batches stands for its first.
+        world_size: Data-parallel ranks of one launch.
+
+    Raises:
+        ConfigError: If the numbers given cannot hold together; says which one to change, and to what.
+    """
+    train, micro, accumulation = (_given(config, key) for key in _BATCH_KEYS)
+    if train is None:
+        micro, accumulation = micro or 1, accumulation or 1
+        train = micro * accumulation * world_size
+    elif micro is not None and accumulation is None:
+        accumulation = train // (micro * world_size)
+    elif micro is None:
+        accumulation = accumulation or 1
+        micro = train // (accumulation * world_size)
+    if not micro or not accumulation or train != micro * accumulation * world_size:
+        raise ConfigError(_contradiction(config, train=train, world_size=world_size))
+    return BatchTriangle(train_batch_size=train, micro_batch=micro, gradient_accumulation_steps=accumulation)
+
+
+def _given(config: Mapping[str, Any], key: str) -> int | None:
+    value = config.get(key)
+    if isinstance(value, list):
+        value = value[0] if value else None
+    return None if value in (None, AUTO, ALL) else positive_int(value, key)
+
+
+def _contradiction(config: Mapping[str, Any], *, train: int, world_size: int) -> str:
+    micro, accumulation = _given(config, MICRO_BATCH), _given(config, GRADIENT_ACCUMULATION)
+    named = [(micro, MICRO_BATCH), (accumulation, GRADIENT_ACCUMULATION)]
+    factors = [f"{value} ({key})" for value, key in named if value is not None]
+    unit = (micro or 1) * (accumulation or 1) * world_size
+    product = " x ".join([*factors, f"{world_size} ranks"])
+    if micro is not None and accumulation is not None:
+        rule, remedy = f"must be {product} = {unit}", f"set {TRAIN_BATCH} to {unit}, or leave one of the three out"
+    else:
+        below = train - train % unit
+        near = f"{below} or {below + unit}" if below else f"{unit}"
+        rule, remedy = f"must be a multiple of {product} = {unit}", f"set it to {near}, or use another number of ranks"
+    return f"{TRAIN_BATCH} is {train}, but {rule}: {remedy}."
+
+
+def canonical_key(config: Mapping[str, Any], *, params_count: int | None = None) -> str:
+    """Return a key that configs share when DeepSpeed would behave the same (32 hexadecimal digits, SHA-256).
+
+    Key order and the spelling of numbers (``5e8``) do not matter, nor do values equal to DeepSpeed's
+    defaults, offload to ``none``, knobs the stage does not read, or bucket sizes beyond the number of
+    parameters.
+
+    Args:
+        config: A DeepSpeed config without lists (they are resolved as :func:`effective` does).
+        params_count: Parameters of the model; sizes above it are equal to it.
+    """
+    plain = _normal(effective(config))
+    zero = _normal_zero(plain.pop(_ZERO, {}), params_count)
+    if plain.get(GRADIENT_ACCUMULATION) == 1 and MICRO_BATCH in plain:
+        del plain[GRADIENT_ACCUMULATION]
+    if zero:
+        plain[_ZERO] = zero
+    text = json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _normal(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _normal(one) for key, one in value.items() if one is not None}
+    if isinstance(value, list):
+        return [_normal(one) for one in value]
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+def _normal_zero(zero: Mapping[str, Any], params_count: int | None) -> dict[str, Any]:
+    stage = zero.get("stage", 0)
+    if stage == 0:
+        return {key: value for key, value in zero.items() if key not in _ZERO_STAGE_KEYS | {"stage"}}
+    result: dict[str, Any] = {}
+    for key, value in zero.items():
+        if key in _STAGE3_KEYS and stage != 3:
+            continue
+        default = zero_default(key, stage=stage)
+        if key in ("offload_optimizer", "offload_param"):
+            if isinstance(value, Mapping) and value.get("device", "none") != "none":
+                result[key] = {name: one for name, one in value.items() if (name, one) != ("pin_memory", True)}
+        elif key in _SIZES and params_count is not None and isinstance(value, int):
+            limit = size_limit(key, params_count)
+            capped = min(value, limit)
+            if capped != min(default, limit):
+                result[key] = capped
+        elif value != default:
+            result[key] = value
+    result["stage"] = stage
+    return result
+
+
+def write_json_atomic(path: str | Path, data: Mapping[str, Any] | Iterable[Any]) -> None:
+    """Write ``data`` as indented JSON, so that a reader sees the old file or the new one, never a part.
+
+    Raises:
+        OSError: If the folder cannot be written; nothing is left behind.
+    """
+    target = Path(path)
+    text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

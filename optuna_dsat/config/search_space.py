@@ -1,0 +1,350 @@
+"""A search space in use: drawing params from it, and translating between params and DeepSpeed configs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import optuna
+
+from optuna_dsat.config import ds_config as configs
+from optuna_dsat.config.knobs import KNOBS, MICRO_BATCH, Knob, Site, normalise
+from optuna_dsat.errors import ConfigError
+
+__all__ = ["NVME", "OFFLOAD", "ZERO", "KnobRow", "Role", "SearchSpace", "TunedKnob", "capped", "device_of", "present"]
+
+ZERO = "zero_optimization"
+OFFLOAD = "offload_optimizer"
+NVME = "offload_optimizer_nvme"
+_STAGE3_OFFLOAD_KEYS = ("ratio", "super_offload", "cpuadam_cores_perc")
+"""Keys of ``offload_optimizer`` that DeepSpeed accepts with ZeRO 3 only."""
+
+
+class Role(StrEnum):
+    """What becomes of a knob in a search."""
+
+    PARAMETER = "searched"
+    FIXED = "fixed"
+    """Held by ``fix``: laid over the user's config where it applies."""
+    KEPT = "kept"
+    """Left as the user's config has it (``no_tune``)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TunedKnob:
+    """A knob of this space with the values it may take."""
+
+    knob: Knob
+    choices: tuple[Any, ...]
+    role: Role = Role.PARAMETER
+
+    @property
+    def name(self) -> str:
+        """Name of the knob and of its parameter."""
+        return self.knob.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnobRow:
+    """One row of :meth:`SearchSpace.describe`."""
+
+    knob: str
+    role: str
+    """``searched``, ``fixed``, ``kept`` or ``without effect``."""
+    where: str
+    """Where it applies."""
+    choices: tuple[Any, ...]
+    used_by: str
+    """The place in DeepSpeed that uses it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchSpace:
+    """A search space; build it with :func:`build_space`."""
+
+    knobs: tuple[TunedKnob, ...]
+    """In the order they are suggested, without the micro-batch."""
+    micro_batches: tuple[int, int]
+    """Smallest and largest micro-batch."""
+    micro_batch_values: tuple[int, ...] | None = None
+    """The only micro-batches allowed, ascending; None for all between the smallest and the largest."""
+    site: Site
+    device: str
+    """``cuda`` or ``cpu``."""
+    params: int | None = None
+    """Parameter count that caps sizes."""
+    nvme_path: str | None = None
+    gradient_accumulation_steps: int = 1
+    samples_per_rank: int | None = None
+    """Samples of one global step on one rank, where they are held: accumulation makes up what the micro-batch lacks."""
+    max_samples_per_rank: int | None = None
+    """Most samples of one global step on one rank: larger micro-batches accumulate less."""
+    user_zero: Mapping[str, Any] = field(default_factory=dict)
+    """The user's own ``zero_optimization`` section, in today's form and without lists."""
+    legacy_keys: tuple[str, ...] = ()
+    """Other spellings of knobs in the user's section."""
+    allow_untested_optimizer: bool = False
+    """Whether overlays must say ``zero_allow_untested_optimizer``."""
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """ZeRO stages searched."""
+        return self.knobs[0].choices
+
+    def suggest(self, trial: optuna.trial.BaseTrial) -> dict[str, Any]:
+        """Draw a configuration: only the knobs that apply, the micro-batch last.
+
+        Args:
+            trial: An Optuna trial, live or fixed.
+
+        Returns:
+            The params, keyed by name.
+        """
+        params: dict[str, Any] = {}
+
+        def draw(tuned: TunedKnob) -> Any:
+            params[tuned.name] = trial.suggest_categorical(tuned.name, tuned.choices)
+            return params[tuned.name]
+
+        for _ in self._settings(draw):
+            pass
+        low, high = self.micro_batches
+        if self.micro_batch_values is None:
+            params[MICRO_BATCH] = trial.suggest_int(MICRO_BATCH, low, high, log=True)
+        else:
+            params[MICRO_BATCH] = trial.suggest_categorical(MICRO_BATCH, self.micro_batch_values)
+        return params
+
+    def accumulation(self, micro_batch: int) -> int:
+        """Return the gradient accumulation steps that go with a micro-batch."""
+        if self.samples_per_rank is not None:
+            return self.samples_per_rank // micro_batch
+        if self.max_samples_per_rank is not None:
+            return max(1, min(self.gradient_accumulation_steps, self.max_samples_per_rank // micro_batch))
+        return self.gradient_accumulation_steps
+
+    def _settings(self, pick: Callable[[TunedKnob], Any]) -> Iterator[tuple[TunedKnob, Any]]:
+        """Walk the knobs that apply, with their values: picked for parameters, held ones as they are."""
+        settings: dict[str, Any] = {}
+        for tuned in self.knobs:
+            if tuned.knob.applies(settings, self.site):
+                value = pick(tuned) if tuned.role is Role.PARAMETER else tuned.choices[0]
+                settings[tuned.name] = value
+                yield tuned, value
+
+    def overlay(self, params: Mapping[str, Any], *, gradient_accumulation_steps: int | None = None) -> dict[str, Any]:
+        """Return what to lay over the user's config to run ``params``; a value of None removes a key.
+
+        Sub-keys of the user's own offload sections (``pin_memory``, ``buffer_count``...) are kept. Knobs that
+        do not apply are removed, or they would be inherited: an ``offload_param`` is meaningless below ZeRO
+        3, and an ``offload_optimizer`` without ZeRO makes DeepSpeed build a CPU optimizer for parameters on
+        the GPU. With ZeRO and an optimizer that is not in DeepSpeed's list of tested ones (or the script's
+        own, which cannot be seen), ``zero_allow_untested_optimizer`` is set unless the user's config says
+        something: DeepSpeed otherwise refuses ZeRO with it, and the assertion is all that the key changes.
+        ``reduce_scatter`` is turned off at stages 2 and 3 where gradients are prescaled, because its default
+        would be refused there.
+
+        Args:
+            params: As :meth:`suggest` returned them.
+            gradient_accumulation_steps: Replaces what goes with the micro-batch (see :meth:`accumulation`).
+
+        Raises:
+            ConfigError: If a param that applies is missing.
+        """
+
+        def given(tuned: TunedKnob) -> Any:
+            if tuned.name not in params:
+                raise ConfigError(f"{tuned.name} is missing in the params {dict(params)}, but it applies there.")
+            return params[tuned.name]
+
+        settings = dict(self._settings(given))
+        values = {tuned.name: value for tuned, value in settings.items()}
+        zero: dict[str, Any] = dict.fromkeys(self.legacy_keys)
+        for tuned in self.knobs:
+            key = tuned.knob.path[1]
+            if tuned.name not in values:
+                zero.setdefault(key, None)
+            elif tuned.role is not Role.KEPT and tuned.name != NVME:
+                zero[key] = self._written(tuned, values)
+        if self.site.prescaled and values["zero_stage"] >= 2:
+            zero["reduce_scatter"] = False
+        result: dict[str, Any] = {
+            ZERO: zero,
+            MICRO_BATCH: params[MICRO_BATCH],
+            configs.GRADIENT_ACCUMULATION: gradient_accumulation_steps or self.accumulation(params[MICRO_BATCH]),
+            configs.TRAIN_BATCH: None,
+        }
+        if self.allow_untested_optimizer and values["zero_stage"] > 0:
+            result["zero_allow_untested_optimizer"] = True
+        return result
+
+    def _written(self, tuned: TunedKnob, values: Mapping[str, Any]) -> Any:
+        """Return a knob's value as it stands in a DeepSpeed config."""
+        value = values[tuned.name]
+        if tuned.knob.kind != "device":
+            return value
+        if value == "none":
+            return None
+        device = "nvme" if tuned.name == OFFLOAD and values.get(NVME) else value
+        own = self.user_zero.get(tuned.name)
+        own = own if isinstance(own, Mapping) else {}
+        section: dict[str, Any] = {
+            "device": device,
+            "nvme_path": own.get("nvme_path") or self.nvme_path if device == "nvme" else None,
+        }
+        if "pin_memory" not in own and self.device == "cuda":
+            section["pin_memory"] = True
+        if tuned.name == OFFLOAD and values["zero_stage"] < 3:
+            section |= {key: None for key in _STAGE3_OFFLOAD_KEYS if key in own}
+        return section
+
+    def params_of(self, ds_config: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return a DeepSpeed config as params of this space, None where it lies outside.
+
+        The config must give its micro-batch as a number. Values that are not given are DeepSpeed's defaults;
+        sizes beyond the number of parameters are taken as the largest choice.
+        """
+        zero = configs.effective({ZERO: {}, **ds_config})[ZERO]
+        try:
+            found = list(self._settings(lambda tuned: self._read(tuned, zero)))
+            micro_batch = normalise(MICRO_BATCH, "count", ds_config.get(MICRO_BATCH))
+        except ConfigError:
+            return None
+        low, high = self.micro_batches
+        inside = all(
+            (value if tuned.role is Role.PARAMETER else self._read(tuned, zero)) in tuned.choices
+            for tuned, value in found
+        )
+        if not inside or not low <= micro_batch <= high:
+            return None
+        if self.micro_batch_values is not None and micro_batch not in self.micro_batch_values:
+            return None
+        given = ds_config.get(configs.GRADIENT_ACCUMULATION, self.accumulation(micro_batch))
+        if given not in (configs.AUTO, self.accumulation(micro_batch)):
+            return None
+        params = {tuned.name: value for tuned, value in found if tuned.role is Role.PARAMETER}
+        return {**params, MICRO_BATCH: micro_batch}
+
+    def _read(self, tuned: TunedKnob, zero: Mapping[str, Any]) -> Any:
+        if tuned.name == NVME:
+            return device_of(zero, OFFLOAD) == "nvme"
+        value = present(tuned.knob, zero)
+        if tuned.name == OFFLOAD and value == "nvme" and tuned.role is not Role.KEPT:
+            return "cpu"
+        if tuned.knob.kind != "size" or tuned.role is not Role.PARAMETER or self.params is None:
+            return value
+        limit = configs.size_limit(tuned.name, self.params)
+        return tuned.choices[-1] if value >= limit and tuned.choices[-1] >= limit else value
+
+    def usual(self, name: str, params: Mapping[str, Any]) -> Any:
+        """Return what the user's config says of a knob, else DeepSpeed's default at the stage of ``params``."""
+        tuned = next(tuned for tuned in self.knobs if tuned.name == name)
+        return self._read(tuned, {**self.user_zero, "stage": params["zero_stage"]})
+
+    def completed(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the lineage that has the wanted values where they apply, and the user's or a default's elsewhere.
+
+        Args:
+            wanted: Knobs; those that do not apply, or whose value is no choice, are passed over.
+        """
+        params: dict[str, Any] = {}
+
+        def pick(tuned: TunedKnob) -> Any:
+            value = wanted.get(tuned.name)
+            if value not in tuned.choices:
+                value = self._read(
+                    tuned, {**self.user_zero, "stage": params.get("zero_stage", wanted.get("zero_stage"))}
+                )
+            params[tuned.name] = value if value in tuned.choices else tuned.choices[0]
+            return params[tuned.name]
+
+        for _ in self._settings(pick):
+            pass
+        return params
+
+    def describe(self) -> list[KnobRow]:
+        """Return one row per knob: what is searched, held or left out, where it applies and who uses it."""
+        ours = {tuned.name: tuned for tuned in self.knobs}
+        rows = []
+        for knob in KNOBS:
+            tuned = ours.get(knob.name)
+            if tuned is None and not knob.inert:
+                continue
+            rows.append(
+                KnobRow(
+                    knob=knob.name,
+                    role="without effect" if tuned is None else tuned.role.value,
+                    where=knob.where,
+                    choices=() if tuned is None else tuned.choices,
+                    used_by=knob.used_by,
+                )
+            )
+        micro = KnobRow(
+            knob=MICRO_BATCH, role=Role.PARAMETER.value, where="always",
+            choices=self.micro_batch_values or self.micro_batches,
+            used_by="The samples of one forward pass. "
+            + ("" if self.micro_batch_values else "Choices are the smallest and the largest."),
+        )  # fmt: skip
+        return [*rows, micro]
+
+    def classes(self) -> int:
+        """Return the number of lineages: combinations of all params but the micro-batch."""
+        return self._count({}, 0)
+
+    def lineages(self) -> Iterator[dict[str, Any]]:
+        """Yield the params of every lineage: all but the micro-batch, in the order of the knobs' choices."""
+        yield from self._complete({}, {}, 0)
+
+    def _complete(self, settings: Mapping[str, Any], params: Mapping[str, Any], index: int) -> Iterator[dict[str, Any]]:
+        for position in range(index, len(self.knobs)):
+            tuned = self.knobs[position]
+            if not tuned.knob.applies(settings, self.site):
+                continue
+            searched = tuned.role is Role.PARAMETER
+            for value in tuned.choices if searched else tuned.choices[:1]:
+                own = {**params, tuned.name: value} if searched else params
+                yield from self._complete({**settings, tuned.name: value}, own, position + 1)
+            return
+        yield dict(params)
+
+    def _count(self, settings: Mapping[str, Any], index: int) -> int:
+        for position in range(index, len(self.knobs)):
+            tuned = self.knobs[position]
+            if not tuned.knob.applies(settings, self.site):
+                continue
+            if tuned.role is Role.PARAMETER and tuned.knob.kind == "size" and all(tuned.choices):
+                return len(tuned.choices) * self._count({**settings, tuned.name: tuned.choices[0]}, position + 1)
+            return sum(self._count({**settings, tuned.name: value}, position + 1) for value in tuned.choices)
+        return 1
+
+
+def device_of(zero: Mapping[str, Any], name: str) -> str:
+    """Return the device of an offload section: ``none``, ``cpu`` or ``nvme``."""
+    value: str = normalise(name, "device", zero.get(name))
+    return value
+
+
+def present(knob: Knob, zero: Mapping[str, Any]) -> Any:
+    """Return a knob's value in a config, DeepSpeed's default where it is not given."""
+    if knob.kind == "device":
+        return device_of(zero, knob.name)
+    value = zero.get(knob.path[1])
+    if value is None or value == configs.AUTO:
+        value = configs.zero_default(knob.path[1], stage=zero.get("stage", 0))
+    return normalise(knob.name, knob.kind, value)
+
+
+def capped(name: str, value: int, params: int | None) -> int:
+    """Return ``value``, or the parameter count rounded up to two digits where larger sizes behave alike."""
+    if params is None:
+        return value
+    limit = configs.size_limit(name, params)
+    return value if value < limit else _round_up(limit)
+
+
+def _round_up(count: int) -> int:
+    """Return the next even number of two significant digits, such as 1400000 for 1313280."""
+    unit = max(2, int(10 ** max(0, len(str(count)) - 2)))
+    return max(2, -(-count // unit) * unit)

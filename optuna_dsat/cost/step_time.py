@@ -1,0 +1,342 @@
+"""What a training step takes: a formula with a few unknown coefficients, and what measured steps say of them.
+
+Symbols: P parameters, T trainable ones, N ranks, b bytes of a parameter, m the micro-batch, g the accumulation steps.
+The four phases of a step are
+
+- forward: ``g (c (m + h) + hooks + gathers)``: seconds per sample ``c``, and a fixed part ``c h`` for what a small
+  batch leaves idle;
+- backward: the same with another ``c``, and the reduction of the gradients: ``T b (N - 1) / N`` bytes through the link
+  for a reduce-scatter, twice that for an all-reduce, and a latency for each bucket. ZeRO 2 and 3 reduce in every
+  micro-step, 0 and 1 once. ZeRO 3 gathers the parameters in both passes, from the host where they are offloaded;
+- step: the optimizer on the device, or both ways over PCIe and on the host's CPUs; ZeRO 1 and 2 then gather all
+  parameters once, ZeRO 3 works in sub-groups;
+- other: data loading and Python.
+
+With ``overlap_comm`` a share of the computation hides communication, all but the last message, and is slowed by it.
+
+Sources: the volumes are those of ZeRO (Rajbhandari et al., arXiv:1910.02054, section 7) and ZeRO-Offload (Ren et al.,
+arXiv:2101.06840, section 3), a message costs latency plus bytes over bandwidth (Hockney 1994), and the coefficients are
+found by maximum a posteriori with log-normal priors (positive, and wide where machines differ by orders of magnitude);
+their uncertainty is the curvature there (Laplace's approximation; MacKay 2003, chapter 27). Known errors: layers are
+taken as even, ranks as alike. What the formula misses is left to the residuals of ``optuna_dsat.guided.planner``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from optuna_dsat.cost.zero_states import ZeroSettings
+
+__all__ = ["BOUNDS", "COEFFICIENTS", "PHASES", "Columns", "Fitted", "StepTimeModel", "Timings"]
+
+Numbers: TypeAlias = npt.NDArray[Any]
+
+PHASES = ("forward", "backward", "step", "other")
+
+_PRIORS = {
+    "speed": (5e13, 1.5),  # FLOP/s of one rank
+    "idle": (1.5, 1.3),  # h, in samples
+    "backward": (2.0, 0.3),  # computation of the backward pass over that of the forward pass
+    "pressure": (0.03, 1.5),  # slow-down of the computation when memory is full
+    "steepness": (5.0, 0.6),  # power of the filled share with which that grows
+    "edge": (0.03, 1.0),  # slow-down of the computation in the last per cent of memory
+    "link": (5e-11, 1.5),  # seconds per byte of a collective
+    "latency": (1e-4, 1.2),  # seconds per message
+    "scatter": (1.2, 0.25),  # volume of stage 1's and 2's reduce-scatter over the ideal one
+    "memory": (1e-12, 0.6),  # seconds per byte of the device's memory
+    "hidden": (0.6, 0.3),  # share of the computation that can hide communication
+    "contention": (0.1, 0.7),  # seconds lost per hidden second
+    "modules": (200.0, 0.5),  # weights that are gathered one by one
+    "ahead": (2.0, 0.7),  # weights that must be prefetched to hide all gathers
+    "hooks": (0.02, 1.2),  # seconds per pass that ZeRO 3 spends on fetching and releasing
+    "fetch": (0.01, 1.2),  # seconds per pass, beside the copies, where parameters are offloaded
+    "pcie": (1e-10, 0.5),  # seconds per byte between device and host
+    "adam": (1e-9, 0.7),  # seconds per parameter and node of an optimizer on the host
+    "nvme": (5e-10, 0.7),  # seconds per byte of optimizer state on NVMe
+    "group": (1e-3, 1.0),  # seconds per sub-group of the optimizer step
+    "other": (5e-3, 1.5),  # seconds per micro-batch outside the engine
+}
+"""Coefficient -> median and spread (standard deviation of its logarithm) of the log-normal prior.
+
+Medians are round figures of data-centre GPUs; a spread of 1.5 covers a factor of twenty either way.
+"""
+
+COEFFICIENTS = tuple(_PRIORS)
+"""Names, in the order of ``Fitted``."""
+
+BOUNDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "link": ("link", "latency", "contention"),
+        "host": ("pcie", "adam", "nvme", "fetch"),
+        "memory": ("idle", "pressure", "edge", "memory"),
+        "overhead": ("hooks", "group", "other"),
+    }
+)
+"""What may bound a step, beside the computation -> the coefficients that would then be zero in a perfect world.
+
+``memory`` is the device's: what a micro-batch that is too small leaves idle, what a full memory slows, and the
+bandwidth that the optimizer takes.
+"""
+
+_ERROR = 0.03
+"""Relative error that a phase of the formula is taken to have, noise included."""
+_FLOOR = 0.005
+"""Error of any phase, relative to the whole step."""
+_STEPS = 25
+_FARTHEST = 4.0
+"""Of one step of the fit, in any coefficient's logarithm: measurements that contradict each other ask for much more."""
+_STAGE0_BUCKET = 500_000_000
+"""Elements that ZeRO 0 reduces at a time (``deepspeed.runtime.engine.MEMORY_OPT_ALLREDUCE_SIZE``)."""
+_EDGE_POWER = 40
+"""Of the filled share: at 0.95 of the memory an eighth of what a full one costs. There torch's caching allocator frees
+its cache, with a device synchronisation, and asks again (``num_alloc_retries`` of ``torch.cuda.memory_stats``).
+"""
+_STATES_BYTES = 12
+"""Bytes per parameter of master copy and Adam's two moments."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """What the formula reads of many configurations, one element each."""
+
+    stage: Numbers
+    offload: Numbers
+    nvme: Numbers
+    offload_param: Numbers
+    contiguous: Numbers
+    overlap: Numbers
+    scatter: Numbers
+    bucket: Numbers
+    prefetch: Numbers
+    max_live: Numbers
+    max_reuse: Numbers
+    persistence: Numbers
+    sub_group: Numbers
+
+    @classmethod
+    def of(cls, settings: Sequence[ZeroSettings], scatter: Sequence[bool]) -> Columns:
+        """Turn rows into columns.
+
+        Args:
+            settings: Of each configuration.
+            scatter: Whether each has ``reduce_scatter``.
+        """
+
+        def column(values: Sequence[float]) -> Numbers:
+            return np.array(values, dtype=np.float64)
+
+        return cls(
+            stage=column([s.stage for s in settings]),
+            offload=column([s.offload_optimizer != "none" for s in settings]),
+            nvme=column([s.offload_optimizer == "nvme" for s in settings]),
+            offload_param=column([s.offload_param != "none" for s in settings]),
+            contiguous=column([s.contiguous for s in settings]),
+            overlap=column([s.overlap and s.stage > 0 for s in settings]),
+            scatter=column(scatter),
+            bucket=column([s.bucket if s.stage else _STAGE0_BUCKET for s in settings]),
+            prefetch=column([s.prefetch for s in settings]),
+            max_live=column([s.max_live for s in settings]),
+            max_reuse=column([s.max_reuse for s in settings]),
+            persistence=column([s.persistence for s in settings]),
+            sub_group=column([max(1, s.sub_group) for s in settings]),
+        )
+
+    def take(self, index: Any) -> Columns:
+        """Return the rows of an index array."""
+        return Columns(**{one.name: getattr(self, one.name)[index] for one in fields(self)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timings:
+    """Measured steps, one element each."""
+
+    columns: Columns
+    micro_batch: Numbers
+    accumulation: Numbers
+    fill: Numbers
+    """Share of the device's memory in use at the peak."""
+    phases: Numbers
+    """Seconds, shape (4, n), in the order of ``PHASES``; NaN where only the whole step is known."""
+    latency: Numbers
+    """Seconds of the whole step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """The coefficients' logarithms: the most likely ones, and their covariance."""
+
+    mean: Numbers
+    covariance: Numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimeModel:
+    """The formula for one model on one machine."""
+
+    params: int
+    trainable: int
+    largest_layer: int
+    param_bytes: int
+    flops_per_sample: int
+    ranks: int
+    ranks_per_node: int
+    machine: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """What is known of the machine beforehand: coefficient -> median and spread, in place of the wide prior."""
+    prior: Fitted | None = None
+    """What was learnt elsewhere, in place of all medians and spreads."""
+
+    def before(self) -> Fitted:
+        """Return the coefficients as they are believed to be before anything is measured."""
+        if self.prior is not None:
+            return self.prior
+        known = np.array([self.machine.get(name, prior) for name, prior in _PRIORS.items()])
+        return Fitted(mean=np.log(known[:, 0]), covariance=np.diag(known[:, 1] ** 2))
+
+    def phases(self, logs: Numbers, c: Columns, micro_batch: Numbers, accumulation: Numbers, fill: Numbers) -> Numbers:
+        """Return the seconds of each phase, shape (4, ..., n).
+
+        Args:
+            logs: Logarithms of the coefficients, shape (coefficients,) or (coefficients, k, 1) for k variants at once.
+            c: The n configurations.
+            micro_batch: Samples per rank and forward pass.
+            accumulation: Accumulation steps.
+            fill: Share of the device's memory in use at the peak.
+        """
+        x = dict(zip(_PRIORS, np.exp(logs), strict=True))
+        third = c.stage == 3
+        per_sample = max(1, self.flops_per_sample) / 3 / x["speed"]
+        crowded = x["pressure"] * fill ** x["steepness"] + x["edge"] * fill**_EDGE_POWER
+        compute = per_sample * (micro_batch + x["idle"]) * (1 + crowded)
+        after = x["backward"] * compute
+        reduced, messages = self._reduction(x, c)
+        forward_gathers, gathers, gather_messages, covered = self._gathers(x, c)
+        hooks = third * (x["hooks"] + x["fetch"] * c.offload_param)
+
+        share = c.overlap * np.minimum(1.0, x["hidden"])
+        saved = 1 - np.minimum(1.0, x["contention"])
+        hidden = np.minimum(forward_gathers * (1 - 1 / gather_messages), share * covered * compute)
+        gathering = forward_gathers - saved * hidden
+        hidden = np.minimum(reduced * (1 - 1 / messages), share * after)
+        hidden = hidden + np.minimum(gathers * (1 - 1 / gather_messages), covered * (share * after - hidden))
+        communicating = reduced + gathers - saved * hidden
+        each_time = c.stage >= 2
+        forward = accumulation * (compute + hooks + gathering)
+        backward = accumulation * (after + hooks) + np.where(each_time, accumulation, 1) * communicating
+        other = accumulation * x["other"] + 0 * forward
+        return np.stack(np.broadcast_arrays(forward, backward, self._update(x, c), other))
+
+    def _reduction(self, x: dict[str, Numbers], c: Columns) -> tuple[Numbers, Numbers]:
+        """Return the seconds that the gradients' reduction takes on its own, and its messages."""
+        messages = np.ceil(self.trainable / np.clip(c.bucket, 1, max(1, self.trainable)))
+        scattered = (c.stage > 0) & (c.scatter > 0) & (c.contiguous > 0)
+        passes = np.where(c.stage == 3, 1.0, np.where(scattered, np.clip(x["scatter"], 1.0, 2.0), 2.0))
+        copies = (1 - c.contiguous) * 2 * self.param_bytes * self.trainable * x["memory"]
+        seconds = passes * self._volume(self.trainable) * x["link"] + messages * x["latency"] + copies
+        return (seconds if self.ranks > 1 else 0 * seconds), messages
+
+    def _gathers(self, x: dict[str, Numbers], c: Columns) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+        """Return the seconds of ZeRO 3's gathers, forward and backward, their messages and the computation that covers.
+
+        Parameters within half of the reuse distance are kept from one pass to the other, those below the persistence
+        threshold are never partitioned, and what is not prefetched far enough ahead is hidden little.
+        """
+        module = self.params / x["modules"]
+        prefetched = np.minimum(c.prefetch, np.maximum(0, c.max_live - module))
+        messages = np.maximum(1, self.params / np.maximum(prefetched, module))
+        persists = 1 / (1 + (module / np.maximum(1, c.persistence)) ** 3)
+        persists = np.where(c.persistence >= self.largest_layer, 1.0, persists)
+        linked = self._volume(self.params) * x["link"] + (messages * x["latency"] if self.ranks > 1 else 0)
+        copied = c.offload_param * self.param_bytes * self.params / self.ranks * x["pcie"]
+        seconds = (c.stage == 3) * (1 - persists) * (linked + copied)
+        again = 1 - np.minimum(1, c.max_reuse / 2 / max(1, self.params))
+        return seconds, again * seconds, messages, np.minimum(1, prefetched / (x["ahead"] * module))
+
+    def _update(self, x: dict[str, Numbers], c: Columns) -> Numbers:
+        """Return the seconds from the last gradient to parameters that the next step can use."""
+        owned = self.trainable / np.where(c.stage > 0, self.ranks, 1)
+        on_device = 2 * (_STATES_BYTES + self.param_bytes) * owned * x["memory"]  # all of it read and written
+        copies = 2 * self.param_bytes * owned * x["pcie"]
+        on_host = copies + owned * self.ranks_per_node * x["adam"] + c.nvme * 2 * _STATES_BYTES * owned * x["nvme"]
+        groups = (c.stage == 3) * np.ceil(owned / c.sub_group) * x["group"]
+        collected = ((c.stage == 1) | (c.stage == 2)) * (self.ranks > 1)
+        found: Numbers = (
+            np.where(c.offload > 0, on_host, on_device)
+            + groups
+            + collected * (self._volume(self.trainable) * x["link"] + x["latency"])
+        )
+        return found
+
+    def _volume(self, elements: int) -> float:
+        """Return the bytes that a rank moves to gather or to scatter so many elements."""
+        return self.param_bytes * elements * (self.ranks - 1) / self.ranks
+
+    def fit(self, timings: Timings) -> Fitted:
+        """Return the coefficients that measured steps make most likely; without any, the prior's.
+
+        Levenberg's and Marquardt's damped Gauss-Newton steps on the logarithms, from the prior's medians.
+        """
+        prior = self.before()
+        start, weight = prior.mean, np.linalg.inv(prior.covariance)
+        logs, damping = start, 1e-2
+        here, slopes = self._misfit(logs, timings)
+        for _ in range(_STEPS if len(timings.latency) else 0):
+            normal = slopes.T @ slopes + weight
+            downhill = slopes.T @ here + weight @ (logs - start)
+            change = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), downhill)
+            trial = logs - np.clip(change, -_FARTHEST, _FARTHEST)
+            there, steeper = self._misfit(trial, timings)
+            before = here @ here + (logs - start) @ weight @ (logs - start)
+            after = there @ there + (trial - start) @ weight @ (trial - start)
+            if after < before:
+                logs, here, slopes, damping = trial, there, steeper, damping / 5
+                if before - after < 1e-4 * (1 + after):
+                    break
+            else:
+                damping *= 10
+        return Fitted(mean=logs, covariance=np.linalg.inv(slopes.T @ slopes + weight))
+
+    def _misfit(self, logs: Numbers, timings: Timings) -> tuple[Numbers, Numbers]:
+        """Return what the formula misses, in standard deviations, and how each coefficient changes that."""
+        step = 1e-4
+        variants = np.concatenate([logs[:, None], logs[:, None] + step * np.eye(len(logs))], axis=1)[:, :, None]
+        found = self.phases(variants, timings.columns, timings.micro_batch, timings.accumulation, timings.fill)
+        known = ~np.isnan(timings.phases)
+        phases = np.where(known, timings.phases, 0.0)[:, None, :]
+        missed = (found - phases) / (_ERROR * phases + _FLOOR * timings.latency)
+        by_phase = np.moveaxis(missed, 0, 1)[:, known]
+        whole = ~known.all(axis=0)
+        total = ((found.sum(axis=0) - timings.latency) / (_ERROR * timings.latency))[:, whole]
+        values = np.concatenate([by_phase, total], axis=1)
+        values = np.clip(values, -1e6, 1e6)
+        return values[0], ((values[1:] - values[0]) / step).T
+
+    def slopes(
+        self, fitted: Fitted, c: Columns, micro_batch: Numbers, accumulation: Numbers, fill: Numbers
+    ) -> tuple[Numbers, Numbers]:
+        """Return the phases at the most likely coefficients, and d(phases) / d(logarithm of each), (4, k, n)."""
+        step = 1e-3
+        logs = fitted.mean[:, None]
+        variants = np.concatenate([logs, logs + step * np.eye(len(fitted.mean))], axis=1)[:, :, None]
+        found = self.phases(variants, c, micro_batch, accumulation, fill)
+        return found[:, 0], (found[:, 1:] - found[:, :1]) / step
+
+    def bounds(
+        self, logs: Numbers, c: Columns, micro_batch: Numbers, accumulation: Numbers, fill: Numbers
+    ) -> dict[str, Numbers]:
+        """Return the seconds of a step that each of ``BOUNDS`` costs, and what is left to the computation.
+
+        Each is what the step would be shorter by if it cost nothing: communication that hides behind computation
+        counts for its slow-down alone.
+        """
+        zero = np.tile(logs[:, None, None], (1, 1 + len(BOUNDS), 1))
+        for column, names in enumerate(BOUNDS.values(), start=1):
+            zero[[COEFFICIENTS.index(name) for name in names], column] = -np.inf
+        totals = self.phases(zero, c, micro_batch, accumulation, fill).sum(axis=0)
+        found = {name: np.maximum(0.0, totals[0] - totals[row]) for row, name in enumerate(BOUNDS, start=1)}
+        return {"compute": np.maximum(0.0, totals[0] - sum(found.values())), **found}

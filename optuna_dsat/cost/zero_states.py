@@ -1,0 +1,425 @@
+"""What DeepSpeed allocates for a model under each ZeRO stage and offload, in bytes per rank.
+
+Symbols: P parameters, T trainable ones, N data-parallel ranks, b bytes of a parameter (2 in fp16 and bf16,
+else 4), g bytes of an accumulated gradient, R ``reduce_bucket_size`` in elements.
+
+Sources: ZeRO (Rajbhandari et al., arXiv:1910.02054), ZeRO-Offload (Ren et al., arXiv:2101.06840),
+ZeRO-Infinity (Rajbhandari et al., arXiv:2104.07857), DeepSpeed's estimators
+``estimate_zero2_model_states_mem_needs`` and ``estimate_zero3_model_states_mem_needs``, Korthikanti et al.
+(arXiv:2205.05198) for activations, and the allocations themselves in DeepSpeed 0.19.8, named in each
+docstring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from optuna_dsat.config import ds_config as configs
+
+__all__ = ["Moment", "ZeroSettings", "moments", "optimizer_bytes_per_param", "rank_host_parts"]
+
+_FP32 = 4
+_STAGE0_REDUCE_ELEMENTS = 500_000_000
+"""``MEMORY_OPT_ALLREDUCE_SIZE`` of ``deepspeed.runtime.engine``: what ZeRO 0 reduces at a time, not
+configurable.
+"""
+
+_OPTIMIZER_BYTES = {
+    "adam": 8, "adamw": 8, "fusedadam": 8, "deepspeedcpuadam": 8, "zenflowcpuadam": 8, "onebitadam": 12,
+    "zerooneadam": 12, "lamb": 8, "fusedlamb": 8, "onebitlamb": 12, "muadam": 8, "muadamw": 8, "nadam": 8, "radam": 8,
+    "adamax": 8, "adagrad": 4, "deepspeedcpuadagrad": 4, "rmsprop": 4, "lion": 4, "fusedlion": 4, "deepspeedcpulion": 4,
+    "muon": 4, "muonwithauxadam": 4, "adafactor": 0, "adamw8bit": 2, "adam8bit": 2, "pagedadamw8bit": 2, "lion8bit": 1,
+    "rprop": 8, "asgd": 4, "adadelta": 8,
+}  # fmt: skip
+"""Lower-case class or config name -> bytes of state per trainable parameter, in fp32: 4 for each moment kept.
+
+Adafactor keeps a row and a column per matrix, which is nothing beside the matrix. Muon: one momentum for
+matrices, two moments for the rest, which is the smaller share.
+"""
+
+
+def optimizer_bytes_per_param(config: Mapping[str, Any], profiled_optimizer: str) -> int:
+    """Return the bytes of optimizer state per trainable parameter (Adam's 8 where the optimizer is unknown).
+
+    Args:
+        config: DeepSpeed config; its ``optimizer`` section decides where there is one.
+        profiled_optimizer: Class name of the script's own optimizer.
+    """
+    section = config.get("optimizer") or {}
+    name = str(section.get("type") or profiled_optimizer).lower()
+    if name in ("sgd", "musgd"):
+        momentum = (section.get("params") or {}).get("momentum", 0)
+        return 4 if momentum == configs.AUTO or momentum > 0 else 0
+    return _OPTIMIZER_BYTES.get(name, 8)
+
+
+def _ceil_div(value: int, by: int) -> int:
+    return -(-value // by)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroSettings:
+    """Everything the formulas read, taken from a profile and a DeepSpeed config once."""
+
+    params: int
+    trainable: int
+    largest_layer: int
+    param_bytes: int
+    activation_bytes: int
+    """Per sample."""
+    ranks: int
+    stage: int
+    mixed: bool
+    """fp16 or bf16 parameters, with a master copy."""
+    master_bytes: int
+    grad_bytes: int
+    """Bytes of an accumulated gradient."""
+    state_bytes: int
+    """Optimizer state per trainable parameter."""
+    fused_optimizer: bool
+    """Whether the optimizer step needs no temporaries."""
+    on_cpu: bool
+    """The ranks compute on the CPU."""
+    accumulates: bool
+    """Whether gradients outlive a backward pass (gradient accumulation above 1)."""
+    offload_optimizer: str
+    offload_param: str
+    overlap: bool
+    contiguous: bool
+    bucket: int
+    """R."""
+    prefetch: int
+    max_live: int
+    max_reuse: int
+    persistence: int
+    sub_group: int
+    nvme_buffers: int
+    """Elements of the parameter swap buffers (count x size)."""
+
+    @property
+    def partition(self) -> int:
+        """Trainable parameters of one rank's partition."""
+        return _ceil_div(self.trainable, self.ranks)
+
+    @classmethod
+    def of(
+        cls,
+        config: Mapping[str, Any],
+        *,
+        params: int,
+        trainable: int,
+        largest_layer: int,
+        param_bytes: int,
+        activation_bytes: int,
+        optimizer: str,
+        ranks: int,
+        on_cpu: bool,
+    ) -> ZeroSettings:
+        """Read a DeepSpeed config; ``"auto"`` and lists mean DeepSpeed's default and the first value."""
+        plain = configs.effective(config)
+        zero = plain.get("zero_optimization", {})
+        stage = int(_number(zero, "stage", 0))
+        half = _half_precision(plain)
+        mixed = param_bytes < _FP32 if half is None else half
+        elem = (2 if mixed else _FP32) if half is not None else param_bytes
+        accumulation = _number(plain, configs.GRADIENT_ACCUMULATION, 1)
+        grad_dtype = str((plain.get("data_types") or {}).get("grad_accum_dtype") or "")
+        offload = {key: _offload_device(zero, key, stage) for key in ("offload_optimizer", "offload_param")}
+        bf16, fp16 = plain.get("bf16") or {}, plain.get("fp16") or {}
+        half_master = bool(bf16.get("bf16_master_weights_and_grads") or fp16.get("fp16_master_weights_and_grads"))
+        state_bytes = optimizer_bytes_per_param(plain, optimizer)
+        overlap = zero.get("overlap_comm")
+        swap = zero.get("offload_param") or {}
+        return cls(
+            params=params,
+            trainable=trainable,
+            largest_layer=min(largest_layer, params),
+            param_bytes=elem,
+            activation_bytes=activation_bytes,
+            ranks=ranks,
+            stage=stage,
+            mixed=mixed,
+            master_bytes=2 if half_master else _FP32,
+            grad_bytes=_FP32 if grad_dtype in ("fp32", "float32", "float") else elem,
+            state_bytes=state_bytes // 2 if bf16.get("bf16_optimizer_states") else state_bytes,
+            fused_optimizer=_is_fused(plain, optimizer),
+            on_cpu=on_cpu,
+            accumulates=accumulation > 1,
+            offload_optimizer=offload["offload_optimizer"],
+            offload_param=offload["offload_param"],
+            overlap=overlap if isinstance(overlap, bool) else stage == 3,
+            contiguous=zero.get("contiguous_gradients") is not False
+            or (stage in (1, 2) and offload["offload_optimizer"] != "none"),
+            bucket=_number(zero, "reduce_bucket_size", 500_000_000),
+            prefetch=_number(zero, "stage3_prefetch_bucket_size", 50_000_000),
+            max_live=_number(zero, "stage3_max_live_parameters", 1_000_000_000),
+            max_reuse=_number(zero, "stage3_max_reuse_distance", 1_000_000_000),
+            persistence=_number(zero, "stage3_param_persistence_threshold", 100_000),
+            sub_group=_number(zero, "sub_group_size", 1_000_000_000),
+            nvme_buffers=_number(swap, "buffer_count", 5) * _number(swap, "buffer_size", 100_000_000),
+        )
+
+
+def _number(section: Mapping[str, Any], key: str, default: int) -> int:
+    value = section.get(key, default)
+    return int(value) if isinstance(value, int | float) and not isinstance(value, bool) else default
+
+
+def _half_precision(config: Mapping[str, Any]) -> bool | None:
+    """Whether the config turns fp16 or bf16 on; None where it leaves that to others (``"auto"``)."""
+    flags = [(config.get(key) or {}).get("enabled", False) for key in ("fp16", "bf16")]
+    if True in flags:
+        return True
+    return None if configs.AUTO in flags else False
+
+
+def _offload_device(zero: Mapping[str, Any], key: str, stage: int) -> str:
+    section = zero.get(key) or {}
+    device = str(section.get("device", "none"))
+    if stage == 0 or (key == "offload_param" and stage != 3):
+        return "none"
+    return "cpu" if device == "nvme" and stage != 3 else device
+
+
+def _is_fused(config: Mapping[str, Any], optimizer: str) -> bool:
+    """Whether the optimizer updates in place, as DeepSpeed's own FusedAdam and DeepSpeedCPUAdam do.
+
+    ``DeepSpeedEngine._configure_basic_optimizer`` builds them for ``Adam`` and ``AdamW`` unless
+    ``torch_adam`` is set. An optimizer that nothing is known of counts as fused.
+    """
+    section = config.get("optimizer") or {}
+    name = str(section.get("type") or "").lower()
+    if name in ("adam", "adamw"):
+        return not (section.get("params") or {}).get("torch_adam", False)
+    return (name or optimizer.lower() or "fused").startswith(("fused", "deepspeedcpu", "lion"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """A moment of a training step at which memory may peak: linear in the micro-batch."""
+
+    name: str
+    parts: Mapping[str, int] = field(default_factory=dict)
+    """What is live whatever the micro-batch, in bytes."""
+    bytes_per_sample: int = 0
+
+    def bytes_at(self, micro_batch: int) -> int:
+        """Return the bytes live at this moment."""
+        return sum(self.parts.values()) + self.bytes_per_sample * micro_batch
+
+    def plus(self, parts: Mapping[str, int]) -> Moment:
+        """Return the moment with more live."""
+        return replace(self, parts={**self.parts, **parts})
+
+    def with_slope(self, bytes_per_sample: int | None) -> Moment:
+        """Return the moment with measured activations, where it has any."""
+        if bytes_per_sample is None or self.name != "forward":
+            return self
+        return replace(self, bytes_per_sample=bytes_per_sample)
+
+
+def moments(s: ZeroSettings) -> tuple[Moment, ...]:
+    """Return the moments of a step at which memory may peak.
+
+    Activations grow linearly with the micro-batch (Korthikanti et al., arXiv:2205.05198, section 4: every
+    term of ``s b h (34 + 5 a s / h)`` is proportional to the micro-batch b), and are freed layer by layer
+    while gradients grow, so with even layers the peak of the backward pass is at one of its ends. At the
+    first of them the buckets are there already. The known error: layers that are not even, and a large logits
+    tensor at the end, shift the peak by up to the size of one layer's activations.
+    """
+    persistent, buckets, gradients = _persistent(s), _buckets(s), _gradients(s)
+    kept = gradients if s.accumulates else {}
+    forward = Moment(
+        name="forward",
+        parts={**persistent, **buckets, **kept, **_gathered(s, at_end_of_forward=True)},
+        bytes_per_sample=s.activation_bytes,
+    )
+    gathered = _gathered(s, at_end_of_forward=False)
+    backward = Moment(name="backward", parts={**persistent, **buckets, **gradients, **_reduction(s), **gathered})
+    # The buckets of stages 1 and 2 are released after the backward pass (``_release_ipg_buffers``).
+    lasting = {**persistent, **buckets} if s.stage == 3 else persistent
+    convert = Moment(name="convert", parts={**lasting, **_conversion(s)})
+    step = Moment(name="step", parts={**lasting, **_update(s)})
+    return forward, backward, convert, step
+
+
+def _persistent(s: ZeroSettings) -> dict[str, int]:
+    """Return what lives from initialisation to the end: parameters, master copy, optimizer state.
+
+    ZeRO paper, section 5 (mixed-precision Adam, K = 12): 2P + 2P + 12P; P_os divides the 12 by N, P_os+g the
+    gradients, too, P_os+g+p everything. DeepSpeed keeps a master copy of a rank's partition in fp32 training
+    as well (``DeepSpeedZeroOptimizer.__init__`` clones the partition), 4P/N that the paper does not count.
+    ZeRO-3's gradient partition (``grad_partitions_flat_buffer``) lives for ever, too, and counts here.
+    """
+    owned = s.trainable if s.stage == 0 else s.partition
+    master = s.master_bytes * owned if s.mixed or s.stage > 0 else 0
+    parts = {"parameters": s.param_bytes * s.params, "master": master, "optimizer": s.state_bytes * owned}
+    if s.stage == 3:
+        in_memory = _ceil_div(s.params, s.ranks) if s.offload_param == "none" else 0
+        parts["parameters"] = s.param_bytes * in_memory
+        parts["gradients"] = s.grad_bytes * s.partition
+    if s.offload_optimizer != "none":
+        parts["master"] = parts["optimizer"] = 0
+        if s.stage == 3:
+            parts["gradients"] = 0
+        else:
+            parts["offload_buffer"] = s.param_bytes * s.largest_layer
+    return parts
+
+
+def _gradients(s: ZeroSettings) -> dict[str, int]:
+    """Return the gradients live at the end of a backward pass.
+
+    Stage 0 keeps all, stage 1 all as well unless ``overlap_comm`` reduces them during the backward pass,
+    stage 2 the rank's partition (``grads_in_partition``; ZeRO paper, section 5.2), with optimizer offload
+    nothing: each gradient leaves for the host as it is reduced (ZeRO-Offload, section 3.2). With
+    ``grad_accum_dtype`` fp32, an fp32 copy is kept beside the bf16 gradients (``BF16_Optimizer``, or
+    ``grad_accum`` of stage 1).
+    """
+    if s.stage == 3:
+        return {}
+    copy = s.grad_bytes if s.grad_bytes != s.param_bytes else 0
+    if s.stage == 0:
+        return {"gradients": s.param_bytes * s.trainable}
+    early = s.overlap and s.contiguous and not s.accumulates
+    if s.stage == 1 and not early:
+        return {"gradients": (s.param_bytes + copy) * s.trainable}
+    if s.offload_optimizer != "none":
+        return {}
+    return {"gradients": s.grad_bytes * s.partition}
+
+
+def _buckets(s: ZeroSettings) -> dict[str, int]:
+    """Return the buffers that gradients are gathered in: R elements; in stages 1 and 2 twice with overlap.
+
+    ``DeepSpeedZeroOptimizer.setup_buckets`` and ``DeepSpeedZeroOptimizer_Stage3._setup_for_real_optimizer``
+    allocate all R elements however small the model is; they are empty until written, so a CPU's resident set
+    shows only what the model fills, while a limit on virtual memory (``RLIMIT_DATA``) and a GPU count all of
+    it.
+    """
+    if s.stage == 0:
+        return {}
+    count = int(s.contiguous) + int(s.overlap) if s.stage < 3 else int(s.contiguous)
+    return {"reduce_buckets": s.bucket * s.param_bytes * count}
+
+
+def _reduction(s: ZeroSettings) -> dict[str, int]:
+    """Return the copies made while a bucket is reduced.
+
+    ``allreduce_bucket`` flattens the bucket's gradients into a new tensor; ``reduce_scatter_coalesced``
+    (stage 3) does likewise. A bucket never holds more than all gradients.
+    """
+    if s.ranks == 1:
+        return {}
+    elements = min(s.bucket if s.stage else _STAGE0_REDUCE_ELEMENTS, s.trainable)
+    return {"reduction": s.param_bytes * elements}
+
+
+def _gathered(s: ZeroSettings, *, at_end_of_forward: bool) -> dict[str, int]:
+    """Return the parameters that ZeRO 3 holds gathered.
+
+    ``PartitionedParameterCoordinator`` gathers a module (at most the largest layer; ZeRO-Infinity's
+    model-state working memory, arXiv:2104.07857, section 3), prefetches ``prefetch_bucket_size`` elements
+    while fewer than ``max_live_parameters`` are live, and releases what is not used again within
+    ``max_reuse_distance``: at the turn from forward to backward that keeps the last half of that distance,
+    for going there and back covers it twice. Parameters below the persistence threshold always stay; how many
+    there are is not profiled, so they count only where the threshold exceeds the largest layer and hence all
+    parameters persist. Known error: the sizes of modules are taken as even; a gather in flight holds its flat
+    copy besides.
+    """
+    if s.stage != 3:
+        return {}
+    prefetched = min(s.prefetch, max(0, s.max_live - s.largest_layer))
+    live = s.largest_layer + prefetched
+    if at_end_of_forward:
+        live = max(live, s.largest_layer + s.max_reuse // 2)
+    if s.persistence >= s.largest_layer:
+        live = s.params
+    in_flight = max(s.largest_layer, prefetched) if s.ranks > 1 else 0
+    parts = {"gathered_parameters": s.param_bytes * min(s.params, live)}
+    parts["gather_in_flight"] = s.param_bytes * min(s.params, in_flight)
+    if not at_end_of_forward:
+        parts["layer_gradients"] = s.param_bytes * s.largest_layer
+    return parts
+
+
+def _conversion(s: ZeroSettings) -> dict[str, int]:
+    """Return the gradients live while they are made ready for the optimizer.
+
+    Stages 1 and 2 flatten the gradients of the rank's partition into a new tensor and convert that to fp32
+    (``DeepSpeedZeroOptimizer.step``), all of it at once; only then are the gradients freed. Where the
+    gradients are fp32 already, nothing is converted. DeepSpeed's estimators count the 4 bytes of the fp32
+    gradients, too.
+    """
+    if s.stage in (0, 3) or s.offload_optimizer != "none":
+        return {}
+    fp32 = _FP32 * s.partition if s.grad_bytes != _FP32 else 0
+    gradients = s.grad_bytes * s.partition
+    return {"gradients": gradients, "flat_gradients": gradients, "fp32_gradients": fp32}
+
+
+def _update(s: ZeroSettings) -> dict[str, int]:
+    """Return what is live while the optimizer updates: fp32 gradients and the optimizer's own temporaries.
+
+    Stages 1 and 2 update the whole partition at once, stage 3 a sub-group (``sub_group_size``) at a time,
+    stage 0 all. Stage 0 keeps the half-precision gradients beside their fp32 copies. With optimizer offload
+    all this is the host's, which for CPU ranks is their own memory.
+    """
+    elements = _updated_at_once(s)
+    if s.offload_optimizer != "none":
+        return {"optimizer_scratch": _scratch(s, elements)} if s.on_cpu else {}
+    parts = {"fp32_gradients": _FP32 * elements, "optimizer_scratch": _scratch(s, elements)}
+    if s.stage == 0:
+        parts["gradients"] = s.param_bytes * s.trainable
+        parts["fp32_gradients"] = _FP32 * s.trainable if s.mixed else 0
+    return parts
+
+
+def _updated_at_once(s: ZeroSettings) -> int:
+    if s.stage == 0:
+        return s.trainable
+    return min(s.partition, s.sub_group) if s.stage == 3 and s.sub_group else s.partition
+
+
+def _scratch(s: ZeroSettings, elements: int) -> int:
+    """Return the temporaries of torch's Adam: one fp32 element a parameter on CUDA, two on the CPU.
+
+    ``torch.optim.adam._multi_tensor_adam`` (the default on CUDA) keeps the square roots of all second
+    moments, ``_single_tensor_adam`` (on the CPU) square root and quotient of one tensor, which under ZeRO is
+    all that is updated at once and without ZeRO at most the largest layer's. DeepSpeed's own optimizers need
+    none; others of torch are taken to be alike.
+    """
+    if s.fused_optimizer or s.state_bytes == 0:
+        return 0
+    if s.on_cpu or s.offload_optimizer != "none":
+        return 2 * _FP32 * (min(elements, s.largest_layer) if s.stage == 0 else elements)
+    return _FP32 * elements
+
+
+def rank_host_parts(s: ZeroSettings) -> dict[str, int]:
+    """Return what one rank keeps in host memory, in bytes.
+
+    Optimizer offload (ZeRO-Offload, arXiv:2101.06840, section 3): master, optimizer state, fp32 gradients and
+    a half-precision copy of the partition, (4 + k + 4 + b) T/N, and the temporaries of an optimizer of torch.
+    Stages 1 and 2 add a gradient of the largest parameter and, under gradient accumulation, the accumulated
+    partition; stage 3 the gradient partition. To NVMe (ZeRO-Infinity) only the buffers of one sub-group stay.
+    Parameter offload: b P/N, to NVMe the swap buffers. DeepSpeed's estimators multiply by 1.5 for what the CUDA
+    host allocator rounds up (pinned blocks are powers of two, so up to twice); that factor is not in here.
+    """
+    parts: dict[str, int] = {}
+    if s.offload_optimizer != "none":
+        elements = _updated_at_once(s) if s.offload_optimizer == "nvme" else s.partition
+        parts["optimizer"] = (s.master_bytes + s.state_bytes + _FP32) * elements
+        parts["optimizer_scratch"] = 0 if s.on_cpu else _scratch(s, _updated_at_once(s))
+        if s.stage == 3:
+            parts["gradients"] = s.grad_bytes * s.partition
+        else:
+            parts["parameter_copy"] = s.param_bytes * s.partition
+            parts["gradients"] = s.param_bytes * (s.largest_layer + (s.partition if s.accumulates else 0))
+    if s.offload_param == "cpu":
+        parts["parameters"] = s.param_bytes * _ceil_div(s.params, s.ranks)
+    elif s.offload_param == "nvme":
+        parts["parameters"] = s.param_bytes * s.nvme_buffers
+    return parts

@@ -1,0 +1,99 @@
+"""What lies ready before a launch starts: its run directory, command and environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from optuna_dsat.launch.command import (
+    agent_command,
+    launch_environment,
+    needs_python_path,
+    package_dir,
+    torchrun_command,
+)
+from optuna_dsat.launch.protocol import LaunchRequest
+from optuna_dsat.launch.run_directory import RunDirectory, without_secrets
+from optuna_dsat.launch.slots import SlotLease, SlotPool
+from optuna_dsat.runtime.launch_plan import LaunchPlan
+
+__all__ = ["Prepared", "prepare", "write_run_directory"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A launch that is ready to be started: its run directory is written."""
+
+    directory: RunDirectory
+    argv: list[str]
+    """What is started."""
+    arguments: tuple[str, ...]
+    """torchrun's, behind ``python -m torch.distributed.run``."""
+    shown: tuple[str, ...]
+    """The same as plain torchrun, without secrets."""
+    environ: dict[str, str]
+
+
+def write_run_directory(request: LaunchRequest, output_dir: Path) -> RunDirectory:
+    """Make the run directory of a launch, with all that does not depend on its slots.
+
+    Raises:
+        OutputError: If it cannot be written.
+    """
+    directory = RunDirectory.create(output_dir, request.launch_id)
+    directory.write_json(directory.config, request.ds_config)
+    directory.write_json(directory.overlay, request.overlay)
+    directory.write_json(directory.launch, _plan(request, directory))
+    return directory
+
+
+def prepare(
+    request: LaunchRequest,
+    directory: RunDirectory,
+    lease: SlotLease,
+    *,
+    pool: SlotPool,
+    base_env: Mapping[str, str],
+    mark: str,
+) -> Prepared:
+    """Make the command and the environment of a launch on these slots, and write them down."""
+    command = torchrun_command(request, directory=directory)
+    environ = launch_environment(
+        base_env,
+        request=request,
+        directory=directory,
+        devices=lease.devices,
+        kind=pool.kind,
+        total_slots=pool.total,
+        mark=mark,
+    )
+    if needs_python_path():
+        link = str(directory.link_package(package_dir()))
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, (link, environ.get("PYTHONPATH"))))
+    directory.write_command(command, cwd=request.command.cwd, devices=lease.indices, environ=environ)
+    return Prepared(
+        directory=directory,
+        argv=agent_command(command, record=directory.agent_record, tuner_pid=os.getpid()),
+        arguments=tuple(command[3:]),
+        shown=without_secrets(command),
+        environ=environ,
+    )
+
+
+def _plan(request: LaunchRequest, directory: RunDirectory) -> dict[str, object]:
+    plan = LaunchPlan(
+        launch_id=request.launch_id,
+        purpose=request.purpose,
+        events_dir=str(directory.events_dir),
+        log_dir="" if request.purpose == "full" else str(directory.log_dir),
+        config_path=str(directory.config),
+        user_config_path=request.command.config_path,
+        trackers_dir="" if request.purpose == "full" else str(directory.trackers_dir),
+        overlay=dict(request.overlay),
+        start_profile_step=request.start_profile_step,
+        end_profile_step=request.end_profile_step,
+        device_memory_bytes=request.device_memory_bytes,
+    )
+    return dict(vars(plan))

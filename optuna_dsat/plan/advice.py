@@ -1,0 +1,249 @@
+"""Advice of the DeepSpeed configuration guide, each piece only where this model on this hardware calls for it.
+
+The guide's rules: without memory pressure ZeRO 0 is faster than 1, 2, 2 with offload, 3 and 3 with offloads; where
+memory is short, climb that order, activation checkpointing first. Its figure for ``overlap_comm`` (4.5 times the
+buckets) is of DeepSpeed 0.8; what today's DeepSpeed allocates is in ``optuna_dsat.cost.zero_states``, and is what is
+said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from optuna_dsat.config import ds_config
+from optuna_dsat.plan.structures import PlannedRow, Subject
+from optuna_dsat.words import bytes_in_words
+
+__all__ = ["Setting", "advise"]
+
+_LADDER = (
+    "ZeRO 2",
+    "ZeRO 2 + optimizer offload",
+    "ZeRO 3",
+    "ZeRO 3 + parameter offload",
+    "ZeRO 3 + parameter offload and optimizer offload",
+)
+"""The guide's order of tries once checkpointing is on, fastest first."""
+_MUCH_OF_DEVICE = 0.08
+"""Share of the device's memory from which on buffers are worth a word."""
+_MUCH_OF_STEP = 0.1
+"""Likewise, of the step."""
+_ACTIVATIONS_DOMINATE = 0.4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What the advice depends on beside the rows."""
+
+    subject: Subject
+    rows: Sequence[PlannedRow]
+    recomputes: bool | None = None
+    """Whether activations are computed again; None where that is not known."""
+    bf16_hardware: bool | None = None
+    """Whether the device has bf16 tensor cores; None where that is not known."""
+    hidden: int | None = None
+
+    @property
+    def fitting(self) -> list[PlannedRow]:
+        """Rows that fit, fastest first."""
+        return sorted((row for row in self.rows if row.outlook), key=_rate, reverse=True)
+
+
+def _rate(row: PlannedRow) -> float:
+    return row.outlook.samples_per_s if row.outlook else 0.0
+
+
+def advise(setting: Setting) -> list[str]:
+    """Return the pieces of advice that apply, most important first."""
+    found = [rule(setting) for rule in _RULES]
+    return [text for text in found if text is not None]
+
+
+def _start(setting: Setting) -> str | None:
+    """The guide's order: the first rung that fits, and what is predicted to be fastest."""
+    fitting = setting.fitting
+    if not fitting:
+        return _nothing(setting)
+    by_name = {row.name: row for row in fitting}
+    rung = next((by_name[name] for name in _LADDER if name in by_name), fitting[0])
+    best = fitting[0]
+    text = f"Begin with {rung.name}, the first of the guide's order that fits (micro-batch {rung.micro_batch})."
+    if best is not rung and _rate(best) > (1 + _MUCH_OF_STEP) * _rate(rung):
+        text += (
+            f" {best.name} is predicted to be {_rate(best) / _rate(rung):.1f} times as fast with micro-batch "
+            f"{best.micro_batch}: measure both."
+        )
+    return text
+
+
+def _nothing(setting: Setting) -> str:
+    least = min(setting.rows, key=lambda row: row.least_bytes)
+    limit = setting.subject.usable_bytes
+    if least.why_not == "host" or least.least_bytes <= limit:
+        return (
+            f"Nothing fits: {least.name} would leave the device enough, but needs {bytes_in_words(least.host_bytes)} "
+            f"of host memory, and there are {bytes_in_words(setting.subject.hardware.host_memory_bytes)}. Use more "
+            "hosts, or offload to NVMe (--nvme-path)."
+        )
+    return (
+        f"Nothing fits at micro-batch 1: {least.name} needs {bytes_in_words(least.least_bytes)} per device, and "
+        f"{bytes_in_words(limit)} can be used. Use more or larger GPUs, a shorter sequence, or a smaller model."
+    )
+
+
+def _checkpointing(setting: Setting) -> str | None:
+    """Before any offload or ZeRO 3: compute activations again."""
+    if setting.recomputes:
+        return None
+    needed = next((row for row in setting.rows if row.name == "ZeRO 2"), None)
+    if needed is None or not _short_of_memory(needed):
+        return None
+    share = needed.parts.get("activations", 0) / max(1, needed.device_bytes)
+    if share < _ACTIVATIONS_DOMINATE and needed.largest:
+        return None
+    if share < 0.05:
+        return None
+    return (
+        f"Activations take {share:.0%} of the peak of ZeRO 2: turn on activation checkpointing "
+        "(model.gradient_checkpointing_enable()) before offloading anything; it costs about a third more computation."
+    )
+
+
+def _short_of_memory(row: PlannedRow) -> bool:
+    """Whether the row does not fit, or a larger micro-batch would make it clearly faster."""
+    return row.outlook is None or row.outlook.shares["memory"] > _MUCH_OF_STEP
+
+
+def _offload_is_dear(setting: Setting) -> str | None:
+    """Where offload is not needed, it is not for free."""
+    fitting = setting.fitting
+    own = (ds_config.zero_section(setting.subject.config).get("offload_optimizer") or {}) if fitting else {}
+    if not isinstance(own, dict) or own.get("device", "none") == "none" or "offload" in fitting[0].name:
+        return None
+    return (
+        f"Your config offloads the optimizer, but {fitting[0].name} fits without: "
+        "offload costs its copies and the host's arithmetic in every step."
+    )
+
+
+def _overlap(setting: Setting) -> str | None:
+    """What overlap_comm costs and hides."""
+    low = [row for row in setting.fitting if row.name.startswith(("ZeRO 1", "ZeRO 2"))]
+    best = low[0] if low and setting.subject.hardware.world_size > 1 else None
+    if best is None or best.outlook is None:
+        return None
+    zero = best.config.get("zero_optimization", {})
+    bucket = int(zero.get("reduce_bucket_size") or 5e8)
+    extra = bucket * setting.subject.profile.param_bytes
+    share = extra / setting.subject.hardware.device_memory_bytes
+    if zero.get("overlap_comm"):
+        if share < _MUCH_OF_DEVICE:
+            return None
+        return (
+            f"overlap_comm holds a second reduce bucket: {bytes_in_words(extra)} with reduce_bucket_size {bucket:.0e}. "
+            f"Lower reduce_bucket_size to {bucket / 5:.0e} where memory is short."
+        )
+    if best.outlook.shares["link"] < _MUCH_OF_STEP:
+        return None
+    return (
+        f"{best.outlook.shares['link']:.0%} of a step of {best.name} is predicted to go into communication: turn on "
+        f"overlap_comm, which hides part of it for a second reduce bucket ({bytes_in_words(extra)})."
+    )
+
+
+def _buckets(setting: Setting) -> str | None:
+    """Buckets as large as DeepSpeed's default on a small device."""
+    rows = [row for row in setting.rows if row.parts.get("reduce_buckets")]
+    if not rows:
+        return None
+    row = max(rows, key=lambda one: one.parts["reduce_buckets"])
+    taken, device = row.parts["reduce_buckets"], setting.subject.hardware.device_memory_bytes
+    if taken / device < _MUCH_OF_DEVICE:
+        return None
+    bucket = int(row.config.get("zero_optimization", {}).get("reduce_bucket_size") or 5e8)
+    smaller = max(1, min(bucket // 2, int(0.02 * device / setting.subject.profile.param_bytes)))
+    return (
+        f"The reduce buckets take {bytes_in_words(taken)}, {taken / device:.0%} of the device's memory "
+        f"({row.name}, reduce_bucket_size {bucket:.0e}): about {smaller:.0e} leaves room for samples."
+    )
+
+
+def _persistence(setting: Setting) -> str | None:
+    """ZeRO 3 with room to spare can keep parameters whole, as ZeRO 2 does."""
+    fitting = setting.fitting
+    best = fitting[0] if fitting else None
+    if best is None or best.outlook is None or int(best.config["zero_optimization"]["stage"]) != 3:
+        return None
+    if "parameter offload" in best.name or best.outlook.shares["link"] < _MUCH_OF_STEP:
+        return None
+    profile = setting.subject.profile
+    whole = profile.params * profile.param_bytes
+    room = setting.subject.usable_bytes - best.least_bytes
+    if whole > room:
+        return None
+    return (
+        f"{best.outlook.shares['link']:.0%} of a step goes into gathering parameters. There is room to keep them whole "
+        f"({bytes_in_words(whole)}): stage3_param_persistence_threshold above the largest parameter "
+        f"({profile.largest_layer_params:.1e} elements) makes ZeRO 3 behave like ZeRO 2."
+    )
+
+
+def _round_robin(setting: Setting) -> str | None:
+    """ZeRO 1 and 2 with offload copy gradients rank by rank."""
+    fitting = setting.fitting
+    if not fitting or fitting[0].name not in ("ZeRO 1 + optimizer offload", "ZeRO 2 + optimizer offload"):
+        return None
+    zero = fitting[0].config.get("zero_optimization", {})
+    steps = int(fitting[0].config.get(ds_config.GRADIENT_ACCUMULATION) or 1)
+    if zero.get("round_robin_gradients") or setting.subject.hardware.world_size == 1 or steps == 1:
+        return None
+    return (
+        "round_robin_gradients: true copies gradients to the host in parallel over ranks, in each of the "
+        f"{steps} accumulation steps."
+    )
+
+
+def _sub_group(setting: Setting) -> str | None:
+    """ZeRO 3 whose memory peaks in the optimizer step."""
+    short = [
+        row for row in setting.rows if row.name.startswith("ZeRO 3") and not row.largest and row.why_not == "device"
+    ]
+    if not short or "fp32_gradients" not in short[0].parts:
+        return None
+    return (
+        f"{short[0].name} peaks in the optimizer step, with {bytes_in_words(short[0].parts['fp32_gradients'])} of fp32 "
+        "gradients: a smaller sub_group_size updates fewer parameters at a time."
+    )
+
+
+def _precision(setting: Setting) -> str | None:
+    """Half precision, and which."""
+    config = ds_config.effective(setting.subject.config)
+    half = [key for key in ("bf16", "fp16") if (config.get(key) or {}).get("enabled") is True]
+    if not half and setting.subject.profile.param_bytes == 4 and setting.subject.hardware.device != "cpu":
+        wanted = "fp16" if setting.bf16_hardware is False else "bf16"
+        return f"The model is trained in fp32: {wanted} halves what parameters and activations take, and is faster."
+    if half == ["bf16"] and setting.bf16_hardware is False:
+        return "This GPU has no bf16 tensor cores (they came with Ampere): use fp16."
+    return None
+
+
+def _divisible(setting: Setting) -> str | None:
+    if setting.hidden is None or setting.hidden % 16 == 0:
+        return None
+    return f"The hidden size {setting.hidden} is no multiple of 16: tensor cores are slower on such matrices."
+
+
+_RULES: tuple[Callable[[Setting], str | None], ...] = (
+    _start,
+    _checkpointing,
+    _offload_is_dear,
+    _overlap,
+    _buckets,
+    _persistence,
+    _round_robin,
+    _sub_group,
+    _precision,
+    _divisible,
+)

@@ -1,0 +1,182 @@
+"""Fills optuna-dashboard with a study: notes, plots, metric name, artifacts.
+
+All of it is kept in the study's own storage, so any optuna-dashboard shows it, however it was started. Refreshing again
+changes nothing unless the study has changed, and keeps what people wrote below a note's last line.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import optuna
+from optuna.artifacts import FileSystemArtifactStore
+from optuna.exceptions import ExperimentalWarning
+from optuna.trial import Trial
+
+from optuna_dsat.errors import UsageError
+from optuna_dsat.report.artifacts import FOLDER, artifacts_of, save_artifacts
+from optuna_dsat.report.figures import memory_figure, metric_figure
+from optuna_dsat.report.markdown import keep_own_text
+from optuna_dsat.report.notes import study_note, trial_note
+from optuna_dsat.report.view import StudyView, read_view
+from optuna_dsat.store import Store
+from optuna_dsat.store.resilient import RetryingStorage
+from optuna_dsat.trials import attributes
+
+__all__ = [
+    "MEMORY_PLOT",
+    "METRIC_PLOT",
+    "Refreshed",
+    "artifact_store",
+    "is_installed",
+    "refresh",
+    "require_installed",
+]
+
+METRIC_PLOT = "metric-over-micro-batch"
+MEMORY_PLOT = "predicted-and-measured-memory"
+"""Ids under which optuna-dashboard keeps the plots."""
+
+
+_NOTE_OF_TRIAL = re.compile(r"dashboard:(\d+):note_")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refreshed:
+    """What a refresh changed."""
+
+    study_id: int
+    """Optuna's id of the study, part of its page's address."""
+    notes: int
+    artifacts: int
+    store: FileSystemArtifactStore | None
+    """Where the artifacts are; None where the study's output directory is not on this machine."""
+
+
+class _Attributes(RetryingStorage):
+    """A storage that reads a study's system attributes once, and skips writes that change nothing.
+
+    optuna-dashboard keeps the notes of all trials in them, and reads and searches them all for every note. While a
+    trial is in focus it is shown that trial's alone, so that the time for all notes does not grow as their square.
+    """
+
+    def __init__(self, store: Store, study_id: int) -> None:
+        super().__init__(store.storage, database=store.url)
+        self._groups: dict[int | None, dict[str, Any]] = {}
+        self._focus: int | None = None
+        for key, value in store.storage.get_study_system_attrs(study_id).items():
+            self._groups.setdefault(_trial_of(key), {})[key] = value
+
+    @contextmanager
+    def focus(self, trial_id: int | None) -> Iterator[None]:
+        """Show the attributes of one trial, or for None those of the study itself."""
+        self._focus = trial_id
+        try:
+            yield
+        finally:
+            self._focus = None
+
+    def get_study_system_attrs(self, study_id: int) -> dict[str, Any]:  # noqa: ARG002 - there is one study
+        """Return what is in focus."""
+        return self._groups.setdefault(self._focus, {})
+
+    def set_study_system_attr(self, study_id: int, key: str, value: Any) -> None:
+        """Write an attribute that is new or different."""
+        group = self._groups.setdefault(_trial_of(key), {})
+        if key not in group or group[key] != value:
+            super().set_study_system_attr(study_id, key, value)
+            group[key] = value
+
+
+def _trial_of(key: str) -> int | None:
+    """Return the trial whose note an attribute is part of."""
+    found = _NOTE_OF_TRIAL.match(key)
+    return None if found is None else int(found.group(1))
+
+
+def is_installed() -> bool:
+    """Return whether optuna-dashboard is installed."""
+    return importlib.util.find_spec("optuna_dashboard") is not None
+
+
+def require_installed() -> None:
+    """Refuse to go on without optuna-dashboard.
+
+    Raises:
+        UsageError: If it is not installed; says how to install it.
+    """
+    if not is_installed():
+        raise UsageError("optuna-dashboard is not installed: pip install 'optuna-dsat[dashboard]'")
+
+
+def artifact_store(view: StudyView) -> FileSystemArtifactStore | None:
+    """Return where a study's artifacts are kept; None where its output directory is not on this machine."""
+    folder = view.spec.study_dir / FOLDER
+    if not view.spec.study_dir.is_dir():
+        return None
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"Cannot make the folder {folder} for the artifacts: {error.strerror}.") from error
+    return FileSystemArtifactStore(str(folder))
+
+
+def refresh(store: Store, name: str, *, artifacts: bool = True) -> Refreshed:
+    """Write a study's notes, plots and artifacts to where optuna-dashboard finds them.
+
+    Args:
+        store: Where the study lives.
+        name: The study.
+        artifacts: Whether to copy logs and configs, too.
+
+    Raises:
+        UsageError: If there is no such study, or optuna-dashboard is not installed.
+        StorageError: If the database failed for longer than the store's patience.
+    """
+    require_installed()
+    view = read_view(store, name)
+    attributes = _Attributes(store, store.storage.get_study_id_from_name(name))
+    study = optuna.load_study(study_name=name, storage=attributes)
+    notes = _save_notes(study, view, attributes)
+    _save_plots(study, view)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        study.set_metric_names([view.metric])
+    files = artifact_store(view) if artifacts else None
+    saved = 0 if files is None else save_artifacts(study, view.record.uuid, artifacts_of(view), files)
+    return Refreshed(study_id=study._study_id, notes=notes, artifacts=saved, store=files)
+
+
+def _save_notes(study: optuna.Study, view: StudyView, attributes: _Attributes) -> int:
+    """Save the notes that changed; return how many."""
+    changed = int(_save_note(study, study_note(view)))
+    for trial in view.launched:
+        with attributes.focus(trial._trial_id):
+            changed += _save_note(Trial(study, trial._trial_id), trial_note(view, trial))
+    return changed
+
+
+def _save_note(target: optuna.Study | Trial, text: str) -> bool:
+    from optuna_dashboard import get_note, save_note
+
+    present: str = get_note(target)
+    wanted = keep_own_text(text, present)
+    if wanted != present:
+        save_note(target, wanted)
+    return wanted != present
+
+
+def _save_plots(study: optuna.Study, view: StudyView) -> None:
+    from optuna_dashboard import save_plotly_graph_object
+
+    figure = metric_figure(view.trials, metric=view.metric, winner=view.attributes.get(attributes.WINNER))
+    save_plotly_graph_object(study, figure, graph_object_id=METRIC_PLOT)
+    if view.profiled is not None:
+        figure = memory_figure(view.trials, spec=view.spec, profiled=view.profiled)
+        save_plotly_graph_object(study, figure, graph_object_id=MEMORY_PLOT)

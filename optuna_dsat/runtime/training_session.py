@@ -1,0 +1,221 @@
+"""The life of a rank: it redirects its output, runs the script, and leaves a record whatever happens."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from optuna_dsat.runtime.arguments import Target, point_to_config
+from optuna_dsat.runtime.config_file import reads_redirected
+from optuna_dsat.runtime.device_memory import unlink_shared_buffers
+from optuna_dsat.runtime.environment import EnvironmentWatch
+from optuna_dsat.runtime.events import Event, ModulesImported, RankFailed, RankFinished, RankStarted, decode_event
+from optuna_dsat.runtime.failure import diagnose, format_traceback, without_runtime_frames
+from optuna_dsat.runtime.hook import DeepSpeedHook
+from optuna_dsat.runtime.imports import imported_modules, loaded_operators
+from optuna_dsat.runtime.launch_plan import LaunchPlan
+from optuna_dsat.runtime.local_rank import give_local_rank
+from optuna_dsat.runtime.meter import Progress
+from optuna_dsat.runtime.rank import Rank
+from optuna_dsat.runtime.reporting import in_trial
+from optuna_dsat.runtime.writer import EventWriteError, EventWriter, events_path
+
+__all__ = ["EXIT_EVENTS_LOST", "FailedExit", "exit_code", "leave_as_python", "run_rank"]
+
+EXIT_EVENTS_LOST = 74
+"""Exit code of a rank whose events could not be written (``EX_IOERR`` of ``sysexits.h``)."""
+
+_PR_SET_PDEATHSIG = 1
+"""``linux/prctl.h``."""
+
+_LEAVE_TOGETHER_S = 2.0
+"""Longest wait for the other ranks of this host: none may vanish while another still reads from it."""
+
+
+def run_rank(plan: LaunchPlan, rank: Rank, target: Target, *, safe_path: bool, forked: bool = False) -> int:
+    """Run the script as this rank of the launch; return the exit code of a script that ran to its end.
+
+    Does not return where the rank ends early: after the last profile step (exit code 0), on an exception (1).
+
+    Raises:
+        SystemExit: If the script calls ``sys.exit``, for Python to act on as usual.
+    """
+    die_with_parent()
+    if plan.log_dir:
+        redirect_output(Path(plan.log_dir), rank.rank)
+    try:
+        return _Session(plan, rank, forked=forked).run(target, safe_path=safe_path)
+    except EventWriteError as error:
+        print(error, file=sys.stderr)
+        end_process(EXIT_EVENTS_LOST)
+
+
+class _Session:
+    def __init__(self, plan: LaunchPlan, rank: Rank, *, forked: bool) -> None:
+        self._plan = plan
+        self._rank = rank
+        self._forked = forked
+        self._environment = EnvironmentWatch()
+        self._progress = Progress()
+        self._writer = EventWriter(events_path(plan.events_dir, rank.rank))
+
+    def run(self, target: Target, *, safe_path: bool) -> int:
+        rank, plan = self._rank, self._plan
+        self._writer.write(
+            RankStarted(
+                rank=rank.rank,
+                time=time.time(),
+                local_rank=rank.local_rank,
+                world_size=rank.world_size,
+                pid=os.getpid(),
+                host=rank.host,
+                forked=self._forked,
+            )
+        )
+        if self._tells_imports:
+            self._environment.install()
+        hook = DeepSpeedHook(plan=plan, rank=rank, writer=self._writer, progress=self._progress, leave=self._leave)
+        hook.install()
+        in_trial(hook)
+        give_local_rank(rank.local_rank, on_found=self._takes_local_rank)
+        args = point_to_config(target.args, user_config=plan.user_config_path, config=plan.config_path)
+        try:
+            with reads_redirected(user_config=plan.user_config_path, config=plan.config_path):
+                Target(name=target.name, is_module=target.is_module, args=args).run(safe_path=safe_path)
+        except SystemExit as end:
+            self._finish("script_end" if end.code in (None, 0) else f"exit_code_{exit_code(end)}")
+            raise
+        except EventWriteError:
+            raise
+        except Exception as error:  # noqa: BLE001 - recorded, and shown as Python shows it
+            self._fail(error)
+        self._finish("script_end")
+        return 0
+
+    @property
+    def _tells_imports(self) -> bool:
+        """Whether this rank says for all what the script imports."""
+        return self._plan.purpose == "profile" and self._rank.rank == 0
+
+    def _takes_local_rank(self) -> None:
+        self._progress.takes_local_rank = True
+
+    def _finish(self, reason: str) -> None:
+        self._writer.write(
+            RankFinished(rank=self._rank.rank, time=time.time(), reason=reason, steps=self._progress.steps)
+        )
+
+    def _leave(self) -> None:
+        if self._tells_imports:
+            self._writer.write(
+                ModulesImported(
+                    rank=0,
+                    time=time.time(),
+                    modules=imported_modules(),
+                    operators=loaded_operators(),
+                    environment=self._environment.changed(),
+                )
+            )
+        self._finish("profile_done")
+        self._wait_for_neighbours()
+        end_process(0)
+
+    def _wait_for_neighbours(self) -> None:
+        """Wait until the other ranks of this host have done the last step too, or failed at it."""
+        paths = [events_path(self._plan.events_dir, rank) for rank in self._rank.local_ranks]
+        deadline = time.monotonic() + _LEAVE_TOGETHER_S
+        while time.monotonic() < deadline and not all(map(_is_over, paths)):
+            time.sleep(0.005)
+
+    def _fail(self, error: Exception) -> NoReturn:
+        here = str(Path(__file__).resolve().parent)
+        trace = without_runtime_frames(error.__traceback__, here)
+        diagnosis = diagnose(
+            error, phase=self._progress.phase, device=self._progress.device, limited=self._progress.limited
+        )
+        self._writer.write(
+            RankFailed(
+                rank=self._rank.rank,
+                time=time.time(),
+                outcome=diagnosis.outcome.value,
+                phase=self._progress.phase,
+                error_type=type(error).__name__,
+                message=str(error),
+                traceback=format_traceback(error, trace),
+                missing_bytes=diagnosis.missing_bytes,
+                steps=self._progress.steps,
+            )
+        )
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        if not self._plan.measures:
+            raise FailedExit(1)  # a full training run may have something to save on its way out
+        end_process(1)
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when its torchrun agent ends (Linux; elsewhere nothing is done)."""
+    if not sys.platform.startswith("linux"):
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it ended in between
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def redirect_output(log_dir: Path, rank: int) -> None:
+    """Send this process's output to ``rank{R}.stdout.log`` and ``rank{R}.stderr.log``."""
+    for stream, name in ((sys.stdout, "stdout"), (sys.stderr, "stderr")):
+        stream.flush()
+        target = os.open(log_dir / f"rank{rank}.{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(target, 1 if name == "stdout" else 2)
+        os.close(target)
+
+
+def end_process(code: int) -> NoReturn:
+    """End at once, with the output written: no teardown of Python, CUDA or the process group (seconds)."""
+    multiprocessing = sys.modules.get("multiprocessing")
+    for worker in multiprocessing.active_children() if multiprocessing is not None else ():
+        worker.kill()  # data loader workers would outlive this process by seconds
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # a full disk, or a stream the script has closed
+            continue
+    ctypes.CDLL(None).fflush(None)
+    unlink_shared_buffers()
+    os._exit(code)
+
+
+def _is_over(path: Path) -> bool:
+    try:
+        last = path.read_text(encoding="utf-8").rstrip("\n").rpartition("\n")[2]
+    except OSError:
+        return True  # not on this host's disk: nothing to wait for
+    event: Event | None = decode_event(last)
+    return isinstance(event, RankFinished | RankFailed)
+
+
+class FailedExit(SystemExit):
+    """An exception ended the script: Python's own exit follows, so slow that torchrun sees first who was killed."""
+
+
+def leave_as_python(code: int) -> NoReturn:
+    """End as Python does: threads joined, exit functions run, output written; without the teardown of native libraries.
+
+    A thread of gloo that still runs then aborts the process, and a training that succeeded would count as failed.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # what Python itself calls first
+    atexit._run_exitfuncs()
+    end_process(code)
+
+
+def exit_code(end: SystemExit) -> int:
+    """Return the exit code that Python gives for ``sys.exit(code)``: anything but a number counts as 1."""
+    return end.code if isinstance(end.code, int) else int(end.code is not None)

@@ -1,0 +1,92 @@
+"""A trainer with batch sizes of its own, found in the user's script: they follow each configuration.
+
+The Hugging Face Trainer takes its batch sizes from ``TrainingArguments`` and refuses a DeepSpeed config that says
+otherwise. The runtime sets them in every launch; here is what the tuner makes of it: what the user's present config
+means where it says ``"auto"``, and the options of the command that trains with the best one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from optuna_dsat.config import ds_config
+from optuna_dsat.runtime.events import TrainerFound
+
+__all__ = ["ScriptTrainer"]
+
+_FIELDS = {
+    "transformers": {
+        ds_config.MICRO_BATCH: "per_device_train_batch_size",
+        ds_config.GRADIENT_ACCUMULATION: "gradient_accumulation_steps",
+    },
+    "lightning": {ds_config.GRADIENT_ACCUMULATION: "accumulate_grad_batches"},
+}
+"""Framework -> key of the DeepSpeed config -> the trainer's own name for it."""
+
+_NAMES = {
+    "transformers": ("the Hugging Face Trainer", "TrainingArguments"),
+    "lightning": ("Lightning's Trainer", "Trainer"),
+}
+"""Framework -> its trainer in words, and the class whose arguments are meant."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptTrainer:
+    """A trainer that ran in the profile launch."""
+
+    framework: str
+    """``transformers`` or ``lightning``."""
+    micro_batch: int | None
+    """Samples per rank and forward pass as the script says by itself, None where it was not seen."""
+    gradient_accumulation_steps: int | None
+    """As the script says by itself, None where it was not seen."""
+    options: Mapping[str, str]
+    """Key of the DeepSpeed config -> option of the script that sets the same; empty where the code sets it."""
+
+    @classmethod
+    def from_event(cls, event: TrainerFound) -> ScriptTrainer:
+        """Build from what a rank reported."""
+        return cls(
+            framework=event.framework,
+            micro_batch=event.micro_batch,
+            gradient_accumulation_steps=event.gradient_accumulation_steps,
+            options=dict(event.options),
+        )
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> ScriptTrainer:
+        """Build from what ``to_json`` returned."""
+        return cls(**record)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what ``from_json`` reads back."""
+        return asdict(self)
+
+    def announcement(self) -> str:
+        """Return one line for the user: whose batch sizes follow each configuration, and what they were."""
+        trainer, _ = _NAMES[self.framework]
+        parts = []
+        for key, field in _FIELDS[self.framework].items():
+            own = self.own(key)
+            parts.append(self.options.get(key, field) + ("" if own is None else f" (now {own})"))
+        follow = "follow" if len(parts) > 1 else "follows"
+        return f"The script trains with {trainer}: {' and '.join(parts)} {follow} each configuration."
+
+    def advice(self, config: Mapping[str, Any]) -> str:
+        """Return what to change in the script before it trains with ``config``; empty where its options say it."""
+        fields = {key: field for key, field in _FIELDS[self.framework].items() if key not in self.options}
+        if not fields:
+            return ""
+        settings = " and ".join(f"{field}={config[key]}" for key, field in fields.items())
+        return f"Set {settings} in the script's {_NAMES[self.framework][1]}: it has to agree with the config."
+
+    def trainable(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``config`` as the trainer takes it: Lightning's refuses one that says how much to accumulate."""
+        refused = ds_config.GRADIENT_ACCUMULATION if self.framework == "lightning" else None
+        return {key: value for key, value in config.items() if key != refused}
+
+    def own(self, key: str) -> int | None:
+        """Return what the script says by itself of a batch size, by its key in the DeepSpeed config."""
+        return self.micro_batch if key == ds_config.MICRO_BATCH else self.gradient_accumulation_steps

@@ -1,0 +1,263 @@
+"""A model definition as a class, ``NAME:CLASS``: found without importing it, with its hyperparameters and lengths.
+
+The class itself runs in the ranks (``integrations/deepspeed_trial``); what is here serves the command line as well, and
+imports neither torch nor DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from optuna_dsat.errors import UsageError
+from optuna_dsat.runtime.overlay import merge, read_config
+from optuna_dsat.script.module_file import importable_file
+
+__all__ = [
+    "RUNNER",
+    "Hparams",
+    "Length",
+    "TrialClass",
+    "find_trial_class",
+    "hparams_of",
+    "is_trial_class",
+    "own_overwrites",
+    "runner_arguments",
+    "train_command",
+]
+
+RUNNER = "optuna_dsat.integrations.deepspeed_trial"
+"""The module that the ranks run; its first argument is ``NAME:CLASS``."""
+
+CONFIG_OPTION = "--deepspeed_config"
+CONFIG, OVERWRITES = "deepspeed_config", "overwrite_deepspeed_args"
+_BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_SEARCHED = frozenset({"int", "double", "log", "categorical"})
+"""Types of a hyperparameter that Determined would choose a value for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialClass:
+    """A class that a module defines or imports."""
+
+    module: str
+    name: str
+    file: Path
+    """The file that ``import module`` runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Length:
+    """How long to train, or how often to do something."""
+
+    count: int
+    unit: str
+    """``batches`` (optimizer steps), ``epochs`` or ``records`` (samples)."""
+
+    @classmethod
+    def parse(cls, text: str) -> Length:
+        """Read ``100batches``, ``3epochs`` or ``5000records``; a bare number counts batches.
+
+        Raises:
+            ValueError: If the text is none of these, or the number is 0.
+        """
+        match = re.fullmatch(r"\s*(\d+)\s*(batch|batches|epochs?|records?)?\s*", text)
+        if match is None or int(match.group(1)) == 0:
+            raise ValueError(f"{text!r} is no length: write 100batches, 3epochs or 5000records.")
+        units = {"b": "batches", "e": "epochs", "r": "records"}
+        return cls(count=int(match.group(1)), unit=units[(match.group(2) or "batches")[0]])
+
+    def batches(self, *, per_epoch: int, train_batch_size: int) -> int:
+        """Return the length in batches, at least 1; records are rounded up to whole batches.
+
+        Args:
+            per_epoch: Batches of one epoch.
+            train_batch_size: Samples of one batch, over all ranks.
+        """
+        if self.unit == "records":
+            return -(-self.count // train_batch_size)
+        return max(1, self.count * per_epoch if self.unit == "epochs" else self.count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hparams:
+    """What a hyperparameter file says."""
+
+    hyperparameters: Mapping[str, Any]
+    data: Mapping[str, Any]
+    """The ``data`` section of an experiment configuration; empty for a file of hyperparameters alone."""
+
+    @classmethod
+    def load(cls, path: str | Path) -> Hparams:
+        """Read a YAML or JSON file: hyperparameters, or an experiment configuration with a section of them.
+
+        Raises:
+            UsageError: If the file is missing or holds no mapping, or a hyperparameter has a range instead of a value.
+        """
+        import yaml
+
+        try:
+            record = _read_yaml(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UsageError(f"The hyperparameters {path} cannot be read: {error.strerror}.") from None
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise UsageError(f"{path} is neither YAML nor JSON: {' '.join(str(error).split())}.") from None
+        record = {} if record is None else record
+        section = record.get("hyperparameters", record) if isinstance(record, dict) else None
+        if not isinstance(section, dict):
+            raise UsageError(f"{path} holds no hyperparameters: a mapping of names to values is expected.")
+        whole = "hyperparameters" in record
+        data = record.get("data") if whole else None
+        values = {str(name): _value(str(name), value, path) for name, value in section.items()}
+        return cls(hyperparameters=values, data=data if isinstance(data, dict) else {})
+
+    def settled(self, config: str | Path, *, keep_overwrites: bool) -> dict[str, Any]:
+        """Return the hyperparameters with everything that they say of DeepSpeed taken from one config file.
+
+        ``deepspeed_config`` becomes that file. A config that the hyperparameters hold themselves, under that name or
+        beside the others, has its sections replaced by the file's.
+
+        Args:
+            config: Path of the config file.
+            keep_overwrites: Whether ``overwrite_deepspeed_args`` are still to be laid over it.
+        """
+        result = dict(self.hyperparameters)
+        named = result.get(CONFIG)
+        if isinstance(named, Mapping):
+            result[CONFIG] = _replaced(named, read_config(str(config)))
+        elif any(key in result for key in _BATCH_SIZES):
+            result = _replaced(result, read_config(str(config)))
+        else:
+            result[CONFIG] = str(config)
+        if OVERWRITES in result and not keep_overwrites:
+            result[OVERWRITES] = {}
+        return result
+
+
+def own_overwrites(hparams: Hparams, config: str | Path, cwd: Path) -> Mapping[str, Any]:
+    """Return what the hyperparameters lay over ``config``: nothing over another file than the one they name.
+
+    ``best_ds_config.json`` holds the overwrites already, under what the search changed.
+
+    Raises:
+        UsageError: If the overwrites are no mapping.
+    """
+    overwrites = hparams.hyperparameters.get(OVERWRITES) or {}
+    if not isinstance(overwrites, Mapping):
+        raise UsageError(f"The hyperparameter {OVERWRITES} is a mapping of DeepSpeed settings; got {overwrites!r}.")
+    named = hparams.hyperparameters.get(CONFIG)
+    if isinstance(named, str) and (cwd / named).resolve() != (cwd / config).resolve():
+        return {}
+    return merge({}, overwrites)
+
+
+def is_trial_class(text: str) -> bool:
+    """Return whether a command-line argument is ``NAME:CLASS``."""
+    return re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", text) is not None
+
+
+def find_trial_class(entry: str, cwd: Path) -> TrialClass:
+    """Return the class that ``NAME:CLASS`` means in the working directory, without importing anything.
+
+    Raises:
+        UsageError: If there is no such module, it is not Python, or it has no such name.
+    """
+    module, _, name = entry.partition(":")
+    file = importable_file(module, cwd)
+    if file is None:
+        raise UsageError(
+            f"{entry} names the class {name} of the module {module}, but there is no {module.replace('.', '/')}.py in "
+            f"{cwd}, and no such module is installed."
+        )
+    try:
+        tree = ast.parse(file.read_bytes(), filename=str(file))
+    except (SyntaxError, ValueError) as error:
+        where = f" (line {error.lineno})" if isinstance(error, SyntaxError) and error.lineno else ""
+        raise UsageError(f"The module {module} is not Python{where}: {error.args[0]}.") from None
+    bound = _names(tree)
+    if name not in bound and "*" not in bound:
+        raise UsageError(f"{file.name} has no class {name}; it has {', '.join(_classes(tree)) or 'none'}.")
+    return TrialClass(module=module, name=name, file=file)
+
+
+def runner_arguments(entry: str, *, config: str, hparams: str | None, rest: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the arguments of ``RUNNER``."""
+    return (entry, CONFIG_OPTION, config, *(() if hparams is None else ("--hparams", hparams)), *rest)
+
+
+def hparams_of(arguments: Sequence[str]) -> str | None:
+    """Return the path of the hyperparameters among arguments of ``RUNNER``, None where there are none."""
+    for index, argument in enumerate(arguments):
+        option, equals, value = argument.partition("=")
+        if option == "--hparams":
+            return value if equals else next(iter(arguments[index + 1 :]), None)
+    return None
+
+
+def train_command(arguments: Sequence[str], *, config: str, device: str, slots: int) -> list[str]:
+    """Return the command that trains what these arguments of ``RUNNER`` train, with ``config``.
+
+    Args:
+        arguments: From ``runner_arguments``.
+        config: Path of a DeepSpeed config.
+        device: ``cuda`` or ``cpu``.
+        slots: Ranks.
+    """
+    entry, _, _, *rest = arguments
+    ranks = ["--gpus" if device == "cuda" else "--cpu-ranks", str(slots)]
+    return ["optuna-dsat", "train", entry, config, *rest, *ranks]
+
+
+def _read_yaml(text: str) -> Any:
+    """Return what YAML text holds; ``1e-3`` is a number, as in YAML 1.2 and JSON (PyYAML reads 1.1: a string)."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        pass
+
+    number = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
+    return yaml.load(text, Loader)
+
+
+def _replaced(own: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``own`` with the sections of ``config`` in their place, and the batch sizes of one of them alone."""
+    sizes = any(key in config for key in _BATCH_SIZES)
+    kept = {key: value for key, value in own.items() if not (sizes and key in _BATCH_SIZES)}
+    return {**kept, **config}
+
+
+def _value(name: str, value: Any, path: str | Path) -> Any:
+    """Return a hyperparameter's value; nested ones, and ``{type: const, val: VALUE}``, are resolved."""
+    if not isinstance(value, dict):
+        return value
+    kind = value.get("type")
+    if kind == "const" and "val" in value:
+        return value["val"]
+    if isinstance(kind, str) and kind in _SEARCHED and value.keys() & {"minval", "maxval", "vals"}:
+        raise UsageError(
+            f"{path}: {name} is a range to search ({kind}). optuna-dsat searches DeepSpeed configurations; give {name} "
+            "one value."
+        )
+    return {key: _value(f"{name}.{key}", item, path) for key, item in value.items()}
+
+
+def _names(tree: ast.Module) -> set[str]:
+    """Return what a module binds at its top level, also within ``if`` and ``try``."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
+
+
+def _classes(tree: ast.Module) -> list[str]:
+    return [node.name for node in tree.body if isinstance(node, ast.ClassDef)]

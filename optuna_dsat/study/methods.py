@@ -1,0 +1,230 @@
+"""From the name of a search method to its sampler and pruner, and the ceiling on micro-batches that both rely on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optuna
+from optuna.pruners import BasePruner
+from optuna.trial import FrozenTrial
+
+from optuna_dsat.config import ds_config
+from optuna_dsat.config.space_builder import SearchSpace
+from optuna_dsat.cost import memory
+from optuna_dsat.cost.memory_fit import CorrectionFit
+from optuna_dsat.errors import UsageError
+from optuna_dsat.guided.planner import GuidedPlanner
+from optuna_dsat.guided.prior_knowledge import PriorKnowledge
+from optuna_dsat.guided.problem import Problem
+from optuna_dsat.pruners import AshaPruner, DeepSpeedPruner
+from optuna_dsat.samplers import BinarySearchSampler, GuidedSampler, LineageRandomSampler
+from optuna_dsat.study.profile import Profiled
+from optuna_dsat.study.space import hardware_of
+from optuna_dsat.study.spec import StudySpec
+from optuna_dsat.trials import attributes
+from optuna_dsat.trials.lineage import MICRO_BATCH, lineage_key
+from optuna_dsat.trials.lineage_cache import same_trial
+
+__all__ = ["Ceiling", "Method", "make_method", "make_planner"]
+
+
+class Ceiling:
+    """Largest micro-batch worth trying for given knobs: the memory model, corrected by the peaks measured so far.
+
+    Where the script ran out of data, no knob allows a micro-batch as large again.
+
+    The answer depends on the knobs and on the finished trials alone. What was learnt from them is kept, so that a
+    growing history costs what is new in it; a history that does not continue the last one is learnt from anew.
+
+    Args:
+        spec: The study.
+        profiled: What the profile launch taught.
+        space: Turns knobs into a DeepSpeed config.
+    """
+
+    def __init__(self, spec: StudySpec, profiled: Profiled, space: SearchSpace) -> None:
+        self._base = ds_config.effective(spec.ds_config)
+        self._profile = profiled.profile
+        self._hardware = hardware_of(spec, profiled)
+        self._space = space
+        self._forget()
+
+    def _forget(self) -> None:
+        self._fit = CorrectionFit(self._profile, self._hardware)
+        self._learnt: dict[int, FrozenTrial] = {}
+        self._data_limit: int | None = None
+        self._last: Sequence[FrozenTrial] | None = None
+        self._answers: tuple[memory.Correction, dict[str, int]] = (memory.Correction(), {})
+
+    def __call__(self, params: Mapping[str, Any], trials: Sequence[FrozenTrial]) -> int:
+        """Return the micro-batch; at least 1, since a model may err.
+
+        Args:
+            params: Knobs.
+            trials: The study's trials.
+        """
+        correction = self._corrected(trials)
+        if self._answers[0] is not correction:
+            self._answers = (correction, {})
+        key = lineage_key(params)
+        answers = self._answers[1]
+        if key not in answers:
+            config = ds_config.merge(self._base, self._space.overlay({**params, MICRO_BATCH: 1}))
+            largest = memory.largest_micro_batch(self._profile, config, hardware=self._hardware, correction=correction)
+            answers[key] = max(1, largest)
+        if self._data_limit is None or self._space.samples_per_rank is not None:
+            return answers[key]  # a held global batch needs the same data whatever the micro-batch
+        return max(1, min(answers[key], self._data_limit // self._space.gradient_accumulation_steps))
+
+    def _corrected(self, trials: Sequence[FrozenTrial]) -> memory.Correction:
+        """Return the correction for this history; many lineages ask with the same one."""
+        if trials is not self._last:
+            done = {trial.number: trial for trial in trials if trial.state.is_finished()}
+            replaced = [one for number, one in self._learnt.items() if one is not done.get(number)]
+            if any(not same_trial(one, done.get(one.number)) for one in replaced):
+                self._forget()
+            new = [trial for number, trial in done.items() if number not in self._learnt]
+            self._learnt = done
+            self._fit.add(attributes.measured_peaks(new))
+            limits = [self._data_limit, attributes.data_limit(new)]
+            self._data_limit = min((limit for limit in limits if limit is not None), default=None)
+            self._last = trials
+        return self._fit.correction()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A search method: an Optuna sampler and the pruner it works with."""
+
+    sampler: LineageRandomSampler | BinarySearchSampler
+    pruner: BasePruner
+    classes: int
+    """Lineages of the space."""
+    posterior_means: Callable[[Sequence[FrozenTrial]], Mapping[int, float]] | None = None
+    """Trial number -> what the metric of a measured trial is believed to be; None where only measurements tell."""
+
+    def ranked(self, trials: Sequence[FrozenTrial], *, maximize: bool) -> list[FrozenTrial]:
+        """Return the measured trials, best first: by belief where there is one, else by measurement."""
+        best = attributes.best_trials(trials, maximize=maximize)
+        if self.posterior_means is None or not best:
+            return best
+        values = self.posterior_means(trials)
+        sign = -1 if maximize else 1
+        return sorted(best, key=lambda trial: sign * values.get(trial.number, trial.values[0]))
+
+    def exhausted(self, study: optuna.Study) -> bool:
+        """Whether nothing is left that may win."""
+        return self.sampler.exhausted(study, classes=self.classes)
+
+    def veto(self, study: optuna.Study, trial: FrozenTrial) -> str | None:
+        """Return why a trial is not worth its launch, None where it is."""
+        if isinstance(self.pruner, AshaPruner | DeepSpeedPruner):
+            return self.pruner.reason(study, trial)
+        return "held back by the pruner" if self.pruner.prune(study, trial) else None
+
+
+def _random(spec: StudySpec, profiled: Profiled, space: SearchSpace) -> Method:
+    limit = spec.options.trials_per_random_config
+    return Method(
+        sampler=LineageRandomSampler(
+            trials_per_random_config=limit,
+            max_micro_batch=Ceiling(spec, profiled, space),
+            usual=space.usual,
+            seed=spec.random_seed,
+        ),
+        pruner=DeepSpeedPruner(trials_per_random_config=limit),
+        classes=space.classes(),
+    )
+
+
+def _bisection(spec: StudySpec, profiled: Profiled, space: SearchSpace) -> BinarySearchSampler:
+    return BinarySearchSampler(
+        search_range_factor=spec.options.search_range_factor,
+        max_micro_batch=Ceiling(spec, profiled, space),
+        usual=space.usual,
+        seed=spec.random_seed,
+    )
+
+
+def _binary(spec: StudySpec, profiled: Profiled, space: SearchSpace) -> Method:
+    return Method(sampler=_bisection(spec, profiled, space), pruner=optuna.pruners.NopPruner(), classes=space.classes())
+
+
+def _asha(spec: StudySpec, profiled: Profiled, space: SearchSpace) -> Method:
+    options = spec.options
+    pruner = AshaPruner(
+        max_rungs=options.max_rungs,
+        min_binary_search_trials=options.min_binary_search_trials,
+        divisor=options.divisor,
+        asha_early_stopping=options.asha_early_stopping,
+    )
+    return Method(sampler=_bisection(spec, profiled, space), pruner=pruner, classes=space.classes())
+
+
+def make_planner(
+    spec: StudySpec, profiled: Profiled, space: SearchSpace, *, prior_knowledge: PriorKnowledge | None = None
+) -> GuidedPlanner:
+    """Return what a study's space promises, as ``guided`` sees it.
+
+    Args:
+        spec: The study.
+        profiled: What the profile launch taught.
+        space: The search space.
+        prior_knowledge: What earlier studies taught.
+    """
+    return GuidedPlanner(
+        Problem(
+            profile=profiled.profile,
+            hardware=hardware_of(spec, profiled),
+            config=spec.ds_config,
+            space=space,
+            metric=spec.metric,
+            memory_margin=spec.options.memory_margin,
+            profile_steps=spec.end_profile_step,
+            prior_knowledge=prior_knowledge,
+        ),
+        min_gain=spec.options.min_gain,
+    )
+
+
+def _guided(spec: StudySpec, profiled: Profiled, space: SearchSpace, prior_knowledge: PriorKnowledge | None) -> Method:
+    planner = make_planner(spec, profiled, space, prior_knowledge=prior_knowledge)
+    sampler = GuidedSampler(
+        planner=planner, max_micro_batch=Ceiling(spec, profiled, space), usual=space.usual, seed=spec.random_seed
+    )
+    return Method(
+        sampler=sampler,
+        pruner=optuna.pruners.NopPruner(),
+        classes=space.classes(),
+        posterior_means=planner.posterior_means,
+    )
+
+
+_METHODS: Mapping[str, Callable[[StudySpec, Profiled, SearchSpace], Method]] = {
+    "random": _random,
+    "binary": _binary,
+    "asha": _asha,
+}
+
+
+def make_method(
+    spec: StudySpec, profiled: Profiled, space: SearchSpace, *, prior_knowledge: PriorKnowledge | None = None
+) -> Method:
+    """Return the sampler and pruner of ``spec.method``.
+
+    Args:
+        spec: The study.
+        profiled: What the profile launch taught.
+        space: The search space.
+        prior_knowledge: What earlier studies taught; only ``guided`` uses it.
+
+    Raises:
+        UsageError: If there is no such method.
+    """
+    if spec.method == "guided":
+        return _guided(spec, profiled, space, prior_knowledge)
+    if spec.method not in _METHODS:
+        raise UsageError(f"There is no method {spec.method!r}; there are {', '.join((*_METHODS, 'guided'))}.")
+    return _METHODS[spec.method](spec, profiled, space)

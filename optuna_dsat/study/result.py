@@ -1,0 +1,247 @@
+"""What a study leaves to train with: ``best_ds_config.json``, ``best_ds_metrics.json`` and the command."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from optuna_dsat.config import ds_config
+from optuna_dsat.errors import StorageUrlError
+from optuna_dsat.script.arg_mapping import map_arguments
+from optuna_dsat.script.trial_class import RUNNER, train_command
+from optuna_dsat.study.spec import ScriptSpec, StudySpec
+from optuna_dsat.words import config_in_words
+
+if TYPE_CHECKING:
+    import optuna
+    from optuna.trial import FrozenTrial
+
+__all__ = [
+    "BEST_CONFIG",
+    "BEST_METRICS",
+    "TuneResult",
+    "learning_rate_advice",
+    "trainable_config",
+    "training_command",
+    "trial_row",
+    "write_best",
+]
+
+BEST_CONFIG = "best_ds_config.json"
+BEST_METRICS = "best_ds_metrics.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneResult:
+    """What a study found. Metrics are in samples per second, FLOPs per second and GPU, or seconds, by their name."""
+
+    study: str
+    """Name of the study."""
+    storage: str = ""
+    """URL of the database that holds it, without a password; the path of an SQLite file is absolute."""
+    reason: str
+    """Why the search ended."""
+    metric: str
+    """What was optimised: ``FLOPS_per_gpu`` (FLOP/s), ``throughput`` (samples/s over all ranks), or a time in seconds
+    (``latency``, ``forward``, ``backward``, ``step``)."""
+    trial: int
+    """Number of the winning trial."""
+    value: float
+    """The winner's metric, of the confirming launch where there was one."""
+    low: float | None
+    """Lower end of the 95 % confidence interval of ``value``, where the winner was confirmed."""
+    high: float | None
+    """Its upper end."""
+    user_value: float | None
+    """The user's own config as ``speed_up`` takes it; None where it could not be measured."""
+    speed_up: float | None
+    """How many times better the winner is than the user's own config."""
+    speed_up_confirmed: bool = False
+    """Whether it compares two confirming launches; else what the search measured of both."""
+    config: Mapping[str, Any]
+    """The winning DeepSpeed config, ready to train with."""
+    metrics: Mapping[str, float]
+    """All metrics of the winner, by name: those of ``metric``, ``engine_throughput`` (what DeepSpeed's own timers would
+    say), and ``peak_allocated_bytes``, ``peak_reserved_bytes`` and ``rss_bytes`` of the rank that used most."""
+    config_path: str
+    """Where ``config`` was written."""
+    metrics_path: str
+    """Where ``metrics``, the interval and the finalists were written."""
+    command: str
+    """The shell command that trains with it."""
+    train_batch_size: int
+    """Global batch of the winner, in samples."""
+    user_train_batch_size: int
+    """Global batch of the user's own config, in samples."""
+    learning_rate_advice: str | None
+    """What the changed global batch suggests for the learning rate; None where it is the same."""
+    loss_check: Mapping[str, Any] | None
+    """What ``optuna_dsat.study.loss_check`` found, None where it was not asked for."""
+    command_names_config: bool
+    """Whether the command names the winning config; otherwise the script has to be pointed to it."""
+    advice: str = ""
+    """What to change in the script before it trains with the config; empty where nothing is."""
+    launches: Mapping[str, int]
+    """Outcome -> launches of trials."""
+    slot_minutes: float
+    """GPU minutes (CPU-rank minutes without a GPU) of all launches, profile and finalists included."""
+
+    def optuna_study(self, storage: str | None = None) -> optuna.Study:
+        """Return the Optuna study, for ``optuna.visualization``, ``optuna.importance`` and whatever else reads one.
+
+        Args:
+            storage: URL of the database; None for ``self.storage``, which lacks the password if there is one.
+
+        Raises:
+            StorageUrlError: If the database cannot be opened, or ``storage`` is needed for its password.
+            StorageError: If the database fails.
+            KeyError: If the study was deleted.
+        """
+        from optuna_dsat.store import load_study
+
+        if storage is None and "***" in self.storage:
+            raise StorageUrlError(f"The result does not keep the password of {self.storage}: give the URL again.")
+        return load_study(storage or self.storage, self.study)
+
+    def trials(self, storage: str | None = None) -> list[dict[str, Any]]:
+        """Return all trials as flat rows; ``pandas.DataFrame(result.trials())`` is a table of them.
+
+        Args:
+            storage: As of ``optuna_study``.
+
+        Returns:
+            A dictionary per trial: ``number``, ``state``, ``outcome``, ``value`` (in units of the metric),
+            ``configuration`` (in words), ``attempts``, ``peak_memory_bytes``, ``message``, ``params``, ``metrics``,
+            ``config``.
+
+        Raises:
+            StorageUrlError: As ``optuna_study``.
+            StorageError: As ``optuna_study``.
+        """
+        return [trial_row(trial) for trial in self.optuna_study(storage).get_trials(deepcopy=False)]
+
+
+def trial_row(trial: FrozenTrial) -> dict[str, Any]:
+    """Return a trial as one flat row, as ``TuneResult.trials`` and ``optuna-dsat export`` show it."""
+    from optuna_dsat.trials import attributes
+
+    attrs = trial.user_attrs
+    return {
+        "number": trial.number,
+        "state": trial.state.name.lower(),
+        "outcome": attrs.get(attributes.OUTCOME),
+        "value": None if trial.values is None else trial.values[0],
+        "configuration": config_in_words(attrs[attributes.CONFIG]) if attributes.CONFIG in attrs else None,
+        "attempts": attrs.get(attributes.ATTEMPTS),
+        "peak_memory_bytes": attrs.get(attributes.PEAK_BYTES),
+        "message": attrs.get(attributes.MESSAGE, attrs.get(attributes.VETOED)),
+        "params": trial.params,
+        "metrics": attrs.get(attributes.METRICS, {}),
+        "config": attrs.get(attributes.CONFIG),
+    }
+
+
+def trainable_config(config: Mapping[str, Any], *, world_size: int) -> dict[str, Any]:
+    """Return ``config`` without any tuning key and with a consistent batch triangle, ready to train with."""
+    clean = ds_config.strip_tuning(config)
+    triangle = ds_config.batch_triangle(clean, world_size=world_size)
+    return {
+        **clean,
+        "train_batch_size": triangle.train_batch_size,
+        "train_micro_batch_size_per_gpu": triangle.micro_batch,
+        "gradient_accumulation_steps": triangle.gradient_accumulation_steps,
+    }
+
+
+def write_best(directory: Path, config: Mapping[str, Any], metrics: Mapping[str, Any]) -> tuple[Path, Path]:
+    """Write the winning config and its metrics; return their paths."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config_path, metrics_path = directory / BEST_CONFIG, directory / BEST_METRICS
+    ds_config.write_json_atomic(config_path, config)
+    ds_config.write_json_atomic(metrics_path, metrics)
+    return config_path, metrics_path
+
+
+_ADAPTIVE = frozenset({"adam", "adamw", "lamb", "lion", "adagrad", "onebitadam", "zerooneadam", "onebitlamb"})
+
+
+def learning_rate_advice(config: Mapping[str, Any], *, batch: int, user_batch: int) -> str | None:
+    """Return what a changed global batch suggests for the learning rate, None where it did not change.
+
+    The square root of the ratio for Adam and its kin (Malladi et al. 2022, arXiv:2205.10287), the ratio itself for SGD
+    (Goyal et al. 2017, arXiv:1706.02677). Both are rules of thumb up to a batch that the task itself bounds.
+
+    Args:
+        config: The winning DeepSpeed config.
+        batch: Its global batch, in samples.
+        user_batch: The global batch of the user's config.
+    """
+    if batch == user_batch:
+        return None
+    ratio = batch / user_batch
+    root = f"{ratio**0.5:.3g} (the square root of the ratio, for Adam and its kin: arXiv:2205.10287)"
+    linear = f"{ratio:.3g} (the ratio, for SGD: arXiv:1706.02677)"
+    optimizer = config.get("optimizer") or {}
+    kind = str(optimizer.get("type") or "").lower()
+    factor = root if kind in _ADAPTIVE else linear if kind == "sgd" else f"{root}, or by {linear}"
+    rate = (optimizer.get("params") or {}).get("lr")
+    told = f" of {rate:g}" if isinstance(rate, int | float) else ""
+    return (
+        f"The global batch goes from {user_batch} to {batch} samples: consider multiplying your learning rate{told} by "
+        f"{factor}. Keep the batch with --train-batch-size {user_batch}."
+    )
+
+
+def training_command(
+    spec: StudySpec,
+    config: Mapping[str, Any],
+    config_path: Path,
+    *,
+    deepspeed_launcher: bool = False,
+    host_threads: int | None = None,
+) -> tuple[str, bool]:
+    """Return the shell command that trains with ``config``, written to ``config_path``, and whether it names that file.
+
+    An argument that names the user's config is pointed to the new one. A script that is not given its config on the
+    command line has to be pointed to it by its user.
+
+    Args:
+        spec: The study.
+        config: The complete config.
+        config_path: Where it is written.
+        deepspeed_launcher: Whether to start the script with ``deepspeed``, which gives every rank ``--local_rank``,
+            rather than with torchrun.
+        host_threads: Threads that each rank was measured with on the host; None where that is not known. Without it
+            torchrun allows one.
+    """
+    script = spec.script
+    pointed, replaced = _point_to(script, config_path)
+    args = map_arguments(pointed, script.arg_mappings, config, world_size=spec.slots_per_trial)
+    if script.script == RUNNER:
+        words = train_command(args, config=str(config_path), device=spec.device, slots=spec.slots_per_trial)
+        return shlex.join(words), replaced
+    ranks = str(spec.slots_per_trial)
+    if deepspeed_launcher:
+        launcher = ["deepspeed", "--num_gpus", ranks, *(["--module"] if script.is_module else [])]
+    else:
+        launcher = ["torchrun", "--nproc_per_node", ranks, *(["-m"] if script.is_module else [])]
+    settings = [] if spec.device == "cuda" else ["DS_ACCELERATOR=cpu", f"LOCAL_SIZE={ranks}"]
+    if host_threads:
+        settings.append(f"OMP_NUM_THREADS={host_threads}")
+    prefix = ["env", *settings] if settings else []
+    return shlex.join([*prefix, *launcher, script.script, *args]), replaced
+
+
+def _point_to(script: ScriptSpec, config_path: Path) -> tuple[list[str], bool]:
+    replaced = False
+    args = []
+    for arg in script.args:
+        flag, equals, value = arg.rpartition("=")
+        if (Path(script.cwd) / value).resolve() == Path(script.config_path).resolve():
+            arg = f"{flag}{equals}{config_path}"
+            replaced = True
+        args.append(arg)
+    return args, replaced

@@ -1,0 +1,112 @@
+"""Hardware and search space of one study: what follows from its spec and profile."""
+
+from __future__ import annotations
+
+from optuna_dsat.config import ds_config
+from optuna_dsat.config.space_builder import Role, SearchSpace, build_space
+from optuna_dsat.cost import memory
+from optuna_dsat.errors import ConfigError
+from optuna_dsat.study.profile import Profiled
+from optuna_dsat.study.spec import StudySpec
+
+__all__ = ["hardware_of", "largest_micro_batches", "micro_batch_cap", "space_of"]
+
+_MAX_MICRO_BATCH = 2**16
+"""No micro-batch beyond this is tried, whatever the memory model says."""
+
+
+def hardware_of(spec: StudySpec, profiled: Profiled) -> memory.Hardware:
+    """Return the hardware of one launch as the memory model wants it."""
+    return memory.Hardware(
+        world_size=spec.slots_per_trial,
+        ranks_per_node=spec.slots_per_trial,
+        device_memory_bytes=profiled.profile.device_memory_bytes,
+        host_memory_bytes=profiled.profile.host_memory_bytes,
+        device=spec.device,
+    )
+
+
+def largest_micro_batches(spec: StudySpec, profiled: Profiled) -> dict[tuple[int, bool], int]:
+    """Return the largest micro-batch that the memory model gives each structure, with the smallest buckets searched.
+
+    Args:
+        spec: The study.
+        profiled: What the profile launch taught.
+
+    Returns:
+        (ZeRO stage, whether all that can be is offloaded) -> samples per rank, 0 where nothing fits.
+    """
+    hardware = hardware_of(spec, profiled)
+    base = ds_config.effective(spec.ds_config)
+    space = _space(spec, profiled, cap=_MAX_MICRO_BATCH)
+    sizes = {
+        tuned.knob.path[1]: min(tuned.choices)
+        for tuned in space.knobs
+        if tuned.knob.kind == "size" and tuned.role is Role.PARAMETER
+    }
+    result = {}
+    for stage in spec.zero_stages:
+        for offloaded in (False, True) if stage > 0 else (False,):
+            cpu = {"device": "cpu"} if offloaded else None
+            zero = {**sizes, "stage": stage, "offload_optimizer": cpu, "offload_param": cpu if stage == 3 else None}
+            config = ds_config.merge(base, {"zero_optimization": zero})
+            result[stage, offloaded] = memory.largest_micro_batch(profiled.profile, config, hardware=hardware)
+    return result
+
+
+def micro_batch_cap(spec: StudySpec, profiled: Profiled) -> int:
+    """Return the upper end of the micro-batch's distribution: twice what the most frugal configuration can hold.
+
+    The memory model errs; the factor two leaves room to find out.
+    """
+    best = max(1, *largest_micro_batches(spec, profiled).values())
+    wanted = max(2, int(2 * best * spec.options.search_range_factor))
+    limit = ds_config.parse_autotuning(spec.ds_config).max_train_micro_batch_size_per_gpu or _MAX_MICRO_BATCH
+    return min(wanted, limit, _MAX_MICRO_BATCH)
+
+
+def _max_samples_per_rank(spec: StudySpec, ranks: int) -> int | None:
+    """Return the most samples of one global step on one rank, where the config's autotuning section bounds them.
+
+    Raises:
+        ConfigError: If the bound leaves a rank no sample.
+    """
+    most = ds_config.parse_autotuning(spec.ds_config).max_train_batch_size
+    if most is None or spec.train_batch_size is not None:
+        return None
+    if most < ranks:
+        raise ConfigError(
+            f"autotuning.max_train_batch_size is {most}, less than one sample for each of {ranks} data-parallel ranks."
+        )
+    return most // ranks
+
+
+def space_of(spec: StudySpec, profiled: Profiled | None) -> SearchSpace:
+    """Return the search space; before the profile launch it is not yet capped by the model's size.
+
+    Raises:
+        ConfigError: If the config, ``fix`` or ``no_tune`` name what is no knob or no value of one.
+    """
+    cap = _MAX_MICRO_BATCH if profiled is None else micro_batch_cap(spec, profiled)
+    return _space(spec, profiled, cap=cap)
+
+
+def _space(spec: StudySpec, profiled: Profiled | None, *, cap: int) -> SearchSpace:
+    ranks = (profiled and profiled.data_parallel_size) or spec.slots_per_trial
+    return build_space(
+        spec.ds_config,
+        zero_stages=spec.zero_stages,
+        fix=spec.fix,
+        no_tune=spec.no_tune,
+        nvme_path=spec.nvme_path,
+        params=None if profiled is None else profiled.profile.params,
+        micro_batch_cap=cap,
+        pipeline=profiled is not None and profiled.pipeline,
+        device=spec.device,
+        gradient_accumulation_steps=ds_config.batch_triangle(
+            ds_config.effective(spec.ds_config),
+            world_size=ranks,
+        ).gradient_accumulation_steps,
+        samples_per_rank=None if spec.train_batch_size is None else spec.train_batch_size // ranks,
+        max_samples_per_rank=_max_samples_per_rank(spec, ranks),
+    )

@@ -1,0 +1,208 @@
+"""StudySpec: all a study needs to run or to be resumed, validated at the door."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from optuna_dsat.errors import UsageError
+from optuna_dsat.metrics import METRICS, direction_of
+
+__all__ = [
+    "METHODS",
+    "MethodOptions",
+    "ScriptSpec",
+    "StudySpec",
+    "make_spec",
+    "parse_bytes",
+]
+
+METHODS = ("random", "binary", "asha", "guided")
+
+_UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_UNITS |= {f"{prefix}iB": 2 ** (10 * power) for power, prefix in enumerate("KMGT", start=1)}
+_UNITS |= {f"{prefix}B": 10 ** (3 * power) for power, prefix in enumerate("KMGT", start=1)}
+_UNITS = {unit.lower(): size for unit, size in _UNITS.items()}
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes that a size such as ``2GiB``, ``900MiB``, ``1.5GB`` or ``123456`` names.
+
+    ``GiB`` is 2**30 bytes, ``GB`` is 10**9; a bare ``G`` is read as ``GiB``. Case does not matter.
+
+    Raises:
+        UsageError: If the text is not a positive number with a known unit.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
+    if match is None or match.group(2) not in _UNITS or float(match.group(1)) <= 0:
+        raise UsageError(f"{text!r} is not a size: write a positive number with a unit, such as 2GiB or 900MiB.")
+    return math.floor(float(match.group(1)) * _UNITS[match.group(2)])
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ScriptSpec(_Frozen):
+    """The user's training script and how it is started."""
+
+    script: str
+    """Absolute path of a Python file, or a module's name when ``is_module``."""
+    args: tuple[str, ...] = ()
+    is_module: bool = False
+    cwd: str
+    """Absolute path of the working directory the script is run in."""
+    config_path: str
+    """Absolute path of the user's DeepSpeed config."""
+    arg_mappings: dict[str, str] = Field(default_factory=dict)
+    """Key of the DeepSpeed config -> option of the script that follows it."""
+
+
+class MethodOptions(_Frozen):
+    """Options of the search methods, under the names of the dsat guide; each method reads its own."""
+
+    trials_per_random_config: int = Field(default=5, ge=1)
+    """``random``: launches given to one lineage at most."""
+    early_stopping: int | None = Field(default=None, ge=1)
+    """Launches without a new best after which the search ends; None means never."""
+    search_range_factor: float = Field(default=1.0, gt=0)
+    """``binary``, ``asha``: factor on the memory model's largest micro-batch."""
+    max_rungs: int = Field(default=5, ge=1)
+    """``asha``: number of rungs."""
+    min_binary_search_trials: int = Field(default=3, ge=1)
+    """``asha``: launches a lineage needs to complete the lowest rung (before ``asha_early_stopping``)."""
+    divisor: int = Field(default=2, ge=2)
+    """``asha``: eta of arXiv:1810.05934."""
+    asha_early_stopping: int = Field(default=0, ge=0)
+    """``asha``: s of arXiv:1810.05934."""
+    memory_margin: float = Field(default=0.05, ge=0, lt=1)
+    """``guided``: share of the device's memory that a launch is expected to leave free."""
+    min_gain: float = Field(default=0.003, ge=0)
+    """``guided``: the search ends when no configuration is expected to improve the metric by this share of it."""
+    warm_start: str | None = None
+    """``guided``: study whose knowledge to begin with; None for those of the same script, config and hardware."""
+    no_warm_start: bool = False
+    """``guided``: begin without any."""
+
+
+class StudySpec(_Frozen):
+    """All a study needs to run or to be resumed. Stored with the study; holds no secret and no storage URL."""
+
+    name: str = Field(min_length=1, max_length=128)
+    method: str
+    options: MethodOptions = MethodOptions()
+    script: ScriptSpec
+    ds_config: dict[str, Any]
+    """The user's DeepSpeed config as read."""
+    metric: str = "FLOPS_per_gpu"
+
+    zero_stages: tuple[int, ...] = (1, 2, 3)
+    fix: dict[str, Any] = Field(default_factory=dict)
+    """Knobs held at one value."""
+    no_tune: tuple[str, ...] = ()
+    """Knobs left as the user's config has them."""
+    nvme_path: str | None = None
+    train_batch_size: int | None = Field(default=None, ge=1)
+    """Global batch that every trial keeps, in samples; None to let it follow the micro-batch."""
+
+    device: Literal["cuda", "cpu"]
+    slots_per_trial: int = Field(ge=1)
+    """Ranks of one launch: GPUs, or CPU processes."""
+    device_memory_bytes: int | None = Field(default=None, gt=0)
+    """What one rank may allocate, in bytes; None for all there is."""
+
+    max_trials: int = Field(default=64, ge=1)
+    """Launches of trials; the profile launch and the finalists' are not counted."""
+    max_concurrent_trials: int = Field(default=16, ge=1)
+    max_slots: int | None = Field(default=None, ge=1)
+    start_profile_step: int = Field(default=3, ge=1)
+    end_profile_step: int = Field(default=5, ge=1)
+    adaptive_steps: int | None = Field(default=None, ge=1)
+    """Steps that a finalist may count while its step time is still uncertain; None for no more than usual."""
+    trial_timeout_s: float | None = Field(default=None, gt=0)
+    stall_timeout_s: float = Field(default=600.0, gt=0)
+    """Longest silence of a launch."""
+    timeout_s: float | None = Field(default=None, gt=0)
+    wait_for_gpus_s: float = Field(default=600.0, ge=0)
+    """Longest wait for slots that others hold, since the holders last changed; 0 for none."""
+    max_retries: int = Field(default=1, ge=0)
+    """Launches added for a communication error, a stall or a time-out."""
+    random_seed: int = Field(default=42, ge=0)
+    enqueue_user_config: bool = True
+    launcher: Literal["warm", "torchrun"] = "warm"
+    """How trials are launched: forked from a process with the heavy modules imported, or by plain torchrun."""
+    preload: tuple[str, ...] = ()
+    """Modules imported before a warm launch, beside those that the profile launch was seen to import."""
+    no_preload: tuple[str, ...] = ()
+    """Packages that every warm launch imports for itself."""
+    confirm: int = Field(default=3, ge=0)
+    """Finalists measured again with more steps; 0 for none."""
+    output_dir: str
+    """Absolute path of the directory that receives the study's files."""
+
+    @model_validator(mode="after")
+    def _check(self) -> StudySpec:
+        if not self.name.strip() or self.name in (".", "..") or "/" in self.name:
+            raise ValueError(f"--study is {self.name!r}; a name is also that of a folder: no slash, not blank")
+        if self.method not in METHODS:
+            raise ValueError(f"the method is {self.method!r}; it must be one of {', '.join(METHODS)}")
+        if self.metric not in METRICS:
+            raise ValueError(f"--metric is {self.metric!r}; it must be one of {', '.join(METRICS)}")
+        unknown = [stage for stage in self.zero_stages if stage not in (0, 1, 2, 3)]
+        if unknown or not self.zero_stages:
+            raise ValueError(f"--zero-stages is {list(self.zero_stages)}; stages are 0, 1, 2 and 3")
+        if self.end_profile_step < self.start_profile_step:
+            raise ValueError(
+                f"--end-profile-step is {self.end_profile_step}, before --start-profile-step {self.start_profile_step}"
+            )
+        if self.train_batch_size is not None and self.train_batch_size % self.slots_per_trial:
+            raise ValueError(
+                f"--train-batch-size is {self.train_batch_size}, no multiple of the {self.slots_per_trial} ranks "
+                "of a launch"
+            )
+        if self.max_slots is not None and self.max_slots < self.slots_per_trial:
+            raise ValueError(f"--max-slots is {self.max_slots}, but one launch takes {self.slots_per_trial}")
+        return self
+
+    @property
+    def direction(self) -> Literal["maximize", "minimize"]:
+        """Direction in which the metric improves."""
+        return direction_of(self.metric)
+
+    @property
+    def study_dir(self) -> Path:
+        """Directory that receives this study's files."""
+        return Path(self.output_dir) / self.name
+
+    def identity(self) -> dict[str, Any]:
+        """Return what makes results comparable: studies that differ here are different studies.
+
+        Budgets, time-outs and the output directory are left out; they may change when a study is resumed.
+        """
+        budget = {
+            "name", "max_trials", "max_concurrent_trials", "max_slots", "trial_timeout_s", "timeout_s", "max_retries",
+            "confirm", "output_dir", "enqueue_user_config", "launcher", "preload", "no_preload",
+            "adaptive_steps", "wait_for_gpus_s", "stall_timeout_s",
+        }  # fmt: skip
+        ends = {"early_stopping", "min_gain"}
+        return self.model_dump(mode="json", exclude={**dict.fromkeys(budget, True), "options": ends})
+
+
+def make_spec(**values: Any) -> StudySpec:
+    """Build a spec, turning pydantic's report into one clear line.
+
+    Raises:
+        UsageError: If a value breaks a rule; names the option, the value and the rule.
+    """
+    try:
+        return StudySpec(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = "--" + str(first["loc"][-1]).removesuffix("_s").replace("_", "-") if first["loc"] else ""
+        if first["type"] == "value_error":
+            raise UsageError(f"{first['msg'].removeprefix('Value error, ')}.") from None
+        raise UsageError(f"{where} is {first['input']!r}: {first['msg'].lower()}.") from None

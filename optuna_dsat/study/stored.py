@@ -1,0 +1,133 @@
+"""A stored study: opened, checked and put together again, the same for all who look at one after the search."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from optuna.trial import FrozenTrial
+
+from optuna_dsat.config.search_space import SearchSpace
+from optuna_dsat.errors import UsageError
+from optuna_dsat.guided.prior_knowledge import PriorKnowledge
+from optuna_dsat.script.trainer import ScriptTrainer
+from optuna_dsat.store import Store, StudyRecord
+from optuna_dsat.study.finalists import Finalist, standing_of
+from optuna_dsat.study.profile import Profiled
+from optuna_dsat.study.result import trainable_config
+from optuna_dsat.study.space import space_of
+from optuna_dsat.study.spec import StudySpec
+from optuna_dsat.study.standing import Standing, speed_up_over
+from optuna_dsat.study.user_config import follow_trainer
+from optuna_dsat.trials import attributes
+
+__all__ = ["StoredStudy", "read_stored", "record_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredStudy:
+    """A study, read at one moment."""
+
+    record: StudyRecord
+    spec: StudySpec
+    """As the script means it: batch sizes that the config leaves open are those of the script's trainer."""
+    trials: tuple[FrozenTrial, ...]
+    attributes: Mapping[str, Any]
+    """User attributes of the study."""
+    profiled: Profiled | None
+    """None before the profile launch."""
+
+    @property
+    def maximize(self) -> bool:
+        """Whether a larger metric is better."""
+        return self.spec.direction == "maximize"
+
+    @property
+    def trainer(self) -> ScriptTrainer | None:
+        """The trainer with batch sizes of its own that the script uses, None where there is none."""
+        return None if self.profiled is None else self.profiled.trainer
+
+    @property
+    def prior_knowledge(self) -> PriorKnowledge | None:
+        """What the study began with, None where it began with nothing."""
+        known = self.attributes.get(attributes.WARM_START)
+        return PriorKnowledge.from_json(known) if known else None
+
+    @property
+    def space(self) -> SearchSpace:
+        """The search space; before the profile launch it is not yet capped by the model's size."""
+        return space_of(self.spec, self.profiled)
+
+    @cached_property
+    def finalists(self) -> Mapping[int, Finalist]:
+        """What was measured again, by the trial's number."""
+        return {f["number"]: Finalist(**f) for f in self.attributes.get(attributes.FINALISTS, [])}
+
+    @cached_property
+    def best(self) -> Standing | None:
+        """The winner; while there is none, the best measured trial."""
+        found = attributes.best_trials(self.trials, maximize=self.maximize)
+        winner = self.attributes.get(attributes.WINNER)
+        trial = next((t for t in found if t.number == winner), found[0] if found else None)
+        return None if trial is None else self.standing(trial)
+
+    @cached_property
+    def baseline(self) -> Standing | None:
+        """The user's own config, where it was measured."""
+        trial = attributes.user_config_trial(self.trials)
+        return None if trial is None else self.standing(trial)
+
+    def standing(self, trial: FrozenTrial) -> Standing:
+        """Return the metric of a measured trial, the confirmed one where there is one."""
+        return standing_of(trial, self.finalists.get(trial.number))
+
+    def speed_up(self, standing: Standing) -> float | None:
+        """Return how many times better than the user's own config it is; None where that was not measured."""
+        return None if self.baseline is None else speed_up_over(self.baseline, standing, maximize=self.maximize)
+
+    def complete_config(self, trial: FrozenTrial) -> dict[str, Any]:
+        """Return a trial's DeepSpeed config without any tuning key and with all of its batch sizes."""
+        ranks = attributes.data_parallel_size(trial, slots=self.spec.slots_per_trial)
+        return trainable_config(trial.user_attrs[attributes.CONFIG], world_size=ranks)
+
+    def ready_config(self, trial: FrozenTrial) -> dict[str, Any]:
+        """Return a trial's DeepSpeed config as the script's trainer takes it."""
+        complete = self.complete_config(trial)
+        return complete if self.trainer is None else self.trainer.trainable(complete)
+
+
+def record_of(store: Store, name: str) -> StudyRecord:
+    """Return what the store keeps of a study.
+
+    Raises:
+        UsageError: If there is no such study; names those there are.
+    """
+    record = store.find_study(name)
+    if record is None:
+        known = ", ".join(study.name for study in store.list_studies()) or "none"
+        raise UsageError(f"There is no study {name!r} in {store.url}; there: {known}.")
+    return record
+
+
+def read_stored(store: Store, name: str) -> StoredStudy:
+    """Read a study from the store.
+
+    Raises:
+        UsageError: As ``record_of``.
+    """
+    record = record_of(store, name)
+    study_id = store.storage.get_study_id_from_name(name)
+    told = store.storage.get_study_user_attrs(study_id)
+    fingerprint = told.get(attributes.FINGERPRINT)
+    stored = None if fingerprint is None else store.find_profile(str(fingerprint))
+    profiled = None if stored is None else Profiled.from_json(stored.profile)
+    spec = StudySpec.model_validate(dict(record.spec))
+    return StoredStudy(
+        record=record,
+        spec=spec if profiled is None else follow_trainer(spec, profiled.trainer),
+        trials=tuple(store.storage.get_all_trials(study_id, deepcopy=False)),
+        attributes=told,
+        profiled=profiled,
+    )

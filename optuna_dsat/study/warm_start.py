@@ -1,0 +1,161 @@
+"""Which earlier studies a guided search begins with, and what it takes over from them.
+
+What is taken over is stored with the study (``optuna_dsat.trials.attributes.WARM_START``): whoever resumes or joins
+it plans with the same knowledge, and deleting the earlier study changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import optuna
+from optuna.trial import FrozenTrial
+
+from optuna_dsat.config.search_space import SearchSpace
+from optuna_dsat.errors import UsageError
+from optuna_dsat.guided.prior_knowledge import Launched, PriorKnowledge, launches_of
+from optuna_dsat.store import Store
+from optuna_dsat.study.methods import make_planner
+from optuna_dsat.study.profile import Profiled
+from optuna_dsat.study.spec import StudySpec
+from optuna_dsat.study.stored import read_stored
+from optuna_dsat.trials import attributes
+
+__all__ = ["check_warm_start", "gather", "prior_knowledge_of"]
+
+_MOST_STUDIES = 3
+"""Earlier studies of the same fingerprint that are read: the latest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Earlier:
+    """A study that was run before."""
+
+    spec: StudySpec
+    profiled: Profiled
+    fingerprint: str
+    space: SearchSpace
+    trials: list[FrozenTrial]
+
+
+def prior_knowledge_of(
+    study: optuna.Study, *, store: Store, spec: StudySpec, profiled: Profiled, fingerprint: str
+) -> tuple[PriorKnowledge | None, bool]:
+    """Return what the study begins with, and whether that was found only now.
+
+    A study that was begun without any stays without.
+
+    Raises:
+        UsageError: If ``--warm-start`` names a study that cannot be used.
+    """
+    if spec.method != "guided":
+        return None, False
+    with store.exclusive("look for earlier studies"):
+        stored = study.user_attrs.get(attributes.WARM_START)
+        if stored is not None:
+            return (PriorKnowledge.from_json(stored) if stored else None), False
+        begun = any(attributes.LAUNCH_ID in trial.user_attrs for trial in study.get_trials(deepcopy=False))
+        found = None if begun else gather(store, spec, profiled, fingerprint=fingerprint)
+        study.set_user_attr(attributes.WARM_START, {} if found is None else found.to_json())
+    return found, found is not None
+
+
+def check_warm_start(store: Store, spec: StudySpec) -> None:
+    """Refuse a ``--warm-start`` that names no study that was measured, before anything is launched.
+
+    A study that has taken over what it wanted needs the earlier one no more.
+
+    Raises:
+        UsageError: Says which studies there are.
+    """
+    named = spec.options.warm_start
+    if named is None or (
+        store.find_study(spec.name) is not None and attributes.WARM_START in _attributes(store, spec.name)
+    ):
+        return
+    if spec.options.no_warm_start:
+        raise UsageError("--warm-start and --no-warm-start exclude each other: give one.")
+    names = [record.name for record in store.list_studies() if record.name != spec.name]
+    if named not in names:
+        raise UsageError(
+            f"--warm-start is {named!r}; the other studies of this database: {', '.join(names) or 'none'}."
+        )
+    if _read(store, named) is None:
+        raise UsageError(f"--warm-start is {named!r}, of which nothing was measured: there is nothing to take over.")
+
+
+def gather(store: Store, spec: StudySpec, profiled: Profiled, *, fingerprint: str) -> PriorKnowledge | None:
+    """Return what earlier studies taught; None where there is none, or none is wanted.
+
+    Raises:
+        UsageError: If the study that ``--warm-start`` names ran on other hardware.
+    """
+    if spec.options.no_warm_start:
+        return None
+    named = spec.options.warm_start
+    if named is None:
+        same = [one for one in _others(store, spec.name) if one.fingerprint == fingerprint]
+        return _learn(same[:_MOST_STUDIES], same_model=True) if same else None
+    check_warm_start(store, spec)
+    earlier = _read(store, named)
+    if earlier is None:
+        return None
+    if earlier.fingerprint == fingerprint:
+        return _learn([earlier], same_model=True)
+    there, here = _hardware(earlier.spec, earlier.profiled), _hardware(spec, profiled)
+    if there != here:
+        raise UsageError(f"--warm-start is {named!r}, which was measured on {there}; this study runs on {here}.")
+    return _learn([earlier], same_model=False)
+
+
+def _hardware(spec: StudySpec, profiled: Profiled) -> str:
+    device = profiled.profile.device_name or profiled.device or spec.device
+    return f"{spec.slots_per_trial} x {device}"
+
+
+def _others(store: Store, name: str) -> Iterator[_Earlier]:
+    """Yield the other studies of the database of which something was measured, the latest first."""
+    for record in sorted(store.list_studies(), key=lambda record: -record.created_at):
+        earlier = None if record.name == name else _read(store, record.name)
+        if earlier is not None:
+            yield earlier
+
+
+def _attributes(store: Store, name: str) -> Mapping[str, Any]:
+    """Return the user attributes of a study."""
+    return store.storage.get_study_user_attrs(store.storage.get_study_id_from_name(name))
+
+
+def _read(store: Store, name: str) -> _Earlier | None:
+    """Return a study with its profile and finished trials; None where nothing of it was measured."""
+    if store.find_study(name) is None:
+        return None
+    study = read_stored(store, name)
+    trials = [trial for trial in study.trials if trial.state.is_finished()]
+    if study.profiled is None or not any(attributes.METRICS in trial.user_attrs for trial in trials):
+        return None
+    return _Earlier(
+        spec=study.spec,
+        profiled=study.profiled,
+        fingerprint=str(study.attributes[attributes.FINGERPRINT]),
+        space=study.space,
+        trials=trials,
+    )
+
+
+def _learn(studies: list[_Earlier], *, same_model: bool) -> PriorKnowledge:
+    """Fit the coefficients to one study after the other, the oldest first; gather the launches."""
+    prior_knowledge: PriorKnowledge | None = None
+    names: list[str] = []
+    launches: list[Launched] = []
+    for earlier in reversed(studies):
+        planner = make_planner(earlier.spec, earlier.profiled, earlier.space, prior_knowledge=prior_knowledge)
+        names.append(earlier.spec.name)
+        fitted = planner.learnt(earlier.trials)
+        prior_knowledge = PriorKnowledge.of(fitted, studies=names, same_model=same_model)
+        launches += launches_of(earlier.trials)
+    if prior_knowledge is None:
+        raise ValueError("there is no study to learn from")
+    return replace(prior_knowledge, launches=tuple(launches) if same_model else ())

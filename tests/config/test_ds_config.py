@@ -1,0 +1,266 @@
+"""Reading, merging and keying DeepSpeed configs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optuna_dsat.config import ds_config
+from optuna_dsat.errors import ConfigError
+
+
+def read(tmp_path: Path, text: str | bytes) -> ds_config.UserConfig:
+    path = tmp_path / "ds_config.json"
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return ds_config.load(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "is empty"),
+        ("  \n ", "is empty"),
+        ("{", "line 1, column 2"),
+        ('{\n "a": 1,\n}', "line 3, column 1"),
+        ('{"a": 1, "a": 2}', "'a' is given twice"),
+        ('{"zero_optimization": {"stage": 1, "stage": 2}}', "'stage' is given twice"),
+        ("[1]", "this is a list"),
+        ("3", "this is a number"),
+        ("null", "this is null"),
+        ('{"a": NaN}', "NaN is no JSON number"),
+        (b'{"a": "\xff"}', "line 1: not UTF-8"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"zero_optimization": 3}', "zero_optimization is a number"),
+        ('{"optimizer": "adam"}', "optimizer is a string"),
+        ('{"train_batch_size": [8, 16]}', "is not searched"),
+        ('{"train_micro_batch_size_per_gpu": 2.5}', "whole number"),
+        ('{"train_micro_batch_size_per_gpu": [1, 0]}', "at least 1"),
+        ('{"train_batch_size": true}', "whole number"),
+        ('{"zero_optimization": {"reduce_bucket_size": []}}', "empty list"),
+        ('{"autotuning": {"tuner_num_trials": "many"}}', "tuner_num_trials"),
+        (
+            '{"autotuning": {"min_train_micro_batch_size_per_gpu": 8, "max_train_micro_batch_size_per_gpu": 4}}',
+            "is 8, above the maximum 4",
+        ),
+    ],
+)
+def test_a_bad_config_gets_one_line_that_names_the_file(tmp_path: Path, text: str | bytes, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, text)
+    message = str(caught.value)
+    assert expected in message
+    assert "ds_config.json" in message
+    assert "\n" not in message
+
+
+def test_a_missing_file_and_a_directory_are_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such DeepSpeed config"):
+        ds_config.load(tmp_path / "none.json")
+    with pytest.raises(ConfigError, match="is a directory"):
+        ds_config.load(tmp_path)
+
+
+def test_lists_are_read_as_narrowing_and_resolved_to_their_first(tmp_path: Path) -> None:
+    config = read(
+        tmp_path,
+        """{"train_micro_batch_size_per_gpu": [2, 4],
+            "optimizer": {"type": "AdamW", "params": {"betas": [0.8, 0.9]}},
+            "zero_optimization": {"stage": "all", "reduce_bucket_size": [5e7, 5e8],
+                                  "offload_optimizer": {"device": ["cpu", "none"], "pin_memory": false}},
+            "autotuning": {"enabled": true}}""",
+    )
+    assert config.lists == {
+        "train_micro_batch_size_per_gpu": (2, 4),
+        "zero_optimization.stage": ("all",),
+        "zero_optimization.reduce_bucket_size": (5e7, 5e8),
+        "zero_optimization.offload_optimizer.device": ("cpu", "none"),
+    }
+    assert ds_config.effective(config.raw) == {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"betas": [0.8, 0.9]}},
+        "zero_optimization": {
+            "reduce_bucket_size": 5e7,
+            "offload_optimizer": {"device": "cpu", "pin_memory": False},
+        },
+    }
+
+
+def test_reading_leaves_the_raw_config_alone() -> None:
+    raw = {"zero_optimization": {"stage": [1, 2], "cpu_offload": True}, "autotuning": {"enabled": False}}
+    before = json.dumps(raw)
+    ds_config.effective(raw)
+    ds_config.merge(raw, {"zero_optimization": {"stage": 3}})
+    ds_config.canonical_key(raw)
+    assert json.dumps(raw) == before
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        (True, {"stage": 1, "allgather_bucket_size": 500_000_000}),
+        ({"stage": 2, "cpu_offload": True}, {"stage": 2, "offload_optimizer": {"device": "cpu"}}),
+        ({"stage": 2, "cpu_offload": False}, {"stage": 2}),
+        (
+            {"stage": 3, "cpu_offload_param": True, "cpu_offload_use_pin_memory": True},
+            {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": True}},
+        ),
+        ({"stage": 3, "prefetch_bucket_size": 7}, {"stage": 3, "stage3_prefetch_bucket_size": 7}),
+    ],
+)
+def test_old_spellings_become_todays(section: Any, expected: dict[str, Any]) -> None:
+    assert ds_config.zero_section({"zero_optimization": section}) == expected
+
+
+def test_the_autotuning_section_is_parsed_and_unknown_keys_are_named(tmp_path: Path) -> None:
+    section = read(
+        tmp_path,
+        """{"autotuning": {"enabled": true, "start_step": 5, "end_step": 10, "metric": "latency", "num_gpus": [2, 4],
+            "num_nodes": 1, "tuner_num_trials": 9, "max_train_micro_batch_size_per_gpu": 3e1, "speed": 3,
+            "arg_mappings": {"train_micro_batch_size_per_gpu": "per_device_train_batch_size"}}}""",
+    ).autotuning
+    assert (section.enabled, section.start_profile_step, section.end_profile_step) == (True, 5, 10)
+    assert (section.metric, section.num_gpus, section.tuner_num_trials) == ("latency", 4, 9)
+    assert section.max_train_micro_batch_size_per_gpu == 30
+    assert section.arg_mappings == {"train_micro_batch_size_per_gpu": "per_device_train_batch_size"}
+    assert (section.ignored, section.unknown, section.num_nodes) == ((), ("speed",), 1)
+
+
+def test_merge_overlays_objects_replaces_values_and_removes_by_none() -> None:
+    base = {"a": 1, "b": {"x": [1], "y": 2}, "auto": "auto", "zero_optimization": True}
+    merged = ds_config.merge(base, {"a": None, "b": {"y": None, "z": {"k": None}}, "zero_optimization": {"stage": 2}})
+    assert merged == {"b": {"x": [1], "z": {}}, "auto": "auto", "zero_optimization": {"stage": 2}}
+    merged["b"]["x"].append(2)
+    assert base["b"] == {"x": [1], "y": 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"train_batch_size": 32}, (32, 8, 1)),
+        ({"train_micro_batch_size_per_gpu": 2}, (8, 2, 1)),
+        ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}, (24, 2, 3)),
+        ({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2}, (32, 2, 4)),
+        ({"train_batch_size": 32, "gradient_accumulation_steps": 2}, (32, 4, 2)),
+        ({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}, (32, 4, 2)),
+        ({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": [4, 8]}, (16, 4, 1)),
+        ({"gradient_accumulation_steps": "auto"}, (4, 1, 1)),
+        ({"train_batch_size": 3.2e1}, (32, 8, 1)),
+    ],
+)
+def test_the_batch_triangle_is_completed(config: dict[str, Any], expected: tuple[int, int, int]) -> None:
+    triangle = ds_config.batch_triangle(config, world_size=4)
+    found = (triangle.train_batch_size, triangle.micro_batch, triangle.gradient_accumulation_steps)
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "numbers"),
+    [
+        ({"train_batch_size": 30}, ["is 30", "multiple of 4 ranks = 4", "28 or 32"]),
+        ({"train_batch_size": 2}, ["is 2", "set it to 4"]),
+        ({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 5}, ["is 32", "20 or 40"]),
+        ({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 16}, ["is 8", "set it to 64"]),
+        (
+            {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1},
+            ["is 32", "= 16", "set train_batch_size to 16"],
+        ),
+        ({"train_batch_size": 32, "gradient_accumulation_steps": 16}, ["is 32", "= 64", "set it to 64"]),
+    ],
+)
+def test_a_triangle_that_cannot_hold_says_what_to_change(config: dict[str, Any], numbers: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ds_config.batch_triangle(config, world_size=4)
+    assert all(number in str(caught.value) for number in numbers), str(caught.value)
+
+
+BASE = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}}
+
+
+def with_zero(**zero: Any) -> dict[str, Any]:
+    return ds_config.merge(BASE, {"zero_optimization": zero})
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 4},
+        {**BASE, "gradient_accumulation_steps": 1},
+        {**BASE, "autotuning": {"enabled": True}},
+        with_zero(reduce_bucket_size=5e8),
+        with_zero(reduce_bucket_size=500_000_000, contiguous_gradients=True, overlap_comm=False),
+        with_zero(reduce_bucket_size=2_000_000),
+        with_zero(offload_optimizer={"device": "none"}),
+        with_zero(offload_param={"device": "cpu"}, stage3_max_live_parameters=3),
+    ],
+)
+def test_configs_that_behave_alike_share_a_key(same: dict[str, Any]) -> None:
+    assert ds_config.canonical_key(same, params_count=1_000_000) == ds_config.canonical_key(
+        BASE, params_count=1_000_000
+    )
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {**BASE, "train_micro_batch_size_per_gpu": 5},
+        {**BASE, "gradient_accumulation_steps": 2},
+        with_zero(reduce_bucket_size=999_999),
+        with_zero(overlap_comm=True),
+        with_zero(offload_optimizer={"device": "cpu"}),
+        with_zero(stage=3),
+        with_zero(stage=0),
+    ],
+)
+def test_configs_that_differ_have_different_keys(other: dict[str, Any]) -> None:
+    assert ds_config.canonical_key(other, params_count=1_000_000) != ds_config.canonical_key(
+        BASE, params_count=1_000_000
+    )
+
+
+def test_the_key_knows_that_overlap_is_the_default_of_stage_3_alone() -> None:
+    explicit = with_zero(stage=3, overlap_comm=True)
+    assert ds_config.canonical_key(explicit) == ds_config.canonical_key(with_zero(stage=3))
+    assert ds_config.canonical_key(with_zero(overlap_comm=True)) != ds_config.canonical_key(BASE)
+
+
+def test_our_defaults_are_deepspeeds() -> None:
+    model = pytest.importorskip("deepspeed.runtime.zero.config").DeepSpeedZeroConfig
+    for stage in (1, 2, 3):
+        theirs = model(stage=stage).model_dump(by_alias=True)
+        for key in ("overlap_comm", *(key for key in ds_config._ZERO_DEFAULTS if key != "stage")):
+            assert ds_config.zero_default(key, stage=stage) == theirs[key], key
+
+
+def test_a_stripped_config_is_one_that_deepspeed_accepts() -> None:
+    model = pytest.importorskip("deepspeed.runtime.zero.config").DeepSpeedZeroConfig
+    raw = {
+        "train_micro_batch_size_per_gpu": [1, 2],
+        "zero_optimization": {"stage": [2, 3], "cpu_offload": True, "overlap_comm": "all", "reduce_bucket_size": 5e7},
+        "autotuning": {"enabled": True},
+    }
+    clean = ds_config.strip_tuning(raw)
+    assert "autotuning" not in clean
+    assert clean["train_micro_batch_size_per_gpu"] == 1
+    parsed = model(**clean["zero_optimization"])
+    assert (int(parsed.stage), parsed.offload_optimizer.device) == (2, "cpu")
+    assert parsed.reduce_bucket_size == 50_000_000
+
+
+def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    target = tmp_path / "best.json"
+    ds_config.write_json_atomic(target, {"a": 1})
+    with pytest.raises(TypeError):
+        ds_config.write_json_atomic(target, {"a": object()})
+    assert json.loads(target.read_text()) == {"a": 1}
+    with pytest.raises(FileNotFoundError):
+        ds_config.write_json_atomic(tmp_path / "none" / "x.json", {})
+    assert [path.name for path in tmp_path.iterdir()] == ["best.json"]
+
+
+def test_the_file_gets_the_usual_mode(tmp_path: Path) -> None:
+    target = tmp_path / "best.json"
+    ds_config.write_json_atomic(target, [1])
+    assert target.stat().st_mode & 0o777 == 0o644

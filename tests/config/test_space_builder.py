@@ -1,0 +1,364 @@
+"""The search space: choices, conditions, and the way between params and DeepSpeed configs."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import optuna
+import pytest
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+from optuna_dsat.config import ds_config
+from optuna_dsat.config.knobs import KNOBS, MICRO_BATCH
+from optuna_dsat.config.space_builder import Role, SearchSpace, build_space
+from optuna_dsat.errors import ConfigError
+
+PARAMS = 1_313_280
+BASE: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+}
+SPACES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "large model": ({}, {"params": 7_000_000_000}),
+    "unknown size": ({}, {"params": None}),
+    "all stages and nvme": ({}, {"zero_stages": (0, 1, 2, 3), "nvme_path": "/nvme", "device": "cuda"}),
+    "user offloads": (
+        {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu", "ratio": 0.9, "buffer_count": 6},
+            "offload_param": {"device": "cpu"},
+        },
+        {"device": "cuda"},
+    ),
+    "user on nvme": ({"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/disk"}}, {}),
+    "nvme only": ({"offload_optimizer": {"device": ["none", "nvme"]}}, {"nvme_path": "/nvme"}),
+    "lists": ({"stage": [2, 3], "reduce_bucket_size": [5e5, 2e5], "allgather_bucket_size": [2e8, 5e8]}, {}),
+    "fixed": ({}, {"fix": {"contiguous_gradients": False, "offload_optimizer": "cpu", "sub_group_size": "1e6"}}),
+    "fixed nvme": ({}, {"fix": {"offload_optimizer": "nvme"}, "nvme_path": "/nvme"}),
+    "kept": (
+        {"stage": 1, "contiguous_gradients": False, "offload_optimizer": {"device": "cpu"}},
+        {"no_tune": ("contiguous_gradients", "offload_optimizer", "stage3_max_live_parameters")},
+    ),
+    "old spelling": (
+        {"stage": 2, "cpu_offload": True, "prefetch_bucket_size": 7, "cpu_offload_use_pin_memory": False},
+        {},
+    ),
+    "sequential": ({"stage": 3, "stage3_allgather_sequential": True}, {}),
+    "pipeline": ({"stage": 1}, {"pipeline": True, "zero_stages": (0, 1, 2, 3)}),
+}  # fmt: skip
+
+
+def make(zero: dict[str, Any] | None = None, /, *, config: dict[str, Any] | None = None, **options: Any) -> SearchSpace:
+    options = {"params": PARAMS, "micro_batch_cap": 64, "device": "cpu", **options}
+    return build_space({**BASE, **({"zero_optimization": zero} if zero else {}), **(config or {})}, **options)
+
+
+def draw(space: SearchSpace, count: int, seed: int = 0) -> list[dict[str, Any]]:
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=seed))
+    drawn = []
+    for _ in range(count):
+        trial = study.ask()
+        drawn.append(space.suggest(trial))
+        assert trial.params == drawn[-1]
+        study.tell(trial, 0.0)
+    return drawn
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_every_drawn_configuration_is_valid_conditional_and_read_back(name: str) -> None:
+    zero, options = SPACES[name]
+    space = make(zero, **options)
+    base = ds_config.effective({**BASE, "zero_optimization": zero})
+    for params in draw(space, 300):
+        overlay = space.overlay(params)
+        config = ds_config.merge(base, overlay)
+        section = config["zero_optimization"]
+        parsed = DeepSpeedZeroConfig(**section)
+        stage = params["zero_stage"]
+        assert int(parsed.stage) == section["stage"] == stage
+        assert space.params_of(config) == params
+        assert config[MICRO_BATCH] == params[MICRO_BATCH]
+        assert config["gradient_accumulation_steps"] == 2
+        assert "train_batch_size" not in config
+        assert not {"cpu_offload", "cpu_offload_param", "prefetch_bucket_size"} & section.keys()
+        if stage < 3:
+            assert not [key for key in section if key.startswith("stage3_") and key != "stage3_allgather_sequential"]
+            assert "offload_param" not in section
+            assert (parsed.offload_optimizer is None) or parsed.offload_optimizer.device == "cpu"
+        if stage == 0:
+            assert section.keys() <= {"stage", "stage3_allgather_sequential"}
+        for key in ("offload_optimizer", "offload_param"):
+            offload = section.get(key, {})
+            assert (offload.get("device") == "nvme") == ("nvme_path" in offload)
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_the_number_of_classes_is_what_an_enumeration_finds(name: str) -> None:
+    zero, options = SPACES[name]
+    space = make(zero, **{**options, "params": 600_000})
+    seen = set()
+    for combination in itertools.product(*(tuned.choices for tuned in space.knobs)):
+        fixed = dict(zip((tuned.name for tuned in space.knobs), combination, strict=True))
+        params = space.suggest(optuna.trial.FixedTrial({**fixed, MICRO_BATCH: 4}))
+        seen.add(tuple(sorted(params.items())))
+    assert space.classes() == len(seen)
+
+
+@pytest.mark.parametrize(
+    ("stage", "without"),
+    [
+        ({"zero_stage": 0}, {knob.name for knob in KNOBS} - {"zero_stage"}),
+        (
+            {"zero_stage": 2, "offload_optimizer": "none", "contiguous_gradients": True},
+            {"offload_param", "sub_group_size", "allgather_bucket_size", "allgather_partitions"},
+        ),
+        ({"zero_stage": 1, "offload_optimizer": "cpu"}, {"contiguous_gradients"}),
+        ({"zero_stage": 3, "offload_optimizer": "cpu", "contiguous_gradients": False}, {"reduce_scatter"}),
+    ],
+)
+def test_knobs_that_do_nothing_are_not_drawn(stage: dict[str, Any], without: set[str]) -> None:
+    space = make(zero_stages=(0, 1, 2, 3))
+    every = {tuned.name: tuned.choices[-1] for tuned in space.knobs}
+    params = space.suggest(optuna.trial.FixedTrial({**every, **stage, MICRO_BATCH: 1}))
+    assert not without & params.keys()
+    assert next(iter(params)) == "zero_stage"
+    assert list(params)[-1] == MICRO_BATCH
+
+
+def test_pipelines_never_overlap_and_stay_below_stage_2() -> None:
+    space = make(pipeline=True, zero_stages=(0, 1, 2, 3))
+    assert space.stages == (0, 1)
+    assert all("overlap_comm" not in params for params in draw(space, 50))
+    with pytest.raises(ConfigError, match="pipeline parallelism runs with ZeRO 0 and 1 only"):
+        make(pipeline=True, zero_stages=(2, 3))
+
+
+def test_zero_1_with_the_bf16_optimizer_has_no_buckets() -> None:
+    bf16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    for params in draw(make(config=bf16, zero_stages=(1,)), 40):
+        buckets = params["offload_optimizer"] == "cpu"
+        assert ("reduce_bucket_size" in params) == ("overlap_comm" in params) == buckets
+
+
+def test_zero_0_is_left_out_where_deepspeed_refuses_its_gradient_type() -> None:
+    mixed = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    assert make(config=mixed, zero_stages=(0, 1)).stages == (1,)
+    assert make(config={**mixed, "data_types": {"grad_accum_dtype": "bfloat16"}}, zero_stages=(0, 1)).stages == (0, 1)
+    with pytest.raises(ConfigError, match="ZeRO 0 cannot accumulate"):
+        make(config=mixed, zero_stages=(0,))
+
+
+@pytest.mark.parametrize("extra", [{"prescale_gradients": True}, {"gradient_predivide_factor": 2.0}])
+def test_prescaled_gradients_turn_reduce_scatter_off_where_deepspeed_refuses_it(extra: dict[str, Any]) -> None:
+    space = make(config=extra)
+    for params in draw(space, 60):
+        zero = space.overlay(params)["zero_optimization"]
+        if params["zero_stage"] >= 2:
+            assert "reduce_scatter" not in params
+            assert zero["reduce_scatter"] is False
+
+
+def test_sizes_beyond_the_model_become_one_choice() -> None:
+    choices = {tuned.name: tuned.choices for tuned in make().knobs}
+    assert choices["reduce_bucket_size"] == (1_000_000, 1_400_000)
+    assert choices["stage3_prefetch_bucket_size"] == (1_400_000,)
+    assert choices["stage3_max_reuse_distance"] == (2_700_000,)
+    assert choices["stage3_param_persistence_threshold"] == (10_000, 100_000, 1_000_000)
+    tiny = {tuned.name: tuned.choices for tuned in make(params=7).knobs}
+    assert tiny["reduce_bucket_size"] == (8,)
+    assert {tuned.name: tuned.choices for tuned in make(params=None).knobs}["reduce_bucket_size"][-1] == 5 * 10**9
+
+
+def test_a_list_narrows_and_all_does_not() -> None:
+    choices = {
+        tuned.name: tuned.choices
+        for tuned in make(
+            {"stage": "all", "reduce_bucket_size": [3e5, 5e5], "overlap_comm": [True], "contiguous_gradients": "all"},
+            zero_stages=(1, 2),
+        ).knobs
+    }
+    assert choices["zero_stage"] == (1, 2)
+    assert choices["reduce_bucket_size"] == (300_000, 500_000)
+    assert choices["overlap_comm"] == (True,)
+    assert choices["contiguous_gradients"] == (False, True)
+
+
+def test_stages_of_the_config_and_of_the_command_meet() -> None:
+    assert make({"stage": [1, 2]}, zero_stages=(2, 3)).stages == (2,)
+    with pytest.raises(ConfigError, match="No ZeRO stage is left"):
+        make({"stage": [1]}, zero_stages=(2, 3))
+    assert make(fix={"zero_stage": "2"}).stages == (2,)
+    assert make({"stage": 3}, no_tune=("zero_stage",)).stages == (3,)
+
+
+def test_a_knob_without_effect_is_drawn_only_when_values_are_listed() -> None:
+    plain = {tuned.name for tuned in make().knobs}
+    assert not {"allgather_bucket_size", "allgather_partitions"} & plain
+    listed = make({"allgather_partitions": [True, False]}, zero_stages=(2,))
+    assert "allgather_partitions" in {tuned.name for tuned in listed.knobs}
+    rows = {row.knob: row for row in make().describe()}
+    assert rows["allgather_bucket_size"].role == "without effect"
+    assert "all_gather_into_tensor" in rows["allgather_bucket_size"].used_by
+
+
+def test_fixed_knobs_are_laid_over_but_are_no_parameters() -> None:
+    space = make({"stage": 2, "reduce_bucket_size": 7}, fix={"reduce_bucket_size": "5e5", "offload_param": "cpu"})
+    for params in draw(space, 60):
+        zero = space.overlay(params)["zero_optimization"]
+        assert "reduce_bucket_size" not in params
+        assert zero["reduce_bucket_size"] == 500_000
+        assert (zero["offload_param"] is not None) == (params["zero_stage"] == 3)
+    assert {tuned.name for tuned in space.knobs if tuned.role is Role.FIXED} == {"reduce_bucket_size", "offload_param"}
+
+
+def test_a_kept_knob_stays_as_the_user_has_it() -> None:
+    space = make({"stage": 2, "reduce_bucket_size": 7}, no_tune=("reduce_bucket_size",))
+    base = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 7}}
+    for params in draw(space, 30):
+        assert "reduce_bucket_size" not in params
+        assert ds_config.merge(base, space.overlay(params))["zero_optimization"]["reduce_bucket_size"] == 7
+
+
+def test_an_nvme_only_optimizer_is_not_offloaded_below_stage_3() -> None:
+    space = make({"offload_optimizer": {"device": ["none", "nvme"]}}, nvme_path="/nvme")
+    devices = {
+        (params["zero_stage"], (space.overlay(params)["zero_optimization"]["offload_optimizer"] or {}).get("device"))
+        for params in draw(space, 200)
+    }
+    assert devices == {(1, None), (2, None), (3, None), (3, "nvme")}
+
+
+def test_the_users_own_subkeys_survive_offload() -> None:
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": False, "buffer_count": 6, "ratio": 0.5}}
+    space = make(zero, device="cuda", fix={"offload_optimizer": "cpu"})
+    base = {"zero_optimization": zero}
+    for params in draw(space, 30):
+        section = ds_config.merge(base, space.overlay(params))["zero_optimization"]["offload_optimizer"]
+        expected = {"device": "cpu", "pin_memory": False, "buffer_count": 6}
+        assert section == (expected | {"ratio": 0.5} if params["zero_stage"] == 3 else expected)
+
+
+def test_memory_is_pinned_on_cuda() -> None:
+    for device, section in (("cuda", {"device": "cpu", "pin_memory": True}), ("cpu", {"device": "cpu"})):
+        space = make(device=device, fix={"offload_optimizer": "cpu"}, zero_stages=(2,))
+        overlay = space.overlay(draw(space, 1)[0])
+        assert ds_config.merge({}, overlay)["zero_optimization"]["offload_optimizer"] == section
+
+
+def test_usual_values_are_the_users_and_else_deepspeeds_defaults_at_the_stage() -> None:
+    space = make({"stage": 2, "reduce_bucket_size": 123_456, "offload_optimizer": {"device": "cpu"}})
+    for stage in (1, 3):
+        usual = {name: space.usual(name, {"zero_stage": stage}) for name in ("overlap_comm", "reduce_bucket_size")}
+        assert usual == {"overlap_comm": stage == 3, "reduce_bucket_size": 123_456}
+
+
+def test_the_present_configuration_is_always_inside() -> None:
+    zero = {"stage": 2, "reduce_bucket_size": 123_456, "overlap_comm": True}
+    space = make(zero)
+    config = {**BASE, "zero_optimization": zero}
+    params = space.params_of(config)
+    assert params is not None
+    assert (params["reduce_bucket_size"], params["overlap_comm"], params[MICRO_BATCH]) == (123_456, True, 4)
+    assert space.suggest(optuna.trial.FixedTrial(params)) == params
+    run = ds_config.merge(config, space.overlay(params))
+    assert ds_config.canonical_key(run, params_count=PARAMS) == ds_config.canonical_key(config, params_count=PARAMS)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {**BASE, "zero_optimization": {"stage": 0}},
+        {**BASE, "zero_optimization": {"stage": 2, "reduce_bucket_size": 77}},
+        {**BASE, MICRO_BATCH: 65, "zero_optimization": {"stage": 2}},
+        {"zero_optimization": {"stage": 2}},
+        {**BASE, "zero_optimization": {"stage": 2, "reduce_bucket_size": "many"}},
+    ],
+)
+def test_a_configuration_outside_has_no_params(config: dict[str, Any]) -> None:
+    assert make({"reduce_bucket_size": [1e6]}).params_of(config) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "expected"),
+    [
+        ({}, {}, (1, 64)),
+        ({MICRO_BATCH: [2, 8, 4]}, {}, (2, 8)),
+        ({MICRO_BATCH: [8]}, {"micro_batch_cap": 4}, (8, 8)),
+        ({MICRO_BATCH: "auto", "autotuning": {"max_train_micro_batch_size_per_gpu": 16}}, {}, (1, 16)),
+        ({}, {"fix": {MICRO_BATCH: "3"}}, (3, 3)),
+        ({}, {"no_tune": (MICRO_BATCH,)}, (4, 4)),
+    ],
+)
+def test_bounds_of_the_micro_batch(config: dict[str, Any], options: dict[str, Any], expected: tuple[int, int]) -> None:
+    assert make(config=config, **options).micro_batches == expected
+
+
+@pytest.mark.parametrize(
+    ("zero", "options", "message"),
+    [
+        ({}, {"fix": {"bucket": 1}}, "bucket is not a knob. The knobs are zero_stage"),
+        ({}, {"no_tune": ("offload_optimizer_nvme",)}, "is not a knob"),
+        ({}, {"no_tune": ("overlap_comm",), "fix": {"overlap_comm": True}}, "both --fix and --no-tune"),
+        ({}, {"fix": {"overlap_comm": "maybe"}}, "overlap_comm is 'maybe'; it must be true or false"),
+        ({}, {"fix": {"overlap_comm": 1}}, "must be true or false"),
+        ({}, {"fix": {"reduce_bucket_size": "big"}}, "must be a whole number"),
+        ({}, {"fix": {"reduce_bucket_size": 0}}, "must be at least 1"),
+        ({}, {"fix": {"reduce_bucket_size": 1.5}}, "must be a whole number"),
+        ({}, {"fix": {"allgather_bucket_size": 3}}, "even numbers only"),
+        ({}, {"fix": {"offload_param": "disk"}}, "none, cpu or nvme"),
+        ({}, {"fix": {"offload_param": "nvme"}}, "give --nvme-path"),
+        ({}, {"zero_stages": (4,)}, "ZeRO stages are 0, 1, 2 and 3"),
+        ({"reduce_bucket_size": [5e7, "x"]}, {}, "reduce_bucket_size is 'x'"),
+        ({"round_robin_gradients": [True, False]}, {}, "round_robin_gradients is a list, but not a knob"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(zero: dict[str, Any], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(zero, **options)
+
+
+def test_untested_optimizers_are_allowed_where_deepspeed_would_ask() -> None:
+    def says(config: dict[str, Any], stage: int) -> Any:
+        space = build_space(config, zero_stages=(stage,), params=PARAMS)
+        return space.overlay(draw(space, 1)[0]).get("zero_allow_untested_optimizer")
+
+    assert says({}, 1) is True
+    assert says({}, 0) is None
+    assert says({"optimizer": {"type": "SGD"}}, 3) is True
+    assert says(BASE, 2) is None
+    assert says({"zero_allow_untested_optimizer": False}, 2) is None
+
+
+def test_gradient_accumulation_can_be_given() -> None:
+    space = make(gradient_accumulation_steps=5)
+    params = draw(space, 1)[0]
+    assert space.overlay(params)["gradient_accumulation_steps"] == 5
+    assert space.overlay(params, gradient_accumulation_steps=3)["gradient_accumulation_steps"] == 3
+
+
+def test_a_missing_param_is_named() -> None:
+    with pytest.raises(ConfigError, match="overlap_comm is missing"):
+        make().overlay({"zero_stage": 1, "offload_optimizer": "cpu", MICRO_BATCH: 1})
+
+
+def test_every_knob_names_its_place_in_deepspeed() -> None:
+    for row in make({}, zero_stages=(0, 1, 2, 3), nvme_path="/nvme").describe():
+        assert row.where
+        assert row.used_by
+
+
+@pytest.mark.parametrize(
+    ("zero", "message"),
+    [
+        ({"stage": 7}, "zero_stage is 7"),
+        ({"stage": 2, "reduce_bucket_size": "large"}, "reduce_bucket_size is 'large'"),
+        ({"stage": 2, "offload_optimizer": {"device": "gpu"}}, "offload_optimizer is 'gpu'"),
+        ({"stage": 2, "overlap_comm": "maybe"}, "overlap_comm is 'maybe'"),
+    ],
+)
+def test_values_that_no_knob_has_are_refused_by_name(zero: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_space({"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero})

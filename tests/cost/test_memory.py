@@ -1,0 +1,405 @@
+"""The memory model against published figures, against DeepSpeed's estimators, and against itself."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
+from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
+
+from optuna_dsat.cost.memory import Correction, Hardware, ModelProfile, estimate, largest_micro_batch, lineage_key
+from optuna_dsat.cost.zero_states import optimizer_bytes_per_param
+from optuna_dsat.runtime.events import ProfileMeasured
+
+GIB = 2**30
+STATES = ("parameters", "gradients", "master", "optimizer")
+
+
+def profile(**changes: Any) -> ModelProfile:
+    values: dict[str, Any] = {
+        "params": 1_000_000_000,
+        "trainable_params": 1_000_000_000,
+        "largest_layer_params": 50_000_000,
+        "param_bytes": 2,
+        "activation_bytes_per_sample": GIB,
+        "flops_per_sample": 10**12,
+        "device_memory_bytes": 80 * GIB,
+        "host_memory_bytes": 1000 * GIB,
+        "peak_bytes": 0,
+    }
+    return ModelProfile(**{**values, **changes})
+
+
+def hardware(**changes: Any) -> Hardware:
+    values: dict[str, Any] = {
+        "world_size": 8,
+        "ranks_per_node": 8,
+        "device_memory_bytes": 80 * GIB,
+        "host_memory_bytes": 1000 * GIB,
+    }
+    return Hardware(**{**values, **changes})
+
+
+def config(stage: int, *, accumulation: int = 1, **zero: Any) -> dict[str, Any]:
+    return {
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW"},
+        "gradient_accumulation_steps": accumulation,
+        "zero_optimization": {"stage": stage, **zero},
+    }
+
+
+def offload(*keys: str, device: str = "cpu") -> dict[str, Any]:
+    return {f"offload_{key}": {"device": device} for key in keys}
+
+
+def states(a_profile: ModelProfile, ds_config: dict[str, Any], where: Hardware) -> float:
+    parts = estimate(a_profile, ds_config, micro_batch=0, hardware=where).parts
+    return sum(size for name, size in parts.items() if name in STATES)
+
+
+@pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
+def test_figure_1_of_the_zero_paper(stage: int, gigabytes: float) -> None:
+    """7.5 billion parameters on 64 GPUs, mixed-precision Adam (arXiv:1910.02054, figure 1)."""
+    model = profile(params=7_500_000_000, trainable_params=7_500_000_000)
+    found = states(model, config(stage), hardware(world_size=64))
+    assert found / 1e9 == pytest.approx(gigabytes, abs=0.06)
+
+
+@pytest.mark.parametrize("ranks", [1, 8, 64])
+def test_deepspeeds_estimator_of_stage_2(ranks: int) -> None:
+    """2P + 18P/N: the estimator counts the fp32 gradients of the optimizer step, ours lists them as such."""
+    model = profile(params=7_500_000_000, trainable_params=7_500_000_000, activation_bytes_per_sample=0)
+    small = config(2, reduce_bucket_size=2, contiguous_gradients=False)
+    parts = estimate(model, small, micro_batch=0, hardware=hardware(world_size=ranks)).parts
+    _, theirs = estimate_zero2_model_states_mem_needs(7_500_000_000, ranks, 1, cpu_offload=False)
+    assert sum(parts.get(name, 0) for name in (*STATES, "fp32_gradients")) == pytest.approx(theirs, rel=1e-6)
+
+
+def test_deepspeeds_estimator_of_stage_2_with_offload() -> None:
+    model = profile(largest_layer_params=0)
+    parts = estimate(model, config(2, **offload("optimizer")), micro_batch=0, hardware=hardware()).parts
+    _, theirs = estimate_zero2_model_states_mem_needs(model.params, 8, 1, cpu_offload=True)
+    assert sum(parts.get(name, 0) for name in (*STATES, "fp32_gradients")) == theirs
+
+
+def test_host_memory_of_offload_stays_below_deepspeeds_estimator() -> None:
+    """P * max(4N, 16) * 1.5; ours is without the factor of 1.5 and counts the fp32 gradients and the copies."""
+    model = profile(params=10**9, largest_layer_params=0)
+    host = estimate(model, config(2, **offload("optimizer")), micro_batch=0, hardware=hardware(world_size=4)).host_bytes
+    theirs, _ = estimate_zero2_model_states_mem_needs(10**9, 4, 1, cpu_offload=True)
+    assert host == 18 * 10**9
+    assert theirs / 1.5 <= host <= theirs
+
+
+@pytest.mark.parametrize("ranks", [8, 64])
+def test_deepspeeds_estimator_of_stage_3(ranks: int) -> None:
+    """4 * largest layer + 18P/N, with an error of the 2P/N that the estimator leaves out."""
+    layer, params = 50_000_000, 7_500_000_000
+    model = profile(params=params, trainable_params=params, largest_layer_params=layer)
+    small = config(3, reduce_bucket_size=1, stage3_prefetch_bucket_size=0, stage3_max_reuse_distance=0)
+    ours = estimate(model, small, micro_batch=0, hardware=hardware(world_size=ranks)).parts
+    _, theirs, _ = estimate_zero3_model_states_mem_needs(params, layer, ranks, 1, False, False)
+    found = sum(ours.get(name, 0) for name in (*STATES, "fp32_gradients")) + 4 * layer
+    assert found == pytest.approx(theirs + 2 * params / ranks, rel=1e-6)
+
+
+@pytest.mark.parametrize(("keys", "params_on_device"), [(("optimizer",), True), (("optimizer", "param"), False)])
+def test_deepspeeds_estimator_of_stage_3_with_offload(keys: tuple[str, ...], params_on_device: bool) -> None:
+    model = profile()
+    parts = estimate(model, config(3, **offload(*keys)), micro_batch=0, hardware=hardware()).parts
+    _, theirs, layer = estimate_zero3_model_states_mem_needs(model.params, 50_000_000, 8, 1, True, not params_on_device)
+    assert sum(parts.get(name, 0) for name in STATES) == theirs - layer
+
+
+def test_fp32_training_keeps_a_master_copy_only_with_zero() -> None:
+    model = profile(param_bytes=4)
+    plain = {"optimizer": {"type": "AdamW"}}
+    where = hardware(world_size=1)
+    assert states(model, plain, where) == 16 * model.params
+    assert states(model, {**plain, "zero_optimization": {"stage": 2}}, where) == 20 * model.params
+
+
+@pytest.mark.parametrize(
+    ("section", "profiled", "expected"),
+    [
+        ({"type": "AdamW"}, "SGD", 8),
+        ({}, "SGD", 0),
+        ({"type": "SGD", "params": {"momentum": 0.9}}, "", 4),
+        ({"type": "Lion"}, "", 4),
+        ({"type": "Adagrad"}, "", 4),
+        ({}, "Adafactor", 0),
+        ({}, "FusedLamb", 8),
+        ({}, "SomethingNew", 8),
+    ],
+)
+def test_optimizer_state(section: dict[str, Any], profiled: str, expected: int) -> None:
+    assert optimizer_bytes_per_param({"optimizer": section} if section else {}, profiled) == expected
+
+
+def test_frozen_parameters_have_neither_gradients_nor_state() -> None:
+    adapter = profile(trainable_params=10_000_000)
+    parts = estimate(adapter, config(0), micro_batch=0, hardware=hardware()).parts
+    assert parts["parameters"] == 2 * adapter.params
+    assert parts["optimizer"] == 8 * adapter.trainable_params
+    assert states(adapter, config(1), hardware()) < states(profile(), config(1), hardware())
+
+
+def test_the_parts_add_up() -> None:
+    for stage in range(4):
+        found = estimate(profile(), config(stage), micro_batch=3, hardware=hardware())
+        assert sum(found.parts.values()) == found.device_bytes
+
+
+def test_each_stage_and_each_offload_needs_less_on_the_device() -> None:
+    ladder = [
+        config(0),
+        config(1),
+        config(2),
+        config(2, **offload("optimizer")),
+        config(3, **offload("optimizer"), stage3_max_reuse_distance=0, stage3_prefetch_bucket_size=0),
+        config(3, **offload("optimizer", "param"), stage3_max_reuse_distance=0, stage3_prefetch_bucket_size=0),
+    ]
+    sizes = [estimate(profile(), rung, micro_batch=1, hardware=hardware()).device_bytes for rung in ladder]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) == len(sizes)
+    hosts = [estimate(profile(), rung, micro_batch=1, hardware=hardware()).host_bytes for rung in ladder]
+    assert hosts[:3] == [0, 0, 0]
+    assert 0 < hosts[3] < hosts[5]
+
+
+def test_buckets_cost_what_they_hold_and_double_with_overlap() -> None:
+    def buckets(**zero: Any) -> int:
+        found = estimate(profile(), config(2, **zero), micro_batch=1, hardware=hardware())
+        return found.parts.get("reduce_buckets", 0)
+
+    assert buckets(reduce_bucket_size=5e7) == 10**8
+    assert buckets(reduce_bucket_size=5e7, overlap_comm=True) == 2 * 10**8
+    assert buckets(reduce_bucket_size=5e7, contiguous_gradients=False, overlap_comm=False) == 0
+
+
+@pytest.mark.parametrize(
+    ("moment", "stage", "micro_batch", "ranks", "zero"),
+    [
+        ("forward", 1, 20, 2, {}),
+        ("backward", 1, 0, 64, {"reduce_bucket_size": 5e8}),
+        ("convert", 2, 0, 2, {"reduce_bucket_size": 2}),
+        ("step", 0, 0, 2, {}),
+    ],
+)
+def test_the_peak_comes_when_it_must(
+    moment: str, stage: int, micro_batch: int, ranks: int, zero: dict[str, Any]
+) -> None:
+    found = estimate(profile(), config(stage, **zero), micro_batch=micro_batch, hardware=hardware(world_size=ranks))
+    assert found.moment == moment
+
+
+MEASURED: list[tuple[int, str, dict[str, Any], int]] = [
+    (0, "fp32", {}, 1137),
+    (1, "fp32", {}, 908),
+    (1, "fp32", {"overlap_comm": True}, 908),
+    (1, "fp32", {"contiguous_gradients": False}, 908),
+    (2, "fp32", {}, 908),
+    (2, "fp32", {"overlap_comm": True}, 908),
+    (2, "fp32", offload("optimizer"), 1041),
+    (3, "fp32", {}, 1034),
+    (3, "fp32", {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}, 920),
+    (3, "fp32", offload("optimizer", "param"), 1154),
+    (0, "bf16", {}, 1159),
+    (1, "bf16", {}, 800),
+    (2, "bf16", {}, 800),
+    (3, "bf16", {}, 807),
+]
+"""Stage, precision, settings, growth of the resident set in 10**6 bytes.
+
+24 linear layers of 1536 x 1536 with ReLU, micro-batch 64, reduce_bucket_size 4e6, torch's AdamW, two CPU ranks,
+DeepSpeed 0.19.8, torch 2.13; peak of the second and third step over what it was before the model was built, with
+``MALLOC_MMAP_THRESHOLD_=65536`` so that freed tensors leave the resident set.
+"""
+
+
+@pytest.mark.parametrize(("stage", "precision", "zero", "megabytes"), MEASURED)
+def test_what_real_runs_on_two_cpu_ranks_took(stage: int, precision: str, zero: dict[str, Any], megabytes: int) -> None:
+    width, layers, element = 1536, 24, 2 if precision == "bf16" else 4
+    model = profile(
+        params=layers * width * (width + 1),
+        trainable_params=layers * width * (width + 1),
+        largest_layer_params=width * (width + 1),
+        param_bytes=element,
+        activation_bytes_per_sample=layers * width * element,
+    )
+    ds_config = {
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+        "bf16": {"enabled": precision == "bf16"},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 4_000_000, **zero},
+    }
+    where = hardware(device="cpu", world_size=2, ranks_per_node=2)
+    found = estimate(model, ds_config, micro_batch=64, hardware=where)
+    assert found.device_bytes / 1e6 == pytest.approx(megabytes, rel=0.03)
+
+
+def test_accumulated_gradients_stay_during_the_forward_pass() -> None:
+    where = hardware()
+    once = estimate(profile(), config(1), micro_batch=30, hardware=where)
+    twice = estimate(profile(), config(1, accumulation=2), micro_batch=30, hardware=where)
+    assert once.moment == twice.moment == "forward"
+    assert twice.device_bytes - once.device_bytes >= 2 * profile().params
+
+
+def test_on_a_cpu_offload_saves_nothing() -> None:
+    where = hardware(device="cpu", world_size=2, ranks_per_node=2)
+    model = profile(param_bytes=4)
+    kept = estimate(model, {"zero_optimization": {"stage": 2}}, micro_batch=1, hardware=where)
+    moved = estimate(model, {"zero_optimization": {"stage": 2, **offload("optimizer")}}, micro_batch=1, hardware=where)
+    assert moved.device_bytes > 0.8 * kept.device_bytes
+    assert kept.host_bytes == 2 * kept.device_bytes
+
+
+def configs_at_random(count: int) -> list[tuple[dict[str, Any], ModelProfile, Hardware]]:
+    rng = random.Random(7)
+    found = []
+    for _ in range(count):
+        stage = rng.randrange(4)
+        keys = [key for key in ("optimizer", "param") if rng.random() < 0.4]
+        ds_config = config(
+            stage,
+            accumulation=rng.choice([1, 4]),
+            overlap_comm=rng.random() < 0.5,
+            contiguous_gradients=rng.random() < 0.7,
+            reduce_bucket_size=rng.choice([10**6, 5 * 10**8]),
+            **offload(*keys),
+        )
+        params = rng.choice([10**7, 10**9, 7 * 10**9])
+        model = profile(
+            params=params,
+            trainable_params=params // rng.choice([1, 3]),
+            largest_layer_params=params // 20,
+            activation_bytes_per_sample=rng.choice([10**6, 123_456_789, 5 * 10**9]),
+        )
+        where = hardware(
+            world_size=rng.choice([1, 8, 64]),
+            device_memory_bytes=rng.choice([16, 80]) * GIB,
+            device=rng.choice(["cuda", "cuda", "cpu"]),
+        )
+        found.append((ds_config, model, where))
+    return found
+
+
+def test_the_largest_micro_batch_fits_and_one_more_does_not() -> None:
+    fitting = 0
+    for ds_config, model, where in configs_at_random(300):
+        margin = 0.05
+        limit = where.device_memory_bytes * (1 - margin)
+        if where.device == "cpu":
+            limit = min(limit, where.host_memory_bytes // min(where.ranks_per_node, where.world_size))
+        found = largest_micro_batch(model, ds_config, hardware=where, margin=margin, cap=10**9)
+        if found:
+            fitting += 1
+            assert estimate(model, ds_config, micro_batch=found, hardware=where).device_bytes <= limit
+        over = estimate(model, ds_config, micro_batch=found + 1, hardware=where)
+        assert over.device_bytes > limit or over.host_bytes > where.host_memory_bytes
+    assert 100 < fitting < 300
+
+
+def test_memory_never_falls_with_micro_batch_parameters_or_activations() -> None:
+    for ds_config, model, where in configs_at_random(200):
+
+        def size(a_model: ModelProfile, micro_batch: int, ds: Any = ds_config, at: Hardware = where) -> int:
+            return estimate(a_model, ds, micro_batch=micro_batch, hardware=at).device_bytes
+
+        bigger = {**model.to_json(), "params": model.params + 10**8, "trainable_params": model.trainable_params + 10**8}
+        wider = {**model.to_json(), "activation_bytes_per_sample": model.activation_bytes_per_sample * 2}
+        assert size(model, 4) <= size(model, 5)
+        assert size(model, 4) <= size(ModelProfile.from_json(bigger), 4)
+        assert size(model, 4) <= size(ModelProfile.from_json(wider), 4)
+
+
+def test_the_cap_and_the_host_bound_the_answer() -> None:
+    assert largest_micro_batch(profile(activation_bytes_per_sample=0), config(2), hardware=hardware(), cap=33) == 33
+    tight = hardware(host_memory_bytes=GIB)
+    assert largest_micro_batch(profile(), config(2, **offload("optimizer")), hardware=tight) == 0
+    assert largest_micro_batch(profile(), config(2), hardware=tight) > 0
+    assert largest_micro_batch(profile(), config(0), hardware=hardware(device_memory_bytes=GIB)) == 0
+
+
+def test_without_samples_the_correction_is_the_identity() -> None:
+    correction = Correction.fit([], profile(), hardware())
+    for stage in range(4):
+        plain = estimate(profile(), config(stage), micro_batch=9, hardware=hardware())
+        same = estimate(profile(), config(stage), micro_batch=9, hardware=hardware(), correction=correction)
+        assert plain == same
+
+
+def truth(ds_config: dict[str, Any], micro_batch: int, *, slope: int, offset: int) -> int:
+    real = profile(activation_bytes_per_sample=slope)
+    return estimate(real, ds_config, micro_batch=micro_batch, hardware=hardware()).device_bytes + offset
+
+
+def test_two_points_of_one_lineage_correct_slope_and_intercept_of_all() -> None:
+    slope, offset = int(1.7 * GIB), 3 * GIB
+    samples = [(config(2), m, truth(config(2), m, slope=slope, offset=offset)) for m in (16, 24)]
+    correction = Correction.fit(samples, profile(), hardware())
+    assert correction.bytes_per_sample == slope
+    for ds_config in (config(2), config(3), config(1, reduce_bucket_size=5e7)):
+        for micro_batch in (16, 40):
+            predicted = estimate(
+                profile(), ds_config, micro_batch=micro_batch, hardware=hardware(), correction=correction
+            ).device_bytes
+            assert predicted == pytest.approx(truth(ds_config, micro_batch, slope=slope, offset=offset), rel=1e-6)
+    found = largest_micro_batch(profile(), config(2), hardware=hardware(), correction=correction)
+    assert truth(config(2), found, slope=slope, offset=offset) <= 80 * GIB
+    assert truth(config(2), found + 1, slope=slope, offset=offset) > 80 * GIB
+
+
+def test_points_of_several_lineages_give_a_slope_together() -> None:
+    slope = int(0.6 * GIB)
+    samples = [
+        (ds_config, m, truth(ds_config, m, slope=slope, offset=0))
+        for ds_config, m in ((config(1), 20), (config(2), 40), (config(3), 60))
+    ]
+    correction = Correction.fit(samples, profile(), hardware())
+    assert correction.bytes_per_sample == pytest.approx(slope, rel=1e-6)
+
+
+def test_one_wild_sample_does_not_carry_the_fit() -> None:
+    slope = int(1.2 * GIB)
+    samples = [(config(2), m, truth(config(2), m, slope=slope, offset=0)) for m in (10, 14, 18, 22, 26)]
+    samples[2] = (config(2), 18, samples[2][2] + 15 * GIB)
+    correction = Correction.fit(samples, profile(), hardware())
+    predicted = estimate(profile(), config(2), micro_batch=30, hardware=hardware(), correction=correction).device_bytes
+    assert predicted == pytest.approx(truth(config(2), 30, slope=slope, offset=0), rel=0.05)
+
+
+def test_a_slope_is_never_negative() -> None:
+    samples = [(config(2), 10, 30 * GIB), (config(2), 20, 20 * GIB)]
+    assert Correction.fit(samples, profile(), hardware()).bytes_per_sample == 0
+
+
+def test_points_where_activations_do_not_count_say_nothing_of_the_slope() -> None:
+    light = profile(activation_bytes_per_sample=1000)
+    peak = estimate(light, config(0), micro_batch=1, hardware=hardware()).device_bytes
+    correction = Correction.fit([(config(0), 1, peak), (config(0), 9, peak)], light, hardware())
+    assert correction.bytes_per_sample is None
+    assert correction.default_offset == 0
+
+
+def test_lineages_differ_in_everything_but_the_batch() -> None:
+    assert lineage_key({**config(2), "train_micro_batch_size_per_gpu": 3}) == lineage_key(config(2))
+    assert lineage_key(config(2)) != lineage_key(config(3))
+
+
+def test_a_profile_survives_json_and_comes_from_an_event() -> None:
+    event = ProfileMeasured(rank=0, time=1.0, **{**profile().to_json(), "device_name": "H", "optimizer": "AdamW"})
+    found = ModelProfile.from_event(event)
+    assert found.optimizer == "AdamW"
+    assert ModelProfile.from_json({**found.to_json(), "newer": 1}) == found
+
+
+@pytest.mark.parametrize(
+    "changes", [{"trainable_params": 2_000_000_000}, {"param_bytes": 3}, {"activation_bytes_per_sample": -1}]
+)
+def test_an_impossible_profile_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        profile(**changes)

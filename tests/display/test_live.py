@@ -1,0 +1,242 @@
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from pathlib import Path
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+from rich.console import Console
+
+from optuna_dsat.cost.memory import ModelProfile
+from optuna_dsat.display.lines import Lines
+from optuna_dsat.display.live import make_observer, render
+from optuna_dsat.display.live_state import Board
+from optuna_dsat.display.stopping import ASKED, Stopping
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.store import Store
+from optuna_dsat.study import progress
+from optuna_dsat.trials import attributes
+from tests.display.terminal import terminal
+
+GIB = 2**30
+COLOUR = re.compile(r"\x1b\[[0-9;]*3[0-9]m|\x1b\[[0-9;]*9[0-7]m")
+PROFILE = ModelProfile(
+    params=10**6, trainable_params=10**6, largest_layer_params=10**5, param_bytes=2, activation_bytes_per_sample=1,
+    flops_per_sample=1, device_memory_bytes=8 * GIB, host_memory_bytes=8 * GIB, peak_bytes=GIB,
+)  # fmt: skip
+
+
+def search(**changes: object) -> progress.SearchStarted:
+    values = {"study": "s", "metric": "throughput", "maximize": True, "max_trials": 10, "launched": 0}
+    return progress.SearchStarted(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def started(number: int, attempt: int = 0) -> progress.TrialStarted:
+    words = f"ZeRO 3 + parameter offload and optimizer offload, micro-batch {number}"
+    return progress.TrialStarted(number=number, words=words, attempt=attempt, end_profile_step=5)
+
+
+def stepped(number: int, step: int = 1, peak_gib: int = 4) -> progress.TrialStepped:
+    return progress.TrialStepped(number=number, step=step, samples_per_s=90.0, peak_bytes=peak_gib * GIB)
+
+
+def finished(number: int, value: float | None, *, best: bool = False, own: bool = False) -> progress.TrialFinished:
+    outcome, words = Outcome.OUT_OF_MEMORY if value is None else Outcome.MEASURED, f"micro-batch {number}"
+    known = value is not None and best
+    leader = progress.BestSoFar(number=number, words=words, value=value or 0, samples_per_s=value) if known else None
+    return progress.TrialFinished(
+        number=number, words=words, outcome=outcome, value=value, speed_up=None, best=best, message="",
+        launched=number + 1, own=own, best_so_far=leader, user_value=value if own else None,
+    )  # fmt: skip
+
+
+def shown(board: Board, now: float, *, width: int = 120, height: int = 24, ascii_only: bool = False) -> str:
+    console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system=None)
+    console.print(render(board, now, width=width, height=height, ascii_only=ascii_only))
+    file = console.file
+    assert isinstance(file, io.StringIO)
+    return re.sub(r"\x1b\[[0-9;]*m", "", file.getvalue())
+
+
+@pytest.fixture
+def board() -> Board:
+    """Two launches in flight of a search whose user's own config was measured, and then a better one."""
+    board = Board()
+    board.take(progress.ProfileFinished(profile=PROFILE, rung="", reused=False, largest_micro_batches={}), 0.0)
+    board.take(search(side_by_side=2, finalists=2, finalist_steps=3.0), 0.0)
+    board.take(started(0), 0.0)
+    board.take(stepped(0), 6.0)
+    board.take(finished(0, 50.0, best=True, own=True), 10.0)
+    board.take(started(1), 10.0)
+    board.take(stepped(1), 16.0)
+    board.take(finished(1, 100.0, best=True), 20.0)
+    board.take(started(2), 20.0)
+    board.take(started(3), 20.0)
+    board.take(stepped(2), 24.0)
+    return board
+
+
+def test_a_launch_in_flight_is_a_row_with_its_speed_against_the_best_and_its_memory(board: Board) -> None:
+    text = shown(board, 25.0, width=160)
+    (row,) = [line for line in text.splitlines() if "micro-batch 2" in line]
+    assert re.search(r"2 +ZeRO 3 .*1/5 +90 +-10% +█████░░░░░ 4.00 GiB of 8.00 GiB +5 s", row)
+    assert "starts" in next(line for line in text.splitlines() if "micro-batch 3" in line)
+    assert "#####-----" in shown(board, 25.0, width=160, ascii_only=True)
+
+
+def test_best_own_config_and_budget_are_told(board: Board) -> None:
+    text = shown(board, 25.0)
+    assert "Best so far: 100 samples/s, 2.00x your config (trial 1: micro-batch 1)" in text
+    assert "Your own config: 50 samples/s" in text
+    assert "4 of 10 launches, 2 in flight, then 2 finalists" in text
+
+
+def test_the_time_left_counts_what_runs_side_by_side_and_the_finalists(board: Board) -> None:
+    # Launches took 10 s, 6 of them to the first step. Six are to start, two are half done, two at a time; then two
+    # finalists of 6 + 4 * 3 s.
+    assert board.left_s(25.0) == pytest.approx((8 * 10 - 2 * 5) / 2 + 2 * 18)
+    assert "at most about 2 min left" in shown(board, 25.0)
+    board.search = search(side_by_side=8, finalists=0)
+    assert board.left_s(25.0) == pytest.approx(10.0)  # no launch is shared by slots
+    board.launched = 10
+    assert board.left_s(28.0) == pytest.approx(2.0)
+    board.launched = 4
+    board.search = search(side_by_side=2, finalists=0, timeout_s=30.0)
+    assert board.left_s(25.0) == pytest.approx(5.0)
+    assert "less than a minute left" in shown(board, 25.0)
+
+
+def test_no_time_left_is_told_before_it_can_be_known() -> None:
+    board = Board()
+    board.take(search(), 0.0)
+    board.take(started(0), 0.0)
+    board.take(finished(0, 50.0), 10.0)
+    assert board.left_s(10.0) is None
+    assert "the time left is not known yet" in shown(board, 10.0)
+
+
+def test_a_resumed_search_begins_with_what_is_known() -> None:
+    board = Board()
+    best = progress.BestSoFar(number=4, words="ZeRO 1, micro-batch 8", value=80.0, samples_per_s=80.0)
+    board.take(search(launched=6, best=best, user_value=40.0), 0.0)
+    text = shown(board, 0.0)
+    assert "80 samples/s, 2.00x your config (trial 4: ZeRO 1, micro-batch 8)" in text
+    assert "6 of 10 launches" in text
+
+
+def test_a_retry_is_no_further_launch_and_a_dropped_trial_leaves() -> None:
+    board = Board()
+    board.take(search(), 0.0)
+    board.take(started(0), 0.0)
+    board.take(started(0, attempt=1), 5.0)
+    assert board.launched == 1
+    board.take(progress.TrialDropped(number=0), 6.0)
+    assert board.in_flight == ()
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 200])
+def test_no_line_is_wider_than_the_terminal(board: Board, width: int) -> None:
+    lines = shown(board, 25.0, width=width).splitlines()
+    assert max(len(line) for line in lines) <= width
+    rows = [line for line in lines if line.lstrip().startswith(("2 ", "3 "))]
+    assert len(rows) == 2
+    assert width < 60 or all("micro-batch" in row for row in rows)
+
+
+def test_more_launches_than_lines_are_counted(board: Board) -> None:
+    for number in range(4, 34):
+        board.take(started(number), 30.0)
+    text = shown(board, 31.0, height=16)
+    assert len(text.splitlines()) <= 16
+    assert "and 24 more" in text
+
+
+def test_a_pipe_gets_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with make_observer(quiet=False, stopping=Stopping()) as observer:
+        assert isinstance(observer, Lines)
+        for news in (search(launched=3), started(3), stepped(3), finished(3, None)):
+            observer(news)
+    assert capsys.readouterr().err.splitlines() == [
+        "Study s: 10 launches, 3 made before, optimising throughput.",
+        f"Trial 3: {started(3).words} ...",
+        "Trial 3: micro-batch 3: out_of_memory ()",
+    ]
+
+
+def test_the_second_signal_leaves_at_once_and_says_how_to_go_on(capfd: pytest.CaptureFixture[str]) -> None:
+    left: list[int] = []
+    stopping = Stopping(leave=left.append, remedy="optuna-dsat resume s")
+    with pytest.raises(KeyboardInterrupt):
+        stopping(2, None)
+    assert left == []
+    assert capfd.readouterr().err == f"{ASKED}\n"
+    stopping(2, None)
+    assert left == [130]
+    assert "Continue with: optuna-dsat resume s" in capfd.readouterr().err
+
+
+def command(folder: Path, *, pause_s: float, stop_s: float = 0.0, trials: int = 40) -> list[str]:
+    (folder / "train.py").write_text("")
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}
+    (folder / "ds.json").write_text(json.dumps(config))
+    return [
+        sys.executable, "-m", "tests.scripts.watched", str(pause_s), str(stop_s), "random", str(folder / "train.py"),
+        str(folder / "ds.json"), "--cpu-ranks", "2", "--storage", f"sqlite:///{folder}/study.db", "--study", "s",
+        "--output-dir", str(folder / "out"), "--max-trials", str(trials), "--confirm", "1", "--metric", "throughput",
+    ]  # fmt: skip
+
+
+def states(folder: Path) -> list[TrialState]:
+    with Store.open(f"sqlite:///{folder}/study.db", create=False) as store:
+        study = optuna.load_study(study_name="s", storage=store.storage)
+        return [trial.state for trial in study.get_trials(deepcopy=False)]
+
+
+def test_on_a_terminal_launches_are_rows_that_follow_its_width(tmp_path: Path) -> None:
+    with terminal(command(tmp_path, pause_s=0.06, trials=6), width=130) as screen:
+        screen.wait_for("to best")
+        screen.wait_for("\u2588")
+        screen.wait_for("of 60.00 GiB")
+        place = screen.resize(60)
+        place = screen.wait_for("in flight", after=place)
+        place = screen.wait_for("in flight", after=place)
+        assert screen.wait() == 0
+    after = screen.plain(place)
+    frames = after[: after.index("The search ended")]
+    assert max(len(line) for line in frames.replace("\r", "\n").splitlines()) <= 60
+    assert COLOUR.search(screen.written)
+    assert screen.written.rindex("\x1b[?25h") > screen.written.rindex("\x1b[?25l")
+    assert "Trial 0: ZeRO 2, micro-batch 2: measured" in screen.plain()
+
+
+def test_ctrl_c_once_returns_what_is_in_flight_and_says_how_to_go_on(tmp_path: Path) -> None:
+    with terminal(command(tmp_path, pause_s=0.1), width=130, NO_COLOR="1") as screen:
+        screen.wait_for("2 in flight")
+        screen.press_ctrl_c()
+        assert screen.wait() == 130
+    text = screen.plain()
+    assert re.search(r"Returned to the study, to be run again when it goes on: trial \d+", text)
+    assert "Continue with: optuna-dsat resume s --storage" in text
+    assert "Traceback" not in text
+    assert not COLOUR.search(screen.written)
+    found = states(tmp_path)
+    assert TrialState.RUNNING not in found
+    assert TrialState.WAITING in found
+
+
+def test_ctrl_c_twice_stops_at_once(tmp_path: Path) -> None:
+    with terminal(command(tmp_path, pause_s=0.1, stop_s=600.0), width=130) as screen:
+        screen.wait_for("2 in flight")
+        screen.press_ctrl_c()
+        screen.wait_for(ASKED)
+        screen.press_ctrl_c()
+        assert screen.wait() == 130
+    assert "Stopped at once." in screen.plain()
+    assert "Continue with: optuna-dsat resume s --storage" in screen.plain()
+    assert screen.written.rindex("\x1b[?25h") > screen.written.rindex("\x1b[?25l")
+    assert TrialState.RUNNING in states(tmp_path)
+    assert attributes.OUTCOME  # what was in flight stays as it is until someone goes on: tests/store/test_reclaim.py

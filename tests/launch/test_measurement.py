@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import pytest
+
+from optuna_dsat.launch.measurement import (
+    GlobalStep,
+    LaunchRecord,
+    confidence_interval,
+    is_certain,
+    merge_ranks,
+    metrics_of,
+    step_time_uncertainty,
+)
+from optuna_dsat.runtime.events import EngineReady, StepMeasured
+
+
+def step_of(rank: int = 0, step: int = 3, latency_s: float = 0.5, samples: int = 8, **changes: object) -> StepMeasured:
+    values: dict[str, object] = {
+        "rank": rank,
+        "time": 0.0,
+        "step": step,
+        "latency_s": latency_s,
+        "forward_s": 0.1,
+        "backward_s": 0.2,
+        "step_s": 0.05,
+        "samples": samples,
+        "observed_micro_batch": samples,
+        "loss": 2.0,
+        "peak_allocated_bytes": 100,
+        "peak_reserved_bytes": 200,
+        "rss_bytes": 300,
+    }
+    return StepMeasured(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def engine(world_size: int = 2) -> EngineReady:
+    return EngineReady(
+        rank=0,
+        time=0.0,
+        zero_stage=2,
+        train_batch_size=8 * world_size,
+        train_micro_batch_size_per_gpu=8,
+        gradient_accumulation_steps=1,
+        data_parallel_size=world_size,
+        pipeline=False,
+        params=10,
+        trainable_params=10,
+        initialize_s=0.1,
+        device="cpu",
+        torch_version="2",
+        deepspeed_version="0",
+    )
+
+
+def global_steps(latencies: list[float], samples: float = 16.0) -> list[GlobalStep]:
+    return [
+        GlobalStep(
+            step=index,
+            latency_s=latency,
+            forward_s=0.1,
+            backward_s=0.2,
+            step_s=0.1,
+            samples=samples,
+            peak_allocated_bytes=index,
+            peak_reserved_bytes=2 * index,
+            rss_bytes=3 * index,
+            loss=None,
+        )
+        for index, latency in enumerate(latencies, start=1)
+    ]
+
+
+def test_the_slowest_rank_sets_the_time_and_all_ranks_the_samples() -> None:
+    merged = merge_ranks(
+        [step_of(rank=0, latency_s=0.5), step_of(rank=1, latency_s=0.7, loss=4.0)],
+        data_parallel_size=2,
+        configured_samples=0,
+    )
+    assert merged.latency_s == 0.7
+    assert merged.samples == 16
+    assert merged.loss == 3.0
+
+
+def test_ranks_of_one_model_parallel_group_do_not_count_twice() -> None:
+    merged = merge_ranks([step_of(rank=0), step_of(rank=1, samples=0)], data_parallel_size=1, configured_samples=64)
+    assert merged.samples == 8
+
+
+def test_a_batch_nobody_saw_counts_as_configured() -> None:
+    merged = merge_ranks([step_of(samples=0)], data_parallel_size=2, configured_samples=64)
+    assert merged.samples == 64
+
+
+def test_merging_different_steps_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"steps \[3, 4\]"):
+        merge_ranks([step_of(step=3), step_of(step=4)], data_parallel_size=2, configured_samples=0)
+
+
+def test_throughput_is_the_ratio_of_sums_and_latency_includes_what_phases_do_not() -> None:
+    metrics = metrics_of(global_steps([0.5, 1.5]), flops_per_sample=10.0, world_size=2)
+    assert metrics["throughput"] == pytest.approx(32 / 2.0)
+    assert metrics["FLOPS_per_gpu"] == pytest.approx(10.0 * 16.0 / 2)
+    assert metrics["latency"] == pytest.approx(1.0)
+    assert metrics["engine_throughput"] == pytest.approx(32 / 0.8)
+    assert metrics["peak_reserved_bytes"] == 4
+
+
+def test_no_steps_have_no_metrics() -> None:
+    with pytest.raises(ValueError, match="0 counted steps"):
+        metrics_of([], flops_per_sample=1.0, world_size=1)
+
+
+def test_interval_holds_the_value_and_narrows_without_noise() -> None:
+    noisy = confidence_interval(
+        global_steps([0.5, 0.6, 0.4, 0.55, 0.45, 0.5]), "throughput", flops_per_sample=0, world_size=1
+    )
+    assert noisy.low < noisy.value < noisy.high
+    steady = confidence_interval(global_steps([0.5] * 6), "throughput", flops_per_sample=0, world_size=1)
+    assert steady.low == pytest.approx(steady.high) == pytest.approx(32.0)
+
+
+def test_a_record_completes_a_step_once_every_rank_has_it() -> None:
+    record = LaunchRecord(world_size=2, start_profile_step=3)
+    assert record.add(engine()) is None
+    assert record.add(step_of(rank=0, step=2)) is None
+    warm_up = record.add(step_of(rank=1, step=2))
+    assert warm_up is not None
+    assert record.counted == []
+    record.add(step_of(rank=0, step=3))
+    assert record.counted == []
+    record.add(step_of(rank=1, step=3))
+    assert [step.step for step in record.counted] == [3]
+    assert record.peak_bytes == 100
+
+
+@pytest.mark.parametrize(("samples", "most"), [([8, 8, 3], 19), ([8, 8], 23), ([], 7)])
+def test_what_was_consumed_bounds_the_data_there_can_be(samples: list[int], most: int) -> None:
+    record = LaunchRecord(world_size=2, start_profile_step=1)
+    record.add(engine())
+    for step, count in enumerate(samples, start=1):
+        for rank in (0, 1):
+            record.add(step_of(rank=rank, step=step, samples=count))
+    assert record.data_at_most(8) == most
+
+
+def test_uncertainty_is_students_interval() -> None:
+    # Three steps: standard deviation 0.1, and 4.303 is Student's quantile for two degrees of freedom.
+    assert step_time_uncertainty(global_steps([0.9, 1.0, 1.1])) == pytest.approx(4.303 * 0.1 / 3**0.5)
+    assert step_time_uncertainty(global_steps([1.0])) == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("latencies", "certain"),
+    [
+        ([1.0, 1.0], False),
+        ([1.0, 1.0, 1.0], True),
+        ([1.0, 1.01, 0.99], False),
+        ([1.0, 1.01, 0.99] * 6, True),
+        ([1.0, 1.2, 1.4, 1.6, 1.8] * 4, False),
+    ],
+)
+def test_a_step_time_is_certain_once_its_interval_is_tight(latencies: list[float], certain: bool) -> None:
+    assert is_certain(global_steps(latencies), tolerance=0.01) is certain

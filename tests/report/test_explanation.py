@@ -1,0 +1,136 @@
+"""Why a winner wins: what was measured is said to be measured, and what bounds it is what does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import optuna
+import pytest
+from optuna.trial import FrozenTrial
+
+from optuna_dsat.report.explanation import Contribution, Explanation, explain
+from optuna_dsat.study.standing import Standing
+from optuna_dsat.trials import attributes
+from optuna_dsat.trials.lineage import MICRO_BATCH
+from tests.samplers.planners import Machine, small_planner, small_space
+
+OWN = {"zero_stage": 2, "offload_optimizer": "none", "overlap_comm": False, "reduce_bucket_size": 500_000_000}
+
+
+def study_of(machine: Machine, *configs: dict[str, Any]) -> optuna.Study:
+    """Run configurations, given as changes of the user's own, which comes first."""
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.RandomSampler(seed=0))
+    for changes in ({}, *configs):
+        attrs = {} if changes else {attributes.PURPOSE: attributes.USER_CONFIG}
+        wanted = {**OWN, MICRO_BATCH: 4, **changes}
+        params = {**small_space().completed(wanted), MICRO_BATCH: wanted[MICRO_BATCH]}
+        study.enqueue_trial(params, user_attrs=attrs)
+        machine.run(study, 1)
+    return study
+
+
+def why(trials: Sequence[FrozenTrial], winner: FrozenTrial, *, confirmed: float | None = None) -> Explanation:
+    best = Standing(trial=winner, value=value_of(winner) if confirmed is None else confirmed)
+    user = attributes.user_config_trial(trials)
+    baseline = None if user is None else Standing(trial=user, value=value_of(user))
+    return explain(trials, planner=small_planner(), winner=best, baseline=baseline)
+
+
+def explained(study: optuna.Study) -> Explanation:
+    found = why(study.trials, study.best_trial)
+    assert sum(found.bounds.values()) == pytest.approx(1)
+    return found
+
+
+def value_of(trial: FrozenTrial) -> float:
+    assert trial.value is not None
+    return trial.value
+
+
+def by_knob(found: Explanation) -> dict[str, Contribution]:
+    return {one.knob: one for one in found.contributions}
+
+
+def test_what_pairs_of_launches_show_is_said_as_measured() -> None:
+    machine = Machine()
+    study = study_of(
+        machine,
+        {MICRO_BATCH: 8},
+        {MICRO_BATCH: 8, "overlap_comm": True},
+        {MICRO_BATCH: 6, "overlap_comm": True},
+        {MICRO_BATCH: 6},
+    )
+    found = explained(study)
+    parts = by_knob(found)
+    assert found.speed_up == pytest.approx(study.best_value / value_of(study.trials[0]))
+    assert parts.keys() == {MICRO_BATCH, "overlap_comm"}
+    overlap = parts["overlap_comm"]
+    assert (overlap.source, overlap.pairs, overlap.user, overlap.winner) == ("measured", 2, False, True)
+    values = [value_of(trial) for trial in study.trials]
+    ratios = [values[2] / values[1], values[3] / values[4]]
+    assert overlap.factor == pytest.approx((ratios[0] * ratios[1]) ** 0.5)
+    sizes = parts[MICRO_BATCH]  # of 4 and 8 only the runs without overlap are a pair
+    assert (sizes.source, sizes.pairs) == ("measured", 1)
+    assert found.contributions[0].knob == MICRO_BATCH
+
+
+def test_what_was_not_measured_is_said_by_the_model_with_its_doubt() -> None:
+    machine = Machine()
+    study = study_of(machine, {MICRO_BATCH: 12, "overlap_comm": True}, {MICRO_BATCH: 6})
+    parts = by_knob(explained(study))
+    with_overlap = {**OWN, "overlap_comm": True}
+    true = machine.rate({**with_overlap, MICRO_BATCH: 12}) / machine.rate({**with_overlap, MICRO_BATCH: 4})
+    sizes = parts[MICRO_BATCH]
+    assert (sizes.source, sizes.pairs) == ("model", 0)
+    assert sizes.factor is not None
+    assert sizes.factor == pytest.approx(true, rel=0.15)
+    assert sizes.low is not None
+    assert sizes.high is not None
+    assert sizes.low < sizes.factor < sizes.high
+
+
+def test_a_stage_brings_its_own_knobs_and_still_counts_as_one() -> None:
+    study = study_of(Machine(), {"zero_stage": 1, MICRO_BATCH: 8}, {MICRO_BATCH: 8}, {"zero_stage": 3, MICRO_BATCH: 8})
+    winner = study.trials[3]
+    found = why(study.trials, winner, confirmed=50.0)
+    assert found.value == 50.0
+    assert found.speed_up == pytest.approx(value_of(winner) / value_of(study.trials[0])), "like is compared with like"
+    stage = by_knob(found)["zero_stage"]
+    assert stage.source == "measured"
+    assert stage.factor == pytest.approx(value_of(winner) / value_of(study.trials[2]))
+
+
+def test_what_would_not_fit_is_said_so() -> None:
+    machine = Machine()
+    third = small_space().completed({**OWN, "zero_stage": 3, "offload_optimizer": "cpu"})
+    most = next(size for size in range(64, 0, -1) if machine.fits({**third, MICRO_BATCH: size}))
+    study = study_of(machine, {**third, MICRO_BATCH: most}, {MICRO_BATCH: 20})
+    large = study.trials[1]
+    assert large.value is not None
+    found = why(study.trials, large)
+    stage = by_knob(found)["offload_optimizer"]
+    assert stage.factor is None
+    assert "not expected to fit" in stage.note
+
+
+def test_offload_that_is_dear_bounds_the_step_and_the_remedy_is_named() -> None:
+    study = study_of(
+        Machine(offload_s=5.0),
+        {"offload_optimizer": "cpu", MICRO_BATCH: 8},
+        {"offload_optimizer": "cpu", MICRO_BATCH: 16},
+    )
+    found = why(study.trials, study.trials[1])
+    assert found.bound == "host"
+    assert "offloaded to the host" in found.proposals[0]
+    plain = why(study.trials, study.trials[0])
+    assert plain.bound != "host"
+    assert plain.contributions == ()
+
+
+def test_without_the_users_config_there_is_no_comparison() -> None:
+    study = study_of(Machine(), {MICRO_BATCH: 8})
+    trials = study.trials[1:]
+    found = why(trials, trials[0])
+    assert (found.user_value, found.speed_up, found.contributions) == (None, None, ())

@@ -1,0 +1,166 @@
+"""The launch description, the rank's environment, the command line, and the event file."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optuna_dsat.runtime.arguments import parse_command, point_to_config
+from optuna_dsat.runtime.events import RankFinished, decode_event
+from optuna_dsat.runtime.launch_plan import LAUNCH_ENV, LaunchPlan
+from optuna_dsat.runtime.rank import Rank
+from optuna_dsat.runtime.writer import EventWriteError, EventWriter
+
+FINISHED = RankFinished(rank=0, time=1.0, reason="script_end", steps=3)
+
+
+def plan(**changes: Any) -> LaunchPlan:
+    fields: dict[str, Any] = {
+        "launch_id": "trial-0001",
+        "purpose": "trial",
+        "events_dir": "/run/events",
+        "log_dir": "/run/logs",
+        "config_path": "/run/ds_config.json",
+        "user_config_path": "/home/ds_config.json",
+        "overlay": {"zero_optimization": {"stage": 3, "offload_param": None}},
+    }
+    return LaunchPlan(**{**fields, **changes})
+
+
+def test_a_plan_survives_its_file_and_newer_keys(tmp_path: Path) -> None:
+    path = tmp_path / "launch.json"
+    plan().save(path)
+    path.write_text(path.read_text(encoding="utf-8").replace("{", '{"new_key": 1,', 1), encoding="utf-8")
+    assert LaunchPlan.load(path) == plan()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["launch.json"]
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", "nonsense"])
+def test_what_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "launch.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match="Expecting value" if text == "nonsense" else "no launch description"):
+        LaunchPlan.load(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"purpose": "test"}, "purpose is one of profile, trial, confirm, full; .*'test'"),
+        ({"start_profile_step": 6}, "got start 6, end 5"),
+        ({"start_profile_step": 0}, "got start 0"),
+        ({"device_memory_bytes": 0}, "got 0"),
+    ],
+)
+def test_a_plan_names_the_rule_and_the_value(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(**changes)
+
+
+def test_only_a_full_run_is_not_measured() -> None:
+    assert [plan(purpose=p).measures for p in ("profile", "trial", "confirm", "full")] == [True, True, True, False]
+
+
+def test_a_rank_is_what_torchrun_says(tmp_path: Path) -> None:
+    env = {
+        LAUNCH_ENV: "/run/launch.json",
+        "RANK": "5",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "8",
+        "LOCAL_WORLD_SIZE": "4",
+        "PATH": str(tmp_path),
+    }
+    rank = Rank.from_environment(env)
+    assert (rank.rank, rank.local_rank, rank.world_size) == (5, 1, 8)
+    assert rank.local_ranks == range(4, 8)
+    assert not rank.can_compile
+    for tool in ("ninja", "my-c++"):
+        (tmp_path / tool).write_text("#!/bin/sh\n", encoding="ascii")
+        (tmp_path / tool).chmod(0o755)
+    assert not Rank.from_environment(env).can_compile
+    assert Rank.from_environment({**env, "CXX": "my-c++ -O2"}).can_compile
+
+
+@pytest.mark.parametrize(
+    ("env", "message"), [({}, LAUNCH_ENV), ({LAUNCH_ENV: "x", "RANK": "one"}, "RANK is a whole number.*'one'")]
+)
+def test_an_environment_that_torchrun_did_not_make_is_refused(env: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Rank.from_environment(env)
+
+
+def test_the_command_is_a_script_or_a_module() -> None:
+    script = parse_command(["train.py", "--module", "x"])
+    assert (script.name, script.is_module, script.args) == ("train.py", False, ("--module", "x"))
+    module = parse_command(["--module", "pkg.train", "-x"])
+    assert (module.name, module.is_module, module.args) == ("pkg.train", True, ("-x",))
+    for nothing in ([], ["--module"], ["--help"]):
+        with pytest.raises(ValueError, match="takes SCRIPT"):
+            parse_command(nothing)
+
+
+def test_arguments_that_name_the_config_are_pointed_to_the_trials_own(tmp_path: Path) -> None:
+    user = tmp_path / "ds.json"
+    user.write_text("{}", encoding="utf-8")
+    (tmp_path / "link.json").symlink_to(user)
+    roundabout = f"{tmp_path}/../{tmp_path.name}/ds.json"
+    args = ["--deepspeed", str(user), f"--config={roundabout}", str(tmp_path / "link.json"), "ds.json=x", ""]
+    args += ["other.json", "--a=b=c", "x\0y"]
+    assert point_to_config(args, user_config=str(user), config="/t/own.json") == (
+        "--deepspeed",
+        "/t/own.json",
+        "--config=/t/own.json",
+        "/t/own.json",
+        "ds.json=x",
+        "",
+        "other.json",
+        "--a=b=c",
+        "x\0y",
+    )
+    user.unlink()
+    assert point_to_config([str(user)], user_config=str(user), config="own") == ("own",)
+
+
+def test_events_are_appended_line_by_line(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.jsonl"
+    for _ in range(2):
+        EventWriter(path).write(FINISHED)
+    assert [decode_event(line) for line in path.read_text(encoding="utf-8").splitlines()] == [FINISHED] * 2
+
+
+def test_a_missing_folder_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(EventWriteError, match=r"cannot record.*--output-dir.*gone"):
+        EventWriter(tmp_path / "gone" / "rank0.jsonl")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+def test_a_full_disk_is_a_clear_error() -> None:
+    writer = EventWriter(Path("/dev/full"))
+    with pytest.raises(EventWriteError, match="No space left on device") as caught:
+        writer.write(FINISHED)
+    assert caught.value.errno == errno.ENOSPC
+
+
+def test_a_line_cut_short_does_not_spoil_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rank0.jsonl"
+    writer = EventWriter(path)
+    write, room = os.write, [10, 0]
+
+    def short(fd: int, data: memoryview) -> int:
+        if not room:
+            return write(fd, data)
+        size = room.pop(0)
+        if not size:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(fd, data[:size])
+
+    monkeypatch.setattr(os, "write", short)
+    with pytest.raises(EventWriteError):
+        writer.write(FINISHED)
+    writer.write(FINISHED)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert [decode_event(line) for line in lines] == [None, FINISHED]

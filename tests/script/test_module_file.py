@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from optuna_dsat.script.module_file import module_file
+from optuna_dsat.study.profile import fingerprint
+from optuna_dsat.study.spec import make_spec
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("top.py", "space/deep/train.py", "package/__init__.py", "package/__main__.py", "json/tool.py"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("raise SystemExit('imported')")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("top", "top.py"),
+        ("space.deep.train", "space/deep/train.py"),
+        ("package", "package/__main__.py"),
+        ("json.tool", "json/tool.py"),
+        ("space", None),
+        ("gone.train", None),
+        ("package.gone", None),
+    ],
+)
+def test_the_working_directory_comes_first(folder: Path, name: str, file: str | None) -> None:
+    assert module_file(name, folder) == (None if file is None else folder / file)
+
+
+def test_installed_modules_are_found_and_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = tmp_path / "installed"
+    (installed / "trainers" / "big").mkdir(parents=True)
+    for name in ("__init__", "big/__main__"):
+        (installed / "trainers" / f"{name}.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(str(installed))
+    assert module_file("trainers.big", tmp_path) == installed / "trainers" / "big" / "__main__.py"
+    assert "trainers" not in sys.modules
+    assert module_file("sys", tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "seen"), [("space/deep/train.py", True), ("top.py", True), ("other/much/deeper.py", False)]
+)
+def test_a_profile_depends_on_the_code_of_the_module(folder: Path, changed: str, seen: bool) -> None:
+    spec = make_spec(
+        name="study",
+        method="random",
+        script={"script": "space.deep.train", "is_module": True, "cwd": str(folder), "config_path": "ds.json"},
+        ds_config={"train_micro_batch_size_per_gpu": 2},
+        device="cpu",
+        slots_per_trial=2,
+        output_dir=str(folder / "out"),
+    )
+    before = fingerprint(spec, device_names=("cpu",))
+    assert fingerprint(spec, device_names=("cpu",)) == before
+    path = folder / changed
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("raise SystemExit('changed')")
+    assert (fingerprint(spec, device_names=("cpu",)) != before) is seen

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from optuna_dsat.config import ds_config
+from optuna_dsat.runtime.events import TrainerFound, decode_event, encode_event
+from optuna_dsat.script.trainer import ScriptTrainer
+from optuna_dsat.study.spec import ScriptSpec, StudySpec, make_spec
+from optuna_dsat.study.user_config import follow_trainer, user_config
+
+OPTIONS = {
+    "train_micro_batch_size_per_gpu": "--per_device_train_batch_size",
+    "gradient_accumulation_steps": "--gradient_accumulation_steps",
+}
+AUTO = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+}
+
+
+def trainer_of(**changes: Any) -> ScriptTrainer:
+    found: dict[str, Any] = {
+        "framework": "transformers",
+        "micro_batch": 8,
+        "gradient_accumulation_steps": 4,
+        "options": OPTIONS,
+    }
+    event = TrainerFound(rank=0, time=1.0, **{**found, **changes})
+    decoded = decode_event(encode_event(event))
+    assert decoded == event
+    assert isinstance(decoded, TrainerFound)
+    return ScriptTrainer.from_event(decoded)
+
+
+def spec_of(config: dict[str, Any], **script: Any) -> StudySpec:
+    paths = {"script": "/x/train.py", "cwd": "/x", "config_path": "/x/ds.json"}
+    return make_spec(
+        name="s",
+        method="random",
+        script=ScriptSpec(**{**paths, **script}),
+        ds_config=config,
+        device="cuda",
+        slots_per_trial=2,
+        output_dir="/x/out",
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (AUTO, (8, 4)),
+        ({}, (8, 4)),
+        ({**AUTO, "gradient_accumulation_steps": 2}, (8, 2)),
+        ({**AUTO, "train_micro_batch_size_per_gpu": [2, 6]}, (2, 4)),
+        ({**AUTO, "train_batch_size": 32}, (16, 1)),
+    ],
+)
+def test_what_the_config_leaves_open_is_what_the_script_says(config: dict[str, Any], expected: tuple[int, int]) -> None:
+    present, _ = user_config(follow_trainer(spec_of(config), trainer_of()))
+    triangle = ds_config.batch_triangle(present, world_size=2)
+    assert (triangle.micro_batch, triangle.gradient_accumulation_steps) == expected
+
+
+def test_options_keep_the_users_spelling_and_give_way_to_the_users_mapping() -> None:
+    script = {
+        "args": ("--gradient-accumulation-steps=2",),
+        "arg_mappings": {"train_micro_batch_size_per_gpu": "--bs"},
+    }
+    assert follow_trainer(spec_of(AUTO, **script), trainer_of()).script.arg_mappings == {
+        "train_micro_batch_size_per_gpu": "--bs",
+        "gradient_accumulation_steps": "--gradient-accumulation-steps",
+    }
+
+
+def test_without_a_trainer_nothing_changes() -> None:
+    spec = spec_of(AUTO)
+    assert follow_trainer(spec, None) == spec
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [(("--bs", "6"), 6), (("--x", "--bs=5"), 5), (("--bs", "many"), 1), (("--bs",), 1), (("--bsx", "6"), 1)],
+)
+def test_the_option_of_a_mapping_says_what_the_config_leaves_open(args: tuple[str, ...], expected: int) -> None:
+    script = {"args": args, "arg_mappings": {"train_micro_batch_size_per_gpu": "--bs"}}
+    present, _ = user_config(follow_trainer(spec_of(AUTO, **script), None))
+    assert present["train_micro_batch_size_per_gpu"] == expected
+    given, _ = user_config(follow_trainer(spec_of({"train_micro_batch_size_per_gpu": 3}, **script), None))
+    assert given["train_micro_batch_size_per_gpu"] == 3
+
+
+def test_what_the_code_sets_is_left_to_the_user_in_plain_words() -> None:
+    config = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2, "train_batch_size": 12}
+    assert trainer_of().advice(config) == ""
+    assert trainer_of(options={}).advice(config) == (
+        "Set per_device_train_batch_size=3 and gradient_accumulation_steps=2 in the script's TrainingArguments: it has "
+        "to agree with the config."
+    )
+    lightning = trainer_of(framework="lightning", micro_batch=None, options={})
+    assert lightning.advice(config) == (
+        "Set accumulate_grad_batches=2 in the script's Trainer: it has to agree with the config."
+    )
+    assert lightning.trainable(config) == {"train_micro_batch_size_per_gpu": 3, "train_batch_size": 12}
+    assert trainer_of().trainable(config) == config
+
+
+def test_a_profile_keeps_it() -> None:
+    trainer = trainer_of()
+    assert ScriptTrainer.from_json(trainer.to_json()) == trainer

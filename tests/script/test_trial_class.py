@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optuna_dsat.errors import UsageError
+from optuna_dsat.script.trial_class import (
+    Hparams,
+    Length,
+    find_trial_class,
+    hparams_of,
+    is_trial_class,
+    own_overwrites,
+    runner_arguments,
+    train_command,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "batches"),
+    [
+        ("100batches", 100),
+        ("7", 7),
+        ("1 batch", 1),
+        ("3epochs", 30),
+        ("1epoch", 10),
+        ("33records", 5),
+        ("32records", 4),
+    ],
+)
+def test_lengths_are_counted_in_batches(text: str, batches: int) -> None:
+    assert Length.parse(text).batches(per_epoch=10, train_batch_size=8) == batches
+
+
+@pytest.mark.parametrize("text", ["", "0batches", "3 parsecs", "-1", "1.5epochs", "batches"])
+def test_what_is_no_length_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is no length: write 100batches, 3epochs or 5000records"):
+        Length.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("model_def:MyTrial", True),
+        ("a.b:C", True),
+        ("train.py", False),
+        ("a:b:c", False),
+        ("dir/a:C", False),
+        ("a:", False),
+    ],
+)
+def test_a_class_is_told_from_a_script(text: str, expected: bool) -> None:
+    assert is_trial_class(text) is expected
+
+
+def test_a_class_is_found_without_running_its_module(tmp_path: Path) -> None:
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "__init__.py").write_text("from pkg.inner import Trial as Mine\nraise SystemExit\n")
+    (tmp_path / "star.py").write_text("from pkg import *\n")
+    assert find_trial_class("pkg:Mine", tmp_path).file == tmp_path / "pkg" / "__init__.py"
+    assert find_trial_class("star:Anything", tmp_path).module == "star"
+    with pytest.raises(UsageError, match=r"__init__\.py has no class Trial"):
+        find_trial_class("pkg:Trial", tmp_path)
+
+
+def load(folder: Path, text: str) -> Hparams:
+    path = folder / "hparams.yaml"
+    path.write_text(text, encoding="utf-8")
+    return Hparams.load(path)
+
+
+def test_an_experiment_configuration_gives_hyperparameters_and_data(tmp_path: Path) -> None:
+    hparams = load(
+        tmp_path,
+        "name: x\ndata: {folder: d}\nhyperparameters:\n  width: {type: const, val: 3}\n"
+        "  optimizer: {type: Adam, lr: 1e-3, eps: 1.0e-08}\n",
+    )
+    assert hparams.hyperparameters == {"width": 3, "optimizer": {"type": "Adam", "lr": 1e-3, "eps": 1e-8}}
+    assert hparams.data == {"folder": "d"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lr: {type: log, minval: -4, maxval: -2, base: 10}", "lr is a range to search .log.*give lr one value"),
+        ("a: {b: {type: categorical, vals: [1, 2]}}", "a.b is a range to search"),
+        ("- 1", "holds no hyperparameters"),
+        ("a: [", "is neither YAML nor JSON"),
+    ],
+)
+def test_hyperparameters_that_cannot_be_used_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        load(tmp_path, text)
+
+
+def settled(folder: Path, text: str, config: dict[str, Any], *, keep: bool = False) -> dict[str, Any]:
+    path = folder / "launch.json"
+    path.write_text(json.dumps(config))
+    return load(folder, text).settled(path, keep_overwrites=keep)
+
+
+def test_a_named_config_becomes_the_launchs_file_and_loses_its_overwrites(tmp_path: Path) -> None:
+    text = "deepspeed_config: ds.json\nwidth: 3\noverwrite_deepspeed_args: {train_batch_size: 8}\n"
+    launch = str(tmp_path / "launch.json")
+    assert settled(tmp_path, text, {}) == {"deepspeed_config": launch, "width": 3, "overwrite_deepspeed_args": {}}
+    assert settled(tmp_path, text, {}, keep=True)["overwrite_deepspeed_args"] == {"train_batch_size": 8}
+
+
+def test_a_config_in_the_hyperparameters_follows_the_launchs_file(tmp_path: Path) -> None:
+    launch = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 2}}
+    beside = "width: 3\ntrain_batch_size: 16\nzero_optimization: {stage: 0, cpu_offload: false}\n"
+    assert settled(tmp_path, beside, launch) == {"width": 3, **launch}
+    within = "deepspeed_config: {train_batch_size: 16, gradient_clipping: 1}\n"
+    assert settled(tmp_path, within, launch) == {"deepspeed_config": {"gradient_clipping": 1, **launch}}
+
+
+def test_overwrites_are_laid_over_their_own_config_alone(tmp_path: Path) -> None:
+    text = "overwrite_deepspeed_args: {gradient_clipping: 1}\n"
+    named = load(tmp_path, f"deepspeed_config: ds.json\n{text}")
+    assert own_overwrites(named, "./ds.json", tmp_path) == {"gradient_clipping": 1}
+    assert own_overwrites(named, tmp_path / "best_ds_config.json", tmp_path) == {}
+    assert own_overwrites(load(tmp_path, text), "any.json", tmp_path) == {"gradient_clipping": 1}
+    with pytest.raises(UsageError, match="is a mapping of DeepSpeed settings; got 3"):
+        own_overwrites(load(tmp_path, "overwrite_deepspeed_args: 3"), "ds.json", tmp_path)
+
+
+def test_arguments_lead_to_the_command_that_trains() -> None:
+    arguments = runner_arguments("m:T", config="ds.json", hparams="h.yaml", rest=("--max-length", "3epochs"))
+    assert hparams_of(arguments) == "h.yaml"
+    assert hparams_of(["m:T", "--hparams=x.yaml"]) == "x.yaml"
+    assert hparams_of(["m:T"]) is None
+    assert train_command(arguments, config="best.json", device="cuda", slots=4) == [
+        *("optuna-dsat", "train", "m:T", "best.json", "--hparams", "h.yaml", "--max-length", "3epochs", "--gpus", "4"),
+    ]

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+from optuna_dsat.launch.simulated import SimulatedLauncher
+from optuna_dsat.plan.from_script import ScriptPlan, plan_script
+from optuna_dsat.plan.structures import plan_rows
+from tests.study.conftest import Bench
+from tests.study.landscapes import Hill
+
+
+def planned(bench: Bench, rungs: list[str], **changes: Any) -> ScriptPlan:
+    return plan_script(
+        bench.spec(method="guided", **changes),
+        store=bench.store,
+        device_names=("simulated",),
+        launcher=lambda: nullcontext(SimulatedLauncher(Hill(), total_slots=2)),
+        on_rung=lambda rung: rungs.append(rung.words),
+        memory_margin=0.05,
+    )
+
+
+def test_a_profile_is_measured_once_and_searches_sharpen_the_plan(bench: Bench) -> None:
+    rungs: list[str] = []
+    before = planned(bench, rungs, name="p")
+    again = planned(bench, rungs, name="p")
+    assert rungs == ["your own ZeRO settings"]
+    assert again.subject == before.subject
+    assert not bench.store.list_studies()
+    bench.run(bench.spec(method="guided", max_trials=6, confirm=0), Hill())
+    after = planned(bench, rungs, name="p")
+    assert len(rungs) == 1
+    assert "fitted to launches of s" in after.about[-1]
+    vague, sharp = ({row.name: row for row in plan_rows(one.subject)}["ZeRO 2"] for one in (before, after))
+    assert vague.outlook is not None
+    assert sharp.outlook is not None
+    assert sharp.outlook.high_s / sharp.outlook.low_s < 0.5 * vague.outlook.high_s / vague.outlook.low_s
+    true_s = 0.03 * (sharp.micro_batch + 4) + 0.02
+    assert sharp.outlook.low_s < true_s < sharp.outlook.high_s

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optuna_dsat.study.result import learning_rate_advice, training_command
+from optuna_dsat.study.spec import StudySpec, make_spec
+
+BEST = Path("/out/best_ds_config.json")
+
+
+def spec(*, is_module: bool = False, device: str = "cuda") -> StudySpec:
+    script = {
+        "script": "package.train" if is_module else "/project/train.py",
+        "is_module": is_module,
+        "args": ("--deepspeed_config", "ds.json"),
+        "cwd": "/project",
+        "config_path": "/project/ds.json",
+    }
+    return make_spec(
+        name="s", method="random", script=script, ds_config={}, device=device, slots_per_trial=4, output_dir="/out"
+    )
+
+
+@pytest.mark.parametrize(
+    ("is_module", "deepspeed_launcher", "start"),
+    [
+        (False, False, "torchrun --nproc_per_node 4 /project/train.py"),
+        (True, False, "torchrun --nproc_per_node 4 -m package.train"),
+        (False, True, "deepspeed --num_gpus 4 /project/train.py"),
+        (True, True, "deepspeed --num_gpus 4 --module package.train"),
+    ],
+)
+def test_the_command_starts_the_script_as_its_options_expect(
+    is_module: bool, deepspeed_launcher: bool, start: str
+) -> None:
+    command, names_config = training_command(spec(is_module=is_module), {}, BEST, deepspeed_launcher=deepspeed_launcher)
+    assert names_config
+    assert command == f"{start} --deepspeed_config {BEST}"
+
+
+def test_on_the_cpu_deepspeed_is_told_so() -> None:
+    command, _ = training_command(spec(device="cpu"), {}, BEST)
+    assert shlex.split(command)[:3] == ["env", "DS_ACCELERATOR=cpu", "LOCAL_SIZE=4"]
+
+
+@pytest.mark.parametrize(("device", "start"), [("cuda", "env OMP_NUM_THREADS=6 torchrun"), ("cpu", "env DS_")])
+def test_training_computes_with_the_threads_that_were_measured(device: str, start: str) -> None:
+    command, _ = training_command(spec(device=device), {}, BEST, host_threads=6)
+    assert command.startswith(start)
+    assert "OMP_NUM_THREADS=6" in shlex.split(command)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "factor"),
+    [
+        ({"type": "AdamW", "params": {"lr": 1e-3}}, "of 0.001 by 2 (the square root"),
+        ({"type": "SGD", "params": {"lr": 0.1}}, "of 0.1 by 4 (the ratio"),
+        ({"type": "AdamW", "params": {"lr": "auto"}}, "rate by 2 (the square root"),
+        ({}, "or by 4 (the ratio"),
+    ],
+)
+def test_a_changed_global_batch_suggests_a_learning_rate(optimizer: dict[str, Any], factor: str) -> None:
+    advice = learning_rate_advice({"optimizer": optimizer}, batch=64, user_batch=16)
+    assert advice is not None
+    assert factor in advice
+    assert "from 16 to 64" in advice
+    assert learning_rate_advice({"optimizer": optimizer}, batch=16, user_batch=16) is None

@@ -1,0 +1,435 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from optuna.trial import TrialState
+
+from optuna_dsat.config import ds_config
+from optuna_dsat.errors import NothingRunnableError, ScriptFailedError, StudyConflictError
+from optuna_dsat.launch.protocol import LaunchRequest
+from optuna_dsat.launch.simulated import SimulatedLauncher, SimulatedResult
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.study.progress import FinalistMeasured, Message, ProfileFinished, ProfileStarted, TrialFinished
+from optuna_dsat.study.session import Session
+from optuna_dsat.trials import attributes
+from tests.study.conftest import USER_CONFIG, Bench
+from tests.study.landscapes import GIB, Hill
+
+
+def keys_of(configs: list[dict[str, Any]]) -> list[str]:
+    return [ds_config.canonical_key(config) for config in configs]
+
+
+@pytest.mark.parametrize("method", ["random", "binary", "asha", "guided"])
+def test_a_study_beats_the_users_config_and_leaves_what_to_train_with(bench: Bench, method: str) -> None:
+    spec = bench.spec(method=method, max_trials=12, options={"min_gain": 0.0})
+    result = bench.run(spec, Hill())
+    assert result is not None
+    assert result.speed_up is not None
+    assert result.speed_up > 2
+    config = json.loads(Path(result.config_path).read_text())
+    assert config["train_batch_size"] == config["train_micro_batch_size_per_gpu"] * 2
+    assert "autotuning" not in config
+    metrics = json.loads(Path(result.metrics_path).read_text())
+    assert metrics["value"] == pytest.approx(result.value)
+    assert metrics["confidence_interval_95"][0] <= result.value <= metrics["confidence_interval_95"][1]
+    assert result.command_names_config
+    assert result.config_path in result.command
+    assert sum(result.launches.values()) == 12
+    assert json.dumps(asdict(result))
+
+
+def test_the_users_config_is_measured_first_and_confirmed_with_the_winner(bench: Bench) -> None:
+    hill = Hill()
+    bench.run(bench.spec(), hill)
+    assert hill.configs[1]["train_micro_batch_size_per_gpu"] == 2
+    first = bench.study().trials[0]
+    assert first.user_attrs[attributes.PURPOSE] == attributes.USER_CONFIG
+    confirmed = {news.number for news in bench.news if isinstance(news, FinalistMeasured)}
+    assert 0 in confirmed
+    speed_ups = [n.speed_up for n in bench.news if isinstance(n, TrialFinished) and n.value is not None]
+    assert speed_ups[0] == pytest.approx(1.0)
+
+
+def test_a_users_config_outside_the_space_is_still_the_baseline(bench: Bench) -> None:
+    config = {**USER_CONFIG, "zero_optimization": {"stage": 0}}
+    result = bench.run(bench.spec(ds_config=config, zero_stages=(1, 2)), Hill())
+    assert result is not None
+    first = bench.study().trials[0]
+    assert first.params == {}
+    assert first.state is TrialState.COMPLETE
+    assert result.user_value == pytest.approx(first.value, rel=1e-6)
+
+
+def test_no_configuration_runs_twice_and_the_budget_counts_launches_only(bench: Bench) -> None:
+    hill = Hill()
+    bench.run(bench.spec(max_trials=20, confirm=0), hill)
+    trial_configs = hill.configs[1:]  # the first is the profile's
+    assert len(trial_configs) == 20
+    assert len(set(keys_of(trial_configs))) == 20
+    trials = bench.study().trials
+    assert attributes.launches_used(trials) == 20
+
+
+def test_out_of_memory_is_pruned_knowledge_not_a_failure(bench: Bench) -> None:
+    bench.run(bench.spec(method="binary", max_trials=12, options={"search_range_factor": 3.0}), Hill())
+    oom = [t for t in bench.study().trials if t.user_attrs.get(attributes.OUTCOME) == Outcome.OUT_OF_MEMORY]
+    assert oom
+    assert {t.state for t in oom} == {TrialState.PRUNED}
+
+
+def test_concurrent_launches_share_the_slots(bench: Bench) -> None:
+    hill = Hill()
+    result = bench.run(bench.spec(max_trials=16, max_concurrent_trials=3), hill, slots=8)
+    assert result is not None
+    assert sum(result.launches.values()) == 16
+    assert len(set(keys_of(hill.configs[1:17]))) == 16
+
+
+def test_a_second_run_of_a_finished_study_launches_no_trial_again(bench: Bench) -> None:
+    first = bench.run(bench.spec(), Hill())
+    again = Hill()
+    second = bench.run(bench.spec(), again)
+    assert again.configs == []
+    assert first is not None
+    assert second is not None
+    assert second.trial == first.trial
+
+
+def test_a_raised_budget_adds_exactly_the_difference(bench: Bench) -> None:
+    bench.run(bench.spec(max_trials=5, confirm=0), Hill())
+    more = Hill()
+    bench.run(bench.spec(max_trials=9, confirm=0), more)
+    assert len(more.configs) == 4
+    record = bench.store.find_study("s")
+    assert record is not None
+    assert record.spec["max_trials"] == 9
+
+
+def test_another_script_under_the_same_name_is_refused_with_what_differs(bench: Bench) -> None:
+    bench.run(bench.spec(max_trials=2, confirm=0), Hill())
+    with pytest.raises(StudyConflictError, match=r"zero_stages was \[1, 2, 3\], is \[1\]"):
+        bench.run(bench.spec(zero_stages=(1,)), Hill())
+
+
+def test_a_study_without_a_trial_takes_the_new_settings(bench: Bench) -> None:
+    broken = SimulatedResult(outcome=Outcome.SCRIPT_ERROR, startup_s=1, message="ValueError: no data")
+    with pytest.raises(ScriptFailedError):
+        bench.run(bench.spec(zero_stages=(1, 2, 3)), Hill(override=lambda _: broken))
+    result = bench.run(bench.spec(zero_stages=(1,), max_trials=3), Hill())
+    assert result is not None
+    record = bench.store.find_study("s")
+    assert record is not None
+    assert record.spec["zero_stages"] == [1]
+
+
+def test_a_second_study_of_the_same_script_spares_the_profile_launch(bench: Bench) -> None:
+    bench.run(bench.spec(max_trials=2, confirm=0), Hill())
+    bench.news.clear()
+    bench.run(bench.spec(name="t", max_trials=2, confirm=0), Hill())
+    assert not [n for n in bench.news if isinstance(n, ProfileStarted)]
+    assert [n.reused for n in bench.news if isinstance(n, ProfileFinished)] == [True]
+
+
+def test_the_profile_climbs_the_ladder_until_a_rung_fits(bench: Bench) -> None:
+    def needs_stage_3(config: Mapping[str, Any]) -> SimulatedResult | None:
+        if config.get("zero_optimization", {}).get("stage", 0) < 3:
+            return SimulatedResult(outcome=Outcome.OUT_OF_MEMORY, startup_s=5, missing_bytes=GIB)
+        return None
+
+    result = bench.run(bench.spec(max_trials=12), Hill(override=needs_stage_3))
+    rungs = [n.rung for n in bench.news if isinstance(n, ProfileStarted)]
+    assert rungs == ["your own ZeRO settings", "ZeRO 2", "ZeRO 2 + optimizer offload", "ZeRO 3"]
+    assert result is not None
+    assert result.config["zero_optimization"]["stage"] == 3
+    assert result.speed_up is None
+
+
+def test_when_no_rung_fits_the_message_names_rungs_and_missing_memory(bench: Bench) -> None:
+    full = SimulatedResult(outcome=Outcome.OUT_OF_MEMORY, startup_s=5, missing_bytes=3 * GIB)
+    with pytest.raises(NothingRunnableError) as caught:
+        bench.run(bench.spec(), Hill(override=lambda _: full))
+    message = str(caught.value)
+    assert "ZeRO 3 + parameter and optimizer offload" in message
+    assert "short of 3072 MiB" in message
+
+
+def test_a_script_that_fails_at_once_ends_the_study_after_the_profile_launch(bench: Bench) -> None:
+    broken = SimulatedResult(outcome=Outcome.SCRIPT_ERROR, startup_s=1, message="ValueError: no data")
+    hill = Hill(override=lambda _: broken)
+    with pytest.raises(ScriptFailedError) as caught:
+        bench.run(bench.spec(), hill)
+    assert len(hill.configs) == 1
+    assert "no data" in caught.value.traceback_tail
+
+
+def test_the_same_script_error_again_and_again_ends_the_study(bench: Bench) -> None:
+    def breaks_beyond_profile(config: Mapping[str, Any]) -> SimulatedResult | None:
+        if config["train_micro_batch_size_per_gpu"] == 1:
+            return None
+        return SimulatedResult(outcome=Outcome.SCRIPT_ERROR, startup_s=1, message="ValueError: batch")
+
+    hill = Hill(override=breaks_beyond_profile)
+    with pytest.raises(ScriptFailedError, match="Launch after launch"):
+        bench.run(bench.spec(max_trials=30), hill)
+    assert len(hill.configs) < 10
+
+
+def test_script_errors_after_a_measured_trial_do_not_lose_the_result(bench: Bench) -> None:
+    def too_little_data(config: Mapping[str, Any]) -> SimulatedResult | None:
+        if config["train_micro_batch_size_per_gpu"] <= 2:
+            return None
+        return SimulatedResult(outcome=Outcome.SCRIPT_ERROR, startup_s=1, message="ended early")
+
+    result = bench.run(bench.spec(max_trials=6, confirm=0), Hill(override=too_little_data))
+    assert result is not None
+    assert result.config["train_micro_batch_size_per_gpu"] == 2
+
+
+def test_out_of_data_bounds_the_micro_batch_of_every_lineage(bench: Bench) -> None:
+    def hundred_samples(config: Mapping[str, Any]) -> SimulatedResult | None:
+        if config["train_micro_batch_size_per_gpu"] <= 10:
+            return None
+        return SimulatedResult(outcome=Outcome.OUT_OF_DATA, startup_s=1, message="the script ended by itself")
+
+    result = bench.run(bench.spec(max_trials=20, method="binary", confirm=0), Hill(override=hundred_samples))
+    assert result is not None
+    assert result.config["train_micro_batch_size_per_gpu"] <= 10
+    smallest = 10**9
+    for trial in (t for t in bench.study().trials if attributes.OUTCOME in t.user_attrs):
+        micro_batch = trial.params["train_micro_batch_size_per_gpu"]
+        assert micro_batch < smallest
+        if trial.user_attrs[attributes.OUTCOME] == Outcome.OUT_OF_DATA:
+            assert trial.state is TrialState.PRUNED
+            smallest = micro_batch
+    assert smallest < 10**9
+
+
+def test_a_users_config_that_runs_out_of_data_ends_the_study_with_the_remedy(bench: Bench) -> None:
+    def four_steps(config: Mapping[str, Any]) -> SimulatedResult | None:
+        if config["train_micro_batch_size_per_gpu"] == 1:
+            return None
+        return SimulatedResult(outcome=Outcome.OUT_OF_DATA, startup_s=1, message="the script ended after 4 steps")
+
+    hill = Hill(override=four_steps)
+    with pytest.raises(ScriptFailedError, match=r"your own config.*ended after 4 steps.*--end-profile-step"):
+        bench.run(bench.spec(), hill)
+    assert len(hill.configs) == 2
+
+
+def test_an_interrupted_confirmation_keeps_what_was_confirmed(bench: Bench) -> None:
+    class Interrupts(SimulatedLauncher):
+        def start(self, request: LaunchRequest) -> None:
+            if request.purpose == "confirm" and confirmed:
+                raise KeyboardInterrupt
+            if request.purpose == "confirm":
+                confirmed.append(request.launch_id)
+            super().start(request)
+
+    confirmed: list[str] = []
+    session = Session(
+        bench.spec(),
+        store=bench.store,
+        launcher=Interrupts(Hill(), total_slots=2),
+        device_names=("simulated",),
+        observer=bench.news.append,
+    )
+    result = session.run()
+    assert session.interrupted
+    assert result is not None
+    assert result.reason == "interrupted"
+    assert Path(result.config_path).exists()
+    assert len(confirmed) == len(bench.study().user_attrs[attributes.FINALISTS]) == 1
+    again = Hill()
+    resumed = bench.run(bench.spec(), again)
+    assert resumed is not None
+    assert len(again.configs) == len(bench.study().user_attrs[attributes.FINALISTS]) - 1
+
+
+def test_a_resumed_study_goes_on_with_its_own_profile_when_a_file_changes(bench: Bench) -> None:
+    bench.run(bench.spec(confirm=0), Hill())
+    (bench.folder / "helper.py").write_text("# a comment\n")
+    again = Hill()
+    bench.run(bench.spec(confirm=0, max_trials=9), again)
+    assert len(again.configs) == 1
+    assert any(isinstance(news, Message) and "its own profile" in news.text for news in bench.news)
+
+
+def test_the_ladder_climbs_zero_1_where_no_higher_stage_is_searched(bench: Bench) -> None:
+    def needs_offload(config: Mapping[str, Any]) -> SimulatedResult | None:
+        zero = config["zero_optimization"]
+        if zero.get("offload_optimizer") and zero["reduce_bucket_size"] < 5e8:
+            return None
+        return SimulatedResult(outcome=Outcome.OUT_OF_MEMORY, startup_s=1, missing_bytes=2**30)
+
+    hill = Hill(override=needs_offload)
+    with pytest.raises(NothingRunnableError):  # the user's own config does not fit, and it is the only trial
+        bench.run(bench.spec(zero_stages=(0, 1), max_trials=1, confirm=0), hill)
+    rungs = [config["zero_optimization"] for config in hill.configs[:3]]
+    assert [(zero["stage"], "offload_optimizer" in zero) for zero in rungs] == [(2, False), (1, False), (1, True)]
+
+
+def test_a_communication_error_is_launched_again_and_then_given_up(bench: Bench) -> None:
+    flaky = SimulatedResult(outcome=Outcome.COMMUNICATION_ERROR, startup_s=1, message="connection reset")
+
+    def only_trials(config: Mapping[str, Any]) -> SimulatedResult | None:
+        return flaky if config["train_micro_batch_size_per_gpu"] == 2 else None
+
+    bench.run(bench.spec(max_retries=2, confirm=0), Hill(override=only_trials))
+    first = bench.study().trials[0]
+    assert first.state is TrialState.FAIL
+    assert first.user_attrs[attributes.ATTEMPTS] == 3
+    record = bench.store.find_study("s")
+    assert record is not None
+    launches = [row for row in bench.store.launches(record.uuid) if row.trial_number == 0]
+    assert [row.attempt for row in launches] == [0, 1, 2]
+
+
+def test_early_stopping_ends_the_search_and_says_so(bench: Bench) -> None:
+    result = bench.run(bench.spec(max_trials=60, options={"early_stopping": 4}, confirm=0), Hill())
+    assert result is not None
+    assert "early-stopping" in result.reason
+    assert sum(result.launches.values()) < 60
+
+
+def test_a_small_space_is_exhausted_and_says_so(bench: Bench) -> None:
+    fix = dict.fromkeys(("overlap_comm", "contiguous_gradients", "reduce_scatter"), False)
+    spec = bench.spec(
+        zero_stages=(1,), fix={**fix, "reduce_bucket_size": 5e8, "offload_optimizer": "none"}, max_trials=60,
+        method="binary", confirm=0,
+    )  # fmt: skip
+    result = bench.run(spec, Hill())
+    assert result is not None
+    assert "expected to win" in result.reason
+    assert sum(result.launches.values()) < 20
+
+
+def test_a_guided_search_ends_where_little_can_be_gained_and_goes_on_when_told_to(bench: Bench) -> None:
+    result = bench.run(bench.spec(method="guided", max_trials=40, confirm=0), Hill())
+    assert result is not None
+    assert "expected to win" in result.reason
+    launches = sum(result.launches.values())
+    assert launches < 40
+    more = bench.run(bench.spec(method="guided", max_trials=launches + 3, confirm=0, options={"min_gain": 0.0}), Hill())
+    assert more is not None
+    assert sum(more.launches.values()) == launches + 3
+
+
+def test_what_a_launch_takes_beside_its_steps_is_kept(bench: Bench) -> None:
+    bench.run(bench.spec(max_trials=4, confirm=0), Hill())
+    for trial in bench.study().trials:
+        if trial.state is TrialState.COMPLETE:
+            assert trial.user_attrs[attributes.OVERHEAD_S] > 0
+
+
+def test_a_metric_to_minimise_picks_the_smallest(bench: Bench) -> None:
+    result = bench.run(bench.spec(metric="latency", max_trials=8), Hill())
+    assert result is not None
+    values = [t.value for t in bench.study().trials if t.state is TrialState.COMPLETE]
+    assert result.value == pytest.approx(min(v for v in values if v is not None), rel=1e-6)
+
+
+@pytest.mark.parametrize("method", ["random", "binary", "asha", "guided"])
+def test_only_the_micro_batches_that_the_user_lists_are_run(bench: Bench, method: str) -> None:
+    listed = [4, 8, 24, 100]
+    config = {**USER_CONFIG, "train_micro_batch_size_per_gpu": listed}
+    hill = Hill()
+    result = bench.run(bench.spec(method=method, ds_config=config, max_trials=25, confirm=0), hill)
+    assert result is not None
+    assert result.config["train_micro_batch_size_per_gpu"] == 24
+    run = {config["train_micro_batch_size_per_gpu"] for config in hill.configs[1:]}
+    assert run <= set(listed)
+    assert len(run) > 1
+
+
+@pytest.mark.parametrize("method", ["random", "binary", "asha", "guided"])
+def test_a_global_batch_that_is_kept_is_made_up_by_accumulation(bench: Bench, method: str) -> None:
+    hill = Hill()
+    result = bench.run(bench.spec(method=method, train_batch_size=96, max_trials=16, confirm=0), hill)
+    assert result is not None
+    trials = [t for t in bench.study().trials if attributes.CONFIG in t.user_attrs][1:]
+    batches = [
+        (c["train_micro_batch_size_per_gpu"], c["gradient_accumulation_steps"])
+        for c in (trial.user_attrs[attributes.CONFIG] for trial in trials)
+    ]
+    assert {micro_batch * accumulation * 2 for micro_batch, accumulation in batches} == {96}
+    assert (24, 2) in batches  # the largest divisor of 48 that fits
+    assert result.config["train_batch_size"] == 96
+    assert result.learning_rate_advice is not None  # the user's own global batch is 4
+    assert "from 4 to 96" in result.learning_rate_advice
+
+
+def test_the_largest_global_batch_of_the_autotuning_section_bounds_the_micro_batch(bench: Bench) -> None:
+    config = {**USER_CONFIG, "gradient_accumulation_steps": 4, "autotuning": {"max_train_batch_size": 40}}
+    result = bench.run(bench.spec(ds_config=config, max_trials=12, confirm=0), Hill())
+    assert result is not None
+    trials = [t.user_attrs[attributes.CONFIG] for t in bench.study().trials if attributes.CONFIG in t.user_attrs]
+    totals = [c["train_micro_batch_size_per_gpu"] * c["gradient_accumulation_steps"] * 2 for c in trials]
+    assert max(totals) <= 40
+    assert max(c["train_micro_batch_size_per_gpu"] for c in trials) > 5
+
+
+@pytest.mark.parametrize(
+    ("noise", "adaptive_steps", "fewest", "most"),
+    [(0.0, None, 3, 3), (0.0, 40, 3, 3), (0.3, None, 5, 15), (0.3, 40, 40, 40), (0.05, 4000, 4, 3999)],
+)
+def test_finalists_end_when_their_step_time_is_known(
+    bench: Bench, noise: float, adaptive_steps: int | None, fewest: int, most: int
+) -> None:
+    bench.run(bench.spec(max_trials=3, confirm=1, adaptive_steps=adaptive_steps), Hill(), noise=noise)
+    steps = [finalist["steps"] for finalist in bench.study().user_attrs[attributes.FINALISTS]]
+    assert steps
+    assert all(fewest <= count <= most for count in steps), steps
+
+
+def test_a_trial_ends_when_its_step_time_is_known(bench: Bench) -> None:
+    bench.run(bench.spec(max_trials=4, confirm=0, end_profile_step=12), Hill())
+    measured = [t for t in bench.study().trials if t.user_attrs.get(attributes.OUTCOME) == Outcome.MEASURED]
+    last_steps = {t.number: max(t.intermediate_values) for t in measured}
+    assert last_steps.pop(0) == 12, "what everything is compared with is measured to its end"
+    assert set(last_steps.values()) == {5}
+    assert all(t.state is TrialState.COMPLETE for t in measured)
+
+
+def test_a_finalist_that_fails_with_more_steps_gives_its_place_to_the_next_best(bench: Bench) -> None:
+    class RunsOut(SimulatedLauncher):
+        """Whatever is confirmed at more than 30 samples runs out of memory."""
+
+        def start(self, request: LaunchRequest) -> None:
+            if request.purpose == "confirm" and request.ds_config["train_micro_batch_size_per_gpu"] > 30:
+                request = replace(request, ds_config={**request.ds_config, "train_micro_batch_size_per_gpu": 1000})
+            super().start(request)
+
+    session = Session(
+        bench.spec(max_trials=12, confirm=1),
+        store=bench.store,
+        launcher=RunsOut(Hill(), total_slots=2),
+        device_names=("simulated",),
+        observer=bench.news.append,
+    )
+    result = session.run()
+    assert result is not None
+    finalists = bench.study().user_attrs[attributes.FINALISTS]
+    assert finalists[0]["outcome"] == Outcome.OUT_OF_MEMORY
+    own = attributes.user_config_trial(bench.study().trials)
+    assert own is not None
+    substitutes = [f["number"] for f in finalists[1:] if f["number"] != own.number]
+    assert len(substitutes) == 1, "as many places as there were finalists"
+
+
+@pytest.mark.parametrize(("step_s", "steps"), [(0.3, 15), (0.7, 8), (9.0, 5)])
+def test_a_finalist_of_long_steps_counts_fewer_of_them(bench: Bench, step_s: float, steps: int) -> None:
+    """Five seconds are enough, five steps the least; steps vary by 2 %, so their time is never certain."""
+
+    def steady(_: Mapping[str, Any]) -> SimulatedResult:
+        return SimulatedResult(startup_s=1, forward_s=step_s, backward_s=0.0, step_s=0.0, peak_bytes=2**30)
+
+    bench.run(bench.spec(max_trials=2, confirm=1), Hill(override=steady), noise=0.1)
+    counted = [finalist["steps"] for finalist in bench.study().user_attrs[attributes.FINALISTS]]
+    assert counted
+    assert all(abs(count - steps) <= 2 for count in counted), counted

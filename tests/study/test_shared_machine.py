@@ -1,0 +1,127 @@
+"""A search on a machine whose slots others hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from optuna.trial import TrialState
+
+from optuna_dsat.launch import waiting
+from optuna_dsat.launch.nvml import DeviceError
+from optuna_dsat.launch.protocol import Holder, LaunchRequest, LaunchUpdate, SlotsBusyError
+from optuna_dsat.launch.simulated import SimulatedLauncher
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.study import profile
+from optuna_dsat.study.progress import Message
+from optuna_dsat.study.session import Session
+from optuna_dsat.study.spec import StudySpec
+from optuna_dsat.trials import attributes
+from tests.study.conftest import Bench
+from tests.study.landscapes import Hill
+
+SLEEPER = Holder(device="GPU 1", who="process 4711 (sleep, user anna)")
+
+
+class Shared(SimulatedLauncher):
+    """A simulated machine of which somebody else takes every slot after so many launches, for so many looks."""
+
+    def __init__(self, hill: Hill, *, after: int, looks: int = 10**9, shows: str = "at once") -> None:
+        super().__init__(hill, total_slots=2)
+        self._left = after
+        self._looks = looks
+        self._shows = shows
+        """When it shows: ``at once``, at the ``start`` of a launch, or when one was ``taken`` that was to follow
+        another."""
+        self._taken: list[LaunchRequest] = []
+
+    @property
+    def _held(self) -> bool:
+        return self._left <= 0 and self._looks > 0
+
+    @property
+    def free_slots(self) -> int:
+        return 0 if self._held and self._shows == "at once" else super().free_slots
+
+    @property
+    def waiting(self) -> Sequence[str]:
+        return [request.launch_id for request in self._taken]
+
+    def holders(self) -> Sequence[Holder]:
+        if not self._held:
+            return ()
+        self._looks -= 1
+        return (SLEEPER,)
+
+    def start(self, request: LaunchRequest) -> None:
+        if self._held and self._shows == "taken":
+            self._taken.append(request)
+        elif self._held:
+            raise SlotsBusyError("taken")
+        else:
+            super().start(request)
+            self._left -= 1
+
+    def poll(self, timeout_s: float) -> Sequence[LaunchUpdate]:
+        if self._taken and not self._held:
+            self.start(self._taken.pop())
+        return super().poll(timeout_s)
+
+
+def search(bench: Bench, spec: StudySpec, launcher: Shared) -> None:
+    Session(spec, store=bench.store, launcher=launcher, device_names=("simulated",), observer=bench.news.append).run()
+
+
+def messages(bench: Bench) -> list[str]:
+    return [news.text for news in bench.news if isinstance(news, Message)]
+
+
+def launched(bench: Bench) -> list[str]:
+    """Return the configurations of the trials that were launched to an end of their own."""
+    return [
+        trial.user_attrs[attributes.CONFIG_KEY]
+        for trial in bench.study().trials
+        if trial.user_attrs.get(attributes.OUTCOME, Outcome.LOST) != Outcome.LOST
+    ]
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile, "_WAIT_S", 0.0)
+    monkeypatch.setattr(waiting, "_QUIET_S", 0.0)
+
+
+def test_a_search_says_for_whom_it_waits_and_then_goes_on(bench: Bench) -> None:
+    search(bench, bench.spec(max_trials=2, confirm=0), Shared(Hill(), after=0, looks=3))
+    search(bench, bench.spec(max_trials=3, confirm=0), Shared(Hill(), after=0, looks=2, shows="taken"))
+    said = [text for text in messages(bench) if "Waiting for 2 free slots" in text]
+    assert len(said) == 2
+    assert all("Not free: GPU 1: process 4711 (sleep, user anna)." in text for text in said)
+    assert attributes.launches_used(bench.study().trials) == 3
+
+
+def test_a_profile_launch_waits_no_longer_than_it_may(bench: Bench) -> None:
+    with pytest.raises(DeviceError, match=r"process 4711 .*`optuna-dsat resume s`"):
+        search(bench, bench.spec(wait_for_gpus_s=0.0), Shared(Hill(), after=0))
+
+
+@pytest.mark.parametrize("shows", ["at once", "start", "taken"])
+def test_a_search_that_the_limit_ends_loses_nothing(bench: Bench, shows: str) -> None:
+    spec = bench.spec(max_trials=4, confirm=0)
+    with pytest.raises(DeviceError, match="process 4711"):
+        search(bench, spec.model_copy(update={"wait_for_gpus_s": 0.0}), Shared(Hill(), after=3, shows=shows))
+    trials = bench.study().trials
+    assert TrialState.RUNNING not in {trial.state for trial in trials}
+    assert len(launched(bench)) == 2
+    more = Hill()
+    assert bench.run(spec, more) is not None
+    assert len(more.configs) == 2
+    assert len(set(launched(bench))) == len(launched(bench)) == 4
+
+
+@pytest.mark.parametrize("shows", ["at once", "taken"])
+def test_finalists_wait_no_longer_either(bench: Bench, shows: str) -> None:
+    spec = bench.spec(max_trials=2, confirm=1, wait_for_gpus_s=0.0)
+    with pytest.raises(DeviceError, match="process 4711"):
+        search(bench, spec, Shared(Hill(), after=3, shows=shows))
+    assert len(launched(bench)) == 2

@@ -1,0 +1,117 @@
+"""A stored study is the same to all who look at it: what it hands over, its space, and its speed-up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from optuna_dsat.cli import main
+from optuna_dsat.cli.show import show_result
+from optuna_dsat.config import ds_config
+from optuna_dsat.config.search_space import SearchSpace
+from optuna_dsat.launch.simulated import SimulatedResult
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.report.notes import study_note
+from optuna_dsat.report.study_explanation import explain_study
+from optuna_dsat.report.view import read_view
+from optuna_dsat.script.trainer import ScriptTrainer
+from optuna_dsat.study import warm_start
+from optuna_dsat.study.methods import make_planner
+from optuna_dsat.study.result import TuneResult
+from optuna_dsat.study.stored import read_stored
+from optuna_dsat.trials import attributes
+from tests.study.conftest import USER_CONFIG, Bench
+from tests.study.landscapes import Hill
+
+LIGHTNING = ScriptTrainer(framework="lightning", micro_batch=None, gradient_accumulation_steps=4, options={})
+
+
+def run_with_trainer(bench: Bench, **changes: Any) -> TuneResult:
+    """Run a study ``s`` of a script that Lightning's Trainer runs, which accumulates over four micro-batches."""
+    bench.run(bench.spec(name="first", max_trials=1, confirm=0), Hill())
+    first = read_stored(bench.store, "first")
+    fingerprint = str(first.attributes[attributes.FINGERPRINT])
+    assert first.profiled is not None
+    profiled = replace(first.profiled, trainer=LIGHTNING)
+    bench.store.save_profile(fingerprint, profiled.to_json(), study_uuid=first.record.uuid)
+    result = bench.run(bench.spec(**{"max_trials": 4, "confirm": 0, **changes}), Hill())
+    assert result is not None
+    return result
+
+
+def test_what_best_prints_is_what_the_trainer_takes(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    result = run_with_trainer(bench)
+    storage = f"sqlite:///{bench.folder / 'study.db'}"
+    with pytest.raises(SystemExit) as end:
+        main(["best", "s", "--storage", storage])
+    assert end.value.code == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads((bench.folder / "out" / "s" / "best_ds_config.json").read_text()) == result.config
+    assert ds_config.GRADIENT_ACCUMULATION not in printed, "Lightning refuses a config that says it"
+    view = read_view(bench.store, "s")
+    shown = study_note(view).partition("```json\n")[2].partition("```")[0]
+    assert json.loads(shown) == printed
+
+
+def test_all_who_look_at_a_study_see_the_space_that_it_searched(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_with_trainer(bench, method="guided")
+    seen: list[SearchSpace] = []
+
+    def noted(spec: Any, profiled: Any, space: SearchSpace, **options: Any) -> Any:
+        seen.append(space)
+        return make_planner(spec, profiled, space, **options)
+
+    monkeypatch.setattr(warm_start, "make_planner", noted)
+    monkeypatch.setattr("optuna_dsat.report.study_explanation.make_foresight", noted)
+    explain_study(bench.store, "s")
+    study = read_stored(bench.store, "s")
+    assert study.profiled is not None
+    other = bench.spec(name="other", method="guided", options={"warm_start": "s"})
+    warm_start.gather(bench.store, other, study.profiled, fingerprint=str(study.attributes[attributes.FINGERPRINT]))
+    assert len(seen) == 2
+    for space in (*seen, study.space, read_view(bench.store, "s").space):
+        assert space.gradient_accumulation_steps == 4, "what the script's trainer accumulates"
+
+
+class FailsAgain:
+    """The user's own config is measured once; its confirmation runs out of memory."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    def __call__(self, config: Mapping[str, Any]) -> SimulatedResult | None:
+        own = config["train_micro_batch_size_per_gpu"] == USER_CONFIG["train_micro_batch_size_per_gpu"]
+        self.runs += own
+        again = own and self.runs > 1
+        return SimulatedResult(outcome=Outcome.OUT_OF_MEMORY, startup_s=1) if again else None
+
+
+def test_a_confirmed_winner_is_not_compared_with_a_user_config_that_could_not_be_confirmed(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = bench.run(bench.spec(max_trials=6, confirm=2), Hill(FailsAgain()), noise=0.1)
+    assert result is not None
+    study = read_stored(bench.store, "s")
+    assert study.best is not None
+    assert study.baseline is not None
+    assert (study.best.confirmed, study.baseline.confirmed) == (True, False)
+    searched = study.best.searched_value / study.baseline.searched_value
+    assert searched != pytest.approx(study.best.value / study.baseline.value, rel=1e-4), "noise tells them apart"
+    explained, _ = explain_study(bench.store, "s")
+    assert result.value == study.best.value
+    assert result.speed_up == pytest.approx(searched)
+    assert result.user_value == study.baseline.searched_value
+    assert study.speed_up(study.best) == explained.speed_up == result.speed_up
+    assert not result.speed_up_confirmed
+    capsys.readouterr()
+    show_result(result, as_json=False)
+    assert "Your own config could not be measured again. In the search it reached" in capsys.readouterr().out
+    again = bench.run(bench.spec(name="whole", max_trials=6, confirm=2), Hill(), noise=0.1)
+    assert again is not None
+    assert again.speed_up_confirmed
+    assert again.user_value is not None
+    assert again.speed_up == pytest.approx(again.value / again.user_value)

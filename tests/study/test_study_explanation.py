@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from optuna_dsat.cli import main
+from optuna_dsat.errors import UsageError
+from optuna_dsat.report.study_explanation import explain_study
+from tests.study.conftest import Bench
+from tests.study.landscapes import Hill
+
+
+@pytest.mark.parametrize("method", ["guided", "asha"])
+def test_a_stored_study_is_explained_whatever_method_searched(
+    bench: Bench, method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = bench.run(bench.spec(method=method, confirm=2, max_trials=8), Hill())
+    assert result is not None
+    found, words = explain_study(bench.store, "s")
+    assert found.winner == result.trial
+    assert found.speed_up == pytest.approx(result.speed_up)
+    assert found.contributions[0].knob == "train_micro_batch_size_per_gpu"
+    assert found.bound == "compute"
+    storage = f"sqlite:///{bench.folder / 'study.db'}"
+    for options, shown in (([], f"Trial {result.trial} wins"), (["--json"], '"bound": "compute"')):
+        with pytest.raises(SystemExit) as ended:
+            main(["explain", "s", "--storage", storage, *options])
+        assert ended.value.code == 0
+        printed = capsys.readouterr().out
+        assert shown in printed
+    assert json.loads(printed)["configuration"] == words
+
+
+def test_a_study_that_measured_nothing_has_nothing_to_explain(bench: Bench) -> None:
+    bench.store.create_study("s", bench.spec().model_dump(mode="json"), direction="maximize")
+    with pytest.raises(UsageError, match="nothing to explain"):
+        explain_study(bench.store, "s")

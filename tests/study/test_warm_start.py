@@ -1,0 +1,151 @@
+"""What a guided search takes over from earlier studies, and what it does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from optuna_dsat.cost.step_time import COEFFICIENTS, Fitted, StepTimeModel
+from optuna_dsat.errors import UsageError
+from optuna_dsat.guided.prior_knowledge import PriorKnowledge
+from optuna_dsat.launch.simulated import SimulatedProfile, SimulatedResult
+from optuna_dsat.study.progress import Message
+from optuna_dsat.study.spec import StudySpec
+from optuna_dsat.trials import attributes
+from tests.study.conftest import Bench
+from tests.study.landscapes import Hill
+
+KEEP = (
+    "contiguous_gradients", "reduce_scatter", "stage3_prefetch_bucket_size", "stage3_max_live_parameters",
+    "stage3_max_reuse_distance", "stage3_param_persistence_threshold", "sub_group_size", "offload_param",
+)  # fmt: skip
+
+
+class Larger(Hill):
+    """Another model on the same machine."""
+
+    def profile(self, slots: int) -> SimulatedProfile:
+        return replace(super().profile(slots), params=2 * 10**9, trainable_params=2 * 10**9)
+
+
+def guided(bench: Bench, name: str, **changes: Any) -> StudySpec:
+    values: dict[str, Any] = {"name": name, "method": "guided", "max_trials": 6, "confirm": 0, "no_tune": KEEP}
+    return bench.spec(**{**values, **changes})
+
+
+def told(bench: Bench) -> list[str]:
+    return [news.text for news in bench.news if isinstance(news, Message) and news.text.startswith("Warm start")]
+
+
+def configs(bench: Bench, name: str) -> list[tuple[Any, ...]]:
+    return [tuple(sorted(trial.params.items())) for trial in bench.study(name).trials]
+
+
+def test_a_second_study_of_the_same_begins_with_what_the_first_learnt(bench: Bench) -> None:
+    bench.run(guided(bench, "first", max_trials=10), Hill())
+    assert told(bench) == []
+    bench.run(guided(bench, "second", max_trials=2), Hill())
+    assert len(told(bench)) == 1
+    assert "first (same script, config and hardware)" in told(bench)[0]
+    best = max(trial.values[0] for trial in bench.study("first").trials if trial.values)
+    assert bench.study("second").trials[1].values[0] >= 0.95 * best
+    bench.run(guided(bench, "third", max_trials=2, options={"no_warm_start": True}), Hill())
+    assert len(told(bench)) == 1
+    assert bench.study("third").user_attrs[attributes.WARM_START] == {}
+    assert configs(bench, "third")[1] != configs(bench, "second")[1]
+
+
+def test_a_measurement_outweighs_what_an_earlier_study_says(bench: Bench) -> None:
+    """The machine has changed since: ZeRO 3 became ten times as slow, and nothing in the fingerprint tells."""
+
+    def slow(config: Any) -> SimulatedResult | None:
+        if config["zero_optimization"]["stage"] != 3:
+            return None
+        return SimulatedResult(startup_s=10, forward_s=9.0, backward_s=18.0, step_s=0.02, peak_bytes=2**30)
+
+    fast_third = Hill(override=lambda c: None if c["zero_optimization"]["stage"] == 3 else slow_low(c))
+    bench.run(guided(bench, "first", max_trials=8), fast_third)
+    assert bench.study("first").best_params["zero_stage"] == 3
+    bench.run(guided(bench, "second", max_trials=8), Hill(override=slow))
+    assert told(bench)
+    assert bench.study("second").best_params["zero_stage"] != 3
+
+
+def slow_low(config: Any) -> SimulatedResult | None:
+    if config["train_micro_batch_size_per_gpu"] > 40:
+        return None
+    return SimulatedResult(startup_s=10, forward_s=9.0, backward_s=18.0, step_s=0.02, peak_bytes=30 * 2**30)
+
+
+def test_a_resumed_study_plans_with_the_same_knowledge_though_its_source_is_gone(bench: Bench) -> None:
+    bench.run(guided(bench, "first"), Hill())
+    bench.run(guided(bench, "whole", options={"warm_start": "first"}), Hill())
+    halves = guided(bench, "halves", options={"warm_start": "first"}, max_trials=3)
+    bench.run(halves, Hill())
+    bench.store.delete_study("first")
+    bench.run(halves.model_copy(update={"max_trials": 6}), Hill())
+    assert configs(bench, "halves") == configs(bench, "whole")
+    assert len(told(bench)) == 2
+
+
+def test_another_model_gives_what_belongs_to_the_machine_alone(bench: Bench) -> None:
+    bench.run(guided(bench, "first"), Hill())
+    (bench.folder / "train.py").write_text("# another model\n")
+    bench.run(guided(bench, "unrelated"), Larger())
+    assert told(bench) == []
+    bench.run(guided(bench, "other", options={"warm_start": "first"}), Larger())
+    assert "its model is another" in told(bench)[0]
+    stored = PriorKnowledge.from_json(bench.study("other").user_attrs[attributes.WARM_START])
+    assert stored.studies == ("first",)
+    assert stored.launches == ()
+    assert not stored.same_model
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"warm_start": "gone"}, "the other studies of this database: first"),
+        ({"warm_start": "s"}, "the other studies of this database: first"),
+        ({"warm_start": "first", "no_warm_start": True}, "exclude each other"),
+    ],
+)
+def test_what_cannot_be_begun_with_is_refused_before_any_launch(
+    bench: Bench, options: dict[str, Any], words: str
+) -> None:
+    bench.run(guided(bench, "first", max_trials=2), Hill())
+    hill = Hill()
+    with pytest.raises(UsageError, match=words):
+        bench.run(guided(bench, "s", options=options), hill)
+    assert hill.configs == []
+    assert bench.store.find_study("s") is None
+
+
+def test_other_hardware_is_refused(bench: Bench) -> None:
+    bench.run(guided(bench, "first", max_trials=2), Hill())
+    with pytest.raises(UsageError, match="on 2 x simulated; this study runs on 4 x simulated"):
+        bench.run(guided(bench, "s", slots_per_trial=4, options={"warm_start": "first"}), Hill(), slots=4)
+
+
+def step_time() -> StepTimeModel:
+    return StepTimeModel(
+        params=10**9, trainable=10**9, largest_layer=10**7, param_bytes=2, flops_per_sample=6 * 10**12, ranks=8,
+        ranks_per_node=8,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("same_model", [True, False])
+def test_knowledge_is_discounted_and_more_so_of_another_model(same_model: bool) -> None:
+    count = len(COEFFICIENTS)
+    fitted = Fitted(mean=np.full(count, -1.0), covariance=1e-4 * np.eye(count))
+    kept = PriorKnowledge.of(fitted, studies=["a"], same_model=same_model)
+    prior = PriorKnowledge.from_json(kept.to_json()).prior(step_time())
+    spread = dict(zip(COEFFICIENTS, np.sqrt(np.diag(prior.covariance)), strict=True))
+    own = dict(zip(COEFFICIENTS, np.sqrt(np.diag(step_time().before().covariance)), strict=True))
+    assert (prior.mean == -1.0).all()
+    assert 0.01 < spread["link"] < own["link"]
+    assert (spread["idle"] >= own["idle"]) == (not same_model)
+    unknown = replace(kept, coefficients=("new", *COEFFICIENTS[1:]))
+    assert unknown.prior(step_time()).mean[0] == step_time().before().mean[0]

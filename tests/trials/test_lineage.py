@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import optuna
+import pytest
+from optuna.distributions import CategoricalDistribution, IntDistribution
+from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.trials.lineage import (
+    MICRO_BATCH,
+    PLAN_ATTR,
+    Evidence,
+    agrees,
+    candidates,
+    evidence,
+    group,
+    lineage_key,
+    middle,
+    score,
+    search_interval,
+    unreachable,
+)
+
+SIZE = IntDistribution(1, 64, log=True)
+STAGE = CategoricalDistribution([1, 2, 3])
+
+
+def make(
+    number: int,
+    size: int | None = None,
+    *,
+    stage: int = 1,
+    state: TrialState = TrialState.COMPLETE,
+    value: float | None = None,
+    outcome: Outcome | None = None,
+    reports: dict[int, float] | None = None,
+    vetoed: str | None = None,
+    system: dict[str, Any] | None = None,
+) -> FrozenTrial:
+    user: dict[str, Any] = {}
+    if outcome is not None:
+        user["outcome"] = outcome.value
+    if vetoed is not None:
+        user["vetoed"] = vetoed
+    params: dict[str, Any] = {"zero_stage": stage}
+    distributions: dict[str, Any] = {"zero_stage": STAGE}
+    if size is not None:
+        params[MICRO_BATCH] = size
+        distributions[MICRO_BATCH] = SIZE
+    trial = create_trial(
+        state=state,
+        value=1.0 if state == TrialState.COMPLETE and value is None else value,
+        params=params,
+        distributions=distributions,
+        user_attrs=user,
+        system_attrs=system,
+        intermediate_values=reports,
+    )
+    trial.number = number
+    return trial
+
+
+PRUNED, FAIL, RUNNING, WAITING = TrialState.PRUNED, TrialState.FAIL, TrialState.RUNNING, TrialState.WAITING
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "expected"),
+    [
+        ({}, Evidence.FITS),
+        ({"state": PRUNED, "outcome": Outcome.PRUNED, "reports": {3: 1.0}}, Evidence.FITS),
+        ({"state": PRUNED, "outcome": Outcome.PRUNED}, Evidence.NONE),
+        ({"state": PRUNED, "outcome": Outcome.OUT_OF_MEMORY}, Evidence.TOO_LARGE),
+        ({"state": PRUNED, "outcome": Outcome.HOST_OUT_OF_MEMORY}, Evidence.TOO_LARGE),
+        ({"state": PRUNED, "outcome": Outcome.OUT_OF_MEMORY, "reports": {3: 1.0}}, Evidence.TOO_LARGE),
+        ({"state": PRUNED}, Evidence.TOO_LARGE),
+        ({"state": PRUNED, "reports": {1: 1.0}}, Evidence.FITS),
+        ({"state": PRUNED, "vetoed": "duplicate"}, Evidence.NONE),
+        ({"state": FAIL, "outcome": Outcome.INVALID_CONFIG}, Evidence.BROKEN),
+        ({"state": FAIL, "outcome": Outcome.SCRIPT_ERROR}, Evidence.BROKEN),
+        ({"state": FAIL, "outcome": Outcome.STALLED}, Evidence.NONE),
+        ({"state": FAIL, "outcome": Outcome.LOST}, Evidence.NONE),
+        ({"state": FAIL}, Evidence.NONE),
+        ({"state": RUNNING, "reports": {3: 1.0}}, Evidence.NONE),
+        ({"state": WAITING}, Evidence.NONE),
+    ],
+)
+def test_evidence(kwargs: dict[str, Any], expected: Evidence) -> None:
+    assert evidence(make(0, 8, **kwargs)) is expected
+
+
+def test_score_is_the_value_or_the_last_report_of_a_stopped_job() -> None:
+    assert score(make(0, 8, value=5.0)) == 5.0
+    stopped = make(0, 8, state=PRUNED, outcome=Outcome.PRUNED, reports={3: 1.0, 4: 2.0})
+    assert score(stopped) == 2.0
+    assert score(make(0, 8, state=PRUNED, outcome=Outcome.OUT_OF_MEMORY)) is None
+    assert score(make(0, 8, state=PRUNED, outcome=Outcome.PRUNED, reports={3: math.nan})) is None
+
+
+def test_a_lineage_collects_what_its_trials_say() -> None:
+    trials = [
+        make(0, 16, value=10.0),
+        make(1, 32, state=PRUNED, outcome=Outcome.OUT_OF_MEMORY),
+        make(2, 24, state=FAIL, outcome=Outcome.LOST),
+        make(3, 24, state=PRUNED, vetoed="duplicate"),
+        make(4, 20, state=RUNNING),
+        make(5, 4, stage=2),
+    ]
+    first, second = group(trials).values()
+    assert (first.params, second.params) == ({"zero_stage": 1}, {"zero_stage": 2})
+    assert (first.largest_fit, first.smallest_too_large) == (16, 32)
+    assert [t.number for t in first.launches] == [0, 1, 2]
+    assert [t.number for t in first.answers] == [0, 1]
+    assert first.running == (20,)
+    assert first.used == {16, 20, 24, 32}
+    assert search_interval(first, 64) == (17, 31)
+    assert search_interval(first, 25) == (17, 25)
+    assert not first.dead
+    assert not first.broken
+
+
+def test_best_takes_measured_trials_best_score_stopped_ones_too() -> None:
+    stopped = make(1, 16, state=PRUNED, outcome=Outcome.PRUNED, reports={3: 9.0})
+    (lineage,) = group([make(0, 8, value=5.0), stopped, make(2, 12, value=7.0)]).values()
+    best = lineage.best(StudyDirection.MAXIMIZE)
+    assert best is not None
+    assert best.number == 2
+    assert lineage.best_score(StudyDirection.MAXIMIZE) == 9.0
+    assert lineage.best_score(StudyDirection.MAXIMIZE, answers=1) == 5.0
+    assert lineage.best_score(StudyDirection.MINIMIZE) == 5.0
+
+
+def test_foreign_trials_are_left_out_and_order_is_by_first_trial() -> None:
+    trials = [make(2, 8, stage=1), make(1, 8, stage=3), make(0), make(3, 9, stage=3)]
+    assert [o.params["zero_stage"] for o in group(trials).values()] == [3, 1]
+
+
+def test_running_trials_are_known_by_plan_or_by_what_they_were_enqueued_with() -> None:
+    planned = make(0, state=RUNNING, system={PLAN_ATTR: {"lineage": {"zero_stage": 3}, "micro_batch": 7}})
+    planned.params = {}
+    waiting = make(1, state=WAITING, system={"fixed_params": {"zero_stage": 2, MICRO_BATCH: 5}})
+    waiting.params = {}
+    undecided = make(2, state=RUNNING, system={PLAN_ATTR: {"draw": 2}})
+    found = {o.params["zero_stage"]: o.running for o in group([planned, waiting, undecided]).values()}
+    assert found == {3: (7,), 2: (5,)}
+
+
+def test_a_lineage_that_turned_into_another_is_unreachable() -> None:
+    plan = {PLAN_ATTR: {"lineage": {"zero_stage": 1, "lr": 0.1}, "micro_batch": 8}}
+    strayed = make(0, 8, system=plan)
+    assert unreachable([strayed, make(1, 4)]) == {lineage_key({"zero_stage": 1, "lr": 0.1})}
+
+
+def test_keys_do_not_depend_on_order_or_on_how_a_number_is_written() -> None:
+    assert lineage_key({"b": 5e7, "a": True}) == lineage_key({"a": True, "b": 50000000, MICRO_BATCH: 3})
+    assert lineage_key({"a": True}) != lineage_key({"a": 1})
+
+
+def test_agrees_compares_what_both_have_unless_strict() -> None:
+    assert agrees({"zero_stage": 1}, {"offload_param": "cpu"})
+    assert not agrees({"zero_stage": 1}, {"offload_param": "cpu"}, strict=True)
+    assert not agrees({"zero_stage": 1}, {"zero_stage": 2})
+    assert not agrees({"overlap_comm": 1}, {"overlap_comm": True})
+    assert agrees({"reduce_bucket_size": 50000000}, {"reduce_bucket_size": 5e7}, strict=True)
+
+
+def test_dead() -> None:
+    (dead,) = group([make(0, 1, state=PRUNED, outcome=Outcome.OUT_OF_MEMORY)]).values()
+    assert dead.dead
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "distribution", "used", "expected"),
+    [
+        (1, 5, IntDistribution(1, 64), (), [1, 2, 3, 4, 5]),
+        (0, 99, IntDistribution(2, 4), (), [2, 3, 4]),
+        (3, 9, IntDistribution(2, 18, step=4), (), [6]),
+        (1, 5, IntDistribution(1, 64), (3, 77), [1, 2, 4, 5]),
+        (6, 5, IntDistribution(1, 64), (), []),
+    ],
+)
+def test_candidates(
+    low: int, high: int, distribution: IntDistribution, used: tuple[int, ...], expected: list[int]
+) -> None:
+    assert list(candidates(low, high, distribution, used=used)) == expected
+
+
+def test_middle_is_that_of_bisection() -> None:
+    for low in range(1, 6):
+        for high in range(low, 20):
+            assert middle(range(low, high + 1)) == (low + high) // 2
+
+
+def test_infinite_and_multi_objective_values_do_not_break_scores() -> None:
+    assert score(make(0, 8, value=math.inf)) == math.inf
+    several = optuna.trial.create_trial(values=[1.0, 2.0], params={}, distributions={})
+    assert score(several) is None

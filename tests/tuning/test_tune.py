@@ -1,0 +1,235 @@
+"""``optuna_dsat.tune``: the command's options as keywords, its result as a value."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import subprocess
+import sys
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+
+import optuna_dsat
+from optuna_dsat.errors import NothingRunnableError, ScriptFailedError, StorageUrlError, UsageError
+from optuna_dsat.launch.simulated import SimulatedResult
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.tuning import run, tune
+from optuna_dsat.tuning.options import AutotuningOptions, TuneOptions
+from optuna_dsat.tuning.prepare import Prepared, prepare
+from tests.simulation import DS_CONFIG, Bench, bench
+from tests.study.landscapes import GIB, Hill
+
+__all__ = ["bench"]
+
+pytestmark = pytest.mark.usefixtures("bench")
+
+OF_A_TERMINAL = {"json_output", "dry_run"}
+"""Options that say how the command prints; a function returns."""
+QUICK: dict[str, Any] = {"metric": "throughput", "cpu_ranks": 2, "max_trials": 4, "quiet": True, "confirm": 1}
+
+
+def test_every_option_of_the_command_is_a_keyword_with_the_same_default() -> None:
+    options = {
+        field.name: field.default
+        for field in dataclasses.fields(AutotuningOptions)
+        if field.name not in {"origins", *OF_A_TERMINAL}
+    }
+    parameters = {
+        name: dataclasses.MISSING if parameter.default is inspect.Parameter.empty else parameter.default
+        for name, parameter in inspect.signature(optuna_dsat.tune).parameters.items()
+    }
+    assert parameters == {**options, "output_dir": str(options["output_dir"])}
+
+
+def test_every_keyword_is_typed_and_documented() -> None:
+    hints = typing.get_type_hints(optuna_dsat.tune)
+    documented = inspect.getdoc(optuna_dsat.tune) or ""
+    for name in inspect.signature(optuna_dsat.tune).parameters:
+        assert name in hints
+        assert f"\n    {name}: " in documented
+
+
+def test_importing_the_package_stays_light() -> None:
+    code = (
+        "import sys, optuna_dsat\n"
+        "assert not {'torch', 'deepspeed', 'optuna', 'plotly', 'sqlalchemy', 'typer', 'rich'} & set(sys.modules)\n"
+        "assert callable(optuna_dsat.tune) and set(optuna_dsat.__all__) <= set(dir(optuna_dsat))\n"
+        "assert not {'torch', 'deepspeed', 'plotly'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_search_returns_what_the_command_would_print_and_prints_nothing(
+    bench: Bench, capfd: pytest.CaptureFixture[str]
+) -> None:
+    verbosity = optuna.logging.get_verbosity()
+    result = optuna_dsat.tune("train.py", Path("ds.json"), ["--lr", "1"], method="random", **QUICK)
+    assert isinstance(result, optuna_dsat.TuneResult)
+    assert result.speed_up is not None
+    assert result.speed_up > 1
+    assert result.low is not None
+    assert result.high is not None
+    assert result.low <= result.value <= result.high
+    assert json.loads(Path(result.config_path).read_text()) == dict(result.config)
+    assert result.study == "train-random"
+    assert result.storage == f"sqlite:///{bench.folder / 'optuna-dsat.db'}"
+    assert result.command.endswith("train.py --lr 1")
+    assert capfd.readouterr() == ("", "")
+    assert optuna.logging.get_verbosity() == verbosity
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        result.study = "other"  # type: ignore[misc]
+
+
+def test_the_result_leads_to_the_optuna_study_and_its_trials(capfd: pytest.CaptureFixture[str]) -> None:
+    result = optuna_dsat.tune("train.py", "ds.json", **QUICK)
+    study = result.optuna_study()
+    assert study.best_trial.number == result.trial or study.best_value > 0
+    study.set_user_attr("mine", 1)
+    assert result.optuna_study().user_attrs["mine"] == 1
+    rows = result.trials()
+    assert [row["number"] for row in rows] == [trial.number for trial in study.trials]
+    assert {row["outcome"] for row in rows} == set(result.launches)
+    assert capfd.readouterr() == ("", "")
+    secret = dataclasses.replace(result, storage="postgresql://me:***@host/db")
+    with pytest.raises(StorageUrlError, match="give the URL again"):
+        secret.optuna_study()
+
+
+@pytest.mark.postgres
+def test_the_result_finds_its_study_on_a_server(postgres_url: str) -> None:
+    result = optuna_dsat.tune("train.py", "ds.json", storage=postgres_url, **QUICK)
+    study = result.optuna_study(None if "***" not in result.storage else postgres_url)
+    assert len(study.trials) == len(result.trials(postgres_url)) == sum(result.launches.values())
+
+
+def test_calling_again_continues_the_study() -> None:
+    optuna_dsat.tune("train.py", "ds.json", study="s", **QUICK)
+    result = optuna_dsat.tune("train.py", "ds.json", study="s", **{**QUICK, "max_trials": 6})
+    assert sum(result.launches.values()) == 6
+
+
+def test_python_values_stand_for_what_the_command_line_spells_out(bench: Bench) -> None:
+    hill = Hill()
+    bench.landscape = hill
+    optuna_dsat.tune(
+        "train.py",
+        "ds.json",
+        zero_stages=(1, 2),
+        fix={"overlap_comm": True, "reduce_bucket_size": 5e7},
+        no_tune=["offload_optimizer"],
+        arg_mapping={"train_micro_batch_size_per_gpu": "--batch-size"},
+        device_memory=8 * GIB,
+        enqueue_user_config=False,
+        output_dir=bench.folder / "o",
+        **QUICK,
+    )
+    for config in hill.configs[1:4]:
+        zero = config["zero_optimization"]
+        assert zero["stage"] in (1, 2)
+        assert zero["overlap_comm"] is True
+        assert zero["reduce_bucket_size"] == 50_000_000
+    assert bench.arguments == [bench.folder / "o" / "train-asha"]
+
+
+def test_an_argument_that_is_given_wins_over_the_autotuning_section_even_if_it_is_the_default(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = {"tuner_num_trials": 3, "tuner_type": "random", "start_profile_step": 2}
+    (bench.folder / "ds.json").write_text(json.dumps({**DS_CONFIG, "autotuning": section}))
+    seen: list[Prepared] = []
+
+    def prepared(method: str | None, options: TuneOptions) -> Prepared:
+        seen.append(prepare(method, options))
+        raise UsageError("seen enough")
+
+    monkeypatch.setattr(tune, "prepare", prepared)
+    with pytest.raises(UsageError, match="seen enough"):
+        optuna_dsat.tune("train.py", "ds.json", max_trials=64, cpu_ranks=2)
+    (found,) = seen
+    assert (found.spec.method, found.spec.max_trials, found.spec.start_profile_step) == ("random", 64, 2)
+
+
+def test_the_environment_and_option_files_are_not_read(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPTUNA_DSAT_STORAGE", "sqlite:///elsewhere.db")
+    (bench.folder / "pyproject.toml").write_text("[tool.optuna-dsat]\nmax-trials = 1\n")
+    result = optuna_dsat.tune("train.py", "ds.json", **QUICK)
+    assert sum(result.launches.values()) == 4
+    assert not (bench.folder / "elsewhere.db").exists()
+
+
+def test_errors_are_raised_and_nothing_is_written(bench: Bench) -> None:
+    before = sorted(bench.folder.iterdir())
+    with pytest.raises(UsageError, match=r"gone\.py does not exist"):
+        optuna_dsat.tune("gone.py", "ds.json", **QUICK)
+    with pytest.raises(UsageError, match="--divisor is 1"):
+        optuna_dsat.tune("train.py", "ds.json", divisor=1, **QUICK)
+    with pytest.raises(UsageError, match=r"no_tune is 'overlap_comm'; it must be a list, such as \['overlap_comm'\]"):
+        optuna_dsat.tune("train.py", "ds.json", no_tune="overlap_comm", **QUICK)
+    with pytest.raises(TypeError, match="max_trails"):
+        optuna_dsat.tune("train.py", "ds.json", max_trails=1)  # type: ignore[call-arg]
+    assert sorted(bench.folder.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("outcome", "error"),
+    [(Outcome.OUT_OF_MEMORY, NothingRunnableError), (Outcome.SCRIPT_ERROR, ScriptFailedError)],
+)
+def test_what_ends_a_search_without_a_result_is_raised(bench: Bench, outcome: Outcome, error: type[Exception]) -> None:
+    failed = SimulatedResult(outcome=outcome, startup_s=1, message="ValueError: no data")
+    bench.landscape = Hill(override=lambda _: failed)
+    with pytest.raises(error):
+        optuna_dsat.tune("train.py", "ds.json", **QUICK)
+
+
+class Interrupted(Hill):
+    """Ctrl-C comes when the launch after ``left`` others starts."""
+
+    left = 3
+
+    def run(self, ds_config: Mapping[str, Any], slots: int) -> SimulatedResult:
+        if len(self.configs) == self.left:
+            raise KeyboardInterrupt
+        return super().run(ds_config, slots)
+
+
+@pytest.mark.parametrize(("left", "found"), [(0, False), (3, True)])
+def test_ctrl_c_raises_with_what_was_found_and_a_second_call_goes_on(bench: Bench, left: int, found: bool) -> None:
+    bench.landscape = Interrupted()
+    bench.landscape.left = left
+    with pytest.raises(KeyboardInterrupt) as caught:
+        optuna_dsat.tune("train.py", "ds.json", **QUICK)
+    stopped = caught.value
+    assert isinstance(stopped, optuna_dsat.SearchInterrupted)
+    assert stopped.study == "train-asha"
+    assert (stopped.result is not None) is found
+    bench.landscape = Hill()
+    assert sum(optuna_dsat.tune("train.py", "ds.json", **QUICK).launches.values()) == 4
+
+
+def test_training_at_the_end_is_part_of_the_call_and_its_failure_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes = iter((0, 3))
+    trained = []
+
+    def run_full(request: Any, **_: Any) -> int:
+        trained.append(request.ds_config)
+        return next(codes)
+
+    monkeypatch.setattr(run, "run_full", run_full)
+    result = optuna_dsat.tune("train.py", "ds.json", run_full_experiment=True, **QUICK)
+    assert trained == [dict(result.config)]
+    with pytest.raises(ScriptFailedError, match="exit code 3"):
+        optuna_dsat.tune("train.py", "ds.json", run_full_experiment=True, **QUICK)
+
+
+def test_progress_goes_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
+    optuna_dsat.tune("train.py", "ds.json", **{**QUICK, "quiet": False})
+    shown = capfd.readouterr()
+    assert shown.out == ""
+    assert "Trial 0" in shown.err
