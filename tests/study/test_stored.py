@@ -66,7 +66,7 @@ def test_all_who_look_at_a_study_see_the_space_that_it_searched(bench: Bench, mo
         return make_planner(spec, profiled, space, **options)
 
     monkeypatch.setattr(warm_start, "make_planner", noted)
-    monkeypatch.setattr("optuna_dsat.report.study_explanation.make_foresight", noted)
+    monkeypatch.setattr("optuna_dsat.report.study_explanation.make_planner", noted)
     explain_study(bench.store, "s")
     study = read_stored(bench.store, "s")
     assert study.profiled is not None
