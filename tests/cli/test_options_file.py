@@ -13,7 +13,7 @@ from optuna_dsat.cli.commands import lift_option
 from optuna_dsat.tuning.options import AshaOptions, AutotuningOptions, TuneOptions
 from optuna_dsat.tuning.prepare import prepare
 from tests.cli.test_shell import leave
-from tests.simulation import DS_CONFIG, Bench, bench
+from tests.harness.entry_points import DS_CONFIG, EntryPointBench, bench
 
 __all__ = ["bench"]
 
@@ -42,7 +42,7 @@ PLAIN = ("asha", "train.py", "ds.json", "--cpu-ranks", "2")
 
 
 def test_the_command_line_wins_over_environment_over_file_over_autotuning_over_defaults(
-    seen: Seen, bench: Bench, monkeypatch: pytest.MonkeyPatch
+    seen: Seen, bench: EntryPointBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     section = {"tuner_num_trials": 11, "start_profile_step": 2, "metric": "throughput"}
     (bench.folder / "ds.json").write_text(json.dumps({**DS_CONFIG, "autotuning": section}))
@@ -68,7 +68,7 @@ def test_the_command_line_wins_over_environment_over_file_over_autotuning_over_d
     assert "end_profile_step" not in options.origins
 
 
-def test_a_commands_own_table_wins_and_reaches_no_other(seen: Seen, bench: Bench) -> None:
+def test_a_commands_own_table_wins_and_reaches_no_other(seen: Seen, bench: EntryPointBench) -> None:
     (bench.folder / "pyproject.toml").write_text(
         "[tool.optuna-dsat]\nmax-trials = 5\n[tool.optuna-dsat.asha]\nmax_trials = 6\ndivisor = 3\n"
     )
@@ -80,7 +80,9 @@ def test_a_commands_own_table_wins_and_reaches_no_other(seen: Seen, bench: Bench
     assert (other.max_trials, other.divisor) == (5, 2)
 
 
-def test_devices_on_the_command_line_take_the_place_of_the_other_kind_in_a_file(seen: Seen, bench: Bench) -> None:
+def test_devices_on_the_command_line_take_the_place_of_the_other_kind_in_a_file(
+    seen: Seen, bench: EntryPointBench
+) -> None:
     (bench.folder / "pyproject.toml").write_text("[tool.optuna-dsat]\ngpus-per-trial = 8\n")
     options = seen(*PLAIN)
     assert (options.gpus_per_trial, options.cpu_ranks) == (None, 2)
@@ -88,7 +90,7 @@ def test_devices_on_the_command_line_take_the_place_of_the_other_kind_in_a_file(
     assert leave(*PLAIN, "--gpus-per-trial", "8") == 2
 
 
-def test_the_nearest_table_upwards_counts(seen: Seen, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_nearest_table_upwards_counts(seen: Seen, bench: EntryPointBench, monkeypatch: pytest.MonkeyPatch) -> None:
     (bench.folder / "pyproject.toml").write_text("[tool.optuna-dsat]\nmax-trials = 5\n")
     below = bench.folder / "a" / "b"
     below.mkdir(parents=True)
@@ -109,7 +111,7 @@ def test_the_nearest_table_upwards_counts(seen: Seen, bench: Bench, monkeypatch:
 )
 @pytest.mark.parametrize("first", [True, False])
 def test_a_file_of_ones_own_takes_the_place_of_pyproject(
-    seen: Seen, bench: Bench, name: str, text: str, first: bool
+    seen: Seen, bench: EntryPointBench, name: str, text: str, first: bool
 ) -> None:
     (bench.folder / "pyproject.toml").write_text("[tool.optuna-dsat]\nmax-trials = 5\n")
     (bench.folder / name).write_text(text)
@@ -138,7 +140,7 @@ BAD = {
 
 @pytest.mark.parametrize(("text", "message"), BAD.values(), ids=BAD.keys())
 def test_what_a_file_says_wrongly_is_one_clear_line(
-    bench: Bench, text: str, message: str, capsys: pytest.CaptureFixture[str]
+    bench: EntryPointBench, text: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (bench.folder / "o.yaml").write_text(text)
     assert leave("--options", "o.yaml", *PLAIN) == 2
@@ -150,7 +152,7 @@ def test_what_a_file_says_wrongly_is_one_clear_line(
 
 
 def test_a_broken_pyproject_and_a_missing_file_are_one_clear_line(
-    bench: Bench, capsys: pytest.CaptureFixture[str]
+    bench: EntryPointBench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert leave("--options", "gone.yaml", "studies") == 2
     assert capsys.readouterr().err == "optuna-dsat: --options gone.yaml cannot be read: No such file or directory.\n"
@@ -159,7 +161,9 @@ def test_a_broken_pyproject_and_a_missing_file_are_one_clear_line(
     assert "pyproject.toml is not TOML" in capsys.readouterr().err
 
 
-def test_the_budget_of_a_stored_study_is_not_that_of_new_ones(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_budget_of_a_stored_study_is_not_that_of_new_ones(
+    bench: EntryPointBench, capsys: pytest.CaptureFixture[str]
+) -> None:
     (bench.folder / "pyproject.toml").write_text("[tool.optuna-dsat]\nmax-trials = 2\nquiet = true\nconfirm = 0\n")
     start = ("random", "train.py", "ds.json", "--cpu-ranks", "2", "--metric", "throughput")
     assert leave(*start, "--max-trials", "3") == 0
@@ -171,7 +175,7 @@ def test_the_budget_of_a_stored_study_is_not_that_of_new_ones(bench: Bench, caps
 
 
 def test_a_dry_run_says_where_each_option_comes_from_and_hides_a_password(
-    bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    bench: EntryPointBench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(search, "check_storage", lambda *_: None)

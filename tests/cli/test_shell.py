@@ -18,8 +18,8 @@ from optuna_dsat.cli import main
 from optuna_dsat.launch.simulated import SimulatedResult
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.session import Session
-from tests.simulation import Bench, bench
-from tests.study.landscapes import GIB, Hill
+from tests.harness.entry_points import EntryPointBench, bench
+from tests.harness.landscapes import GIB, Hill
 
 __all__ = ["bench"]
 
@@ -53,7 +53,7 @@ def test_a_usage_error_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == ""
 
 
-def test_nothing_that_runs_exits_with_3(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_that_runs_exits_with_3(bench: EntryPointBench, capsys: pytest.CaptureFixture[str]) -> None:
     full = SimulatedResult(outcome=Outcome.OUT_OF_MEMORY, startup_s=1, missing_bytes=GIB)
     bench.landscape = Hill(override=lambda _: full)
     assert leave(*SEARCH) == 3
@@ -61,7 +61,9 @@ def test_nothing_that_runs_exits_with_3(bench: Bench, capsys: pytest.CaptureFixt
     assert leave("best", STUDY) == 3
 
 
-def test_a_script_that_fails_exits_with_4_and_its_own_error(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_that_fails_exits_with_4_and_its_own_error(
+    bench: EntryPointBench, capsys: pytest.CaptureFixture[str]
+) -> None:
     broken = SimulatedResult(outcome=Outcome.SCRIPT_ERROR, startup_s=1, message="ValueError: no data")
     bench.landscape = Hill(override=lambda _: broken)
     assert leave(*SEARCH) == 4
@@ -83,7 +85,9 @@ def test_a_database_that_fails_exits_with_5(
     assert capsys.readouterr().out == ""
 
 
-def test_an_interruption_exits_with_130_and_says_how_to_go_on(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interruption_exits_with_130_and_says_how_to_go_on(
+    bench: EntryPointBench, capsys: pytest.CaptureFixture[str]
+) -> None:
     class Interrupted(Hill):
         def run(self, ds_config, slots):  # type: ignore[no-untyped-def]
             if len(self.configs) == 3:
@@ -200,7 +204,7 @@ def test_commands_and_options_complete(tmp_path: Path) -> None:
     assert complete(tmp_path, "optuna-dsat asha --no-tune offload_p") == ["offload_param"]
 
 
-def test_study_names_complete_from_the_storage_and_nothing_is_made(bench: Bench) -> None:
+def test_study_names_complete_from_the_storage_and_nothing_is_made(bench: EntryPointBench) -> None:
     leave(*SEARCH, "--quiet", "--storage", "sqlite:///mine.db")
     leave(*SEARCH, "--quiet", "--storage", "sqlite:///mine.db", "--study", "other")
     assert complete(bench.folder, "optuna-dsat show tr") == []
@@ -216,7 +220,7 @@ def test_study_names_complete_from_the_storage_and_nothing_is_made(bench: Bench)
     assert complete(bench.folder, "optuna-dsat --options o.yaml resume o") == []
 
 
-def test_a_reader_that_has_had_enough_ends_it_without_a_traceback(bench: Bench) -> None:
+def test_a_reader_that_has_had_enough_ends_it_without_a_traceback(bench: EntryPointBench) -> None:
     assert leave(*SEARCH, "--quiet") == 0
     done = subprocess.run(
         f"{shlex.quote(sys.executable)} -c '{MAIN}' export {STUDY} | true; echo ${{PIPESTATUS[0]}}",

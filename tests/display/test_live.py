@@ -20,7 +20,7 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.store import Store
 from optuna_dsat.study import progress
 from optuna_dsat.trials import attributes
-from tests.display.terminal import terminal
+from tests.harness.terminal import terminal
 
 GIB = 2**30
 COLOUR = re.compile(r"\x1b\[[0-9;]*3[0-9]m|\x1b\[[0-9;]*9[0-7]m")

@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 from optuna_dsat.cli import app
 from optuna_dsat.cli.commands import lift_option, spread_numbers
 from optuna_dsat.cli.options_file import OptionsFile
-from tests.simulation import Bench, bench
+from tests.harness.entry_points import EntryPointBench, bench
 
 __all__ = ["bench"]
 
@@ -77,7 +77,7 @@ def _names() -> list[str]:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks("python", page)], ids=lambda page: page.name)
 def test_python_runs_from_the_top_of_the_page_to_its_end(
-    page: Path, bench: Bench, capsys: pytest.CaptureFixture[str]
+    page: Path, bench: EntryPointBench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (bench.folder / "ds.json").rename(bench.folder / "ds_config.json")
     verbosity = optuna.logging.get_verbosity()

@@ -18,7 +18,7 @@ from optuna_dsat.errors import UsageError
 from optuna_dsat.launch import accelerators
 from optuna_dsat.launch.devices import detect_devices
 from tests.doctor.test_doctor import told
-from tests.nvml.machine import GPU_IS_LOST, NOT_SUPPORTED, Machine, machine, nvml_libraries, uuid
+from tests.harness.nvml_machine import GPU_IS_LOST, NOT_SUPPORTED, Machine, machine, nvml_libraries, uuid
 
 __all__ = ["machine", "nvml_libraries"]
 

@@ -14,12 +14,12 @@ import pytest
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.launch.devices import cpu_devices
+from optuna_dsat.launch.follow import follow
 from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest, ScriptCommand
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.launch.torchrun import TorchrunLauncher
 from optuna_dsat.runtime.events import EngineReady, Event, ProfileMeasured, StepMeasured
-from optuna_dsat.study.profile import follow
 
 ROOT = Path(__file__).parents[2]
 CONFIG = "ds_config.json"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from optuna_dsat.outcome import Outcome
-from tests.system.tuning import Command
+from tests.harness.commands import Command
 
 from .conftest import CONFIG, ROOT, Launch, copy_example
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulation import Bench, bench
+from tests.harness.entry_points import EntryPointBench, bench
 
 from .conftest import ROOT, copy_example
 
@@ -19,7 +19,7 @@ __all__ = ["bench"]
 
 
 def test_the_script_tunes_and_shows_what_it_found(
-    bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    bench: EntryPointBench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = ["tune.py", "--script", "train.py", "--ds-config", "ds.json", "--max-trials", "6", "--cpu-ranks", "2"]
     monkeypatch.setattr(sys, "argv", given)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.system.tuning import Command
+from tests.harness.commands import Command
 
 pytestmark = pytest.mark.torchrun
 

@@ -20,8 +20,8 @@ from optuna_dsat.integrations.deepspeed_trial.streams import PlainBatches, Posit
 from optuna_dsat.launch.command import launch_environment
 from optuna_dsat.launch.devices import cpu_devices
 from optuna_dsat.launch.run_directory import RunDirectory
-from optuna_dsat.runtime.rank import World, inits_by_hand
-from tests.launch.launching import request
+from optuna_dsat.runtime.rank import World, initializes_distributed_manually
+from tests.harness.launches import request
 
 
 def numbers(size: int) -> TensorDataset:
@@ -251,8 +251,8 @@ def test_lines_past_the_checkpoint_and_torn_ones_go(tmp_path: Path, capsys: pyte
 
 
 def test_either_variable_leaves_the_initialisation_to_the_definition(tmp_path: Path) -> None:
-    assert inits_by_hand({"DET_MANUAL_INIT_DISTRIBUTED": "1"})
-    assert not inits_by_hand({"OPTUNA_DSAT_MANUAL_INIT_DISTRIBUTED": "0"})
+    assert initializes_distributed_manually({"DET_MANUAL_INIT_DISTRIBUTED": "1"})
+    assert not initializes_distributed_manually({"OPTUNA_DSAT_MANUAL_INIT_DISTRIBUTED": "0"})
     environ = launch_environment(
         {"OPTUNA_DSAT_MANUAL_INIT_DISTRIBUTED": "1", "OPTUNA_DSAT_STORAGE": "sqlite:///x.db"},
         request=request(tmp_path),
@@ -262,5 +262,5 @@ def test_either_variable_leaves_the_initialisation_to_the_definition(tmp_path: P
         total_slots=2,
         mark="mark",
     )
-    assert inits_by_hand(environ)
+    assert initializes_distributed_manually(environ)
     assert "OPTUNA_DSAT_STORAGE" not in environ

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from optuna_dsat.runtime.events import EngineReady, RankFinished, StepMeasured, TrainerFound
-from tests.runtime.starting import Launch, Starter
+from tests.harness.ranks import Launch, Starter
 
 pytestmark = pytest.mark.torchrun
 

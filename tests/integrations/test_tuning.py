@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.tuning import Command
+from tests.harness.commands import Command
 
 pytestmark = pytest.mark.torchrun
 

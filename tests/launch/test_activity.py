@@ -19,8 +19,7 @@ from optuna_dsat.launch.running import RunningLaunch
 from optuna_dsat.launch.slots import SlotLease
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import Event, RankStarted, StepMeasured, encode_event
-
-from .launching import request
+from tests.harness.launches import request
 
 MIB = 2**20
 RANK, COMPILER = ProcessKey(7, 1), ProcessKey(8, 1)
@@ -132,7 +131,7 @@ STEP = StepMeasured(
 )  # fmt: skip
 
 
-class Bench:
+class SilentRankBench:
     """One rank below an agent, both of them shells, followed as a launch with a clock that is told the time."""
 
     def __init__(self, folder: Path, script: str) -> None:
@@ -189,11 +188,11 @@ def cpu_s(process: psutil.Process) -> float:
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Callable[[str], Bench]]:
-    made: list[Bench] = []
+def bench(tmp_path: Path) -> Iterator[Callable[[str], SilentRankBench]]:
+    made: list[SilentRankBench] = []
 
-    def make(script: str) -> Bench:
-        made.append(Bench(tmp_path, script))
+    def make(script: str) -> SilentRankBench:
+        made.append(SilentRankBench(tmp_path, script))
         return made[-1]
 
     yield make
@@ -202,25 +201,25 @@ def bench(tmp_path: Path) -> Iterator[Callable[[str], Bench]]:
         one.agent.wait()
 
 
-def test_a_rank_that_sleeps_is_stalled_and_the_message_says_after_what(bench: Callable[[str], Bench]) -> None:
+def test_a_rank_that_sleeps_is_stalled_and_the_message_says_after_what(bench: Callable[[str], SilentRankBench]) -> None:
     message = bench("exec sleep 600").pass_time(None)
     assert message.startswith("no sign of life from any rank for 4 s (--stall-timeout); no step was finished")
     assert message.endswith("last seen: the start of the script (rank 0) 5 s ago")
 
 
-def test_a_rank_that_computes_before_its_first_step_is_alive(bench: Callable[[str], Bench]) -> None:
+def test_a_rank_that_computes_before_its_first_step_is_alive(bench: Callable[[str], SilentRankBench]) -> None:
     computing = bench(SPIN)
     assert computing.pass_time(computing.rank) == ""
 
 
-def test_a_rank_that_spins_after_its_first_step_is_stalled(bench: Callable[[str], Bench]) -> None:
+def test_a_rank_that_spins_after_its_first_step_is_stalled(bench: Callable[[str], SilentRankBench]) -> None:
     spinning = bench(SPIN)
     spinning.write(STEP)
     message = spinning.pass_time(spinning.rank)
     assert "the last step was 1 of 3; last seen: a step (rank 0)" in message
 
 
-def test_a_compiler_below_a_rank_is_alive_after_the_first_step_too(bench: Callable[[str], Bench]) -> None:
+def test_a_compiler_below_a_rank_is_alive_after_the_first_step_too(bench: Callable[[str], SilentRankBench]) -> None:
     compiling = bench(f"({SPIN}) & wait")
     compiling.write(STEP)
     assert compiling.pass_time(child_of(compiling.rank.pid)) == ""

@@ -14,8 +14,7 @@ from optuna_dsat.launch.command import agent_command, launch_environment, packag
 from optuna_dsat.launch.devices import Device, cpu_devices
 from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
 from optuna_dsat.launch.run_directory import RunDirectory
-
-from .launching import request
+from tests.harness.launches import request
 
 GOLDEN = Path(__file__).parent / "golden"
 DIRECTORY = RunDirectory(Path("/out/trial-0007"))

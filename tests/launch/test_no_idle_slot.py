@@ -12,8 +12,8 @@ from optuna_dsat.launch.devices import cpu_devices
 from optuna_dsat.launch.protocol import Finished, LaunchUpdate, Settled, SlotsBusyError
 from optuna_dsat.launch.torchrun import TorchrunLauncher
 from optuna_dsat.outcome import Outcome
+from tests.harness.launches import DS_CONFIG, reports, request, updates_until_finished
 
-from .launching import DS_CONFIG, reports, request, updates_until_finished
 from .test_torchrun import BASE_ENV, until
 
 pytestmark = pytest.mark.torchrun

@@ -17,8 +17,7 @@ from optuna_dsat.runtime.events import (
     RankStarted,
     StepMeasured,
 )
-
-from .launching import DS_CONFIG, events, reports, request, updates_until_finished
+from tests.harness.launches import DS_CONFIG, events, reports, request, updates_until_finished
 
 
 class Hill:

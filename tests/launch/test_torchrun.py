@@ -20,8 +20,7 @@ from optuna_dsat.launch.protocol import LaunchUpdate
 from optuna_dsat.launch.torchrun import TorchrunLauncher
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import EngineReady, RankFailed, RankFinished, RankStarted, StepMeasured
-
-from .launching import DS_CONFIG, events, reports, request, updates_until_finished
+from tests.harness.launches import DS_CONFIG, events, reports, request, updates_until_finished
 
 ROOT = Path(__file__).parents[2]
 BASE_ENV = {
@@ -155,8 +154,7 @@ def test_launches_side_by_side_do_not_clash(launcher: TorchrunLauncher, cwd: Pat
 TUNER = """
 import sys, time
 from pathlib import Path
-sys.path.insert(0, {tests!r})
-from launching import request
+from tests.harness.launches import request
 from optuna_dsat.launch.devices import cpu_devices
 from optuna_dsat.launch.{module} import {name}
 {body}
@@ -177,9 +175,7 @@ sys.exit(run_full(full, devices=cpu_devices(2)))
 
 
 def tuner(cwd: Path, name: str, body: str) -> list[str]:
-    code = TUNER.format(
-        tests=str(Path(__file__).parent), module="full_run" if name == "run_full" else "torchrun", name=name, body=body
-    )
+    code = TUNER.format(module="full_run" if name == "run_full" else "torchrun", name=name, body=body)
     (cwd / "tuner.py").write_text(code, encoding="utf-8")
     return [sys.executable, str(cwd / "tuner.py")]
 

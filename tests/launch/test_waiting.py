@@ -15,7 +15,7 @@ from optuna_dsat.launch.protocol import Holder
 from optuna_dsat.launch.slot_locks import lock, lock_owner, lock_path, unlock
 from optuna_dsat.launch.slots import only_free
 from optuna_dsat.launch.waiting import SlotWait
-from tests.nvml.machine import NOT_SUPPORTED, Machine, machine, nvml_libraries, uuid
+from tests.harness.nvml_machine import NOT_SUPPORTED, Machine, machine, nvml_libraries, uuid
 
 __all__ = ["machine", "nvml_libraries"]
 

@@ -20,8 +20,8 @@ from optuna_dsat.launch.torchrun import TorchrunLauncher
 from optuna_dsat.launch.warm import WarmLaunches
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import ModulesImported, RankFailed, RankStarted, StepMeasured
+from tests.harness.launches import DS_CONFIG, SCRIPTS, events, reports, request, updates_until_finished
 
-from .launching import DS_CONFIG, SCRIPTS, events, reports, request, updates_until_finished
 from .test_torchrun import BASE_ENV, assert_gone
 
 pytestmark = pytest.mark.torchrun

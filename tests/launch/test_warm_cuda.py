@@ -27,8 +27,8 @@ from optuna_dsat.launch.torchrun import TorchrunLauncher
 from optuna_dsat.launch.warm import WarmLaunches
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import EngineReady, ModulesImported, RankStarted
+from tests.harness.launches import DS_CONFIG, SCRIPTS, events, reports, request, updates_until_finished
 
-from .launching import DS_CONFIG, SCRIPTS, events, reports, request, updates_until_finished
 from .test_torchrun import BASE_ENV
 
 CC = shutil.which("cc")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from optuna_dsat.trials import attributes
-from tests.report.browser import CHROMIUM, FLAGS, PATIENCE_MS, needs_chromium
-from tests.report.conftest import Reported, serving
+from tests.harness.browser import CHROMIUM, FLAGS, PATIENCE_MS, needs_chromium
+from tests.harness.reports import ReportedStudyBench, serving
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -23,7 +23,7 @@ pytestmark = needs_chromium
 
 
 @pytest.fixture
-def address(finished: Reported) -> Iterator[str]:
+def address(finished: ReportedStudyBench) -> Iterator[str]:
     with serving("s", "--storage", finished.url, "--port", "0") as (_, found):
         yield found
 
@@ -41,7 +41,7 @@ def page(tmp_path: Path) -> Iterator[Page]:
             context.close()
 
 
-def test_best_trial_plots_note_and_logs_are_on_the_page(finished: Reported, address: str, page: Page) -> None:
+def test_best_trial_plots_note_and_logs_are_on_the_page(finished: ReportedStudyBench, address: str, page: Page) -> None:
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+/dashboard/studies/1", address)
     view = finished.view()
     assert view.best is not None

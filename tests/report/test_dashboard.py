@@ -17,18 +17,18 @@ from optuna_dsat.report.artifacts import artifacts_of, tail
 from optuna_dsat.report.publish import MEMORY_PLOT, METRIC_PLOT, refresh
 from optuna_dsat.store import Store
 from optuna_dsat.trials import attributes
-from tests.report.conftest import Reported, serving
-from tests.study.landscapes import Hill
+from tests.harness.landscapes import Hill
+from tests.harness.reports import ReportedStudyBench, serving
 
 dashboard = pytest.importorskip("optuna_dashboard", reason="optuna-dashboard is not installed")
 
 
-def study_attributes(bench: Reported) -> dict[str, Any]:
+def study_attributes(bench: ReportedStudyBench) -> dict[str, Any]:
     study = bench.study()
     return dict(study._storage.get_study_system_attrs(study._study_id))
 
 
-def artifact_names(bench: Reported, prefix: str) -> list[str]:
+def artifact_names(bench: ReportedStudyBench, prefix: str) -> list[str]:
     records = [json.loads(value) for key, value in study_attributes(bench).items() if key.startswith(prefix)]
     return sorted(record["filename"] for record in records if record is not None)
 
@@ -39,7 +39,7 @@ def run(*args: str) -> int:
     return int(caught.value.code or 0)
 
 
-def test_a_finished_study_has_its_notes_and_plots_already(finished: Reported) -> None:
+def test_a_finished_study_has_its_notes_and_plots_already(finished: ReportedStudyBench) -> None:
     assert "## Memory" in dashboard.get_note(finished.study())
     keys = study_attributes(finished)
     assert f"dashboard:plot_data:{METRIC_PLOT}:0" in keys
@@ -48,7 +48,7 @@ def test_a_finished_study_has_its_notes_and_plots_already(finished: Reported) ->
     assert not [key for key in keys if "artifacts:" in key]
 
 
-def test_every_trial_has_its_config_and_every_ranks_log(finished: Reported) -> None:
+def test_every_trial_has_its_config_and_every_ranks_log(finished: ReportedStudyBench) -> None:
     refresh(finished.store, "s")
     trial = finished.study().trials[0]
     names = artifact_names(finished, f"dashboard:artifacts:{trial._trial_id}:")
@@ -61,7 +61,7 @@ def test_every_trial_has_its_config_and_every_ranks_log(finished: Reported) -> N
     assert json.loads(configs[0].content) == trial.user_attrs[attributes.CONFIG]
 
 
-def test_a_second_refresh_changes_nothing(finished: Reported) -> None:
+def test_a_second_refresh_changes_nothing(finished: ReportedStudyBench) -> None:
     assert refresh(finished.store, "s").artifacts > 16
     before = study_attributes(finished)
     files = sorted((finished.folder / "out" / "s" / "artifacts").iterdir())
@@ -71,7 +71,7 @@ def test_a_second_refresh_changes_nothing(finished: Reported) -> None:
     assert sorted((finished.folder / "out" / "s" / "artifacts").iterdir()) == files
 
 
-def test_a_changed_log_replaces_the_old_artifact(finished: Reported) -> None:
+def test_a_changed_log_replaces_the_old_artifact(finished: ReportedStudyBench) -> None:
     refresh(finished.store, "s")
     prefix = f"dashboard:artifacts:{finished.study().trials[0]._trial_id}:"
     names = artifact_names(finished, prefix)
@@ -85,7 +85,7 @@ def test_a_changed_log_replaces_the_old_artifact(finished: Reported) -> None:
     assert "trial-0000 rank 0\n" not in contents
 
 
-def test_text_that_people_added_survives_a_refresh(finished: Reported) -> None:
+def test_text_that_people_added_survives_a_refresh(finished: ReportedStudyBench) -> None:
     study = finished.study()
     dashboard.save_note(study, dashboard.get_note(study) + "\nbuy more memory\n")
     record = finished.store.find_study("s")
@@ -97,7 +97,7 @@ def test_text_that_people_added_survives_a_refresh(finished: Reported) -> None:
     assert note.rstrip().endswith("buy more memory")
 
 
-def test_of_a_long_log_the_end_is_kept_and_the_rest_is_named(finished: Reported) -> None:
+def test_of_a_long_log_the_end_is_kept_and_the_rest_is_named(finished: ReportedStudyBench) -> None:
     path = finished.log("trial-0000")
     path.write_text("".join(f"line {number}\n" for number in range(1000)))
     first, *rest = tail(path, 100).decode().splitlines()
@@ -109,7 +109,7 @@ def test_of_a_long_log_the_end_is_kept_and_the_rest_is_named(finished: Reported)
 
 
 def test_without_the_extra_a_study_runs_and_the_command_names_what_to_install(
-    bench: Reported, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bench: ReportedStudyBench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "optuna_dashboard", None)
     assert bench.run(bench.spec(max_trials=3, confirm=0), Hill()) is not None
@@ -120,7 +120,7 @@ def test_without_the_extra_a_study_runs_and_the_command_names_what_to_install(
 
 
 def test_a_note_that_cannot_be_written_does_not_cost_the_result(
-    bench: Reported, monkeypatch: pytest.MonkeyPatch
+    bench: ReportedStudyBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no room")
@@ -131,14 +131,14 @@ def test_a_note_that_cannot_be_written_does_not_cost_the_result(
 
 
 def test_an_unknown_study_is_refused_with_those_there_are(
-    finished: Reported, capsys: pytest.CaptureFixture[str]
+    finished: ReportedStudyBench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("t", "--storage", finished.url) == 2
     assert "no study 't'" in (error := capsys.readouterr().err)
     assert "there: s." in error
 
 
-def test_a_taken_port_is_refused(finished: Reported, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_taken_port_is_refused(finished: ReportedStudyBench, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -147,7 +147,7 @@ def test_a_taken_port_is_refused(finished: Reported, capsys: pytest.CaptureFixtu
     assert f"Cannot listen on 127.0.0.1:{port}: Address already in use." in capsys.readouterr().err
 
 
-def test_without_the_output_directory_no_artifact_is_offered_and_none_is_made(finished: Reported) -> None:
+def test_without_the_output_directory_no_artifact_is_offered_and_none_is_made(finished: ReportedStudyBench) -> None:
     moved = finished.folder / "elsewhere"
     (finished.folder / "out").rename(moved)
     refreshed = refresh(finished.store, "s")
@@ -155,7 +155,7 @@ def test_without_the_output_directory_no_artifact_is_offered_and_none_is_made(fi
     assert not (finished.folder / "out").exists()
 
 
-def test_an_unknown_study_cannot_be_refreshed(bench: Reported) -> None:
+def test_an_unknown_study_cannot_be_refreshed(bench: ReportedStudyBench) -> None:
     with pytest.raises(UsageError, match="there: none"):
         refresh(bench.store, "s")
 
@@ -167,7 +167,7 @@ def test_on_postgres_the_password_reaches_neither_process_list_nor_page(
     url = make_url(postgres_url).set(password="s3cret").render_as_string(hide_password=False)
     (tmp_path / "train.py").write_text("")
     with Store.open(url) as store:
-        bench = Reported(tmp_path, store)
+        bench = ReportedStudyBench(tmp_path, store)
         bench.run(bench.spec(max_trials=3, confirm=0), Hill())
     monkeypatch.setenv("OPTUNA_DSAT_STORAGE", url)
     with serving("s", "--port", "0") as (process, address):

@@ -13,7 +13,7 @@ from optuna_dsat.report.explanation import Contribution, Explanation, explain
 from optuna_dsat.study.standing import Standing
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH
-from tests.samplers.planners import Machine, small_planner, small_space
+from tests.harness.small_model import Machine, small_planner, small_space
 
 OWN = {"zero_stage": 2, "offload_optimizer": "none", "overlap_comm": False, "reduce_bucket_size": 500_000_000}
 

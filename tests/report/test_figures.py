@@ -29,8 +29,8 @@ from optuna_dsat.store import StoredLaunch
 from optuna_dsat.study.space import hardware_of
 from optuna_dsat.trials import attributes, lineage
 from optuna_dsat.trials.lineage_cache import read_history
-from tests.report.conftest import Reported
-from tests.study.landscapes import Hill
+from tests.harness.landscapes import Hill
+from tests.harness.reports import ReportedStudyBench
 
 GIB = 2**30
 
@@ -203,7 +203,7 @@ def test_a_bisection_is_shown_in_the_order_of_its_launches(view: StudyView) -> N
     assert (edges.x[0], edges.x[1]) in {(one.largest_fit, one.smallest_too_large) for one in lineages}
 
 
-def test_rungs_are_those_of_the_pruner(bench: Reported) -> None:
+def test_rungs_are_those_of_the_pruner(bench: ReportedStudyBench) -> None:
     bench.run(bench.spec(method="asha", max_trials=30, confirm=0, zero_stages=(0, 1, 2, 3)), Hill(), slots=4)
     view, study = bench.view(), bench.study()
     figure = figures.plot_rungs(view)

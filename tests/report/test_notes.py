@@ -15,7 +15,7 @@ from optuna_dsat.study.space import hardware_of
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import Evidence, evidence
 from optuna_dsat.words import bytes_in_words, metric_in_words
-from tests.report.conftest import Reported
+from tests.harness.reports import ReportedStudyBench
 
 
 def test_the_study_note_tells_best_against_the_users_own_config(view: StudyView) -> None:
@@ -84,7 +84,7 @@ def test_a_trials_note_says_what_happened_and_what_to_do(view: StudyView, outcom
     assert f"`{trials[-1].user_attrs[attributes.LAUNCH_ID]}`" in text
 
 
-def test_a_study_with_nothing_measured_has_a_note(bench: Reported) -> None:
+def test_a_study_with_nothing_measured_has_a_note(bench: ReportedStudyBench) -> None:
     bench.store.create_study("s", bench.spec().model_dump(mode="json"))
     text = study_note(bench.view())
     assert "Nothing has been measured yet." in text

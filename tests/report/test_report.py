@@ -21,8 +21,8 @@ from optuna_dsat.report.page import render, sections_of
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.report.winner import winner_of
 from optuna_dsat.trials import attributes
-from tests.report.conftest import Reported
-from tests.study.landscapes import Hill
+from tests.harness.landscapes import Hill
+from tests.harness.reports import ReportedStudyBench
 
 
 class Page(HTMLParser):
@@ -138,7 +138,7 @@ def test_a_finalist_that_could_not_be_confirmed_is_told_and_does_not_win(view: S
     assert page.text.count("rank 1: out of memory") == len(failed) - 1
 
 
-def test_an_empty_study_says_why_there_is_no_figure(bench: Reported) -> None:
+def test_an_empty_study_says_why_there_is_no_figure(bench: ReportedStudyBench) -> None:
     bench.store.create_study("s", bench.spec().model_dump(mode="json"))
     view = bench.view()
     page = Page(render(view))
@@ -170,7 +170,7 @@ def test_an_interrupted_search_is_not_called_ended(view: StudyView) -> None:
     assert "Continue the search" in page.text
 
 
-def test_a_study_with_only_failures_shows_them(bench: Reported) -> None:
+def test_a_study_with_only_failures_shows_them(bench: ReportedStudyBench) -> None:
     def fail(config: Mapping[str, Any]) -> SimulatedResult | None:
         del config
         return SimulatedResult(outcome=Outcome.SCRIPT_ERROR, startup_s=4.0, message="ValueError: <b>no</b>")
@@ -200,7 +200,7 @@ class _AfterProfile(Hill):
         return result if first else self._fail(ds_config)
 
 
-def test_a_study_of_one_trial_has_a_report(bench: Reported) -> None:
+def test_a_study_of_one_trial_has_a_report(bench: ReportedStudyBench) -> None:
     bench.run(bench.spec(max_trials=1, confirm=0), Hill())
     view = bench.view()
     page = Page(render(view))
@@ -284,7 +284,7 @@ def run(*args: str) -> int:
 
 
 def test_the_command_writes_the_file_and_prints_where(
-    finished: Reported, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    finished: ReportedStudyBench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("s", "--storage", finished.url) == 0
     written = Path(capsys.readouterr().out.strip())
@@ -297,7 +297,7 @@ def test_the_command_writes_the_file_and_prints_where(
 
 
 def test_what_cannot_be_written_or_is_not_there_is_one_line(
-    finished: Reported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    finished: ReportedStudyBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("s", "--storage", finished.url, "-o", str(tmp_path / "none" / "r.html")) == 2
     assert "cannot be written: No such file or directory" in capsys.readouterr().err

@@ -12,7 +12,7 @@ import pytest
 
 from optuna_dsat.report.page import render, sections_of
 from optuna_dsat.report.view import StudyView
-from tests.report.browser import needs_chromium, open_browser, open_page, until
+from tests.harness.browser import needs_chromium, open_browser, open_page, until
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from .starting import Starter
+from tests.harness.ranks import Starter
 
 
 @pytest.fixture

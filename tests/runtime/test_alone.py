@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from optuna_dsat.runtime.events import RankFailed, RankFinished
-
-from .starting import ROOT, SCRIPTS, Starter, script
+from tests.harness.ranks import ROOT, SCRIPTS, Starter, script
 
 SEEN = str(SCRIPTS / "seen.py")
 

@@ -14,8 +14,7 @@ from optuna_dsat.runtime.events import (
     RankStarted,
     StepMeasured,
 )
-
-from .starting import Starter
+from tests.harness.ranks import Starter
 
 pytestmark = pytest.mark.torchrun
 

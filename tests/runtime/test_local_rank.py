@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from optuna_dsat.runtime.local_rank import give_local_rank
+from optuna_dsat.runtime.local_rank import default_local_rank
 
 
 @pytest.fixture(autouse=True)
@@ -18,11 +18,11 @@ def test_the_option_follows_the_rank_unless_it_is_given(option: str) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument(option, type=int, default=0)
     parser.add_argument("--other", type=int, default=0)
-    give_local_rank(3)
+    default_local_rank(3)
     assert parser.parse_args([]) == argparse.Namespace(local_rank=3, other=0)
     assert parser.parse_args([f"{option}=1"]).local_rank == 1
 
 
 def test_parsers_without_the_option_get_none() -> None:
-    give_local_rank(3)
+    default_local_rank(3)
     assert argparse.ArgumentParser().parse_args([]) == argparse.Namespace()

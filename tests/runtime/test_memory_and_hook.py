@@ -19,13 +19,12 @@ from optuna_dsat.runtime.device_memory import (
     limit_cuda_memory,
     process_limit_lifted,
     read_process_memory,
-    understand_visible_uuids,
+    support_uuid_visible_devices,
     unlink_shared_buffers,
 )
 from optuna_dsat.runtime.events import RankFailed, RankFinished
 from optuna_dsat.runtime.hook import ImportWatch
-
-from .starting import Starter
+from tests.harness.ranks import Starter
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
@@ -119,7 +118,7 @@ def test_free_memory_is_found_where_gpus_are_named_by_uuid(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     accelerator = object.__new__(module.CUDA_Accelerator)
     monkeypatch.setattr(sys.modules["torch"].cuda, "mem_get_info", lambda _device: (222, 333))
-    understand_visible_uuids(accelerator)
+    support_uuid_visible_devices(accelerator)
     assert accelerator.available_memory(0) == free
 
 

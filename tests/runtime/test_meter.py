@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -12,130 +11,12 @@ import pytest
 import torch
 
 from optuna_dsat.runtime.clock import DeviceClock
-from optuna_dsat.runtime.device_memory import MemoryPeaks
-from optuna_dsat.runtime.events import Event, StepMeasured
-from optuna_dsat.runtime.meter import Meter, Progress, leading_dimension
-
-
-class FakeClock:
-    def __init__(self) -> None:
-        self.time = 100.0
-        self.waits = 0
-        self.marks = 0
-
-    def synchronize(self) -> None:
-        self.waits += 1
-
-    def now(self) -> float:
-        return self.time
-
-    def mark(self) -> float:
-        self.marks += 1
-        return self.time
-
-    def seconds(self, start: float, end: float) -> float:
-        return end - start
-
-
-class FakeMemory:
-    def __init__(self) -> None:
-        self.samples = 0
-        self.reads = 0
-
-    def engine_ready(self) -> None:
-        pass
-
-    def sample(self) -> None:
-        self.samples += 1
-
-    def peaks(self) -> MemoryPeaks:
-        self.reads += 1
-        return MemoryPeaks(allocated=1, reserved=2, resident=3)
-
-
-class Engine(torch.nn.Module):
-    """Answers as DeepSpeed's engine does; every phase takes a known time."""
-
-    def __init__(self, clock: FakeClock, accumulation: int = 1) -> None:
-        super().__init__()
-        self.module = torch.nn.Linear(2, 1)
-        self.clock = clock
-        self.accumulation = accumulation
-        self.micro_steps = 0
-        self.failing = ""
-
-    def forward(self, *_: Any, **__: Any) -> torch.Tensor:
-        self._take("forward", 1.0)
-        return torch.tensor(0.5)
-
-    def backward(self, loss: torch.Tensor) -> torch.Tensor:
-        self._take("backward", 2.0)
-        return loss
-
-    def step(self) -> None:
-        self._take("step", 0.25)
-        self.micro_steps += 1
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        return (self.micro_steps + 1) % self.accumulation == 0
-
-    def _take(self, phase: str, seconds: float) -> None:
-        if self.failing == phase:
-            raise RuntimeError(phase)
-        self.clock.time += seconds
-
-
-class PipelineEngine:
-    def __init__(self, clock: FakeClock) -> None:
-        self.module = torch.nn.Linear(2, 1)
-        self.clock = clock
-
-    def train_batch(self) -> torch.Tensor:
-        for _ in range(3):
-            self.module(torch.ones(4, 2))
-            self.clock.time += 1.0
-        return torch.tensor(0.5)
-
-
-class Bench:
-    """A meter on an engine, and all that came of it."""
-
-    def __init__(self, engine: Callable[[FakeClock], Any], observer: Any = None) -> None:
-        self.clock = FakeClock()
-        self.memory = FakeMemory()
-        self.progress = Progress(phase="script")
-        self.events: list[Event] = []
-        self.left = 0
-        self.engine = engine(self.clock)
-        self.meter = Meter(
-            self.engine,
-            rank=3,
-            write=self.events.append,
-            clock=self.clock,
-            memory=self.memory,
-            progress=self.progress,
-            end_step=2,
-            leave=self._leave,
-            observer=observer,
-        )
-        self.meter.attach()
-
-    def _leave(self) -> None:
-        self.left += 1
-
-    @property
-    def steps(self) -> list[StepMeasured]:
-        return [event for event in self.events if isinstance(event, StepMeasured)]
-
-    def micro_step(self, batch: Any = None, data_s: float = 0.0) -> None:
-        self.clock.time += data_s
-        loss = self.engine(torch.ones(4, 2) if batch is None else batch)
-        self.engine.backward(loss)
-        self.engine.step()
+from optuna_dsat.runtime.meter import leading_dimension
+from tests.harness.meter import Engine, FakeClock, MeterBench, PipelineEngine
 
 
 def test_a_step_is_timed_end_to_end_and_by_phase() -> None:
-    bench = Bench(Engine)
+    bench = MeterBench(Engine)
     bench.micro_step(data_s=10.0)
     bench.micro_step(data_s=20.0)
     first, second = bench.steps
@@ -147,12 +28,12 @@ def test_a_step_is_timed_end_to_end_and_by_phase() -> None:
 
 
 def test_the_rank_leaves_after_the_last_profile_step_and_not_before() -> None:
-    bench = Bench(Engine)
+    bench = MeterBench(Engine)
     bench.micro_step()
     assert bench.left == 0
     bench.micro_step()
     assert bench.left == 1
-    assert bench.progress.steps == 2
+    assert bench.state.steps == 2
 
 
 class Optimizer:
@@ -179,7 +60,7 @@ class SteppingEngine(Engine):
 
 
 def test_an_optimizer_that_the_script_steps_itself_ends_a_step() -> None:
-    bench = Bench(SteppingEngine)
+    bench = MeterBench(SteppingEngine)
     bench.engine.backward(bench.engine(torch.ones(4, 2)))
     bench.engine.optimizer.step()
     [step] = bench.steps
@@ -188,7 +69,7 @@ def test_an_optimizer_that_the_script_steps_itself_ends_a_step() -> None:
 
 
 def test_the_engines_own_call_of_its_optimizer_is_part_of_its_step() -> None:
-    bench = Bench(lambda clock: SteppingEngine(clock, accumulation=2))
+    bench = MeterBench(lambda clock: SteppingEngine(clock, accumulation=2))
     bench.micro_step()
     bench.micro_step()
     [step] = bench.steps
@@ -197,7 +78,7 @@ def test_the_engines_own_call_of_its_optimizer_is_part_of_its_step() -> None:
 
 
 def test_a_step_holds_all_its_micro_batches() -> None:
-    bench = Bench(lambda clock: Engine(clock, accumulation=3))
+    bench = MeterBench(lambda clock: Engine(clock, accumulation=3))
     for size in (4, 6, 2):
         assert bench.steps == []
         bench.micro_step(torch.ones(size, 2), data_s=1.0)
@@ -207,7 +88,7 @@ def test_a_step_holds_all_its_micro_batches() -> None:
 
 
 def test_measuring_costs_a_fixed_few_calls_a_step() -> None:
-    bench = Bench(lambda clock: Engine(clock, accumulation=4))
+    bench = MeterBench(lambda clock: Engine(clock, accumulation=4))
     bench.clock.waits = 0
     for _ in range(4):
         bench.micro_step()
@@ -219,7 +100,7 @@ def test_measuring_costs_a_fixed_few_calls_a_step() -> None:
 
 
 def test_evaluation_is_no_training() -> None:
-    bench = Bench(Engine)
+    bench = MeterBench(Engine)
     bench.engine.module.eval()
     bench.engine(torch.ones(64, 2))
     bench.engine.module.train()
@@ -231,7 +112,7 @@ def test_evaluation_is_no_training() -> None:
 
 
 def test_a_backward_on_the_loss_itself_is_what_lies_between_forward_and_step() -> None:
-    bench = Bench(Engine)
+    bench = MeterBench(Engine)
     bench.engine(torch.ones(4, 2))
     bench.clock.time += 7.0  # loss.backward()
     bench.engine.step()
@@ -239,7 +120,7 @@ def test_a_backward_on_the_loss_itself_is_what_lies_between_forward_and_step() -
 
 
 def test_a_script_that_accumulates_by_itself_ends_a_step_with_every_step() -> None:
-    bench = Bench(lambda clock: Engine(clock, accumulation=8))
+    bench = MeterBench(lambda clock: Engine(clock, accumulation=8))
     object.__setattr__(bench.engine, "managed_gradient_accumulation", lambda: False)
     bench.micro_step()
     assert len(bench.steps) == 1
@@ -247,19 +128,19 @@ def test_a_script_that_accumulates_by_itself_ends_a_step_with_every_step() -> No
 
 @pytest.mark.parametrize("phase", ["forward", "backward", "step"])
 def test_where_it_failed_is_known(phase: str) -> None:
-    bench = Bench(Engine)
-    assert bench.progress.phase == "between"
+    bench = MeterBench(Engine)
+    assert bench.state.phase == "between"
     bench.engine.failing = phase
     with pytest.raises(RuntimeError, match=phase):
         bench.micro_step()
-    assert bench.progress.phase == phase
+    assert bench.state.phase == phase
     bench.engine.failing = ""
     bench.micro_step()
-    assert bench.progress.phase == "between"
+    assert bench.state.phase == "between"
 
 
 def test_a_pipeline_is_measured_by_whole_batches() -> None:
-    bench = Bench(PipelineEngine)
+    bench = MeterBench(PipelineEngine)
     bench.clock.time += 5.0
     assert bench.engine.train_batch().item() == 0.5
     [step] = bench.steps
@@ -275,7 +156,7 @@ def test_an_observer_sees_every_phase_and_boundary() -> None:
         return nullcontext()
 
     observer = SimpleNamespace(observe=observe, boundary=lambda step, samples: seen.append((step, samples)))
-    Bench(Engine, observer).micro_step()
+    MeterBench(Engine, observer).micro_step()
     assert seen == [("forward", 1), ("backward", 1), ("step", 1), (1, 4)]
 
 
@@ -308,7 +189,7 @@ def test_the_batch_is_the_first_leading_dimension(batch: Any, size: int | None) 
     ids=["scalar", "output object", "logits", "dict"],
 )
 def test_the_loss_is_read_where_it_can_be_seen(output: Any, loss: float | None) -> None:
-    bench = Bench(lambda clock: _answering(clock, output))
+    bench = MeterBench(lambda clock: _answering(clock, output))
     bench.engine(torch.ones(4, 2))
     bench.engine.step()
     assert bench.steps[0].loss == loss

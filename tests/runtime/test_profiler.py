@@ -16,7 +16,7 @@ from optuna_dsat.runtime.clock import HostClock
 from optuna_dsat.runtime.device_memory import MemoryPeaks
 from optuna_dsat.runtime.events import Event, ProfileMeasured
 from optuna_dsat.runtime.launch_plan import LaunchPlan
-from optuna_dsat.runtime.meter import Meter, Progress
+from optuna_dsat.runtime.meter import Meter, RankState
 from optuna_dsat.runtime.profiler import Profiler
 from optuna_dsat.runtime.rank import Rank
 from optuna_dsat.study.profile import measure_profile
@@ -142,9 +142,9 @@ def profile_of(engine: Engine, plan: LaunchPlan, batches: int = 9) -> list[Profi
         write=events.append,
         clock=HostClock(),
         memory=memory,
-        progress=Progress(),
-        end_step=plan.end_profile_step,
-        leave=leave,
+        state=RankState(),
+        last_step=plan.end_profile_step,
+        exit_process=leave,
         observer=profiler,
     )
     meter.attach()

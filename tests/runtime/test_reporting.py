@@ -14,9 +14,8 @@ import torch
 
 import optuna_dsat
 from optuna_dsat.runtime.events import RankFailed
-
-from .starting import ROOT, Starter, script
-from .test_meter import Bench, Engine, FakeClock
+from tests.harness.meter import Engine, FakeClock, MeterBench
+from tests.harness.ranks import ROOT, Starter, script
 
 
 class Unseen(Engine):
@@ -35,7 +34,7 @@ class Unseen(Engine):
         super().step()
 
 
-def unseen_micro_step(bench: Bench, size: int = 4) -> None:
+def unseen_micro_step(bench: MeterBench, size: int = 4) -> None:
     engine = bench.engine
     loss = Unseen.forward(engine, torch.ones(size, 2))
     Unseen.backward(engine, loss)
@@ -43,27 +42,27 @@ def unseen_micro_step(bench: Bench, size: int = 4) -> None:
 
 
 def test_steps_that_nobody_sees_are_counted_by_their_contexts() -> None:
-    bench = Bench(lambda clock: Unseen(clock, accumulation=2))
+    bench = MeterBench(lambda clock: Unseen(clock, accumulation=2))
     for size in (4, 6, 4):
         bench.clock.time += 10.0  # data
         with bench.meter.micro_batch():
-            assert bench.progress.phase == "forward"
+            assert bench.state.phase == "forward"
             unseen_micro_step(bench, size)
     [step] = bench.steps
     assert (step.latency_s, step.samples, step.observed_micro_batch) == (26.5, 10, 6)
     assert (step.forward_s, step.backward_s, step.step_s) == (0.0, 0.0, 0.0)
-    assert bench.progress.phase == "between"
+    assert bench.state.phase == "between"
 
 
 def test_steps_that_are_seen_are_counted_once() -> None:
-    bench = Bench(Unseen)
+    bench = MeterBench(Unseen)
     with bench.meter.micro_batch():
         bench.micro_step()
     assert [(step.samples, step.forward_s, step.backward_s) for step in bench.steps] == [(4, 1.0, 2.0)]
 
 
 def test_a_context_around_a_whole_training_leaves_its_steps_alone() -> None:
-    bench = Bench(Unseen)
+    bench = MeterBench(Unseen)
     with bench.meter.micro_batch():
         bench.micro_step()
         bench.micro_step()
@@ -72,7 +71,7 @@ def test_a_context_around_a_whole_training_leaves_its_steps_alone() -> None:
 
 
 def test_a_step_that_is_seen_in_part_keeps_the_phases_that_were() -> None:
-    bench = Bench(Unseen)
+    bench = MeterBench(Unseen)
     with bench.meter.micro_batch():
         loss = bench.engine(torch.ones(5, 2))
         bench.engine.backward(loss)
@@ -82,7 +81,7 @@ def test_a_step_that_is_seen_in_part_keeps_the_phases_that_were() -> None:
 
 
 def test_evaluation_in_a_context_feeds_nothing() -> None:
-    bench = Bench(Unseen)
+    bench = MeterBench(Unseen)
     with bench.meter.micro_batch():
         bench.engine.module.eval()
         Unseen.forward(bench.engine, torch.ones(64, 2))
@@ -105,7 +104,7 @@ def test_an_observer_looks_at_the_whole_until_a_phase_is_seen() -> None:
             seen.append(f"out {self.name}")
 
     observer = SimpleNamespace(observe=Observation, boundary=lambda step, samples: seen.append((step, samples)))
-    bench = Bench(Unseen, observer)
+    bench = MeterBench(Unseen, observer)
     with bench.meter.micro_batch():
         unseen_micro_step(bench)
     assert seen == ["in batch 1", "out batch 1", (1, 4)]

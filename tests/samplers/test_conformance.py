@@ -10,7 +10,7 @@ from optuna.samplers import BaseSampler
 from optuna.testing.pytest_samplers import BasicSamplerTestCase, SingleOnlySamplerTestCase
 
 from optuna_dsat.samplers import BinarySearchSampler, GuidedSampler, LineageRandomSampler
-from tests.samplers.planners import small_planner
+from tests.harness.small_model import small_planner
 
 
 class TestSamplers(BasicSamplerTestCase, SingleOnlySamplerTestCase):

@@ -20,7 +20,7 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.samplers import GuidedSampler
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH, lineage_key
-from tests.samplers.planners import CONFIG, GIB, HARDWARE, PROFILE, Machine, small_planner, small_space
+from tests.harness.small_model import CONFIG, GIB, HARDWARE, PROFILE, Machine, small_planner, small_space
 
 
 def guided(kit: SimpleNamespace, planner: GuidedPlanner | None = None, **options: object) -> optuna.Study:

@@ -15,7 +15,7 @@ from optuna_dsat.launch import torchrun
 from optuna_dsat.launch.protocol import LaunchUpdate
 from optuna_dsat.launch.simulated import SimulatedLauncher
 from optuna_dsat.outcome import Outcome
-from tests.study.landscapes import Hill
+from tests.harness.landscapes import Hill
 
 
 class PacedLauncher(SimulatedLauncher):

@@ -15,10 +15,9 @@ from optuna_dsat.launch.protocol import LaunchRequest
 from optuna_dsat.launch.simulated import SimulatedLauncher, SimulatedResult
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.progress import FinalistMeasured, Message, ProfileFinished, ProfileStarted, TrialFinished
-from optuna_dsat.study.session import Session
 from optuna_dsat.trials import attributes
-from tests.study.conftest import USER_CONFIG, Bench
-from tests.study.landscapes import GIB, Hill
+from tests.harness.landscapes import GIB, Hill
+from tests.harness.studies import USER_CONFIG, StudyBench
 
 
 def keys_of(configs: list[dict[str, Any]]) -> list[str]:
@@ -26,7 +25,7 @@ def keys_of(configs: list[dict[str, Any]]) -> list[str]:
 
 
 @pytest.mark.parametrize("method", ["random", "binary", "asha", "guided"])
-def test_a_study_beats_the_users_config_and_leaves_what_to_train_with(bench: Bench, method: str) -> None:
+def test_a_study_beats_the_users_config_and_leaves_what_to_train_with(bench: StudyBench, method: str) -> None:
     spec = bench.spec(method=method, max_trials=12, options={"min_gain": 0.0})
     result = bench.run(spec, Hill())
     assert result is not None
@@ -44,7 +43,7 @@ def test_a_study_beats_the_users_config_and_leaves_what_to_train_with(bench: Ben
     assert json.dumps(asdict(result))
 
 
-def test_the_users_config_is_measured_first_and_confirmed_with_the_winner(bench: Bench) -> None:
+def test_the_users_config_is_measured_first_and_confirmed_with_the_winner(bench: StudyBench) -> None:
     hill = Hill()
     bench.run(bench.spec(), hill)
     assert hill.configs[1]["train_micro_batch_size_per_gpu"] == 2
@@ -56,7 +55,7 @@ def test_the_users_config_is_measured_first_and_confirmed_with_the_winner(bench:
     assert speed_ups[0] == pytest.approx(1.0)
 
 
-def test_a_users_config_outside_the_space_is_still_the_baseline(bench: Bench) -> None:
+def test_a_users_config_outside_the_space_is_still_the_baseline(bench: StudyBench) -> None:
     config = {**USER_CONFIG, "zero_optimization": {"stage": 0}}
     result = bench.run(bench.spec(ds_config=config, zero_stages=(1, 2)), Hill())
     assert result is not None
@@ -66,7 +65,7 @@ def test_a_users_config_outside_the_space_is_still_the_baseline(bench: Bench) ->
     assert result.user_value == pytest.approx(first.value, rel=1e-6)
 
 
-def test_no_configuration_runs_twice_and_the_budget_counts_launches_only(bench: Bench) -> None:
+def test_no_configuration_runs_twice_and_the_budget_counts_launches_only(bench: StudyBench) -> None:
     hill = Hill()
     bench.run(bench.spec(max_trials=20, confirm=0), hill)
     trial_configs = hill.configs[1:]  # the first is the profile's
@@ -76,14 +75,14 @@ def test_no_configuration_runs_twice_and_the_budget_counts_launches_only(bench: 
     assert attributes.launches_used(trials) == 20
 
 
-def test_out_of_memory_is_pruned_knowledge_not_a_failure(bench: Bench) -> None:
+def test_out_of_memory_is_pruned_knowledge_not_a_failure(bench: StudyBench) -> None:
     bench.run(bench.spec(method="binary", max_trials=12, options={"search_range_factor": 3.0}), Hill())
     oom = [t for t in bench.study().trials if t.user_attrs.get(attributes.OUTCOME) == Outcome.OUT_OF_MEMORY]
     assert oom
     assert {t.state for t in oom} == {TrialState.PRUNED}
 
 
-def test_concurrent_launches_share_the_slots(bench: Bench) -> None:
+def test_concurrent_launches_share_the_slots(bench: StudyBench) -> None:
     hill = Hill()
     result = bench.run(bench.spec(max_trials=16, max_concurrent_trials=3), hill, slots=8)
     assert result is not None
@@ -91,7 +90,7 @@ def test_concurrent_launches_share_the_slots(bench: Bench) -> None:
     assert len(set(keys_of(hill.configs[1:17]))) == 16
 
 
-def test_a_second_run_of_a_finished_study_launches_no_trial_again(bench: Bench) -> None:
+def test_a_second_run_of_a_finished_study_launches_no_trial_again(bench: StudyBench) -> None:
     first = bench.run(bench.spec(), Hill())
     again = Hill()
     second = bench.run(bench.spec(), again)
@@ -101,7 +100,7 @@ def test_a_second_run_of_a_finished_study_launches_no_trial_again(bench: Bench) 
     assert second.trial == first.trial
 
 
-def test_a_raised_budget_adds_exactly_the_difference(bench: Bench) -> None:
+def test_a_raised_budget_adds_exactly_the_difference(bench: StudyBench) -> None:
     bench.run(bench.spec(max_trials=5, confirm=0), Hill())
     more = Hill()
     bench.run(bench.spec(max_trials=9, confirm=0), more)
@@ -111,13 +110,13 @@ def test_a_raised_budget_adds_exactly_the_difference(bench: Bench) -> None:
     assert record.spec["max_trials"] == 9
 
 
-def test_another_script_under_the_same_name_is_refused_with_what_differs(bench: Bench) -> None:
+def test_another_script_under_the_same_name_is_refused_with_what_differs(bench: StudyBench) -> None:
     bench.run(bench.spec(max_trials=2, confirm=0), Hill())
     with pytest.raises(StudyConflictError, match=r"zero_stages was \[1, 2, 3\], is \[1\]"):
         bench.run(bench.spec(zero_stages=(1,)), Hill())
 
 
-def test_a_study_without_a_trial_takes_the_new_settings(bench: Bench) -> None:
+def test_a_study_without_a_trial_takes_the_new_settings(bench: StudyBench) -> None:
     broken = SimulatedResult(outcome=Outcome.SCRIPT_ERROR, startup_s=1, message="ValueError: no data")
     with pytest.raises(ScriptFailedError):
         bench.run(bench.spec(zero_stages=(1, 2, 3)), Hill(override=lambda _: broken))
@@ -128,7 +127,7 @@ def test_a_study_without_a_trial_takes_the_new_settings(bench: Bench) -> None:
     assert record.spec["zero_stages"] == [1]
 
 
-def test_a_second_study_of_the_same_script_spares_the_profile_launch(bench: Bench) -> None:
+def test_a_second_study_of_the_same_script_spares_the_profile_launch(bench: StudyBench) -> None:
     bench.run(bench.spec(max_trials=2, confirm=0), Hill())
     bench.news.clear()
     bench.run(bench.spec(name="t", max_trials=2, confirm=0), Hill())
@@ -136,7 +135,7 @@ def test_a_second_study_of_the_same_script_spares_the_profile_launch(bench: Benc
     assert [n.reused for n in bench.news if isinstance(n, ProfileFinished)] == [True]
 
 
-def test_the_profile_climbs_the_ladder_until_a_rung_fits(bench: Bench) -> None:
+def test_the_profile_climbs_the_ladder_until_a_rung_fits(bench: StudyBench) -> None:
     def needs_stage_3(config: Mapping[str, Any]) -> SimulatedResult | None:
         if config.get("zero_optimization", {}).get("stage", 0) < 3:
             return SimulatedResult(outcome=Outcome.OUT_OF_MEMORY, startup_s=5, missing_bytes=GIB)
@@ -150,7 +149,7 @@ def test_the_profile_climbs_the_ladder_until_a_rung_fits(bench: Bench) -> None:
     assert result.speed_up is None
 
 
-def test_when_no_rung_fits_the_message_names_rungs_and_missing_memory(bench: Bench) -> None:
+def test_when_no_rung_fits_the_message_names_rungs_and_missing_memory(bench: StudyBench) -> None:
     full = SimulatedResult(outcome=Outcome.OUT_OF_MEMORY, startup_s=5, missing_bytes=3 * GIB)
     with pytest.raises(NothingRunnableError) as caught:
         bench.run(bench.spec(), Hill(override=lambda _: full))
@@ -159,7 +158,7 @@ def test_when_no_rung_fits_the_message_names_rungs_and_missing_memory(bench: Ben
     assert "short of 3072 MiB" in message
 
 
-def test_a_script_that_fails_at_once_ends_the_study_after_the_profile_launch(bench: Bench) -> None:
+def test_a_script_that_fails_at_once_ends_the_study_after_the_profile_launch(bench: StudyBench) -> None:
     broken = SimulatedResult(outcome=Outcome.SCRIPT_ERROR, startup_s=1, message="ValueError: no data")
     hill = Hill(override=lambda _: broken)
     with pytest.raises(ScriptFailedError) as caught:
@@ -168,7 +167,7 @@ def test_a_script_that_fails_at_once_ends_the_study_after_the_profile_launch(ben
     assert "no data" in caught.value.traceback_tail
 
 
-def test_the_same_script_error_again_and_again_ends_the_study(bench: Bench) -> None:
+def test_the_same_script_error_again_and_again_ends_the_study(bench: StudyBench) -> None:
     def breaks_beyond_profile(config: Mapping[str, Any]) -> SimulatedResult | None:
         if config["train_micro_batch_size_per_gpu"] == 1:
             return None
@@ -180,7 +179,7 @@ def test_the_same_script_error_again_and_again_ends_the_study(bench: Bench) -> N
     assert len(hill.configs) < 10
 
 
-def test_script_errors_after_a_measured_trial_do_not_lose_the_result(bench: Bench) -> None:
+def test_script_errors_after_a_measured_trial_do_not_lose_the_result(bench: StudyBench) -> None:
     def too_little_data(config: Mapping[str, Any]) -> SimulatedResult | None:
         if config["train_micro_batch_size_per_gpu"] <= 2:
             return None
@@ -191,7 +190,7 @@ def test_script_errors_after_a_measured_trial_do_not_lose_the_result(bench: Benc
     assert result.config["train_micro_batch_size_per_gpu"] == 2
 
 
-def test_out_of_data_bounds_the_micro_batch_of_every_lineage(bench: Bench) -> None:
+def test_out_of_data_bounds_the_micro_batch_of_every_lineage(bench: StudyBench) -> None:
     def hundred_samples(config: Mapping[str, Any]) -> SimulatedResult | None:
         if config["train_micro_batch_size_per_gpu"] <= 10:
             return None
@@ -210,7 +209,7 @@ def test_out_of_data_bounds_the_micro_batch_of_every_lineage(bench: Bench) -> No
     assert smallest < 10**9
 
 
-def test_a_users_config_that_runs_out_of_data_ends_the_study_with_the_remedy(bench: Bench) -> None:
+def test_a_users_config_that_runs_out_of_data_ends_the_study_with_the_remedy(bench: StudyBench) -> None:
     def four_steps(config: Mapping[str, Any]) -> SimulatedResult | None:
         if config["train_micro_batch_size_per_gpu"] == 1:
             return None
@@ -222,7 +221,7 @@ def test_a_users_config_that_runs_out_of_data_ends_the_study_with_the_remedy(ben
     assert len(hill.configs) == 2
 
 
-def test_an_interrupted_confirmation_keeps_what_was_confirmed(bench: Bench) -> None:
+def test_an_interrupted_confirmation_keeps_what_was_confirmed(bench: StudyBench) -> None:
     class Interrupts(SimulatedLauncher):
         def start(self, request: LaunchRequest) -> None:
             if request.purpose == "confirm" and confirmed:
@@ -232,13 +231,7 @@ def test_an_interrupted_confirmation_keeps_what_was_confirmed(bench: Bench) -> N
             super().start(request)
 
     confirmed: list[str] = []
-    session = Session(
-        bench.spec(),
-        store=bench.store,
-        launcher=Interrupts(Hill(), total_slots=2),
-        device_names=("simulated",),
-        observer=bench.news.append,
-    )
+    session = bench.session(bench.spec(), Interrupts(Hill(), total_slots=2))
     result = session.run()
     assert session.interrupted
     assert result is not None
@@ -251,7 +244,7 @@ def test_an_interrupted_confirmation_keeps_what_was_confirmed(bench: Bench) -> N
     assert len(again.configs) == len(bench.study().user_attrs[attributes.FINALISTS]) - 1
 
 
-def test_a_resumed_study_goes_on_with_its_own_profile_when_a_file_changes(bench: Bench) -> None:
+def test_a_resumed_study_goes_on_with_its_own_profile_when_a_file_changes(bench: StudyBench) -> None:
     bench.run(bench.spec(confirm=0), Hill())
     (bench.folder / "helper.py").write_text("# a comment\n")
     again = Hill()
@@ -260,7 +253,7 @@ def test_a_resumed_study_goes_on_with_its_own_profile_when_a_file_changes(bench:
     assert any(isinstance(news, Message) and "its own profile" in news.text for news in bench.news)
 
 
-def test_the_ladder_climbs_zero_1_where_no_higher_stage_is_searched(bench: Bench) -> None:
+def test_the_ladder_climbs_zero_1_where_no_higher_stage_is_searched(bench: StudyBench) -> None:
     def needs_offload(config: Mapping[str, Any]) -> SimulatedResult | None:
         zero = config["zero_optimization"]
         if zero.get("offload_optimizer") and zero["reduce_bucket_size"] < 5e8:
@@ -274,7 +267,7 @@ def test_the_ladder_climbs_zero_1_where_no_higher_stage_is_searched(bench: Bench
     assert [(zero["stage"], "offload_optimizer" in zero) for zero in rungs] == [(2, False), (1, False), (1, True)]
 
 
-def test_a_communication_error_is_launched_again_and_then_given_up(bench: Bench) -> None:
+def test_a_communication_error_is_launched_again_and_then_given_up(bench: StudyBench) -> None:
     flaky = SimulatedResult(outcome=Outcome.COMMUNICATION_ERROR, startup_s=1, message="connection reset")
 
     def only_trials(config: Mapping[str, Any]) -> SimulatedResult | None:
@@ -290,14 +283,14 @@ def test_a_communication_error_is_launched_again_and_then_given_up(bench: Bench)
     assert [row.attempt for row in launches] == [0, 1, 2]
 
 
-def test_early_stopping_ends_the_search_and_says_so(bench: Bench) -> None:
+def test_early_stopping_ends_the_search_and_says_so(bench: StudyBench) -> None:
     result = bench.run(bench.spec(max_trials=60, options={"early_stopping": 4}, confirm=0), Hill())
     assert result is not None
     assert "early-stopping" in result.reason
     assert sum(result.launches.values()) < 60
 
 
-def test_a_small_space_is_exhausted_and_says_so(bench: Bench) -> None:
+def test_a_small_space_is_exhausted_and_says_so(bench: StudyBench) -> None:
     fix = dict.fromkeys(("overlap_comm", "contiguous_gradients", "reduce_scatter"), False)
     spec = bench.spec(
         zero_stages=(1,), fix={**fix, "reduce_bucket_size": 5e8, "offload_optimizer": "none"}, max_trials=60,
@@ -309,7 +302,7 @@ def test_a_small_space_is_exhausted_and_says_so(bench: Bench) -> None:
     assert sum(result.launches.values()) < 20
 
 
-def test_a_guided_search_ends_where_little_can_be_gained_and_goes_on_when_told_to(bench: Bench) -> None:
+def test_a_guided_search_ends_where_little_can_be_gained_and_goes_on_when_told_to(bench: StudyBench) -> None:
     result = bench.run(bench.spec(method="guided", max_trials=40, confirm=0), Hill())
     assert result is not None
     assert "expected to win" in result.reason
@@ -320,14 +313,14 @@ def test_a_guided_search_ends_where_little_can_be_gained_and_goes_on_when_told_t
     assert sum(more.launches.values()) == launches + 3
 
 
-def test_what_a_launch_takes_beside_its_steps_is_kept(bench: Bench) -> None:
+def test_what_a_launch_takes_beside_its_steps_is_kept(bench: StudyBench) -> None:
     bench.run(bench.spec(max_trials=4, confirm=0), Hill())
     for trial in bench.study().trials:
         if trial.state is TrialState.COMPLETE:
             assert trial.user_attrs[attributes.OVERHEAD_S] > 0
 
 
-def test_a_metric_to_minimise_picks_the_smallest(bench: Bench) -> None:
+def test_a_metric_to_minimise_picks_the_smallest(bench: StudyBench) -> None:
     result = bench.run(bench.spec(metric="latency", max_trials=8), Hill())
     assert result is not None
     values = [t.value for t in bench.study().trials if t.state is TrialState.COMPLETE]
@@ -335,7 +328,7 @@ def test_a_metric_to_minimise_picks_the_smallest(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("method", ["random", "binary", "asha", "guided"])
-def test_only_the_micro_batches_that_the_user_lists_are_run(bench: Bench, method: str) -> None:
+def test_only_the_micro_batches_that_the_user_lists_are_run(bench: StudyBench, method: str) -> None:
     listed = [4, 8, 24, 100]
     config = {**USER_CONFIG, "train_micro_batch_size_per_gpu": listed}
     hill = Hill()
@@ -348,7 +341,7 @@ def test_only_the_micro_batches_that_the_user_lists_are_run(bench: Bench, method
 
 
 @pytest.mark.parametrize("method", ["random", "binary", "asha", "guided"])
-def test_a_global_batch_that_is_kept_is_made_up_by_accumulation(bench: Bench, method: str) -> None:
+def test_a_global_batch_that_is_kept_is_made_up_by_accumulation(bench: StudyBench, method: str) -> None:
     hill = Hill()
     result = bench.run(bench.spec(method=method, train_batch_size=96, max_trials=16, confirm=0), hill)
     assert result is not None
@@ -364,7 +357,7 @@ def test_a_global_batch_that_is_kept_is_made_up_by_accumulation(bench: Bench, me
     assert "from 4 to 96" in result.learning_rate_advice
 
 
-def test_the_largest_global_batch_of_the_autotuning_section_bounds_the_micro_batch(bench: Bench) -> None:
+def test_the_largest_global_batch_of_the_autotuning_section_bounds_the_micro_batch(bench: StudyBench) -> None:
     config = {**USER_CONFIG, "gradient_accumulation_steps": 4, "autotuning": {"max_train_batch_size": 40}}
     result = bench.run(bench.spec(ds_config=config, max_trials=12, confirm=0), Hill())
     assert result is not None
@@ -379,7 +372,7 @@ def test_the_largest_global_batch_of_the_autotuning_section_bounds_the_micro_bat
     [(0.0, None, 3, 3), (0.0, 40, 3, 3), (0.3, None, 5, 15), (0.3, 40, 40, 40), (0.05, 4000, 4, 3999)],
 )
 def test_finalists_end_when_their_step_time_is_known(
-    bench: Bench, noise: float, adaptive_steps: int | None, fewest: int, most: int
+    bench: StudyBench, noise: float, adaptive_steps: int | None, fewest: int, most: int
 ) -> None:
     bench.run(bench.spec(max_trials=3, confirm=1, adaptive_steps=adaptive_steps), Hill(), noise=noise)
     steps = [finalist["steps"] for finalist in bench.study().user_attrs[attributes.FINALISTS]]
@@ -387,7 +380,7 @@ def test_finalists_end_when_their_step_time_is_known(
     assert all(fewest <= count <= most for count in steps), steps
 
 
-def test_a_trial_ends_when_its_step_time_is_known(bench: Bench) -> None:
+def test_a_trial_ends_when_its_step_time_is_known(bench: StudyBench) -> None:
     bench.run(bench.spec(max_trials=4, confirm=0, end_profile_step=12), Hill())
     measured = [t for t in bench.study().trials if t.user_attrs.get(attributes.OUTCOME) == Outcome.MEASURED]
     last_steps = {t.number: max(t.intermediate_values) for t in measured}
@@ -396,7 +389,7 @@ def test_a_trial_ends_when_its_step_time_is_known(bench: Bench) -> None:
     assert all(t.state is TrialState.COMPLETE for t in measured)
 
 
-def test_a_finalist_that_fails_with_more_steps_gives_its_place_to_the_next_best(bench: Bench) -> None:
+def test_a_finalist_that_fails_with_more_steps_gives_its_place_to_the_next_best(bench: StudyBench) -> None:
     class RunsOut(SimulatedLauncher):
         """Whatever is confirmed at more than 30 samples runs out of memory."""
 
@@ -405,14 +398,7 @@ def test_a_finalist_that_fails_with_more_steps_gives_its_place_to_the_next_best(
                 request = replace(request, ds_config={**request.ds_config, "train_micro_batch_size_per_gpu": 1000})
             super().start(request)
 
-    session = Session(
-        bench.spec(max_trials=12, confirm=1),
-        store=bench.store,
-        launcher=RunsOut(Hill(), total_slots=2),
-        device_names=("simulated",),
-        observer=bench.news.append,
-    )
-    result = session.run()
+    result = bench.session(bench.spec(max_trials=12, confirm=1), RunsOut(Hill(), total_slots=2)).run()
     assert result is not None
     finalists = bench.study().user_attrs[attributes.FINALISTS]
     assert finalists[0]["outcome"] == Outcome.OUT_OF_MEMORY
@@ -423,7 +409,7 @@ def test_a_finalist_that_fails_with_more_steps_gives_its_place_to_the_next_best(
 
 
 @pytest.mark.parametrize(("step_s", "steps"), [(0.3, 15), (0.7, 8), (9.0, 5)])
-def test_a_finalist_of_long_steps_counts_fewer_of_them(bench: Bench, step_s: float, steps: int) -> None:
+def test_a_finalist_of_long_steps_counts_fewer_of_them(bench: StudyBench, step_s: float, steps: int) -> None:
     """Five seconds are enough, five steps the least; steps vary by 2 %, so their time is never certain."""
 
     def steady(_: Mapping[str, Any]) -> SimulatedResult:

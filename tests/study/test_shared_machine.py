@@ -14,11 +14,10 @@ from optuna_dsat.launch.simulated import SimulatedLauncher
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study import profile
 from optuna_dsat.study.progress import Message
-from optuna_dsat.study.session import Session
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.trials import attributes
-from tests.study.conftest import Bench
-from tests.study.landscapes import Hill
+from tests.harness.landscapes import Hill
+from tests.harness.studies import StudyBench
 
 SLEEPER = Holder(device="GPU 1", who="process 4711 (sleep, user anna)")
 
@@ -68,15 +67,15 @@ class Shared(SimulatedLauncher):
         return super().poll(timeout_s)
 
 
-def search(bench: Bench, spec: StudySpec, launcher: Shared) -> None:
-    Session(spec, store=bench.store, launcher=launcher, device_names=("simulated",), observer=bench.news.append).run()
+def search(bench: StudyBench, spec: StudySpec, launcher: Shared) -> None:
+    bench.session(spec, launcher).run()
 
 
-def messages(bench: Bench) -> list[str]:
+def messages(bench: StudyBench) -> list[str]:
     return [news.text for news in bench.news if isinstance(news, Message)]
 
 
-def launched(bench: Bench) -> list[str]:
+def launched(bench: StudyBench) -> list[str]:
     """Return the configurations of the trials that were launched to an end of their own."""
     return [
         trial.user_attrs[attributes.CONFIG_KEY]
@@ -91,7 +90,7 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "_QUIET_S", 0.0)
 
 
-def test_a_search_says_for_whom_it_waits_and_then_goes_on(bench: Bench) -> None:
+def test_a_search_says_for_whom_it_waits_and_then_goes_on(bench: StudyBench) -> None:
     search(bench, bench.spec(max_trials=2, confirm=0), Shared(Hill(), after=0, looks=3))
     search(bench, bench.spec(max_trials=3, confirm=0), Shared(Hill(), after=0, looks=2, shows="taken"))
     said = [text for text in messages(bench) if "Waiting for 2 free slots" in text]
@@ -100,13 +99,13 @@ def test_a_search_says_for_whom_it_waits_and_then_goes_on(bench: Bench) -> None:
     assert attributes.launches_used(bench.study().trials) == 3
 
 
-def test_a_profile_launch_waits_no_longer_than_it_may(bench: Bench) -> None:
+def test_a_profile_launch_waits_no_longer_than_it_may(bench: StudyBench) -> None:
     with pytest.raises(DeviceError, match=r"process 4711 .*`optuna-dsat resume s`"):
         search(bench, bench.spec(wait_for_gpus_s=0.0), Shared(Hill(), after=0))
 
 
 @pytest.mark.parametrize("shows", ["at once", "start", "taken"])
-def test_a_search_that_the_limit_ends_loses_nothing(bench: Bench, shows: str) -> None:
+def test_a_search_that_the_limit_ends_loses_nothing(bench: StudyBench, shows: str) -> None:
     spec = bench.spec(max_trials=4, confirm=0)
     with pytest.raises(DeviceError, match="process 4711"):
         search(bench, spec.model_copy(update={"wait_for_gpus_s": 0.0}), Shared(Hill(), after=3, shows=shows))
@@ -120,7 +119,7 @@ def test_a_search_that_the_limit_ends_loses_nothing(bench: Bench, shows: str) ->
 
 
 @pytest.mark.parametrize("shows", ["at once", "taken"])
-def test_finalists_wait_no_longer_either(bench: Bench, shows: str) -> None:
+def test_finalists_wait_no_longer_either(bench: StudyBench, shows: str) -> None:
     spec = bench.spec(max_trials=2, confirm=1, wait_for_gpus_s=0.0)
     with pytest.raises(DeviceError, match="process 4711"):
         search(bench, spec, Shared(Hill(), after=3, shows=shows))

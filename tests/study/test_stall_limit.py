@@ -7,9 +7,8 @@ from contextlib import nullcontext
 from optuna_dsat.launch.protocol import LaunchRequest
 from optuna_dsat.launch.simulated import SimulatedLauncher
 from optuna_dsat.plan.from_script import plan_script
-from optuna_dsat.study.session import Session
-from tests.study.conftest import Bench
-from tests.study.landscapes import Hill
+from tests.harness.landscapes import Hill
+from tests.harness.studies import StudyBench
 
 
 class Noting(SimulatedLauncher):
@@ -24,23 +23,16 @@ class Noting(SimulatedLauncher):
         super().start(request)
 
 
-def test_profile_trials_finalists_and_loss_check_have_the_limit_that_was_asked_for(bench: Bench) -> None:
+def test_profile_trials_finalists_and_loss_check_have_the_limit_that_was_asked_for(bench: StudyBench) -> None:
     launcher = Noting()
     spec = bench.spec(max_trials=3, confirm=1, stall_timeout_s=77.0)
-    Session(
-        spec,
-        store=bench.store,
-        launcher=launcher,
-        device_names=("simulated",),
-        observer=bench.news.append,
-        check_loss=True,
-    ).run()
+    bench.session(spec, launcher, check_loss=True).run()
     kinds = {request.launch_id.split("-")[0] for request in launcher.asked}
     assert kinds == {"profile", "trial", "confirm", "loss"}
     assert {request.stall_s for request in launcher.asked} == {77.0}
 
 
-def test_the_launch_of_a_plan_has_the_limit_that_was_asked_for(bench: Bench) -> None:
+def test_the_launch_of_a_plan_has_the_limit_that_was_asked_for(bench: StudyBench) -> None:
     launcher = Noting()
     plan_script(
         bench.spec(stall_timeout_s=77.0),

@@ -24,13 +24,13 @@ from optuna_dsat.study.methods import make_planner
 from optuna_dsat.study.result import TuneResult
 from optuna_dsat.study.stored import read_stored
 from optuna_dsat.trials import attributes
-from tests.study.conftest import USER_CONFIG, Bench
-from tests.study.landscapes import Hill
+from tests.harness.landscapes import Hill
+from tests.harness.studies import USER_CONFIG, StudyBench
 
 LIGHTNING = ScriptTrainer(framework="lightning", micro_batch=None, gradient_accumulation_steps=4, options={})
 
 
-def run_with_trainer(bench: Bench, **changes: Any) -> TuneResult:
+def run_with_trainer(bench: StudyBench, **changes: Any) -> TuneResult:
     """Run a study ``s`` of a script that Lightning's Trainer runs, which accumulates over four micro-batches."""
     bench.run(bench.spec(name="first", max_trials=1, confirm=0), Hill())
     first = read_stored(bench.store, "first")
@@ -43,7 +43,7 @@ def run_with_trainer(bench: Bench, **changes: Any) -> TuneResult:
     return result
 
 
-def test_what_best_prints_is_what_the_trainer_takes(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_best_prints_is_what_the_trainer_takes(bench: StudyBench, capsys: pytest.CaptureFixture[str]) -> None:
     result = run_with_trainer(bench)
     storage = f"sqlite:///{bench.folder / 'study.db'}"
     with pytest.raises(SystemExit) as end:
@@ -57,7 +57,9 @@ def test_what_best_prints_is_what_the_trainer_takes(bench: Bench, capsys: pytest
     assert json.loads(shown) == printed
 
 
-def test_all_who_look_at_a_study_see_the_space_that_it_searched(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_who_look_at_a_study_see_the_space_that_it_searched(
+    bench: StudyBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_with_trainer(bench, method="guided")
     seen: list[SearchSpace] = []
 
@@ -91,7 +93,7 @@ class FailsAgain:
 
 
 def test_a_confirmed_winner_is_not_compared_with_a_user_config_that_could_not_be_confirmed(
-    bench: Bench, capsys: pytest.CaptureFixture[str]
+    bench: StudyBench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = bench.run(bench.spec(max_trials=6, confirm=2), Hill(FailsAgain()), noise=0.1)
     assert result is not None

@@ -15,8 +15,8 @@ from optuna_dsat.launch.simulated import SimulatedProfile, SimulatedResult
 from optuna_dsat.study.progress import Message
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.trials import attributes
-from tests.study.conftest import Bench
-from tests.study.landscapes import Hill
+from tests.harness.landscapes import Hill
+from tests.harness.studies import StudyBench
 
 KEEP = (
     "contiguous_gradients", "reduce_scatter", "stage3_prefetch_bucket_size", "stage3_max_live_parameters",
@@ -31,20 +31,20 @@ class Larger(Hill):
         return replace(super().profile(slots), params=2 * 10**9, trainable_params=2 * 10**9)
 
 
-def guided(bench: Bench, name: str, **changes: Any) -> StudySpec:
+def guided(bench: StudyBench, name: str, **changes: Any) -> StudySpec:
     values: dict[str, Any] = {"name": name, "method": "guided", "max_trials": 6, "confirm": 0, "no_tune": KEEP}
     return bench.spec(**{**values, **changes})
 
 
-def told(bench: Bench) -> list[str]:
+def told(bench: StudyBench) -> list[str]:
     return [news.text for news in bench.news if isinstance(news, Message) and news.text.startswith("Warm start")]
 
 
-def configs(bench: Bench, name: str) -> list[tuple[Any, ...]]:
+def configs(bench: StudyBench, name: str) -> list[tuple[Any, ...]]:
     return [tuple(sorted(trial.params.items())) for trial in bench.study(name).trials]
 
 
-def test_a_second_study_of_the_same_begins_with_what_the_first_learnt(bench: Bench) -> None:
+def test_a_second_study_of_the_same_begins_with_what_the_first_learnt(bench: StudyBench) -> None:
     bench.run(guided(bench, "first", max_trials=10), Hill())
     assert told(bench) == []
     bench.run(guided(bench, "second", max_trials=2), Hill())
@@ -58,7 +58,7 @@ def test_a_second_study_of_the_same_begins_with_what_the_first_learnt(bench: Ben
     assert configs(bench, "third")[1] != configs(bench, "second")[1]
 
 
-def test_a_measurement_outweighs_what_an_earlier_study_says(bench: Bench) -> None:
+def test_a_measurement_outweighs_what_an_earlier_study_says(bench: StudyBench) -> None:
     """The machine has changed since: ZeRO 3 became ten times as slow, and nothing in the fingerprint tells."""
 
     def slow(config: Any) -> SimulatedResult | None:
@@ -80,7 +80,7 @@ def slow_low(config: Any) -> SimulatedResult | None:
     return SimulatedResult(startup_s=10, forward_s=9.0, backward_s=18.0, step_s=0.02, peak_bytes=30 * 2**30)
 
 
-def test_a_resumed_study_plans_with_the_same_knowledge_though_its_source_is_gone(bench: Bench) -> None:
+def test_a_resumed_study_plans_with_the_same_knowledge_though_its_source_is_gone(bench: StudyBench) -> None:
     bench.run(guided(bench, "first"), Hill())
     bench.run(guided(bench, "whole", options={"warm_start": "first"}), Hill())
     halves = guided(bench, "halves", options={"warm_start": "first"}, max_trials=3)
@@ -91,7 +91,7 @@ def test_a_resumed_study_plans_with_the_same_knowledge_though_its_source_is_gone
     assert len(told(bench)) == 2
 
 
-def test_another_model_gives_what_belongs_to_the_machine_alone(bench: Bench) -> None:
+def test_another_model_gives_what_belongs_to_the_machine_alone(bench: StudyBench) -> None:
     bench.run(guided(bench, "first"), Hill())
     (bench.folder / "train.py").write_text("# another model\n")
     bench.run(guided(bench, "unrelated"), Larger())
@@ -113,7 +113,7 @@ def test_another_model_gives_what_belongs_to_the_machine_alone(bench: Bench) -> 
     ],
 )
 def test_what_cannot_be_begun_with_is_refused_before_any_launch(
-    bench: Bench, options: dict[str, Any], words: str
+    bench: StudyBench, options: dict[str, Any], words: str
 ) -> None:
     bench.run(guided(bench, "first", max_trials=2), Hill())
     hill = Hill()
@@ -123,7 +123,7 @@ def test_what_cannot_be_begun_with_is_refused_before_any_launch(
     assert bench.store.find_study("s") is None
 
 
-def test_other_hardware_is_refused(bench: Bench) -> None:
+def test_other_hardware_is_refused(bench: StudyBench) -> None:
     bench.run(guided(bench, "first", max_trials=2), Hill())
     with pytest.raises(UsageError, match="on 2 x simulated; this study runs on 4 x simulated"):
         bench.run(guided(bench, "s", slots_per_trial=4, options={"warm_start": "first"}), Hill(), slots=4)

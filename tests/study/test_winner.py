@@ -11,9 +11,9 @@ from optuna_dsat.samplers import BinarySearchSampler
 from optuna_dsat.study.finalists import Finalist, choose_winner
 from optuna_dsat.study.methods import Method
 from optuna_dsat.trials import attributes
-from tests.samplers.planners import Machine, small_planner, small_space
-from tests.study.conftest import Bench
-from tests.study.landscapes import Hill
+from tests.harness.landscapes import Hill
+from tests.harness.small_model import Machine, small_planner, small_space
+from tests.harness.studies import StudyBench
 
 
 def trial(number: int, value: float) -> FrozenTrial:
@@ -68,7 +68,7 @@ def test_a_lucky_measurement_is_believed_less_than_it_shows() -> None:
     assert true < found[3] < 1.045 * true
 
 
-def test_what_measured_best_is_always_a_finalist(bench: Bench) -> None:
+def test_what_measured_best_is_always_a_finalist(bench: StudyBench) -> None:
     bench.run(bench.spec(method="guided", max_trials=8, confirm=2), Hill(), noise=0.05)
     study = bench.study()
     confirmed = {one["number"] for one in study.user_attrs[attributes.FINALISTS]}

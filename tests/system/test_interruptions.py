@@ -8,25 +8,25 @@ from subprocess import TimeoutExpired
 
 import pytest
 
-from tests.databases import Server
-from tests.system.conftest import Bench, Study, wait_until
+from tests.harness.databases import Server
+from tests.harness.workers import StoredStudy, WorkerBench, wait_until
 
 BUDGET = 8
 
 
 @pytest.fixture
-def unbroken(bench: Bench, tmp_path: Path) -> list[str]:
+def unbroken(bench: WorkerBench, tmp_path: Path) -> list[str]:
     """Return the configurations that a study of the same seed measures when nothing happens to it."""
     url = f"sqlite:///{tmp_path}/unbroken.db"
     driver = bench.driver(url, max_trials=BUDGET)
     bench.run([driver])
     driver.finish()
-    return sorted(Study.read(url).measured)
+    return sorted(StoredStudy.read(url).measured)
 
 
 @pytest.mark.postgres
 def test_kill_9_and_resume_measure_what_an_unbroken_study_does(
-    bench: Bench, postgres_url: str, unbroken: list[str]
+    bench: WorkerBench, postgres_url: str, unbroken: list[str]
 ) -> None:
     url = postgres_url
     for number in range(2):
@@ -34,34 +34,36 @@ def test_kill_9_and_resume_measure_what_an_unbroken_study_does(
         bench.run([victim])
         wait_until(lambda: len(bench.by(victim)) == 3, what="the third launch starts")  # noqa: B023
         victim.kill()
-        assert len(Study.read(url).lost) == number
+        assert len(StoredStudy.read(url).lost) == number
     resumed = bench.driver(url, max_trials=BUDGET, conclude=True)
     bench.run([resumed])
     resumed.finish()
-    study = Study.read(url)
+    study = StoredStudy.read(url)
     study.check_whole(budget=BUDGET)
     assert len(study.lost) == 2
     assert sorted(study.measured) == unbroken
 
 
 @pytest.mark.postgres
-def test_the_server_restarts_in_the_middle_of_a_study(postgres_server: Server, postgres_url: str, bench: Bench) -> None:
+def test_the_server_restarts_in_the_middle_of_a_study(
+    postgres_server: Server, postgres_url: str, bench: WorkerBench
+) -> None:
     if postgres_server.restart is None:
         pytest.skip("the server given by the environment is not ours to restart")
     workers = [bench.driver(postgres_url, max_trials=20, poll_s=0.05, heartbeat_s=0.5, grace_s=5.0) for _ in range(2)]
     bench.run(workers)
     for launches in (4, 10):
         wait_until(lambda: len(bench.launched()) >= launches, what=f"{launches} launches")  # noqa: B023
-        before = set(Study.read(postgres_url).measured)
+        before = set(StoredStudy.read(postgres_url).measured)
         postgres_server.restart()
-        assert before <= set(Study.read(postgres_url).measured)
+        assert before <= set(StoredStudy.read(postgres_url).measured)
     assert len(bench.launched()) < 20, "the restarts came after the work was done"
     for worker in workers:
         worker.finish()
-    Study.read(postgres_url).check_whole(budget=20)
+    StoredStudy.read(postgres_url).check_whole(budget=20)
 
 
-def test_a_database_locked_for_twenty_seconds(bench: Bench, sqlite_url: str, unbroken: list[str]) -> None:
+def test_a_database_locked_for_twenty_seconds(bench: WorkerBench, sqlite_url: str, unbroken: list[str]) -> None:
     worker = bench.driver(sqlite_url, max_trials=BUDGET, poll_s=0.1)
     bench.run([worker])
     wait_until(lambda: len(bench.launched()) >= BUDGET + 3, what="three launches after those of the unbroken study")
@@ -73,7 +75,7 @@ def test_a_database_locked_for_twenty_seconds(bench: Bench, sqlite_url: str, unb
     other.rollback()
     other.close()
     worker.finish()
-    study = Study.read(sqlite_url)
+    study = StoredStudy.read(sqlite_url)
     study.check_whole(budget=BUDGET)
     assert study.lost == []
     assert sorted(study.measured) == unbroken

@@ -16,8 +16,8 @@ from sqlalchemy import MetaData, create_engine, make_url, select
 from optuna_dsat.cli.password import STORAGE_ENV
 from optuna_dsat.store import Store
 from optuna_dsat.trials import attributes
-from tests.system.conftest import Study, wait_until
-from tests.system.tuning import Command, search, write_config
+from tests.harness.commands import Command, search, write_config
+from tests.harness.workers import StoredStudy, wait_until
 
 pytestmark = pytest.mark.torchrun
 
@@ -74,10 +74,10 @@ def test_kill_9_ends_the_launch_and_resume_measures_what_an_unbroken_study_does(
     wait_until(lambda: not any(process.key.alive for process in launched), what="its launch is gone", limit_s=10.0)
     assert tuner.launched() == []
     start("resume", "killed", "--storage", SQLITE, "--quiet").finish()
-    study = Study.read(f"sqlite:///{folder / DATABASE}", "killed")
+    study = StoredStudy.read(f"sqlite:///{folder / DATABASE}", "killed")
     study.check_whole(budget=BUDGET)
     assert len(study.lost) == 1
-    assert sorted(study.measured) == sorted(Study.read(f"sqlite:///{unbroken / DATABASE}", "unbroken").measured)
+    assert sorted(study.measured) == sorted(StoredStudy.read(f"sqlite:///{unbroken / DATABASE}", "unbroken").measured)
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_a_full_disk_is_a_clear_error_and_the_study_resumes_with_more_space(
     assert tuner.launched() == []
     filler.unlink()
     start("resume", "full", "--storage", SQLITE, "--quiet").finish()
-    study = Study.read(f"sqlite:///{folder / DATABASE}", "full")
+    study = StoredStudy.read(f"sqlite:///{folder / DATABASE}", "full")
     study.check_whole(budget=1)
     assert len(study.lost) == 1
 

@@ -11,46 +11,47 @@ from pathlib import Path
 from optuna.trial import TrialState
 
 from optuna_dsat.launch.protocol import LaunchRequest, SlotsBusyError
-from optuna_dsat.launch.simulated import SimulatedLauncher
+from optuna_dsat.launch.simulated import SIMULATED_DEVICES, SimulatedLauncher
 from optuna_dsat.store import Store
+from optuna_dsat.study.request import StudyRequest
 from optuna_dsat.study.session import Session
 from optuna_dsat.trials import attributes
-from tests.study.landscapes import Hill
-from tests.system.conftest import Bench, Driver, Study, wait_until
-from tests.system.driver import release_file, spec_of
+from tests.harness.landscapes import Hill
+from tests.harness.worker import release_file, spec_of
+from tests.harness.workers import StoredStudy, WorkerBench, WorkerProcess, wait_until
 
 
-def test_eight_workers_share_two_hundred_launches(bench: Bench, url: str) -> None:
+def test_eight_workers_share_two_hundred_launches(bench: WorkerBench, url: str) -> None:
     workers = [bench.driver(url, max_trials=200) for _ in range(8)]
     bench.run(workers)
     for worker in workers:
         worker.finish()
-    study = Study.read(url)
+    study = StoredStudy.read(url)
     study.check_whole(budget=200)
     assert study.lost == []
     assert sorted(note.key for note in bench.launched()) == sorted(study.measured)
     assert len({note.pid for note in bench.launched()}) == 8
 
 
-def test_four_workers_start_at_the_same_instant_on_an_empty_database(bench: Bench, url: str) -> None:
+def test_four_workers_start_at_the_same_instant_on_an_empty_database(bench: WorkerBench, url: str) -> None:
     workers = [bench.driver(url, max_trials=8, poll_s=0.05) for _ in range(4)]
     bench.run(workers)
     for worker in workers:
         worker.finish()
-    study = Study.read(url)
+    study = StoredStudy.read(url)
     study.check_whole(budget=8)
     assert len(bench.launched("profile")) == 1
     own = [trial for trial in study.trials if trial.user_attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG]
     assert [trial.state for trial in own] == [TrialState.COMPLETE]
 
 
-def test_one_of_two_workers_is_killed_and_the_other_finishes_all(bench: Bench, url: str) -> None:
+def test_one_of_two_workers_is_killed_and_the_other_finishes_all(bench: WorkerBench, url: str) -> None:
     victim, survivor = bench.driver(url, max_trials=8, held=2), bench.driver(url, max_trials=8, poll_s=0.1)
     bench.run([victim, survivor])
     wait_until(lambda: len(bench.by(victim)) == 2 and len(bench.by(survivor)) >= 2, what="both workers launch")
     victim.kill()
     survivor.finish()
-    study = Study.read(url)
+    study = StoredStudy.read(url)
     study.check_whole(budget=8)
     assert len(study.lost) == 1
     launched = Counter(note.key for note in bench.launched())
@@ -58,7 +59,7 @@ def test_one_of_two_workers_is_killed_and_the_other_finishes_all(bench: Bench, u
     assert launched == Counter(study.measured) + Counter([again])
 
 
-def test_a_worker_that_was_frozen_drops_what_was_given_to_another(bench: Bench, sqlite_url: str) -> None:
+def test_a_worker_that_was_frozen_drops_what_was_given_to_another(bench: WorkerBench, sqlite_url: str) -> None:
     times = {"heartbeat_s": 0.5, "grace_s": 3.0}
     frozen = bench.driver(sqlite_url, max_trials=8, held=2, **times)
     other = bench.driver(sqlite_url, max_trials=8, poll_s=0.1, **times)
@@ -66,18 +67,18 @@ def test_a_worker_that_was_frozen_drops_what_was_given_to_another(bench: Bench, 
     wait_until(lambda: len(bench.by(frozen)) == 2, what="a launch is in flight")
     wait_until(lambda: stopped_outside_a_transaction(frozen, sqlite_url), what="the worker is frozen")
     try:
-        wait_until(lambda: bool(Study.read(sqlite_url).lost), what="the frozen worker's trial is given back")
+        wait_until(lambda: bool(StoredStudy.read(sqlite_url).lost), what="the frozen worker's trial is given back")
         release_file(bench.folder).touch()
     finally:
         frozen.process.send_signal(signal.SIGCONT)
     frozen.finish()
     other.finish()
-    study = Study.read(sqlite_url)
+    study = StoredStudy.read(sqlite_url)
     study.check_whole(budget=8)
     assert len(study.lost) == 1
 
 
-def stopped_outside_a_transaction(worker: Driver, sqlite_url: str) -> bool:
+def stopped_outside_a_transaction(worker: WorkerProcess, sqlite_url: str) -> bool:
     """Stop a process, unless it holds a lock at this moment: nobody could go on then."""
     worker.process.send_signal(signal.SIGSTOP)
     path = sqlite_url.removeprefix("sqlite:///")
@@ -110,9 +111,8 @@ def test_slots_that_another_tuner_takes_first_are_waited_for(tmp_path: Path, sql
     launcher = ContestedLauncher()
     spec = spec_of(tmp_path, max_trials=4, max_concurrent_trials=2, confirm=1)
     with Store.open(sqlite_url) as store:
-        result = Session(
-            spec, store=store, launcher=launcher, device_names=("simulated",), observer=lambda _: None
-        ).run()
+        request = StudyRequest(spec=spec, devices=SIMULATED_DEVICES, storage=sqlite_url)
+        result = Session(request, store=store, launcher=launcher, observer=lambda _: None).run()
     assert result is not None
     assert launcher.refused >= {"profile", "trial-0000", "trial-0001", "trial-0002", "trial-0003"}
-    Study.read(sqlite_url).check_whole(budget=4)
+    StoredStudy.read(sqlite_url).check_whole(budget=4)

@@ -22,8 +22,8 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.tuning import run, tune
 from optuna_dsat.tuning.options import AutotuningOptions, TuneOptions
 from optuna_dsat.tuning.prepare import Prepared, prepare
-from tests.simulation import DS_CONFIG, Bench, bench
-from tests.study.landscapes import GIB, Hill
+from tests.harness.entry_points import DS_CONFIG, EntryPointBench, bench
+from tests.harness.landscapes import GIB, Hill
 
 __all__ = ["bench"]
 
@@ -67,7 +67,7 @@ def test_importing_the_package_stays_light() -> None:
 
 
 def test_a_search_returns_what_the_command_would_print_and_prints_nothing(
-    bench: Bench, capfd: pytest.CaptureFixture[str]
+    bench: EntryPointBench, capfd: pytest.CaptureFixture[str]
 ) -> None:
     verbosity = optuna.logging.get_verbosity()
     result = optuna_dsat.tune("train.py", Path("ds.json"), ["--lr", "1"], method="random", **QUICK)
@@ -115,7 +115,7 @@ def test_calling_again_continues_the_study() -> None:
     assert sum(result.launches.values()) == 6
 
 
-def test_python_values_stand_for_what_the_command_line_spells_out(bench: Bench) -> None:
+def test_python_values_stand_for_what_the_command_line_spells_out(bench: EntryPointBench) -> None:
     hill = Hill()
     bench.landscape = hill
     optuna_dsat.tune(
@@ -139,7 +139,7 @@ def test_python_values_stand_for_what_the_command_line_spells_out(bench: Bench) 
 
 
 def test_an_argument_that_is_given_wins_over_the_autotuning_section_even_if_it_is_the_default(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: EntryPointBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     section = {"tuner_num_trials": 3, "tuner_type": "random", "start_profile_step": 2}
     (bench.folder / "ds.json").write_text(json.dumps({**DS_CONFIG, "autotuning": section}))
@@ -153,10 +153,11 @@ def test_an_argument_that_is_given_wins_over_the_autotuning_section_even_if_it_i
     with pytest.raises(UsageError, match="seen enough"):
         optuna_dsat.tune("train.py", "ds.json", max_trials=64, cpu_ranks=2)
     (found,) = seen
-    assert (found.spec.method, found.spec.max_trials, found.spec.start_profile_step) == ("random", 64, 2)
+    spec = found.request.spec
+    assert (spec.method, spec.max_trials, spec.start_profile_step) == ("random", 64, 2)
 
 
-def test_the_environment_and_option_files_are_not_read(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_and_option_files_are_not_read(bench: EntryPointBench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPTUNA_DSAT_STORAGE", "sqlite:///elsewhere.db")
     (bench.folder / "pyproject.toml").write_text("[tool.optuna-dsat]\nmax-trials = 1\n")
     result = optuna_dsat.tune("train.py", "ds.json", **QUICK)
@@ -164,7 +165,7 @@ def test_the_environment_and_option_files_are_not_read(bench: Bench, monkeypatch
     assert not (bench.folder / "elsewhere.db").exists()
 
 
-def test_errors_are_raised_and_nothing_is_written(bench: Bench) -> None:
+def test_errors_are_raised_and_nothing_is_written(bench: EntryPointBench) -> None:
     before = sorted(bench.folder.iterdir())
     with pytest.raises(UsageError, match=r"gone\.py does not exist"):
         optuna_dsat.tune("gone.py", "ds.json", **QUICK)
@@ -181,7 +182,9 @@ def test_errors_are_raised_and_nothing_is_written(bench: Bench) -> None:
     ("outcome", "error"),
     [(Outcome.OUT_OF_MEMORY, NothingRunnableError), (Outcome.SCRIPT_ERROR, ScriptFailedError)],
 )
-def test_what_ends_a_search_without_a_result_is_raised(bench: Bench, outcome: Outcome, error: type[Exception]) -> None:
+def test_what_ends_a_search_without_a_result_is_raised(
+    bench: EntryPointBench, outcome: Outcome, error: type[Exception]
+) -> None:
     failed = SimulatedResult(outcome=outcome, startup_s=1, message="ValueError: no data")
     bench.landscape = Hill(override=lambda _: failed)
     with pytest.raises(error):
@@ -200,7 +203,9 @@ class Interrupted(Hill):
 
 
 @pytest.mark.parametrize(("left", "found"), [(0, False), (3, True)])
-def test_ctrl_c_raises_with_what_was_found_and_a_second_call_goes_on(bench: Bench, left: int, found: bool) -> None:
+def test_ctrl_c_raises_with_what_was_found_and_a_second_call_goes_on(
+    bench: EntryPointBench, left: int, found: bool
+) -> None:
     bench.landscape = Interrupted()
     bench.landscape.left = left
     with pytest.raises(KeyboardInterrupt) as caught:

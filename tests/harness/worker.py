@@ -1,4 +1,4 @@
-"""A worker of a study over a simulated landscape: ``python -m tests.system.driver OPTIONS`` (JSON of ``Options``).
+"""A worker of a study over a simulated landscape: ``python -m tests.harness.worker OPTIONS`` (JSON of ``Options``).
 
 Prints ``ready`` once its imports are done, waits for a line on stdin, runs the whole session in real time, and prints
 JSON. Every launch is noted in a file as it starts, so that what was run is known from outside the database.
@@ -20,13 +20,14 @@ import optuna
 from optuna_dsat.config import ds_config
 from optuna_dsat.errors import DsatError
 from optuna_dsat.launch.protocol import LaunchRequest, LaunchUpdate
-from optuna_dsat.launch.simulated import SimulatedLauncher
+from optuna_dsat.launch.simulated import SIMULATED_DEVICES, SimulatedLauncher
 from optuna_dsat.store import Store
 from optuna_dsat.store.heartbeat import HEARTBEAT_INTERVAL_S
 from optuna_dsat.store.reclaim import GRACE_S
+from optuna_dsat.study.request import StudyRequest
 from optuna_dsat.study.session import Session
 from optuna_dsat.study.spec import StudySpec, make_spec
-from tests.study.landscapes import Hill
+from tests.harness.landscapes import Hill
 
 STUDY = "shared"
 SLOTS = 2
@@ -117,8 +118,8 @@ def work(options: Options) -> None:
     spec = spec_of(folder, max_trials=options.max_trials)
     launcher = PacedLauncher(options)
     with Store.open(options.url, heartbeat_interval_s=options.heartbeat_s, grace_s=options.grace_s) as store:
-        session = Session(spec, store=store, launcher=launcher, device_names=("simulated",), observer=lambda _: None)
-        session.run(conclude=options.conclude)
+        request = StudyRequest(spec=spec, devices=SIMULATED_DEVICES, storage=options.url, conclude=options.conclude)
+        Session(request, store=store, launcher=launcher, observer=lambda _: None).run()
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from optuna_dsat.launch.nvml import DeviceError
 from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
 from optuna_dsat.tuning.options import RandomOptions
 from optuna_dsat.tuning.prepare import Prepared, prepare
-from tests.nvml.machine import GPU_IS_LOST, Machine, machine, nvml_libraries
+from tests.harness.nvml_machine import GPU_IS_LOST, Machine, machine, nvml_libraries
 
 __all__ = ["machine", "nvml_libraries"]
 
@@ -44,10 +44,10 @@ def prepared(**options: Any) -> Prepared:
 
 
 def test_a_search_takes_all_gpus_that_answer_and_names_the_others(machine: Machine) -> None:
-    assert prepared().spec.slots_per_trial == 4
+    assert prepared().request.spec.slots_per_trial == 4
     machine.gets(f"refuse nvmlDeviceGetMemoryInfo {GPU_IS_LOST} 2")
     found = prepared()
-    assert (found.spec.slots_per_trial, found.devices.indices) == (3, (0, 1, 3))
+    assert (found.request.spec.slots_per_trial, found.request.devices.indices) == (3, (0, 1, 3))
     assert [note.partition(",")[0] for note in found.notes] == ["GPU 2 is left out"]
     with pytest.raises(UsageError, match=r"--gpus-per-trial is 4, but this machine offers 3 GPUs.*GPU 2 is left out"):
         prepared(gpus_per_trial=4)
@@ -55,29 +55,29 @@ def test_a_search_takes_all_gpus_that_answer_and_names_the_others(machine: Machi
 
 def test_only_free_gpus_decide_how_many_a_launch_takes(machine: Machine) -> None:
     machine.gets(f"process 1 compute {os.getpid()} 4000")
-    assert prepared().spec.slots_per_trial == 4
+    assert prepared().request.spec.slots_per_trial == 4
     found = prepared(only_free_gpus=True)
-    assert (found.spec.slots_per_trial, found.devices.indices) == (3, (0, 2, 3))
+    assert (found.request.spec.slots_per_trial, found.request.devices.indices) == (3, (0, 2, 3))
     assert "Not free: GPU 1: process" in found.notes[0]
-    assert prepared(only_free_gpus=True, gpus_per_trial=2).spec.slots_per_trial == 2
+    assert prepared(only_free_gpus=True, gpus_per_trial=2).request.spec.slots_per_trial == 2
     with pytest.raises(UsageError, match="offers 3 GPUs"):
         prepared(only_free_gpus=True, gpus_per_trial=4)
-    assert prepared(only_free_gpus=True, cpu_ranks=2).spec.device == "cpu"
+    assert prepared(only_free_gpus=True, cpu_ranks=2).request.spec.device == "cpu"
 
 
 def test_a_launch_takes_one_part_of_a_gpu(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.gets(*(f"gpu {part} 9856 12 NVIDIA H100 80GB HBM3 MIG 1g.10gb" for part in PARTS))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(PARTS))
     found = prepared()
-    assert (found.spec.slots_per_trial, len(found.devices.devices)) == (1, 2)
+    assert (found.request.spec.slots_per_trial, len(found.request.devices.devices)) == (1, 2)
     with pytest.raises(UsageError, match="--gpus-per-trial is 2, but a launch can take 1 GPU"):
         prepared(gpus_per_trial=2)
 
 
 def test_the_limit_of_the_wait_is_stored_and_changes_no_study() -> None:
-    spec = prepared(wait_for_gpus=30.0).spec
+    spec = prepared(wait_for_gpus=30.0).request.spec
     assert spec.wait_for_gpus_s == 30.0
-    assert spec.identity() == prepared().spec.identity()
+    assert spec.identity() == prepared().request.spec.identity()
     with pytest.raises(UsageError, match="--wait-for-gpus is -1"):
         prepared(wait_for_gpus=-1.0)
 

@@ -6,11 +6,11 @@ from typing import Any
 from optuna_dsat.launch.simulated import SimulatedLauncher
 from optuna_dsat.plan.from_script import ScriptPlan, plan_script
 from optuna_dsat.plan.structures import plan_rows
-from tests.study.conftest import Bench
-from tests.study.landscapes import Hill
+from tests.harness.landscapes import Hill
+from tests.harness.studies import StudyBench
 
 
-def planned(bench: Bench, rungs: list[str], **changes: Any) -> ScriptPlan:
+def planned(bench: StudyBench, rungs: list[str], **changes: Any) -> ScriptPlan:
     return plan_script(
         bench.spec(method="guided", **changes),
         store=bench.store,
@@ -21,7 +21,7 @@ def planned(bench: Bench, rungs: list[str], **changes: Any) -> ScriptPlan:
     )
 
 
-def test_a_profile_is_measured_once_and_searches_sharpen_the_plan(bench: Bench) -> None:
+def test_a_profile_is_measured_once_and_searches_sharpen_the_plan(bench: StudyBench) -> None:
     rungs: list[str] = []
     before = planned(bench, rungs, name="p")
     again = planned(bench, rungs, name="p")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.runtime.differences import config_differences
+from optuna_dsat.runtime.config_differences import config_differences
 from optuna_dsat.runtime.launch_plan import LaunchPlan
 from optuna_dsat.runtime.trial_config import TrialConfig
 
@@ -86,10 +86,10 @@ def trial_config(folder: Path, *, purpose: str = "trial") -> TrialConfig:
 
 def test_monitors_are_off_in_trials_and_on_in_a_full_run(tmp_path: Path) -> None:
     script = {**USER, "tensorboard": {"enabled": True}, "comet": {"enabled": True}, "csv_monitor": {"enabled": True}}
-    trial = trial_config(tmp_path).lay_over({**script, "wandb": {"enabled": True}})
+    trial = trial_config(tmp_path).apply_overlay({**script, "wandb": {"enabled": True}})
     assert trial["zero_optimization"]["stage"] == 1
     assert not {"tensorboard", "comet", "csv_monitor", "wandb"} & set(trial)
-    assert trial_config(tmp_path, purpose="full").lay_over(script)["tensorboard"] == {"enabled": True}
+    assert trial_config(tmp_path, purpose="full").apply_overlay(script)["tensorboard"] == {"enabled": True}
 
 
 def test_without_the_files_nothing_is_said_to_differ(tmp_path: Path) -> None:

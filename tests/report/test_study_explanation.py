@@ -7,13 +7,13 @@ import pytest
 from optuna_dsat.cli import main
 from optuna_dsat.errors import UsageError
 from optuna_dsat.report.study_explanation import explain_study
-from tests.study.conftest import Bench
-from tests.study.landscapes import Hill
+from tests.harness.landscapes import Hill
+from tests.harness.studies import StudyBench
 
 
 @pytest.mark.parametrize("method", ["guided", "asha"])
 def test_a_stored_study_is_explained_whatever_method_searched(
-    bench: Bench, method: str, capsys: pytest.CaptureFixture[str]
+    bench: StudyBench, method: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = bench.run(bench.spec(method=method, confirm=2, max_trials=8), Hill())
     assert result is not None
@@ -32,7 +32,7 @@ def test_a_stored_study_is_explained_whatever_method_searched(
     assert json.loads(printed)["configuration"] == words
 
 
-def test_a_study_that_measured_nothing_has_nothing_to_explain(bench: Bench) -> None:
+def test_a_study_that_measured_nothing_has_nothing_to_explain(bench: StudyBench) -> None:
     bench.store.create_study("s", bench.spec().model_dump(mode="json"), direction="maximize")
     with pytest.raises(UsageError, match="nothing to explain"):
         explain_study(bench.store, "s")

@@ -12,7 +12,7 @@ import pytest
 
 from optuna_dsat.launch.simulated import Landscape, SimulatedLauncher
 from optuna_dsat.tuning import run
-from tests.study.landscapes import Hill
+from tests.harness.landscapes import Hill
 
 DS_CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -22,7 +22,7 @@ DS_CONFIG = {
 }
 
 
-class Bench:
+class EntryPointBench:
     """A folder with a script and its config, and the landscape that its launches meet."""
 
     def __init__(self, folder: Path) -> None:
@@ -37,11 +37,11 @@ class Bench:
 
 
 @pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EntryPointBench]:
     (tmp_path / "train.py").write_text("raise SystemExit('never run')\n")
     (tmp_path / "ds.json").write_text(json.dumps(DS_CONFIG))
     monkeypatch.chdir(tmp_path)
-    made = Bench(tmp_path)
+    made = EntryPointBench(tmp_path)
     monkeypatch.setattr(run, "TorchrunLauncher", made.launcher)
     before = signal.getsignal(signal.SIGTERM)  # the command sets its own
     yield made

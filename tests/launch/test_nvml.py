@@ -12,7 +12,7 @@ from optuna_dsat.launch import devices as devices_module
 from optuna_dsat.launch.devices import host_memory_bytes
 from optuna_dsat.launch.nvml import DeviceError, NvmlError
 from optuna_dsat.launch.processes import ProcessKey
-from tests.nvml.machine import (
+from tests.harness.nvml_machine import (
     GPU_IS_LOST,
     MIB,
     NO_PERMISSION,

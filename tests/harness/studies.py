@@ -1,0 +1,63 @@
+"""Whole studies in this process, over simulated landscapes, in one database."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import optuna
+
+from optuna_dsat.launch.protocol import Launcher
+from optuna_dsat.launch.simulated import SIMULATED_DEVICES, Landscape, SimulatedLauncher
+from optuna_dsat.store import Store
+from optuna_dsat.study.progress import ProgressEvent
+from optuna_dsat.study.request import StudyRequest
+from optuna_dsat.study.result import TuneResult
+from optuna_dsat.study.session import Session
+from optuna_dsat.study.spec import StudySpec, make_spec
+
+USER_CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 2},
+}
+
+
+class StudyBench:
+    """Runs studies over simulated landscapes in one database."""
+
+    def __init__(self, folder: Path, store: Store) -> None:
+        self.folder = folder
+        self.store = store
+        self.news: list[ProgressEvent] = []
+
+    def spec(self, **changes: Any) -> StudySpec:
+        values: dict[str, Any] = {
+            "name": "s",
+            "method": "random",
+            "script": {
+                "script": str(self.folder / "train.py"),
+                "args": ("--deepspeed_config", "ds.json"),
+                "cwd": str(self.folder),
+                "config_path": str(self.folder / "ds.json"),
+            },
+            "ds_config": USER_CONFIG,
+            "device": "cuda",
+            "slots_per_trial": 2,
+            "max_trials": 8,
+            "metric": "throughput",
+            "output_dir": str(self.folder / "out"),
+        }
+        return make_spec(**{**values, **changes})
+
+    def run(self, spec: StudySpec, landscape: Landscape, *, slots: int = 2, noise: float = 0.0) -> TuneResult | None:
+        launcher = SimulatedLauncher(landscape, total_slots=slots, noise=noise)
+        return self.session(spec, launcher).run()
+
+    def session(self, spec: StudySpec, launcher: Launcher, **request: Any) -> Session:
+        asked = StudyRequest(spec=spec, devices=SIMULATED_DEVICES, storage=self.store.url, **request)
+        return Session(asked, store=self.store, launcher=launcher, observer=self.news.append)
+
+    def study(self, name: str = "s") -> optuna.Study:
+        return optuna.load_study(study_name=name, storage=self.store.storage)

@@ -1,0 +1,141 @@
+"""Workers on one study, each a process of its own over a simulated landscape, and what became of the study."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from optuna.trial import FrozenTrial, TrialState
+
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.store import Store
+from optuna_dsat.trials import attributes
+from tests.harness.worker import STUDY, Launched, Options, launches_file
+
+ROOT = Path(__file__).parents[2]
+
+
+def wait_until(condition: Callable[[], bool], *, what: str, limit_s: float = 60.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(f"Not within {limit_s:g} s: {what}.")
+        time.sleep(0.02)
+
+
+class WorkerProcess:
+    """A worker over a simulated landscape, in a process of its own."""
+
+    def __init__(self, options: Options) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.harness.worker", json.dumps(asdict(options))],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def wait_ready(self) -> None:
+        assert self.process.stdout is not None
+        if self.process.stdout.readline() != "ready\n":
+            pytest.fail(self.process.communicate()[1])
+
+    def go(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+
+    def finish(self, timeout_s: float = 180.0) -> None:
+        _, errors = self.process.communicate(timeout=timeout_s)
+        assert self.process.returncode == 0, errors
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredStudy:
+    """A study as it stands in its database, and the launches that were started for it."""
+
+    trials: Sequence[FrozenTrial]
+    measured: Sequence[str]
+    """Canonical keys of the measured configurations."""
+    recorded: int
+    """Launches in the store's own record, of trials that were not lost."""
+
+    @classmethod
+    def read(cls, url: str, name: str = STUDY) -> StoredStudy:
+        with Store.open(url) as store:
+            trials = optuna.load_study(study_name=name, storage=store.storage).get_trials(deepcopy=False)
+            record = store.find_study(name)
+            assert record is not None
+            launches = store.launches(record.uuid)
+        done = [
+            t for t in trials if attributes.OUTCOME in t.user_attrs and t.user_attrs[attributes.OUTCOME] != Outcome.LOST
+        ]
+        numbers = {trial.number for trial in done}
+        return cls(
+            trials=trials,
+            measured=[trial.user_attrs[attributes.CONFIG_KEY] for trial in done],
+            recorded=sum(row.purpose == "trial" and row.trial_number in numbers for row in launches),
+        )
+
+    @property
+    def lost(self) -> list[FrozenTrial]:
+        return [trial for trial in self.trials if trial.user_attrs.get(attributes.OUTCOME) == Outcome.LOST]
+
+    def check_whole(self, *, budget: int) -> None:
+        """Check that the budget was spent exactly, on configurations that all differ, and that nothing is left over."""
+        assert [t.number for t in self.trials if t.state in (TrialState.RUNNING, TrialState.WAITING)] == []
+        assert [key for key, count in Counter(self.measured).items() if count > 1] == []
+        assert len(self.measured) == budget
+        assert self.recorded == budget
+
+
+class WorkerBench:
+    """Starts workers on one study, and reads what became of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._drivers: list[WorkerProcess] = []
+
+    def driver(self, url: str, **options: Any) -> WorkerProcess:
+        driver = WorkerProcess(Options(url=url, folder=str(self.folder), **options))
+        self._drivers.append(driver)
+        return driver
+
+    def run(self, drivers: Sequence[WorkerProcess]) -> None:
+        """Let workers start at the same instant."""
+        for driver in drivers:
+            driver.wait_ready()
+        for driver in drivers:
+            driver.go()
+
+    def launched(self, purpose: str = "trial") -> list[Launched]:
+        """Return the launches that were started, in order."""
+        file = launches_file(self.folder)
+        lines = file.read_text().splitlines() if file.exists() else []
+        notes = [Launched(**json.loads(line)) for line in lines]
+        return [note for note in notes if note.purpose == purpose]
+
+    def by(self, driver: WorkerProcess) -> list[Launched]:
+        return [note for note in self.launched() if note.pid == driver.pid]
+
+    def end(self) -> None:
+        for driver in self._drivers:
+            driver.kill()
