@@ -12,10 +12,12 @@ import optuna
 
 from benchmarks.rig import COMMAND, Rig
 from optuna_dsat.errors import NothingRunnableError
+from optuna_dsat.launch.simulated import SIMULATED_DEVICES
 from optuna_dsat.store import Store
 from optuna_dsat.study.finalists import Finalist, choose_winner
 from optuna_dsat.study.methods import make_method
 from optuna_dsat.study.profile import Profiled
+from optuna_dsat.study.request import StudyRequest
 from optuna_dsat.study.session import Session
 from optuna_dsat.study.space import space_of
 from optuna_dsat.study.spec import StudySpec, make_spec
@@ -66,13 +68,13 @@ def run(method: str, rig: Rig, *, budget: int, seed: int, store: Store | None = 
     """Run one search; the rig keeps what it launched."""
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
-        session = Session(
-            spec_of(rig, method=method, budget=budget, seed=seed, folder=folder),
-            store=store or stack.enter_context(quick_store(folder)),
-            launcher=rig,
-            device_names=("simulated",),
-            observer=lambda _: None,
+        store = store or stack.enter_context(quick_store(folder))
+        request = StudyRequest(
+            spec=spec_of(rig, method=method, budget=budget, seed=seed, folder=folder),
+            devices=SIMULATED_DEVICES,
+            storage=store.url,
         )
+        session = Session(request, store=store, launcher=rig, observer=lambda _: None)
         try:
             session.run()
         except NothingRunnableError:

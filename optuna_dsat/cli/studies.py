@@ -301,8 +301,9 @@ def _continue(
     as_json: bool,
     conclude: bool,
 ) -> None:
-    from optuna_dsat.cli.search import run_spec
+    from optuna_dsat.cli.search import run_request
     from optuna_dsat.launch.devices import cpu_devices, detect_devices
+    from optuna_dsat.study.request import StudyRequest
     from optuna_dsat.study.spec import make_spec
 
     with _open(storage) as store:
@@ -323,9 +324,10 @@ def _continue(
             f"The study needs {spec.slots_per_trial} {spec.device} slots a launch; "
             f"this machine offers {len(devices.devices)} of {devices.kind}."
         )
-    run_spec(
-        spec, devices, storage=storage, quiet=quiet, as_json=as_json, conclude=conclude, relocated=workdir is not None
+    request = StudyRequest(
+        spec=spec, devices=devices, storage=storage, conclude=conclude, relocated=workdir is not None
     )
+    run_request(request, quiet=quiet, as_json=as_json)
 
 
 def _with_limits(values: dict[str, Any], limits: Mapping[str, float]) -> dict[str, Any]:

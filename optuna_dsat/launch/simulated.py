@@ -42,6 +42,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from optuna_dsat.launch.devices import Device, Devices
 from optuna_dsat.launch.preload import Preload
 from optuna_dsat.launch.protocol import (
     Finished,
@@ -63,7 +64,7 @@ from optuna_dsat.runtime.events import (
     StepMeasured,
 )
 
-__all__ = ["Landscape", "SimulatedLauncher", "SimulatedProfile", "SimulatedResult"]
+__all__ = ["SIMULATED_DEVICES", "Landscape", "SimulatedLauncher", "SimulatedProfile", "SimulatedResult"]
 
 _EPOCH_S = 1_700_000_000.0
 """Unix time at which virtual time starts, so that simulated events look like real ones."""
@@ -81,6 +82,13 @@ _RECORDED_FAILURES = frozenset(
     }
 )
 """Outcomes of which a rank leaves a record; the others are seen by the launcher alone."""
+
+SIMULATED_DEVICES = Devices(
+    kind="cuda",
+    devices=(Device(index=0, visible_id="0", name="simulated", memory_bytes=2**36),),
+    host_memory_bytes=2**40,
+)
+"""Devices to name in a study's request; a simulated launch uses those of its landscape."""
 
 
 @dataclass(frozen=True, kw_only=True)

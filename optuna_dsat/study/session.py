@@ -32,6 +32,7 @@ from optuna_dsat.study.progress import (
     ProfileFinished,
     ProfileStarted,
 )
+from optuna_dsat.study.request import StudyRequest
 from optuna_dsat.study.result import TuneResult, learning_rate_advice, trainable_config, training_command, write_best
 from optuna_dsat.study.space import largest_micro_batches, space_of
 from optuna_dsat.study.spec import StudySpec
@@ -49,8 +50,8 @@ _WAIT_S = 1.0
 """Pause between two looks for a profile that another worker measures, in seconds."""
 
 
-def open_study(store: Store, spec: StudySpec, *, relocated: bool = False) -> tuple[StudyRecord, StudySpec, bool]:
-    """Return the study's record, its spec and whether it was there before; create it where it was not.
+def open_study(store: Store, spec: StudySpec, *, relocated: bool = False) -> tuple[StudyRecord, StudySpec]:
+    """Return the study's record and its spec; create the study if it does not exist.
 
     Budgets of ``spec`` win over the stored ones, so a study can be given more. A study without any trial takes the new
     spec whole. A ``relocated`` spec is the stored one with this machine's paths: it is neither compared nor stored.
@@ -61,13 +62,13 @@ def open_study(store: Store, spec: StudySpec, *, relocated: bool = False) -> tup
     found = store.find_study(spec.name)
     if found is None:
         record = store.create_study(spec.name, spec.model_dump(mode="json"), direction=spec.direction)
-        return record, spec, False
+        return record, spec
     if relocated:
-        return found, spec, True
+        return found, spec
     check_study(store, spec)
     if spec != StudySpec.model_validate(found.spec):
         store.update_spec(found.uuid, spec.model_dump(mode="json"))
-    return found, spec, True
+    return found, spec
 
 
 def check_study(store: Store, spec: StudySpec) -> None:
@@ -104,36 +105,20 @@ class Session:
     """Runs one study from its spec to its result.
 
     Args:
-        spec: What to tune.
-        store: Where the study lives.
-        launcher: Where launches run.
-        device_names: Names of the devices, for the profile's fingerprint.
-        observer: Hears the news.
-        reuse_profile: Whether a stored profile of the same script, config and hardware spares the profile launch.
-        relocated: Whether the spec is the stored one with paths of this machine (see ``open_study``).
-        check_loss: Whether to compare the first losses under the winner with those under the user's config.
+        request: What to tune, where, and how far.
+        store: The opened database of the study.
+        launcher: Runs the launches.
+        observer: Called with each progress event.
     """
 
-    def __init__(
-        self,
-        spec: StudySpec,
-        *,
-        store: Store,
-        launcher: Launcher,
-        device_names: tuple[str, ...],
-        observer: Observer,
-        reuse_profile: bool = True,
-        relocated: bool = False,
-        check_loss: bool = False,
-    ) -> None:
-        self._check_loss = check_loss
-        self._reuse_profile = reuse_profile
+    def __init__(self, request: StudyRequest, *, store: Store, launcher: Launcher, observer: Observer) -> None:
+        self._request = request
         self.interrupted = False
-        check_warm_start(store, spec)
-        self.record, self.spec, self.resumed = open_study(store, spec, relocated=relocated)
+        check_warm_start(store, request.spec)
+        self.record, self.spec = open_study(store, request.spec, relocated=request.relocated)
         self._store = store
         self._launcher = launcher
-        self._fingerprint = fingerprint(self.spec, device_names=device_names)
+        self._fingerprint = fingerprint(self.spec, device_names=request.device_names)
         self._observer = observer
         self._wait = SlotWait(
             launcher.holders,
@@ -143,11 +128,11 @@ class Session:
             on_notice=lambda text: observer(Message(text=text)),
         )
 
-    def run(self, *, conclude: bool = True) -> TuneResult | None:
-        """Profile, search, confirm and export; return None when there is nothing to show.
+    def run(self) -> TuneResult | None:
+        """Profile, search, confirm and export.
 
-        Args:
-            conclude: Whether to confirm and export the winner; a worker that joins leaves that to the study's owner.
+        Returns:
+            The result; None if nothing was measured or the request leaves the conclusion to another worker.
 
         Raises:
             ScriptFailedError: If the script fails whatever the configuration.
@@ -179,7 +164,7 @@ class Session:
             wait=self._wait,
         ).run()
         self.interrupted = reason is EndReason.INTERRUPTED
-        if not conclude:
+        if not self._request.conclude:
             return None
         return self._conclude(study, profiled, reason, method)
 
@@ -213,7 +198,7 @@ class Session:
         waiting = False
         while True:
             with self._store.profile_turn(self.record.uuid) as mine:
-                stored = self._stored_profile() if self._reuse_profile or waiting else None
+                stored = self._stored_profile() if self._request.reuse_profile or waiting else None
                 if stored is not None:
                     return Profiled.from_json(stored.profile), True
                 if mine:
@@ -415,7 +400,7 @@ class Session:
 
     def _compare_losses(self, config: Mapping[str, Any], ranks: int) -> LossCheck | None:
         """Return what the losses say where that was asked for; an interruption ends it without an answer."""
-        if not self._check_loss:
+        if not self._request.check_loss:
             return None
         self._observer(Message(text="Comparing the first losses under the best config with those under yours ..."))
         try:

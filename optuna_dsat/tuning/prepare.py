@@ -28,6 +28,7 @@ from optuna_dsat.script.trial_class import (
     own_overwrites,
     runner_arguments,
 )
+from optuna_dsat.study.request import StudyRequest
 from optuna_dsat.study.spec import MethodOptions, ScriptSpec, StudySpec, make_spec, parse_bytes
 from optuna_dsat.tuning.options import TuneOptions
 
@@ -52,8 +53,7 @@ _DEFAULT_METHOD = "asha"
 class Prepared:
     """A study that may start: all that was given is checked, and nothing is launched or written yet."""
 
-    spec: StudySpec
-    devices: Devices
+    request: StudyRequest
     options: TuneOptions
     """The options, with those of the config's ``autotuning`` section where none were given."""
     notes: Sequence[str]
@@ -75,7 +75,14 @@ def prepare(method: str | None, options: TuneOptions) -> Prepared:
         method = getattr(options, "method", None) or _DEFAULT_METHOD
     devices = make_devices(options)
     notes += devices.notices
-    return Prepared(spec=spec_of(method, options, devices), devices=devices, options=options, notes=notes)
+    request = StudyRequest(
+        spec=spec_of(method, options, devices),
+        devices=devices,
+        storage=options.storage,
+        reuse_profile=options.profile_reuse,
+        check_loss=options.check_loss,
+    )
+    return Prepared(request=request, options=options, notes=notes)
 
 
 _DEVICES = ("gpus_per_trial", "cpu_ranks")
@@ -131,8 +138,8 @@ def with_autotuning(options: TuneOptions) -> tuple[TuneOptions, list[str]]:
     return replace(options, **taken, origins=origins), notes
 
 
-def check_storage(spec: StudySpec, storage: str) -> None:
-    """Refuse what a real run would; make nothing.
+def check_storage(request: StudyRequest) -> None:
+    """Refuse a request whose study or storage a real run would refuse; create nothing.
 
     Raises:
         StorageUrlError: If the storage cannot be opened.
@@ -141,10 +148,10 @@ def check_storage(spec: StudySpec, storage: str) -> None:
     from optuna_dsat.store import Store, database_exists
     from optuna_dsat.study.session import check_study
 
-    if not database_exists(storage):
+    if not database_exists(request.storage):
         return  # made by the run
-    with Store.open(storage, create=False) as store:
-        check_study(store, spec)
+    with Store.open(request.storage, create=False) as store:
+        check_study(store, request.spec)
 
 
 def make_devices(options: TuneOptions) -> Devices:

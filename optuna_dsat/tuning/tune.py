@@ -204,18 +204,11 @@ def tune(
     if not quiet:
         sys.stderr.writelines(f"{note}\n" for note in prepared.notes)
     with make_observer(quiet=quiet, stopping=Stopping()) as observer:
-        ended = run_study(
-            prepared.spec,
-            prepared.devices,
-            storage=storage,
-            observer=observer,
-            reuse_profile=profile_reuse,
-            check_loss=check_loss,
-        )
+        ended = run_study(prepared.request, observer=observer)
     if ended.interrupted:
-        raise SearchInterrupted(ended.result, study=prepared.spec.name)
+        raise SearchInterrupted(ended.result, study=prepared.request.spec.name)
     if ended.result is None:
-        raise NothingRunnableError(f"The study {prepared.spec.name!r} has measured nothing yet.")
+        raise NothingRunnableError(f"The study {prepared.request.spec.name!r} has measured nothing yet.")
     if run_full_experiment and (code := train_with_best(ended, ended.result)):
         raise ScriptFailedError(f"Training with {ended.result.config_path} ended with exit code {code}.")
     return ended.result
