@@ -113,11 +113,7 @@ class Launch:
 def request(example: Example, *, launch_id: str, purpose: str, slots: int, cwd: str) -> LaunchRequest:
     """Return a launch of the example's own config; batch sizes that it leaves to a trainer are made plain."""
     own = ds_config.effective(ds_config.load(example.config).raw)
-    sizes = {
-        "train_batch_size": None,
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 1,
-    }
+    sizes = ds_config.batch_overlay(2)
     return LaunchRequest(
         launch_id=launch_id,
         purpose=purpose,

@@ -29,10 +29,12 @@ from typing import Any
 
 from benchmarks.recorded import key_of
 from optuna_dsat.config import ds_config
-from optuna_dsat.launch.protocol import Launcher, LaunchRequest
+from optuna_dsat.launch.follow import follow
+from optuna_dsat.launch.protocol import Launcher
 from optuna_dsat.launch.torchrun import TorchrunLauncher
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.study.profile import follow, measure_profile, script_command
+from optuna_dsat.study.launch_requests import launch_request
+from optuna_dsat.study.profile import measure_profile
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.tuning.options import TuneOptions
 from optuna_dsat.tuning.prepare import make_devices, spec_of
@@ -166,23 +168,8 @@ def _record(
 
 
 def _launch(spec: StudySpec, launcher: Launcher, zero: dict[str, Any], size: int, *, number: int) -> dict[str, Any]:
-    overlay = {
-        "train_batch_size": None,
-        "train_micro_batch_size_per_gpu": size,
-        "gradient_accumulation_steps": 1,
-        "zero_optimization": zero,
-    }
-    request = LaunchRequest(
-        launch_id=f"run-{number:04d}",
-        purpose="trial",
-        command=script_command(spec),
-        ds_config=ds_config.merge(ds_config.effective(spec.ds_config), overlay),
-        overlay=overlay,
-        slots=spec.slots_per_trial,
-        start_profile_step=spec.start_profile_step,
-        end_profile_step=spec.end_profile_step,
-        device_memory_bytes=spec.device_memory_bytes,
-    )
+    overlay = {**ds_config.batch_overlay(size), "zero_optimization": zero}
+    request = launch_request(spec, launch_id=f"run-{number:04d}", purpose="trial", overlay=overlay)
     record, report = follow(launcher, request)
     run: dict[str, Any] = {
         "zero": zero,

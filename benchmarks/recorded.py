@@ -109,9 +109,7 @@ class Recorded:
         buckets = sorted({key[3] for key in self.lineages if key[0]})
         return {
             **self.record["user_config"],
-            "train_batch_size": None,
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 1,
+            **ds_config.batch_overlay(1),
             "zero_optimization": {
                 **zero,
                 "stage": sorted({key[0] for key in self.lineages}),

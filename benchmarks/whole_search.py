@@ -201,9 +201,7 @@ def compare(
                 triangle = ds_config.batch_triangle(config, world_size=slots)
                 overlay = {
                     **config,
-                    "train_batch_size": None,
-                    "train_micro_batch_size_per_gpu": triangle.micro_batch,
-                    "gradient_accumulation_steps": triangle.gradient_accumulation_steps,
+                    **ds_config.batch_overlay(triangle.micro_batch, triangle.gradient_accumulation_steps),
                 }
                 asked = LaunchRequest(
                     launch_id=f"{name}-{number}",

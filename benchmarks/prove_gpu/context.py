@@ -20,11 +20,11 @@ from benchmarks.prove_gpu.machine import Machine
 from benchmarks.prove_gpu.proof import ROOT, OverrunError, PartOverError, replace
 from optuna_dsat.config import ds_config
 from optuna_dsat.launch.devices import Devices
+from optuna_dsat.launch.follow import follow
 from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest, ScriptCommand
 from optuna_dsat.launch.torchrun import TorchrunLauncher
 from optuna_dsat.runtime.events import Event, RankStarted
-from optuna_dsat.study.profile import follow
 
 __all__ = ["Command", "Context", "Script", "batch_overlay", "dsat"]
 
@@ -234,12 +234,7 @@ def dsat(*arguments: str) -> tuple[list[str], str]:
 
 def batch_overlay(micro_batch: int, **sections: Any) -> dict[str, Any]:
     """Return an overlay with this micro-batch, no accumulation, and whatever sections are given."""
-    return {
-        ds_config.TRAIN_BATCH: None,
-        ds_config.MICRO_BATCH: micro_batch,
-        ds_config.GRADIENT_ACCUMULATION: 1,
-        **sections,
-    }
+    return {**ds_config.batch_overlay(micro_batch), **sections}
 
 
 def request(

@@ -30,6 +30,7 @@ __all__ = [
     "Autotuning",
     "BatchTriangle",
     "UserConfig",
+    "batch_overlay",
     "batch_triangle",
     "canonical_key",
     "effective",
@@ -372,6 +373,11 @@ def batch_triangle(config: Mapping[str, Any], *, world_size: int) -> BatchTriang
     if not micro or not accumulation or train != micro * accumulation * world_size:
         raise ConfigError(_contradiction(config, train=train, world_size=world_size))
     return BatchTriangle(train_batch_size=train, micro_batch=micro, gradient_accumulation_steps=accumulation)
+
+
+def batch_overlay(micro_batch: int, gradient_accumulation_steps: int = 1) -> dict[str, Any]:
+    """Return the overlay that sets these batch sizes; it removes the global batch, which follows from them."""
+    return {TRAIN_BATCH: None, MICRO_BATCH: micro_batch, GRADIENT_ACCUMULATION: gradient_accumulation_steps}
 
 
 def _given(config: Mapping[str, Any], key: str) -> int | None:

@@ -172,9 +172,9 @@ class SearchSpace:
             zero["reduce_scatter"] = False
         result: dict[str, Any] = {
             ZERO: zero,
-            MICRO_BATCH: params[MICRO_BATCH],
-            configs.GRADIENT_ACCUMULATION: gradient_accumulation_steps or self.accumulation(params[MICRO_BATCH]),
-            configs.TRAIN_BATCH: None,
+            **configs.batch_overlay(
+                params[MICRO_BATCH], gradient_accumulation_steps or self.accumulation(params[MICRO_BATCH])
+            ),
         }
         if self.allow_untested_optimizer and values["zero_stage"] > 0:
             result["zero_allow_untested_optimizer"] = True

@@ -5,16 +5,17 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from optuna.trial import FrozenTrial
 
+from optuna_dsat.launch.follow import follow
 from optuna_dsat.launch.measurement import GlobalStep, LaunchRecord, confidence_interval, is_certain
 from optuna_dsat.launch.protocol import Launcher, LaunchReport, LaunchRequest
 from optuna_dsat.launch.waiting import SlotWait
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.study.profile import follow, script_command
+from optuna_dsat.study.launch_requests import launch_request
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.standing import Standing
 from optuna_dsat.trials import attributes
@@ -104,19 +105,16 @@ def confirm(
         DeviceError: If others hold the slots for longer than ``wait`` allows.
     """
     for trial in candidates:
-        request = LaunchRequest(
+        request = launch_request(
+            spec,
             launch_id=f"confirm-{trial.number:04d}",
             purpose="confirm",
-            command=script_command(spec),
-            ds_config=trial.user_attrs[attributes.CONFIG],
             overlay=trial.user_attrs[attributes.OVERLAY],
-            slots=spec.slots_per_trial,
-            start_profile_step=spec.start_profile_step,
+            config=trial.user_attrs[attributes.CONFIG],
             end_profile_step=confirmation_end(spec),
-            device_memory_bytes=spec.device_memory_bytes,
-            timeout_s=None if spec.trial_timeout_s is None else 5 * spec.trial_timeout_s,
-            stall_s=spec.stall_timeout_s,
         )
+        if request.timeout_s is not None:
+            request = replace(request, timeout_s=5 * request.timeout_s)
         on_start(trial, request)
         enough = _is_known_or_long if spec.adaptive_steps is None else _is_known
         stepped = functools.partial(on_step, trial)

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from optuna_dsat.config import ds_config
+from optuna_dsat.launch.follow import follow
 from optuna_dsat.launch.measurement import LaunchRecord
-from optuna_dsat.launch.protocol import Launcher, LaunchReport, LaunchRequest
+from optuna_dsat.launch.protocol import Launcher, LaunchReport
 from optuna_dsat.launch.waiting import SlotWait
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.study.profile import follow, script_command
+from optuna_dsat.study.launch_requests import launch_request
 from optuna_dsat.study.spec import StudySpec
 
 __all__ = ["TOLERANCES", "LossCheck", "check_loss", "compare"]
@@ -76,29 +77,20 @@ def check_loss(
     """
     user = ds_config.effective(spec.ds_config)
     triangle = ds_config.batch_triangle(user, world_size=data_parallel_size)
-    batch = {
-        ds_config.TRAIN_BATCH: None,
-        ds_config.MICRO_BATCH: triangle.micro_batch,
-        ds_config.GRADIENT_ACCUMULATION: triangle.gradient_accumulation_steps,
-    }
+    batch = ds_config.batch_overlay(triangle.micro_batch, triangle.gradient_accumulation_steps)
     zero = best.get("zero_optimization", {})
     removed = user.get("zero_optimization", {}).keys() - zero.keys()
     added = {key: value for key, value in best.items() if key not in user}
     overlay = {**added, **batch, "zero_optimization": {**dict.fromkeys(removed), **zero}}
     losses: dict[str, Sequence[float]] = {}
     for name, laid_over in (("user", batch), ("user_again", batch), ("best", overlay)):
-        request = LaunchRequest(
+        request = launch_request(
+            spec,
             launch_id=f"loss-{name.replace('_', '-')}",
             purpose="confirm",
-            command=script_command(spec),
-            ds_config=ds_config.merge(user, laid_over),
             overlay=laid_over,
-            slots=spec.slots_per_trial,
             start_profile_step=1,
             end_profile_step=STEPS,
-            device_memory_bytes=spec.device_memory_bytes,
-            timeout_s=spec.trial_timeout_s,
-            stall_s=spec.stall_timeout_s,
         )
         record, report = follow(launcher, request, wait=wait)
         on_report(report, record)

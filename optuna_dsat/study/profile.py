@@ -10,8 +10,7 @@ import hashlib
 import importlib.metadata
 import itertools
 import json
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,36 +18,25 @@ from typing import Any
 from optuna_dsat.config import ds_config
 from optuna_dsat.cost.memory import ModelProfile
 from optuna_dsat.errors import DsatError, NothingRunnableError, ScriptFailedError
-from optuna_dsat.launch.measurement import GlobalStep, LaunchRecord
+from optuna_dsat.launch.follow import follow
+from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.preload import Preload
-from optuna_dsat.launch.protocol import (
-    Finished,
-    Launcher,
-    LaunchReport,
-    LaunchRequest,
-    Observed,
-    ScriptCommand,
-    SlotsBusyError,
-)
+from optuna_dsat.launch.protocol import Launcher, LaunchReport
 from optuna_dsat.launch.waiting import SlotWait
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.runtime.events import Event
 from optuna_dsat.script.module_file import module_file
 from optuna_dsat.script.trainer import ScriptTrainer
 from optuna_dsat.script.trial_class import RUNNER, find_trial_class, hparams_of
+from optuna_dsat.study.launch_requests import launch_request
 from optuna_dsat.study.spec import ScriptSpec, StudySpec
 
-__all__ = ["LADDER", "Profiled", "Rung", "fingerprint", "follow", "measure_profile", "rungs", "script_command"]
+__all__ = ["LADDER", "Profiled", "Rung", "fingerprint", "measure_profile", "rungs"]
 
 _KNOB_SECTIONS = {
     "zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
     "autotuning",
 }  # fmt: skip
 _MAX_FILES = 200
-_WAIT_S = 0.5
-"""Pause between two looks for free slots, in seconds."""
-_LOOK_S = 0.05
-"""Long enough for a launcher to say that slots do not become free."""
 _SMALL_BUCKET = 5_000_000
 """Elements. DeepSpeed's default of 5e8 takes gigabytes on its own, whatever the model."""
 _PROFILE_END_STEP = 2
@@ -67,11 +55,7 @@ class Rung:
 
     def overlay(self) -> dict[str, Any]:
         """Return the DeepSpeed settings of this rung at micro-batch 1."""
-        batch: dict[str, Any] = {
-            "train_batch_size": None,
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 1,
-        }
+        batch = ds_config.batch_overlay(1)
         if self.stage is None:
             return batch
         cpu = {"device": "cpu"}
@@ -153,79 +137,6 @@ class Profiled:
         )
 
 
-def script_command(spec: StudySpec) -> ScriptCommand:
-    """Return the launch command of the user's script."""
-    script = spec.script
-    return ScriptCommand(
-        script=script.script,
-        args=script.args,
-        is_module=script.is_module,
-        cwd=script.cwd,
-        config_path=script.config_path,
-        arg_mappings=script.arg_mappings,
-    )
-
-
-def follow(
-    launcher: Launcher,
-    request: LaunchRequest,
-    on_event: Callable[[Event], None] = lambda _: None,
-    *,
-    enough: Callable[[Sequence[GlobalStep]], bool] = lambda _: False,
-    on_step: Callable[[GlobalStep], None] = lambda _: None,
-    wait: SlotWait | None = None,
-) -> tuple[LaunchRecord, LaunchReport]:
-    """Run one launch to its end while nothing else runs here; return what was recorded and what became of it.
-
-    Where others hold the slots, it waits for them.
-
-    Args:
-        launcher: Where to launch.
-        request: The launch.
-        on_event: Told each event.
-        enough: Asked with the counted steps after each of them; the launch ends as measured when it says so.
-        on_step: Told each global step.
-        wait: Says who holds the slots, and how long that is waited for; None for ten minutes without a word.
-
-    Raises:
-        DeviceError: If others hold the slots for too long.
-    """
-    record = LaunchRecord(world_size=request.slots, start_profile_step=request.start_profile_step)
-    wait = SlotWait(launcher.holders, slots=request.slots) if wait is None else wait
-    _start(launcher, request, wait)
-    while True:
-        (wait.look if request.launch_id in launcher.waiting else wait.over)()
-        for update in launcher.poll(1.0):
-            if isinstance(update, Observed):
-                step = record.add(update.event)
-                on_event(update.event)
-                if step is not None:
-                    on_step(step)
-                if step is not None and step.step < request.end_profile_step and enough(record.counted):
-                    message = f"measured to step {step.step}: the step time is known"
-                    launcher.stop(request.launch_id, outcome=Outcome.MEASURED, message=message)
-            elif isinstance(update, Finished) and update.launch_id == request.launch_id:
-                return record, update.report
-
-
-def _start(launcher: Launcher, request: LaunchRequest, wait: SlotWait) -> None:
-    while not _started(launcher, request):
-        wait.look()
-        time.sleep(_WAIT_S)
-        launcher.poll(_LOOK_S)
-
-
-def _started(launcher: Launcher, request: LaunchRequest) -> bool:
-    """Start a launch if its slots are free; return whether they were."""
-    if launcher.free_slots < request.slots:
-        return False
-    try:
-        launcher.start(request)
-    except SlotsBusyError:  # another tuner on this machine was faster
-        return False
-    return True
-
-
 def rungs(spec: StudySpec) -> Iterator[Rung]:
     """Yield the rungs of the ladder that a study climbs."""
     higher = any(stage >= 2 for stage in spec.zero_stages)
@@ -256,26 +167,19 @@ def measure_profile(
         ScriptFailedError: If the script fails for a reason that is not memory.
         NothingRunnableError: If no rung fits; says what was tried and how much memory was missing.
     """
-    config = ds_config.effective(spec.ds_config)
     tried: list[str] = []
     pipeline = False
     for index, rung in enumerate(rungs(spec)):
         if pipeline and (rung.stage or 0) > 1:
             continue  # DeepSpeed refuses it
         on_rung(rung)
-        overlay = rung.overlay()
-        request = LaunchRequest(
+        request = launch_request(
+            spec,
             launch_id="profile" if index == 0 else f"profile-{index}",
             purpose="profile",
-            command=script_command(spec),
-            ds_config=ds_config.merge(config, overlay),
-            overlay=overlay,
-            slots=spec.slots_per_trial,
+            overlay=rung.overlay(),
             start_profile_step=1,
             end_profile_step=_PROFILE_END_STEP,
-            device_memory_bytes=spec.device_memory_bytes,
-            timeout_s=spec.trial_timeout_s,
-            stall_s=spec.stall_timeout_s,
         )
         record, report = follow(launcher, request, wait=wait)
         on_report(report, record)

@@ -24,7 +24,6 @@ from optuna_dsat.launch.protocol import (
     Finished,
     Launcher,
     LaunchReport,
-    LaunchRequest,
     LaunchUpdate,
     Observed,
     Settled,
@@ -33,8 +32,9 @@ from optuna_dsat.launch.protocol import (
 from optuna_dsat.launch.waiting import SlotWait
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.store import Store
+from optuna_dsat.study.launch_requests import launch_request
 from optuna_dsat.study.methods import Method
-from optuna_dsat.study.profile import Profiled, script_command
+from optuna_dsat.study.profile import Profiled
 from optuna_dsat.study.progress import Message, Observer, TrialStarted, TrialStepped
 from optuna_dsat.study.progress_summary import search_started
 from optuna_dsat.study.spec import StudySpec
@@ -280,19 +280,8 @@ class Tuner:
         overlay: Mapping[str, Any],
         key: str,
     ) -> None:
-        spec = self._spec
-        request = LaunchRequest(
-            launch_id=f"trial-{trial.number:04d}",
-            purpose="trial",
-            command=script_command(spec),
-            ds_config=config,
-            overlay=overlay,
-            slots=spec.slots_per_trial,
-            start_profile_step=spec.start_profile_step,
-            end_profile_step=spec.end_profile_step,
-            device_memory_bytes=spec.device_memory_bytes,
-            timeout_s=spec.trial_timeout_s,
-            stall_s=spec.stall_timeout_s,
+        request = launch_request(
+            self._spec, launch_id=f"trial-{trial.number:04d}", purpose="trial", overlay=overlay, config=config
         )
         trial.set_user_attr(attributes.CONFIG, dict(config))
         trial.set_user_attr(attributes.CONFIGURATION, config_in_words(config))

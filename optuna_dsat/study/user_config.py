@@ -21,11 +21,7 @@ def user_config(spec: StudySpec, *, data_parallel_size: int | None = None) -> tu
     """
     config = ds_config.effective(spec.ds_config)
     triangle = ds_config.batch_triangle(config, world_size=data_parallel_size or spec.slots_per_trial)
-    overlay = {
-        "train_batch_size": None,
-        "train_micro_batch_size_per_gpu": triangle.micro_batch,
-        "gradient_accumulation_steps": triangle.gradient_accumulation_steps,
-    }
+    overlay = ds_config.batch_overlay(triangle.micro_batch, triangle.gradient_accumulation_steps)
     return ds_config.merge(config, overlay), overlay
 
 

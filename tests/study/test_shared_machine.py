@@ -7,12 +7,11 @@ from collections.abc import Sequence
 import pytest
 from optuna.trial import TrialState
 
-from optuna_dsat.launch import waiting
+from optuna_dsat.launch import follow, waiting
 from optuna_dsat.launch.nvml import DeviceError
 from optuna_dsat.launch.protocol import Holder, LaunchRequest, LaunchUpdate, SlotsBusyError
 from optuna_dsat.launch.simulated import SimulatedLauncher
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.study import profile
 from optuna_dsat.study.progress import Message
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.trials import attributes
@@ -86,7 +85,7 @@ def launched(bench: StudyBench) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profile, "_WAIT_S", 0.0)
+    monkeypatch.setattr(follow, "_RETRY_S", 0.0)
     monkeypatch.setattr(waiting, "_QUIET_S", 0.0)
 
 

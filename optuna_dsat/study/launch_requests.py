@@ -1,0 +1,73 @@
+"""Launch requests of a study: its script, limits and profile steps, and the configuration of one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from optuna_dsat.config import ds_config
+from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
+from optuna_dsat.study.spec import StudySpec
+
+__all__ = ["full_request", "launch_request", "script_command"]
+
+
+def script_command(spec: StudySpec) -> ScriptCommand:
+    """Return the launch command of the user's script."""
+    script = spec.script
+    return ScriptCommand(
+        script=script.script,
+        args=script.args,
+        is_module=script.is_module,
+        cwd=script.cwd,
+        config_path=script.config_path,
+        arg_mappings=script.arg_mappings,
+    )
+
+
+def launch_request(
+    spec: StudySpec,
+    *,
+    launch_id: str,
+    purpose: str,
+    overlay: Mapping[str, Any],
+    config: Mapping[str, Any] | None = None,
+    start_profile_step: int | None = None,
+    end_profile_step: int | None = None,
+) -> LaunchRequest:
+    """Return a measured launch of a study's script under the study's limits.
+
+    Args:
+        spec: The study.
+        launch_id: Unique name of the launch.
+        purpose: ``profile``, ``trial`` or ``confirm``.
+        overlay: Laid over the config that the script passes to DeepSpeed; None removes a key.
+        config: The whole DeepSpeed config; None for the user's present config with the overlay laid over it.
+        start_profile_step: First step that counts; None for the study's.
+        end_profile_step: Last step that counts; None for the study's.
+    """
+    return LaunchRequest(
+        launch_id=launch_id,
+        purpose=purpose,
+        command=script_command(spec),
+        ds_config=ds_config.merge(ds_config.effective(spec.ds_config), overlay) if config is None else config,
+        overlay=overlay,
+        slots=spec.slots_per_trial,
+        start_profile_step=spec.start_profile_step if start_profile_step is None else start_profile_step,
+        end_profile_step=spec.end_profile_step if end_profile_step is None else end_profile_step,
+        device_memory_bytes=spec.device_memory_bytes,
+        timeout_s=spec.trial_timeout_s,
+        stall_s=spec.stall_timeout_s,
+    )
+
+
+def full_request(spec: StudySpec, config: Mapping[str, Any]) -> LaunchRequest:
+    """Return a training run to its end under a config; the limits of measured launches do not apply."""
+    return LaunchRequest(
+        launch_id="full",
+        purpose="full",
+        command=script_command(spec),
+        ds_config=dict(config),
+        overlay=dict(config),
+        slots=spec.slots_per_trial,
+    )
