@@ -6,35 +6,22 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from optuna_dsat.config.structures import Structure
+
 __all__ = [
     "bytes_in_words",
     "config_in_words",
     "differences_in_words",
     "duration_in_words",
     "metric_in_words",
-    "zero_in_words",
 ]
 
 _SHOWN_DIFFERENCES = 6
 
 
-def zero_in_words(config: Mapping[str, Any]) -> str:
-    """Return stage and offloads of a config, such as ``ZeRO 2 + optimizer offload``."""
-    zero = config.get("zero_optimization") or {}
-    text = f"ZeRO {zero.get('stage', 0)}"
-    offloads = []
-    for key, word in (("offload_param", "parameter"), ("offload_optimizer", "optimizer")):
-        device = (zero.get(key) or {}).get("device", "none")
-        if device != "none":
-            offloads.append(f"{word} offload" + (" to NVMe" if device == "nvme" else ""))
-    if offloads:
-        text += " + " + " and ".join(offloads)
-    return text
-
-
 def config_in_words(config: Mapping[str, Any]) -> str:
     """Return stage, offloads and micro-batch of a config, such as ``ZeRO 2 + optimizer offload, micro-batch 8``."""
-    return f"{zero_in_words(config)}, micro-batch {config.get('train_micro_batch_size_per_gpu', '?')}"
+    return f"{Structure.of(config).words}, micro-batch {config.get('train_micro_batch_size_per_gpu', '?')}"
 
 
 def differences_in_words(differences: Mapping[str, Sequence[Any]], *, file: str) -> str:

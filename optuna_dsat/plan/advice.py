@@ -12,19 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from optuna_dsat.config import ds_config
+from optuna_dsat.config.structures import GUIDE_ORDER, Structure
 from optuna_dsat.plan.structures import PlannedRow, Subject
 from optuna_dsat.words import bytes_in_words
 
 __all__ = ["Setting", "advise"]
 
-_LADDER = (
-    "ZeRO 2",
-    "ZeRO 2 + optimizer offload",
-    "ZeRO 3",
-    "ZeRO 3 + parameter offload",
-    "ZeRO 3 + parameter offload and optimizer offload",
-)
-"""The guide's order of tries once checkpointing is on, fastest first."""
+_FIRST_STAGE = 2
+"""ZeRO stage at which the guide's order of tries begins once activation checkpointing is on."""
 _MUCH_OF_DEVICE = 0.08
 """Share of the device's memory from which on buffers are worth a word."""
 _MUCH_OF_STEP = 0.1
@@ -61,17 +56,18 @@ def advise(setting: Setting) -> list[str]:
 
 
 def _start(setting: Setting) -> str | None:
-    """The guide's order: the first rung that fits, and what is predicted to be fastest."""
+    """The guide's order: the first structure that fits, and what is predicted to be fastest."""
     fitting = setting.fitting
     if not fitting:
         return _nothing(setting)
-    by_name = {row.name: row for row in fitting}
-    rung = next((by_name[name] for name in _LADDER if name in by_name), fitting[0])
+    rows = {row.structure: row for row in fitting}
+    order = [one for one in GUIDE_ORDER if one.stage >= _FIRST_STAGE]
+    first = next((rows[one] for one in order if one in rows), fitting[0])
     best = fitting[0]
-    text = f"Begin with {rung.name}, the first of the guide's order that fits (micro-batch {rung.micro_batch})."
-    if best is not rung and _rate(best) > (1 + _MUCH_OF_STEP) * _rate(rung):
+    text = f"Begin with {first.name}, the first of the guide's order that fits (micro-batch {first.micro_batch})."
+    if best is not first and _rate(best) > (1 + _MUCH_OF_STEP) * _rate(first):
         text += (
-            f" {best.name} is predicted to be {_rate(best) / _rate(rung):.1f} times as fast with micro-batch "
+            f" {best.name} is predicted to be {_rate(best) / _rate(first):.1f} times as fast with micro-batch "
             f"{best.micro_batch}: measure both."
         )
     return text
@@ -96,7 +92,7 @@ def _checkpointing(setting: Setting) -> str | None:
     """Before any offload or ZeRO 3: compute activations again."""
     if setting.recomputes:
         return None
-    needed = next((row for row in setting.rows if row.name == "ZeRO 2"), None)
+    needed = next((row for row in setting.rows if row.structure == Structure(stage=2)), None)
     if needed is None or not _short_of_memory(needed):
         return None
     share = needed.parts.get("activations", 0) / max(1, needed.device_bytes)
@@ -119,7 +115,7 @@ def _offload_is_dear(setting: Setting) -> str | None:
     """Where offload is not needed, it is not for free."""
     fitting = setting.fitting
     own = (ds_config.zero_section(setting.subject.config).get("offload_optimizer") or {}) if fitting else {}
-    if not isinstance(own, dict) or own.get("device", "none") == "none" or "offload" in fitting[0].name:
+    if not isinstance(own, dict) or own.get("device", "none") == "none" or fitting[0].structure.offloads:
         return None
     return (
         f"Your config offloads the optimizer, but {fitting[0].name} fits without: "
@@ -129,7 +125,7 @@ def _offload_is_dear(setting: Setting) -> str | None:
 
 def _overlap(setting: Setting) -> str | None:
     """What overlap_comm costs and hides."""
-    low = [row for row in setting.fitting if row.name.startswith(("ZeRO 1", "ZeRO 2"))]
+    low = [row for row in setting.fitting if row.structure.stage in (1, 2)]
     best = low[0] if low and setting.subject.hardware.world_size > 1 else None
     if best is None or best.outlook is None:
         return None
@@ -173,9 +169,9 @@ def _persistence(setting: Setting) -> str | None:
     """ZeRO 3 with room to spare can keep parameters whole, as ZeRO 2 does."""
     fitting = setting.fitting
     best = fitting[0] if fitting else None
-    if best is None or best.outlook is None or int(best.config["zero_optimization"]["stage"]) != 3:
+    if best is None or best.outlook is None or best.structure.stage != 3:
         return None
-    if "parameter offload" in best.name or best.outlook.shares["link"] < _MUCH_OF_STEP:
+    if best.structure.offload_param != "none" or best.outlook.shares["link"] < _MUCH_OF_STEP:
         return None
     profile = setting.subject.profile
     whole = profile.params * profile.param_bytes
@@ -192,7 +188,7 @@ def _persistence(setting: Setting) -> str | None:
 def _round_robin(setting: Setting) -> str | None:
     """ZeRO 1 and 2 with offload copy gradients rank by rank."""
     fitting = setting.fitting
-    if not fitting or fitting[0].name not in ("ZeRO 1 + optimizer offload", "ZeRO 2 + optimizer offload"):
+    if not fitting or fitting[0].structure.stage not in (1, 2) or not fitting[0].structure.offloads:
         return None
     zero = fitting[0].config.get("zero_optimization", {})
     steps = int(fitting[0].config.get(ds_config.GRADIENT_ACCUMULATION) or 1)
@@ -206,9 +202,7 @@ def _round_robin(setting: Setting) -> str | None:
 
 def _sub_group(setting: Setting) -> str | None:
     """ZeRO 3 whose memory peaks in the optimizer step."""
-    short = [
-        row for row in setting.rows if row.name.startswith("ZeRO 3") and not row.largest and row.why_not == "device"
-    ]
+    short = [row for row in setting.rows if row.structure.stage == 3 and not row.largest and row.why_not == "device"]
     if not short or "fp32_gradients" not in short[0].parts:
         return None
     return (

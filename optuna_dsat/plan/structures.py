@@ -17,27 +17,14 @@ from typing import Any
 import numpy as np
 
 from optuna_dsat.config import ds_config
+from optuna_dsat.config.structures import STRUCTURES, Structure
 from optuna_dsat.cost.gpus import Priors
 from optuna_dsat.cost.memory import Hardware, ModelProfile, estimate, largest_micro_batch
 from optuna_dsat.cost.memory_posterior import MemoryPosterior
 from optuna_dsat.cost.step_time import Columns, Fitted, StepTimeModel
 from optuna_dsat.cost.zero_states import ZeroSettings
-from optuna_dsat.words import zero_in_words
 
-__all__ = ["STRUCTURES", "Outlook", "PlannedRow", "Subject", "plan_rows", "theory_of"]
-
-STRUCTURES = (
-    (0, ()),
-    (1, ()),
-    (1, ("offload_optimizer",)),
-    (2, ()),
-    (2, ("offload_optimizer",)),
-    (3, ()),
-    (3, ("offload_optimizer",)),
-    (3, ("offload_param",)),
-    (3, ("offload_param", "offload_optimizer")),
-)
-"""ZeRO stage and what is offloaded, in rising order of what they save."""
+__all__ = ["Outlook", "PlannedRow", "Subject", "plan_rows", "theory_of"]
 
 _SIZES = 40
 """Micro-batches at which the predicted throughput is compared."""
@@ -99,7 +86,7 @@ class Outlook:
 class PlannedRow:
     """One ZeRO stage with its offloads."""
 
-    name: str
+    structure: Structure
     config: Mapping[str, Any]
     """The user's config with this stage and offload, without micro-batch."""
     states_bytes: int
@@ -119,6 +106,11 @@ class PlannedRow:
     """None where nothing fits."""
     why_not: str = ""
     """``device`` or ``host``: whose memory is too small."""
+
+    @property
+    def name(self) -> str:
+        """The structure in words."""
+        return self.structure.words
 
     @property
     def bound(self) -> str:
@@ -149,24 +141,33 @@ class PlannedRow:
 
 def plan_rows(subject: Subject) -> list[PlannedRow]:
     """Return a row for each stage and offload that the hardware knows."""
-    return [_row(subject, config) for config in _configs(subject)]
+    return [_row(subject, structure) for structure in _structures(subject)]
 
 
-def _configs(subject: Subject) -> Iterator[dict[str, Any]]:
+def _structures(subject: Subject) -> Iterator[Structure]:
+    """Yield what DeepSpeed accepts: a pipeline at most at ZeRO 1, nothing to offload where ranks run on the CPU."""
+    for structure in STRUCTURES:
+        if (structure.stage <= 1 or not subject.pipeline) and not (
+            structure.offloads and subject.hardware.device == "cpu"
+        ):
+            yield structure
+
+
+def _config(subject: Subject, structure: Structure) -> dict[str, Any]:
+    """Return the user's config at a structure, without batch sizes; what it says of an offload besides is kept."""
     base = ds_config.effective(subject.config)
-    for stage, offloaded in STRUCTURES:
-        if (stage > 1 and subject.pipeline) or (offloaded and subject.hardware.device == "cpu"):
-            continue
-        own = base.get("zero_optimization") or {}
-        zero: dict[str, Any] = {"stage": stage}
-        for key in ("offload_optimizer", "offload_param"):
-            kept = own.get(key) if isinstance(own.get(key), Mapping) else {}
-            zero[key] = {"pin_memory": True, **(kept or {}), "device": "cpu"} if key in offloaded else None
-        batch = {"train_batch_size": None, "train_micro_batch_size_per_gpu": None}
-        yield ds_config.merge(base, {**batch, "zero_optimization": zero})
+    own = base.get("zero_optimization") or {}
+    zero = structure.zero_section()
+    for key in ("offload_optimizer", "offload_param"):
+        if zero[key] is not None:
+            kept = own.get(key)
+            zero[key] = {"pin_memory": True, **(kept if isinstance(kept, Mapping) else {}), **zero[key]}
+    batch = {"train_batch_size": None, "train_micro_batch_size_per_gpu": None}
+    return ds_config.merge(base, {**batch, "zero_optimization": zero})
 
 
-def _row(subject: Subject, config: dict[str, Any]) -> PlannedRow:
+def _row(subject: Subject, structure: Structure) -> PlannedRow:
+    config = _config(subject, structure)
     profile, hardware = subject.profile, subject.hardware
     cap = Hardware(
         world_size=hardware.world_size,
@@ -184,7 +185,7 @@ def _row(subject: Subject, config: dict[str, Any]) -> PlannedRow:
     at = least if best is None else estimate(profile, config, micro_batch=sizes[best], hardware=hardware)
     too_small = "host" if least.host_bytes > hardware.host_memory_bytes else "device"
     return PlannedRow(
-        name=zero_in_words(config),
+        structure=structure,
         config=MappingProxyType(config),
         states_bytes=states.device_bytes,
         least_bytes=least.device_bytes,

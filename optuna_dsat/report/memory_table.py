@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.config import ds_config
+from optuna_dsat.config.structures import STRUCTURES, Structure
 from optuna_dsat.cost import memory
 from optuna_dsat.study.profile import Profiled
 from optuna_dsat.study.space import hardware_of
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.trials import attributes
-from optuna_dsat.trials.lineage import MICRO_BATCH, Evidence, evidence
-from optuna_dsat.words import zero_in_words
+from optuna_dsat.trials.lineage import MICRO_BATCH, Feasibility, feasibility
 
 __all__ = ["MemoryRow", "memory_table"]
 
@@ -49,14 +48,14 @@ def memory_table(spec: StudySpec, profiled: Profiled, trials: Sequence[FrozenTri
     profile = profiled.profile
     shown = _evidence(trials)
     rows = []
-    for zero in _settings(spec):
+    for structure in _structures(spec):
+        zero = structure.zero_section(nvme_path=spec.nvme_path)
         config = ds_config.merge(ds_config.effective(spec.ds_config), {"zero_optimization": zero})
-        words = zero_in_words(config)
         estimate = memory.estimate(profile, config, micro_batch=1, hardware=hardware)
-        fits, too_large = shown.get(words, ([], []))
+        fits, too_large = shown.get(structure, ([], []))
         rows.append(
             MemoryRow(
-                words=words,
+                words=structure.words,
                 device_bytes=estimate.device_bytes,
                 host_bytes=estimate.host_bytes,
                 largest=memory.largest_micro_batch(profile, config, hardware=hardware),
@@ -67,32 +66,29 @@ def memory_table(spec: StudySpec, profiled: Profiled, trials: Sequence[FrozenTri
     return tuple(rows)
 
 
-def _settings(spec: StudySpec) -> Iterator[Mapping[str, Any]]:
-    """Yield stage and offload: optimizer offload needs ZeRO, parameter offload ZeRO 3."""
-    targets: list[dict[str, Any]] = [{"device": "cpu"}]
-    if spec.nvme_path is not None:
-        targets.append({"device": "nvme", "nvme_path": spec.nvme_path})
+def _structures(spec: StudySpec) -> Iterator[Structure]:
+    """Yield the structures of the study's stages, those that offload to NVMe after those of the same stage on the CPU.
+
+    DeepSpeed offloads to NVMe at ZeRO 3 only.
+    """
     for stage in sorted(set(spec.zero_stages)):
-        yield {"stage": stage, "offload_optimizer": None, "offload_param": None}
-        for target in targets if stage > 0 else []:
-            if target["device"] == "cpu" or stage == 3:
-                yield {"stage": stage, "offload_optimizer": target, "offload_param": None}
-            if stage == 3:
-                yield {"stage": stage, "offload_optimizer": None, "offload_param": target}
-                yield {"stage": stage, "offload_optimizer": target, "offload_param": target}
+        of_stage = [one for one in STRUCTURES if one.stage == stage]
+        yield from of_stage
+        if stage == 3 and spec.nvme_path is not None:
+            yield from (one.on_nvme() for one in of_stage if one.offloads)
 
 
-def _evidence(trials: Sequence[FrozenTrial]) -> Mapping[str, tuple[list[int], list[int]]]:
-    """Return stage and offload in words -> micro-batches that fitted, micro-batches that did not."""
-    found: dict[str, tuple[list[int], list[int]]] = {}
+def _evidence(trials: Sequence[FrozenTrial]) -> Mapping[Structure, tuple[list[int], list[int]]]:
+    """Return structure -> micro-batches that fitted, micro-batches that ran out of memory."""
+    found: dict[Structure, tuple[list[int], list[int]]] = {}
     for trial in trials:
         config = trial.user_attrs.get(attributes.CONFIG)
         if config is None:
             continue
-        fits, too_large = found.setdefault(zero_in_words(config), ([], []))
-        shown = evidence(trial)
-        if shown is Evidence.FITS:
+        fits, too_large = found.setdefault(Structure.of(config), ([], []))
+        shown = feasibility(trial)
+        if shown is Feasibility.FITS:
             fits.append(int(config[MICRO_BATCH]))
-        elif shown is Evidence.TOO_LARGE:
+        elif shown is Feasibility.TOO_LARGE:
             too_large.append(int(config[MICRO_BATCH]))
     return found

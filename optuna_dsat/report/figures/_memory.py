@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from optuna.trial import FrozenTrial
 
+from optuna_dsat.config.structures import Structure
 from optuna_dsat.cost import memory
 from optuna_dsat.report.figures._style import NEUTRAL, WARNING, Palette, empty_figure, lay_out
 from optuna_dsat.study.profile import Profiled
@@ -16,7 +17,7 @@ from optuna_dsat.study.space import hardware_of
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH
-from optuna_dsat.words import bytes_in_words, zero_in_words
+from optuna_dsat.words import bytes_in_words
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -114,7 +115,7 @@ def _memory_points(trials: Sequence[FrozenTrial], spec: StudySpec, profiled: Pro
         micro_batch = int(config[MICRO_BATCH])
         estimate = memory.estimate(profiled.profile, config, micro_batch=micro_batch, hardware=hardware)
         predicted = estimate.device_bytes
-        words = zero_in_words(config)
+        words = Structure.of(config).words
         lines = [
             f"<b>{words}, micro-batch {micro_batch}</b>",
             f"trial {trial.number}",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from optuna.trial import FrozenTrial, TrialState
 
+from optuna_dsat.config.structures import Structure
 from optuna_dsat.metrics import LARGER_IS_BETTER
 from optuna_dsat.report.figures._style import (
     INK,
@@ -23,7 +24,6 @@ from optuna_dsat.report.figures._style import (
 )
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH, STRUCTURE, Lineage, group, score
-from optuna_dsat.words import zero_in_words
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -175,7 +175,7 @@ def _mark(trial: FrozenTrial, name: str, symbol: str, *, metric: str, scale: flo
         mode="markers",
         name=name,
         marker={"symbol": symbol, "size": 15, "color": INK, "line": {"color": INK, "width": 2}},
-        hovertext=[f"{name}<br>" + _hover(trial, zero_in_words(config), metric, trial.values[0])],
+        hovertext=[f"{name}<br>" + _hover(trial, Structure.of(config).words, metric, trial.values[0])],
         hoverinfo="text",
     )
 

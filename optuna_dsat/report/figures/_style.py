@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from optuna.trial import FrozenTrial
 
+from optuna_dsat.config.structures import Structure
 from optuna_dsat.metrics import METRICS
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.trials import attributes
-from optuna_dsat.trials.lineage import STRUCTURE
-from optuna_dsat.words import metric_in_words, zero_in_words
+from optuna_dsat.trials.lineage import STRUCTURE, ZERO_STAGE
+from optuna_dsat.words import metric_in_words
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -119,10 +120,10 @@ def lineage_words(trials: Sequence[FrozenTrial]) -> str:
     """Return stage and offload of a lineage in words."""
     for trial in trials:
         if attributes.CONFIG in trial.user_attrs:
-            return zero_in_words(trial.user_attrs[attributes.CONFIG])
+            return Structure.of(trial.user_attrs[attributes.CONFIG]).words
     params = trials[0].params
-    offload = {key: {"device": params[key]} for key in STRUCTURE[1:] if key in params}
-    return zero_in_words({"zero_optimization": {"stage": params.get(STRUCTURE[0], 0), **offload}})
+    offloads = {key: params[key] for key in STRUCTURE[1:] if key in params}
+    return Structure(stage=params.get(ZERO_STAGE, 0), **offloads).words
 
 
 def wrapped(words: str, width: int = 22) -> str:
