@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from optuna_dsat.launch.cuda_state import cuda_hidden
-from optuna_dsat.runtime.training_session import die_with_parent
+from optuna_dsat.runtime.rank_process import die_with_parent
 
 __all__ = ["main"]
 

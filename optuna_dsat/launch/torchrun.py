@@ -37,7 +37,7 @@ from optuna_dsat.launch.slots import SlotLease, SlotPool
 from optuna_dsat.launch.warm import WarmAgent, WarmLaunches, WarmOrder, WarmUnavailableError
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import RankFailed
-from optuna_dsat.runtime.training_session import EXIT_EVENTS_LOST
+from optuna_dsat.runtime.rank_process import EXIT_EVENTS_LOST
 
 __all__ = ["TorchrunLauncher"]
 

@@ -24,7 +24,7 @@ from optuna_dsat.launch.cuda_state import driver_is_initialised
 from optuna_dsat.launch.forked import Origin, become_agent, fork_child, forked_ranks
 from optuna_dsat.launch.preload import Preload, load
 from optuna_dsat.launch.processes import take_mark
-from optuna_dsat.runtime.training_session import die_with_parent
+from optuna_dsat.runtime.rank_process import die_with_parent
 
 __all__ = ["main"]
 

@@ -8,7 +8,7 @@ from typing import NoReturn
 from optuna_dsat.runtime.arguments import parse_command
 from optuna_dsat.runtime.launch_plan import LaunchPlan
 from optuna_dsat.runtime.rank import Rank
-from optuna_dsat.runtime.training_session import FailedExit, exit_code, leave_as_python, run_rank
+from optuna_dsat.runtime.rank_process import FailedExit, exit_as_python, exit_code, run_rank
 
 
 def main(argv: list[str], *, safe_path: bool, forked: bool = False) -> int:
@@ -42,7 +42,7 @@ def run(argv: list[str], *, safe_path: bool, forked: bool = False) -> NoReturn:
         code = exit_code(end)
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
-    leave_as_python(code)
+    exit_as_python(code)
 
 
 if __name__ == "__main__":

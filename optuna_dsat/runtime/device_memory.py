@@ -31,7 +31,7 @@ __all__ = [
     "limit_process_memory",
     "process_limit_lifted",
     "read_process_memory",
-    "understand_visible_uuids",
+    "support_uuid_visible_devices",
     "unlink_shared_buffers",
 ]
 
@@ -209,7 +209,7 @@ def limit_cuda_memory(torch: Any, budget_bytes: int, local_rank: int) -> None:
     torch.cuda._lazy_call(apply)
 
 
-def understand_visible_uuids(accelerator: Any) -> None:
+def support_uuid_visible_devices(accelerator: Any) -> None:
     """Have DeepSpeed find the free memory of GPUs that ``CUDA_VISIBLE_DEVICES`` names by UUID.
 
     With nvidia-ml-py installed, its accelerator (0.19.8) reads that variable as numbers for NVML, and ends every

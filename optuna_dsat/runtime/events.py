@@ -174,7 +174,7 @@ class StepMeasured(Event):
     """Loss of the step's last micro-batch on this rank, None where it could not be seen."""
     peak_allocated_bytes: int
     """CUDA: peak allocated since the engine was built. CPU: peak growth of private writable memory since
-    DeepSpeed was imported, the unit of ``--device-memory`` (see ``runtime/memory.py``).
+    DeepSpeed was imported, the unit of ``--device-memory`` (see ``runtime/device_memory.py``).
     """
     peak_reserved_bytes: int
     """CUDA: peak reserved by the caching allocator; CPU: equal to ``rss_bytes``."""

@@ -45,11 +45,11 @@ _PINNED_MEMORY = re.compile(
     re.IGNORECASE,
 )
 """Messages, and lines of code, that speak of pinned memory."""
-_PINNING = re.compile(r"(?:^|_)(?:pin_memory|pin_fresh|pin_empty|empty_pinned)")
+_PINNING_FUNCTIONS = re.compile(r"(?:^|_)(?:pin_memory|pin_fresh|pin_empty|empty_pinned)")
 """Functions that pin memory: torch's ``pin_memory``, and those of DeepSpeed's accelerator."""
-_PINNING_LINES = 3
+_PINNING_FRAMES = 3
 """Innermost frames whose line of code may ask for pinned memory: torch's and DeepSpeed's wrappers stand between."""
-_SHORTAGE = re.compile(
+_ALLOCATION_FAILED = re.compile(
     r"out of memory|(?:can't|cannot|could not|failed to|unable to) (?:allocate|lock|pin)|OS call failed", re.IGNORECASE
 )
 """What is said where memory cannot be pinned; ``OS call failed``: the limit on locked memory (DeepSpeed issue 3335)."""
@@ -65,13 +65,13 @@ _DEVICE_MEMORY = re.compile(
     r"|cudaErrorMemoryAllocation|hipErrorOutOfMemory|CUDA_ERROR_OUT_OF_MEMORY",
     re.IGNORECASE,
 )
-_NO_HANDLE = re.compile(r"CU(?:BLAS|DNN|SOLVER|SPARSE)_STATUS_NOT_INITIALIZED")
+_HANDLE_CREATION_FAILED = re.compile(r"CU(?:BLAS|DNN|SOLVER|SPARSE)_STATUS_NOT_INITIALIZED")
 """Most often no memory was left for a library's handle (lm-evaluation-harness issue 1689, LLaVA issue 392); a GPU that
 the library was not built for and a kernel that failed before say the same.
 """
-_UNEXPLAINED = re.compile(r"unhandled cuda error(?!.*Cuda failure)", re.IGNORECASE | re.DOTALL)
+_UNSPECIFIED_CUDA_ERROR = re.compile(r"unhandled cuda error(?!.*Cuda failure)", re.IGNORECASE | re.DOTALL)
 """NCCL before 2.13, which does not say which call failed."""
-_LITTLE_BYTES = 512 * 2**20
+_LOW_MEMORY_BYTES = 512 * 2**20
 """Free device memory that may be too little for a library's handle and the kernels that it loads with it."""
 _SYSTEM_MEMORY = ("Cannot allocate memory", "Resource temporarily unavailable", "can't start new thread")
 """What the system says when it has no memory for a mapping or for a thread's stack."""
@@ -104,13 +104,13 @@ def diagnose(error: BaseException, *, phase: str, device: str, limited: bool) ->
         limited: Whether a limit on this rank's host memory is in force (``--device-memory`` on CPU).
     """
     on_cpu = device == "cpu"
-    for link in _chain(error):
-        memory = _memory(link, on_cpu=on_cpu, limited=limited)
+    for link in _exception_chain(error):
+        memory = _memory_outcome(link, on_cpu=on_cpu, limited=limited)
         if memory is not None:
             return Diagnosis(outcome=memory, missing_bytes=missing_bytes(str(link)))
-    if any(_is_communication(link, phase) for link in _chain(error)):
+    if any(_is_communication(link, phase) for link in _exception_chain(error)):
         return Diagnosis(outcome=Outcome.COMMUNICATION_ERROR, missing_bytes=None)
-    if _is_refusal(error, phase):
+    if _is_config_rejection(error, phase):
         return Diagnosis(outcome=Outcome.INVALID_CONFIG, missing_bytes=None)
     return Diagnosis(outcome=Outcome.SCRIPT_ERROR, missing_bytes=None)
 
@@ -140,7 +140,7 @@ def format_traceback(error: BaseException, trace: TracebackType | None) -> str:
     return "".join(traceback.format_exception(type(error), error, trace))
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def _exception_chain(error: BaseException) -> Iterator[BaseException]:
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
@@ -149,7 +149,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
 
 
-def _memory(error: BaseException, *, on_cpu: bool, limited: bool) -> Outcome | None:
+def _memory_outcome(error: BaseException, *, on_cpu: bool, limited: bool) -> Outcome | None:
     host = Outcome.OUT_OF_MEMORY if on_cpu else Outcome.HOST_OUT_OF_MEMORY
     message = str(error)
     if isinstance(error, _torch_types("OutOfMemoryError", "cuda.OutOfMemoryError")):
@@ -166,41 +166,41 @@ def _memory(error: BaseException, *, on_cpu: bool, limited: bool) -> Outcome | N
         return None
     if any(sign in message for sign in _HOST_MEMORY):
         return host
-    if _PINNED_BY_NCCL in message or (_SHORTAGE.search(message) and _pins(error)):
+    if _PINNED_BY_NCCL in message or (_ALLOCATION_FAILED.search(message) and _is_pinned_allocation(error)):
         return Outcome.HOST_OUT_OF_MEMORY
-    if _DEVICE_MEMORY.search(message) or _hides_shortage(message):
+    if _DEVICE_MEMORY.search(message) or _implies_out_of_memory(message):
         return Outcome.OUT_OF_MEMORY
     if any(sign in message for sign in _SYSTEM_MEMORY):
         return host if limited or "Cannot allocate memory" in message else None
     return None
 
 
-def _pins(error: BaseException) -> bool:
+def _is_pinned_allocation(error: BaseException) -> bool:
     """Whether the allocation that failed was of pinned host memory: CUDA says the same for both."""
     if _PINNED_MEMORY.search(str(error)):
         return True
     frames = traceback.extract_tb(error.__traceback__)
-    if any(_PINNING.search(frame.name) for frame in frames):
+    if any(_PINNING_FUNCTIONS.search(frame.name) for frame in frames):
         return True
-    return any(_PINNED_MEMORY.search(_code(frame)) for frame in frames[-_PINNING_LINES:])
+    return any(_PINNED_MEMORY.search(_source_of(frame)) for frame in frames[-_PINNING_FRAMES:])
 
 
-def _code(frame: traceback.FrameSummary) -> str:
+def _source_of(frame: traceback.FrameSummary) -> str:
     """Return the lines of the statement that a frame was at."""
     first = frame.lineno or 0
     lines = range(first, (frame.end_lineno or first) + 1)
     return "".join(linecache.getline(frame.filename, line) for line in lines)
 
 
-def _hides_shortage(message: str) -> bool:
+def _implies_out_of_memory(message: str) -> bool:
     """Whether an error that does not say so comes of a full device.
 
     A missing handle counts as that unless the device is known to have room, an unexplained error of NCCL only where
     the device is known to be full.
     """
-    if _NO_HANDLE.search(message):
+    if _HANDLE_CREATION_FAILED.search(message):
         return _device_is_full() is not False
-    return bool(_UNEXPLAINED.search(message)) and _device_is_full() is True
+    return bool(_UNSPECIFIED_CUDA_ERROR.search(message)) and _device_is_full() is True
 
 
 def _device_is_full() -> bool | None:
@@ -212,7 +212,7 @@ def _device_is_full() -> bool | None:
         return "out of memory" in str(error)
     except Exception:  # noqa: BLE001 - another build or version of torch; the script's error must not be lost
         return None
-    return bool(free_bytes < min(_LITTLE_BYTES, total_bytes // 10))
+    return bool(free_bytes < min(_LOW_MEMORY_BYTES, total_bytes // 10))
 
 
 def _is_communication(error: BaseException, phase: str) -> bool:
@@ -225,7 +225,7 @@ def _is_communication(error: BaseException, phase: str) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _COMMUNICATION)
 
 
-def _is_refusal(error: BaseException, phase: str) -> bool:
+def _is_config_rejection(error: BaseException, phase: str) -> bool:
     """Whether DeepSpeed refused the configuration.
 
     Inside ``deepspeed.initialize`` every error is taken for one, but a missing module: DeepSpeed refuses with

@@ -31,7 +31,7 @@ from optuna_dsat.runtime.device_memory import (
     limit_cuda_memory,
     limit_process_memory,
     process_limit_lifted,
-    understand_visible_uuids,
+    support_uuid_visible_devices,
     unlink_shared_buffers,
 )
 from optuna_dsat.runtime.events import EngineReady, Event
@@ -39,10 +39,10 @@ from optuna_dsat.runtime.failure import diagnose
 from optuna_dsat.runtime.hugging_face import HuggingFaceHook
 from optuna_dsat.runtime.launch_plan import LaunchPlan
 from optuna_dsat.runtime.lightning import LightningHook
-from optuna_dsat.runtime.meter import Meter, Progress, is_pipeline
+from optuna_dsat.runtime.meter import Meter, RankState, is_pipeline
 from optuna_dsat.runtime.profiler import Profiler, count_parameters
 from optuna_dsat.runtime.rank import Rank
-from optuna_dsat.runtime.side_effects import disable_checkpoints, forgive_checkpoints, redirect_summaries
+from optuna_dsat.runtime.side_effects import disable_checkpoints, redirect_tensorboard, tolerate_mismatched_checkpoints
 from optuna_dsat.runtime.trial_config import TrialConfig
 from optuna_dsat.runtime.writer import EventWriter
 
@@ -101,8 +101,8 @@ class DeepSpeedHook:
         plan: The launch.
         rank: This rank.
         writer: Records events.
-        progress: Told where the rank is.
-        leave: Ends this process after the last profile step; does not return.
+        state: Told where the rank is.
+        exit_process: Ends this process after the last profile step; does not return.
     """
 
     def __init__(
@@ -111,14 +111,14 @@ class DeepSpeedHook:
         plan: LaunchPlan,
         rank: Rank,
         writer: EventWriter,
-        progress: Progress,
-        leave: Callable[[], None],
+        state: RankState,
+        exit_process: Callable[[], None],
     ) -> None:
         self._plan = plan
         self._rank = rank
         self._writer = writer
-        self._progress = progress
-        self._leave = leave
+        self._state = state
+        self._exit_process = exit_process
         self._deepspeed: Any = None
         self._memory: MemoryProbe | None = None
         self._engine: Any = None
@@ -151,23 +151,23 @@ class DeepSpeedHook:
             limit_cuda_memory(torch, self._plan.device_memory_bytes, self._rank.local_rank)
 
     def _tensorboard_imported(self, writer: ModuleType) -> None:
-        redirect_summaries(writer.SummaryWriter, Path(self._plan.trackers_dir) / "tensorboard")
+        redirect_tensorboard(writer.SummaryWriter, Path(self._plan.trackers_dir) / "tensorboard")
 
     def _deepspeed_imported(self, deepspeed: ModuleType) -> None:
         self._deepspeed = deepspeed
-        self._progress.device = self._accelerator.device_name()
-        if self._progress.device == "cpu":
+        self._state.device = self._accelerator.device_name()
+        if self._state.device == "cpu":
             self._prepare_cpu()
         else:
             self._memory = CudaMemory(self._accelerator)
-            understand_visible_uuids(self._accelerator)
+            support_uuid_visible_devices(self._accelerator)
         self._spans["imports"] = [self._started, time.time() - self._started]
         self._time_init_distributed()
         self._deepspeed.initialize = self._wrap(self._deepspeed.initialize)
         self._wrap_zero_init(self._deepspeed.zero.Init)
         if self._plan.measures:
             disable_checkpoints(self._deepspeed.DeepSpeedEngine)
-            forgive_checkpoints(self._deepspeed.DeepSpeedEngine, is_misfit=self._is_misfit)
+            tolerate_mismatched_checkpoints(self._deepspeed.DeepSpeedEngine, is_mismatch=self._is_mismatch)
 
     def _time_init_distributed(self) -> None:
         distributed: Any = sys.modules.get("torch.distributed")
@@ -184,10 +184,10 @@ class DeepSpeedHook:
 
         distributed.init_process_group = init_process_group
 
-    def _is_misfit(self, error: Exception) -> bool:
+    def _is_mismatch(self, error: Exception) -> bool:
         """Whether an error may come of a checkpoint that does not fit: neither memory nor communication failed."""
-        limited = self._progress.limited
-        found = diagnose(error, phase="initialize", device=self._progress.device, limited=limited)
+        limited = self._state.limited
+        found = diagnose(error, phase="initialize", device=self._state.device, limited=limited)
         return found.outcome in (Outcome.INVALID_CONFIG, Outcome.SCRIPT_ERROR)
 
     def _prepare_cpu(self) -> None:
@@ -204,19 +204,19 @@ class DeepSpeedHook:
             if self._rank.can_compile:
                 _compile_without_limit()
             limit_process_memory(limit, memory.baseline)
-            self._progress.limited = True
+            self._state.limited = True
 
     def _wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)
 
         @functools.wraps(original)
         def initialize(*args: Any, **kwargs: Any) -> Any:
-            before, self._progress.phase = self._progress.phase, "initialize"
+            before, self._state.phase = self._state.phase, "initialize"
             bound = signature.bind(*args, **kwargs)
-            differences = self._lay_over(bound.arguments)
+            differences = self._apply_overlay(bound.arguments)
             started = time.time()
             result = original(*bound.args, **bound.kwargs)
-            self._progress.phase = before
+            self._state.phase = before
             if self._plan.measures and self._engine is None:
                 self._spans["initialize"] = [started, time.time() - started]
                 self._follow(result[0], self._spans["initialize"][1], differences)
@@ -224,7 +224,7 @@ class DeepSpeedHook:
 
         return initialize
 
-    def _lay_over(self, arguments: dict[str, Any]) -> dict[str, list[Any]]:
+    def _apply_overlay(self, arguments: dict[str, Any]) -> dict[str, list[Any]]:
         """Replace the config among the arguments of ``deepspeed.initialize``; the script's stay as is.
 
         Every engine of a script gets the overlay; the first alone is measured. Where the script passes no
@@ -249,7 +249,7 @@ class DeepSpeedHook:
         else:
             return {}
         arguments.pop("config_params", None)
-        config = self._config.lay_over(source, client_optimizer=arguments.get("optimizer"))
+        config = self._config.apply_overlay(source, client_optimizer=arguments.get("optimizer"))
         self._config.check_model(arguments.get("model"), config)
         arguments["config"] = config
         return self._config.differences(source)
@@ -261,20 +261,20 @@ class DeepSpeedHook:
 
         @functools.wraps(original)
         def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: N807 - takes the place of one
-            before, self._progress.phase = self._progress.phase, "initialize"
+            before, self._state.phase = self._state.phase, "initialize"
             bound = signature.bind(*args, **kwargs)
             name = "config_dict_or_path" if bound.arguments.get("config") is None else "config"  # DeepSpeed's order
             if isinstance(bound.arguments.get(name), str | os.PathLike | Mapping):
-                bound.arguments[name] = self._config.lay_over(bound.arguments[name])
+                bound.arguments[name] = self._config.apply_overlay(bound.arguments[name])
             original(*bound.args, **bound.kwargs)
-            self._progress.phase = before
+            self._state.phase = before
 
         init_class.__init__ = __init__
 
     def trial_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return a config with the trial's overlay over it."""
         self._differences = self._config.differences(config)
-        return self._config.lay_over(config)
+        return self._config.apply_overlay(config)
 
     def reporting(self, engine: Any) -> AbstractContextManager[None]:
         """Return the context around a micro-batch of a loop that the hook may not see (``runtime/reporting.py``).
@@ -292,7 +292,7 @@ class DeepSpeedHook:
                     "optuna-dsat knows no engine to measure: give dsat_reporting_context the DeepSpeed engine, or "
                     "build it with deepspeed.initialize."
                 )
-            self._progress.phase = "initialize"  # what is wrong with it is the configuration's fault
+            self._state.phase = "initialize"  # what is wrong with it is the configuration's fault
             self._config.check_engine(engine)
             self._follow(engine, 0.0, self._differences)
         elif given and engine is not self._engine:
@@ -305,7 +305,7 @@ class DeepSpeedHook:
         self._engine = engine
         self._memory.engine_ready()
         self._writer.write(self._engine_ready(engine, initialize_s, differences))
-        clock: Clock = HostClock() if self._progress.device == "cpu" else DeviceClock(self._accelerator)
+        clock: Clock = HostClock() if self._state.device == "cpu" else DeviceClock(self._accelerator)
         profiler = None
         if self._plan.purpose == "profile":
             profiler = Profiler(
@@ -322,9 +322,9 @@ class DeepSpeedHook:
             write=self._write_step,
             clock=clock,
             memory=self._memory,
-            progress=self._progress,
-            end_step=self._plan.end_profile_step,
-            leave=self._leave,
+            state=self._state,
+            last_step=self._plan.end_profile_step,
+            exit_process=self._exit_process,
             observer=profiler,
         )
         self._meter.attach()
@@ -350,12 +350,12 @@ class DeepSpeedHook:
             params=params,
             trainable_params=trainable,
             initialize_s=initialize_s,
-            device=self._progress.device,
+            device=self._state.device,
             torch_version=str(torch.__version__),
             deepspeed_version=str(self._deepspeed.__version__),
             config_differences=differences,
             spans=self._spans,
-            takes_local_rank=self._progress.takes_local_rank,
+            takes_local_rank=self._state.takes_local_rank,
             host_threads=int(torch.get_num_threads()),
         )
 

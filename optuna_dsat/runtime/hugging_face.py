@@ -38,7 +38,7 @@ _PLUGIN_FIELDS = {
 }
 """Field of accelerate's ``DeepSpeedPlugin`` -> key of the config that it repeats."""
 
-_QUIET = {
+_MEASURING_ARGUMENTS = {
     "auto_find_batch_size": False,  # would hide an out of memory and measure another batch size
     "do_eval": False,
     "do_predict": False,
@@ -57,10 +57,10 @@ _NEED_EVALUATION = ("reduce_lr_on_plateau", "greedy")
 """Schedules that ``TrainingArguments`` refuse without evaluation; with them the strategies stay, and the Trainer is
 told step by step not to act on them."""
 
-_SILENCED = ("_save_checkpoint", "create_model_card", "init_hf_repo", "push_to_hub", "save_model", "save_state")
+_DISABLED_METHODS = ("_save_checkpoint", "create_model_card", "init_hf_repo", "push_to_hub", "save_model", "save_state")
 """Methods of the Trainer that do nothing in a launch that measures."""
 
-_STEPS_OF_SCHEDULE = ("total_num_steps", "warmup_num_steps")
+_SCHEDULE_LENGTH_KEYS = ("total_num_steps", "warmup_num_steps")
 """What the Trainer computes from the length of the training and compares with the config: both change with the
 micro-batch, and so in a launch that measures the computed values are taken."""
 
@@ -115,7 +115,7 @@ class HuggingFaceHook:
             original(config, *args, **kwargs)
             config.config = effective_config(config.config, self._plan.overlay)
             if self._plan.measures and hasattr(config, "trainer_config_finalize"):
-                _leave_schedule_to_trainer(config.config)
+                _reset_schedule_length(config.config)
             config.set_stage_and_offload()
 
         cls.__init__ = init
@@ -139,7 +139,7 @@ class HuggingFaceHook:
         """Neither save nor load states: another ZeRO stage's checkpoint could not be loaded anyway."""
         if self._plan.measures:
             for name in ("load_state", "save_model", "save_state"):
-                _silence(module.Accelerator, name)
+                _disable_method(module.Accelerator, name)
 
     def _parser_imported(self, module: Any) -> None:
         """Note whether ``TrainingArguments`` come from the command line: then its options can set them."""
@@ -162,10 +162,10 @@ class HuggingFaceHook:
 
         @functools.wraps(original)
         def post_init(arguments: Any, *args: Any, **kwargs: Any) -> None:
-            arguments._dsat_own = self._own_batch(arguments)
+            arguments._dsat_script_values = self._script_values(arguments)
             self._follow(arguments)
             if self._plan.measures:
-                self._quieten(arguments)
+                self._disable_evaluation_and_saving(arguments)
             original(arguments, *args, **kwargs)
 
         cls.__post_init__ = post_init
@@ -173,11 +173,11 @@ class HuggingFaceHook:
     def _trainer_imported(self, module: Any) -> None:
         cls = module.Trainer
         if self._plan.measures:
-            for name in _SILENCED:
-                _silence(cls, name)
+            for name in _DISABLED_METHODS:
+                _disable_method(cls, name)
             cls.evaluate = _no_evaluation
         init, train = cls.__init__, cls.train
-        callback = _quiet_callback(module.TrainerCallback)
+        callback = _no_evaluation_callback(module.TrainerCallback)
         early_stopping = sys.modules["transformers.trainer_callback"].EarlyStoppingCallback
 
         @functools.wraps(init)
@@ -198,7 +198,7 @@ class HuggingFaceHook:
 
         cls.__init__, cls.train = patched_init, patched_train
 
-    def _own_batch(self, arguments: Any) -> tuple[int, int, bool]:
+    def _script_values(self, arguments: Any) -> tuple[int, int, bool]:
         return (
             int(arguments.per_device_train_batch_size),
             int(arguments.gradient_accumulation_steps),
@@ -214,9 +214,9 @@ class HuggingFaceHook:
                 if getattr(arguments, "per_gpu_train_batch_size", None) is not None and key == MICRO_BATCH:
                     arguments.per_gpu_train_batch_size = None  # its name of old, which would win
 
-    def _quieten(self, arguments: Any) -> None:
+    def _disable_evaluation_and_saving(self, arguments: Any) -> None:
         schedule = getattr(arguments.lr_scheduler_type, "value", arguments.lr_scheduler_type)
-        for name, value in _QUIET.items():
+        for name, value in _MEASURING_ARGUMENTS.items():
             if hasattr(arguments, name) and (schedule not in _NEED_EVALUATION or not name.startswith("eval")):
                 setattr(arguments, name, value)
         # However little data there is, the training lasts for the steps that are measured.
@@ -230,7 +230,9 @@ class HuggingFaceHook:
         if self._found:
             return
         self._found = True
-        micro_batch, accumulation, by_option = getattr(arguments, "_dsat_own", None) or self._own_batch(arguments)
+        micro_batch, accumulation, by_option = getattr(arguments, "_dsat_script_values", None) or self._script_values(
+            arguments
+        )
         self._write(
             TrainerFound(
                 rank=self._rank.rank,
@@ -250,13 +252,13 @@ class HuggingFaceHook:
             )
 
 
-def _leave_schedule_to_trainer(config: Mapping[str, Any]) -> None:
+def _reset_schedule_length(config: Mapping[str, Any]) -> None:
     params = (config.get("scheduler") or {}).get("params")
     if isinstance(params, dict):
-        params.update({key: "auto" for key in _STEPS_OF_SCHEDULE if key in params})
+        params.update({key: "auto" for key in _SCHEDULE_LENGTH_KEYS if key in params})
 
 
-def _silence(cls: Any, name: str) -> None:
+def _disable_method(cls: Any, name: str) -> None:
     original = getattr(cls, name, None)
     if original is None:  # another version of the library does without
         return
@@ -274,10 +276,10 @@ def _no_evaluation(trainer: Any, *_: Any, metric_key_prefix: str = "eval", **__:
     return {f"{metric_key_prefix}_loss": float("nan")}
 
 
-def _quiet_callback(base: Any) -> Any:
+def _no_evaluation_callback(base: Any) -> Any:
     """Return a ``TrainerCallback`` that keeps the Trainer from evaluating and saving."""
 
-    class Quiet(base):  # type: ignore[misc]
+    class SkipEvaluationAndSaving(base):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
             del args, state, kwargs
             control.should_evaluate = control.should_save = False
@@ -285,4 +287,4 @@ def _quiet_callback(base: Any) -> Any:
 
         on_epoch_end = on_step_end
 
-    return Quiet
+    return SkipEvaluationAndSaving

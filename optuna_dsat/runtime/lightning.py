@@ -95,14 +95,14 @@ class LightningHook:
         fit = cls.fit
 
         @functools.wraps(fit)
-        def quiet_fit(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-            self._quieten(trainer)
+        def fit_without_validation(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+            self._disable_evaluation_and_saving(trainer)
             kwargs.pop("ckpt_path", None)  # a state of another ZeRO stage, and no part of the measurement
             return fit(trainer, *args[:4], **kwargs)
 
-        cls.fit = quiet_fit
+        cls.fit = fit_without_validation
 
-    def _quieten(self, trainer: Any) -> None:
+    def _disable_evaluation_and_saving(self, trainer: Any) -> None:
         trainer.callbacks = [
             callback
             for callback in trainer.callbacks

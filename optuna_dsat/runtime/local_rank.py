@@ -12,12 +12,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["give_local_rank"]
+__all__ = ["default_local_rank"]
 
 _OPTIONS = frozenset({"--local_rank", "--local-rank"})
 
 
-def give_local_rank(local_rank: int, *, on_found: Callable[[], None] = lambda: None) -> None:
+def default_local_rank(local_rank: int, *, on_found: Callable[[], None] = lambda: None) -> None:
     """Make ``local_rank`` the default of the option in every parser of this process.
 
     Args:

@@ -19,14 +19,14 @@ from optuna_dsat.runtime.clock import Clock
 from optuna_dsat.runtime.device_memory import MemoryProbe
 from optuna_dsat.runtime.events import Event, StepMeasured
 
-__all__ = ["Meter", "Progress", "StepObserver", "is_pipeline", "leading_dimension"]
+__all__ = ["Meter", "RankState", "StepObserver", "is_pipeline", "leading_dimension"]
 
 _DEPTH = 4
 """How deep batches nest before a tensor is found; deeper ones count as not seen."""
 
 
 @dataclass
-class Progress:
+class RankState:
     """Where this rank is; shared by hook and meter, read when it fails."""
 
     phase: str = "script"
@@ -74,9 +74,9 @@ class Meter:
         write: Records an event.
         clock: Measures.
         memory: Follows memory.
-        progress: Told of phases and steps.
-        end_step: The step after which ``leave`` is called.
-        leave: Ends this process; does not return.
+        state: Told of phases and steps.
+        last_step: The step after which ``exit_process`` is called.
+        exit_process: Ends this process; does not return.
         observer: Looks closer at single steps.
     """
 
@@ -88,9 +88,9 @@ class Meter:
         write: Callable[[Event], None],
         clock: Clock,
         memory: MemoryProbe,
-        progress: Progress,
-        end_step: int,
-        leave: Callable[[], None],
+        state: RankState,
+        last_step: int,
+        exit_process: Callable[[], None],
         observer: StepObserver | None = None,
     ) -> None:
         self._engine = engine
@@ -98,37 +98,37 @@ class Meter:
         self._write = write
         self._clock = clock
         self._memory = memory
-        self._progress = progress
-        self._end_step = end_step
-        self._leave = leave
+        self._state = state
+        self._last_step = last_step
+        self._exit_process = exit_process
         self._observer = observer
         self._step = _Step()
         self._boundary_s = clock.now()
         self._in_forward = False
-        self._watches_module = False
+        self._module_hooked = False
         self._end_observation: Callable[[], None] | None = None
         """Ends the observation of a whole micro-batch, where one is under way."""
 
     def attach(self) -> None:
         """Start measuring; the first step counts from now."""
         if is_pipeline(self._engine):
-            self._engine.module.register_forward_pre_hook(self._see_pipeline_input, with_kwargs=True)
+            self._engine.module.register_forward_pre_hook(self._on_pipeline_input, with_kwargs=True)
             self._engine.train_batch = self._wrap_train_batch(self._engine.train_batch)
         else:
             self._engine.forward = self._wrap_forward(self._engine.forward)
             self._engine.backward = self._wrap_backward(self._engine.backward)
             self._engine.step = self._wrap_step(self._engine.step)
-            self._follow_optimizer()
-        self._progress.phase = "between"
+            self._wrap_optimizer_step()
+        self._state.phase = "between"
         self._clock.synchronize()
         self._boundary_s = self._clock.now()
 
     def _wrap_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if not self._trains():
+            if not self._is_training():
                 return original(*args, **kwargs)
-            self._feed((args, kwargs))
+            self._count_samples((args, kwargs))
             self._in_forward = True
             try:
                 with self._phase("forward"):
@@ -156,16 +156,16 @@ class Meter:
         @functools.wraps(original)
         def step(*args: Any, **kwargs: Any) -> Any:
             self._close_backward()
-            boundary = _at_boundary(self._engine)
+            boundary = _is_update_step(self._engine)
             with self._phase("step"):
                 result = original(*args, **kwargs)
             if boundary:
-                self._end()
+                self._finish_step()
             return result
 
         return step
 
-    def _follow_optimizer(self) -> None:
+    def _wrap_optimizer_step(self) -> None:
         """Count the updates of a script that steps the optimizer itself, past the engine: Lightning Fabric does."""
         optimizer = getattr(self._engine, "optimizer", None)
         original = getattr(optimizer, "step", None)
@@ -174,12 +174,12 @@ class Meter:
 
         @functools.wraps(original)
         def step(_: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._progress.phase != "between":
+            if self._state.phase != "between":
                 return original(*args, **kwargs)  # the engine's own call
             self._close_backward()
             with self._phase("step"):
                 result = original(*args, **kwargs)
-            self._end()
+            self._finish_step()
             return result
 
         optimizer.step = types.MethodType(step, optimizer)  # bound, as torch's schedulers want it
@@ -196,7 +196,7 @@ class Meter:
             with self._phase("batch"):
                 loss = original(*args, **kwargs)
             self._step.loss = _scalar(loss)
-            self._end()
+            self._finish_step()
             return loss
 
         return train_batch
@@ -208,9 +208,9 @@ class Meter:
         What the wrapped methods see within is theirs, be it one phase or many steps. A step that they do not see
         ends here once the engine has counted one; it is one ``batch``, as a pipeline's.
         """
-        self._watch_module()
-        steps, counted, spans = self._progress.steps, _global_steps(self._engine), len(self._step.spans)
-        self._progress.phase = "forward"
+        self._hook_module_input()
+        steps, counted, spans = self._state.steps, _global_steps(self._engine), len(self._step.spans)
+        self._state.phase = "forward"
         start = self._clock.mark()
         with ExitStack() as observation:
             if self._observer is not None:
@@ -218,35 +218,35 @@ class Meter:
                 self._end_observation = observation.close
             yield
         self._end_observation = None
-        self._progress.phase = "between"
-        if self._progress.steps > steps:
+        self._state.phase = "between"
+        if self._state.steps > steps:
             return
         if len(self._step.spans) == spans:
             self._step.spans.append(("batch", start, self._clock.mark()))
             self._memory.sample()
         if counted is None or _global_steps(self._engine) != counted:
-            self._end()
+            self._finish_step()
 
-    def _watch_module(self) -> None:
-        if self._watches_module or is_pipeline(self._engine):
+    def _hook_module_input(self) -> None:
+        if self._module_hooked or is_pipeline(self._engine):
             return
-        self._watches_module = True
-        self._engine.module.register_forward_pre_hook(self._see_module_input, with_kwargs=True)
+        self._module_hooked = True
+        self._engine.module.register_forward_pre_hook(self._on_module_input, with_kwargs=True)
 
-    def _see_module_input(self, _module: Any, args: Any, kwargs: Any) -> None:
-        if not self._in_forward and self._trains():
-            self._feed((args, kwargs))
+    def _on_module_input(self, _module: Any, args: Any, kwargs: Any) -> None:
+        if not self._in_forward and self._is_training():
+            self._count_samples((args, kwargs))
 
-    def _see_pipeline_input(self, module: Any, args: Any, kwargs: Any) -> None:
+    def _on_pipeline_input(self, module: Any, args: Any, kwargs: Any) -> None:
         if module.training:
-            self._feed((args, kwargs))
+            self._count_samples((args, kwargs))
 
-    def _trains(self) -> bool:
+    def _is_training(self) -> bool:
         import torch
 
         return bool(self._engine.module.training) and torch.is_grad_enabled()
 
-    def _feed(self, batch: Any) -> None:
+    def _count_samples(self, batch: Any) -> None:
         size = leading_dimension(batch)
         if size is not None:
             self._step.samples += size
@@ -256,7 +256,7 @@ class Meter:
     def _phase(self, name: str) -> Iterator[None]:
         # "batch" holds all three phases: a failure in it is reported as one of the forward pass, where it
         # starts.
-        self._progress.phase = "forward" if name == "batch" else name
+        self._state.phase = "forward" if name == "batch" else name
         if self._end_observation is not None:  # the phases are seen one by one: each is observed for itself
             self._end_observation()
             self._end_observation = None
@@ -264,18 +264,18 @@ class Meter:
         if self._observer is None:
             yield
         else:
-            with self._observer.observe(name, self._progress.steps + 1):
+            with self._observer.observe(name, self._state.steps + 1):
                 yield
         self._step.spans.append((name, start, self._clock.mark()))
         self._memory.sample()
-        self._progress.phase = "between"
+        self._state.phase = "between"
 
-    def _end(self) -> None:
+    def _finish_step(self) -> None:
         self._clock.synchronize()
         now = self._clock.now()
         step, self._step = self._step, _Step()
         latency_s, self._boundary_s = now - self._boundary_s, now
-        self._progress.steps += 1
+        self._state.steps += 1
         seconds = {"forward": 0.0, "backward": 0.0, "step": 0.0, "batch": 0.0}
         for name, start, end in step.spans:
             seconds[name] += self._clock.seconds(start, end)
@@ -284,7 +284,7 @@ class Meter:
             StepMeasured(
                 rank=self._rank,
                 time=time.time(),
-                step=self._progress.steps,
+                step=self._state.steps,
                 latency_s=latency_s,
                 forward_s=seconds["forward"],
                 backward_s=seconds["backward"],
@@ -298,9 +298,9 @@ class Meter:
             )
         )
         if self._observer is not None:
-            self._observer.boundary(self._progress.steps, step.samples)
-        if self._progress.steps >= self._end_step:
-            self._leave()
+            self._observer.boundary(self._state.steps, step.samples)
+        if self._state.steps >= self._last_step:
+            self._exit_process()
 
 
 def leading_dimension(batch: Any, depth: int = _DEPTH) -> int | None:
@@ -336,7 +336,7 @@ def _global_steps(engine: Any) -> int | None:
     return count if isinstance(count, int) else None
 
 
-def _at_boundary(engine: Any) -> bool:
+def _is_update_step(engine: Any) -> bool:
     """Return whether the coming ``engine.step()`` is one that updates the parameters."""
     managed = getattr(engine, "managed_gradient_accumulation", None)
     if managed is not None and not managed():

@@ -10,7 +10,7 @@ from typing import Any
 
 __all__ = ["effective_config", "merge", "read_config"]
 
-_TRIANGLE = ("train_batch_size", "gradient_accumulation_steps", "train_micro_batch_size_per_gpu")
+_BATCH_KEYS = ("train_batch_size", "gradient_accumulation_steps", "train_micro_batch_size_per_gpu")
 """Any two determine the third. In the order in which the script's own value gives way."""
 
 _DEPRECATED_OFFLOAD = {
@@ -28,7 +28,7 @@ def merge(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]
 
     ``"auto"`` in the overlay says nothing: it gives way to what Hugging Face has filled in below.
     """
-    merged = {key: _copy(value) for key, value in base.items()}
+    merged = {key: _deep_copy(value) for key, value in base.items()}
     for key, value in overlay.items():
         if value is None:
             merged.pop(key, None)
@@ -36,7 +36,7 @@ def merge(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]
             below = merged.get(key)
             merged[key] = merge(below if isinstance(below, Mapping) else {}, value)
         elif value != "auto" or key not in merged:
-            merged[key] = _copy(value)
+            merged[key] = _deep_copy(value)
     return merged
 
 
@@ -57,7 +57,7 @@ def effective_config(
     """
     config = merge(base, overlay)
     config.pop("autotuning", None)
-    _settle_triangle(config, overlay)
+    _drop_conflicting_batch_key(config, overlay)
     zero = config.get("zero_optimization")
     if isinstance(zero, dict):
         chosen = overlay.get("zero_optimization")
@@ -65,7 +65,7 @@ def effective_config(
             if isinstance(chosen, Mapping) and key in chosen:
                 for old in deprecated:
                     zero.pop(old, None)
-        if _offloads_optimizer(zero) and _is_foreign(client_optimizer):
+        if _offloads_optimizer(zero) and _is_foreign_optimizer(client_optimizer):
             config.setdefault("zero_force_ds_cpu_optimizer", False)
     return config
 
@@ -105,17 +105,17 @@ def _parse(text: str) -> Any:
         return json.loads(hjson.dumpsJSON(hjson.loads(text)))
 
 
-def _copy(value: Any) -> Any:
+def _deep_copy(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _copy(item) for key, item in value.items()}
+        return {key: _deep_copy(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_copy(item) for item in value]
+        return [_deep_copy(item) for item in value]
     return value
 
 
-def _settle_triangle(config: dict[str, Any], overlay: Mapping[str, Any]) -> None:
-    if all(key in config for key in _TRIANGLE) and any(key in overlay for key in _TRIANGLE):
-        own = next((key for key in _TRIANGLE if overlay.get(key) is None), None)
+def _drop_conflicting_batch_key(config: dict[str, Any], overlay: Mapping[str, Any]) -> None:
+    if all(key in config for key in _BATCH_KEYS) and any(key in overlay for key in _BATCH_KEYS):
+        own = next((key for key in _BATCH_KEYS if overlay.get(key) is None), None)
         if own is not None:
             del config[own]
 
@@ -125,7 +125,7 @@ def _offloads_optimizer(zero: Mapping[str, Any]) -> bool:
     return (isinstance(offload, Mapping) and offload.get("device") in ("cpu", "nvme")) or bool(zero.get("cpu_offload"))
 
 
-def _is_foreign(optimizer: object | None) -> bool:
+def _is_foreign_optimizer(optimizer: object | None) -> bool:
     if optimizer is None:
         return False
     return not any(cls.__name__ in _DEEPSPEED_CPU_OPTIMIZERS for cls in type(optimizer).__mro__)

@@ -24,13 +24,13 @@ from optuna_dsat.runtime.events import Event, ProfileMeasured
 from optuna_dsat.runtime.launch_plan import LaunchPlan
 from optuna_dsat.runtime.rank import Rank
 
-__all__ = ["Profiler", "count_parameters", "profile_step"]
+__all__ = ["Profiler", "count_parameters", "profiled_step"]
 
 _BLOCK_BYTES = 512
 """What torch's CUDA allocator rounds up to (``kMinBlockSize``, c10/cuda/CUDACachingAllocator.cpp)."""
 
 
-def profile_step(plan: LaunchPlan) -> int:
+def profiled_step(plan: LaunchPlan) -> int:
     """Return the step that is looked at: the last of the launch."""
     return plan.end_profile_step
 
@@ -78,7 +78,7 @@ class Profiler:
         self._rank = rank
         self._memory = memory
         self._write = write
-        self._step = profile_step(plan)
+        self._step = profiled_step(plan)
         self._flops = 0
         self._flops_known = True
         self._activations = 0
@@ -170,7 +170,7 @@ def _flop_counter() -> Any:
     aten = torch.ops.aten
     attention = {getattr(aten, name): formula for name, formula in formulas.items() if hasattr(aten, name)}
 
-    class Everything:
+    class NoModuleTracker:
         parents = frozenset({"Global"})
 
         def __enter__(self) -> None:
@@ -179,12 +179,12 @@ def _flop_counter() -> Any:
         def __exit__(self, *_: object) -> None:
             pass
 
-    class Counter(FlopCounterMode):
+    class SafeFlopCounter(FlopCounterMode):
         failed = False
 
         def __init__(self) -> None:
             super().__init__(display=False, custom_mapping=attention)
-            self.mod_tracker: Any = Everything()
+            self.mod_tracker: Any = NoModuleTracker()
 
         def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
             try:
@@ -193,7 +193,7 @@ def _flop_counter() -> Any:
                 self.failed = True
             return out
 
-    return Counter()
+    return SafeFlopCounter()
 
 
 def _saved_tensors(module: Any, saved: dict[int, int]) -> Any:

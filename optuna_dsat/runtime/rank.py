@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from optuna_dsat.runtime.launch_plan import LAUNCH_ENV, LaunchPlan
 
-__all__ = ["MANUAL_INIT_ENV", "Rank", "World", "current_plan", "inits_by_hand"]
+__all__ = ["MANUAL_INIT_ENV", "Rank", "World", "current_plan", "initializes_distributed_manually"]
 
 MANUAL_INIT_ENV = "OPTUNA_DSAT_MANUAL_INIT_DISTRIBUTED"
 """Environment variable of a ``DeepSpeedTrial`` that initialises ``torch.distributed`` by itself."""
@@ -91,7 +91,7 @@ class World:
         )
 
 
-def inits_by_hand(environ: Mapping[str, str] | None = None) -> bool:
+def initializes_distributed_manually(environ: Mapping[str, str] | None = None) -> bool:
     """Return whether the user's code initialises ``torch.distributed`` by itself; Determined's variable counts too."""
     env = os.environ if environ is None else environ
     return any(env.get(name, "").lower() not in _OFF for name in _MANUAL_INIT)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from optuna_dsat.runtime.overlay import merge, read_config
 
-__all__ = ["dsat_reporting_context", "get_ds_config_from_hparams", "in_trial", "trial_config"]
+__all__ = ["dsat_reporting_context", "get_ds_config_from_hparams", "set_current_trial", "trial_config"]
 
 
 class _Trial(Protocol):
@@ -30,7 +30,7 @@ class _Current:
     trial: _Trial | None = None
 
 
-def in_trial(trial: _Trial | None) -> None:
+def set_current_trial(trial: _Trial | None) -> None:
     """Say which launch this process is a rank of; called by the runtime before the script runs."""
     _Current.trial = trial
 

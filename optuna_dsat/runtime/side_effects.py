@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["disable_checkpoints", "forgive_checkpoints", "redirect_summaries", "without_monitors"]
+__all__ = ["disable_checkpoints", "redirect_tensorboard", "tolerate_mismatched_checkpoints", "without_monitors"]
 
 _MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler")
 """Sections of a DeepSpeed config that have DeepSpeed write outside the run directory; it does without each."""
@@ -50,7 +50,7 @@ def without_monitors(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in _MONITORS}
 
 
-def redirect_summaries(writer_class: Any, folder: Path) -> None:
+def redirect_tensorboard(writer_class: Any, folder: Path) -> None:
     """Have TensorBoard summaries go below ``folder``, under the last name of the folder that the script asks for.
 
     Args:
@@ -84,7 +84,7 @@ def disable_checkpoints(engine_class: Any) -> None:
     engine_class.save_16bit_model = _skipped(engine_class.save_16bit_model, said, _would_gather)
 
 
-def forgive_checkpoints(engine_class: Any, *, is_misfit: Callable[[Exception], bool]) -> None:
+def tolerate_mismatched_checkpoints(engine_class: Any, *, is_mismatch: Callable[[Exception], bool]) -> None:
     """Have a trial go on where a checkpoint does not fit its configuration, from the weights that the script built.
 
     The steps take as long with other values, and the rank's log says what happened. The client state is returned,
@@ -92,7 +92,7 @@ def forgive_checkpoints(engine_class: Any, *, is_misfit: Callable[[Exception], b
 
     Args:
         engine_class: ``deepspeed.DeepSpeedEngine``.
-        is_misfit: Tells errors that a misfit explains from a lack of memory and the like, which are raised.
+        is_mismatch: Tells errors that a misfit explains from a lack of memory and the like, which are raised.
     """
     original = engine_class.load_checkpoint
     signature = inspect.signature(original)
@@ -104,7 +104,7 @@ def forgive_checkpoints(engine_class: Any, *, is_misfit: Callable[[Exception], b
             return original(*args, **kwargs)
         except Exception as error:
             states = _model_states(bound.arguments["load_dir"], bound.arguments.get("tag"))
-            if states is None or not is_misfit(error):
+            if states is None or not is_mismatch(error):
                 raise
             print(
                 f"optuna-dsat: {states.parent} was saved with another configuration than this trial's and cannot be "

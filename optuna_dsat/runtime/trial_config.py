@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from optuna_dsat.runtime.differences import config_differences
+from optuna_dsat.runtime.config_differences import config_differences
 from optuna_dsat.runtime.launch_plan import LaunchPlan
 from optuna_dsat.runtime.overlay import effective_config, read_config
 from optuna_dsat.runtime.side_effects import without_monitors
@@ -29,7 +29,7 @@ class TrialConfig:
         self._user = _read(plan.user_config_path)
         self._launch = _read(plan.config_path)
 
-    def lay_over(self, config: Any, *, client_optimizer: object | None = None) -> dict[str, Any]:
+    def apply_overlay(self, config: Any, *, client_optimizer: object | None = None) -> dict[str, Any]:
         """Return a config with the overlay over it, in trials without the sections that log elsewhere.
 
         Args:

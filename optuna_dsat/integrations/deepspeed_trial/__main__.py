@@ -15,7 +15,7 @@ from optuna_dsat.integrations.deepspeed_trial.context import DeepSpeedTrialConte
 from optuna_dsat.integrations.deepspeed_trial.state import seed_everything
 from optuna_dsat.integrations.deepspeed_trial.training import Periods, Training
 from optuna_dsat.integrations.deepspeed_trial.trial import DeepSpeedTrial
-from optuna_dsat.runtime.rank import World, current_plan, inits_by_hand
+from optuna_dsat.runtime.rank import World, current_plan, initializes_distributed_manually
 from optuna_dsat.script.trial_class import Hparams, Length, own_overwrites
 
 
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> None:
     hparams = Hparams.load(arguments.hparams) if arguments.hparams else Hparams(hyperparameters={}, data={})
     # The config of a launch holds the overwrites already, under what the launch lays over them.
     keep = plan is None and bool(own_overwrites(hparams, arguments.deepspeed_config, Path.cwd()))
-    if not inits_by_hand():
+    if not initializes_distributed_manually():
         import deepspeed
 
         deepspeed.init_distributed()

@@ -13,21 +13,21 @@ from pathlib import Path
 from typing import NoReturn
 
 from optuna_dsat.runtime.arguments import Target, point_to_config
-from optuna_dsat.runtime.config_file import reads_redirected
+from optuna_dsat.runtime.config_redirect import reads_redirected
 from optuna_dsat.runtime.device_memory import unlink_shared_buffers
-from optuna_dsat.runtime.environment import EnvironmentWatch
+from optuna_dsat.runtime.environment_watch import EnvironmentWatch
 from optuna_dsat.runtime.events import Event, ModulesImported, RankFailed, RankFinished, RankStarted, decode_event
 from optuna_dsat.runtime.failure import diagnose, format_traceback, without_runtime_frames
 from optuna_dsat.runtime.hook import DeepSpeedHook
 from optuna_dsat.runtime.imports import imported_modules, loaded_operators
 from optuna_dsat.runtime.launch_plan import LaunchPlan
-from optuna_dsat.runtime.local_rank import give_local_rank
-from optuna_dsat.runtime.meter import Progress
+from optuna_dsat.runtime.local_rank import default_local_rank
+from optuna_dsat.runtime.meter import RankState
 from optuna_dsat.runtime.rank import Rank
-from optuna_dsat.runtime.reporting import in_trial
+from optuna_dsat.runtime.reporting import set_current_trial
 from optuna_dsat.runtime.writer import EventWriteError, EventWriter, events_path
 
-__all__ = ["EXIT_EVENTS_LOST", "FailedExit", "exit_code", "leave_as_python", "run_rank"]
+__all__ = ["EXIT_EVENTS_LOST", "FailedExit", "exit_as_python", "exit_code", "run_rank"]
 
 EXIT_EVENTS_LOST = 74
 """Exit code of a rank whose events could not be written (``EX_IOERR`` of ``sysexits.h``)."""
@@ -35,7 +35,7 @@ EXIT_EVENTS_LOST = 74
 _PR_SET_PDEATHSIG = 1
 """``linux/prctl.h``."""
 
-_LEAVE_TOGETHER_S = 2.0
+_LOCAL_RANKS_TIMEOUT_S = 2.0
 """Longest wait for the other ranks of this host: none may vanish while another still reads from it."""
 
 
@@ -51,19 +51,19 @@ def run_rank(plan: LaunchPlan, rank: Rank, target: Target, *, safe_path: bool, f
     if plan.log_dir:
         redirect_output(Path(plan.log_dir), rank.rank)
     try:
-        return _Session(plan, rank, forked=forked).run(target, safe_path=safe_path)
+        return _RankProcess(plan, rank, forked=forked).run(target, safe_path=safe_path)
     except EventWriteError as error:
         print(error, file=sys.stderr)
         end_process(EXIT_EVENTS_LOST)
 
 
-class _Session:
+class _RankProcess:
     def __init__(self, plan: LaunchPlan, rank: Rank, *, forked: bool) -> None:
         self._plan = plan
         self._rank = rank
         self._forked = forked
         self._environment = EnvironmentWatch()
-        self._progress = Progress()
+        self._state = RankState()
         self._writer = EventWriter(events_path(plan.events_dir, rank.rank))
 
     def run(self, target: Target, *, safe_path: bool) -> int:
@@ -79,12 +79,14 @@ class _Session:
                 forked=self._forked,
             )
         )
-        if self._tells_imports:
+        if self._reports_imports:
             self._environment.install()
-        hook = DeepSpeedHook(plan=plan, rank=rank, writer=self._writer, progress=self._progress, leave=self._leave)
+        hook = DeepSpeedHook(
+            plan=plan, rank=rank, writer=self._writer, state=self._state, exit_process=self._exit_after_last_step
+        )
         hook.install()
-        in_trial(hook)
-        give_local_rank(rank.local_rank, on_found=self._takes_local_rank)
+        set_current_trial(hook)
+        default_local_rank(rank.local_rank, on_found=self._takes_local_rank)
         args = point_to_config(target.args, user_config=plan.user_config_path, config=plan.config_path)
         try:
             with reads_redirected(user_config=plan.user_config_path, config=plan.config_path):
@@ -100,20 +102,18 @@ class _Session:
         return 0
 
     @property
-    def _tells_imports(self) -> bool:
+    def _reports_imports(self) -> bool:
         """Whether this rank says for all what the script imports."""
         return self._plan.purpose == "profile" and self._rank.rank == 0
 
     def _takes_local_rank(self) -> None:
-        self._progress.takes_local_rank = True
+        self._state.takes_local_rank = True
 
     def _finish(self, reason: str) -> None:
-        self._writer.write(
-            RankFinished(rank=self._rank.rank, time=time.time(), reason=reason, steps=self._progress.steps)
-        )
+        self._writer.write(RankFinished(rank=self._rank.rank, time=time.time(), reason=reason, steps=self._state.steps))
 
-    def _leave(self) -> None:
-        if self._tells_imports:
+    def _exit_after_last_step(self) -> None:
+        if self._reports_imports:
             self._writer.write(
                 ModulesImported(
                     rank=0,
@@ -124,33 +124,31 @@ class _Session:
                 )
             )
         self._finish("profile_done")
-        self._wait_for_neighbours()
+        self._wait_for_local_ranks()
         end_process(0)
 
-    def _wait_for_neighbours(self) -> None:
+    def _wait_for_local_ranks(self) -> None:
         """Wait until the other ranks of this host have done the last step too, or failed at it."""
         paths = [events_path(self._plan.events_dir, rank) for rank in self._rank.local_ranks]
-        deadline = time.monotonic() + _LEAVE_TOGETHER_S
-        while time.monotonic() < deadline and not all(map(_is_over, paths)):
+        deadline = time.monotonic() + _LOCAL_RANKS_TIMEOUT_S
+        while time.monotonic() < deadline and not all(map(_has_ended, paths)):
             time.sleep(0.005)
 
     def _fail(self, error: Exception) -> NoReturn:
         here = str(Path(__file__).resolve().parent)
         trace = without_runtime_frames(error.__traceback__, here)
-        diagnosis = diagnose(
-            error, phase=self._progress.phase, device=self._progress.device, limited=self._progress.limited
-        )
+        diagnosis = diagnose(error, phase=self._state.phase, device=self._state.device, limited=self._state.limited)
         self._writer.write(
             RankFailed(
                 rank=self._rank.rank,
                 time=time.time(),
                 outcome=diagnosis.outcome.value,
-                phase=self._progress.phase,
+                phase=self._state.phase,
                 error_type=type(error).__name__,
                 message=str(error),
                 traceback=format_traceback(error, trace),
                 missing_bytes=diagnosis.missing_bytes,
-                steps=self._progress.steps,
+                steps=self._state.steps,
             )
         )
         sys.excepthook(type(error), error.with_traceback(trace), trace)
@@ -193,7 +191,7 @@ def end_process(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _is_over(path: Path) -> bool:
+def _has_ended(path: Path) -> bool:
     try:
         last = path.read_text(encoding="utf-8").rstrip("\n").rpartition("\n")[2]
     except OSError:
@@ -206,7 +204,7 @@ class FailedExit(SystemExit):
     """An exception ended the script: Python's own exit follows, so slow that torchrun sees first who was killed."""
 
 
-def leave_as_python(code: int) -> NoReturn:
+def exit_as_python(code: int) -> NoReturn:
     """End as Python does: threads joined, exit functions run, output written; without the teardown of native libraries.
 
     A thread of gloo that still runs then aborts the process, and a training that succeeded would count as failed.

@@ -14,7 +14,7 @@ __all__ = ["config_differences"]
 _AUTO = "auto"
 _TRAIN, _MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
 _ACCUMULATION = "gradient_accumulation_steps"
-_OF_NO_ACCOUNT = frozenset(
+_IGNORED_KEYS = frozenset(
     {"autotuning", "comet", "csv_monitor", "dump_state", "flops_profiler", "steps_per_print", "tensorboard", "wandb"}
     | {"wall_clock_breakdown"}
 )
@@ -40,7 +40,7 @@ def config_differences(
     found = {}
     for key in sorted({**ours, **theirs}):
         mine, original, current = ours.get(key), theirs.get(key), launched.get(key)
-        if key.partition(".")[0] in _OF_NO_ACCOUNT or _agree(mine, original) or _agree(mine, current):
+        if key.partition(".")[0] in _IGNORED_KEYS or _agree(mine, original) or _agree(mine, current):
             continue
         found[key] = [mine, original]
     return found
