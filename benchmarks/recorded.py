@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from optuna_dsat.config import ds_config
-from optuna_dsat.config.knobs import KNOBS
-from optuna_dsat.config.search_space import NVME
+from optuna_dsat.config.knobs import KNOBS, NVME
 from optuna_dsat.launch.simulated import SimulatedProfile, SimulatedResult
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.words import bytes_in_words

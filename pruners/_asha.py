@@ -11,11 +11,11 @@ from optuna.trial import FrozenTrial
 
 from optuna_dsat.pruners._common import chosen_by_user, lineage_of
 from optuna_dsat.pruners._inflight import below_rung, cannot_win, reports_of
-from optuna_dsat.pruners._rungs import Rungs, climb
+from optuna_dsat.pruners._rungs import Rungs, build_rungs
 from optuna_dsat.trials.bisection import ended
 from optuna_dsat.trials.lineage import MICRO_BATCH, Lineage
 from optuna_dsat.trials.lineage_cache import read_history
-from optuna_dsat.trials.lineage_index import Kind, Lineages, best_score
+from optuna_dsat.trials.lineage_index import Lineages, StructureGroup, best_score
 
 __all__ = ["AshaPruner"]
 
@@ -96,7 +96,7 @@ class AshaPruner(BasePruner):
             return None
         if lineage.broken:
             return "this configuration failed whatever its micro-batch"
-        return f"other configurations did better with {len(lineage.answers)} launches"
+        return f"other configurations did better with {len(lineage.conclusive)} launches"
 
     def held_back(self, study: Study, lineages: Mapping[str, Lineage]) -> frozenset[str]:
         """Return the keys of the lineages that wait, or left the race."""
@@ -109,21 +109,21 @@ class AshaPruner(BasePruner):
 
     def _climbing(self, lineages: Lineages, direction: StudyDirection) -> list[str]:
         best = best_score(lineages, direction)
-        split = [_split(kind, direction, self._rungs.size(0), best) for kind in lineages.kinds.values()]
+        split = [_split(kind, direction, self._rungs.size(0), best) for kind in lineages.structures.values()]
         beginners = [ranked for below, _ in split for ranked in below]
         climbers = {o.key: o for o in sorted((o for _, on in split for o in on), key=lambda o: o.first_number)}
         over = frozenset(key for key, lineage in climbers.items() if ended(lineage, direction, best))
-        ladder = climb(climbers, rungs=self._rungs, direction=direction, ended=over)
+        ladder = build_rungs(climbers, rungs=self._rungs, direction=direction, ended=over)
         going_on = []
         for key, lineage in climbers.items():
-            done = len(lineage.answers)
+            done = len(lineage.conclusive)
             rung = next((k for k, r in enumerate(ladder) if key not in r.promoted), 0)
             if key not in over and done < self._rungs.size(rung):
                 going_on.append((-rung, -done, lineage.first_number, key))
         return [key for *_, key in sorted([*going_on, *beginners])]
 
     def hopeless(self, study: Study, lineages: Mapping[str, Lineage]) -> Sequence[Mapping[str, Any]]:
-        """Return no structures: every new lineage may climb."""
+        """Return no structures: every new lineage may build_rungs."""
         del study, lineages
         return ()
 
@@ -145,14 +145,14 @@ _Ranked = tuple[int, int, int, str]
 
 
 def _split(
-    kind: Kind, direction: StudyDirection, least: int, best_of_study: float | None
+    kind: StructureGroup, direction: StudyDirection, least: int, best_of_study: float | None
 ) -> tuple[Sequence[_Ranked], Sequence[Lineage]]:
     """Return the lineages of a kind that have not completed the lowest rung, of ``least`` launches, and the others."""
 
     def find() -> tuple[list[_Ranked], list[Lineage]]:
         below, on = [], []
         for lineage in kind.members.values():
-            done = len(lineage.answers)
+            done = len(lineage.conclusive)
             if done >= least or ended(lineage, direction, best_of_study):
                 on.append(lineage)
             else:

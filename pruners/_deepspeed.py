@@ -17,10 +17,10 @@ from optuna.trial import FrozenTrial
 from optuna_dsat.pruners._common import chosen_by_user, lineage_of
 from optuna_dsat.pruners._inflight import cannot_win, reports_of
 from optuna_dsat.trials.bisection import ended
-from optuna_dsat.trials.extrapolation import potential
+from optuna_dsat.trials.extrapolation import optimistic_bound
 from optuna_dsat.trials.lineage import MICRO_BATCH, Lineage, search_interval
 from optuna_dsat.trials.lineage_cache import read_history
-from optuna_dsat.trials.lineage_index import Kind, Lineages, best_score
+from optuna_dsat.trials.lineage_index import Lineages, StructureGroup, best_score
 
 __all__ = ["DeepSpeedPruner"]
 
@@ -118,7 +118,7 @@ class DeepSpeedPruner(BasePruner):
             hopeless = hopeless_structures(known, direction=direction, budget=self._budget)
             best = best_score(known, direction)
             going_on: list[tuple[int, str]] = []
-            for kind in known.kinds.values():
+            for kind in known.structures.values():
                 is_hopeless = kind.params in hopeless
                 going_on += kind.derived(
                     ("going on", self._budget, direction, best, is_hopeless),
@@ -128,7 +128,7 @@ class DeepSpeedPruner(BasePruner):
 
         return known.derived(("continuable", self._budget, direction), find)
 
-    def _going_on(self, kind: Kind, lineages: Lineages, direction: StudyDirection) -> list[tuple[int, str]]:
+    def _going_on(self, kind: StructureGroup, lineages: Lineages, direction: StudyDirection) -> list[tuple[int, str]]:
         """Return the lineages of a kind that may get another launch: number of the first trial, and key."""
         return [(o.first_number, o.key) for o in kind.members.values() if self._judge(o, lineages, direction) is None]
 
@@ -137,7 +137,7 @@ class DeepSpeedPruner(BasePruner):
         return hopeless_structures(Lineages.of(lineages), direction=study.direction, budget=self._budget)
 
     def _judge(self, lineage: Lineage, lineages: Lineages, direction: StudyDirection) -> Verdict | None:
-        if not lineage.answers:
+        if not lineage.conclusive:
             hopeless = hopeless_structures(lineages, direction=direction, budget=self._budget)
             if lineage.structure in hopeless:
                 return Verdict.HOPELESS
@@ -146,7 +146,7 @@ class DeepSpeedPruner(BasePruner):
     def _explain(self, verdict: Verdict, lineage: Lineage, lineages: Lineages, direction: StudyDirection) -> str:
         """Return a verdict in words; of the configurations that overtook this one, the earliest is named."""
         _, high, promise = _outlook(lineage, direction)
-        kind = lineages.kind_of(lineage.params)
+        kind = lineages.structure_group(lineage.params)
         overtakers = [
             other
             for other in (kind.members.values() if kind is not None else ())
@@ -191,7 +191,7 @@ def judge(lineage: Lineage, lineages: Lineages, *, direction: StudyDirection, bu
         return Verdict.BROKEN
     if lineage.dead:
         return Verdict.DEAD
-    if len(lineage.answers) >= budget:
+    if len(lineage.conclusive) >= budget:
         return Verdict.SPENT
     low, high, promise = _outlook(lineage, direction)
     if low > high:
@@ -223,7 +223,7 @@ def hopeless_structures(lineages: Lineages, *, direction: StudyDirection, budget
         best = best_score(lineages, direction)
         if best is None:
             return []
-        found = ((_outlook_of_kind(kind, direction, budget), kind) for kind in lineages.kinds.values())
+        found = ((_outlook_of_kind(kind, direction, budget), kind) for kind in lineages.structures.values())
         bad = [
             (outlook.first, kind.params)
             for outlook, kind in found
@@ -245,11 +245,11 @@ class _KindOutlook:
     """Number of the first trial of the earliest of them."""
 
 
-def _outlook_of_kind(kind: Kind, direction: StudyDirection, budget: int) -> _KindOutlook:
+def _outlook_of_kind(kind: StructureGroup, direction: StudyDirection, budget: int) -> _KindOutlook:
     better = max if direction == StudyDirection.MAXIMIZE else min
 
     def find() -> _KindOutlook:
-        known = [lineage for lineage in kind.members.values() if lineage.answers]
+        known = [lineage for lineage in kind.members.values() if lineage.conclusive]
         return _KindOutlook(
             lineages=len(known),
             promise=better((_promise(lineage, direction, budget) for lineage in known), default=math.nan),
@@ -266,7 +266,7 @@ def _promise(lineage: Lineage, direction: StudyDirection, budget: int) -> float:
         nothing = -math.inf if direction == StudyDirection.MAXIMIZE else math.inf
         shown = lineage.best_score(direction)
         shown = nothing if shown is None else shown
-        if lineage.dead or ended(lineage, direction) or len(lineage.answers) >= budget:
+        if lineage.dead or ended(lineage, direction) or len(lineage.conclusive) >= budget:
             return shown
         if len({size for size, _ in lineage.points()}) < 2:
             return -nothing
@@ -281,7 +281,7 @@ def _outlook(lineage: Lineage, direction: StudyDirection) -> tuple[int, int, flo
 
     def find() -> tuple[int, int, float]:
         low, high = _reach(lineage)
-        return low, high, potential(lineage.points(), low, high, direction=direction, margin=_NOISE)
+        return low, high, optimistic_bound(lineage.points(), low, high, direction=direction, margin=_NOISE)
 
     return lineage.derived(("outlook", direction), find)
 
@@ -298,7 +298,7 @@ def _reach(lineage: Lineage) -> tuple[int, int]:
 
 def _best_of_larger(lineage: Lineage, lineages: Lineages, high: int, direction: StudyDirection) -> float | None:
     """Return the best metric of the other lineages of the same structure that ran ``high`` or more."""
-    kind = lineages.kind_of(lineage.params)
+    kind = lineages.structure_group(lineage.params)
     if kind is None:
         return None
     sizes, best_two = kind.derived(("larger", direction), lambda: _best_by_size(kind, direction))
@@ -306,7 +306,7 @@ def _best_of_larger(lineage: Lineage, lineages: Lineages, high: int, direction: 
     return next((found for found, key in best_two[above] if key != lineage.key), None)
 
 
-def _best_by_size(kind: Kind, direction: StudyDirection) -> tuple[list[int], list[list[tuple[float, str]]]]:
+def _best_by_size(kind: StructureGroup, direction: StudyDirection) -> tuple[list[int], list[list[tuple[float, str]]]]:
     """Return the largest micro-batches of a kind's lineages, negative and ascending, with the best two up to each.
 
     Item n of the second list holds the best two (metric, key) of the n lineages with the largest micro-batches.

@@ -12,7 +12,7 @@ from typing import TypeVar
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-from optuna_dsat.trials.lineage import Evidence, evidence
+from optuna_dsat.trials.lineage import Feasibility, feasibility
 from optuna_dsat.trials.lineage_cache import StudyHistory
 
 __all__ = ["Reports", "below_rung", "cannot_win", "reports_of"]
@@ -76,7 +76,7 @@ class Reports:
         values, seen = self._shown.pop(step, ([], 0))
         for trial in self._finished[seen:]:
             value = trial.intermediate_values.get(step, math.nan)
-            if not math.isnan(value) and evidence(trial) is Evidence.FITS:
+            if not math.isnan(value) and feasibility(trial) is Feasibility.FITS:
                 insort(values, value)
         _keep(self._shown, step, (values, len(self._finished)))
         return values

@@ -13,7 +13,7 @@ from optuna.study import StudyDirection
 
 from optuna_dsat.trials.lineage import Lineage
 
-__all__ = ["Rung", "Rungs", "climb", "survivors"]
+__all__ = ["Rung", "Rungs", "build_rungs", "survivors"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Rung:
     """Those that may go on: the best ``1 / divisor``, and those that went on before others overtook them."""
 
 
-def climb(
+def build_rungs(
     lineages: Mapping[str, Lineage],
     *,
     rungs: Rungs,
@@ -67,11 +67,11 @@ def climb(
     found = []
     for index in range(rungs.max_rungs):
         size = rungs.size(index)
-        completed = [key for key in climbing if len(lineages[key].answers) >= size or key in ended]
-        scores = {key: lineages[key].best_score(direction, answers=size) for key in completed}
+        completed = [key for key in climbing if len(lineages[key].conclusive) >= size or key in ended]
+        scores = {key: lineages[key].best_score(direction, first=size) for key in completed}
         ranked = survivors(scores, keep=len(completed), direction=direction)
         top = survivors(scores, keep=len(completed) // rungs.divisor, direction=direction)
-        gone_on = [key for key in completed if len(lineages[key].answers) > size]
+        gone_on = [key for key in completed if len(lineages[key].conclusive) > size]
         promoted = frozenset([*top, *gone_on]) if index < rungs.max_rungs - 1 else frozenset[str]()
         unranked = [key for key in completed if scores[key] is None]
         found.append(Rung(completed=(*ranked, *unranked), promoted=promoted))

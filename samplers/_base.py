@@ -19,15 +19,15 @@ from optuna_dsat.trials.lineage import (
     MICRO_BATCH,
     PLAN_ATTR,
     RETRY_ATTR,
-    Evidence,
+    Feasibility,
     Lineage,
     LineageGate,
     agrees,
-    candidates,
     group,
     lineage_key,
     micro_batches_of,
     middle,
+    unused_micro_batches,
 )
 from optuna_dsat.trials.lineage_cache import StudyHistory, notes_of, read_history
 from optuna_dsat.trials.lineage_index import Lineages
@@ -144,7 +144,7 @@ class LineageSampler(BaseSampler):
             if o.distribution is not None
         ):
             return False
-        opened = sum(kind.complete for kind in lineages.kinds.values())
+        opened = sum(kind.complete for kind in lineages.structures.values())
         return (classes is not None and opened >= classes) or lineages.tree.closed({}, _hopeless(study, lineages))
 
     def before_trial(self, study: Study, trial: FrozenTrial) -> None:
@@ -274,8 +274,8 @@ class LineageSampler(BaseSampler):
         top = self._ceiling(lineage.params, history, distribution)
         if lineage.smallest_too_large is not None:
             top = min(top, lineage.smallest_too_large - 1)
-        unused = candidates(distribution.low, top, distribution, used=lineage.used)
-        return middle(unused or candidates(distribution.low, distribution.high, distribution))
+        unused = unused_micro_batches(distribution.low, top, distribution, used=lineage.used)
+        return middle(unused or unused_micro_batches(distribution.low, distribution.high, distribution))
 
     def _ceiling(self, params: Mapping[str, Any], history: Sequence[FrozenTrial], distribution: IntDistribution) -> int:
         """Return the largest micro-batch worth trying, within the distribution."""
@@ -288,7 +288,7 @@ class LineageSampler(BaseSampler):
         The model is seldom wrong by half. It is trusted until a micro-batch of the upper half has fitted, or two were
         too large.
         """
-        if self._max_micro_batch is None or lineage.taught.count(Evidence.TOO_LARGE) > 1:
+        if self._max_micro_batch is None or lineage.feasibilities.count(Feasibility.TOO_LARGE) > 1:
             return low
         return max(low, high // 2 + 1)
 

@@ -10,9 +10,9 @@ from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.samplers._base import LineageSampler, Proposal
-from optuna_dsat.trials.bisection import climb, refine
-from optuna_dsat.trials.lineage import Lineage, candidates, middle, past_peak, search_interval
-from optuna_dsat.trials.lineage_index import Lineages, best_member, best_score, edge_alike
+from optuna_dsat.trials.bisection import edge_interval, refine
+from optuna_dsat.trials.lineage import Lineage, middle, past_peak, search_interval, unused_micro_batches
+from optuna_dsat.trials.lineage_index import Lineages, best_lineage, best_score, structure_edge
 
 __all__ = ["BinarySearchSampler"]
 
@@ -85,9 +85,9 @@ class BinarySearchSampler(LineageSampler):
         if lineage.derived(("climbs", direction, distribution), lambda: _climbs(lineage, distribution, direction)):
             rival = _best_alike(lineage, lineages, direction)
             ceiling = self._ceiling(lineage.params, history, distribution)
-            limits = (edge_alike(lineage, lineages), None if rival is None else _before_fall(rival, direction))
+            limits = (structure_edge(lineage, lineages), None if rival is None else _before_fall(rival, direction))
             ceiling = min([ceiling, *(limit for limit in limits if limit is not None)])
-            bounds = climb(lineage, ceiling, distribution, direction=direction, best=best)
+            bounds = edge_interval(lineage, ceiling, distribution, direction=direction, best=best)
             if bounds is not None:
                 size = self._pick(lineage, rival, *bounds, distribution, direction)
                 return Proposal(micro_batch=size, low=bounds[0], high=bounds[1])
@@ -107,14 +107,14 @@ class BinarySearchSampler(LineageSampler):
         direction: StudyDirection,
     ) -> int:
         """Return where to divide what is left: at first where a lineage alike did best, then in the middle."""
-        left = candidates(low, high, distribution, used=lineage.used)
+        left = unused_micro_batches(low, high, distribution, used=lineage.used)
         best = None if rival is None else rival.best(direction)
         if rival is not None and best is not None and lineage.largest_fit is None:
             goal = rival.size(best)
             if goal > high:
                 goal = high - high // 8
             return min(left, key=lambda size: (abs(size - goal), size))
-        likely = candidates(self._likely(lineage, low, high), high, distribution, used=lineage.used)
+        likely = unused_micro_batches(self._likely(lineage, low, high), high, distribution, used=lineage.used)
         return middle(likely or left)
 
 
@@ -123,15 +123,15 @@ def _climbs(lineage: Lineage, distribution: IntDistribution, direction: StudyDir
     if direction == StudyDirection.MAXIMIZE and past_peak(lineage, direction):
         return False
     low, high = search_interval(lineage, distribution.high, floor=distribution.low)
-    return bool(candidates(low, high, distribution, used=lineage.used))
+    return bool(unused_micro_batches(low, high, distribution, used=lineage.used))
 
 
 def _best_alike(lineage: Lineage, lineages: Lineages, direction: StudyDirection) -> Lineage | None:
     """Return the best other lineage of the same structure that was measured, the earliest of equals."""
-    kind = lineages.kind_of(lineage.params)
+    kind = lineages.structure_group(lineage.params)
     if kind is None or direction == StudyDirection.MINIMIZE:
         return None
-    best = best_member(kind, direction)
+    best = best_lineage(kind, direction)
     if best is not None and best.key == lineage.key:
         return None
     return best

@@ -32,7 +32,7 @@ from optuna.distributions import (
 from optuna.study import StudyDirection
 
 from optuna_dsat.trials.lineage import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, STRUCTURE, agrees, structure
-from optuna_dsat.trials.lineage_index import Kind, Lineages, best_member, best_of_kind
+from optuna_dsat.trials.lineage_index import Lineages, StructureGroup, best_lineage, best_structure_score
 
 __all__ = ["Usual", "draw", "draw_choice", "generator"]
 
@@ -99,7 +99,7 @@ def draw_choice(
         usual: The values the first lineage of a structure takes; None to draw them like all others.
     """
     context = structure(params)
-    kinds = [kind for kind in lineages.kinds.values() if kind.complete]
+    kinds = [kind for kind in lineages.structures.values() if kind.complete]
     if name not in STRUCTURE:
         kept = _kept(rng, name, params, context, lineages, opening, direction, usual)
         if kept in distribution.choices and not lineages.tree.closed({**params, name: kept}):
@@ -123,7 +123,7 @@ def _structural_weight(
     name: str,
     choice: Any,
     context: Mapping[str, Any],
-    kinds: Sequence[Kind],
+    kinds: Sequence[StructureGroup],
     hopeless: Sequence[Mapping[str, Any]],
 ) -> float:
     """Return the weight of a ZeRO stage or of an offload choice, from what is known to fit.
@@ -143,7 +143,7 @@ def _structural_weight(
     return weight
 
 
-def _merit(params: Mapping[str, Any], kinds: Sequence[Kind], direction: StudyDirection) -> float:
+def _merit(params: Mapping[str, Any], kinds: Sequence[StructureGroup], direction: StudyDirection) -> float:
     """Return how good the best lineage of a structure is, relative to the best of all: a power of the ratio.
 
     Only structures with some launches count, so that none is judged by its first micro-batch; without them, or with
@@ -162,12 +162,12 @@ def _merit(params: Mapping[str, Any], kinds: Sequence[Kind], direction: StudyDir
     return float(max(ratio, _LEAST_RATIO) ** _MERIT_POWER)
 
 
-def _judged(kind: Kind, direction: StudyDirection) -> float | None:
+def _judged(kind: StructureGroup, direction: StudyDirection) -> float | None:
     """Return the best metric of a kind that had enough launches to speak for itself, None for others."""
 
     def find() -> float | None:
-        launches = sum(len(lineage.answers) for lineage in kind.members.values())
-        return best_of_kind(kind, direction) if launches >= _JUDGED_ANSWERS else None
+        launches = sum(len(lineage.conclusive) for lineage in kind.members.values())
+        return best_structure_score(kind, direction) if launches >= _JUDGED_ANSWERS else None
 
     return kind.derived(("judged", direction), find)
 
@@ -183,18 +183,18 @@ def _kept(
     usual: Usual | None,
 ) -> Any:
     """Return the value that a knob takes without being drawn (see the module's second rule), None for none."""
-    kind = lineages.kind_of(context)
+    kind = lineages.structure_group(context)
     if kind is None or not kind.complete:
         if usual is None or any(agrees(p, context, strict=True) for p in opening):
             return None
         return usual(name, params)
-    best = best_member(kind, direction)
+    best = best_lineage(kind, direction)
     if best is None or rng.random() >= _INHERITED:
         return None
     return best.params.get(name)
 
 
-def _largest_fit(kind: Kind) -> int | None:
+def _largest_fit(kind: StructureGroup) -> int | None:
     """Return the largest micro-batch that fitted a lineage of a kind."""
     return kind.derived(
         "largest fit",
@@ -202,12 +202,12 @@ def _largest_fit(kind: Kind) -> int | None:
     )
 
 
-def _dead(kind: Kind) -> int:
+def _dead(kind: StructureGroup) -> int:
     """Return how many lineages of a kind did not fit at the smallest micro-batch."""
     return kind.derived("dead", lambda: sum(o.dead for o in kind.members.values()))
 
 
-def _offload_weight(name: str, context: Mapping[str, Any], kinds: Sequence[Kind]) -> float:
+def _offload_weight(name: str, context: Mapping[str, Any], kinds: Sequence[StructureGroup]) -> float:
     """Return the weight of offloading: it trades time for memory, which pays where little fits without."""
     without = [k for k in kinds if agrees(k.params, context, strict=True) and k.params.get(name) in _NO_OFFLOAD]
     fits = max((fit for kind in without if (fit := _largest_fit(kind)) is not None), default=None)

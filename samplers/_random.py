@@ -14,13 +14,13 @@ from optuna_dsat.samplers._draw import Usual
 from optuna_dsat.trials.lineage import (
     MICRO_BATCH,
     PLAN_ATTR,
-    Evidence,
+    Feasibility,
     Lineage,
-    candidates,
-    evidence,
+    feasibility,
     score,
+    unused_micro_batches,
 )
-from optuna_dsat.trials.lineage_index import Lineages, edge_alike
+from optuna_dsat.trials.lineage_index import Lineages, structure_edge
 
 __all__ = ["LineageRandomSampler"]
 
@@ -93,9 +93,9 @@ class LineageRandomSampler(LineageSampler):
         history: Sequence[FrozenTrial],
         rng: random.Random,
     ) -> Proposal | None:
-        if lineage.running or lineage.broken or len(lineage.answers) >= self._budget:
+        if lineage.running or lineage.broken or len(lineage.conclusive) >= self._budget:
             return None
-        edge = edge_alike(lineage, lineages)
+        edge = structure_edge(lineage, lineages)
         opened = _opening_bounds(lineage) is not None
         ceiling = distribution.high if opened else self._ceiling(lineage.params, history, distribution)
         if not lineage.trials:
@@ -129,15 +129,15 @@ def replay(
     """
     low, high = _opening_bounds(lineage) or (distribution.low, ceiling)
     limit = distribution.high
-    for trial in lineage.answers:
+    for trial in lineage.conclusive:
         size = lineage.size(trial)
-        if evidence(trial) is Evidence.FITS:
+        if feasibility(trial) is Feasibility.FITS:
             low = max(low, size + 1)
             if low > high:
                 wider = max(high + high // 4, low)
                 reach = wider if edge is None else min(wider, edge)
                 high = min(reach, limit)
-        elif evidence(trial) is Evidence.TOO_LARGE:
+        elif feasibility(trial) is Feasibility.TOO_LARGE:
             high = limit = min(high, limit, size - 1)
     return low, high
 
@@ -171,7 +171,7 @@ def _draw_between(
     low: int, high: int, distribution: IntDistribution, lineage: Lineage, rng: random.Random
 ) -> Proposal | None:
     """Return ``low + Binomial(high - low, 1/2)``, or the nearest value that the lineage has not used."""
-    left = candidates(low, high, distribution, used=lineage.used)
+    left = unused_micro_batches(low, high, distribution, used=lineage.used)
     if not left:
         return None
     drawn = low + rng.getrandbits(max(high - low, 1)).bit_count() if high > low else low
@@ -180,7 +180,7 @@ def _draw_between(
 
 def _best_alike(study: Study, lineage: Lineage, lineages: Lineages) -> tuple[Lineage, FrozenTrial] | None:
     """Return the best measured trial of the same ZeRO stage and offload, with its lineage."""
-    kind = lineages.kind_of(lineage.params)
+    kind = lineages.structure_group(lineage.params)
     if kind is None:
         return None
     sign = 1.0 if study.direction.name == "MINIMIZE" else -1.0

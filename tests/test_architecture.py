@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runtime": {"outcome"},
     "config": {"errors"},
     "words": {"config"},
-    "trials": {"outcome"},
+    "trials": {"config", "outcome"},
     "cost": {"config", "errors", "runtime"},
     "script": {"config", "errors", "runtime"},
     "pruners": {"trials"},

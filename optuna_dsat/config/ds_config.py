@@ -27,6 +27,7 @@ __all__ = [
     "GRADIENT_ACCUMULATION",
     "MICRO_BATCH",
     "TRAIN_BATCH",
+    "ZERO",
     "Autotuning",
     "BatchTriangle",
     "UserConfig",
@@ -54,8 +55,8 @@ ALL = "all"
 TRAIN_BATCH = "train_batch_size"
 MICRO_BATCH = "train_micro_batch_size_per_gpu"
 GRADIENT_ACCUMULATION = "gradient_accumulation_steps"
+ZERO = "zero_optimization"
 _BATCH_KEYS = (TRAIN_BATCH, MICRO_BATCH, GRADIENT_ACCUMULATION)
-_ZERO = "zero_optimization"
 _AUTOTUNING = "autotuning"
 
 _ZERO_ALIASES = {
@@ -190,9 +191,9 @@ def _kind(value: Any) -> str:
 
 def _check_shape(raw: Mapping[str, Any], path: str) -> None:
     """Refuse what no later step could make sense of."""
-    zero = raw.get(_ZERO, {})
+    zero = raw.get(ZERO, {})
     if not isinstance(zero, dict | bool):
-        raise ConfigError(f"{path}: {_ZERO} is {_kind(zero)}; it must be an object.")
+        raise ConfigError(f"{path}: {ZERO} is {_kind(zero)}; it must be an object.")
     for key in ("optimizer", "fp16", "bf16", _AUTOTUNING):
         section = raw.get(key, {})
         if not isinstance(section, dict):
@@ -225,11 +226,11 @@ def _lists(raw: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
             found[key] = (ALL,)
 
     note(MICRO_BATCH, raw.get(MICRO_BATCH))
-    zero = raw.get(_ZERO)
+    zero = raw.get(ZERO)
     for key, value in zero.items() if isinstance(zero, dict) else ():
-        note(f"{_ZERO}.{key}", value)
+        note(f"{ZERO}.{key}", value)
         if key in ("offload_optimizer", "offload_param") and isinstance(value, dict):
-            note(f"{_ZERO}.{key}.device", value.get("device"))
+            note(f"{ZERO}.{key}.device", value.get("device"))
     return found
 
 
@@ -240,7 +241,7 @@ def zero_section(config: Mapping[str, Any]) -> dict[str, Any]:
     sections that DeepSpeed itself makes of them, and field names of ``DeepSpeedZeroConfig`` the documented
     keys.
     """
-    section = config.get(_ZERO) or {}
+    section = config.get(ZERO) or {}
     if isinstance(section, bool):
         return {"stage": 1, "allgather_bucket_size": config.get("allgather_size", 500_000_000)}
     zero = {_ZERO_ALIASES.get(key, key): value for key, value in section.items() if value is not None}
@@ -274,7 +275,7 @@ def effective(config: Mapping[str, Any]) -> dict[str, Any]:
     result = {key: value for key, value in config.items() if key != _AUTOTUNING and value is not None}
     if MICRO_BATCH in result:
         _settle(result, MICRO_BATCH)
-    if _ZERO not in result:
+    if ZERO not in result:
         return _copied(result)
     zero = zero_section(config)
     for key in list(zero):
@@ -287,7 +288,7 @@ def effective(config: Mapping[str, Any]) -> dict[str, Any]:
             section = dict(section)
             _settle(section, "device")
             zero[key] = section
-    result[_ZERO] = zero
+    result[ZERO] = zero
     return _copied(result)
 
 
@@ -414,11 +415,11 @@ def canonical_key(config: Mapping[str, Any], *, params_count: int | None = None)
         params_count: Parameters of the model; sizes above it are equal to it.
     """
     plain = _normal(effective(config))
-    zero = _normal_zero(plain.pop(_ZERO, {}), params_count)
+    zero = _normal_zero(plain.pop(ZERO, {}), params_count)
     if plain.get(GRADIENT_ACCUMULATION) == 1 and MICRO_BATCH in plain:
         del plain[GRADIENT_ACCUMULATION]
     if zero:
-        plain[_ZERO] = zero
+        plain[ZERO] = zero
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

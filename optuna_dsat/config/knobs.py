@@ -11,11 +11,26 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from optuna_dsat.config.ds_config import MICRO_BATCH, ZERO
 from optuna_dsat.errors import ConfigError
 
-__all__ = ["KNOBS", "MICRO_BATCH", "Kind", "Knob", "Site", "known_names", "normalise"]
+__all__ = [
+    "KNOBS",
+    "NVME",
+    "OFFLOAD_OPTIMIZER",
+    "OFFLOAD_PARAM",
+    "ZERO_STAGE",
+    "Kind",
+    "Knob",
+    "Site",
+    "known_names",
+    "normalise",
+]
 
-MICRO_BATCH = "train_micro_batch_size_per_gpu"
+ZERO_STAGE = "zero_stage"
+OFFLOAD_OPTIMIZER = "offload_optimizer"
+OFFLOAD_PARAM = "offload_param"
+NVME = "offload_optimizer_nvme"
 
 Kind = str
 """``stage``, ``flag``, ``size`` (a number of elements) or ``device`` (``none``, ``cpu``, ``nvme``)."""
@@ -47,11 +62,11 @@ Condition = Callable[[Mapping[str, Any], Site], bool]
 
 
 def _stage(params: Mapping[str, Any]) -> int:
-    return int(params.get("zero_stage", 0))
+    return int(params.get(ZERO_STAGE, 0))
 
 
 def _offloads(params: Mapping[str, Any]) -> bool:
-    return bool(params.get("offload_optimizer", "none") != "none")
+    return bool(params.get(OFFLOAD_OPTIMIZER, "none") != "none")
 
 
 def _reduces(params: Mapping[str, Any], site: Site) -> bool:
@@ -99,12 +114,12 @@ class Knob:
 
 
 def _zero(name: str, key: str | None = None) -> tuple[str, ...]:
-    return ("zero_optimization", key or name)
+    return (ZERO, key or name)
 
 
 KNOBS: tuple[Knob, ...] = (
     Knob(
-        name="zero_stage",
+        name=ZERO_STAGE,
         path=_zero("stage"),
         kind="stage",
         choices=(0, 1, 2, 3),
@@ -113,8 +128,8 @@ KNOBS: tuple[Knob, ...] = (
         applies=lambda _params, _site: True,
     ),
     Knob(
-        name="offload_optimizer",
-        path=("zero_optimization", "offload_optimizer", "device"),
+        name=OFFLOAD_OPTIMIZER,
+        path=(ZERO, OFFLOAD_OPTIMIZER, "device"),
         kind="device",
         choices=("none", "cpu"),
         where="ZeRO 1, 2, 3",
@@ -126,8 +141,8 @@ KNOBS: tuple[Knob, ...] = (
         applies=lambda params, site: _stage(params) == 3 or (_stage(params) >= 1 and not site.nvme_only),
     ),
     Knob(
-        name="offload_optimizer_nvme",
-        path=("zero_optimization", "offload_optimizer", "device"),
+        name=NVME,
+        path=(ZERO, OFFLOAD_OPTIMIZER, "device"),
         kind="flag",
         choices=(False, True),
         where="ZeRO 3 with optimizer offload, where an NVMe path is given",
@@ -138,8 +153,8 @@ KNOBS: tuple[Knob, ...] = (
         applies=lambda params, _site: _stage(params) == 3 and _offloads(params),
     ),
     Knob(
-        name="offload_param",
-        path=("zero_optimization", "offload_param", "device"),
+        name=OFFLOAD_PARAM,
+        path=(ZERO, OFFLOAD_PARAM, "device"),
         kind="device",
         choices=("none", "cpu"),
         where="ZeRO 3",
@@ -275,7 +290,7 @@ _MINIMUM = {"reduce_bucket_size": 1, "allgather_bucket_size": 2}
 
 def known_names() -> str:
     """Return the names of all knobs, for messages."""
-    return ", ".join([*(knob.name for knob in KNOBS if knob.name != "offload_optimizer_nvme"), MICRO_BATCH])
+    return ", ".join([*(knob.name for knob in KNOBS if knob.name != NVME), MICRO_BATCH])
 
 
 def normalise(name: str, kind: Kind, value: Any) -> Any:

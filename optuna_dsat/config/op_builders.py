@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from optuna_dsat.config.search_space import NVME, SearchSpace
+from optuna_dsat.config.knobs import NVME, OFFLOAD_OPTIMIZER
+from optuna_dsat.config.search_space import SearchSpace
 
 __all__ = ["operators_of"]
 
@@ -44,7 +45,7 @@ def operators_of(ds_config: Mapping[str, Any], space: SearchSpace) -> tuple[str,
     if isinstance(params, Mapping) and params.get("torch_adam"):
         return ()
     choices = {tuned.name: tuned.choices for tuned in space.knobs}
-    offloads = choices.get("offload_optimizer", ("none",)) if max(space.stages) > 0 else ("none",)
+    offloads = choices.get(OFFLOAD_OPTIMIZER, ("none",)) if max(space.stages) > 0 else ("none",)
     found = set()
     if any(value != "none" for value in offloads) and name in _ON_HOST:
         found.add(_ON_HOST[name])

@@ -10,14 +10,12 @@ from typing import Any
 import optuna
 
 from optuna_dsat.config import ds_config as configs
-from optuna_dsat.config.knobs import KNOBS, MICRO_BATCH, Knob, Site, normalise
+from optuna_dsat.config.ds_config import MICRO_BATCH, ZERO
+from optuna_dsat.config.knobs import KNOBS, NVME, OFFLOAD_OPTIMIZER, ZERO_STAGE, Knob, Site, normalise
 from optuna_dsat.errors import ConfigError
 
-__all__ = ["NVME", "OFFLOAD", "ZERO", "KnobRow", "Role", "SearchSpace", "TunedKnob", "capped", "device_of", "present"]
+__all__ = ["KnobRow", "Role", "SearchSpace", "TunedKnob", "capped", "device_of", "present"]
 
-ZERO = "zero_optimization"
-OFFLOAD = "offload_optimizer"
-NVME = "offload_optimizer_nvme"
 _STAGE3_OFFLOAD_KEYS = ("ratio", "super_offload", "cpuadam_cores_perc")
 """Keys of ``offload_optimizer`` that DeepSpeed accepts with ZeRO 3 only."""
 
@@ -168,7 +166,7 @@ class SearchSpace:
                 zero.setdefault(key, None)
             elif tuned.role is not Role.KEPT and tuned.name != NVME:
                 zero[key] = self._written(tuned, values)
-        if self.site.prescaled and values["zero_stage"] >= 2:
+        if self.site.prescaled and values[ZERO_STAGE] >= 2:
             zero["reduce_scatter"] = False
         result: dict[str, Any] = {
             ZERO: zero,
@@ -176,7 +174,7 @@ class SearchSpace:
                 params[MICRO_BATCH], gradient_accumulation_steps or self.accumulation(params[MICRO_BATCH])
             ),
         }
-        if self.allow_untested_optimizer and values["zero_stage"] > 0:
+        if self.allow_untested_optimizer and values[ZERO_STAGE] > 0:
             result["zero_allow_untested_optimizer"] = True
         return result
 
@@ -187,7 +185,7 @@ class SearchSpace:
             return value
         if value == "none":
             return None
-        device = "nvme" if tuned.name == OFFLOAD and values.get(NVME) else value
+        device = "nvme" if tuned.name == OFFLOAD_OPTIMIZER and values.get(NVME) else value
         own = self.user_zero.get(tuned.name)
         own = own if isinstance(own, Mapping) else {}
         section: dict[str, Any] = {
@@ -196,7 +194,7 @@ class SearchSpace:
         }
         if "pin_memory" not in own and self.device == "cuda":
             section["pin_memory"] = True
-        if tuned.name == OFFLOAD and values["zero_stage"] < 3:
+        if tuned.name == OFFLOAD_OPTIMIZER and values[ZERO_STAGE] < 3:
             section |= {key: None for key in _STAGE3_OFFLOAD_KEYS if key in own}
         return section
 
@@ -229,9 +227,9 @@ class SearchSpace:
 
     def _read(self, tuned: TunedKnob, zero: Mapping[str, Any]) -> Any:
         if tuned.name == NVME:
-            return device_of(zero, OFFLOAD) == "nvme"
+            return device_of(zero, OFFLOAD_OPTIMIZER) == "nvme"
         value = present(tuned.knob, zero)
-        if tuned.name == OFFLOAD and value == "nvme" and tuned.role is not Role.KEPT:
+        if tuned.name == OFFLOAD_OPTIMIZER and value == "nvme" and tuned.role is not Role.KEPT:
             return "cpu"
         if tuned.knob.kind != "size" or tuned.role is not Role.PARAMETER or self.params is None:
             return value
@@ -241,7 +239,7 @@ class SearchSpace:
     def usual(self, name: str, params: Mapping[str, Any]) -> Any:
         """Return what the user's config says of a knob, else DeepSpeed's default at the stage of ``params``."""
         tuned = next(tuned for tuned in self.knobs if tuned.name == name)
-        return self._read(tuned, {**self.user_zero, "stage": params["zero_stage"]})
+        return self._read(tuned, {**self.user_zero, "stage": params[ZERO_STAGE]})
 
     def completed(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
         """Return the lineage that has the wanted values where they apply, and the user's or a default's elsewhere.
@@ -254,9 +252,7 @@ class SearchSpace:
         def pick(tuned: TunedKnob) -> Any:
             value = wanted.get(tuned.name)
             if value not in tuned.choices:
-                value = self._read(
-                    tuned, {**self.user_zero, "stage": params.get("zero_stage", wanted.get("zero_stage"))}
-                )
+                value = self._read(tuned, {**self.user_zero, "stage": params.get(ZERO_STAGE, wanted.get(ZERO_STAGE))})
             params[tuned.name] = value if value in tuned.choices else tuned.choices[0]
             return params[tuned.name]
 

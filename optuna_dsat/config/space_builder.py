@@ -19,11 +19,19 @@ from types import MappingProxyType
 from typing import Any
 
 from optuna_dsat.config import ds_config as configs
-from optuna_dsat.config.knobs import KNOBS, MICRO_BATCH, Knob, Site, known_names, normalise
-from optuna_dsat.config.search_space import (
+from optuna_dsat.config.ds_config import MICRO_BATCH, ZERO
+from optuna_dsat.config.knobs import (
+    KNOBS,
     NVME,
-    OFFLOAD,
-    ZERO,
+    OFFLOAD_OPTIMIZER,
+    OFFLOAD_PARAM,
+    ZERO_STAGE,
+    Knob,
+    Site,
+    known_names,
+    normalise,
+)
+from optuna_dsat.config.search_space import (
     KnobRow,
     Role,
     SearchSpace,
@@ -40,8 +48,8 @@ __all__ = ["KnobRow", "Role", "SearchSpace", "TunedKnob", "build_space"]
 
 _BY_NAME = MappingProxyType({knob.name: knob for knob in KNOBS})
 _LEGACY = MappingProxyType({
-    "cpu_offload": OFFLOAD,
-    "cpu_offload_param": "offload_param",
+    "cpu_offload": OFFLOAD_OPTIMIZER,
+    "cpu_offload_param": OFFLOAD_PARAM,
     "prefetch_bucket_size": "stage3_prefetch_bucket_size",
     "param_persistence_threshold": "stage3_param_persistence_threshold",
     "max_live_parameters": "stage3_max_live_parameters",
@@ -130,7 +138,7 @@ class _Builder:
         zero = plain[ZERO]
         for knob in (one for one in KNOBS if one.name != NVME):
             read_present(knob, zero)  # refuses what is no value of the knob, whether it is searched or not
-        stage = TunedKnob(knob=_BY_NAME["zero_stage"], choices=self._stages(zero, zero_stages, pipeline=pipeline))
+        stage = TunedKnob(knob=_BY_NAME[ZERO_STAGE], choices=self._stages(zero, zero_stages, pipeline=pipeline))
         offloads = self._offload_knobs(zero)
         others = [
             self._knob(knob, zero)
@@ -186,13 +194,13 @@ class _Builder:
         return _unique(normalise(knob.name, knob.kind, one) for one in value)
 
     def _stages(self, zero: Mapping[str, Any], asked: Collection[int], *, pipeline: bool) -> tuple[int, ...]:
-        knob = _BY_NAME["zero_stage"]
+        knob = _BY_NAME[ZERO_STAGE]
         stages = _unique(normalise("--zero-stages", "stage", stage) for stage in asked)
         narrowed = self._listed(knob)
         reason = f"--zero-stages asks for {list(stages)}"
-        if "zero_stage" in self.fix:
-            narrowed = (normalise("zero_stage", "stage", self.fix["zero_stage"]),)
-        elif "zero_stage" in self.no_tune:
+        if ZERO_STAGE in self.fix:
+            narrowed = (normalise(ZERO_STAGE, "stage", self.fix[ZERO_STAGE]),)
+        elif ZERO_STAGE in self.no_tune:
             narrowed = (read_present(knob, zero),)
         if narrowed is not None:
             reason += f", the config, --fix or --no-tune for {list(narrowed)}"
@@ -223,8 +231,8 @@ class _Builder:
         return TunedKnob(knob=knob, choices=tuple(sorted(_unique(choices))))
 
     def _offload_knobs(self, zero: Mapping[str, Any]) -> list[TunedKnob]:
-        result = [self._offload_knob(_BY_NAME["offload_param"], zero)]
-        allowed = self._offload_knob(_BY_NAME[OFFLOAD], zero)
+        result = [self._offload_knob(_BY_NAME[OFFLOAD_PARAM], zero)]
+        allowed = self._offload_knob(_BY_NAME[OFFLOAD_OPTIMIZER], zero)
         if allowed.role is Role.KEPT:
             return [*result, allowed]
         values = _unique("cpu" if value == "nvme" else value for value in allowed.choices)
@@ -307,7 +315,7 @@ class _Builder:
         zero = self.config.get(ZERO)
         present = zero.keys() if isinstance(zero, Mapping) else ()
         legacy = [key for key, name in _LEGACY.items() if key in present and name not in self.no_tune]
-        if "cpu_offload_use_pin_memory" in present and not self.no_tune & {OFFLOAD, "offload_param"}:
+        if "cpu_offload_use_pin_memory" in present and not self.no_tune & {OFFLOAD_OPTIMIZER, OFFLOAD_PARAM}:
             legacy.append("cpu_offload_use_pin_memory")
         return tuple(legacy)
 

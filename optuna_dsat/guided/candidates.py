@@ -12,7 +12,8 @@ import numpy.typing as npt
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.config import ds_config
-from optuna_dsat.config.search_space import NVME, SearchSpace
+from optuna_dsat.config.knobs import NVME
+from optuna_dsat.config.search_space import SearchSpace
 from optuna_dsat.cost.memory import Hardware, ModelProfile
 from optuna_dsat.cost.memory_posterior import Loads
 from optuna_dsat.cost.step_time import PHASES, Columns
@@ -23,9 +24,9 @@ from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import (
     MICRO_BATCH,
     STRUCTURE,
-    Evidence,
+    Feasibility,
     canonical,
-    evidence,
+    feasibility,
     lineage_key,
     score,
     structure,
@@ -208,7 +209,7 @@ class CandidateTable:
     def read(self, trials: Sequence[FrozenTrial]) -> Known:
         """Read the trials of lineages of this space."""
         used: dict[int, set[int]] = {}
-        found: list[tuple[int, int, FrozenTrial, Evidence, bool]] = []
+        found: list[tuple[int, int, FrozenTrial, Feasibility, bool]] = []
         for trial in trials:
             knobs = visible_params(trial)
             size = knobs.pop(MICRO_BATCH, None)
@@ -216,8 +217,8 @@ class CandidateTable:
             if row is None or isinstance(size, bool) or not isinstance(size, int):
                 continue
             used.setdefault(row, set()).add(size)
-            says, pending = evidence(trial), not trial.state.is_finished()
-            if pending or says is not Evidence.NONE:
+            says, pending = feasibility(trial), not trial.state.is_finished()
+            if pending or says is not Feasibility.UNKNOWN:
                 found.append((row, size, trial, says, pending))
         nothing = dict.fromkeys((*PHASES, "latency"), math.nan)
         rows = [{**nothing, **(trial.user_attrs.get(attributes.METRICS) or {})} for _, _, trial, _, _ in found]
@@ -225,7 +226,7 @@ class CandidateTable:
         phases[3] -= phases[:3].sum(axis=0)
         phases[:, ~(phases > 0).all(axis=0)] = math.nan
         outcomes = [trial.user_attrs.get(attributes.OUTCOME) for _, _, trial, _, _ in found]
-        scores = [score(trial) if says is Evidence.FITS else None for _, _, trial, says, _ in found]
+        scores = [score(trial) if says is Feasibility.FITS else None for _, _, trial, says, _ in found]
         host = np.array([outcome == Outcome.HOST_OUT_OF_MEMORY for outcome in outcomes], dtype=bool)
         data = np.array([outcome == Outcome.OUT_OF_DATA for outcome in outcomes], dtype=bool)
         overheads = [trial.user_attrs.get(attributes.OVERHEAD_S, math.nan) for _, _, trial, _, _ in found]
@@ -238,10 +239,10 @@ class CandidateTable:
             peak=np.array([trial.user_attrs.get(attributes.PEAK_BYTES) or math.nan for _, _, trial, _, _ in found]),
             phases=phases,
             overhead=np.array(overheads, dtype=np.float64),
-            too_large=np.array([one is Evidence.TOO_LARGE for one in says_all], dtype=bool) & ~host & ~data,
+            too_large=np.array([one is Feasibility.TOO_LARGE for one in says_all], dtype=bool) & ~host & ~data,
             host_too_large=host,
-            broken=np.array([one is Evidence.BROKEN for one in says_all], dtype=bool),
-            fits=np.array([one is Evidence.FITS for one in says_all], dtype=bool),
+            broken=np.array([one is Feasibility.BROKEN for one in says_all], dtype=bool),
+            fits=np.array([one is Feasibility.FITS for one in says_all], dtype=bool),
             pending=np.array([pending for *_, pending in found], dtype=bool),
             used={row: frozenset(sizes) for row, sizes in used.items()},
         )

@@ -21,7 +21,7 @@ from optuna.trial import FrozenTrial
 
 from optuna_dsat.cost.step_time import COEFFICIENTS, Fitted, StepTimeModel
 from optuna_dsat.trials import attributes
-from optuna_dsat.trials.lineage import MICRO_BATCH, Evidence, evidence, visible_params
+from optuna_dsat.trials.lineage import MICRO_BATCH, Feasibility, feasibility, visible_params
 
 __all__ = ["Launched", "PriorKnowledge", "launches_of"]
 
@@ -132,18 +132,18 @@ def launches_of(trials: Sequence[FrozenTrial]) -> list[Launched]:
     """Return what a study's trials say of memory and speed, at most ``_MOST_LAUNCHES`` of them."""
     found = []
     for trial in trials:
-        says = evidence(trial)
+        says = feasibility(trial)
         params = visible_params(trial)
         size = params.pop(MICRO_BATCH, None)
-        if says not in (Evidence.FITS, Evidence.TOO_LARGE) or not isinstance(size, int) or not params:
+        if says not in (Feasibility.FITS, Feasibility.TOO_LARGE) or not isinstance(size, int) or not params:
             continue
-        if says is Evidence.TOO_LARGE and trial.user_attrs.get(attributes.OUTCOME) != "out_of_memory":
+        if says is Feasibility.TOO_LARGE and trial.user_attrs.get(attributes.OUTCOME) != "out_of_memory":
             continue
         metrics = dict(trial.user_attrs.get(attributes.METRICS) or {})
         metrics = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
         peak = trial.user_attrs.get(attributes.PEAK_BYTES)
         found.append(
-            Launched(params=params, micro_batch=size, fits=says is Evidence.FITS, metrics=metrics, peak_bytes=peak)
+            Launched(params=params, micro_batch=size, fits=says is Feasibility.FITS, metrics=metrics, peak_bytes=peak)
         )
     if len(found) <= _MOST_LAUNCHES:
         return found

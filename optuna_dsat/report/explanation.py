@@ -25,7 +25,7 @@ from optuna_dsat.guided.residual_gp import NOISE
 from optuna_dsat.metrics import LARGER_IS_BETTER
 from optuna_dsat.study.standing import Standing, compared, speed_up_over
 from optuna_dsat.trials import attributes
-from optuna_dsat.trials.lineage import MICRO_BATCH, STRUCTURE, Evidence, evidence, score, visible_params
+from optuna_dsat.trials.lineage import MICRO_BATCH, STRUCTURE, Feasibility, feasibility, score, visible_params
 from optuna_dsat.words import bytes_in_words
 
 __all__ = ["Contribution", "Explanation", "explain"]
@@ -161,7 +161,7 @@ def _measured(
     theirs: dict[str, list[float]] = {}
     for trial in trials:
         params, shown = visible_params(trial), score(trial)
-        if evidence(trial) is not Evidence.FITS or not shown:
+        if feasibility(trial) is not Feasibility.FITS or not shown:
             continue
         if any(params.get(name) != winner.get(name) for name in kept):
             continue  # what a knob does depends on the stage and the offloads

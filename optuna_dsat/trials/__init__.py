@@ -1,4 +1,4 @@
-"""What frozen Optuna trials say: their attributes, their lineages, and what each lineage can still become; pure.
+"""Pure functions over frozen Optuna trials: attributes, lineages, bisection state and optimistic bounds.
 
 Imports: Optuna, outcome. Called by: samplers, pruners, guided, store, study, report.
 """

@@ -1,6 +1,6 @@
-"""What a study's history says: pure functions over frozen trials.
+"""Names of the attributes that the tuner sets on trials and studies, and pure functions that read them.
 
-User attributes on trials are the tuner's record of a trial; their names are defined here and nowhere else.
+Attributes are user attributes of a trial unless a docstring says otherwise; their names are defined here only.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
+from optuna_dsat.config.ds_config import MICRO_BATCH
 from optuna_dsat.outcome import Outcome
 
 __all__ = [
@@ -47,48 +48,49 @@ __all__ = [
 ]
 
 OUTCOME = "outcome"
-"""Value of ``Outcome``, once the launch is over."""
+"""Value of ``Outcome``; set when the launch ends."""
 LAUNCH_ID = "launch_id"
-"""Set when a trial is launched: from then on it counts against the budget."""
+"""Identifier of the launch; set when it starts. From then on the trial counts against the budget."""
 VETOED = "vetoed"
-"""Why the trial was held back before any launch."""
+"""Reason why the trial was told without a launch."""
 MESSAGE = "message"
 METRICS = "metrics"
 CONFIG = "config"
 CONFIGURATION = "configuration"
-"""The config in a few words, for people who look at trials in a dashboard."""
+"""Short text on the config, shown in dashboards."""
 OVERLAY = "overlay"
-"""What the trial laid over the config that the script passes."""
+"""JSON object merged over the config that the script passes to DeepSpeed."""
 CONFIG_KEY = "config_key"
 DATA_PARALLEL_SIZE = "data_parallel_size"
-"""Ranks of the launch that consumed different samples, where an engine said so."""
+"""Data-parallel ranks of the launch, as reported by the engine; absent if it reported none."""
 HOST_THREADS = "host_threads"
-"""Threads that each rank of the launch computed with on the host."""
+"""Host compute threads per rank."""
 PEAK_BYTES = "peak_memory_bytes"
+"""Peak device memory of the worst rank, in bytes."""
 OVERHEAD_S = "overhead_s"
-"""Seconds that the launch took beside its steps, where it came to any."""
+"""Launch seconds outside training steps; absent if no step ran."""
 ATTEMPTS = "attempts"
 DATA_LIMIT = "data_limit"
-"""Most samples of one global step on one rank that the data allows, learnt from a launch that ran out of it."""
+"""Upper bound on samples per rank and global step, measured by a launch that exhausted the script's data."""
 ERROR = "error"
-"""What a script error said, without the rank that said it."""
+"""Message of a script error, without the rank prefix."""
 PURPOSE = "purpose"
 USER_CONFIG = "user_config"
-"""``PURPOSE`` of the trial that measures the user's present config."""
+"""Value of ``PURPOSE`` for the trial that measures the user's own config."""
 FINALISTS = "finalists"
-"""On the study: what was measured again with more steps."""
+"""Study attribute: the configurations measured again with more steps."""
 FINGERPRINT = "profile_fingerprint"
-"""On the study: under which key the store keeps its profile."""
+"""Study attribute: key of the study's profile in the store."""
 END_REASON = "end_reason"
-"""On the study: why its search last ended, a value of ``optuna_dsat.study.tuner.EndReason``."""
+"""Study attribute: why the last search ended, a value of ``optuna_dsat.study.tuner.EndReason``."""
 WARM_START = "warm_start"
-"""Study attribute: what earlier studies taught (``optuna_dsat.guided.prior_knowledge``), empty for nothing."""
+"""Study attribute: prior knowledge from earlier studies (``optuna_dsat.guided.prior_knowledge``); empty if none."""
 WINNER = "winner"
-"""On the study: number of the trial that won."""
+"""Study attribute: number of the winning trial."""
 
 
 def launches_used(trials: Sequence[FrozenTrial]) -> int:
-    """Return how many trials count against the budget: launched and not lost with their worker."""
+    """Return the number of trials that count against the budget: launched, and not lost with their worker."""
     return sum(
         LAUNCH_ID in trial.user_attrs
         and trial.user_attrs.get(OUTCOME) != Outcome.LOST
@@ -104,7 +106,7 @@ def best_trials(trials: Sequence[FrozenTrial], *, maximize: bool) -> list[Frozen
 
 
 def launches_since_best(trials: Sequence[FrozenTrial], *, maximize: bool) -> int:
-    """Return how many launches ended since the best one was measured; 0 before anything was measured."""
+    """Return the number of launches that ended after the best one; 0 if none was measured."""
     ended = sorted(
         (t for t in trials if OUTCOME in t.user_attrs and t.datetime_complete is not None),
         key=lambda t: (t.datetime_complete, t.number),
@@ -117,12 +119,12 @@ def launches_since_best(trials: Sequence[FrozenTrial], *, maximize: bool) -> int
 
 
 def data_parallel_size(trial: FrozenTrial, *, slots: int) -> int:
-    """Return the ranks of a trial's launch that consumed different samples: all of its slots unless it said less."""
+    """Return the data-parallel ranks of a trial's launch; ``slots`` if the engine reported none."""
     return int(trial.user_attrs.get(DATA_PARALLEL_SIZE) or slots)
 
 
 def user_config_trial(trials: Sequence[FrozenTrial]) -> FrozenTrial | None:
-    """Return the measured trial of the user's own config, if there is one."""
+    """Return the completed trial of the user's own config, None if there is none."""
     for trial in trials:
         if trial.user_attrs.get(PURPOSE) == USER_CONFIG and trial.state is TrialState.COMPLETE:
             return trial
@@ -134,7 +136,7 @@ def measured_peaks(trials: Sequence[FrozenTrial]) -> list[tuple[dict[str, Any], 
     return [
         (
             trial.user_attrs[CONFIG],
-            int(trial.user_attrs[CONFIG]["train_micro_batch_size_per_gpu"]),
+            int(trial.user_attrs[CONFIG][MICRO_BATCH]),
             int(trial.user_attrs[PEAK_BYTES]),
         )
         for trial in trials
@@ -143,15 +145,16 @@ def measured_peaks(trials: Sequence[FrozenTrial]) -> list[tuple[dict[str, Any], 
 
 
 def data_limit(trials: Sequence[FrozenTrial]) -> int | None:
-    """Return the most samples of one global step on one rank that the script's data allows, None where it never ended.
+    """Return the most samples per rank and global step that the script's data allows; None if it was never exhausted.
 
-    Samples are those of the micro-batch times the accumulation; the data is the same for every lineage.
+    Samples per rank and global step are micro-batch times gradient accumulation steps; the limit holds for all
+    lineages.
     """
     return min((trial.user_attrs[DATA_LIMIT] for trial in trials if DATA_LIMIT in trial.user_attrs), default=None)
 
 
 def repeated_script_error(trials: Sequence[FrozenTrial], *, times: int = 3) -> str | None:
-    """Return the error that the last ``times`` launches all ended with; None once anything was measured."""
+    """Return the script error shared by the last ``times`` launches, None if they differ or any trial was measured."""
     if any(t.state is TrialState.COMPLETE for t in trials):
         return None
     ended = [t for t in trials if OUTCOME in t.user_attrs and t.user_attrs[OUTCOME] != Outcome.LOST][-times:]

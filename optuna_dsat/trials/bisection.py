@@ -1,15 +1,14 @@
-"""What a bisection of the micro-batch has left to try in a lineage: pure functions.
+"""Micro-batches that a bisection still has to try in a lineage: pure functions.
 
-The largest micro-batch that fits (the edge) is looked for while that can pay. It cannot any more
+The bisection searches for the edge, the largest micro-batch that fits. It stops when
 
-- once a larger micro-batch was measured to be slower: the best one lies between its neighbours, see ``peak_gap``;
-- where what is left between the largest that fits and the smallest that does not is less than ``EDGE_WIDTH`` of the
-  former: a rate that saturates gains less than that;
-- where the most that the micro-batches left can plausibly show (``optuna_dsat.trials.extrapolation``) is worse than
-the best of
-  the study.
+- a larger micro-batch was measured to be slower: the best one lies between its neighbours, see ``peak_gap``;
+- the interval between the largest micro-batch that fits and the smallest that does not is below ``EDGE_WIDTH`` of the
+  former: a saturating rate gains less than that;
+- the optimistic bound of the remaining micro-batches (``optuna_dsat.trials.extrapolation``) is worse than the best
+  metric of the study.
 
-The last two are for metrics to maximize. A duration grows with the micro-batch anyway.
+The last two rules apply to metrics that are maximized. Durations grow with the micro-batch in any case.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from collections.abc import Sequence
 from optuna.distributions import IntDistribution
 from optuna.study import StudyDirection
 
-from optuna_dsat.trials.extrapolation import potential
-from optuna_dsat.trials.lineage import PEAK_MARGIN, Lineage, candidates, past_peak, peak_gap, search_interval
+from optuna_dsat.trials.extrapolation import optimistic_bound
+from optuna_dsat.trials.lineage import PEAK_MARGIN, Lineage, past_peak, peak_gap, search_interval, unused_micro_batches
 
-__all__ = ["EDGE_WIDTH", "climb", "ended", "refine"]
+__all__ = ["EDGE_WIDTH", "edge_interval", "ended", "refine"]
 
 EDGE_WIDTH = 0.05
-"""The edge is known well enough within this part of the micro-batch."""
+"""Relative width of the interval around the edge at which its search stops."""
 
 
-def climb(
+def edge_interval(
     lineage: Lineage,
     ceiling: int,
     distribution: IntDistribution,
@@ -36,24 +35,27 @@ def climb(
     direction: StudyDirection,
     best: float | None = None,
 ) -> tuple[int, int] | None:
-    """Return the bounds (low, high) within which the edge is still worth looking for, None where it is not.
+    """Return the interval (low, high) that still has to be searched for the edge, None if the search is over.
 
     Args:
         lineage: The lineage.
-        ceiling: Largest micro-batch worth trying.
-        distribution: Of the micro-batch.
-        direction: What is better.
-        best: Best metric of the study, None where there is none.
+        ceiling: Largest micro-batch worth a launch.
+        distribution: Distribution of the micro-batch.
+        direction: Direction of the metric.
+        best: Best metric of the study, None if nothing was measured.
     """
     low, high = search_interval(lineage, ceiling, floor=distribution.low)
     finished = tuple(size for size in lineage.used if size not in lineage.running)
-    if not candidates(low, high, distribution, used=finished):
+    if not unused_micro_batches(low, high, distribution, used=finished):
         return None
     if direction == StudyDirection.MINIMIZE:
         return low, high
     if past_peak(lineage, direction) or high - low + 1 <= EDGE_WIDTH * (lineage.largest_fit or 0):
         return None
-    if best is not None and potential(lineage.points(), low, high, direction=direction, margin=PEAK_MARGIN) < best:
+    if (
+        best is not None
+        and optimistic_bound(lineage.points(), low, high, direction=direction, margin=PEAK_MARGIN) < best
+    ):
         return None
     return low, high
 
@@ -65,36 +67,36 @@ def refine(
     direction: StudyDirection,
     best: float | None = None,
 ) -> Sequence[int]:
-    """Return the unused micro-batches beside a lineage's peak that are still worth trying, ascending.
+    """Return the unused micro-batches next to a lineage's peak that are still worth a launch, ascending.
 
     Args:
         lineage: The lineage.
-        distribution: Of the micro-batch.
-        direction: What is better.
-        best: Best metric of the study, None where there is none.
+        distribution: Distribution of the micro-batch.
+        direction: Direction of the metric.
+        best: Best metric of the study, None if nothing was measured.
     """
     gap = peak_gap(lineage, distribution, direction)
     if not gap or best is None or direction == StudyDirection.MINIMIZE:
         return gap
     below = [point for point in lineage.points() if point[0] < gap[0]]
-    promise = potential(below, gap[0], gap[-1], direction=direction)
-    return () if below and promise < best else gap
+    bound = optimistic_bound(below, gap[0], gap[-1], direction=direction)
+    return () if below and bound < best else gap
 
 
 def ended(lineage: Lineage, direction: StudyDirection, best: float | None = None) -> bool:
-    """Return whether a bisection has nothing left to try up to the lineage's ceiling, or nothing can help.
+    """Return whether a lineage's bisection is over: broken, or no micro-batch up to its ceiling is worth a launch.
 
     Args:
         lineage: The lineage.
-        direction: What is better.
-        best: Best metric of the study, None where there is none.
+        direction: Direction of the metric.
+        best: Best metric of the study, None if nothing was measured.
     """
 
     def find() -> bool:
         distribution, ceiling = lineage.distribution, lineage.ceiling
         if lineage.broken or distribution is None or ceiling is None:
             return lineage.broken
-        if climb(lineage, ceiling, distribution, direction=direction, best=best) is not None:
+        if edge_interval(lineage, ceiling, distribution, direction=direction, best=best) is not None:
             return False
         return not refine(lineage, distribution, direction=direction, best=best)
 

@@ -1,10 +1,10 @@
-"""What measurements of a lineage promise for micro-batches not tried yet: pure functions.
+"""Optimistic bound on the metric of untried micro-batches of a lineage: pure functions.
 
 A step of micro-batch m takes about ``t(m) = a + b m`` seconds: a fixed part (optimizer step, communication of
 gradients and parameters, launch overhead) and a part per sample. A rate, ``T(m) = c m / t(m)``, therefore
-rises and saturates; a duration rises. Both are bounded by the case ``a = 0`` or ``b = 0``: a rate grows at
-most in proportion to m. The known error of the affine model: it does not see memory pressure or kernels that
-change with the shape, so a measured fall of the rate with m is taken as it is, as the other side of a peak.
+increases and saturates; a duration increases. Both are bounded by the cases ``a = 0`` and ``b = 0``: a rate grows at
+most in proportion to m. Known error of the affine model: it ignores memory pressure and kernels that change with the
+shape, so a measured decrease of the rate with m is taken as measured, as the far side of a peak.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections.abc import Sequence
 
 from optuna.study import StudyDirection
 
-__all__ = ["potential"]
+__all__ = ["optimistic_bound"]
 
 
-def potential(
+def optimistic_bound(
     points: Sequence[tuple[int, float]],
     low: int,
     high: int,
@@ -26,29 +26,29 @@ def potential(
     direction: StudyDirection,
     margin: float = 0.0,
 ) -> float:
-    """Return the best metric that micro-batches of [low, high] can plausibly show, in the metric's unit.
+    """Return an optimistic bound on the metric of micro-batches in [low, high], in the metric's unit.
 
-    For a rate (maximize): without points, infinity. With one point ``(m, T)`` the linear bound ``T * max(high
-    / m, 1)``. With more, ``a`` and ``b`` are fitted to ``m / T`` (least squares, clipped at 0) and the rate
-    at ``high`` is returned, but no more than the linear bound; where a larger micro-batch was measured to be
-    slower than a smaller one by more than ``margin``, the rate at the largest measured one is what remains.
-    For a duration (minimize): the duration of the largest measured micro-batch below ``low``, which larger
-    ones do not undercut, or in proportion to the micro-batch where only larger ones were measured. Metrics
-    that are not positive promise nothing and everything: the best possible value is returned.
+    For a rate (maximize): without points, infinity. With one point ``(m, T)``, the linear bound ``T * max(high / m,
+    1)``. With more, ``a`` and ``b`` are fitted to ``m / T`` (least squares, clipped at 0) and the rate at ``high`` is
+    returned, limited to the linear bound; if a larger micro-batch was measured to be slower than a smaller one by more
+    than ``margin``, the rate at the largest measured one. For a duration (minimize): the duration of the largest
+    measured micro-batch below ``low``, a lower bound for larger ones; if only larger ones were measured, their shortest
+    duration scaled in proportion to the micro-batch. An empty interval gives the worst possible value, metrics that are
+    not positive and finite give the best possible one: nothing can be extrapolated from them.
 
     Args:
-        points: (micro-batch, metric) of what was measured.
-        low: Smallest micro-batch left to try.
-        high: Largest micro-batch left to try.
-        direction: What is better.
-        margin: Relative difference between two metrics that counts.
+        points: (micro-batch, metric) of the measurements.
+        low: Smallest remaining micro-batch.
+        high: Largest remaining micro-batch.
+        direction: Direction of the metric.
+        margin: Relative difference of two metrics that counts as real.
     """
     maximize = direction == StudyDirection.MAXIMIZE
-    everything = math.inf if maximize else -math.inf
+    best_possible = math.inf if maximize else -math.inf
     if low > high:
-        return -everything
+        return -best_possible
     if not points or any(not 0 < value < math.inf for _, value in points):
-        return everything
+        return best_possible
     sizes = sorted({size for size, _ in points})
     curve = [(m, statistics.fmean(value for size, value in points if size == m)) for m in sizes]
     return _rate(curve, low, high, margin) if maximize else _duration(curve, low)
@@ -59,7 +59,7 @@ def _rate(curve: Sequence[tuple[int, float]], low: int, high: int, margin: float
     peak = max(rate for _, rate in curve)
     if low > largest and at_largest < peak * (1 - margin):
         return at_largest
-    linear = max(rate * max(high / size, 1.0) for size, rate in curve[-1:])
+    linear = at_largest * max(high / largest, 1.0)
     if len(curve) == 1:
         return linear
     sizes = [float(size) for size, _ in curve]
@@ -67,7 +67,7 @@ def _rate(curve: Sequence[tuple[int, float]], low: int, high: int, margin: float
     if slope <= 0:
         return linear
     if fixed < 0:
-        return peak  # the rate does not rise any more
+        return peak  # the fitted rate decreases with the micro-batch
     return min(max(high / (fixed + slope * high), peak), linear)
 
 

@@ -1,11 +1,11 @@
 """Trial history as lineages: pure functions over frozen trials.
 
-A lineage is the set of trials that agree in every knob but the micro-batch. Memory use grows with the
-micro-batch, so what one trial of a lineage shows (it fits, it is too large) bounds what its other trials may
-try. Samplers and pruners decide on lineages alone, so any worker can continue any study.
+A lineage is the set of trials that agree in every knob but the micro-batch. Memory use grows with the micro-batch, so
+the result of one trial (it fits, it is too large) bounds the micro-batches of the others. Samplers and pruners decide
+on lineages only, so any worker can continue any study.
 
-Trials are read through the user attributes ``outcome`` (value of ``Outcome``) and ``vetoed`` (why the trial
-was told without a launch). Trials of a study that sets neither are read by their state.
+Trials are read through the user attributes ``outcome`` (value of ``Outcome``) and ``vetoed`` (why the trial was told
+without a launch). If a study sets neither, its trials are read by their state.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, IntD
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
+from optuna_dsat.config.ds_config import MICRO_BATCH
+from optuna_dsat.config.knobs import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, ZERO_STAGE
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.trials.attributes import OUTCOME, VETOED
 
 __all__ = [
     "MICRO_BATCH",
     "OFFLOAD_OPTIMIZER",
     "OFFLOAD_PARAM",
-    "OUTCOME_ATTR",
     "PEAK_MARGIN",
     "PEAK_WIDTH",
     "PLAN_ATTR",
     "RETRY_ATTR",
     "STRUCTURE",
-    "VETOED_ATTR",
     "ZERO_STAGE",
-    "Evidence",
+    "Feasibility",
     "Lineage",
     "LineageGate",
     "MicroBatchSet",
     "agrees",
-    "candidates",
     "canonical",
-    "evidence",
+    "feasibility",
     "group",
     "lineage_key",
     "micro_batches_of",
@@ -54,87 +54,78 @@ __all__ = [
     "search_interval",
     "structure",
     "unreachable",
+    "unused_micro_batches",
     "visible_params",
 ]
 
 T = TypeVar("T")
 
-MICRO_BATCH = "train_micro_batch_size_per_gpu"
-"""Optuna parameter (and DeepSpeed key) of the micro-batch, in samples per GPU."""
-ZERO_STAGE = "zero_stage"
-OFFLOAD_OPTIMIZER = "offload_optimizer"
-OFFLOAD_PARAM = "offload_param"
 STRUCTURE = (ZERO_STAGE, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM)
-"""The knobs that decide where model states live, and with it what fits and what is communicated."""
+"""Knobs that decide where model states are stored, and so what fits and what is communicated."""
 
-OUTCOME_ATTR = "outcome"
-"""User attribute: value of ``Outcome``, set once a launch is over."""
-VETOED_ATTR = "vetoed"
-"""User attribute: why the trial was told without a launch."""
 PLAN_ATTR = "dsat:plan"
-"""System attribute: what a sampler means to run, so that a running trial shows its lineage early."""
-
+"""System attribute: the configuration a sampler plans for a trial, set before its parameters are suggested."""
 RETRY_ATTR = "failed_trial"
 """System attribute that Optuna's ``RetryHeartbeatStaleTrialCallback`` sets on the copy of a lost trial."""
 
 PEAK_MARGIN = 0.03
-"""Relative difference between two metrics of a lineage that is taken as real, not as noise."""
+"""Relative difference between two metrics of a lineage above which it counts as real, not as noise."""
 PEAK_WIDTH = 0.1
-"""A peak is known well enough within this part of its micro-batch: there the metric is flat."""
+"""Relative width of the gap beside a peak at which its search stops: the metric is flat there."""
 
 _FIXED_ATTR = "fixed_params"  # where Optuna 5 keeps the parameters of ``Study.enqueue_trial``
 
 
-class Evidence(StrEnum):
-    """What one trial says of its micro-batch."""
+class Feasibility(StrEnum):
+    """What one trial shows about its micro-batch."""
 
     FITS = "fits"
-    """At least one full step was run."""
+    """At least one full step ran."""
     TOO_LARGE = "too_large"
-    """The device or the host ran out of memory, or the script out of data."""
+    """The device or the host ran out of memory, or the script ran out of data."""
     BROKEN = "broken"
-    """The configuration fails whatever the micro-batch: refused by DeepSpeed, or the script raised."""
-    NONE = "none"
-    """Nothing: not over yet, never launched, or failed for a reason that is not the configuration's."""
+    """The configuration fails at any micro-batch: DeepSpeed refused it, or the script raised an error."""
+    UNKNOWN = "unknown"
+    """Not finished, never launched, or failed for a reason unrelated to the configuration."""
 
 
-def evidence(trial: FrozenTrial) -> Evidence:
-    """Return what a trial says of its micro-batch.
+def feasibility(trial: FrozenTrial) -> Feasibility:
+    """Return what a trial shows about its micro-batch.
 
-    A job stopped in flight after a full step fits; out of memory counts even after steps that were reported.
-    In a study that sets no ``outcome``, a pruned trial without a report is taken as too large, which is how
-    studies mark what does not fit.
+    A job stopped in flight after a full step fits; running out of memory counts even if steps were reported before.
+    In a study that sets no ``outcome``, a pruned trial without reports counts as too large: studies mark infeasible
+    configurations this way.
     """
-    if not trial.state.is_finished() or trial.user_attrs.get(VETOED_ATTR):
-        return Evidence.NONE
-    outcome = trial.user_attrs.get(OUTCOME_ATTR)
+    if not trial.state.is_finished() or trial.user_attrs.get(VETOED):
+        return Feasibility.UNKNOWN
+    outcome = trial.user_attrs.get(OUTCOME)
     if trial.state == TrialState.COMPLETE:
-        return Evidence.FITS
+        return Feasibility.FITS
     if trial.state == TrialState.FAIL:
         broken = outcome in (Outcome.INVALID_CONFIG, Outcome.SCRIPT_ERROR)
-        return Evidence.BROKEN if broken else Evidence.NONE
+        return Feasibility.BROKEN if broken else Feasibility.UNKNOWN
     if outcome in (Outcome.OUT_OF_MEMORY, Outcome.HOST_OUT_OF_MEMORY, Outcome.OUT_OF_DATA):
-        return Evidence.TOO_LARGE
+        return Feasibility.TOO_LARGE
     if trial.intermediate_values:
-        return Evidence.FITS
-    return Evidence.TOO_LARGE if outcome is None else Evidence.NONE
+        return Feasibility.FITS
+    return Feasibility.TOO_LARGE if outcome is None else Feasibility.UNKNOWN
 
 
 def score(trial: FrozenTrial) -> float | None:
-    """Return the metric a trial showed: its value, or the last report of a job stopped in flight."""
+    """Return a trial's metric: its value, or the last report of a job stopped in flight; None without a number."""
     found: float | None = None
     if trial.state == TrialState.COMPLETE and trial.values is not None and len(trial.values) == 1:
         found = trial.values[0]
-    elif trial.state == TrialState.PRUNED and evidence(trial) is Evidence.FITS:
+    elif trial.state == TrialState.PRUNED and feasibility(trial) is Feasibility.FITS:
         found = trial.intermediate_values[max(trial.intermediate_values)]
     return None if found is None or math.isnan(found) else found
 
 
 class MicroBatchSet(IntDistribution):
-    """Micro-batches of which only some are allowed: the choices of a categorical parameter.
+    """An explicit set of allowed micro-batches: the choices of a categorical parameter.
 
     Args:
-        values: What is allowed, in any order.
+        values: Allowed micro-batches, in any order.
     """
 
     def __init__(self, values: Iterable[int]) -> None:
@@ -143,7 +134,7 @@ class MicroBatchSet(IntDistribution):
 
 
 def micro_batches_of(distribution: BaseDistribution | None) -> IntDistribution | None:
-    """Return the micro-batches that a parameter may take, None where it is no parameter of whole numbers."""
+    """Return the micro-batches that a parameter may take, None if its values are not all integers."""
     if isinstance(distribution, IntDistribution):
         return distribution
     if not isinstance(distribution, CategoricalDistribution):
@@ -161,24 +152,25 @@ class Lineage:
     params: Mapping[str, Any]
     """The knobs, without the micro-batch."""
     trials: tuple[FrozenTrial, ...]
-    """All trials of the lineage, by number, those in flight included."""
+    """All trials of the lineage, by number, including those in flight."""
     micro_batch: str = MICRO_BATCH
     """Name of the micro-batch parameter."""
 
     @cached_property
     def launches(self) -> tuple[FrozenTrial, ...]:
-        """Trials that ran to an end of whatever kind, by number."""
-        return tuple(t for t in self.trials if t.state.is_finished() and not t.user_attrs.get(VETOED_ATTR))
+        """Finished trials that were not vetoed, by number."""
+        return tuple(t for t in self.trials if t.state.is_finished() and not t.user_attrs.get(VETOED))
 
     @cached_property
-    def taught(self) -> tuple[Evidence, ...]:
-        """What each of ``trials`` says."""
-        return tuple(map(evidence, self.trials))
+    def feasibilities(self) -> tuple[Feasibility, ...]:
+        """Feasibility shown by each of ``trials``."""
+        return tuple(map(feasibility, self.trials))
 
     @cached_property
-    def answers(self) -> tuple[FrozenTrial, ...]:
-        """Launches that taught something of the configuration, by number; accidents are left out."""
-        return tuple(t for t, says in zip(self.trials, self.taught, strict=True) if says is not Evidence.NONE)
+    def conclusive(self) -> tuple[FrozenTrial, ...]:
+        """Launches that show the configuration's feasibility, by number; unrelated failures are left out."""
+        shown = zip(self.trials, self.feasibilities, strict=True)
+        return tuple(t for t, found in shown if found is not Feasibility.UNKNOWN)
 
     @cached_property
     def running(self) -> tuple[int, ...]:
@@ -187,46 +179,46 @@ class Lineage:
 
     @cached_property
     def used(self) -> frozenset[int]:
-        """Micro-batches of all trials, vetoed and failed ones included: none is proposed again."""
+        """Micro-batches of all trials, including vetoed and failed ones: none is proposed again."""
         return frozenset(map(self.size, self.trials))
 
     @cached_property
     def largest_fit(self) -> int | None:
-        """Largest micro-batch known to fit."""
-        return max(self._sizes(Evidence.FITS), default=None)
+        """Largest micro-batch known to fit, None if there is none."""
+        return max(self._sizes(Feasibility.FITS), default=None)
 
     @cached_property
     def smallest_too_large(self) -> int | None:
-        """Smallest micro-batch known not to fit."""
-        return min(self._sizes(Evidence.TOO_LARGE), default=None)
+        """Smallest micro-batch known not to fit, None if there is none."""
+        return min(self._sizes(Feasibility.TOO_LARGE), default=None)
 
-    def _sizes(self, kind: Evidence) -> list[int]:
-        return [self.size(t) for t, says in zip(self.trials, self.taught, strict=True) if says is kind]
+    def _sizes(self, wanted: Feasibility) -> list[int]:
+        return [self.size(t) for t, found in zip(self.trials, self.feasibilities, strict=True) if found is wanted]
 
     @cached_property
     def broken(self) -> bool:
-        """Whether the configuration failed for a reason that no micro-batch changes."""
-        return Evidence.BROKEN in self.taught
+        """Whether the configuration failed for a reason independent of the micro-batch."""
+        return Feasibility.BROKEN in self.feasibilities
 
     @cached_property
     def dead(self) -> bool:
-        """Whether it does not fit at the smallest micro-batch."""
+        """Whether the smallest micro-batch does not fit."""
         low = 1 if self.distribution is None else self.distribution.low
         return self.smallest_too_large is not None and self.smallest_too_large <= low
 
     @cached_property
     def complete(self) -> bool:
-        """Whether a trial has suggested all its parameters: the micro-batch comes last."""
+        """Whether some trial has all its parameters: the micro-batch is suggested last."""
         return any(self.micro_batch in t.params for t in self.trials)
 
     @cached_property
     def first_number(self) -> int:
-        """Number of the first trial; -1 for a lineage without trials."""
+        """Number of the first trial, -1 if there is none."""
         return self.trials[0].number if self.trials else -1
 
     @cached_property
     def structure(self) -> Mapping[str, Any]:
-        """The knobs that decide where model states live: ZeRO stage and offload."""
+        """The structure: the knobs of ``STRUCTURE`` (ZeRO stage and offload) that it has."""
         return structure(self.params)
 
     @cached_property
@@ -236,7 +228,7 @@ class Lineage:
 
     @cached_property
     def distribution(self) -> IntDistribution | None:
-        """Distribution of the micro-batch in the latest trial that has one."""
+        """Distribution of the micro-batch in the latest trial that has one, None if none has."""
         for trial in reversed(self.trials):
             found = micro_batches_of(trial.distributions.get(self.micro_batch))
             if found is not None:
@@ -245,7 +237,7 @@ class Lineage:
 
     @cached_property
     def ceiling(self) -> int | None:
-        """Largest micro-batch worth trying by the latest plan; without one, the distribution's high end."""
+        """Largest micro-batch worth a launch: the latest plan's, else the distribution's upper end; None without."""
         if self.distribution is None:
             return None
         highs = [t.system_attrs[PLAN_ATTR]["high"] for t in self.trials if "high" in _plan(t)]
@@ -257,7 +249,7 @@ class Lineage:
         return int(known[self.micro_batch])
 
     def points(self) -> Sequence[tuple[int, float]]:
-        """Return (micro-batch, metric) of all trials that showed a metric, by number."""
+        """Return (micro-batch, metric) of all trials with a metric, by number."""
 
         def find() -> tuple[tuple[int, float], ...]:
             shown = ((t, score(t)) for t in self.trials)
@@ -266,7 +258,7 @@ class Lineage:
         return self.derived("points", find)
 
     def best(self, direction: StudyDirection) -> FrozenTrial | None:
-        """Return the best measured trial (state COMPLETE, value not NaN), the earliest of equals."""
+        """Return the best completed trial with a metric, the earliest of ties; None if there is none."""
 
         def find() -> FrozenTrial | None:
             measured = [t for t in self.trials if t.state == TrialState.COMPLETE and score(t) is not None]
@@ -274,20 +266,24 @@ class Lineage:
 
         return self.derived(("best", direction), find)
 
-    def best_score(self, direction: StudyDirection, *, answers: int | None = None) -> float | None:
-        """Return the best metric among the first ``answers`` launches that taught something (all for None).
+    def best_score(self, direction: StudyDirection, *, first: int | None = None) -> float | None:
+        """Return the best metric among the first ``first`` conclusive launches; None if none has a metric.
 
-        The last report of a job stopped in flight counts, so that a stop does not hide what was seen.
+        The last report of a job stopped in flight counts.
+
+        Args:
+            direction: Direction of the metric.
+            first: Number of launches to look at, None for all.
         """
 
         def find() -> float | None:
-            best = _best([t for t in self.answers[:answers] if score(t) is not None], direction)
+            best = _best([t for t in self.conclusive[:first] if score(t) is not None], direction)
             return None if best is None else score(best)
 
-        return self.derived(("best score", direction, answers), find)
+        return self.derived(("best score", direction, first), find)
 
     def derived(self, key: Hashable, compute: Callable[[], T]) -> T:
-        """Return what ``compute`` derives from this lineage alone; computed once for each ``key``."""
+        """Return ``compute()``, which depends on this lineage only; cached by ``key``."""
         known = self._derived
         if key not in known:
             known[key] = compute()
@@ -301,23 +297,22 @@ class Lineage:
 
 @runtime_checkable
 class LineageGate(Protocol):
-    """What a sampler asks of the study's pruner, so that no trial is created just to be vetoed."""
+    """Queries of a sampler to the study's pruner, so that no trial is created just to be vetoed."""
 
     def continuable(self, study: Study, lineages: Mapping[str, Lineage]) -> Sequence[str]:
         """Return the keys of the lineages that may get another launch, the most urgent first."""
         ...
 
     def hopeless(self, study: Study, lineages: Mapping[str, Lineage]) -> Sequence[Mapping[str, Any]]:
-        """Return partial knobs of which no new lineage can win any more."""
+        """Return structures (partial knobs) of which no new lineage can win."""
         ...
 
 
 def group(trials: Iterable[FrozenTrial], *, micro_batch: str = MICRO_BATCH) -> dict[str, Lineage]:
     """Group trials into lineages, ordered by their first trial.
 
-    Trials without an integer micro-batch parameter are foreign and left out. The parameters of unfinished
-    trials are completed by what they are going to be: the parameters they were enqueued with, and a sampler's
-    plan.
+    Trials without an integer micro-batch parameter are left out. Parameters of unfinished trials are completed by those
+    they were enqueued with and by the sampler's plan.
     """
     members: dict[str, list[FrozenTrial]] = {}
     params: dict[str, dict[str, Any]] = {}
@@ -336,18 +331,18 @@ def group(trials: Iterable[FrozenTrial], *, micro_batch: str = MICRO_BATCH) -> d
 
 
 def lineage_key(params: Mapping[str, Any], *, micro_batch: str = MICRO_BATCH) -> str:
-    """Return the canonical text of knobs: sorted, without the micro-batch, 5e7 and 50000000 alike."""
+    """Return the canonical text of knobs: sorted, without the micro-batch; 5e7 equals 50000000."""
     knobs = {name: canonical(value) for name, value in params.items() if name != micro_batch}
     return json.dumps(knobs, sort_keys=True, default=repr)
 
 
 def structure(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the knobs that decide where model states live: ZeRO stage and offload."""
+    """Return the structure of a configuration: the knobs of ``STRUCTURE`` that it has."""
     return {name: params[name] for name in STRUCTURE if name in params}
 
 
 def agrees(params: Mapping[str, Any], other: Mapping[str, Any], *, strict: bool = False) -> bool:
-    """Return whether knobs have the values of ``other`` where both have them (all of them if strict)."""
+    """Return whether knobs equal those of ``other`` where both have them; if strict, all of ``other`` are required."""
     missing = object()
     for name, value in other.items():
         found = params.get(name, missing)
@@ -360,10 +355,9 @@ def agrees(params: Mapping[str, Any], other: Mapping[str, Any], *, strict: bool 
 
 
 def unreachable(trials: Iterable[FrozenTrial], *, micro_batch: str = MICRO_BATCH) -> frozenset[str]:
-    """Return the keys of lineages that were planned but became another one once suggested.
+    """Return the keys of lineages that were planned but turned into another lineage when suggested.
 
-    So it is with lineages of another space (trials with further parameters): planning them again would never
-    end.
+    This happens to lineages of another space (trials with further parameters): planning them again would never end.
     """
     missed = set()
     for trial in trials:
@@ -376,14 +370,14 @@ def unreachable(trials: Iterable[FrozenTrial], *, micro_batch: str = MICRO_BATCH
 
 
 def search_interval(lineage: Lineage, ceiling: int, *, floor: int = 1) -> tuple[int, int]:
-    """Return the bounds (low, high) that a bisection has left; it is finished when low > high.
+    """Return the interval (low, high) that a bisection has left; it is finished when low > high.
 
     ``low = largest micro-batch that fits + 1`` and ``high = smallest that does not - 1``, within [floor,
     ceiling].
 
     Args:
         lineage: The lineage.
-        ceiling: Largest micro-batch worth trying.
+        ceiling: Largest micro-batch worth a launch.
         floor: Smallest micro-batch allowed.
     """
     low = floor if lineage.largest_fit is None else max(floor, lineage.largest_fit + 1)
@@ -392,7 +386,7 @@ def search_interval(lineage: Lineage, ceiling: int, *, floor: int = 1) -> tuple[
 
 
 def past_peak(lineage: Lineage, direction: StudyDirection) -> bool:
-    """Return whether a micro-batch was measured to be worse than a smaller one, by more than ``PEAK_MARGIN``."""
+    """Return whether a micro-batch above the best one was measured to be worse by more than ``PEAK_MARGIN``."""
     sign = -1.0 if direction == StudyDirection.MAXIMIZE else 1.0
     points = sorted((sign * value, size) for size, value in lineage.points())
     if not points:
@@ -402,16 +396,16 @@ def past_peak(lineage: Lineage, direction: StudyDirection) -> bool:
 
 
 def peak_gap(lineage: Lineage, distribution: IntDistribution, direction: StudyDirection) -> Sequence[int]:
-    """Return the unused micro-batches among which the best one lies, once a larger one was measured as worse.
+    """Return the unused micro-batches among which the best one lies, after a larger one was measured to be worse.
 
-    With one peak, the best micro-batch lies between the measured neighbours of the best measured one. The wider of
-    the two gaps beside it is returned; nothing before the peak was passed, or where both gaps are narrower than
-    ``PEAK_WIDTH`` of the micro-batch itself.
+    If the metric has one peak, the best micro-batch lies between the measured neighbours of the best measured one. The
+    wider of the two gaps beside it is returned; nothing if the peak was not passed yet, or if both gaps are narrower
+    than ``PEAK_WIDTH`` times the best micro-batch.
 
     Args:
         lineage: The lineage.
-        distribution: Of the micro-batch.
-        direction: What is better.
+        distribution: Distribution of the micro-batch.
+        direction: Direction of the metric.
     """
     if not past_peak(lineage, direction):
         return ()
@@ -421,8 +415,8 @@ def peak_gap(lineage: Lineage, distribution: IntDistribution, direction: StudyDi
     left = max((size for size in sizes if size < peak), default=distribution.low - 1)
     right = min(size for size in sizes if size > peak)
     gaps = [
-        candidates(left + 1, peak - 1, distribution, used=lineage.used),
-        candidates(peak + 1, right - 1, distribution, used=lineage.used),
+        unused_micro_batches(left + 1, peak - 1, distribution, used=lineage.used),
+        unused_micro_batches(peak + 1, right - 1, distribution, used=lineage.used),
     ]
     widest = max(gaps, key=len)
     if isinstance(distribution, MicroBatchSet):
@@ -430,8 +424,10 @@ def peak_gap(lineage: Lineage, distribution: IntDistribution, direction: StudyDi
     return widest if len(widest) * distribution.step > PEAK_WIDTH * peak else ()
 
 
-def candidates(low: int, high: int, distribution: IntDistribution, *, used: Iterable[int] = ()) -> Sequence[int]:
-    """Return the unused micro-batches of [low, high] that the distribution holds, ascending."""
+def unused_micro_batches(
+    low: int, high: int, distribution: IntDistribution, *, used: Iterable[int] = ()
+) -> Sequence[int]:
+    """Return the unused micro-batches in [low, high] that the distribution contains, ascending."""
     if isinstance(distribution, MicroBatchSet):
         taken = set(used)
         return [value for value in distribution.values if low <= value <= high and value not in taken]
@@ -443,12 +439,12 @@ def candidates(low: int, high: int, distribution: IntDistribution, *, used: Iter
 
 
 def middle(values: Sequence[int]) -> int:
-    """Return the middle of ascending values, the lower of two: of lo..hi it is ``(lo + hi) // 2``."""
+    """Return the lower median of ascending values: ``(low + high) // 2`` for the integers low..high."""
     return values[(len(values) - 1) // 2]
 
 
 def visible_params(trial: FrozenTrial, micro_batch: str = MICRO_BATCH) -> dict[str, Any]:
-    """Return a trial's parameters; an unfinished trial's are completed by those it is going to have."""
+    """Return a trial's parameters; those of an unfinished trial are completed by its plan and enqueued parameters."""
     if trial.state.is_finished():
         return dict(trial.params)
     plan = _plan(trial)
@@ -469,5 +465,5 @@ def _best(trials: Sequence[FrozenTrial], direction: StudyDirection) -> FrozenTri
 
 
 def canonical(value: Any) -> Any:
-    """Return a knob's value in one form: 5e7 as 50000000."""
+    """Return a knob's value in canonical form: 5e7 as 50000000."""
     return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -16,7 +16,7 @@ from optuna.study import StudyDirection
 from optuna_dsat.trials.lineage import Lineage, lineage_key, structure
 from optuna_dsat.trials.lineage_tree import Choice, Tree, choice_of
 
-__all__ = ["Kind", "Lineages", "best_member", "best_of_kind", "best_score", "edge_alike"]
+__all__ = ["Lineages", "StructureGroup", "best_lineage", "best_score", "best_structure_score", "structure_edge"]
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ class _Derived:
         self._known.clear()
 
 
-class Kind(_Derived):
+class StructureGroup(_Derived):
     """The lineages of one structure (ZeRO stage and offload)."""
 
     def __init__(self, params: Mapping[str, Any]) -> None:
@@ -86,7 +86,7 @@ class Lineages(_Derived, Mapping[str, Lineage]):
         super().__init__()
         self._all: dict[str, Lineage] = {}
         self._ordered = True
-        self._kinds: dict[str, Kind] = {}
+        self._structures: dict[str, StructureGroup] = {}
         self._tree = Tree(self._all)
         for lineage in lineages:
             self.put(lineage)
@@ -118,13 +118,13 @@ class Lineages(_Derived, Mapping[str, Lineage]):
         return self._all
 
     @property
-    def kinds(self) -> Mapping[str, Kind]:
+    def structures(self) -> Mapping[str, StructureGroup]:
         """The structures that lineages have, by their keys."""
-        return MappingProxyType(self._kinds)
+        return MappingProxyType(self._structures)
 
-    def kind_of(self, params: Mapping[str, Any]) -> Kind | None:
+    def structure_group(self, params: Mapping[str, Any]) -> StructureGroup | None:
         """Return the structure of some knobs, None where no lineage has it."""
-        return self._kinds.get(lineage_key(structure(params)))
+        return self._structures.get(lineage_key(structure(params)))
 
     @property
     def tree(self) -> Tree:
@@ -141,7 +141,7 @@ class Lineages(_Derived, Mapping[str, Lineage]):
         else:
             self._ordered &= old.first_number == lineage.first_number
         self._all[lineage.key] = lineage
-        self._kinds.setdefault(lineage.structure_key, Kind(lineage.structure)).put(lineage)
+        self._structures.setdefault(lineage.structure_key, StructureGroup(lineage.structure)).put(lineage)
         if old is not None and old.complete and lineage.complete and old.first_number == lineage.first_number:
             self._tree.touch(lineage)
             return
@@ -157,19 +157,19 @@ class Lineages(_Derived, Mapping[str, Lineage]):
         if lineage.complete:
             self._tree.drop(lineage)
         del self._all[key]
-        kind = self._kinds[lineage.structure_key]
+        kind = self._structures[lineage.structure_key]
         kind.drop(key)
         if not kind.members:
-            del self._kinds[lineage.structure_key]
+            del self._structures[lineage.structure_key]
 
 
 def best_score(lineages: Lineages, direction: StudyDirection) -> float | None:
     """Return the best metric that any lineage showed, None where none did."""
-    shown = [s for kind in lineages.kinds.values() if (s := best_of_kind(kind, direction)) is not None]
+    shown = [s for kind in lineages.structures.values() if (s := best_structure_score(kind, direction)) is not None]
     return _best(shown, direction)
 
 
-def best_of_kind(kind: Kind, direction: StudyDirection) -> float | None:
+def best_structure_score(kind: StructureGroup, direction: StudyDirection) -> float | None:
     """Return the best metric that a lineage of a structure showed, None where none did."""
 
     def find() -> float | None:
@@ -178,23 +178,23 @@ def best_of_kind(kind: Kind, direction: StudyDirection) -> float | None:
     return kind.derived(("best score", direction), find)
 
 
-def best_member(kind: Kind, direction: StudyDirection) -> Lineage | None:
+def best_lineage(kind: StructureGroup, direction: StudyDirection) -> Lineage | None:
     """Return the lineage of a structure with the best metric, the earliest of equals; None where none has one."""
 
     def find() -> Lineage | None:
-        best = best_of_kind(kind, direction)
+        best = best_structure_score(kind, direction)
         holders = [o for o in kind.members.values() if best is not None and o.best_score(direction) == best]
         return min(holders, key=lambda lineage: lineage.first_number, default=None)
 
     return kind.derived(("best member", direction), find)
 
 
-def edge_alike(lineage: Lineage, lineages: Lineages) -> int | None:
+def structure_edge(lineage: Lineage, lineages: Lineages) -> int | None:
     """Return the smallest micro-batch that was too large for a lineage of the same structure and fitted none.
 
     What fits is decided by the ZeRO stage and offload almost alone.
     """
-    kind = lineages.kind_of(lineage.params)
+    kind = lineages.structure_group(lineage.params)
     if kind is None:
         return None
     alike = kind.members.values()

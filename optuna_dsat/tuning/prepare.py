@@ -13,8 +13,7 @@ from typing import Any
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.autotuning_section import options_of
-from optuna_dsat.config.knobs import KNOBS
-from optuna_dsat.config.search_space import NVME
+from optuna_dsat.config.knobs import KNOBS, NVME
 from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.devices import Devices, cpu_devices, detect_devices
 from optuna_dsat.launch.slots import only_free

@@ -10,7 +10,8 @@ import pytest
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from optuna_dsat.config import ds_config
-from optuna_dsat.config.knobs import KNOBS, MICRO_BATCH
+from optuna_dsat.config.ds_config import MICRO_BATCH
+from optuna_dsat.config.knobs import KNOBS
 from optuna_dsat.config.space_builder import Role, SearchSpace, build_space
 from optuna_dsat.errors import ConfigError
 

@@ -7,7 +7,7 @@ import pytest
 from optuna.study import StudyDirection
 
 from optuna_dsat.pruners import AshaPruner
-from optuna_dsat.pruners._rungs import Rungs, climb
+from optuna_dsat.pruners._rungs import Rungs, build_rungs
 from optuna_dsat.trials.lineage import group
 
 THREE = Rungs(max_rungs=3, min_launches=1, divisor=2, early_stopping=0)
@@ -30,7 +30,7 @@ def test_a_ladder_worked_by_hand(kit: SimpleNamespace) -> None:
     trials += [kit.trial(12, 45.0, bucket=3), kit.trial(12, 50.0, bucket=2)]
     study = kit.study(AshaPruner(), trials)
     lineages = group(study.trials)
-    first, second, third = climb(lineages, rungs=THREE, direction=StudyDirection.MAXIMIZE)
+    first, second, third = build_rungs(lineages, rungs=THREE, direction=StudyDirection.MAXIMIZE)
     assert buckets(first.completed, lineages) == [3, 2, 1, 0]
     assert sorted(buckets(first.promoted, lineages)) == [2, 3]
     assert buckets(second.completed, lineages) == [2, 3]
@@ -42,7 +42,7 @@ def test_a_ladder_worked_by_hand(kit: SimpleNamespace) -> None:
 def test_ranking_counts_only_the_launches_of_the_rung(kit: SimpleNamespace) -> None:
     trials = [kit.trial(8, 10.0, bucket=0), kit.trial(8, 20.0, bucket=1), kit.trial(12, 99.0, bucket=0)]
     lineages = group(kit.study(AshaPruner(), trials).trials)
-    first, *_ = climb(lineages, rungs=THREE, direction=StudyDirection.MAXIMIZE)
+    first, *_ = build_rungs(lineages, rungs=THREE, direction=StudyDirection.MAXIMIZE)
     assert buckets(first.completed, lineages) == [1, 0]
     assert sorted(buckets(first.promoted, lineages)) == [0, 1]  # bucket 0 had gone on before
 

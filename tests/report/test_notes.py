@@ -13,7 +13,7 @@ from optuna_dsat.report.notes import study_note, trial_note
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.study.space import hardware_of
 from optuna_dsat.trials import attributes
-from optuna_dsat.trials.lineage import Evidence, evidence
+from optuna_dsat.trials.lineage import Feasibility, feasibility
 from optuna_dsat.words import bytes_in_words, metric_in_words
 from tests.harness.reports import ReportedStudyBench
 
@@ -54,7 +54,7 @@ def test_the_memory_tables_numbers_are_the_memory_models(view: StudyView) -> Non
         assert rows[words].host_bytes == expected.host_bytes
         assert rows[words].largest == memory.largest_micro_batch(view.profiled.profile, config, hardware=hardware)
         assert bytes_in_words(expected.device_bytes) in study_note(view)
-    too_large = [t for t in view.trials if evidence(t) is Evidence.TOO_LARGE]
+    too_large = [t for t in view.trials if feasibility(t) is Feasibility.TOO_LARGE]
     smallest = min(t.params["train_micro_batch_size_per_gpu"] for t in too_large)
     assert smallest in {row.too_large for row in rows.values()}
 

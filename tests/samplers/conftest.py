@@ -14,7 +14,8 @@ from optuna.study import StudyDirection
 from optuna.trial import Trial, TrialState
 
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.trials.lineage import MICRO_BATCH, OUTCOME_ATTR, VETOED_ATTR
+from optuna_dsat.trials.attributes import OUTCOME, VETOED
+from optuna_dsat.trials.lineage import MICRO_BATCH
 
 Knobs = dict[str, Any]
 
@@ -67,22 +68,22 @@ class Driver:
     def answer(self, trial: Trial, knobs: Knobs) -> TrialState:
         claim = tuple(sorted(knobs.items()))
         if claim in self.claims:
-            trial.set_user_attr(VETOED_ATTR, "duplicate")
+            trial.set_user_attr(VETOED, "duplicate")
             return self.study.tell(trial, state=TrialState.PRUNED).state
         self.claims.add(claim)
         if trial.should_prune():
-            trial.set_user_attr(VETOED_ATTR, "held back")
+            trial.set_user_attr(VETOED, "held back")
             return self.study.tell(trial, state=TrialState.PRUNED).state
         if knobs[MICRO_BATCH] > self.edge(knobs):
-            trial.set_user_attr(OUTCOME_ATTR, Outcome.OUT_OF_MEMORY.value)
+            trial.set_user_attr(OUTCOME, Outcome.OUT_OF_MEMORY.value)
             return self.study.tell(trial, state=TrialState.PRUNED).state
         value = self.metric(knobs)
         for step in range(3, 3 + self.steps):
             trial.report(value, step)
             if trial.should_prune():
-                trial.set_user_attr(OUTCOME_ATTR, Outcome.PRUNED.value)
+                trial.set_user_attr(OUTCOME, Outcome.PRUNED.value)
                 return self.study.tell(trial, state=TrialState.PRUNED).state
-        trial.set_user_attr(OUTCOME_ATTR, Outcome.MEASURED.value)
+        trial.set_user_attr(OUTCOME, Outcome.MEASURED.value)
         return self.study.tell(trial, value).state
 
     def run(self, n: int) -> None:
@@ -113,7 +114,7 @@ def sequence(study: optuna.Study) -> list[tuple[tuple[str, Any], ...]]:
 
 
 def launched(study: optuna.Study) -> int:
-    return sum(VETOED_ATTR not in t.user_attrs for t in study.trials)
+    return sum(VETOED not in t.user_attrs for t in study.trials)
 
 
 def in_flight(study: optuna.Study) -> list[optuna.trial.FrozenTrial]:

@@ -17,7 +17,8 @@ from optuna.trial import TrialState
 
 from optuna_dsat.pruners import AshaPruner, DeepSpeedPruner
 from optuna_dsat.samplers import BinarySearchSampler, LineageRandomSampler
-from optuna_dsat.trials.lineage import MICRO_BATCH, VETOED_ATTR, group
+from optuna_dsat.trials.attributes import VETOED
+from optuna_dsat.trials.lineage import MICRO_BATCH, group
 
 Method = tuple[Callable[..., BaseSampler], Callable[[], BasePruner]]
 METHODS: dict[str, Method] = {
@@ -114,7 +115,7 @@ def test_failures_vetoes_and_nan_do_not_end_or_distort_a_lineage(kit: SimpleName
         if number == 0:
             study.tell(trial, state=TrialState.FAIL)
         elif number == 1:
-            trial.set_user_attr(VETOED_ATTR, "duplicate")
+            trial.set_user_attr(VETOED, "duplicate")
             study.tell(trial, state=TrialState.PRUNED)
         elif number == 2:
             trial.set_user_attr("outcome", "communication_error")
@@ -127,7 +128,7 @@ def test_failures_vetoes_and_nan_do_not_end_or_distort_a_lineage(kit: SimpleName
             study.tell(trial, state=TrialState.FAIL)
     assert len(set(kit.sequence(study))) == 5
     (lineage,) = group(study.trials).values()
-    assert lineage.answers == ()
+    assert lineage.conclusive == ()
     driver.run(5)
     (lineage,) = group(study.trials).values()
     assert lineage.largest_fit is not None
@@ -144,7 +145,7 @@ def test_duplicates_for_ever_do_not_loop_for_ever(kit: SimpleNamespace, method: 
             break
         trial = study.ask()
         only(trial)
-        trial.set_user_attr(VETOED_ATTR, "duplicate")
+        trial.set_user_attr(VETOED, "duplicate")
         study.tell(trial, state=TrialState.PRUNED)
     assert len(study.trials) == 8
     assert len(set(kit.sequence(study))) == 8

@@ -20,7 +20,8 @@ from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 from optuna_dsat.pruners import AshaPruner, DeepSpeedPruner
 from optuna_dsat.samplers import BinarySearchSampler, LineageRandomSampler
 from optuna_dsat.trials import lineage_cache
-from optuna_dsat.trials.lineage import MICRO_BATCH, OUTCOME_ATTR, RETRY_ATTR, VETOED_ATTR
+from optuna_dsat.trials.attributes import OUTCOME, VETOED
+from optuna_dsat.trials.lineage import MICRO_BATCH, RETRY_ATTR
 
 Knobs = dict[str, Any]
 Method = tuple[Callable[[], BaseSampler], Callable[[], BasePruner]]
@@ -104,15 +105,15 @@ class Company:
         reason = self.ask_pruner(study, trial)
         what = self.chance.random()
         if reason and what < 0.9:
-            trial.set_user_attr(VETOED_ATTR, reason)
+            trial.set_user_attr(VETOED, reason)
             study.tell(trial, state=TrialState.PRUNED)
         elif what < 0.05:
             self.lose(study, trial)
         elif what < 0.1:
-            trial.set_user_attr(OUTCOME_ATTR, self.chance.choice(["invalid_config", "stalled"]))
+            trial.set_user_attr(OUTCOME, self.chance.choice(["invalid_config", "stalled"]))
             study.tell(trial, state=TrialState.FAIL)
         elif knobs[MICRO_BATCH] > self.kit.edge(knobs):
-            trial.set_user_attr(OUTCOME_ATTR, "out_of_memory")
+            trial.set_user_attr(OUTCOME, "out_of_memory")
             study.tell(trial, state=TrialState.PRUNED)
         else:
             self.measure(study, trial, self.kit.rate(knobs) * self.chance.uniform(0.7, 1.0))
@@ -136,7 +137,7 @@ class Company:
             stopped = trial.should_prune()
             self.decide("stopped", trial.number, step, stopped)
             if stopped:
-                trial.set_user_attr(OUTCOME_ATTR, "pruned")
+                trial.set_user_attr(OUTCOME, "pruned")
                 study.tell(trial, state=TrialState.PRUNED)
                 return
         study.tell(trial, value)

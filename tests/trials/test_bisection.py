@@ -8,8 +8,9 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.trials.bisection import climb, ended, refine
-from optuna_dsat.trials.lineage import MICRO_BATCH, OUTCOME_ATTR, PLAN_ATTR, Lineage, group
+from optuna_dsat.trials.attributes import OUTCOME
+from optuna_dsat.trials.bisection import edge_interval, ended, refine
+from optuna_dsat.trials.lineage import MICRO_BATCH, PLAN_ATTR, Lineage, group
 
 UP, DOWN = StudyDirection.MAXIMIZE, StudyDirection.MINIMIZE
 SIZES = IntDistribution(1, 64)
@@ -23,7 +24,7 @@ def trial(size: int, value: float | None, *, high: int = 64) -> FrozenTrial:
         value=value,
         params={"zero_stage": 1, MICRO_BATCH: size},
         distributions={"zero_stage": CategoricalDistribution([1]), MICRO_BATCH: SIZES},
-        user_attrs={OUTCOME_ATTR: (Outcome.OUT_OF_MEMORY if value is TOO_LARGE else Outcome.MEASURED).value},
+        user_attrs={OUTCOME: (Outcome.OUT_OF_MEMORY if value is TOO_LARGE else Outcome.MEASURED).value},
         system_attrs={PLAN_ATTR: plan},
     )
 
@@ -56,7 +57,7 @@ def test_climbing_goes_on_while_it_can_pay(
     expected: tuple[int, int] | None,
 ) -> None:
     found = lineage(points)
-    assert climb(found, 64, SIZES, direction=direction, best=best) == expected
+    assert edge_interval(found, 64, SIZES, direction=direction, best=best) == expected
     assert ended(found, direction, best) == (expected is None and not refine(found, SIZES, direction=direction))
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 from optuna.study import StudyDirection
 
-from optuna_dsat.trials.extrapolation import potential
+from optuna_dsat.trials.extrapolation import optimistic_bound
 
 UP, DOWN = StudyDirection.MAXIMIZE, StudyDirection.MINIMIZE
 
@@ -38,4 +38,4 @@ def rate(size: int) -> float:
 def test_potential(
     points: list[tuple[int, float]], low: int, high: int, direction: StudyDirection, expected: float
 ) -> None:
-    assert potential(points, low, high, direction=direction, margin=0.03) == pytest.approx(expected)
+    assert optimistic_bound(points, low, high, direction=direction, margin=0.03) == pytest.approx(expected)

@@ -13,16 +13,16 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.trials.lineage import (
     MICRO_BATCH,
     PLAN_ATTR,
-    Evidence,
+    Feasibility,
     agrees,
-    candidates,
-    evidence,
+    feasibility,
     group,
     lineage_key,
     middle,
     score,
     search_interval,
     unreachable,
+    unused_micro_batches,
 )
 
 SIZE = IntDistribution(1, 64, log=True)
@@ -70,26 +70,26 @@ PRUNED, FAIL, RUNNING, WAITING = TrialState.PRUNED, TrialState.FAIL, TrialState.
 @pytest.mark.parametrize(
     ("kwargs", "expected"),
     [
-        ({}, Evidence.FITS),
-        ({"state": PRUNED, "outcome": Outcome.PRUNED, "reports": {3: 1.0}}, Evidence.FITS),
-        ({"state": PRUNED, "outcome": Outcome.PRUNED}, Evidence.NONE),
-        ({"state": PRUNED, "outcome": Outcome.OUT_OF_MEMORY}, Evidence.TOO_LARGE),
-        ({"state": PRUNED, "outcome": Outcome.HOST_OUT_OF_MEMORY}, Evidence.TOO_LARGE),
-        ({"state": PRUNED, "outcome": Outcome.OUT_OF_MEMORY, "reports": {3: 1.0}}, Evidence.TOO_LARGE),
-        ({"state": PRUNED}, Evidence.TOO_LARGE),
-        ({"state": PRUNED, "reports": {1: 1.0}}, Evidence.FITS),
-        ({"state": PRUNED, "vetoed": "duplicate"}, Evidence.NONE),
-        ({"state": FAIL, "outcome": Outcome.INVALID_CONFIG}, Evidence.BROKEN),
-        ({"state": FAIL, "outcome": Outcome.SCRIPT_ERROR}, Evidence.BROKEN),
-        ({"state": FAIL, "outcome": Outcome.STALLED}, Evidence.NONE),
-        ({"state": FAIL, "outcome": Outcome.LOST}, Evidence.NONE),
-        ({"state": FAIL}, Evidence.NONE),
-        ({"state": RUNNING, "reports": {3: 1.0}}, Evidence.NONE),
-        ({"state": WAITING}, Evidence.NONE),
+        ({}, Feasibility.FITS),
+        ({"state": PRUNED, "outcome": Outcome.PRUNED, "reports": {3: 1.0}}, Feasibility.FITS),
+        ({"state": PRUNED, "outcome": Outcome.PRUNED}, Feasibility.UNKNOWN),
+        ({"state": PRUNED, "outcome": Outcome.OUT_OF_MEMORY}, Feasibility.TOO_LARGE),
+        ({"state": PRUNED, "outcome": Outcome.HOST_OUT_OF_MEMORY}, Feasibility.TOO_LARGE),
+        ({"state": PRUNED, "outcome": Outcome.OUT_OF_MEMORY, "reports": {3: 1.0}}, Feasibility.TOO_LARGE),
+        ({"state": PRUNED}, Feasibility.TOO_LARGE),
+        ({"state": PRUNED, "reports": {1: 1.0}}, Feasibility.FITS),
+        ({"state": PRUNED, "vetoed": "duplicate"}, Feasibility.UNKNOWN),
+        ({"state": FAIL, "outcome": Outcome.INVALID_CONFIG}, Feasibility.BROKEN),
+        ({"state": FAIL, "outcome": Outcome.SCRIPT_ERROR}, Feasibility.BROKEN),
+        ({"state": FAIL, "outcome": Outcome.STALLED}, Feasibility.UNKNOWN),
+        ({"state": FAIL, "outcome": Outcome.LOST}, Feasibility.UNKNOWN),
+        ({"state": FAIL}, Feasibility.UNKNOWN),
+        ({"state": RUNNING, "reports": {3: 1.0}}, Feasibility.UNKNOWN),
+        ({"state": WAITING}, Feasibility.UNKNOWN),
     ],
 )
-def test_evidence(kwargs: dict[str, Any], expected: Evidence) -> None:
-    assert evidence(make(0, 8, **kwargs)) is expected
+def test_feasibility(kwargs: dict[str, Any], expected: Feasibility) -> None:
+    assert feasibility(make(0, 8, **kwargs)) is expected
 
 
 def test_score_is_the_value_or_the_last_report_of_a_stopped_job() -> None:
@@ -113,7 +113,7 @@ def test_a_lineage_collects_what_its_trials_say() -> None:
     assert (first.params, second.params) == ({"zero_stage": 1}, {"zero_stage": 2})
     assert (first.largest_fit, first.smallest_too_large) == (16, 32)
     assert [t.number for t in first.launches] == [0, 1, 2]
-    assert [t.number for t in first.answers] == [0, 1]
+    assert [t.number for t in first.conclusive] == [0, 1]
     assert first.running == (20,)
     assert first.used == {16, 20, 24, 32}
     assert search_interval(first, 64) == (17, 31)
@@ -129,7 +129,7 @@ def test_best_takes_measured_trials_best_score_stopped_ones_too() -> None:
     assert best is not None
     assert best.number == 2
     assert lineage.best_score(StudyDirection.MAXIMIZE) == 9.0
-    assert lineage.best_score(StudyDirection.MAXIMIZE, answers=1) == 5.0
+    assert lineage.best_score(StudyDirection.MAXIMIZE, first=1) == 5.0
     assert lineage.best_score(StudyDirection.MINIMIZE) == 5.0
 
 
@@ -182,10 +182,10 @@ def test_dead() -> None:
         (6, 5, IntDistribution(1, 64), (), []),
     ],
 )
-def test_candidates(
+def test_unused_micro_batches(
     low: int, high: int, distribution: IntDistribution, used: tuple[int, ...], expected: list[int]
 ) -> None:
-    assert list(candidates(low, high, distribution, used=used)) == expected
+    assert list(unused_micro_batches(low, high, distribution, used=used)) == expected
 
 
 def test_middle_is_that_of_bisection() -> None:

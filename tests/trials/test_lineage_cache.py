@@ -180,7 +180,7 @@ def test_tree_and_kinds_follow_the_lineages(seed: int) -> None:
                 assert Lineages(lineages.values()).tree.closed(params, hopeless) is expected
                 answers.add(expected)
         for name, value in (("bucket", 50_000_000), ("zero_stage", 3), ("offload_param", "cpu")):
-            counted = sum(kind.count(name, value) for kind in lineages.kinds.values())
+            counted = sum(kind.count(name, value) for kind in lineages.structures.values())
             assert counted == sum(o.params.get(name) == value for o in whole)
         shown = [s for o in lineages.values() if (s := o.best_score(StudyDirection.MAXIMIZE)) is not None]
         assert best_score(lineages, StudyDirection.MAXIMIZE) == max(shown, default=None)

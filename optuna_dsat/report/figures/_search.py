@@ -10,7 +10,7 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.pruners._rungs import Rung, Rungs, climb
+from optuna_dsat.pruners._rungs import Rung, Rungs, build_rungs
 from optuna_dsat.report.figures._metric import USER, micro_batch_ticks
 from optuna_dsat.report.figures._style import (
     INK,
@@ -29,7 +29,7 @@ from optuna_dsat.report.figures._style import (
 )
 from optuna_dsat.study.spec import MethodOptions
 from optuna_dsat.trials import attributes, bisection
-from optuna_dsat.trials.lineage import Evidence, Lineage, evidence, group, score
+from optuna_dsat.trials.lineage import Feasibility, Lineage, feasibility, group, score
 from optuna_dsat.words import config_in_words
 
 if TYPE_CHECKING:
@@ -59,10 +59,10 @@ def _outcome(trial: FrozenTrial) -> Outcome:
     known = trial.user_attrs.get(attributes.OUTCOME)
     if known is not None:
         return Outcome(known)
-    says = evidence(trial)
-    if says is Evidence.TOO_LARGE:
+    says = feasibility(trial)
+    if says is Feasibility.TOO_LARGE:
         return Outcome.OUT_OF_MEMORY
-    if says is Evidence.FITS:
+    if says is Feasibility.FITS:
         return Outcome.MEASURED if trial.state.name == "COMPLETE" else Outcome.PRUNED
     return Outcome.SCRIPT_ERROR
 
@@ -175,11 +175,11 @@ def outcomes_figure(trials: Sequence[FrozenTrial]) -> go.Figure:
     return figure
 
 
-_MARKS: Mapping[Evidence, tuple[str, str, str]] = {
-    Evidence.FITS: ("ran", "circle", "#009E73"),
-    Evidence.TOO_LARGE: ("too large", "x", WARNING),
-    Evidence.BROKEN: ("failed, whatever the micro-batch", "diamond-open", "#CC79A7"),
-    Evidence.NONE: ("taught nothing", "circle-open", NEUTRAL),
+_MARKS: Mapping[Feasibility, tuple[str, str, str]] = {
+    Feasibility.FITS: ("ran", "circle", "#009E73"),
+    Feasibility.TOO_LARGE: ("too large", "x", WARNING),
+    Feasibility.BROKEN: ("failed, whatever the micro-batch", "diamond-open", "#CC79A7"),
+    Feasibility.UNKNOWN: ("taught nothing", "circle-open", NEUTRAL),
 }
 """What a launch says of its micro-batch -> name, symbol and colour of its mark."""
 
@@ -229,7 +229,7 @@ def _add_intervals(figure: go.Figure, rows: Sequence[Lineage]) -> None:
 
 
 def _add_tries(
-    figure: go.Figure, rows: Sequence[Lineage], says: Evidence, *, name: str, symbol: str, colour: str
+    figure: go.Figure, rows: Sequence[Lineage], says: Feasibility, *, name: str, symbol: str, colour: str
 ) -> None:
     import plotly.graph_objects as go
 
@@ -237,7 +237,7 @@ def _add_tries(
         (row, place, one, trial)
         for row, one in enumerate(rows)
         for place, trial in enumerate(one.launches, start=1)
-        if evidence(trial) is says
+        if feasibility(trial) is says
     ]
     if not tries:
         return
@@ -288,7 +288,7 @@ def rungs_figure(
     scores = [found for one in lineages.values() if (found := one.best_score(direction)) is not None]
     best = None if not scores else (max if direction == StudyDirection.MAXIMIZE else min)(scores)
     over = frozenset(key for key, one in lineages.items() if bisection.ended(one, direction, best))
-    ladder = climb(lineages, rungs=sizes, direction=direction, ended=over)
+    ladder = build_rungs(lineages, rungs=sizes, direction=direction, ended=over)
     if not any(rung.completed for rung in ladder):
         why = f"No class of configurations has completed the lowest rung yet, of {sizes.size(0)} launches."
         return empty_figure(why, title=title, x=x_title, y=y_title)
@@ -315,7 +315,7 @@ def _draw_rungs(
         points = [
             (index, value, key in rung.promoted)
             for index, rung in enumerate(ladder)
-            if key in rung.completed and (value := one.best_score(direction, answers=sizes.size(index))) is not None
+            if key in rung.completed and (value := one.best_score(direction, first=sizes.size(index))) is not None
         ]
         if points:
             figure.add_trace(_climber(one, words, points, palette, sizes, metric, named=words not in named))
