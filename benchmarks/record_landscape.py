@@ -126,7 +126,7 @@ def _begin(output: Path, spec: StudySpec, launcher: Launcher, *, command: str, d
     if output.is_file():
         found: dict[str, Any] = json.loads(output.read_text())
         return found
-    profiled = measure_profile(spec, launcher, on_rung=lambda _: None, on_report=lambda _report, _record: None)
+    profiled = measure_profile(spec, launcher, on_attempt=lambda _: None, on_report=lambda _report, _record: None)
     record: dict[str, Any] = {
         "format": FORMAT,
         "recorded": time.strftime("%Y-%m-%d", time.gmtime()),

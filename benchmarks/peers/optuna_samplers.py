@@ -27,7 +27,7 @@ def run(method: str, rig: Rig, *, budget: int, seed: int) -> None:
     sampler: BaseSampler = TPESampler(seed=seed) if method == "optuna-tpe" else RandomSampler(seed=seed)
     with tempfile.TemporaryDirectory() as folder:
         spec = spec_of(rig, method="random", budget=budget, seed=seed, folder=Path(folder))
-        profiled = measure_profile(spec, rig, on_rung=lambda _: None, on_report=lambda *_: None)
+        profiled = measure_profile(spec, rig, on_attempt=lambda _: None, on_report=lambda *_: None)
     space = space_of(spec, profiled)
     base = ds_config.effective(spec.ds_config)
     study = optuna.create_study(direction="maximize", sampler=sampler)

@@ -105,7 +105,7 @@ def filling(context: Context) -> Verdict:
     )
     spec = spec_of("guided", options, context.devices)
     with context.launcher(spec.study_dir, warm=False) as launcher:
-        found = measure_profile(spec, launcher, on_rung=lambda _: None, on_report=lambda _report, _record: None)
+        found = measure_profile(spec, launcher, on_attempt=lambda _: None, on_report=lambda _report, _record: None)
     slots = len(context.devices.devices)
     model = Filling(
         script=script,
@@ -119,10 +119,10 @@ def filling(context: Context) -> Verdict:
     )
     kept = {"profile": found.profile.to_json(), "args": list(script.args[2:]), "slots": slots}
     replace(folder / "filling.json", json.dumps(kept, indent=1))
-    return _fill(context, model, folder, rung=found.rung)
+    return _fill(context, model, folder, measured_with=found.measured_with)
 
 
-def _fill(context: Context, model: Filling, folder: Path, *, rung: str) -> Verdict:
+def _fill(context: Context, model: Filling, folder: Path, *, measured_with: str) -> Verdict:
     zero = EDGES["zero-1"]
     whole = model.hardware.device_memory_bytes
     edge = model.predicted_edge(zero)
@@ -131,7 +131,7 @@ def _fill(context: Context, model: Filling, folder: Path, *, rung: str) -> Verdi
         "params": model.profile.params,
         "activation_bytes_per_sample": model.profile.activation_bytes_per_sample,
         "gpu_bytes": whole,
-        "profiled_at": rung,
+        "profiled_at": measured_with,
         "predicted_edge": edge,
     }
     if edge < 1:

@@ -279,7 +279,7 @@ def _with_launch(options: TuneOptions, *, nodes: int, margin: float) -> _Shown:
             store=store,
             device_names=tuple(device.name for device in devices.devices),
             launcher=lambda: closing(TorchrunLauncher(spec.study_dir, devices=devices, max_slots=spec.max_slots)),
-            on_rung=lambda rung: print(f"Profile launch at micro-batch 1, {rung.words} ...", file=sys.stderr),
+            on_attempt=lambda one: print(f"Profile launch at micro-batch 1, {one.words} ...", file=sys.stderr),
             memory_margin=margin,
             on_notice=lambda text: print(text, file=sys.stderr),
         )

@@ -57,7 +57,7 @@ def show_plan(spec: StudySpec) -> None:
     import optuna
 
     from optuna_dsat.config import ds_config
-    from optuna_dsat.study.profile import rungs
+    from optuna_dsat.study.profile import profile_attempts
     from optuna_dsat.study.space import space_of
     from optuna_dsat.study.user_config import user_config
     from optuna_dsat.words import config_in_words
@@ -72,7 +72,7 @@ def show_plan(spec: StudySpec) -> None:
         table.add_row(row.knob, row.role, row.where, ", ".join(str(choice) for choice in row.choices))
     console.print(table)
     console.print(f"{space.classes()} classes of configurations beside the micro-batch.")
-    words = [rung.words for rung in rungs(spec)]
+    words = [attempt.words for attempt in profile_attempts(spec)]
     console.print(
         f"Profile launch: {spec.slots_per_trial} {'GPUs' if spec.device == 'cuda' else 'CPU ranks'}, micro-batch 1, "
         f"{words[0]}; while memory is short: {', then '.join(words[1:]) or 'nothing else'}."

@@ -16,7 +16,7 @@ def lines_of(news: progress.ProgressEvent, metric: str) -> list[str]:
     if isinstance(news, progress.Message):
         return [news.text]
     if isinstance(news, progress.ProfileStarted):
-        return [f"Profile launch at micro-batch 1, {news.rung} ..."]
+        return [f"Profile launch at micro-batch 1, {news.words} ..."]
     if isinstance(news, progress.ProfileFinished):
         return _profile_lines(news)
     if isinstance(news, progress.SearchStarted):
@@ -41,7 +41,7 @@ def lines_of(news: progress.ProgressEvent, metric: str) -> list[str]:
 
 def _profile_lines(news: progress.ProfileFinished) -> list[str]:
     profile = news.profile
-    how = "measured before, no launch needed" if news.reused else f"measured with {news.rung}"
+    how = "measured before, no launch needed" if news.reused else f"measured with {news.measured_with}"
     largest = ", ".join(f"ZeRO {stage}: {size}" for stage, size in sorted(news.largest_micro_batches.items()))
     return [
         f"Profile ({how}): {profile.params / 1e6:.4g} M parameters ({profile.trainable_params / 1e6:.4g} M trainable), "

@@ -64,7 +64,9 @@ class Board:
     def take(self, news: progress.ProgressEvent, now: float) -> None:
         """Take in a piece of news at time ``now``."""
         if isinstance(news, progress.ProfileStarted):
-            self.rows = {"profile": Row(name="profile", words=f"{news.rung}, micro-batch 1", since=now, last_step=None)}
+            self.rows = {
+                "profile": Row(name="profile", words=f"{news.words}, micro-batch 1", since=now, last_step=None)
+            }
         elif isinstance(news, progress.ProfileFinished):
             self.rows.pop("profile", None)
             self.memory_bytes = news.profile.device_memory_bytes

@@ -11,7 +11,7 @@ from optuna_dsat.launch.protocol import Launcher
 from optuna_dsat.launch.waiting import SlotWait
 from optuna_dsat.plan.structures import Subject, theory_of
 from optuna_dsat.store import Store
-from optuna_dsat.study.profile import Profiled, Rung, fingerprint, measure_profile
+from optuna_dsat.study.profile import ProfileAttempt, Profiled, fingerprint, measure_profile
 from optuna_dsat.study.space import hardware_of
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.warm_start import gather
@@ -36,7 +36,7 @@ def plan_script(
     store: Store,
     device_names: tuple[str, ...],
     launcher: Callable[[], AbstractContextManager[Launcher]],
-    on_rung: Callable[[Rung], None],
+    on_attempt: Callable[[ProfileAttempt], None],
     memory_margin: float,
     on_notice: Callable[[str], None] = lambda _: None,
 ) -> ScriptPlan:
@@ -47,7 +47,7 @@ def plan_script(
         store: Where profiles and studies are kept.
         device_names: Names of the devices, for the fingerprint.
         launcher: Opens a launcher, asked for only where one is needed.
-        on_rung: Called before each launch.
+        on_attempt: Called before each launch.
         memory_margin: Share of the device's memory to leave free.
         on_notice: Told who holds the slots while they are waited for.
 
@@ -64,7 +64,7 @@ def plan_script(
                 opened.holders, slots=spec.slots_per_trial, limit_s=spec.wait_for_gpus_s, on_notice=on_notice
             )
             profiled = measure_profile(
-                spec, opened, on_rung=on_rung, on_report=lambda _report, _record: None, wait=wait
+                spec, opened, on_attempt=on_attempt, on_report=lambda _report, _record: None, wait=wait
             )
         store.save_profile(mark, profiled.to_json(), study_uuid="")
     profile = profiled.profile
@@ -85,7 +85,7 @@ def plan_script(
         times = "Times are by the device's data sheet; no step was timed."
     else:
         times = "This device is not in the table of GPUs, and no step was timed: times may be as far off as they say."
-    how = f"measured with {profiled.rung}" if stored is None else "measured before"
+    how = f"measured with {profiled.measured_with}" if stored is None else "measured before"
     return ScriptPlan(
         subject=subject,
         about=(

@@ -138,7 +138,7 @@ def _profile(view: StudyView) -> str:
         ("device", profile.device_name or view.profiled.device),
         ("device memory", f"{bytes_in_words(profile.device_memory_bytes)} per rank"),
         ("host memory", bytes_in_words(profile.host_memory_bytes)),
-        ("measured with", view.profiled.rung),
+        ("measured with", view.profiled.measured_with),
     ]
     return table(("", ""), rows)
 

@@ -1,7 +1,7 @@
 """The profile launch: what one launch at micro-batch 1 teaches about model and hardware.
 
-If the user's own config does not fit at micro-batch 1, the launch climbs a ladder of ever less device memory (the order
-of the DeepSpeed configuration guide) before giving up.
+If the user's own config does not fit at micro-batch 1, structures that need less and less device memory are tried (the
+order of the DeepSpeed configuration guide) before giving up.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from optuna_dsat.config import ds_config
+from optuna_dsat.config.structures import GUIDE_ORDER, Structure
 from optuna_dsat.cost.memory import ModelProfile
 from optuna_dsat.errors import DsatError, NothingRunnableError, ScriptFailedError
 from optuna_dsat.launch.follow import follow
@@ -30,7 +31,7 @@ from optuna_dsat.script.trial_class import RUNNER, find_trial_class, hparams_of
 from optuna_dsat.study.launch_requests import launch_request
 from optuna_dsat.study.spec import ScriptSpec, StudySpec
 
-__all__ = ["LADDER", "Profiled", "Rung", "fingerprint", "measure_profile", "rungs"]
+__all__ = ["ProfileAttempt", "Profiled", "fingerprint", "measure_profile", "profile_attempts"]
 
 _KNOB_SECTIONS = {
     "zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
@@ -44,44 +45,28 @@ _PROFILE_END_STEP = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rung:
-    """One step of the ladder: a ZeRO stage with its offloads, and buckets that any model's memory has room for."""
+class ProfileAttempt:
+    """One try of the profile launch: a structure, with buckets that any device's memory has room for."""
 
-    words: str
-    stage: int | None
-    """None for the user's own setting."""
-    offload_optimizer: bool = False
-    offload_param: bool = False
+    structure: Structure | None
+    """None for the user's own ZeRO settings."""
+
+    @property
+    def words(self) -> str:
+        """The ZeRO settings in words."""
+        return "your own ZeRO settings" if self.structure is None else self.structure.words
 
     def overlay(self) -> dict[str, Any]:
-        """Return the DeepSpeed settings of this rung at micro-batch 1."""
+        """Return the DeepSpeed settings of this attempt at micro-batch 1."""
         batch = ds_config.batch_overlay(1)
-        if self.stage is None:
+        if self.structure is None:
             return batch
-        cpu = {"device": "cpu"}
         zero = {
-            "stage": self.stage,
-            "offload_optimizer": cpu if self.offload_optimizer else None,
-            "offload_param": cpu if self.offload_param else None,
+            **self.structure.zero_section(),
             "reduce_bucket_size": _SMALL_BUCKET,
-            "stage3_prefetch_bucket_size": _SMALL_BUCKET if self.stage == 3 else None,
+            "stage3_prefetch_bucket_size": _SMALL_BUCKET if self.structure.stage == 3 else None,
         }
         return {**batch, "zero_optimization": zero}
-
-
-LADDER = (
-    Rung(words="your own ZeRO settings", stage=None),
-    Rung(words="ZeRO 1", stage=1),
-    Rung(words="ZeRO 1 + optimizer offload", stage=1, offload_optimizer=True),
-    Rung(words="ZeRO 2", stage=2),
-    Rung(words="ZeRO 2 + optimizer offload", stage=2, offload_optimizer=True),
-    Rung(words="ZeRO 3", stage=3),
-    Rung(words="ZeRO 3 + parameter offload", stage=3, offload_param=True),
-    Rung(words="ZeRO 3 + parameter and optimizer offload", stage=3, offload_param=True, offload_optimizer=True),
-)
-"""In the order of the guide: each rung needs less device memory than the one before it. ZeRO 1 is climbed only where
-neither 2 nor 3 is searched.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +74,8 @@ class Profiled:
     """A profile and how it was come by."""
 
     profile: ModelProfile
-    rung: str
-    """Words of the rung that fitted."""
+    measured_with: str
+    """The ZeRO settings that fitted, in words."""
     pipeline: bool
     """Whether the script trains a pipeline module (ZeRO at most 1)."""
     device: str
@@ -112,7 +97,7 @@ class Profiled:
         """Return what ``from_json`` reads back."""
         return {
             "profile": self.profile.to_json(),
-            "rung": self.rung,
+            "rung": self.measured_with,
             "pipeline": self.pipeline,
             "device": self.device,
             "data_parallel_size": self.data_parallel_size,
@@ -127,7 +112,7 @@ class Profiled:
         trainer = record.get("trainer")
         return cls(
             profile=ModelProfile.from_json(record["profile"]),
-            rung=record["rung"],
+            measured_with=record["rung"],
             pipeline=record["pipeline"],
             device=record["device"],
             data_parallel_size=record.get("data_parallel_size"),
@@ -137,47 +122,51 @@ class Profiled:
         )
 
 
-def rungs(spec: StudySpec) -> Iterator[Rung]:
-    """Yield the rungs of the ladder that a study climbs."""
-    higher = any(stage >= 2 for stage in spec.zero_stages)
-    for rung in LADDER:
-        if rung.stage is None or (rung.stage in spec.zero_stages and (rung.stage >= 2 or not higher)):
-            yield rung
+def profile_attempts(spec: StudySpec) -> Iterator[ProfileAttempt]:
+    """Yield the attempts of a study, each with less device memory than the one before, the user's own settings first.
+
+    The structures are those of the guide's order at the stages that are searched; ZeRO 1 only where neither 2 nor 3 is.
+    """
+    yield ProfileAttempt(structure=None)
+    least = 2 if any(stage >= 2 for stage in spec.zero_stages) else 1
+    for structure in GUIDE_ORDER:
+        if structure.stage in spec.zero_stages and structure.stage >= least:
+            yield ProfileAttempt(structure=structure)
 
 
 def measure_profile(
     spec: StudySpec,
     launcher: Launcher,
     *,
-    on_rung: Callable[[Rung], None],
+    on_attempt: Callable[[ProfileAttempt], None],
     on_report: Callable[[LaunchReport, LaunchRecord], None],
     wait: SlotWait | None = None,
 ) -> Profiled:
-    """Launch the script at micro-batch 1, climbing the ladder while memory is short.
+    """Launch the script at micro-batch 1, with structures that need ever less device memory while it is short.
 
     Args:
         spec: The study.
         launcher: Where to launch.
-        on_rung: Called before each launch.
+        on_attempt: Called before each launch.
         on_report: Called after each launch.
         wait: As for ``follow``.
 
     Raises:
         DeviceError: If others hold the slots for too long.
         ScriptFailedError: If the script fails for a reason that is not memory.
-        NothingRunnableError: If no rung fits; says what was tried and how much memory was missing.
+        NothingRunnableError: If no attempt fits; says what was tried and how much memory was missing.
     """
     tried: list[str] = []
     pipeline = False
-    for index, rung in enumerate(rungs(spec)):
-        if pipeline and (rung.stage or 0) > 1:
+    for index, attempt in enumerate(profile_attempts(spec)):
+        if pipeline and attempt.structure is not None and attempt.structure.stage > 1:
             continue  # DeepSpeed refuses it
-        on_rung(rung)
+        on_attempt(attempt)
         request = launch_request(
             spec,
             launch_id="profile" if index == 0 else f"profile-{index}",
             purpose="profile",
-            overlay=rung.overlay(),
+            overlay=attempt.overlay(),
             start_profile_step=1,
             end_profile_step=_PROFILE_END_STEP,
         )
@@ -186,7 +175,7 @@ def measure_profile(
         if report.outcome is Outcome.MEASURED and record.profile is not None and record.engine is not None:
             return Profiled(
                 profile=ModelProfile.from_event(record.profile),
-                rung=rung.words,
+                measured_with=attempt.words,
                 pipeline=record.engine.pipeline,
                 device=record.engine.device,
                 data_parallel_size=record.engine.data_parallel_size,
@@ -198,7 +187,7 @@ def measure_profile(
             raise _failure(spec, report)
         pipeline = record.engine is not None and record.engine.pipeline
         missing = "" if report.missing_bytes is None else f", short of {report.missing_bytes / 2**20:.0f} MiB"
-        tried.append(f"{rung.words} ({report.outcome.value}{missing})")
+        tried.append(f"{attempt.words} ({report.outcome.value}{missing})")
     raise NothingRunnableError(
         "The model does not fit at micro-batch 1. Tried: " + "; ".join(tried) + ". "
         "Free device memory, allow more ZeRO stages with --zero-stages, use more GPUs, or make the model smaller."

@@ -46,7 +46,8 @@ class Message(ProgressEvent):
 class ProfileStarted(ProgressEvent):
     """A profile launch begins."""
 
-    rung: str
+    words: str
+    """Its ZeRO settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,8 @@ class ProfileFinished(ProgressEvent):
     """The profile is known."""
 
     profile: ModelProfile
-    rung: str
+    measured_with: str
+    """ZeRO settings of the launch, in words."""
     reused: bool
     largest_micro_batches: Mapping[int, int]
     """ZeRO stage (no offload) -> largest micro-batch that the memory model predicts, 0 where none fits."""

@@ -177,7 +177,12 @@ class Session:
             if not offloaded
         }
         self._observer(
-            ProfileFinished(profile=profiled.profile, rung=profiled.rung, reused=reused, largest_micro_batches=largest)
+            ProfileFinished(
+                profile=profiled.profile,
+                measured_with=profiled.measured_with,
+                reused=reused,
+                largest_micro_batches=largest,
+            )
         )
         if objective(self.spec, profiled) != self.spec.metric:
             self._observer(
@@ -205,7 +210,7 @@ class Session:
                     profiled = measure_profile(
                         self.spec,
                         self._launcher,
-                        on_rung=lambda rung: self._observer(ProfileStarted(rung=rung.words)),
+                        on_attempt=lambda attempt: self._observer(ProfileStarted(words=attempt.words)),
                         on_report=self._profile_launched,
                         wait=self._wait,
                     )

@@ -66,7 +66,7 @@ def shown(board: Board, now: float, *, width: int = 120, height: int = 24, ascii
 def board() -> Board:
     """Two launches in flight of a search whose user's own config was measured, and then a better one."""
     board = Board()
-    board.take(progress.ProfileFinished(profile=PROFILE, rung="", reused=False, largest_micro_batches={}), 0.0)
+    board.take(progress.ProfileFinished(profile=PROFILE, measured_with="", reused=False, largest_micro_batches={}), 0.0)
     board.take(search(side_by_side=2, finalists=2, finalist_steps=3.0), 0.0)
     board.take(started(0), 0.0)
     board.take(stepped(0), 6.0)

@@ -10,27 +10,27 @@ from tests.harness.landscapes import Hill
 from tests.harness.studies import StudyBench
 
 
-def planned(bench: StudyBench, rungs: list[str], **changes: Any) -> ScriptPlan:
+def planned(bench: StudyBench, attempts: list[str], **changes: Any) -> ScriptPlan:
     return plan_script(
         bench.spec(method="guided", **changes),
         store=bench.store,
         device_names=("simulated",),
         launcher=lambda: nullcontext(SimulatedLauncher(Hill(), total_slots=2)),
-        on_rung=lambda rung: rungs.append(rung.words),
+        on_attempt=lambda attempt: attempts.append(attempt.words),
         memory_margin=0.05,
     )
 
 
 def test_a_profile_is_measured_once_and_searches_sharpen_the_plan(bench: StudyBench) -> None:
-    rungs: list[str] = []
-    before = planned(bench, rungs, name="p")
-    again = planned(bench, rungs, name="p")
-    assert rungs == ["your own ZeRO settings"]
+    attempts: list[str] = []
+    before = planned(bench, attempts, name="p")
+    again = planned(bench, attempts, name="p")
+    assert attempts == ["your own ZeRO settings"]
     assert again.subject == before.subject
     assert not bench.store.list_studies()
     bench.run(bench.spec(method="guided", max_trials=6, confirm=0), Hill())
-    after = planned(bench, rungs, name="p")
-    assert len(rungs) == 1
+    after = planned(bench, attempts, name="p")
+    assert len(attempts) == 1
     assert "fitted to launches of s" in after.about[-1]
     vague, sharp = ({row.name: row for row in plan_rows(one.subject)}["ZeRO 2"] for one in (before, after))
     assert vague.outlook is not None

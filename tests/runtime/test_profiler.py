@@ -60,7 +60,7 @@ def plan(tmp_path: Path) -> LaunchPlan:
     )
     launcher: Any = Asking()
     with pytest.raises(AskedError) as asked:
-        measure_profile(spec, launcher, on_rung=lambda _: None, on_report=lambda *_: None)
+        measure_profile(spec, launcher, on_attempt=lambda _: None, on_report=lambda *_: None)
     return LaunchPlan.load(write_run_directory(asked.value.request, tmp_path).launch)
 
 

@@ -32,7 +32,7 @@ PROFILED = Profiled(
         peak_bytes=4 * GIB,
         optimizer="AdamW",
     ),
-    rung="as it is",
+    measured_with="as it is",
     pipeline=False,
     device="cuda",
 )

@@ -135,26 +135,26 @@ def test_a_second_study_of_the_same_script_spares_the_profile_launch(bench: Stud
     assert [n.reused for n in bench.news if isinstance(n, ProfileFinished)] == [True]
 
 
-def test_the_profile_climbs_the_ladder_until_a_rung_fits(bench: StudyBench) -> None:
+def test_the_profile_is_tried_with_less_and_less_memory_until_it_fits(bench: StudyBench) -> None:
     def needs_stage_3(config: Mapping[str, Any]) -> SimulatedResult | None:
         if config.get("zero_optimization", {}).get("stage", 0) < 3:
             return SimulatedResult(outcome=Outcome.OUT_OF_MEMORY, startup_s=5, missing_bytes=GIB)
         return None
 
     result = bench.run(bench.spec(max_trials=12), Hill(override=needs_stage_3))
-    rungs = [n.rung for n in bench.news if isinstance(n, ProfileStarted)]
-    assert rungs == ["your own ZeRO settings", "ZeRO 2", "ZeRO 2 + optimizer offload", "ZeRO 3"]
+    attempts = [n.words for n in bench.news if isinstance(n, ProfileStarted)]
+    assert attempts == ["your own ZeRO settings", "ZeRO 2", "ZeRO 2 + optimizer offload", "ZeRO 3"]
     assert result is not None
     assert result.config["zero_optimization"]["stage"] == 3
     assert result.speed_up is None
 
 
-def test_when_no_rung_fits_the_message_names_rungs_and_missing_memory(bench: StudyBench) -> None:
+def test_when_nothing_fits_the_message_names_what_was_tried_and_missing_memory(bench: StudyBench) -> None:
     full = SimulatedResult(outcome=Outcome.OUT_OF_MEMORY, startup_s=5, missing_bytes=3 * GIB)
     with pytest.raises(NothingRunnableError) as caught:
         bench.run(bench.spec(), Hill(override=lambda _: full))
     message = str(caught.value)
-    assert "ZeRO 3 + parameter and optimizer offload" in message
+    assert "ZeRO 3 + parameter offload and optimizer offload" in message
     assert "short of 3072 MiB" in message
 
 
@@ -263,8 +263,8 @@ def test_the_ladder_climbs_zero_1_where_no_higher_stage_is_searched(bench: Study
     hill = Hill(override=needs_offload)
     with pytest.raises(NothingRunnableError):  # the user's own config does not fit, and it is the only trial
         bench.run(bench.spec(zero_stages=(0, 1), max_trials=1, confirm=0), hill)
-    rungs = [config["zero_optimization"] for config in hill.configs[:3]]
-    assert [(zero["stage"], "offload_optimizer" in zero) for zero in rungs] == [(2, False), (1, False), (1, True)]
+    tried = [config["zero_optimization"] for config in hill.configs[:3]]
+    assert [(zero["stage"], "offload_optimizer" in zero) for zero in tried] == [(2, False), (1, False), (1, True)]
 
 
 def test_a_communication_error_is_launched_again_and_then_given_up(bench: StudyBench) -> None:

@@ -39,7 +39,7 @@ def test_the_launch_of_a_plan_has_the_limit_that_was_asked_for(bench: StudyBench
         store=bench.store,
         device_names=("simulated",),
         launcher=lambda: nullcontext(launcher),
-        on_rung=lambda _: None,
+        on_attempt=lambda _: None,
         memory_margin=0.05,
     )
     assert [request.stall_s for request in launcher.asked] == [77.0]
