@@ -1,91 +1,91 @@
-"""Lock files that keep two tuners of a machine from taking the same GPU; each holds the number of who locked it."""
+"""Lock files that keep two tuners of a machine from taking the same GPU; each holds its owner's process number."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+
+from filelock import BaseFileLock, FileLock, Timeout
 
 from optuna_dsat.launch.processes import ProcessKey
 
 __all__ = ["LockOwner", "lock", "lock_owner", "lock_path", "unlock"]
 
-
-_TRIES, _PAUSE_S = 3, 0.005
-"""Whoever waits for a GPU holds its lock for a moment, to see whether it is held."""
+_TRY_S, _PAUSE_S = 0.012, 0.004
+"""Time for an attempt, and pause within it: ``lock_owner`` of another tuner holds the lock for an instant."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LockOwner:
-    """Another process that holds a lock."""
+    """Another holder of a lock."""
 
     pid: int | None
-    """None where the file does not tell, as one that its owner may read only."""
+    """Process number; None if the lock file does not name a living process."""
     since: float
-    """Unix time at which the file was written last."""
+    """Unix time of the last write to the lock file."""
 
 
 def lock_path(folder: Path, device_id: str) -> Path:
     """Return the lock file of a device.
 
     Args:
-        folder: Where lock files lie.
-        device_id: What every tuner of the machine calls the device, however it was named to it.
+        folder: Folder of the lock files.
+        device_id: Name of the device that all tuners of the machine agree on.
     """
     return folder / f"optuna-dsat-gpu-{device_id.replace('/', '_')}.lock"
 
 
-def lock(path: Path) -> int | None:
-    """Return a descriptor that holds the lock at ``path``, None where another process holds it."""
-    flags = os.O_RDWR | os.O_CLOEXEC
-    try:
-        descriptor = os.open(path, flags)
-    except FileNotFoundError:
-        descriptor = os.open(path, flags | os.O_CREAT, 0o666)
-        with contextlib.suppress(OSError):
-            os.fchmod(descriptor, 0o666)  # the umask must not keep another user's tuner from locking
-    except PermissionError:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    for _ in range(_TRIES):
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _write(descriptor, f"{os.getpid()}\n")
-            return descriptor
-        time.sleep(_PAUSE_S)
-    os.close(descriptor)
-    return None
+def lock(path: Path) -> BaseFileLock | None:
+    """Return the lock at ``path``, held until it is released or this process ends; None if another holder has it."""
+    held = _try_lock(path)
+    if held is not None:
+        _write(path, f"{os.getpid()}\n")
+    return held
 
 
-def unlock(descriptors: Collection[int]) -> None:
-    """Give locks back."""
-    for descriptor in descriptors:
-        _write(descriptor, "")
-        os.close(descriptor)
+def unlock(locks: Collection[BaseFileLock]) -> None:
+    """Release locks."""
+    for held in locks:
+        _write(Path(held.lock_file), "")
+        held.release()
 
 
 def lock_owner(path: Path) -> LockOwner | None:
-    """Return who holds a lock that this process does not hold; None where nobody does."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+    """Return who holds the lock at ``path``, None if nobody does."""
+    if not path.exists():
+        return None
+    free = _try_lock(path)
+    if free is not None:
+        free.release()
         return None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        text = path.read_text(encoding="ascii", errors="replace").strip()
+        since = path.stat().st_mtime
     except OSError:
-        text = os.pread(descriptor, 32, 0).decode("ascii", errors="replace").strip()
-        known = text.isdigit() and ProcessKey.of(int(text)) is not None  # else left by one that ended
-        return LockOwner(pid=int(text) if known else None, since=os.fstat(descriptor).st_mtime)
-    finally:
-        os.close(descriptor)
-    return None
+        text, since = "", 0.0
+    known = text.isdigit() and ProcessKey.of(int(text)) is not None  # else left by a process that has ended
+    return LockOwner(pid=int(text) if known else None, since=since)
 
 
-def _write(descriptor: int, text: str) -> None:
-    """Make ``text`` the content, where this process may write."""
-    with contextlib.suppress(OSError):
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, text.encode(), 0)
+def _try_lock(path: Path) -> BaseFileLock | None:
+    # Every user's tuner may lock the file, whatever the umask of the one that created it.
+    found = FileLock(path, timeout=_TRY_S, poll_interval=_PAUSE_S, mode=0o666, fallback_to_soft=False)
+    try:
+        found.acquire()
+    except Timeout:
+        return None
+    except PermissionError:
+        if path.exists():
+            return None  # its owner alone may write it
+        raise
+    return found
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace the content of an existing file if this process may write it."""
+    with contextlib.suppress(OSError), path.open("r+", encoding="ascii") as file:
+        file.truncate()
+        file.write(text)

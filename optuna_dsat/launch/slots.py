@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from filelock import BaseFileLock
+
 from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.devices import Device, Devices
 from optuna_dsat.launch.holders import another_tuner, foreign_holders, holders_in_words, label
@@ -32,8 +34,8 @@ class SlotLease:
     devices: tuple[Device, ...]
     baseline_bytes: Mapping[int, int]
     """Per GPU index: memory in use before the launch that no living process of somebody else accounts for."""
-    locks: tuple[int, ...] = ()
-    """Open file descriptors that hold the GPUs' locks against other tuners on this machine."""
+    locks: tuple[BaseFileLock, ...] = ()
+    """The GPUs' locks against other tuners on this machine."""
 
     @property
     def indices(self) -> tuple[int, ...]:
@@ -194,19 +196,19 @@ class SlotPool:
         self._leases.append(lease)
         return lease
 
-    def _lock(self, candidates: list[Device], slots: int) -> tuple[list[Device], list[int]]:
+    def _lock(self, candidates: list[Device], slots: int) -> tuple[list[Device], list[BaseFileLock]]:
         """Lock ``slots`` of the candidates against other tuners; on the CPU there is nothing to lock."""
         if self._nvml is None:
             return candidates[:slots], []
         chosen: list[Device] = []
-        locks: list[int] = []
+        locks: list[BaseFileLock] = []
         for device in candidates:
             if len(chosen) == slots:
                 break
-            descriptor = lock(self._lock_path(device))
-            if descriptor is not None:
+            held = lock(self._lock_path(device))
+            if held is not None:
                 chosen.append(device)
-                locks.append(descriptor)
+                locks.append(held)
         if len(chosen) < slots:
             unlock(locks)
             raise SlotsBusyError(

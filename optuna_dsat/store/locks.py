@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock, Timeout
 from sqlalchemy import Engine, func, select
 
 from optuna_dsat.errors import StorageError
@@ -21,22 +20,16 @@ _ADVISORY_KEY = 0x64736174
 """Key of the advisory lock: the letters "dsat". Advisory locks are per database in PostgreSQL."""
 
 
-def _wait(acquire: Callable[[], bool], *, purpose: str, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not acquire():
-        if time.monotonic() > deadline:
-            raise StorageError(
-                f"Another process held the lock of the database for more than {timeout_s:g} s, and this one "
-                f"needs it to {purpose}: look for an optuna-dsat process that hangs."
-            )
-        time.sleep(_PAUSE_S)
+def _timed_out(*, purpose: str, timeout_s: float) -> StorageError:
+    return StorageError(
+        f"Another process held the lock of the database for more than {timeout_s:g} s, and this one "
+        f"needs it to {purpose}: look for an optuna-dsat process that hangs."
+    )
 
 
 @contextmanager
 def file_lock(path: Path, *, purpose: str, timeout_s: float) -> Iterator[None]:
-    """Hold ``flock(2)`` on a file, against other processes and other threads.
-
-    The file is left behind: deleting it would race with whoever opens it.
+    """Hold a lock file against other processes and other threads.
 
     Args:
         path: The lock file, created where missing. Never the database itself: closing any descriptor of an
@@ -49,20 +42,15 @@ def file_lock(path: Path, *, purpose: str, timeout_s: float) -> Iterator[None]:
         StorageError: The lock was not free in time.
         OSError: The file cannot be created.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-
-    def acquire() -> bool:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
+    lock = FileLock(path, timeout=timeout_s, poll_interval=_PAUSE_S, fallback_to_soft=False)
     try:
-        _wait(acquire, purpose=purpose, timeout_s=timeout_s)
+        lock.acquire()
+    except Timeout:
+        raise _timed_out(purpose=purpose, timeout_s=timeout_s) from None
+    try:
         yield
     finally:
-        os.close(descriptor)
+        lock.release()
 
 
 @contextmanager
@@ -82,11 +70,11 @@ def advisory_lock(engine: Engine, *, purpose: str, timeout_s: float) -> Iterator
         sqlalchemy.exc.DBAPIError: The server cannot be reached.
     """
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-
-        def acquire() -> bool:
-            return bool(connection.execute(select(func.pg_try_advisory_lock(_ADVISORY_KEY))).scalar_one())
-
-        _wait(acquire, purpose=purpose, timeout_s=timeout_s)
+        deadline = time.monotonic() + timeout_s
+        while not connection.execute(select(func.pg_try_advisory_lock(_ADVISORY_KEY))).scalar_one():
+            if time.monotonic() > deadline:
+                raise _timed_out(purpose=purpose, timeout_s=timeout_s)
+            time.sleep(_PAUSE_S)
         try:
             yield
         finally:

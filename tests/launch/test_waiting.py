@@ -201,7 +201,7 @@ def test_a_lock_names_its_owner_while_that_lives(tmp_path: Path) -> None:
     assert lock_owner(path) is None
     code = (
         "import sys, time; from pathlib import Path; from optuna_dsat.launch.slot_locks import lock\n"
-        "lock(Path(sys.argv[1])); print(flush=True); time.sleep(60)"
+        "held = lock(Path(sys.argv[1])); print(flush=True); time.sleep(60)"
     )
     child = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE)
     try:
@@ -215,13 +215,13 @@ def test_a_lock_names_its_owner_while_that_lives(tmp_path: Path) -> None:
         child.kill()
         child.communicate()
     assert lock_owner(path) is None
-    descriptor = lock(path)
-    assert descriptor is not None
+    held = lock(path)
+    assert held is not None
     path.write_text(f"{2**22 + 1}\n")  # as one that ended and could not be overwritten
     owner = lock_owner(path)
     assert owner is not None
     assert owner.pid is None
-    unlock([descriptor])
+    unlock([held])
     assert path.read_text() == ""
 
 
