@@ -36,8 +36,9 @@ demo: operators
 		--device-memory 900MiB --zero-stages 0 1 2 3 --max-trials 12 --confirm 2 \
 		-- --deepspeed_config examples/gpt/ds_config.json
 
+# Real launches take turns in one of the two processes, the other tests are shared out. TEST_ARGS="tests/launch" runs some.
 test: operators
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations=10 $(TEST_ARGS)
 
 # The CUDA path end to end, on a machine without a GPU: tests/cuda, with a CUDA build of torch and a stand-in for the driver
 # (CONTRIBUTING.md says what it downloads). `===` takes no build with a suffix, such as "+cpu" from a folder or an index

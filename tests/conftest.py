@@ -23,8 +23,23 @@ ROOT = Path(__file__).parents[1]
 THIRD_PARTY_VARIABLES = ("PYTEST_", "PYTORCH_NVML_BASED_CUDA_CHECK", "KMP_", "TORCHINDUCTOR_", "TRITON_")
 """Prefixes of variables that pytest, or a library on import, sets for the whole process."""
 TOOL_FOLDERS = frozenset({"__pycache__", ".cache", ".mypy_cache", ".pytest_cache", ".ruff_cache", ".coverage"})
+LAUNCHES = "launches"
+"""The group of tests, run by one worker of xdist one after the other, that start real launches or look at those of the
+whole machine: what belongs to a tuner that is gone, how busy a process is.
+"""
+WITH_LAUNCHES = frozenset({"tests/launch/test_activity.py", "tests/launch/test_processes.py"})
+"""Files that belong to it beside what is marked ``torchrun``."""
 PATIENCE_S = 2.0
 """How long a thread or process that is on its way out may take."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Group the tests for ``--dist loadgroup``: launches together, all others by file, for their fixtures' sake."""
+    for item in items:
+        file = item.path.relative_to(ROOT).as_posix()
+        launches = item.get_closest_marker("torchrun") is not None or file in WITH_LAUNCHES
+        item.add_marker(pytest.mark.xdist_group(LAUNCHES if launches else file))
 
 
 def environment() -> dict[str, str]:
