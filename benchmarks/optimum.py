@@ -13,7 +13,7 @@ import optuna
 from benchmarks.landscapes import Trained
 from benchmarks.physics import Settings, step_times, usage
 from optuna_dsat.config import ds_config
-from optuna_dsat.config.space_builder import SearchSpace, build_space
+from optuna_dsat.config.space_builder import SearchSpace, SpaceRequest, build_space
 
 __all__ = ["Optimum", "Reach", "lineages", "optimum", "reaches", "search_space"]
 
@@ -25,7 +25,9 @@ def search_space(landscape: Trained, *, fix: Mapping[str, Any] = MappingProxyTyp
         landscape: The landscape.
         fix: Knobs to hold, for a coarser look.
     """
-    return build_space(landscape.user_config, params=landscape.model.params, device="cuda", fix=fix)
+    return build_space(
+        SpaceRequest(ds_config=landscape.user_config, params=landscape.model.params, device="cuda", fix=fix)
+    )
 
 
 class _Odometer:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from optuna_dsat.config.ds_config import MICRO_BATCH
 from optuna_dsat.config.structures import Structure
 
 __all__ = [
@@ -21,7 +22,7 @@ _SHOWN_DIFFERENCES = 6
 
 def config_in_words(config: Mapping[str, Any]) -> str:
     """Return stage, offloads and micro-batch of a config, such as ``ZeRO 2 + optimizer offload, micro-batch 8``."""
-    return f"{Structure.of(config).words}, micro-batch {config.get('train_micro_batch_size_per_gpu', '?')}"
+    return f"{Structure.of(config).words}, micro-batch {config.get(MICRO_BATCH, '?')}"
 
 
 def differences_in_words(differences: Mapping[str, Sequence[Any]], *, file: str) -> str:

@@ -21,7 +21,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "outcome": set(),
     "metrics": set(),
     "runtime": {"outcome"},
-    "config": {"errors"},
+    "config": {"errors", "runtime"},
     "words": {"config"},
     "trials": {"config", "outcome"},
     "cost": {"config", "errors", "runtime"},

@@ -84,5 +84,5 @@ def show_plan(spec: StudySpec) -> None:
     for _ in range(3):
         params = space.suggest(study.ask())
         sample = ds_config.merge(ds_config.effective(spec.ds_config), space.overlay(params))
-        sample.pop("train_micro_batch_size_per_gpu", None)
+        sample.pop(ds_config.MICRO_BATCH, None)
         console.print_json(json.dumps(sample["zero_optimization"]))

@@ -20,12 +20,14 @@ from typing import Any
 
 from optuna_dsat.config.autotuning_section import Autotuning, parse_autotuning, positive_int
 from optuna_dsat.errors import ConfigError
+from optuna_dsat.runtime.flattening import flatten
 
 __all__ = [
     "ALL",
     "AUTO",
     "GRADIENT_ACCUMULATION",
     "MICRO_BATCH",
+    "MICRO_BATCH_CAP",
     "TRAIN_BATCH",
     "ZERO",
     "Autotuning",
@@ -35,13 +37,12 @@ __all__ = [
     "batch_triangle",
     "canonical_key",
     "effective",
-    "flat",
+    "flatten",
     "load",
     "merge",
     "parse",
     "parse_autotuning",
     "size_limit",
-    "strip_tuning",
     "write_json_atomic",
     "zero_default",
     "zero_section",
@@ -56,6 +57,8 @@ TRAIN_BATCH = "train_batch_size"
 MICRO_BATCH = "train_micro_batch_size_per_gpu"
 GRADIENT_ACCUMULATION = "gradient_accumulation_steps"
 ZERO = "zero_optimization"
+MICRO_BATCH_CAP = 2**16
+"""Largest micro-batch considered if nothing else bounds it, in samples per rank."""
 _BATCH_KEYS = (TRAIN_BATCH, MICRO_BATCH, GRADIENT_ACCUMULATION)
 _AUTOTUNING = "autotuning"
 
@@ -302,14 +305,6 @@ def _settle(section: dict[str, Any], key: str) -> None:
         del section[key]
 
 
-def strip_tuning(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config to train with: no ``autotuning`` section, no list of a knob's values, no None.
-
-    Equal to :func:`effective`; the name says why it is called.
-    """
-    return effective(config)
-
-
 def merge(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]:
     """Lay ``overlay`` over ``base``: objects are merged key by key, anything else replaces, None removes.
 
@@ -335,17 +330,6 @@ def _copied_value(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_copied_value(one) for one in value]
     return value
-
-
-def flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config without its objects: their keys joined with dots."""
-    result: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            result |= {f"{key}.{below}": one for below, one in flat(value).items()}
-        else:
-            result[key] = value
-    return result
 
 
 def batch_triangle(config: Mapping[str, Any], *, world_size: int) -> BatchTriangle:

@@ -14,12 +14,12 @@ apply, ``train_micro_batch_size_per_gpu`` last. All but the micro-batch are cate
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from optuna_dsat.config import ds_config as configs
-from optuna_dsat.config.ds_config import MICRO_BATCH, ZERO
+from optuna_dsat.config.ds_config import MICRO_BATCH, MICRO_BATCH_CAP, ZERO
 from optuna_dsat.config.knobs import (
     KNOBS,
     NVME,
@@ -44,7 +44,7 @@ from optuna_dsat.config.search_space import (
 )
 from optuna_dsat.errors import ConfigError
 
-__all__ = ["KnobRow", "Role", "SearchSpace", "TunedKnob", "build_space"]
+__all__ = ["KnobRow", "Role", "SearchSpace", "SpaceRequest", "TunedKnob", "build_space"]
 
 _BY_NAME = MappingProxyType({knob.name: knob for knob in KNOBS})
 _LEGACY = MappingProxyType({
@@ -62,116 +62,103 @@ _TESTED_OPTIMIZERS = frozenset({"adam", "adamw", "adagrad", "lion", "muon"})
 """Config names whose classes are in ``deepspeed.runtime.zero.utils.ZERO_SUPPORTED_OPTIMIZERS``."""
 
 
-def build_space(
-    ds_config: Mapping[str, Any],
-    *,
-    zero_stages: Collection[int] = (1, 2, 3),
-    fix: Mapping[str, Any] = MappingProxyType({}),
-    no_tune: Collection[str] = (),
-    nvme_path: str | None = None,
-    params: int | None = None,
-    micro_batch_cap: int = 2**16,
-    pipeline: bool = False,
-    device: str = "cuda",
-    gradient_accumulation_steps: int | None = None,
-    samples_per_rank: int | None = None,
-    max_samples_per_rank: int | None = None,
-) -> SearchSpace:
+@dataclass(frozen=True, kw_only=True)
+class SpaceRequest:
+    """Inputs of a search space."""
+
+    ds_config: Mapping[str, Any]
+    """The user's DeepSpeed config as read, including lists."""
+    zero_stages: Collection[int] = (1, 2, 3)
+    """Stages to search; a list of stages in the config narrows them further."""
+    fix: Mapping[str, Any] = field(default_factory=dict)
+    """Knobs to hold, with their values (numbers, flags, or the same as text)."""
+    no_tune: Collection[str] = ()
+    """Knobs to leave as the config has them."""
+    nvme_path: str | None = None
+    """Folder for NVMe offload; None excludes NVMe unless the config itself offloads there."""
+    params: int | None = None
+    """Parameters of the model: sizes at or above this number are equivalent and become one choice; None if unknown."""
+    micro_batch_cap: int = MICRO_BATCH_CAP
+    """Largest micro-batch; the same for the whole study."""
+    pipeline: bool = False
+    """Whether the script trains a pipeline module: ZeRO 0 and 1 only."""
+    device: str = "cuda"
+    """``cuda`` or ``cpu``."""
+    gradient_accumulation_steps: int | None = None
+    """Accumulation steps that overlays set; None for the config's own number, or 1. If the config implies it by its
+    ``train_batch_size``, give that of :func:`optuna_dsat.config.ds_config.batch_triangle`.
+    """
+    samples_per_rank: int | None = None
+    """Samples per rank and global step that every configuration keeps: micro-batches are its divisors, and
+    accumulation provides the rest. None if the global batch follows the micro-batch.
+    """
+    max_samples_per_rank: int | None = None
+    """Largest number of samples per rank and global step, None if unbounded."""
+
+
+def build_space(request: SpaceRequest) -> SearchSpace:
     """Build the search space of a study.
 
-    Args:
-        ds_config: The user's DeepSpeed config as read, lists included.
-        zero_stages: Stages to search; a list of stages in the config narrows them further.
-        fix: Knobs to hold, with their values (numbers, flags, or the same as text).
-        no_tune: Knobs to leave as the config has them.
-        nvme_path: Folder to offload to; None keeps NVMe out, unless the config itself offloads there.
-        params: Parameters of the model: sizes at or above it behave alike and become one choice.
-        micro_batch_cap: Largest micro-batch; the same for the whole study.
-        pipeline: Whether the script trains a pipeline module: ZeRO 0 and 1 only.
-        device: ``cuda`` or ``cpu``.
-        gradient_accumulation_steps: What overlays say; None for the config's own number (1 where it has none). Give
-            :func:`optuna_dsat.config.ds_config.batch_triangle`'s where the config implies it by its
-            ``train_batch_size``.
-        samples_per_rank: Samples of one global step on one rank that every configuration keeps: micro-batches are
-            then its divisors, and accumulation makes up the rest.
-        max_samples_per_rank: Most samples of one global step on one rank.
-
     Raises:
-        ConfigError: If a knob is unknown or both fixed and left alone, a value has the wrong type, or no
-            stage is left.
+        ConfigError: If a knob is unknown or both fixed and left alone, a value has the wrong type, or no stage is left.
     """
-    space = _Builder(
-        config=ds_config,
-        fix=fix,
-        no_tune=frozenset(no_tune),
-        nvme_path=nvme_path,
-        params=params,
-        samples_per_rank=samples_per_rank,
-    ).build(
-        zero_stages=zero_stages,
-        cap=min(micro_batch_cap, max_samples_per_rank or micro_batch_cap),
-        pipeline=pipeline,
-        device=device,
-    )
-    return replace(
-        space,
-        gradient_accumulation_steps=gradient_accumulation_steps or space.gradient_accumulation_steps,
-        samples_per_rank=samples_per_rank,
-        max_samples_per_rank=max_samples_per_rank,
-    )
+    return _Builder(request).build()
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Builder:
-    """What the steps of :func:`build_space` share."""
+    """Builds the space of one request, step by step."""
 
-    config: Mapping[str, Any]
-    fix: Mapping[str, Any]
-    no_tune: frozenset[str]
-    nvme_path: str | None
-    params: int | None
-    samples_per_rank: int | None
+    def __init__(self, request: SpaceRequest) -> None:
+        self._request = request
+        self._no_tune = frozenset(request.no_tune)
+        self._plain = configs.effective({ZERO: {}, **request.ds_config})
+        self._zero = self._plain[ZERO]
+        """The user's own section, lists resolved."""
 
-    def build(self, *, zero_stages: Collection[int], cap: int, pipeline: bool, device: str) -> SearchSpace:
+    def build(self) -> SearchSpace:
         self._check_names()
-        plain = configs.effective({ZERO: {}, **self.config})
-        zero = plain[ZERO]
+        request = self._request
         for knob in (one for one in KNOBS if one.name != NVME):
-            read_present(knob, zero)  # refuses what is no value of the knob, whether it is searched or not
-        stage = TunedKnob(knob=_BY_NAME[ZERO_STAGE], choices=self._stages(zero, zero_stages, pipeline=pipeline))
-        offloads = self._offload_knobs(zero)
+            read_present(knob, self._zero)  # refuses invalid values, also of knobs that are not searched
+        stage = TunedKnob(knob=_BY_NAME[ZERO_STAGE], choices=self._stages())
+        offloads = self._offload_knobs()
         others = [
-            self._knob(knob, zero)
+            self._knob(knob)
             for knob in KNOBS
             if knob.kind in ("flag", "size") and knob.name != NVME and (not knob.inert or self._named(knob))
         ]
-        knobs = [stage, *offloads, *others]
-        knobs.sort(key=lambda tuned: KNOBS.index(tuned.knob))
-        accumulation = plain.get(configs.GRADIENT_ACCUMULATION)
-        low, high = self._micro_batches(plain, cap)
+        knobs = sorted([stage, *offloads, *others], key=lambda tuned: KNOBS.index(tuned.knob))
+        low, high = self._micro_batches()
         values = self._micro_batch_values(low, high)
+        nvme_only = any(tuned.name == NVME and all(tuned.choices) for tuned in offloads)
         return SearchSpace(
             knobs=tuple(knobs),
             micro_batches=(low, high) if values is None else (values[0], values[-1]),
             micro_batch_values=values,
-            site=_site(plain, pipeline=pipeline, nvme_only=any(t.name == NVME and all(t.choices) for t in offloads)),
-            device=device,
-            params=self.params,
-            nvme_path=self.nvme_path,
-            gradient_accumulation_steps=1 if accumulation in (None, configs.AUTO) else int(accumulation),
-            user_zero=zero,
+            site=_site(self._plain, pipeline=request.pipeline, nvme_only=nvme_only),
+            device=request.device,
+            params=request.params,
+            nvme_path=request.nvme_path,
+            gradient_accumulation_steps=request.gradient_accumulation_steps or self._own_accumulation(),
+            samples_per_rank=request.samples_per_rank,
+            max_samples_per_rank=request.max_samples_per_rank,
+            user_zero=self._zero,
             legacy_keys=self._legacy_keys(),
-            allow_untested_optimizer=_needs_permission(plain),
+            allow_untested_optimizer=_needs_permission(self._plain),
         )
 
+    def _own_accumulation(self) -> int:
+        steps = self._plain.get(configs.GRADIENT_ACCUMULATION)
+        return 1 if steps in (None, configs.AUTO) else int(steps)
+
     def _check_names(self) -> None:
-        for name in [*self.fix, *self.no_tune]:
+        for name in [*self._request.fix, *self._no_tune]:
             if name != MICRO_BATCH and (name not in _BY_NAME or name == NVME):
                 raise ConfigError(f"{name} is not a knob. The knobs are {known_names()}.")
-        both = sorted(self.no_tune & self.fix.keys())
+        both = sorted(self._no_tune & self._request.fix.keys())
         if both:
             raise ConfigError(f"{both[0]} is given to both --fix and --no-tune; use one of them.")
-        zero = self.config.get(ZERO)
+        zero = self._request.ds_config.get(ZERO)
         sections = {"stage", *(knob.path[1] for knob in KNOBS)} | _LEGACY.keys()
         for key, value in zero.items() if isinstance(zero, Mapping) else ():
             if isinstance(value, list) and key not in sections:
@@ -179,11 +166,11 @@ class _Builder:
 
     def _named(self, knob: Knob) -> bool:
         """Whether the user asks for this knob by name: a list in the config, or ``fix``."""
-        return knob.name in self.fix or self._listed(knob) is not None
+        return knob.name in self._request.fix or self._listed(knob) is not None
 
     def _listed(self, knob: Knob) -> tuple[Any, ...] | None:
         """Return the values the user lists for a knob, None where there is no list."""
-        zero = configs.zero_section(self.config)
+        zero = configs.zero_section(self._request.ds_config)
         value = zero.get(knob.path[1])
         if knob.kind == "device" and isinstance(value, Mapping):
             value = value.get("device")
@@ -193,46 +180,46 @@ class _Builder:
             return None
         return _unique(normalise(knob.name, knob.kind, one) for one in value)
 
-    def _stages(self, zero: Mapping[str, Any], asked: Collection[int], *, pipeline: bool) -> tuple[int, ...]:
+    def _stages(self) -> tuple[int, ...]:
         knob = _BY_NAME[ZERO_STAGE]
-        stages = _unique(normalise("--zero-stages", "stage", stage) for stage in asked)
+        stages = _unique(normalise("--zero-stages", "stage", stage) for stage in self._request.zero_stages)
         narrowed = self._listed(knob)
         reason = f"--zero-stages asks for {list(stages)}"
-        if ZERO_STAGE in self.fix:
-            narrowed = (normalise(ZERO_STAGE, "stage", self.fix[ZERO_STAGE]),)
-        elif ZERO_STAGE in self.no_tune:
-            narrowed = (read_present(knob, zero),)
+        if ZERO_STAGE in self._request.fix:
+            narrowed = (normalise(ZERO_STAGE, "stage", self._request.fix[ZERO_STAGE]),)
+        elif ZERO_STAGE in self._no_tune:
+            narrowed = (read_present(knob, self._zero),)
         if narrowed is not None:
             reason += f", the config, --fix or --no-tune for {list(narrowed)}"
             stages = tuple(stage for stage in stages if stage in narrowed)
-        if pipeline:
+        if self._request.pipeline:
             reason += ", and pipeline parallelism runs with ZeRO 0 and 1 only"
             stages = tuple(stage for stage in stages if stage <= 1)
-        if _other_accumulation(self.config):
+        if _other_accumulation(self._request.ds_config):
             reason += ", and ZeRO 0 cannot accumulate gradients in another type than the model's (data_types)"
             stages = tuple(stage for stage in stages if stage > 0)
         if not stages:
             raise ConfigError(f"No ZeRO stage is left to search: {reason}. Widen one of them.")
         return tuple(sorted(stages))
 
-    def _knob(self, knob: Knob, zero: Mapping[str, Any]) -> TunedKnob:
-        present = read_present(knob, zero)
-        if knob.name in self.fix:
-            value = normalise(knob.name, knob.kind, self.fix[knob.name])
+    def _knob(self, knob: Knob) -> TunedKnob:
+        present = read_present(knob, self._zero)
+        if knob.name in self._request.fix:
+            value = normalise(knob.name, knob.kind, self._request.fix[knob.name])
             return TunedKnob(knob=knob, choices=(value,), role=Role.FIXED)
-        if knob.name in self.no_tune:
+        if knob.name in self._no_tune:
             return TunedKnob(knob=knob, choices=(present,), role=Role.KEPT)
         listed = self._listed(knob)
         choices: Iterable[Any] = (*knob.choices, present) if listed is None else listed
         if knob.kind == "size" and listed is None:
-            choices = (capped(knob.name, value, self.params) for value in choices)
+            choices = (capped(knob.name, value, self._request.params) for value in choices)
         elif knob.kind == "size":
-            choices = _distinct(knob.name, choices, self.params)
+            choices = _distinct(knob.name, choices, self._request.params)
         return TunedKnob(knob=knob, choices=tuple(sorted(_unique(choices))))
 
-    def _offload_knobs(self, zero: Mapping[str, Any]) -> list[TunedKnob]:
-        result = [self._offload_knob(_BY_NAME[OFFLOAD_PARAM], zero)]
-        allowed = self._offload_knob(_BY_NAME[OFFLOAD_OPTIMIZER], zero)
+    def _offload_knobs(self) -> list[TunedKnob]:
+        result = [self._offload_knob(_BY_NAME[OFFLOAD_PARAM])]
+        allowed = self._offload_knob(_BY_NAME[OFFLOAD_OPTIMIZER])
         if allowed.role is Role.KEPT:
             return [*result, allowed]
         values = _unique("cpu" if value == "nvme" else value for value in allowed.choices)
@@ -242,40 +229,42 @@ class _Builder:
             result.append(TunedKnob(knob=_BY_NAME[NVME], choices=to_nvme, role=allowed.role))
         return result
 
-    def _offload_knob(self, knob: Knob, zero: Mapping[str, Any]) -> TunedKnob:
-        own = zero.get(knob.name)
+    def _offload_knob(self, knob: Knob) -> TunedKnob:
+        own = self._zero.get(knob.name)
         own_path = own.get("nvme_path") if isinstance(own, Mapping) else None
-        present = device_of(zero, knob.name)
-        if knob.name in self.no_tune:
+        present = device_of(self._zero, knob.name)
+        if knob.name in self._no_tune:
             return TunedKnob(knob=knob, choices=(present,), role=Role.KEPT)
         listed = self._listed(knob)
-        if knob.name in self.fix:
+        if knob.name in self._request.fix:
             tuned = TunedKnob(
-                knob=knob, choices=(normalise(knob.name, "device", self.fix[knob.name]),), role=Role.FIXED
+                knob=knob, choices=(normalise(knob.name, "device", self._request.fix[knob.name]),), role=Role.FIXED
             )
         elif listed is not None and not self._says_all(knob):
             tuned = TunedKnob(knob=knob, choices=listed)
         else:
-            more = ("nvme",) if self.nvme_path else ()
+            more = ("nvme",) if self._request.nvme_path else ()
             tuned = TunedKnob(knob=knob, choices=_unique((*knob.choices, *more, present)))
-        if "nvme" in tuned.choices and not (self.nvme_path or own_path):
+        if "nvme" in tuned.choices and not (self._request.nvme_path or own_path):
             raise ConfigError(f"{knob.name} may be nvme, but no folder is known: give --nvme-path.")
         return tuned
 
     def _says_all(self, knob: Knob) -> bool:
-        value = configs.zero_section(self.config).get(knob.path[1])
+        value = configs.zero_section(self._request.ds_config).get(knob.path[1])
         return configs.ALL in (value, value.get("device") if isinstance(value, Mapping) else None)
 
-    def _micro_batches(self, plain: Mapping[str, Any], cap: int) -> tuple[int, int]:
-        listed = self.config.get(MICRO_BATCH)
-        present = plain.get(MICRO_BATCH)
-        if MICRO_BATCH in self.fix:
-            held = normalise(MICRO_BATCH, "count", self.fix[MICRO_BATCH])
+    def _micro_batches(self) -> tuple[int, int]:
+        request = self._request
+        cap = min(request.micro_batch_cap, request.max_samples_per_rank or request.micro_batch_cap)
+        listed = self._request.ds_config.get(MICRO_BATCH)
+        present = self._plain.get(MICRO_BATCH)
+        if MICRO_BATCH in self._request.fix:
+            held = normalise(MICRO_BATCH, "count", self._request.fix[MICRO_BATCH])
             return held, held
-        if MICRO_BATCH in self.no_tune:
+        if MICRO_BATCH in self._no_tune:
             held = 1 if present in (None, configs.AUTO) else normalise(MICRO_BATCH, "count", present)
             return held, held
-        section = configs.parse_autotuning(self.config)
+        section = configs.parse_autotuning(self._request.ds_config)
         low = section.min_train_micro_batch_size_per_gpu or 1
         high = section.max_train_micro_batch_size_per_gpu or max(low, cap)
         if isinstance(listed, list) and listed:
@@ -291,31 +280,31 @@ class _Builder:
 
     def _micro_batch_values(self, low: int, high: int) -> tuple[int, ...] | None:
         """Return the only micro-batches allowed: those listed, and those that divide the held global batch."""
-        listed = self.config.get(MICRO_BATCH)
-        held = MICRO_BATCH in self.fix or MICRO_BATCH in self.no_tune
+        listed = self._request.ds_config.get(MICRO_BATCH)
+        held = MICRO_BATCH in self._request.fix or MICRO_BATCH in self._no_tune
         allowed: Iterable[int] | None = None
         if isinstance(listed, list) and not held:
             allowed = [normalise(MICRO_BATCH, "count", value) for value in listed]
-        if self.samples_per_rank is not None:
-            of_batch = range(1, self.samples_per_rank + 1) if allowed is None else allowed
-            allowed = [value for value in of_batch if self.samples_per_rank % value == 0]
+        if self._request.samples_per_rank is not None:
+            of_batch = range(1, self._request.samples_per_rank + 1) if allowed is None else allowed
+            allowed = [value for value in of_batch if self._request.samples_per_rank % value == 0]
         if allowed is None:
             return None
         values = tuple(sorted({value for value in allowed if low <= value <= high}))
-        if not values and listed and not self.samples_per_rank:
+        if not values and listed and not self._request.samples_per_rank:
             values = (min(normalise(MICRO_BATCH, "count", value) for value in listed),)
         if not values:
             raise ConfigError(
-                f"No {MICRO_BATCH} is left to search: --train-batch-size gives each rank {self.samples_per_rank} "
+                f"No {MICRO_BATCH} is left to search: --train-batch-size gives each rank {self._request.samples_per_rank} "
                 f"samples, and none {'of the list in the config' if listed else 'that is allowed'} divides them."
             )
         return values
 
     def _legacy_keys(self) -> tuple[str, ...]:
-        zero = self.config.get(ZERO)
+        zero = self._request.ds_config.get(ZERO)
         present = zero.keys() if isinstance(zero, Mapping) else ()
-        legacy = [key for key, name in _LEGACY.items() if key in present and name not in self.no_tune]
-        if "cpu_offload_use_pin_memory" in present and not self.no_tune & {OFFLOAD_OPTIMIZER, OFFLOAD_PARAM}:
+        legacy = [key for key, name in _LEGACY.items() if key in present and name not in self._no_tune]
+        if "cpu_offload_use_pin_memory" in present and not self._no_tune & {OFFLOAD_OPTIMIZER, OFFLOAD_PARAM}:
             legacy.append("cpu_offload_use_pin_memory")
         return tuple(legacy)
 

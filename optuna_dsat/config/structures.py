@@ -36,7 +36,9 @@ class Structure:
     def on_nvme(self) -> Structure:
         """Return the structure with what it offloads on NVMe."""
         return replace(
-            self, **{key: _NVME for key in ("offload_optimizer", "offload_param") if getattr(self, key) != _NONE}
+            self,
+            offload_optimizer=_NONE if self.offload_optimizer == _NONE else _NVME,
+            offload_param=_NONE if self.offload_param == _NONE else _NVME,
         )
 
     @property

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from optuna_dsat.config import ds_config
 from optuna_dsat.launch.run_directory import without_secrets
 from optuna_dsat.report.markdown import hidden
 from optuna_dsat.report.view import StudyView
@@ -75,7 +76,7 @@ def winner_of(view: StudyView) -> Winner | None:
         deepspeed_launcher=launcher,
         host_threads=best.trial.user_attrs.get(attributes.HOST_THREADS),
     )
-    rate = learning_rate_advice(config, batch=complete["train_batch_size"], user_batch=own["train_batch_size"])
+    rate = learning_rate_advice(config, batch=complete[ds_config.TRAIN_BATCH], user_batch=own[ds_config.TRAIN_BATCH])
     script = "" if trainer is None else trainer.advice(complete)
     low, high = _speed_up_range(view, best)
     return Winner(
@@ -105,18 +106,15 @@ def _speed_up_range(view: StudyView, best: Standing) -> tuple[float | None, floa
 
 
 def _changes(own: Mapping[str, Any], best: Mapping[str, Any]) -> Iterator[Change]:
-    before, after = dict(_flat(own)), dict(_flat(best))
+    before, after = _given(own), _given(best)
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) != after.get(key):
             yield Change(key=key, own=_shown(before, key), best=_shown(after, key))
 
 
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        elif value is not None:
-            yield f"{prefix}{key}", value
+def _given(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return dotted key -> value of a config, without nulls."""
+    return {key: value for key, value in ds_config.flatten(config).items() if value is not None}
 
 
 def _shown(values: Mapping[str, Any], key: str) -> str:

@@ -6,8 +6,10 @@ than the tuner shows and exports, wherever the trial's overlay does not reach.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
+
+from optuna_dsat.runtime.flattening import flatten
 
 __all__ = ["config_differences"]
 
@@ -35,8 +37,8 @@ def config_differences(
         launch: The launch's own config file: the user's with the overlay.
         world_size: Ranks, where a batch size has to be divided by them.
     """
-    ours, theirs = _flat(_batches(script, world_size)), _flat(_batches(user, world_size))
-    launched = _flat(_batches(launch, world_size))
+    ours, theirs = flatten(_batches(script, world_size)), flatten(_batches(user, world_size))
+    launched = flatten(_batches(launch, world_size))
     found = {}
     for key in sorted({**ours, **theirs}):
         mine, original, current = ours.get(key), theirs.get(key), launched.get(key)
@@ -50,19 +52,6 @@ def _agree(mine: Any, other: Any) -> bool:
     if mine == other or _AUTO in (mine, other):
         return True
     return isinstance(other, list) and mine in other
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    return dict(_walk(config, prefix))
-
-
-def _walk(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for key, value in config.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            yield from _walk(value, f"{name}.")
-        else:
-            yield name, value
 
 
 def _batches(config: Mapping[str, Any], world_size: int) -> dict[str, Any]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH
 from optuna_dsat.errors import UsageError
 
 __all__ = ["MAPPABLE", "map_arguments", "parse_mappings"]
 
-MAPPABLE = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+MAPPABLE = (MICRO_BATCH, GRADIENT_ACCUMULATION, TRAIN_BATCH)
 """Keys of a DeepSpeed config that an option of the script may follow."""
 
 
@@ -46,12 +47,12 @@ def map_arguments(
     """
     if not mappings:
         return tuple(args)
-    micro_batch = int(config["train_micro_batch_size_per_gpu"])
-    accumulation = int(config.get("gradient_accumulation_steps") or 1)
+    micro_batch = int(config[MICRO_BATCH])
+    accumulation = int(config.get(GRADIENT_ACCUMULATION) or 1)
     values = {
-        "train_micro_batch_size_per_gpu": micro_batch,
-        "gradient_accumulation_steps": accumulation,
-        "train_batch_size": config.get("train_batch_size") or micro_batch * accumulation * world_size,
+        MICRO_BATCH: micro_batch,
+        GRADIENT_ACCUMULATION: accumulation,
+        TRAIN_BATCH: config.get(TRAIN_BATCH) or micro_batch * accumulation * world_size,
     }
     result = list(args)
     for key, option in mappings.items():

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH
 from optuna_dsat.errors import UsageError
 from optuna_dsat.runtime.overlay import merge, read_config
 from optuna_dsat.script.module_file import importable_file
@@ -35,7 +36,7 @@ RUNNER = "optuna_dsat.integrations.deepspeed_trial"
 
 CONFIG_OPTION = "--deepspeed_config"
 CONFIG, OVERWRITES = "deepspeed_config", "overwrite_deepspeed_args"
-_BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_BATCH_SIZES = (TRAIN_BATCH, MICRO_BATCH, GRADIENT_ACCUMULATION)
 _SEARCHED = frozenset({"int", "double", "log", "categorical"})
 """Types of a hyperparameter that Determined would choose a value for."""
 

@@ -6,13 +6,8 @@ order of the DeepSpeed configuration guide) before giving up.
 
 from __future__ import annotations
 
-import hashlib
-import importlib.metadata
-import itertools
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from optuna_dsat.config import ds_config
@@ -25,19 +20,12 @@ from optuna_dsat.launch.preload import Preload
 from optuna_dsat.launch.protocol import Launcher, LaunchReport
 from optuna_dsat.launch.waiting import SlotWait
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.script.module_file import module_file
 from optuna_dsat.script.trainer import ScriptTrainer
-from optuna_dsat.script.trial_class import RUNNER, find_trial_class, hparams_of
 from optuna_dsat.study.launch_requests import launch_request
-from optuna_dsat.study.spec import ScriptSpec, StudySpec
+from optuna_dsat.study.spec import StudySpec
 
-__all__ = ["ProfileAttempt", "Profiled", "fingerprint", "measure_profile", "profile_attempts"]
+__all__ = ["ProfileAttempt", "Profiled", "measure_profile", "profile_attempts"]
 
-_KNOB_SECTIONS = {
-    "zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
-    "autotuning",
-}  # fmt: skip
-_MAX_FILES = 200
 _SMALL_BUCKET = 5_000_000
 """Elements. DeepSpeed's default of 5e8 takes gigabytes on its own, whatever the model."""
 _PROFILE_END_STEP = 2
@@ -97,7 +85,7 @@ class Profiled:
         """Return what ``from_json`` reads back."""
         return {
             "profile": self.profile.to_json(),
-            "rung": self.measured_with,
+            "measured_with": self.measured_with,
             "pipeline": self.pipeline,
             "device": self.device,
             "data_parallel_size": self.data_parallel_size,
@@ -112,7 +100,7 @@ class Profiled:
         trainer = record.get("trainer")
         return cls(
             profile=ModelProfile.from_json(record["profile"]),
-            measured_with=record["rung"],
+            measured_with=record["measured_with"] if "measured_with" in record else record["rung"],
             pipeline=record["pipeline"],
             device=record["device"],
             data_parallel_size=record.get("data_parallel_size"),
@@ -201,7 +189,7 @@ def _hint(spec: StudySpec, report: LaunchReport) -> str:
             ". If it did train, its loop is one that cannot be followed: "
             "put `with optuna_dsat.dsat_reporting_context(...)` around forward, backward and step"
         )
-    autos = [key for key, value in ds_config.flat(spec.ds_config).items() if value == ds_config.AUTO]
+    autos = [key for key, value in ds_config.flatten(spec.ds_config).items() if value == ds_config.AUTO]
     if report.outcome is Outcome.INVALID_CONFIG or "auto" in report.error_excerpt:
         return f'. Only Hugging Face fills in "auto", which the config says for {", ".join(autos)}' if autos else ""
     return ""
@@ -213,56 +201,3 @@ def _failure(spec: StudySpec, report: LaunchReport) -> DsatError:
         traceback_tail=report.error_excerpt,
         log_path=report.log_path,
     )
-
-
-def fingerprint(spec: StudySpec, *, device_names: tuple[str, ...]) -> str:
-    """Return a hash of all that a profile depends on.
-
-    The script and the Python files beside it (their content), its arguments, the config outside the knobs and batch
-    sizes, hardware and versions. A model that is imported from elsewhere, or read from data, is not seen: give
-    ``--no-profile-reuse`` after changing it.
-    """
-    outside = {key: value for key, value in spec.ds_config.items() if key not in _KNOB_SECTIONS}
-    parts = {
-        "code": _code_hashes(_code_folders(spec)),
-        **_hparams_hash(spec.script),
-        "script": spec.script.script if spec.script.is_module else Path(spec.script.script).name,
-        "args": spec.script.args,
-        "arg_mappings": spec.script.arg_mappings,
-        "config": outside,
-        "device": spec.device,
-        "devices": device_names,
-        "slots": spec.slots_per_trial,
-        "device_memory_bytes": spec.device_memory_bytes,
-        "versions": {name: importlib.metadata.version(name) for name in ("torch", "deepspeed")},
-    }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
-def _hparams_hash(script: ScriptSpec) -> dict[str, str]:
-    """Return the hash of a ``DeepSpeedTrial``'s hyperparameters, which decide its model; nothing for a script."""
-    named = hparams_of(script.args) if script.script == RUNNER else None
-    path = Path(script.cwd, named or "")
-    return {"hparams": hashlib.sha256(path.read_bytes()).hexdigest()} if named and path.is_file() else {}
-
-
-def _code_folders(spec: StudySpec) -> list[Path]:
-    """Return the folders whose code a launch is likely to run: the script's, for a module the working directory too."""
-    script, cwd = spec.script, Path(spec.script.cwd)
-    if not script.is_module:
-        return [Path(script.script).parent]
-    if script.script == RUNNER:
-        found = find_trial_class(script.args[0], cwd)
-        return sorted({cwd, found.file.parent})
-    file = module_file(script.script, cwd)
-    return [cwd] if file is None else sorted({cwd, file.parent})
-
-
-def _code_hashes(folders: Iterable[Path]) -> list[str]:
-    """Return the hashes of the Python files in these folders and one level below, at most ``_MAX_FILES`` of each."""
-    files: dict[Path, None] = {}
-    for folder in folders:
-        files |= dict.fromkeys(
-            itertools.islice(sorted(folder.glob("*.py")) + sorted(folder.glob("*/*.py")), _MAX_FILES)
-        )
-    return [hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path.is_file()]

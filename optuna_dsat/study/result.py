@@ -23,6 +23,7 @@ __all__ = [
     "BEST_CONFIG",
     "BEST_METRICS",
     "TuneResult",
+    "complete_config",
     "learning_rate_advice",
     "trainable_config",
     "training_command",
@@ -146,14 +147,27 @@ def trial_row(trial: FrozenTrial) -> dict[str, Any]:
 
 def trainable_config(config: Mapping[str, Any], *, world_size: int) -> dict[str, Any]:
     """Return ``config`` without any tuning key and with a consistent batch triangle, ready to train with."""
-    clean = ds_config.strip_tuning(config)
+    clean = ds_config.effective(config)
     triangle = ds_config.batch_triangle(clean, world_size=world_size)
     return {
         **clean,
-        "train_batch_size": triangle.train_batch_size,
-        "train_micro_batch_size_per_gpu": triangle.micro_batch,
-        "gradient_accumulation_steps": triangle.gradient_accumulation_steps,
+        ds_config.TRAIN_BATCH: triangle.train_batch_size,
+        ds_config.MICRO_BATCH: triangle.micro_batch,
+        ds_config.GRADIENT_ACCUMULATION: triangle.gradient_accumulation_steps,
     }
+
+
+def complete_config(trial: FrozenTrial, *, slots: int) -> dict[str, Any]:
+    """Return a trial's DeepSpeed config without any tuning key and with all batch sizes.
+
+    Args:
+        trial: A trial that was launched.
+        slots: Ranks of its launch.
+    """
+    from optuna_dsat.trials import attributes
+
+    ranks = attributes.data_parallel_size(trial, slots=slots)
+    return trainable_config(trial.user_attrs[attributes.CONFIG], world_size=ranks)
 
 
 def write_best(directory: Path, config: Mapping[str, Any], metrics: Mapping[str, Any]) -> tuple[Path, Path]:

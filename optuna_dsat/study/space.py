@@ -1,22 +1,19 @@
-"""Hardware and search space of one study: what follows from its spec and profile."""
+"""Hardware, metric and search space of one study: what follows from its spec and profile."""
 
 from __future__ import annotations
 
 from optuna_dsat.config import ds_config
-from optuna_dsat.config.space_builder import Role, SearchSpace, build_space
+from optuna_dsat.config.space_builder import Role, SearchSpace, SpaceRequest, build_space
 from optuna_dsat.cost import memory
 from optuna_dsat.errors import ConfigError
 from optuna_dsat.study.profile import Profiled
 from optuna_dsat.study.spec import StudySpec
 
-__all__ = ["hardware_of", "largest_micro_batches", "micro_batch_cap", "space_of"]
-
-_MAX_MICRO_BATCH = 2**16
-"""No micro-batch beyond this is tried, whatever the memory model says."""
+__all__ = ["hardware_of", "largest_micro_batches", "micro_batch_cap", "objective", "space_of"]
 
 
 def hardware_of(spec: StudySpec, profiled: Profiled) -> memory.Hardware:
-    """Return the hardware of one launch as the memory model wants it."""
+    """Return the hardware of one launch, as the memory model takes it."""
     return memory.Hardware(
         world_size=spec.slots_per_trial,
         ranks_per_node=spec.slots_per_trial,
@@ -26,19 +23,29 @@ def hardware_of(spec: StudySpec, profiled: Profiled) -> memory.Hardware:
     )
 
 
+def objective(spec: StudySpec, profiled: Profiled) -> str:
+    """Return the metric that is optimised: the requested one, or throughput if FLOPs could not be counted.
+
+    FLOPs per sample are the same for every configuration, so both rank configurations alike.
+    """
+    if spec.metric == "FLOPS_per_gpu" and profiled.profile.flops_per_sample <= 0:
+        return "throughput"
+    return spec.metric
+
+
 def largest_micro_batches(spec: StudySpec, profiled: Profiled) -> dict[tuple[int, bool], int]:
     """Return the largest micro-batch that the memory model gives each structure, with the smallest buckets searched.
 
     Args:
         spec: The study.
-        profiled: What the profile launch taught.
+        profiled: Result of the profile launch.
 
     Returns:
         (ZeRO stage, whether all that can be is offloaded) -> samples per rank, 0 where nothing fits.
     """
     hardware = hardware_of(spec, profiled)
     base = ds_config.effective(spec.ds_config)
-    space = _space(spec, profiled, cap=_MAX_MICRO_BATCH)
+    space = _space(spec, profiled, cap=ds_config.MICRO_BATCH_CAP)
     sizes = {
         tuned.knob.path[1]: min(tuned.choices)
         for tuned in space.knobs
@@ -57,16 +64,16 @@ def largest_micro_batches(spec: StudySpec, profiled: Profiled) -> dict[tuple[int
 def micro_batch_cap(spec: StudySpec, profiled: Profiled) -> int:
     """Return the upper end of the micro-batch's distribution: twice what the most frugal configuration can hold.
 
-    The memory model errs; the factor two leaves room to find out.
+    The factor two leaves room for the memory model's error.
     """
     best = max(1, *largest_micro_batches(spec, profiled).values())
     wanted = max(2, int(2 * best * spec.options.search_range_factor))
-    limit = ds_config.parse_autotuning(spec.ds_config).max_train_micro_batch_size_per_gpu or _MAX_MICRO_BATCH
-    return min(wanted, limit, _MAX_MICRO_BATCH)
+    limit = ds_config.parse_autotuning(spec.ds_config).max_train_micro_batch_size_per_gpu or ds_config.MICRO_BATCH_CAP
+    return min(wanted, limit, ds_config.MICRO_BATCH_CAP)
 
 
 def _max_samples_per_rank(spec: StudySpec, ranks: int) -> int | None:
-    """Return the most samples of one global step on one rank, where the config's autotuning section bounds them.
+    """Return the limit of the config's autotuning section on samples per rank and global step; None if there is none.
 
     Raises:
         ConfigError: If the bound leaves a rank no sample.
@@ -87,14 +94,14 @@ def space_of(spec: StudySpec, profiled: Profiled | None) -> SearchSpace:
     Raises:
         ConfigError: If the config, ``fix`` or ``no_tune`` name what is no knob or no value of one.
     """
-    cap = _MAX_MICRO_BATCH if profiled is None else micro_batch_cap(spec, profiled)
+    cap = ds_config.MICRO_BATCH_CAP if profiled is None else micro_batch_cap(spec, profiled)
     return _space(spec, profiled, cap=cap)
 
 
 def _space(spec: StudySpec, profiled: Profiled | None, *, cap: int) -> SearchSpace:
     ranks = (profiled and profiled.data_parallel_size) or spec.slots_per_trial
-    return build_space(
-        spec.ds_config,
+    request = SpaceRequest(
+        ds_config=spec.ds_config,
         zero_stages=spec.zero_stages,
         fix=spec.fix,
         no_tune=spec.no_tune,
@@ -110,3 +117,4 @@ def _space(spec: StudySpec, profiled: Profiled | None, *, cap: int) -> SearchSpa
         samples_per_rank=None if spec.train_batch_size is None else spec.train_batch_size // ranks,
         max_samples_per_rank=_max_samples_per_rank(spec, ranks),
     )
+    return build_space(request)

@@ -241,7 +241,7 @@ def test_a_stripped_config_is_one_that_deepspeed_accepts() -> None:
         "zero_optimization": {"stage": [2, 3], "cpu_offload": True, "overlap_comm": "all", "reduce_bucket_size": 5e7},
         "autotuning": {"enabled": True},
     }
-    clean = ds_config.strip_tuning(raw)
+    clean = ds_config.effective(raw)
     assert "autotuning" not in clean
     assert clean["train_micro_batch_size_per_gpu"] == 1
     parsed = model(**clean["zero_optimization"])

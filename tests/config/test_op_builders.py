@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from optuna_dsat.config.op_builders import operators_of
-from optuna_dsat.config.space_builder import build_space
+from optuna_dsat.config.space_builder import SpaceRequest, build_space
 from optuna_dsat.launch.command import device_environment
 from optuna_dsat.launch.operators import compile_operators
 
@@ -30,7 +30,7 @@ def test_operators_are_those_of_the_optimizer_where_it_may_lie(
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}
     if optimizer is not None:
         config["optimizer"] = optimizer
-    space = build_space(config, zero_stages=stages, **changes)
+    space = build_space(SpaceRequest(ds_config=config, zero_stages=stages, **changes))
     assert operators_of(config, space) == expected
 
 

@@ -12,7 +12,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.ds_config import MICRO_BATCH
 from optuna_dsat.config.knobs import KNOBS
-from optuna_dsat.config.space_builder import Role, SearchSpace, build_space
+from optuna_dsat.config.space_builder import Role, SearchSpace, SpaceRequest, build_space
 from optuna_dsat.errors import ConfigError
 
 PARAMS = 1_313_280
@@ -54,7 +54,9 @@ SPACES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def make(zero: dict[str, Any] | None = None, /, *, config: dict[str, Any] | None = None, **options: Any) -> SearchSpace:
     options = {"params": PARAMS, "micro_batch_cap": 64, "device": "cpu", **options}
-    return build_space({**BASE, **({"zero_optimization": zero} if zero else {}), **(config or {})}, **options)
+    return build_space(
+        SpaceRequest(ds_config={**BASE, **({"zero_optimization": zero} if zero else {}), **(config or {})}, **options)
+    )
 
 
 def draw(space: SearchSpace, count: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -323,7 +325,7 @@ def test_what_cannot_be_meant_is_refused(zero: dict[str, Any], options: dict[str
 
 def test_untested_optimizers_are_allowed_where_deepspeed_would_ask() -> None:
     def says(config: dict[str, Any], stage: int) -> Any:
-        space = build_space(config, zero_stages=(stage,), params=PARAMS)
+        space = build_space(SpaceRequest(ds_config=config, zero_stages=(stage,), params=PARAMS))
         return space.overlay(draw(space, 1)[0]).get("zero_allow_untested_optimizer")
 
     assert says({}, 1) is True
@@ -362,4 +364,4 @@ def test_every_knob_names_its_place_in_deepspeed() -> None:
 )
 def test_values_that_no_knob_has_are_refused_by_name(zero: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        build_space({"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero})
+        build_space(SpaceRequest(ds_config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}))

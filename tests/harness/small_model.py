@@ -11,7 +11,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.search_space import SearchSpace
-from optuna_dsat.config.space_builder import build_space
+from optuna_dsat.config.space_builder import SpaceRequest, build_space
 from optuna_dsat.cost.memory import Hardware, ModelProfile, estimate
 from optuna_dsat.guided.planner import GuidedPlanner
 from optuna_dsat.guided.problem import Problem
@@ -44,15 +44,17 @@ KEPT = (
 
 def small_space(*, no_tune: Sequence[str] = KEPT, samples: int | None = None) -> SearchSpace:
     return build_space(
-        CONFIG,
-        zero_stages=(1, 2, 3),
-        fix={},
-        no_tune=no_tune,
-        nvme_path=None,
-        params=PROFILE.params,
-        micro_batch_cap=64,
-        device="cuda",
-        samples_per_rank=samples,
+        SpaceRequest(
+            ds_config=CONFIG,
+            zero_stages=(1, 2, 3),
+            fix={},
+            no_tune=no_tune,
+            nvme_path=None,
+            params=PROFILE.params,
+            micro_batch_cap=64,
+            device="cuda",
+            samples_per_rank=samples,
+        )
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from optuna_dsat.config import ds_config
-from optuna_dsat.config.space_builder import build_space
+from optuna_dsat.config.space_builder import SpaceRequest, build_space
 from optuna_dsat.cost.memory import Correction, ModelProfile, estimate, largest_micro_batch
 from optuna_dsat.study.methods import Ceiling
 from optuna_dsat.study.profile import Profiled
@@ -37,7 +37,16 @@ PROFILED = Profiled(
     device="cuda",
 )
 SPACE = build_space(
-    CONFIG, zero_stages=(1, 2, 3), fix={}, no_tune=(), nvme_path=None, params=10**9, micro_batch_cap=1024, device="cuda"
+    SpaceRequest(
+        ds_config=CONFIG,
+        zero_stages=(1, 2, 3),
+        fix={},
+        no_tune=(),
+        nvme_path=None,
+        params=10**9,
+        micro_batch_cap=1024,
+        device="cuda",
+    )
 )
 
 
