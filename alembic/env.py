@@ -7,7 +7,7 @@ from typing import Any
 from alembic import context
 
 from optuna_dsat.store.migrate import VERSION_TABLE
-from optuna_dsat.store.models import Base
+from optuna_dsat.store.tables import Base
 
 
 def is_ours(name: str | None, kind: str, _parents: Any) -> bool:

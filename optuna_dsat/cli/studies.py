@@ -369,7 +369,7 @@ def _relocated(spec: StudySpec, workdir: Path | None) -> StudySpec:
 def _db_upgrade(storage: Storage = DEFAULT_STORAGE) -> None:
     """Bring a database made by an older version up to date."""
     from optuna_dsat.store import migrate
-    from optuna_dsat.store.engine import Database
+    from optuna_dsat.store.database import Database
 
     database = Database(storage)
     try:
@@ -382,7 +382,7 @@ def _db_upgrade(storage: Storage = DEFAULT_STORAGE) -> None:
 def _db_current(storage: Storage = DEFAULT_STORAGE) -> None:
     """Print the schema revision of a database."""
     from optuna_dsat.store import migrate
-    from optuna_dsat.store.engine import Database
+    from optuna_dsat.store.database import Database
 
     database = Database(storage, create=False)
     try:
@@ -394,7 +394,7 @@ def _db_current(storage: Storage = DEFAULT_STORAGE) -> None:
 def _db_check(storage: Storage = DEFAULT_STORAGE) -> None:
     """Say whether this version can use a database; exit with 2 if not."""
     from optuna_dsat.store import migrate
-    from optuna_dsat.store.engine import Database
+    from optuna_dsat.store.database import Database
 
     database = Database(storage, create=False)
     try:

@@ -6,7 +6,8 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from optuna_dsat.doctor import database, launchers, libraries, nvme, offloads
+from optuna_dsat.doctor import launchers, libraries, nvme, offloads
+from optuna_dsat.doctor import storage as storage_check
 from optuna_dsat.doctor.finding import Finding
 from optuna_dsat.doctor.machine import device_findings, find_gpus, host_findings
 from optuna_dsat.launch.devices import Nvml
@@ -46,5 +47,5 @@ def examine(
     if nvme_path is not None:
         findings.append(nvme.examine(nvme_path))
     if storage is not None:
-        findings.append(database.examine(storage))
+        findings.append(storage_check.examine(storage))
     return findings

@@ -100,7 +100,7 @@ def device_findings(gpus: Gpus) -> Iterator[Finding]:
 
 
 def _names(devices: Devices) -> Iterator[Finding]:
-    """Yield what follows from GPUs that are named by UUID (see ``runtime/device_memory.py: support_uuid_visible_devices``)."""
+    """Yield a finding if GPUs are named by UUID (see ``support_uuid_visible_devices`` in the runtime)."""
     named = [device for device in devices.devices if not device.visible_id.isdigit()]
     if named:
         numbers = ",".join(str(device.index) for device in devices.devices)

@@ -26,7 +26,7 @@ from optuna_dsat.report.markdown import keep_own_text
 from optuna_dsat.report.notes import study_note, trial_note
 from optuna_dsat.report.view import StudyView, read_view
 from optuna_dsat.store import Store
-from optuna_dsat.store.resilient import RetryingStorage
+from optuna_dsat.store.retrying_storage import RetryingStorage
 from optuna_dsat.trials import attributes
 
 __all__ = [

@@ -5,11 +5,11 @@
 notice dead workers, ``retry`` and ``resilient`` wait for a database that is away.
 """
 
-from optuna_dsat.store.engine import database_exists, display_url, parse_url
-from optuna_dsat.store.history import StoredLaunch
+from optuna_dsat.store.launches import StoredLaunch
 from optuna_dsat.store.profiles import StoredProfile
 from optuna_dsat.store.registry import StudyRecord
 from optuna_dsat.store.store import Store, load_study
+from optuna_dsat.store.urls import database_exists, display_url, parse_url
 
 __all__ = [
     "Store",

@@ -8,10 +8,10 @@ import time
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
-from optuna_dsat.store.models import KEY_LENGTH, ClaimRow
+from optuna_dsat.store.tables import KEY_LENGTH, ClaimRow
 from optuna_dsat.store.upsert import insert_or_skip
 
-__all__ = ["claim", "claim_owner", "release_claim", "release_trial"]
+__all__ = ["claim", "release_claim", "release_trial"]
 
 
 def _stored(config_key: str) -> str:
@@ -47,10 +47,10 @@ def claim(session: Session, study_uuid: str, config_key: str, trial_number: int,
             }
         ],
     )
-    return claim_owner(session, study_uuid, config_key) == trial_number
+    return _owner(session, study_uuid, config_key) == trial_number
 
 
-def claim_owner(session: Session, study_uuid: str, config_key: str) -> int | None:
+def _owner(session: Session, study_uuid: str, config_key: str) -> int | None:
     """Return the number of the trial that holds the claim, None where nobody does."""
     return session.scalar(
         select(ClaimRow.trial_number).where(

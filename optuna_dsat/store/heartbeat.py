@@ -16,9 +16,9 @@ import optuna
 from sqlalchemy import ColumnElement, Float, cast, delete, func, literal_column, select, update
 from sqlalchemy.orm import Session
 
-from optuna_dsat.store.engine import Database
-from optuna_dsat.store.models import HeartbeatRow
+from optuna_dsat.store.database import Database
 from optuna_dsat.store.registry import STUDY_UUID
+from optuna_dsat.store.tables import HeartbeatRow
 from optuna_dsat.store.upsert import insert_or_update
 from optuna_dsat.store.worker import Worker
 

@@ -17,7 +17,7 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import Connection
 
 from optuna_dsat.errors import StorageUrlError
-from optuna_dsat.store.engine import Database
+from optuna_dsat.store.database import Database
 from optuna_dsat.store.retry import retrying
 
 __all__ = [

@@ -16,15 +16,16 @@ from sqlalchemy.pool import NullPool
 from optuna_dsat.errors import StorageUrlError
 from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.runtime.events import Event, StepMeasured
-from optuna_dsat.store import claims, history, migrate, profiles
-from optuna_dsat.store.engine import Database, engine_options, install_events, parse_url
+from optuna_dsat.store import claims, launches, migrate, profiles
+from optuna_dsat.store.database import Database, engine_options, install_events
 from optuna_dsat.store.heartbeat import HEARTBEAT_INTERVAL_S, Heartbeat
-from optuna_dsat.store.history import StoredLaunch
+from optuna_dsat.store.launches import StoredLaunch
 from optuna_dsat.store.profiles import StoredProfile
 from optuna_dsat.store.reclaim import GRACE_S, MAX_LOSSES, Reclaimer
 from optuna_dsat.store.registry import STUDY_UUID, Registry, StudyRecord
-from optuna_dsat.store.resilient import RetryingStorage
 from optuna_dsat.store.retry import RETRY_LIMIT_S, one_line_reason
+from optuna_dsat.store.retrying_storage import RetryingStorage
+from optuna_dsat.store.urls import parse_url
 from optuna_dsat.store.worker import this_worker
 
 __all__ = ["Store", "load_study"]
@@ -197,10 +198,6 @@ class Store:
         """
         return self._database.exclusive(purpose)
 
-    def claim_owner(self, study_uuid: str, config_key: str) -> int | None:
-        """Return the number of the trial that has claimed a configuration, None where nobody has."""
-        return self._database.run(lambda session: claims.claim_owner(session, study_uuid, config_key), read_only=True)
-
     def find_profile(self, fingerprint: str) -> StoredProfile | None:
         """Return the profile with this fingerprint, whichever study measured it."""
         return self._database.run(lambda session: profiles.find_profile(session, fingerprint), read_only=True)
@@ -227,7 +224,7 @@ class Store:
     ) -> None:
         """Store what became of a launch."""
         self._database.run(
-            lambda session: history.record_launch(
+            lambda session: launches.record_launch(
                 session, study_uuid, report, trial_number=trial_number, purpose=purpose, attempt=attempt
             )
         )
@@ -235,15 +232,15 @@ class Store:
     def record_steps(self, study_uuid: str, launch_id: str, events: Iterable[Event]) -> None:
         """Store the measured steps among a launch's events."""
         kept = tuple(events)
-        self._database.run(lambda session: history.record_steps(session, study_uuid, launch_id, kept))
+        self._database.run(lambda session: launches.record_steps(session, study_uuid, launch_id, kept))
 
     def launches(self, study_uuid: str) -> Sequence[StoredLaunch]:
         """Return the launches of a study, the earliest first."""
-        return self._database.run(lambda session: history.launches(session, study_uuid), read_only=True)
+        return self._database.run(lambda session: launches.read_launches(session, study_uuid), read_only=True)
 
     def steps(self, study_uuid: str, launch_id: str) -> Sequence[StepMeasured]:
         """Return the steps of a launch, by step and rank."""
-        return self._database.run(lambda session: history.steps(session, study_uuid, launch_id), read_only=True)
+        return self._database.run(lambda session: launches.read_steps(session, study_uuid, launch_id), read_only=True)
 
     def reclaim_stale(self, study: optuna.Study) -> tuple[int, ...]:
         """End the trials that lost their worker and enqueue a copy of each; return their numbers."""

@@ -9,7 +9,7 @@ from sqlalchemy import Table
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
-from optuna_dsat.store.models import Base
+from optuna_dsat.store.tables import Base
 
 __all__ = ["insert_or_skip", "insert_or_update"]
 

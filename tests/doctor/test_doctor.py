@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from optuna_dsat.cli import main
-from optuna_dsat.doctor import database, launchers, libraries, machine, nvme, offloads
+from optuna_dsat.doctor import launchers, libraries, machine, nvme, offloads, storage
 from optuna_dsat.doctor.examination import examine
 from optuna_dsat.doctor.finding import Finding, Status, exit_code, to_json
 from optuna_dsat.doctor.libraries import Libraries
@@ -231,19 +231,19 @@ def test_an_output_directory_that_cannot_be_written_to_is_fatal(
 
 def test_a_database_is_reached_or_its_error_is_told_without_the_password(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/study.db"
-    assert "the first study makes it" in database.examine(url).text
+    assert "the first study makes it" in storage.examine(url).text
     assert list(tmp_path.iterdir()) == []
     with Store.open(url):
         pass
-    assert "its tables are those of this version" in database.examine(url).text
+    assert "its tables are those of this version" in storage.examine(url).text
     (tmp_path / "text.db").write_text("this is no database at all" * 100)
-    broken = database.examine(f"sqlite:///{tmp_path}/text.db")
+    broken = storage.examine(f"sqlite:///{tmp_path}/text.db")
     assert broken.status is Status.FATAL
-    away = database.examine("postgresql://user:s3cret@127.0.0.1:1/x")
+    away = storage.examine("postgresql://user:s3cret@127.0.0.1:1/x")
     assert away.status is Status.FATAL
     assert "s3cret" not in json.dumps(to_json([away]))
 
 
 @pytest.mark.postgres
 def test_a_postgres_server_is_reached(postgres_url: str) -> None:
-    assert "it holds no study yet" in database.examine(postgres_url).text
+    assert "it holds no study yet" in storage.examine(postgres_url).text

@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Seque
 from optuna_dsat.integrations.deepspeed_trial import AttrDict, DataLoader, DeepSpeedTrialContext, ModelParallelUnit
 from optuna_dsat.integrations.deepspeed_trial.engines import check_engine
 from optuna_dsat.integrations.deepspeed_trial.loaders import BatchPlan, Shard
-from optuna_dsat.integrations.deepspeed_trial.metrics import Averages, MetricsFile
+from optuna_dsat.integrations.deepspeed_trial.period_metrics import Averages, MetricsFile
 from optuna_dsat.integrations.deepspeed_trial.streams import PlainBatches, Position, training_batches
 from optuna_dsat.launch.command import launch_environment
 from optuna_dsat.launch.devices import cpu_devices

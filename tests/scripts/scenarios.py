@@ -24,7 +24,7 @@ from optuna_dsat.integrations.deepspeed_trial import (
     MetricReducer,
     ModelParallelUnit,
 )
-from optuna_dsat.integrations.deepspeed_trial.metrics import gathered
+from optuna_dsat.integrations.deepspeed_trial.period_metrics import gathered
 from optuna_dsat.integrations.deepspeed_trial.state import seed_everything
 from optuna_dsat.integrations.deepspeed_trial.training import Periods, Training
 from optuna_dsat.runtime.rank import World

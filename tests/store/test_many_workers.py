@@ -56,7 +56,8 @@ def test_eight_workers_claim_overlapping_configurations(url: str, actor: ActorFa
         assert record is not None
         assert sorted(trial.user_attrs["key"] for trial in complete) == sorted(won)
         for trial in complete:
-            assert store.claim_owner(record.uuid, trial.user_attrs["key"]) == trial.number
+            assert not store.claim(record.uuid, trial.user_attrs["key"], -1)
+            assert store.claim(record.uuid, trial.user_attrs["key"], trial.number)
         assert sorted(trial.number for trial in study.trials) == list(range(len(study.trials)))
         assert not study.get_trials(states=(TrialState.RUNNING,))
     # The last keys of one worker may all be gone to others by then: nothing is lost where every key is taken.

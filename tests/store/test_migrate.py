@@ -14,8 +14,8 @@ from sqlalchemy import inspect, text
 
 from optuna_dsat.errors import StorageUrlError
 from optuna_dsat.store import Store, migrate
-from optuna_dsat.store.engine import Database
-from optuna_dsat.store.models import Base
+from optuna_dsat.store.database import Database
+from optuna_dsat.store.tables import Base
 
 NEXT = '''"""A later version."""
 

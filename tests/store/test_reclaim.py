@@ -13,8 +13,8 @@ from sqlalchemy import select, update
 
 from optuna_dsat.store import Store
 from optuna_dsat.store.heartbeat import Heartbeat
-from optuna_dsat.store.models import HeartbeatRow
 from optuna_dsat.store.reclaim import Reclaimer
+from optuna_dsat.store.tables import HeartbeatRow
 from optuna_dsat.store.worker import Worker, this_worker
 from optuna_dsat.trials import attributes
 
@@ -143,7 +143,8 @@ def test_a_configuration_that_kills_its_workers_is_given_up(store: Store) -> Non
         pretend(store, **dead())
         assert store.reclaim_stale(study) == (loss,)
     assert [trial.state for trial in study.trials] == [TrialState.FAIL] * 4
-    assert store.claim_owner(study_uuid, KEY) == 3
+    assert not store.claim(study_uuid, KEY, 4)
+    assert store.claim(study_uuid, KEY, 3)
 
 
 def test_a_reclaim_that_was_cut_off_is_finished_by_the_next(store: Store) -> None:

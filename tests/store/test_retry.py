@@ -13,8 +13,8 @@ from optuna.trial import TrialState
 from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
 
 from optuna_dsat.errors import StorageError
-from optuna_dsat.store.resilient import RetryingStorage
 from optuna_dsat.store.retry import is_transient, one_line_reason, retrying
+from optuna_dsat.store.retrying_storage import RetryingStorage
 
 
 def sqlite_error(code: int, message: str) -> DBAPIError:

@@ -12,7 +12,7 @@ import torch
 from optuna_dsat.integrations.deepspeed_trial.checkpoints import Checkpoints, newest_checkpoint
 from optuna_dsat.integrations.deepspeed_trial.context import DeepSpeedTrialContext
 from optuna_dsat.integrations.deepspeed_trial.loaders import DataLoader
-from optuna_dsat.integrations.deepspeed_trial.metrics import Averages, MetricsFile, gathered, reduced
+from optuna_dsat.integrations.deepspeed_trial.period_metrics import Averages, MetricsFile, gathered, reduced
 from optuna_dsat.integrations.deepspeed_trial.state import random_states, restore_random_states
 from optuna_dsat.integrations.deepspeed_trial.streams import (
     EndlessBatches,

@@ -1,4 +1,4 @@
-"""From a storage URL to a database: what is supported, how it is opened, transactions and locks.
+"""Opens a database by its URL; runs transactions on it and locks it against other processes.
 
 SQLite is opened with WAL, ``synchronous=NORMAL``, foreign keys, a busy timeout of 60 s and immediate
 transactions (a transaction that reads and then decides holds the write lock from its beginning; without it
@@ -8,23 +8,22 @@ connection is used and sessions in UTC.
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Engine, create_engine, event, make_url, text
+from sqlalchemy import Connection, Engine, create_engine, event, text
 from sqlalchemy.engine import URL
-from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from optuna_dsat.errors import StorageUrlError
 from optuna_dsat.store.locks import advisory_lock, file_lock
 from optuna_dsat.store.retry import RETRY_LIMIT_S, one_line_reason, retrying
+from optuna_dsat.store.urls import database_exists, display_url, parse_url
 
-__all__ = ["Database", "database_exists", "display_url", "engine_options", "install_events", "parse_url"]
+__all__ = ["Database", "engine_options", "install_events"]
 
 T = TypeVar("T")
 
@@ -38,104 +37,12 @@ LOCK_TIMEOUT_S = 120.0
 """How long ``Database.exclusive`` waits for its turn, in seconds."""
 
 _READ_ONLY = "dsat_read_only"
-_POSTGRES_DRIVERS = frozenset({"postgres", "postgresql", "postgresql+psycopg", "postgresql+psycopg2"})
-_SQLITE_DRIVERS = frozenset({"sqlite", "sqlite+pysqlite"})
-_SQLITE_MAGIC = b"SQLite format 3\0"
-"""First bytes of every SQLite database (https://www.sqlite.org/fileformat.html)."""
-_SUPPORTED = "sqlite:///FILE and postgresql://USER@HOST:PORT/DATABASE are supported"
 _SQLITE_PRAGMAS = (
     f"PRAGMA busy_timeout={int(SQLITE_BUSY_TIMEOUT_S * 1000)}",
     "PRAGMA journal_mode=WAL",
     "PRAGMA synchronous=NORMAL",
     "PRAGMA foreign_keys=ON",
 )
-
-
-def display_url(url: str | URL) -> str:
-    """Return the URL as it may be shown: without its password, also where it cannot be parsed.
-
-    Args:
-        url: A storage URL.
-    """
-    try:
-        parsed = make_url(url)
-    except (ArgumentError, ValueError):
-        shown = re.sub(r"(://[^:/@]*):.*@", r"\1:***@", str(url))
-        return re.sub(r"(?i)([?&][^=&]*pass[^=&]*=)[^&]*", r"\1***", shown)
-    secret = [key for key in parsed.query if "pass" in key.lower()]
-    return parsed.update_query_dict(dict.fromkeys(secret, "***")).render_as_string(hide_password=True)
-
-
-def parse_url(url: str) -> URL:
-    """Parse a storage URL and bring it into the one form that is used inside.
-
-    ``postgres://`` and ``postgresql://`` become ``postgresql+psycopg://``; the file of an SQLite URL becomes
-    absolute.
-
-    Args:
-        url: What the user gave.
-
-    Raises:
-        StorageUrlError: It cannot be parsed, names a database that is not supported, or a file that cannot be
-            opened.
-    """
-    shown = display_url(url)
-    try:
-        parsed = make_url(url)
-    except (ArgumentError, ValueError):
-        raise StorageUrlError(f"The storage URL '{shown}' cannot be parsed: {_SUPPORTED}.") from None
-    if parsed.drivername in _SQLITE_DRIVERS:
-        parsed = _checked_sqlite(parsed, shown)
-    elif parsed.drivername in _POSTGRES_DRIVERS:
-        _require_psycopg(shown)
-        parsed = parsed.set(drivername="postgresql+psycopg")
-    else:
-        raise StorageUrlError(f"The storage '{shown}' is of an unsupported kind ({parsed.drivername}): {_SUPPORTED}.")
-    if set("{}") & {*parsed.render_as_string(hide_password=False), *(parsed.database or "")}:
-        raise StorageUrlError(
-            f"The storage URL '{shown}' contains a brace, which Optuna takes for a placeholder: "
-            f"choose a name without braces."
-        )
-    return parsed
-
-
-def database_exists(url: str) -> bool:
-    """Return whether a database is there to be opened; a server's is taken to be.
-
-    Raises:
-        StorageUrlError: As :func:`parse_url`.
-    """
-    parsed = parse_url(url)
-    return parsed.get_backend_name() != "sqlite" or Path(str(parsed.database)).exists()
-
-
-def _checked_sqlite(url: URL, shown: str) -> URL:
-    if url.database in (None, "", ":memory:") or str(url.database).startswith("file:"):
-        raise StorageUrlError(
-            f"The storage '{shown}' is not a file: give sqlite:///FILE, or no worker could join and nothing be resumed."
-        )
-    path = Path(str(url.database)).absolute()
-    if not path.parent.is_dir():
-        raise StorageUrlError(f"The storage '{shown}' cannot be opened: the directory {path.parent} does not exist.")
-    if path.is_dir():
-        raise StorageUrlError(f"The storage '{shown}' cannot be opened: {path} is a directory.")
-    for needed in (path.parent, path):
-        if needed.exists() and not os.access(needed, os.W_OK):
-            raise StorageUrlError(f"The storage '{shown}' cannot be opened: {needed} is not writable.")
-    if path.exists() and path.stat().st_size:
-        with path.open("rb") as file:
-            if file.read(len(_SQLITE_MAGIC)) != _SQLITE_MAGIC:
-                raise StorageUrlError(f"The storage '{shown}' cannot be opened: {path} is not an SQLite database.")
-    return url.set(database=str(path))
-
-
-def _require_psycopg(shown: str) -> None:
-    try:
-        import psycopg  # noqa: F401 - only its presence matters, and only for this kind of URL
-    except ImportError as error:
-        raise StorageUrlError(
-            f"The storage '{shown}' needs psycopg 3 ({error}): install it with `pip install 'optuna-dsat[postgres]'`."
-        ) from None
 
 
 def engine_options(url: URL) -> dict[str, Any]:

@@ -15,7 +15,7 @@ _PATIENCE_S = 5.0
 def examine(url: str) -> Finding:
     """Return what is to be said of a storage; its password is never shown."""
     from optuna_dsat.store import migrate
-    from optuna_dsat.store.engine import Database
+    from optuna_dsat.store.database import Database
 
     shown = display_url(url)
     data = {"url": shown}

@@ -12,7 +12,8 @@ from sqlalchemy import text
 
 from optuna_dsat.errors import StorageUrlError
 from optuna_dsat.store import Store, display_url
-from optuna_dsat.store.engine import Database, parse_url
+from optuna_dsat.store.database import Database
+from optuna_dsat.store.urls import parse_url
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from sqlalchemy.orm import Session
 from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import Event, StepMeasured
-from optuna_dsat.store.models import LaunchRow, StepRow
+from optuna_dsat.store.tables import LaunchRow, StepRow
 from optuna_dsat.store.upsert import insert_or_update
 
-__all__ = ["StoredLaunch", "launches", "record_launch", "record_steps", "steps"]
+__all__ = ["StoredLaunch", "read_launches", "read_steps", "record_launch", "record_steps"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ def record_steps(session: Session, study_uuid: str, launch_id: str, events: Iter
     insert_or_update(session, StepRow, rows)
 
 
-def launches(session: Session, study_uuid: str) -> Sequence[StoredLaunch]:
+def read_launches(session: Session, study_uuid: str) -> Sequence[StoredLaunch]:
     """Return the launches of a study, the earliest first."""
     rows = session.scalars(
         select(LaunchRow).where(LaunchRow.study_uuid == study_uuid).order_by(LaunchRow.started_at, LaunchRow.launch_id)
@@ -98,7 +98,7 @@ def launches(session: Session, study_uuid: str) -> Sequence[StoredLaunch]:
     return tuple(_launch(row) for row in rows)
 
 
-def steps(session: Session, study_uuid: str, launch_id: str) -> Sequence[StepMeasured]:
+def read_steps(session: Session, study_uuid: str, launch_id: str) -> Sequence[StepMeasured]:
     """Return the steps of a launch, by step and rank."""
     rows = session.scalars(
         select(StepRow)
