@@ -5,22 +5,28 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, fields
-from typing import Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_type_hints
 
 import typer
 
-from optuna_dsat.tuning.options import TuneOptions
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 __all__ = ["lift_option", "origins_of", "spread_numbers", "with_options"]
 
-Options = TypeVar("Options", bound=TuneOptions)
+Options = TypeVar("Options", bound="DataclassInstance")
 
 
 def with_options(options: type[Options], run: Callable[[Options], None], doc: str) -> Callable[..., None]:
-    """Return a command function whose parameters are the fields of ``options``; it calls ``run`` with them."""
+    """Return a command function whose parameters are the fields of ``options``; it calls ``run`` with them.
+
+    A field ``origins`` is no parameter: it says where each parameter that was given comes from.
+    """
+    told = any(field.name == "origins" for field in fields(options))
 
     def command(context: typer.Context, **values: Any) -> None:
-        run(options(**values, origins=origins_of(context, values)))
+        origins = {"origins": origins_of(context, values)} if told else {}
+        run(cast(Any, options)(**values, **origins))
 
     hints = get_type_hints(options, include_extras=True)
     offered = [field for field in fields(options) if field.name != "origins"]

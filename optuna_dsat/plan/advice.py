@@ -8,15 +8,14 @@ said.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.structures import GUIDE_ORDER, Structure
-from optuna_dsat.plan.structures import PlannedRow, Subject
+from optuna_dsat.plan.rows import Plan, PlannedRow
 from optuna_dsat.words import bytes_in_words
 
-__all__ = ["Setting", "advise"]
+__all__ = ["advise"]
 
 _FIRST_STAGE = 2
 """ZeRO stage at which the guide's order of tries begins once activation checkpointing is on."""
@@ -27,59 +26,37 @@ _MUCH_OF_STEP = 0.1
 _ACTIVATIONS_DOMINATE = 0.4
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What the advice depends on beside the rows."""
-
-    subject: Subject
-    rows: Sequence[PlannedRow]
-    recomputes: bool | None = None
-    """Whether activations are computed again; None where that is not known."""
-    bf16_hardware: bool | None = None
-    """Whether the device has bf16 tensor cores; None where that is not known."""
-    hidden: int | None = None
-
-    @property
-    def fitting(self) -> list[PlannedRow]:
-        """Rows that fit, fastest first."""
-        return sorted((row for row in self.rows if row.outlook), key=_rate, reverse=True)
-
-
-def _rate(row: PlannedRow) -> float:
-    return row.outlook.samples_per_s if row.outlook else 0.0
-
-
-def advise(setting: Setting) -> list[str]:
+def advise(plan: Plan) -> list[str]:
     """Return the pieces of advice that apply, most important first."""
-    found = [rule(setting) for rule in _RULES]
+    found = [rule(plan) for rule in _RULES]
     return [text for text in found if text is not None]
 
 
-def _start(setting: Setting) -> str | None:
+def _start(plan: Plan) -> str | None:
     """The guide's order: the first structure that fits, and what is predicted to be fastest."""
-    fitting = setting.fitting
+    fitting = plan.fitting
     if not fitting:
-        return _nothing(setting)
+        return _nothing(plan)
     rows = {row.structure: row for row in fitting}
     order = [one for one in GUIDE_ORDER if one.stage >= _FIRST_STAGE]
     first = next((rows[one] for one in order if one in rows), fitting[0])
     best = fitting[0]
     text = f"Begin with {first.name}, the first of the guide's order that fits (micro-batch {first.micro_batch})."
-    if best is not first and _rate(best) > (1 + _MUCH_OF_STEP) * _rate(first):
+    if best is not first and best.samples_per_s > (1 + _MUCH_OF_STEP) * first.samples_per_s:
         text += (
-            f" {best.name} is predicted to be {_rate(best) / _rate(first):.1f} times as fast with micro-batch "
-            f"{best.micro_batch}: measure both."
+            f" {best.name} is predicted to be {best.samples_per_s / first.samples_per_s:.1f} times as fast with "
+            f"micro-batch {best.micro_batch}: measure both."
         )
     return text
 
 
-def _nothing(setting: Setting) -> str:
-    least = min(setting.rows, key=lambda row: row.least_bytes)
-    limit = setting.subject.usable_bytes
-    if least.why_not == "host" or least.least_bytes <= limit:
+def _nothing(plan: Plan) -> str:
+    least = min(plan.rows, key=lambda row: row.least_bytes)
+    limit = plan.subject.usable_bytes
+    if least.too_small == "host" or least.least_bytes <= limit:
         return (
             f"Nothing fits: {least.name} would leave the device enough, but needs {bytes_in_words(least.host_bytes)} "
-            f"of host memory, and there are {bytes_in_words(setting.subject.hardware.host_memory_bytes)}. Use more "
+            f"of host memory, and there are {bytes_in_words(plan.subject.hardware.host_memory_bytes)}. Use more "
             "hosts, or offload to NVMe (--nvme-path)."
         )
     return (
@@ -88,11 +65,11 @@ def _nothing(setting: Setting) -> str:
     )
 
 
-def _checkpointing(setting: Setting) -> str | None:
+def _checkpointing(plan: Plan) -> str | None:
     """Before any offload or ZeRO 3: compute activations again."""
-    if setting.recomputes:
+    if plan.recomputes:
         return None
-    needed = next((row for row in setting.rows if row.structure == Structure(stage=2)), None)
+    needed = next((row for row in plan.rows if row.structure == Structure(stage=2)), None)
     if needed is None or not _short_of_memory(needed):
         return None
     share = needed.parts.get("activations", 0) / max(1, needed.device_bytes)
@@ -108,13 +85,13 @@ def _checkpointing(setting: Setting) -> str | None:
 
 def _short_of_memory(row: PlannedRow) -> bool:
     """Whether the row does not fit, or a larger micro-batch would make it clearly faster."""
-    return row.outlook is None or row.outlook.shares["memory"] > _MUCH_OF_STEP
+    return row.predicted is None or row.predicted.shares["memory"] > _MUCH_OF_STEP
 
 
-def _offload_is_dear(setting: Setting) -> str | None:
+def _offload_is_dear(plan: Plan) -> str | None:
     """Where offload is not needed, it is not for free."""
-    fitting = setting.fitting
-    own = (ds_config.zero_section(setting.subject.config).get("offload_optimizer") or {}) if fitting else {}
+    fitting = plan.fitting
+    own = (ds_config.zero_section(plan.subject.config).get("offload_optimizer") or {}) if fitting else {}
     if not isinstance(own, dict) or own.get("device", "none") == "none" or fitting[0].structure.offloads:
         return None
     return (
@@ -123,16 +100,16 @@ def _offload_is_dear(setting: Setting) -> str | None:
     )
 
 
-def _overlap(setting: Setting) -> str | None:
+def _overlap(plan: Plan) -> str | None:
     """What overlap_comm costs and hides."""
-    low = [row for row in setting.fitting if row.structure.stage in (1, 2)]
-    best = low[0] if low and setting.subject.hardware.world_size > 1 else None
-    if best is None or best.outlook is None:
+    low = [row for row in plan.fitting if row.structure.stage in (1, 2)]
+    best = low[0] if low and plan.subject.hardware.world_size > 1 else None
+    if best is None or best.predicted is None:
         return None
     zero = best.config.get("zero_optimization", {})
     bucket = int(zero.get("reduce_bucket_size") or 5e8)
-    extra = bucket * setting.subject.profile.param_bytes
-    share = extra / setting.subject.hardware.device_memory_bytes
+    extra = bucket * plan.subject.profile.param_bytes
+    share = extra / plan.subject.hardware.device_memory_bytes
     if zero.get("overlap_comm"):
         if share < _MUCH_OF_DEVICE:
             return None
@@ -140,59 +117,59 @@ def _overlap(setting: Setting) -> str | None:
             f"overlap_comm holds a second reduce bucket: {bytes_in_words(extra)} with reduce_bucket_size {bucket:.0e}. "
             f"Lower reduce_bucket_size to {bucket / 5:.0e} where memory is short."
         )
-    if best.outlook.shares["link"] < _MUCH_OF_STEP:
+    if best.predicted.shares["link"] < _MUCH_OF_STEP:
         return None
     return (
-        f"{best.outlook.shares['link']:.0%} of a step of {best.name} is predicted to go into communication: turn on "
+        f"{best.predicted.shares['link']:.0%} of a step of {best.name} is predicted to go into communication: turn on "
         f"overlap_comm, which hides part of it for a second reduce bucket ({bytes_in_words(extra)})."
     )
 
 
-def _buckets(setting: Setting) -> str | None:
+def _buckets(plan: Plan) -> str | None:
     """Buckets as large as DeepSpeed's default on a small device."""
-    rows = [row for row in setting.rows if row.parts.get("reduce_buckets")]
+    rows = [row for row in plan.rows if row.parts.get("reduce_buckets")]
     if not rows:
         return None
     row = max(rows, key=lambda one: one.parts["reduce_buckets"])
-    taken, device = row.parts["reduce_buckets"], setting.subject.hardware.device_memory_bytes
+    taken, device = row.parts["reduce_buckets"], plan.subject.hardware.device_memory_bytes
     if taken / device < _MUCH_OF_DEVICE:
         return None
     bucket = int(row.config.get("zero_optimization", {}).get("reduce_bucket_size") or 5e8)
-    smaller = max(1, min(bucket // 2, int(0.02 * device / setting.subject.profile.param_bytes)))
+    smaller = max(1, min(bucket // 2, int(0.02 * device / plan.subject.profile.param_bytes)))
     return (
         f"The reduce buckets take {bytes_in_words(taken)}, {taken / device:.0%} of the device's memory "
         f"({row.name}, reduce_bucket_size {bucket:.0e}): about {smaller:.0e} leaves room for samples."
     )
 
 
-def _persistence(setting: Setting) -> str | None:
+def _persistence(plan: Plan) -> str | None:
     """ZeRO 3 with room to spare can keep parameters whole, as ZeRO 2 does."""
-    fitting = setting.fitting
+    fitting = plan.fitting
     best = fitting[0] if fitting else None
-    if best is None or best.outlook is None or best.structure.stage != 3:
+    if best is None or best.predicted is None or best.structure.stage != 3:
         return None
-    if best.structure.offload_param != "none" or best.outlook.shares["link"] < _MUCH_OF_STEP:
+    if best.structure.offload_param != "none" or best.predicted.shares["link"] < _MUCH_OF_STEP:
         return None
-    profile = setting.subject.profile
+    profile = plan.subject.profile
     whole = profile.params * profile.param_bytes
-    room = setting.subject.usable_bytes - best.least_bytes
+    room = plan.subject.usable_bytes - best.least_bytes
     if whole > room:
         return None
     return (
-        f"{best.outlook.shares['link']:.0%} of a step goes into gathering parameters. There is room to keep them whole "
-        f"({bytes_in_words(whole)}): stage3_param_persistence_threshold above the largest parameter "
+        f"{best.predicted.shares['link']:.0%} of a step goes into gathering parameters. There is room to keep them "
+        f"whole ({bytes_in_words(whole)}): stage3_param_persistence_threshold above the largest parameter "
         f"({profile.largest_layer_params:.1e} elements) makes ZeRO 3 behave like ZeRO 2."
     )
 
 
-def _round_robin(setting: Setting) -> str | None:
+def _round_robin(plan: Plan) -> str | None:
     """ZeRO 1 and 2 with offload copy gradients rank by rank."""
-    fitting = setting.fitting
+    fitting = plan.fitting
     if not fitting or fitting[0].structure.stage not in (1, 2) or not fitting[0].structure.offloads:
         return None
     zero = fitting[0].config.get("zero_optimization", {})
     steps = int(fitting[0].config.get(ds_config.GRADIENT_ACCUMULATION) or 1)
-    if zero.get("round_robin_gradients") or setting.subject.hardware.world_size == 1 or steps == 1:
+    if zero.get("round_robin_gradients") or plan.subject.hardware.world_size == 1 or steps == 1:
         return None
     return (
         "round_robin_gradients: true copies gradients to the host in parallel over ranks, in each of the "
@@ -200,9 +177,9 @@ def _round_robin(setting: Setting) -> str | None:
     )
 
 
-def _sub_group(setting: Setting) -> str | None:
+def _sub_group(plan: Plan) -> str | None:
     """ZeRO 3 whose memory peaks in the optimizer step."""
-    short = [row for row in setting.rows if row.structure.stage == 3 and not row.largest and row.why_not == "device"]
+    short = [row for row in plan.rows if row.structure.stage == 3 and not row.largest and row.too_small == "device"]
     if not short or "fp32_gradients" not in short[0].parts:
         return None
     return (
@@ -211,25 +188,25 @@ def _sub_group(setting: Setting) -> str | None:
     )
 
 
-def _precision(setting: Setting) -> str | None:
+def _precision(plan: Plan) -> str | None:
     """Half precision, and which."""
-    config = ds_config.effective(setting.subject.config)
+    config = ds_config.effective(plan.subject.config)
     half = [key for key in ("bf16", "fp16") if (config.get(key) or {}).get("enabled") is True]
-    if not half and setting.subject.profile.param_bytes == 4 and setting.subject.hardware.device != "cpu":
-        wanted = "fp16" if setting.bf16_hardware is False else "bf16"
+    if not half and plan.subject.profile.param_bytes == 4 and plan.subject.hardware.device != "cpu":
+        wanted = "fp16" if plan.bf16_hardware is False else "bf16"
         return f"The model is trained in fp32: {wanted} halves what parameters and activations take, and is faster."
-    if half == ["bf16"] and setting.bf16_hardware is False:
+    if half == ["bf16"] and plan.bf16_hardware is False:
         return "This GPU has no bf16 tensor cores (they came with Ampere): use fp16."
     return None
 
 
-def _divisible(setting: Setting) -> str | None:
-    if setting.hidden is None or setting.hidden % 16 == 0:
+def _divisible(plan: Plan) -> str | None:
+    if plan.hidden is None or plan.hidden % 16 == 0:
         return None
-    return f"The hidden size {setting.hidden} is no multiple of 16: tensor cores are slower on such matrices."
+    return f"The hidden size {plan.hidden} is no multiple of 16: tensor cores are slower on such matrices."
 
 
-_RULES: tuple[Callable[[Setting], str | None], ...] = (
+_RULES: tuple[Callable[[Plan], str | None], ...] = (
     _start,
     _checkpointing,
     _offload_is_dear,

@@ -1,33 +1,25 @@
-"""What a script's launch, or earlier ones, say for a plan: profile, machine, and speeds where any were measured."""
+"""A plan of a script on this machine: from its profile launch, and from step times that searches measured."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from optuna_dsat.cost.gpus import gpu_of_device, priors_of_device
 from optuna_dsat.launch.protocol import Launcher
 from optuna_dsat.launch.waiting import SlotWait
-from optuna_dsat.plan.structures import Subject, theory_of
+from optuna_dsat.plan.prediction import Subject, step_time_model
+from optuna_dsat.plan.rows import Plan, plan_rows
 from optuna_dsat.store import Store
-from optuna_dsat.study.profile import ProfileAttempt, Profiled, fingerprint, measure_profile
+from optuna_dsat.study.fingerprint import fingerprint
+from optuna_dsat.study.profile import ProfileAttempt, Profiled, measure_profile
 from optuna_dsat.study.space import hardware_of
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.warm_start import gather
 from optuna_dsat.words import bytes_in_words
 
-__all__ = ["ScriptPlan", "plan_script"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScriptPlan:
-    """A script on this machine, as far as a plan needs it."""
-
-    subject: Subject
-    about: tuple[str, ...]
-    """What it rests on, in lines."""
-    bf16_hardware: bool | None
+__all__ = ["plan_script"]
 
 
 def plan_script(
@@ -39,17 +31,17 @@ def plan_script(
     on_attempt: Callable[[ProfileAttempt], None],
     memory_margin: float,
     on_notice: Callable[[str], None] = lambda _: None,
-) -> ScriptPlan:
-    """Return what is known of a script, after a profile launch where none was made before.
+) -> Plan:
+    """Return the plan of a script, after a profile launch if no profile of it is stored.
 
     Args:
         spec: The script and where it runs.
         store: Where profiles and studies are kept.
         device_names: Names of the devices, for the fingerprint.
-        launcher: Opens a launcher, asked for only where one is needed.
-        on_attempt: Called before each launch.
+        launcher: Opens a launcher; called only for a profile launch.
+        on_attempt: Called before each attempt of the profile launch.
         memory_margin: Share of the device's memory to leave free.
-        on_notice: Told who holds the slots while they are waited for.
+        on_notice: Called with who holds the slots while the launch waits for them.
 
     Raises:
         DsatError: If the script fails, or does not fit at all.
@@ -57,7 +49,7 @@ def plan_script(
     mark = fingerprint(spec, device_names=device_names)
     stored = store.find_profile(mark)
     if stored is not None:
-        profiled = Profiled.from_json(stored.profile)
+        profiled, origin = Profiled.from_json(stored.profile), "measured before"
     else:
         with launcher() as opened:
             wait = SlotWait(
@@ -67,6 +59,22 @@ def plan_script(
                 spec, opened, on_attempt=on_attempt, on_report=lambda _report, _record: None, wait=wait
             )
         store.save_profile(mark, profiled.to_json(), study_uuid="")
+        origin = f"measured with {profiled.measured_with}"
+    subject, times = _subject(spec, profiled, store=store, mark=mark, memory_margin=memory_margin)
+    gpu = gpu_of_device(profiled.profile.device_name)
+    return Plan(
+        subject=subject,
+        rows=plan_rows(subject),
+        bf16_hardware=None if gpu is None else gpu.bf16,
+        about=(*_about(spec, profiled, origin=origin), times),
+        model=profiled.profile.to_json(),
+    )
+
+
+def _subject(
+    spec: StudySpec, profiled: Profiled, *, store: Store, mark: str, memory_margin: float
+) -> tuple[Subject, str]:
+    """Return model and machine, and one sentence on what the predicted times rest on."""
     profile = profiled.profile
     subject = Subject(
         profile=profile,
@@ -77,25 +85,23 @@ def plan_script(
         pipeline=profiled.pipeline,
     )
     prior_knowledge = gather(store, spec, profiled, fingerprint=mark)
-    gpu = gpu_of_device(profile.device_name)
     if prior_knowledge is not None:
-        subject = replace(subject, learnt=prior_knowledge.prior(theory_of(subject)))
-        times = f"Times are fitted to launches of {' and '.join(prior_knowledge.studies)}."
-    elif gpu is not None:
-        times = "Times are by the device's data sheet; no step was timed."
-    else:
-        times = "This device is not in the table of GPUs, and no step was timed: times may be as far off as they say."
-    how = f"measured with {profiled.measured_with}" if stored is None else "measured before"
-    return ScriptPlan(
-        subject=subject,
-        about=(
-            f"Profile ({how}): {profile.params / 1e6:.4g} M parameters, "
-            f"{bytes_in_words(profile.activation_bytes_per_sample)} of activations and "
-            f"{profile.flops_per_sample / 1e9:.4g} GFLOP a sample.",
-            f"{spec.slots_per_trial} ranks on {profile.device_name or spec.device}, "
-            f"{bytes_in_words(profile.device_memory_bytes)} each, "
-            f"{bytes_in_words(profile.host_memory_bytes)} on the host.",
-            times,
-        ),
-        bf16_hardware=None if gpu is None else gpu.bf16,
+        subject = replace(subject, fitted=prior_knowledge.prior(step_time_model(subject)))
+        return subject, f"Times are fitted to launches of {' and '.join(prior_knowledge.studies)}."
+    if gpu_of_device(profile.device_name) is not None:
+        return subject, "Times are by the device's data sheet; no step was timed."
+    unknown = "This device is not in the table of GPUs, and no step was timed: times may be as far off as they say."
+    return subject, unknown
+
+
+def _about(spec: StudySpec, profiled: Profiled, *, origin: str) -> tuple[str, ...]:
+    """Return lines on the profile and on the machine."""
+    profile = profiled.profile
+    return (
+        f"Profile ({origin}): {profile.params / 1e6:.4g} M parameters, "
+        f"{bytes_in_words(profile.activation_bytes_per_sample)} of activations and "
+        f"{profile.flops_per_sample / 1e9:.4g} GFLOP a sample.",
+        f"{spec.slots_per_trial} ranks on {profile.device_name or spec.device}, "
+        f"{bytes_in_words(profile.device_memory_bytes)} each, "
+        f"{bytes_in_words(profile.host_memory_bytes)} on the host.",
     )

@@ -93,8 +93,18 @@ class TransformerShape:
         again = {"none": 0, "selective": attention if not self.fused_attention else 0, "full": tokens // 3}
         return tokens + again[self.recompute]
 
+    @property
+    def words(self) -> str:
+        """The shape in one sentence."""
+        attention = "" if self.fused_attention else ", plain attention"
+        return (
+            f"{self.params / 1e9:.3g} B parameters: {self.layers} layers, hidden size {self.hidden}, "
+            f"{self.heads} heads, {self.seq_length} tokens a sample, "
+            f"vocabulary {self.vocab}; recomputation: {self.recompute}{attention}."
+        )
+
     def priors(self) -> dict[str, tuple[float, float]]:
-        """Return what the shape tells of the step theory's coefficients: median and spread of each."""
+        """Return the coefficients of the step-time model that follow from the shape: median and spread of each."""
         matrices = 7 if self.gated else _MATRICES
         return {
             "idle": (_HALF_SPEED_TOKENS / self.seq_length, 1.0),

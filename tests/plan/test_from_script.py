@@ -4,13 +4,13 @@ from contextlib import nullcontext
 from typing import Any
 
 from optuna_dsat.launch.simulated import SimulatedLauncher
-from optuna_dsat.plan.from_script import ScriptPlan, plan_script
-from optuna_dsat.plan.structures import plan_rows
+from optuna_dsat.plan.from_script import plan_script
+from optuna_dsat.plan.rows import Plan, plan_rows
 from tests.harness.landscapes import Hill
 from tests.harness.studies import StudyBench
 
 
-def planned(bench: StudyBench, attempts: list[str], **changes: Any) -> ScriptPlan:
+def planned(bench: StudyBench, attempts: list[str], **changes: Any) -> Plan:
     return plan_script(
         bench.spec(method="guided", **changes),
         store=bench.store,
@@ -33,8 +33,8 @@ def test_a_profile_is_measured_once_and_searches_sharpen_the_plan(bench: StudyBe
     assert len(attempts) == 1
     assert "fitted to launches of s" in after.about[-1]
     vague, sharp = ({row.name: row for row in plan_rows(one.subject)}["ZeRO 2"] for one in (before, after))
-    assert vague.outlook is not None
-    assert sharp.outlook is not None
-    assert sharp.outlook.high_s / sharp.outlook.low_s < 0.5 * vague.outlook.high_s / vague.outlook.low_s
+    assert vague.predicted is not None
+    assert sharp.predicted is not None
+    assert sharp.predicted.high_s / sharp.predicted.low_s < 0.5 * vague.predicted.high_s / vague.predicted.low_s
     true_s = 0.03 * (sharp.micro_batch + 4) + 0.02
-    assert sharp.outlook.low_s < true_s < sharp.outlook.high_s
+    assert sharp.predicted.low_s < true_s < sharp.predicted.high_s

@@ -10,8 +10,9 @@ import pytest
 from optuna_dsat.cost.gpus import find_gpu, machine_priors
 from optuna_dsat.cost.memory import Hardware, ModelProfile, estimate
 from optuna_dsat.errors import UsageError
-from optuna_dsat.plan.advice import Setting, advise
-from optuna_dsat.plan.structures import PlannedRow, Subject, look_ahead, plan_rows
+from optuna_dsat.plan.advice import advise
+from optuna_dsat.plan.prediction import Subject, predict_steps
+from optuna_dsat.plan.rows import Plan, PlannedRow, plan_rows
 from optuna_dsat.plan.transformer import TransformerShape, shape_of
 
 GIB = 2**30
@@ -65,21 +66,21 @@ def by_name(rows: list[PlannedRow]) -> dict[str, PlannedRow]:
 
 def advice(shape: TransformerShape, gpu: str, gpus: int, **changes: Any) -> str:
     about = subject(shape, gpu, gpus, **changes)
-    setting = Setting(
+    plan = Plan(
         subject=about,
         rows=plan_rows(about),
         recomputes=shape.recompute != "none",
         bf16_hardware=find_gpu(gpu).bf16,
         hidden=shape.hidden,
     )
-    return "\n".join(advise(setting))
+    return "\n".join(advise(plan))
 
 
 def test_seven_billions_on_eight_gpus() -> None:
     about = subject(gpt(7), "a100-80g", 8)
     rows = by_name(plan_rows(about))
-    assert rows["ZeRO 0"].outlook is None
-    assert rows["ZeRO 0"].why_not == "device"
+    assert rows["ZeRO 0"].predicted is None
+    assert rows["ZeRO 0"].too_small == "device"
     needed = [rows[name].least_bytes for name in ("ZeRO 1", "ZeRO 2", "ZeRO 3", "ZeRO 3 + optimizer offload")]
     assert needed == sorted(needed, reverse=True)
     assert rows["ZeRO 2"].bound == "compute"
@@ -98,14 +99,14 @@ def test_what_bounds_a_step_follows_the_machine() -> None:
     assert by_name(plan_rows(slow))["ZeRO 2"].bound == "link"
     small = subject(gpt(13), "a100-40g", 8, host_gib=64)
     row = by_name(plan_rows(small))["ZeRO 2 + optimizer offload"]
-    assert (row.outlook, row.why_not, row.bound) == (None, "host", "memory")
+    assert (row.predicted, row.too_small, row.bound) == (None, "host", "memory")
 
 
 def test_a_longer_step_is_predicted_where_less_is_known() -> None:
     known = subject(gpt(1.3), "a100-80g", 8)
     unknown = replace(known, machine={})
     config = {"zero_optimization": {"stage": 2}}
-    sharp, vague = (look_ahead(one, [config], [8])[0] for one in (known, unknown))
+    sharp, vague = (predict_steps(one, [config], [8])[0] for one in (known, unknown))
     assert sharp.low_s < sharp.step_s < sharp.high_s
     assert vague.high_s / vague.low_s > 3 * sharp.high_s / sharp.low_s
 
@@ -132,7 +133,7 @@ def test_published_speeds_lie_in_the_predicted_range(
         params=int(billions * 1e9), layers=layers, hidden=hidden, heads=heads, vocab=51200, recompute="full"
     )
     about = subject(shape, "a100-80g", 8, nodes=gpus // 8, network=1600)
-    found = look_ahead(about, [{"fp16": {"enabled": True}, "zero_optimization": {"stage": 3}}], [size])[0]
+    found = predict_steps(about, [{"fp16": {"enabled": True}, "zero_optimization": {"stage": 3}}], [size])[0]
     step_s = shape.flops_per_sample * size / (tflops * 1e12)
     assert found.low_s < step_s < found.high_s
 
@@ -207,10 +208,10 @@ def test_advice_comes_where_it_applies_and_not_elsewhere(
 def test_persistence_is_advised_where_the_parameters_fit_whole() -> None:
     about = subject(gpt(3, seq_length=512), "v100-32g", 8, nodes=4, network=25.0)
     rows = [row for row in plan_rows(about) if row.name == "ZeRO 3"]
-    assert "stage3_param_persistence_threshold" in "\n".join(advise(Setting(subject=about, rows=rows)))
+    assert "stage3_param_persistence_threshold" in "\n".join(advise(Plan(subject=about, rows=rows)))
     fast = subject(gpt(3), "h100", 8)
     rows = [row for row in plan_rows(fast) if row.name == "ZeRO 3"]
-    assert "stage3_param_persistence_threshold" not in "\n".join(advise(Setting(subject=fast, rows=rows)))
+    assert "stage3_param_persistence_threshold" not in "\n".join(advise(Plan(subject=fast, rows=rows)))
 
 
 def test_what_is_no_model_or_gpu_is_refused() -> None:

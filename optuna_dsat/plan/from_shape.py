@@ -1,0 +1,124 @@
+"""A plan of a model that exists as a shape only, on a machine from the table of GPUs: nothing is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from optuna_dsat.cost.gpus import GpuSpec, machine_priors
+from optuna_dsat.cost.memory import Hardware, ModelProfile
+from optuna_dsat.plan.prediction import Subject
+from optuna_dsat.plan.rows import Plan, plan_rows
+from optuna_dsat.plan.transformer import TransformerShape
+from optuna_dsat.words import bytes_in_words
+
+__all__ = ["Machine", "plan_shape"]
+
+_HOST_BYTES_PER_GPU = 128 * 2**30
+"""Host memory that is assumed where it is not given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Hosts with the same GPUs and one network between them."""
+
+    gpu: GpuSpec
+    gpus_per_node: int
+    nodes: int
+    network_gbit_per_s: float
+    """Bandwidth of one host's network."""
+    given_host_bytes: int | None
+    """Memory of one host; None to assume it."""
+
+    @property
+    def ranks(self) -> int:
+        """GPUs of all hosts."""
+        return self.gpus_per_node * self.nodes
+
+    @property
+    def host_bytes(self) -> int:
+        """Memory of one host, in bytes."""
+        return self.given_host_bytes or _HOST_BYTES_PER_GPU * self.gpus_per_node
+
+    @property
+    def words(self) -> str:
+        """The machine in one sentence."""
+        assumed = "" if self.given_host_bytes else " (assumed; --host-memory)"
+        return (
+            f"{self.nodes} x {self.gpus_per_node} {self.gpu.name}: {bytes_in_words(self.gpu.memory_bytes)} each, "
+            f"{bytes_in_words(self.host_bytes)} a host{assumed}, {self.gpu.tflops:.4g} TFLOPS at its peak."
+        )
+
+
+def plan_shape(
+    shape: TransformerShape, machine: Machine, *, config: Mapping[str, Any] | None, memory_margin: float
+) -> Plan:
+    """Return the plan of a transformer on a machine.
+
+    Args:
+        shape: The transformer.
+        machine: The machine.
+        config: A DeepSpeed config; None for AdamW in the half precision that the GPU has tensor cores for.
+        memory_margin: Share of the device's memory to leave free.
+    """
+    gpu = machine.gpu
+    if config is None:
+        config = {"bf16" if gpu.bf16 else "fp16": {"enabled": True}, "optimizer": {"type": "AdamW"}}
+    priors = machine_priors(
+        gpu, ranks=machine.ranks, nodes=machine.nodes, network_gbit_per_s=machine.network_gbit_per_s
+    )
+    subject = Subject(
+        profile=_profile(shape, machine, element=_element_bytes(config)),
+        hardware=Hardware(
+            world_size=machine.ranks,
+            ranks_per_node=machine.gpus_per_node,
+            device_memory_bytes=gpu.memory_bytes,
+            host_memory_bytes=machine.host_bytes,
+        ),
+        config=config,
+        machine={**priors, **shape.priors()},
+        memory_margin=memory_margin,
+    )
+    return Plan(
+        subject=subject,
+        rows=plan_rows(subject),
+        recomputes=shape.recompute != "none",
+        bf16_hardware=gpu.bf16,
+        hidden=shape.hidden,
+        about=(
+            shape.words,
+            machine.words,
+            "Nothing was launched: times are by data sheets and may be off by what the range says; with a script, "
+            "memory and FLOPs are measured.",
+        ),
+        model=asdict(shape),
+    )
+
+
+def _element_bytes(config: Mapping[str, Any]) -> int:
+    """Return the bytes of a parameter: 2 in half precision, else 4."""
+    switches: list[Mapping[str, Any]] = [config.get(key) or {} for key in ("bf16", "fp16")]
+    return 2 if any(switch.get("enabled") for switch in switches) else 4
+
+
+def _profile(shape: TransformerShape, machine: Machine, *, element: int) -> ModelProfile:
+    """Return what a profile launch would measure; ``peak_bytes`` is 0.
+
+    Args:
+        shape: The transformer.
+        machine: The machine.
+        element: Bytes of a parameter and of an activation.
+    """
+    return ModelProfile(
+        params=shape.params,
+        trainable_params=shape.params,
+        largest_layer_params=shape.largest_layer_params,
+        param_bytes=element,
+        activation_bytes_per_sample=shape.activation_bytes(element=element),
+        flops_per_sample=shape.flops_per_sample,
+        device_memory_bytes=machine.gpu.memory_bytes,
+        host_memory_bytes=machine.host_bytes,
+        peak_bytes=0,
+        device_name=machine.gpu.name,
+    )

@@ -1,0 +1,149 @@
+"""The predicted step of a configuration before anything is launched with it.
+
+Times are those of ``optuna_dsat.cost.step_time`` with coefficients by the GPU's data sheet, or fitted to launches of
+the same model; the range is what the coefficients' uncertainty and the formula's own error leave open.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from optuna_dsat.config import ds_config
+from optuna_dsat.cost.gpus import Priors
+from optuna_dsat.cost.memory import Hardware, ModelProfile, estimate
+from optuna_dsat.cost.memory_posterior import MemoryPosterior
+from optuna_dsat.cost.step_time import Columns, Fitted, StepTimeModel
+from optuna_dsat.cost.zero_states import ZeroSettings
+
+__all__ = ["StepPrediction", "Subject", "predict_steps", "step_time_model"]
+
+_INTERVAL = 1.645
+"""Standard deviations on either side that hold 90 % of a normal distribution."""
+_FORMULA_ERROR = 0.1
+"""Relative error of the step formula itself, whatever its coefficients."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """The model and the machine of a plan."""
+
+    profile: ModelProfile
+    hardware: Hardware
+    config: Mapping[str, Any]
+    """The user's DeepSpeed config, or the one assumed without it."""
+    machine: Priors = field(default_factory=dict)
+    """Coefficients of the step-time model by data sheets: median and spread of each."""
+    fitted: Fitted | None = None
+    """Coefficients fitted to launches; None if no step was timed."""
+    memory_margin: float = 0.05
+    """Share of the device's memory to leave free."""
+    pipeline: bool = False
+
+    @property
+    def usable_bytes(self) -> int:
+        """Device memory that torch's allocator can be expected to get, in bytes per rank."""
+        device = self.hardware.device_memory_bytes
+        on_cpu = self.hardware.device == "cpu"
+        if on_cpu:
+            ranks = min(self.hardware.ranks_per_node, self.hardware.world_size)
+            device = min(device, self.hardware.host_memory_bytes // ranks)
+        posterior = MemoryPosterior(device_bytes=device, bytes_per_sample=0, on_cpu=on_cpu)
+        return math.floor(max(1.0, min(posterior.usable, (1 - self.memory_margin) * device)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPrediction:
+    """The predicted optimizer step of one configuration at one micro-batch."""
+
+    step_s: float
+    """Median, in seconds."""
+    low_s: float
+    high_s: float
+    """Ends of the 90 % interval, in seconds."""
+    samples_per_s: float
+    """Over all ranks, at the median."""
+    shares: Mapping[str, float]
+    """compute, link, host, memory, overhead -> share of the step that each takes."""
+
+    @property
+    def bound(self) -> str:
+        """The largest of ``shares``."""
+        return max(self.shares, key=lambda name: self.shares[name])
+
+
+def step_time_model(subject: Subject) -> StepTimeModel:
+    """Return the step-time model of a subject with its prior."""
+    profile, hardware = subject.profile, subject.hardware
+    return StepTimeModel(
+        params=profile.params,
+        trainable=profile.trainable_params,
+        largest_layer=profile.largest_layer_params,
+        param_bytes=profile.param_bytes,
+        flops_per_sample=profile.flops_per_sample,
+        ranks=hardware.world_size,
+        ranks_per_node=min(hardware.ranks_per_node, hardware.world_size),
+        machine=subject.machine,
+        prior=subject.fitted,
+    )
+
+
+def predict_steps(
+    subject: Subject, configs: Sequence[Mapping[str, Any]], micro_batches: Sequence[int]
+) -> list[StepPrediction]:
+    """Return the predicted steps of configs at micro-batches.
+
+    Args:
+        subject: Model and machine.
+        configs: Whole DeepSpeed configs; their own micro-batches are ignored.
+        micro_batches: Samples per rank and forward pass, one for each config.
+    """
+    if not configs:
+        return []
+    model = step_time_model(subject)
+    fitted = model.before()
+    columns = Columns.of(*zip(*[_settings(subject, config) for config in configs], strict=True))
+    size = np.array(micro_batches, dtype=np.float64)
+    steps = np.array([int(config.get(ds_config.GRADIENT_ACCUMULATION) or 1) for config in configs], dtype=np.float64)
+    peaks = [
+        estimate(subject.profile, config, micro_batch=each, hardware=subject.hardware).device_bytes
+        for config, each in zip(configs, micro_batches, strict=True)
+    ]
+    fill = np.clip(np.array(peaks) / subject.hardware.device_memory_bytes, 0.01, 1.0)
+    phases, slopes = model.slopes(fitted, columns, size, steps, fill)
+    total = phases.sum(axis=0)
+    relative = slopes.sum(axis=0) / total
+    spread = np.sqrt(np.einsum("kn,kl,ln->n", relative, fitted.covariance, relative) + _FORMULA_ERROR**2)
+    bounds = model.bounds(fitted.mean, columns, size, steps, fill)
+    shown = np.sum(list(bounds.values()), axis=0)
+    return [
+        StepPrediction(
+            step_s=float(total[n]),
+            low_s=float(total[n] * math.exp(-_INTERVAL * spread[n])),
+            high_s=float(total[n] * math.exp(_INTERVAL * spread[n])),
+            samples_per_s=float(size[n] * steps[n] * subject.hardware.world_size / total[n]),
+            shares=MappingProxyType({name: float(seconds[n] / shown[n]) for name, seconds in bounds.items()}),
+        )
+        for n in range(len(total))
+    ]
+
+
+def _settings(subject: Subject, config: Mapping[str, Any]) -> tuple[ZeroSettings, bool]:
+    profile = subject.profile
+    settings = ZeroSettings.of(
+        config,
+        params=profile.params,
+        trainable=profile.trainable_params,
+        largest_layer=profile.largest_layer_params,
+        param_bytes=profile.param_bytes,
+        activation_bytes=profile.activation_bytes_per_sample,
+        optimizer=profile.optimizer,
+        ranks=subject.hardware.world_size,
+        on_cpu=subject.hardware.device == "cpu",
+    )
+    return settings, (config.get("zero_optimization") or {}).get("reduce_scatter") is not False

@@ -1,0 +1,172 @@
+"""A plan: predicted memory, largest micro-batch, predicted step and its bound for each ZeRO stage and offload.
+
+Memory is that of ``optuna_dsat.cost.memory``; what torch's allocator does not count (context, libraries, gaps) is
+left free, as ``optuna_dsat.cost.memory_posterior`` has it. Steps are those of ``optuna_dsat.plan.prediction``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from optuna_dsat.config import ds_config
+from optuna_dsat.config.structures import STRUCTURES, Structure
+from optuna_dsat.cost.memory import estimate, largest_micro_batch
+from optuna_dsat.plan.prediction import StepPrediction, Subject, predict_steps
+
+__all__ = ["Plan", "PlannedRow", "plan_rows"]
+
+_SIZES = 40
+"""Micro-batches at which the predicted throughput is compared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A model on a machine with a row for each structure, and what else the advice depends on."""
+
+    subject: Subject
+    rows: Sequence[PlannedRow]
+    recomputes: bool | None = None
+    """Whether activations are recomputed in the backward pass; None if not known."""
+    bf16_hardware: bool | None = None
+    """Whether the device has bf16 tensor cores; None if not known."""
+    hidden: int | None = None
+    """Hidden size; None if not known."""
+    about: tuple[str, ...] = ()
+    """Lines on what the plan rests on."""
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """The model as a JSON object: its shape or its profile."""
+
+    @property
+    def fitting(self) -> list[PlannedRow]:
+        """Rows that fit, in falling order of predicted throughput."""
+        return sorted((row for row in self.rows if row.predicted), key=lambda row: row.samples_per_s, reverse=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRow:
+    """What one structure takes and reaches."""
+
+    structure: Structure
+    config: Mapping[str, Any]
+    """The user's config at this structure, without batch sizes."""
+    states_bytes: int
+    """Peak per device without samples."""
+    least_bytes: int
+    """Peak per device at micro-batch 1."""
+    largest: int
+    """Largest micro-batch that fits; 0 if none does."""
+    micro_batch: int
+    """Micro-batch with the best predicted throughput; 0 if none fits."""
+    device_bytes: int
+    """Peak per device at ``micro_batch`` (at 1 if none fits)."""
+    host_bytes: int
+    """Memory of one host, at the same micro-batch."""
+    parts: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    """What ``device_bytes`` consists of: name -> bytes."""
+    predicted: StepPrediction | None
+    """The step at ``micro_batch``; None if nothing fits."""
+    too_small: str = ""
+    """``device`` or ``host``: whose memory is too small; empty if something fits."""
+
+    @property
+    def name(self) -> str:
+        """The structure in words."""
+        return self.structure.words
+
+    @property
+    def bound(self) -> str:
+        """What most of the step goes into; memory if nothing fits."""
+        return self.predicted.bound if self.predicted is not None else "memory"
+
+    @property
+    def samples_per_s(self) -> float:
+        """Predicted throughput over all ranks; 0 if nothing fits."""
+        return self.predicted.samples_per_s if self.predicted is not None else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row as a JSON object."""
+        step = self.predicted
+        return {
+            "name": self.name,
+            "zero_optimization": dict(self.config.get("zero_optimization", {})),
+            "device_bytes_without_samples": self.states_bytes,
+            "device_bytes_at_micro_batch_1": self.least_bytes,
+            "largest_micro_batch": self.largest,
+            "micro_batch": self.micro_batch,
+            "device_bytes": self.device_bytes,
+            "host_bytes": self.host_bytes,
+            "parts": dict(self.parts),
+            "step_s": None if step is None else step.step_s,
+            "step_s_90": None if step is None else [step.low_s, step.high_s],
+            "samples_per_s": None if step is None else step.samples_per_s,
+            "bound": self.bound,
+            "shares": None if step is None else dict(step.shares),
+            "too_small": self.too_small or None,
+        }
+
+
+def plan_rows(subject: Subject) -> list[PlannedRow]:
+    """Return a row for each structure that DeepSpeed accepts here."""
+    return [_row(subject, structure) for structure in _structures(subject)]
+
+
+def _structures(subject: Subject) -> Iterator[Structure]:
+    """Yield what DeepSpeed accepts: a pipeline at most at ZeRO 1, nothing to offload where ranks run on the CPU."""
+    for structure in STRUCTURES:
+        if (structure.stage <= 1 or not subject.pipeline) and not (
+            structure.offloads and subject.hardware.device == "cpu"
+        ):
+            yield structure
+
+
+def _config(subject: Subject, structure: Structure) -> dict[str, Any]:
+    """Return the user's config at a structure, without batch sizes; what it says of an offload besides is kept."""
+    base = ds_config.effective(subject.config)
+    own = base.get("zero_optimization") or {}
+    zero = structure.zero_section()
+    for key in ("offload_optimizer", "offload_param"):
+        if zero[key] is not None:
+            kept = own.get(key)
+            zero[key] = {"pin_memory": True, **(kept if isinstance(kept, Mapping) else {}), **zero[key]}
+    batch = {ds_config.TRAIN_BATCH: None, ds_config.MICRO_BATCH: None}
+    return ds_config.merge(base, {**batch, "zero_optimization": zero})
+
+
+def _row(subject: Subject, structure: Structure) -> PlannedRow:
+    config = _config(subject, structure)
+    profile, hardware = subject.profile, subject.hardware
+    usable = replace(hardware, device_memory_bytes=subject.usable_bytes)
+    largest = largest_micro_batch(profile, config, hardware=usable)
+    states = estimate(profile, config, micro_batch=0, hardware=hardware)
+    least = estimate(profile, config, micro_batch=1, hardware=hardware)
+    sizes = _sizes(largest)
+    steps = predict_steps(subject, [config] * len(sizes), sizes)
+    best = max(range(len(sizes)), key=lambda index: steps[index].samples_per_s, default=None)
+    at = least if best is None else estimate(profile, config, micro_batch=sizes[best], hardware=hardware)
+    too_small = "host" if least.host_bytes > hardware.host_memory_bytes else "device"
+    return PlannedRow(
+        structure=structure,
+        config=MappingProxyType(config),
+        states_bytes=states.device_bytes,
+        least_bytes=least.device_bytes,
+        largest=largest,
+        micro_batch=0 if best is None else sizes[best],
+        device_bytes=at.device_bytes,
+        host_bytes=at.host_bytes,
+        parts=at.parts,
+        predicted=None if best is None else steps[best],
+        too_small="" if largest else too_small,
+    )
+
+
+def _sizes(largest: int) -> list[int]:
+    """Return micro-batches up to the largest, close together near it."""
+    if largest < 1:
+        return []
+    spread = np.geomspace(1, largest, min(largest, _SIZES))
+    return sorted({round(size) for size in spread})

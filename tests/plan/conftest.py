@@ -1,0 +1,5 @@
+from __future__ import annotations
+
+from tests.study.conftest import bench
+
+__all__ = ["bench"]
