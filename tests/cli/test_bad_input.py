@@ -1,23 +1,28 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.harness.entry_points import Run, run_apart, run_here
+
+__all__ = ["run_here"]
+
 GOOD = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
 
 
-def tune(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", "from optuna_dsat.cli import main; main()", *args],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+APART = frozenset({"script-missing", "no-such-option", "storage-kind", "train-length"})
+"""Cases that run in a process of their own, as users do; a command that refuses is otherwise called in this one."""
+
+
+@pytest.fixture
+def tune(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
+    if request.node.name.partition("[")[2].removesuffix("]") in APART:
+        return partial(run_apart, tmp_path)
+    run: Run = request.getfixturevalue("run_here")
+    return run
 
 
 @pytest.fixture
@@ -120,9 +125,9 @@ CASES = {
 
 
 @pytest.mark.parametrize(("args", "message"), CASES.values(), ids=CASES.keys())
-def test_bad_input_is_one_clear_line_and_leaves_nothing(folder: Path, args: list[str], message: str) -> None:
+def test_bad_input_is_one_clear_line_and_leaves_nothing(folder: Path, tune: Run, args: list[str], message: str) -> None:
     before = {path.name for path in folder.iterdir()}
-    done = tune(folder, *args)
+    done = tune(*args)
     assert done.returncode == 2, done.stderr
     assert message in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
@@ -136,9 +141,9 @@ def test_bad_input_is_one_clear_line_and_leaves_nothing(folder: Path, args: list
     "stages",
     [["--zero-stages", "1", "2"], ["--zero-stages", "1,2"], ["--zero-stages", "1", "--zero-stages", "2"]],
 )
-def test_a_dry_run_shows_the_space_and_launches_nothing(folder: Path, stages: list[str]) -> None:
+def test_a_dry_run_shows_the_space_and_launches_nothing(folder: Path, tune: Run, stages: list[str]) -> None:
     before = {path.name for path in folder.iterdir()}
-    done = tune(folder, "random", "train.py", "ds.json", "--dry-run", *stages)
+    done = tune("random", "train.py", "ds.json", "--dry-run", *stages)
     assert done.returncode == 0, done.stderr
     assert "reduce_bucket_size" in done.stdout
     assert "stage3_prefetch_bucket_size" not in done.stdout
@@ -147,25 +152,26 @@ def test_a_dry_run_shows_the_space_and_launches_nothing(folder: Path, stages: li
 
 
 def test_a_module_is_found_without_being_imported(folder: Path) -> None:
-    done = tune(folder, "random", "-m", "package.train", "ds.json", "--dry-run")
+    done = run_apart(folder, "random", "-m", "package.train", "ds.json", "--dry-run")
     assert done.returncode == 0, done.stderr
     assert "Profile launch" in done.stdout
     assert not (folder / "package" / "__pycache__").exists()
 
 
-def test_arguments_after_two_dashes_are_the_scripts(folder: Path) -> None:
-    done = tune(folder, "random", "train.py", "ds.json", "--dry-run", "--", "--zero-stages", "1", "2")
+@pytest.mark.usefixtures("folder")
+def test_arguments_after_two_dashes_are_the_scripts(tune: Run) -> None:
+    done = tune("random", "train.py", "ds.json", "--dry-run", "--", "--zero-stages", "1", "2")
     assert done.returncode == 0, done.stderr
 
 
-def test_the_autotuning_section_gives_options_and_what_is_not_honoured_is_named(folder: Path) -> None:
+def test_the_autotuning_section_gives_options_and_what_is_not_honoured_is_named(folder: Path, tune: Run) -> None:
     section = {"enabled": True, "tuner_type": "random", "fast": True, "results_dir": "r", "metric": "latency"}
     (folder / "auto.json").write_text(json.dumps({**GOOD, "autotuning": section}))
-    done = tune(folder, "tune", "train.py", "auto.json", "--dry-run")
+    done = tune("tune", "train.py", "auto.json", "--dry-run")
     assert done.returncode == 0, done.stderr
     assert "autotuning.results_dir is not used" in done.stderr
     kept = next(line for line in done.stdout.splitlines() if "reduce_bucket_size" in line)
     assert "kept" in kept
-    plain = tune(folder, "random", "train.py", "auto.json", "--dry-run", "--metric", "speed")
+    plain = tune("random", "train.py", "auto.json", "--dry-run", "--metric", "speed")
     assert plain.returncode == 2
     assert "--metric is 'speed'" in plain.stderr

@@ -1,34 +1,28 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.harness.entry_points import Run, run_apart, run_here
+
+__all__ = ["run_here"]
+
 SCRIPT = "raise SystemExit('never run')\n"
 
 
-def dsat(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", "from optuna_dsat.cli import main; main()", "plan", *args],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
 def test_a_plan_without_a_launch(tmp_path: Path) -> None:
-    done = dsat(tmp_path, "--params", "7e9", "--hidden", "4096", "--layers", "32", "--gpu", "a100-80g", "--gpus", "8")
+    done = run_apart(
+        tmp_path, "plan", "--params", "7e9", "--hidden", "4096", "--layers", "32", "--gpu", "a100-80g", "--gpus", "8"
+    )
     assert done.returncode == 0, done.stderr
     for words in ("ZeRO 3 + parameter offload", "does not fit", "compute", "Begin with ZeRO 2", "data sheets"):
         assert words in done.stdout
     assert not list(tmp_path.iterdir())
 
 
-def test_a_plan_as_json_follows_the_config(tmp_path: Path) -> None:
+def test_a_plan_as_json_follows_the_config(tmp_path: Path, run_here: Run) -> None:
     config = {"fp16": {"enabled": True}, "zero_optimization": {"reduce_bucket_size": 5_000_000}}
     (tmp_path / "ds.json").write_text(json.dumps(config))
     shape = (
@@ -44,7 +38,7 @@ def test_a_plan_as_json_follows_the_config(tmp_path: Path) -> None:
         "256GiB",
         "--json",
     )
-    own, other = (json.loads(dsat(tmp_path, *args, *shape).stdout) for args in (("ds.json",), ()))
+    own, other = (json.loads(run_here("plan", *args, *shape).stdout) for args in (("ds.json",), ()))
     assert own["world_size"] == 8
     assert own["host_memory_bytes"] == 256 * 2**30
     for record in (own, other):
@@ -71,11 +65,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_cannot_be_planned_is_refused_in_one_line(tmp_path: Path, case: str) -> None:
+def test_what_cannot_be_planned_is_refused_in_one_line(tmp_path: Path, run_here: Run, case: str) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "ds.json").write_text("{}")
     args, words = CASES[case]
-    done = dsat(tmp_path, *args)
+    done = run_here("plan", *args)
     assert done.returncode == 2
     assert words in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from optuna_dsat.cli import main
 from optuna_dsat.launch.simulated import Landscape, SimulatedLauncher
 from optuna_dsat.tuning import run
 from tests.harness.landscapes import Hill
@@ -34,6 +38,45 @@ class EntryPointBench:
     def launcher(self, output_dir: Any, **_: Any) -> SimulatedLauncher:
         self.arguments.append(output_dir)
         return SimulatedLauncher(self.landscape, total_slots=2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """What a command left when it ended, in this process or in one of its own."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Run = Callable[..., Ended]
+"""Runs ``optuna-dsat`` with arguments."""
+
+
+def run_apart(folder: Path, *arguments: str) -> Ended:
+    """Run ``optuna-dsat`` in a folder, in a process of its own."""
+    command = [sys.executable, "-c", "from optuna_dsat.cli import main; main()", *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    return Ended(returncode=done.returncode, stdout=done.stdout, stderr=done.stderr)
+
+
+@pytest.fixture
+def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Run]:
+    """Run ``optuna-dsat`` in this process, from the test's folder: what takes a second apart takes none."""
+    monkeypatch.chdir(tmp_path)
+    path, before = list(sys.path), signal.getsignal(signal.SIGTERM)  # the command sets its own
+
+    def call(*arguments: str) -> Ended:
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main([*arguments])
+        shown = capfd.readouterr()
+        code = ended.value.code
+        return Ended(returncode=code if isinstance(code, int) else int(bool(code)), stdout=shown.out, stderr=shown.err)
+
+    yield call
+    sys.path[:] = path
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture
