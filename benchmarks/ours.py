@@ -16,11 +16,10 @@ from optuna_dsat.launch.simulated import SIMULATED_DEVICES
 from optuna_dsat.store import Store
 from optuna_dsat.study.finalists import Finalist, choose_winner
 from optuna_dsat.study.methods import make_method
-from optuna_dsat.study.profile import Profiled
 from optuna_dsat.study.request import StudyRequest
 from optuna_dsat.study.session import Session
-from optuna_dsat.study.space import space_of
 from optuna_dsat.study.spec import StudySpec, make_spec
+from optuna_dsat.study.stored import StoredStudy, read_stored
 from optuna_dsat.trials import attributes
 
 __all__ = ["quick_store", "run", "spec_of"]
@@ -80,26 +79,22 @@ def run(method: str, rig: Rig, *, budget: int, seed: int, store: Store | None = 
         except NothingRunnableError:
             return  # an outcome of the search like any other
         if method == "guided":
-            rig.posterior_means = posterior_means(rig, session)
+            rig.posterior_means = posterior_means(rig, read_stored(store, request.spec.name))
 
 
-def posterior_means(rig: Rig, session: Session) -> list[Mapping[str, Any] | None]:
-    """Return after each launch the config that would be handed over if the search were stopped there.
+def posterior_means(rig: Rig, study: StoredStudy) -> list[Mapping[str, Any] | None]:
+    """Return the config that would be the result if the search were stopped, after each launch.
 
-    That is the best by belief of the trials measured so far (``Method.ranked``), and among finalists the winner: the
-    finalists are chosen by belief, and an interrupted search ends with it.
+    That is the trial with the best posterior mean so far (``Method.ranked``), and among finalists the winner: finalists
+    are chosen by posterior mean, and an interrupted search ends with it.
     """
-    store, spec = session._store, session.spec
-    profile = store.find_profile(session._fingerprint)
-    if profile is None:
+    if study.profiled is None:
         raise RuntimeError("a session that ran has a profile")
-    profiled = Profiled.from_json(profile.profile)
-    method = make_method(spec, profiled, space_of(spec, profiled))
+    method = make_method(study.spec, study.profiled, study.space)
     if method.posterior_means is None:
-        raise ValueError(f"{spec.method} believes nothing beside what it measured")
-    study = optuna.load_study(study_name=spec.name, storage=store.storage)
-    trials = {trial.user_attrs.get(attributes.LAUNCH_ID): trial for trial in study.get_trials(deepcopy=False)}
-    again = {f"confirm-{one['number']:04d}": Finalist(**one) for one in study.user_attrs.get(attributes.FINALISTS, [])}
+        raise ValueError(f"{study.spec.method} has no posterior")
+    trials = {trial.user_attrs.get(attributes.LAUNCH_ID): trial for trial in study.trials}
+    again = {f"confirm-{number:04d}": one for number, one in study.finalists.items()}
     seen: list[optuna.trial.FrozenTrial] = []
     finalists: list[Finalist] = []
     found: list[Mapping[str, Any] | None] = []

@@ -10,8 +10,8 @@ from optuna.trial import FrozenTrial, TrialState
 
 from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.store import Store, StoredLaunch
+from optuna_dsat.study.space import objective
 from optuna_dsat.study.stored import StoredStudy, read_stored
-from optuna_dsat.study.trial_recorder import objective
 from optuna_dsat.study.tuner import EndReason
 from optuna_dsat.trials import attributes
 

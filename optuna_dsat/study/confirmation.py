@@ -1,18 +1,17 @@
-"""The end of a search: which finalists are measured again, and what takes the place of one that fails."""
+"""Confirmation: which finalists are measured again, and what replaces one that fails."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import optuna
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.launch.measurement import GlobalStep, LaunchRecord
-from optuna_dsat.launch.protocol import Launcher, LaunchReport, LaunchRequest
-from optuna_dsat.launch.waiting import SlotWait
+from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest
+from optuna_dsat.study.context import StudyContext
 from optuna_dsat.study.finalists import Finalist, confirm
-from optuna_dsat.study.progress import FinalistMeasured, FinalistStarted, Observer, TrialStepped
-from optuna_dsat.study.spec import StudySpec
+from optuna_dsat.study.progress import FinalistMeasured, FinalistStarted, TrialStepped
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import config_in_words
 
@@ -20,50 +19,33 @@ __all__ = ["Confirmation"]
 
 
 class Confirmation:
-    """Measures the finalists of one study; they are kept on the study one by one.
+    """Measures the finalists of one study again and stores each with the study at once.
 
     Args:
-        spec: The study's spec.
+        context: The running study.
         study: The Optuna study.
-        launcher: Where launches run.
-        observer: Hears the news.
         metric: The metric that is optimised.
         flops_per_sample: FLOPs of forward and backward, per sample.
-        keep: Stores a launch: its report, what was recorded, its trial.
-        wait: Says who holds the slots, and how long that is waited for.
     """
 
-    def __init__(
-        self,
-        spec: StudySpec,
-        *,
-        study: optuna.Study,
-        launcher: Launcher,
-        observer: Observer,
-        metric: str,
-        flops_per_sample: float,
-        keep: Callable[[LaunchReport, LaunchRecord, FrozenTrial], None],
-        wait: SlotWait,
-    ) -> None:
-        self._spec = spec
+    def __init__(self, context: StudyContext, *, study: optuna.Study, metric: str, flops_per_sample: float) -> None:
+        self._context = context
+        self._spec = context.spec
         self._study = study
-        self._launcher = launcher
-        self._observer = observer
+        self._observer = context.observer
         self._metric = metric
         self._flops_per_sample = flops_per_sample
-        self._keep = keep
-        self._wait = wait
         self.interrupted = False
         """Whether Ctrl-C ended it."""
 
     def run(self, trials: Sequence[FrozenTrial], candidates: Sequence[FrozenTrial]) -> list[Finalist]:
-        """Measure the finalists again; where one fails with more steps, the next best takes its place.
+        """Measure the finalists again; one that fails with more steps is replaced by the next best trial.
 
-        At most as many take a place as there were finalists.
+        At most ``--confirm`` trials are tried as replacements.
 
         Args:
             trials: All trials.
-            candidates: Those that were measured, best first.
+            candidates: The measured trials, best first.
         """
         chosen = self._to_confirm(trials, candidates)
         finalists = self._confirm(chosen)
@@ -77,24 +59,23 @@ class Confirmation:
         return finalists
 
     def _to_confirm(self, trials: Sequence[FrozenTrial], candidates: Sequence[FrozenTrial]) -> list[FrozenTrial]:
-        """Return the best few and the user's own config: both sides of the speed-up are measured alike.
+        """Return the best few trials and that of the user's own config: both sides of the speed-up are measured alike.
 
-        What measured best is among them, also where the model behind the search thinks it was luck: it may be the model
-        that errs.
+        The best measurement is among them even if its posterior mean is worse: the model may be wrong.
         """
         chosen = list(candidates[: self._spec.confirm])
-        luckiest = attributes.best_trials(candidates, maximize=self._spec.direction == "maximize")[0]
-        if len(chosen) > 1 and luckiest not in chosen:
-            chosen[-1] = luckiest
+        best_measured = attributes.best_trials(candidates, maximize=self._spec.maximize)[0]
+        if len(chosen) > 1 and best_measured not in chosen:
+            chosen[-1] = best_measured
         baseline = attributes.user_config_trial(trials)
         if chosen and baseline is not None and baseline not in chosen:
             chosen.append(baseline)
         return chosen
 
     def _confirm(self, candidates: Sequence[FrozenTrial]) -> list[Finalist]:
-        """Measure the finalists again; those that an earlier run of this study confirmed are not launched twice.
+        """Measure trials again, except those confirmed by an earlier run of this study.
 
-        An interruption ends it with the finalists there are.
+        An interruption ends it with the finalists measured so far.
         """
         known = {f["number"]: Finalist(**f) for f in self._study.user_attrs.get(attributes.FINALISTS, [])}
         todo = {trial.number: trial for trial in candidates if trial.number not in known}
@@ -102,13 +83,13 @@ class Confirmation:
             for finalist in confirm(
                 self._spec,
                 list(todo.values()),
-                launcher=self._launcher,
+                launcher=self._context.launcher,
                 metric=self._metric,
                 flops_per_sample=self._flops_per_sample,
-                on_report=self._keep,
+                on_report=self._record,
                 on_start=self._finalist_started,
                 on_step=self._finalist_stepped,
-                wait=self._wait,
+                wait=self._context.wait,
             ):
                 known[finalist.number] = finalist
                 self._study.set_user_attr(attributes.FINALISTS, [f.to_json() for f in known.values()])
@@ -116,6 +97,9 @@ class Confirmation:
         except KeyboardInterrupt:
             self.interrupted = True
         return [known[trial.number] for trial in candidates if trial.number in known]
+
+    def _record(self, report: LaunchReport, record: LaunchRecord, trial: FrozenTrial) -> None:
+        self._context.record_launch(report, record, purpose="confirm", trial_number=trial.number)
 
     def _finalist_started(self, trial: FrozenTrial, request: LaunchRequest) -> None:
         words = config_in_words(trial.user_attrs[attributes.CONFIG])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from optuna_dsat.cost.memory import ModelProfile
 from optuna_dsat.outcome import Outcome
@@ -18,7 +17,6 @@ __all__ = [
     "ProfileFinished",
     "ProfileStarted",
     "ProgressEvent",
-    "SearchEnded",
     "SearchStarted",
     "TrialDropped",
     "TrialFinished",
@@ -169,11 +167,3 @@ class FinalistMeasured(ProgressEvent):
     low: float | None
     high: float | None
     message: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class SearchEnded(ProgressEvent):
-    """The search is over."""
-
-    reason: str
-    summary: Mapping[str, Any]

@@ -174,6 +174,11 @@ class StudySpec(_Frozen):
         return direction_of(self.metric)
 
     @property
+    def maximize(self) -> bool:
+        """Whether a larger metric is better."""
+        return self.direction == "maximize"
+
+    @property
     def study_dir(self) -> Path:
         """Directory that receives this study's files."""
         return Path(self.output_dir) / self.name

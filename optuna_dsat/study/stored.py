@@ -1,4 +1,4 @@
-"""A stored study: opened, checked and put together again, the same for all who look at one after the search."""
+"""Stored studies: opened or created, checked, and rebuilt; the one way for all that read one."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.config.search_space import SearchSpace
-from optuna_dsat.errors import UsageError
+from optuna_dsat.errors import StudyConflictError, UsageError
 from optuna_dsat.guided.prior_knowledge import PriorKnowledge
 from optuna_dsat.script.trainer import ScriptTrainer
 from optuna_dsat.store import Store, StudyRecord
 from optuna_dsat.study.finalists import Finalist, standing_of
 from optuna_dsat.study.profile import Profiled
-from optuna_dsat.study.result import trainable_config
+from optuna_dsat.study.result import complete_config
 from optuna_dsat.study.space import space_of
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.standing import Standing, speed_up_over
 from optuna_dsat.study.user_config import follow_trainer
 from optuna_dsat.trials import attributes
 
-__all__ = ["StoredStudy", "read_stored", "record_of"]
+__all__ = ["StoredStudy", "check_study", "open_study", "read_stored", "record_of", "spec_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class StoredStudy:
     @property
     def maximize(self) -> bool:
         """Whether a larger metric is better."""
-        return self.spec.direction == "maximize"
+        return self.spec.maximize
 
     @property
     def trainer(self) -> ScriptTrainer | None:
@@ -88,14 +88,64 @@ class StoredStudy:
         return None if self.baseline is None else speed_up_over(self.baseline, standing, maximize=self.maximize)
 
     def complete_config(self, trial: FrozenTrial) -> dict[str, Any]:
-        """Return a trial's DeepSpeed config without any tuning key and with all of its batch sizes."""
-        ranks = attributes.data_parallel_size(trial, slots=self.spec.slots_per_trial)
-        return trainable_config(trial.user_attrs[attributes.CONFIG], world_size=ranks)
+        """Return a trial's DeepSpeed config without any tuning key and with all batch sizes."""
+        return complete_config(trial, slots=self.spec.slots_per_trial)
 
     def ready_config(self, trial: FrozenTrial) -> dict[str, Any]:
         """Return a trial's DeepSpeed config as the script's trainer takes it."""
         complete = self.complete_config(trial)
         return complete if self.trainer is None else self.trainer.trainable(complete)
+
+
+def open_study(store: Store, spec: StudySpec, *, relocated: bool = False) -> tuple[StudyRecord, StudySpec]:
+    """Return the study's record and its spec; create the study if it does not exist.
+
+    Budgets of ``spec`` win over the stored ones, so a study can be given more. A study without any trial takes the new
+    spec whole. A ``relocated`` spec is the stored one with this machine's paths: it is neither compared nor stored.
+
+    Raises:
+        StudyConflictError: If a study of this name exists for something else; says what differs.
+    """
+    found = store.find_study(spec.name)
+    if found is None:
+        record = store.create_study(spec.name, spec.model_dump(mode="json"), direction=spec.direction)
+        return record, spec
+    if relocated:
+        return found, spec
+    check_study(store, spec)
+    if spec != spec_of(found):
+        store.update_spec(found.uuid, spec.model_dump(mode="json"))
+    return found, spec
+
+
+def check_study(store: Store, spec: StudySpec) -> None:
+    """Refuse a spec whose name belongs to a study of something else.
+
+    Raises:
+        StudyConflictError: Says what differs.
+    """
+    found = store.find_study(spec.name)
+    if found is None:
+        return
+    stored = spec_of(found)
+    begun = store.storage.get_n_trials(store.storage.get_study_id_from_name(spec.name)) > 0
+    differing = _differences(stored.identity(), spec.identity())
+    if differing and (begun or stored.direction != spec.direction):
+        raise StudyConflictError(
+            f"A study named {spec.name!r} exists in this storage with other settings: {'; '.join(differing)}. "
+            f"Give this one another name with --study, continue that one with "
+            f"`optuna-dsat resume {spec.name}`, or delete it with `optuna-dsat delete {spec.name}`."
+        )
+
+
+def _differences(stored: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for key in stored:
+        if stored[key] != given.get(key):
+            old, new = str(stored[key]), str(given.get(key))
+            detail = f"{key} was {old}, is {new}" if len(old) + len(new) < 80 else f"{key} differs"
+            lines.append(detail)
+    return lines
 
 
 def record_of(store: Store, name: str) -> StudyRecord:
@@ -111,6 +161,11 @@ def record_of(store: Store, name: str) -> StudyRecord:
     return record
 
 
+def spec_of(record: StudyRecord) -> StudySpec:
+    """Return the spec of a stored study as it was stored: the script's trainer is not followed."""
+    return StudySpec.model_validate(dict(record.spec))
+
+
 def read_stored(store: Store, name: str) -> StoredStudy:
     """Read a study from the store.
 
@@ -123,7 +178,7 @@ def read_stored(store: Store, name: str) -> StoredStudy:
     fingerprint = told.get(attributes.FINGERPRINT)
     stored = None if fingerprint is None else store.find_profile(str(fingerprint))
     profiled = None if stored is None else Profiled.from_json(stored.profile)
-    spec = StudySpec.model_validate(dict(record.spec))
+    spec = spec_of(record)
     return StoredStudy(
         record=record,
         spec=spec if profiled is None else follow_trainer(spec, profiled.trainer),

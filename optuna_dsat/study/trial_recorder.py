@@ -1,31 +1,31 @@
-"""What becomes of a launch, told to the study, the store and whoever watches."""
+"""Records the trials of a search: results in study and store, progress events to the observer."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.errors import ScriptFailedError
-from optuna_dsat.launch.measurement import LaunchRecord
-from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest
+from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.metrics import speed_up
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.store import Store
+from optuna_dsat.study.context import StudyContext
+from optuna_dsat.study.finalists import confirmation_end
+from optuna_dsat.study.flights import Flight
 from optuna_dsat.study.profile import Profiled
-from optuna_dsat.study.progress import Observer, TrialDropped, TrialFinished
-from optuna_dsat.study.progress_summary import best_so_far
+from optuna_dsat.study.progress import BestSoFar, SearchStarted, TrialDropped, TrialFinished
+from optuna_dsat.study.space import objective
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.trials import attributes
 
-__all__ = ["Flight", "TrialRecorder", "objective"]
+__all__ = ["TrialRecorder"]
 
 _RANK = re.compile(r"^rank \d+: ")
-"""Which rank failed first may differ from launch to launch."""
+"""Prefix of a script error; the rank that fails first may differ from launch to launch."""
 
 _STATES = {
     Outcome.MEASURED: TrialState.COMPLETE,
@@ -34,57 +34,59 @@ _STATES = {
     Outcome.OUT_OF_DATA: TrialState.PRUNED,
     Outcome.PRUNED: TrialState.PRUNED,
 }
-"""Outcome -> state of the trial; everything else is FAIL."""
-
-
-@dataclass(kw_only=True)
-class Flight:
-    """A trial whose launch is in flight."""
-
-    trial: optuna.Trial
-    request: LaunchRequest
-    record: LaunchRecord
-    words: str
-    attempt: int = 0
+"""Outcome -> state of the trial; FAIL for all others."""
 
 
 class TrialRecorder:
-    """Tells trials of one study what became of their launches.
+    """Finishes the trials of one study with the results of their launches.
 
     Args:
-        spec: The study's spec.
+        context: The running study.
         study: The Optuna study.
-        study_uuid: The study's own identifier in the store.
-        profiled: What the profile launch taught.
-        store: Launches and heartbeats.
-        observer: Hears the news.
+        profiled: Result of the profile launch.
     """
 
-    def __init__(
-        self,
-        spec: StudySpec,
-        *,
-        study: optuna.Study,
-        study_uuid: str,
-        profiled: Profiled,
-        store: Store,
-        observer: Observer,
-    ) -> None:
+    def __init__(self, context: StudyContext, *, study: optuna.Study, profiled: Profiled) -> None:
         self._study = study
-        self._uuid = study_uuid
+        self._spec = context.spec
+        self._uuid = context.study_uuid
         self._profiled = profiled
-        self._store = store
-        self._observer = observer
-        self._maximize = spec.direction == "maximize"
-        self.metric = objective(spec, profiled)
+        self._store = context.store
+        self._observer = context.observer
+        self._maximize = context.spec.maximize
+        self.metric = objective(context.spec, profiled)
         """The metric that is optimised."""
 
+    def announce_search(self, *, total_slots: int) -> None:
+        """Send ``SearchStarted`` with the state of the study.
+
+        Args:
+            total_slots: Slots of the launcher.
+        """
+        spec, trials = self._spec, self._trials()
+        user = attributes.user_config_trial(trials)
+        self._observer(
+            SearchStarted(
+                study=spec.name,
+                metric=self.metric,
+                maximize=self._maximize,
+                max_trials=spec.max_trials,
+                launched=attributes.launches_used(trials),
+                side_by_side=_concurrent_launches(spec, total_slots),
+                finalists=spec.confirm + spec.enqueue_user_config if spec.confirm else 0,
+                finalist_steps=confirmation_end(spec) / spec.end_profile_step,
+                timeout_s=spec.timeout_s,
+                best=_best_so_far(trials, maximize=self._maximize),
+                user_value=None if user is None else user.values[0],
+            )
+        )
+
     def metrics(self, flight: Flight) -> dict[str, float]:
-        """Return the metrics of the steps that count so far."""
+        """Return the metrics of the steps counted so far."""
         return flight.record.metrics(flops_per_sample=self._profiled.profile.flops_per_sample)
 
     def record(self, flight: Flight, report: LaunchReport) -> None:
-        """Store what is known of a launch; called again, it replaces what was stored."""
+        """Store the report of a launch; a later call replaces it."""
         self._store.record_launch(
             self._uuid,
             report,
@@ -94,11 +96,11 @@ class TrialRecorder:
         )
 
     def record_steps(self, flight: Flight) -> None:
-        """Store the measured steps of a launch; once it is settled there are no more."""
+        """Store the measured steps of a launch that is settled."""
         self._store.record_steps(self._uuid, flight.request.launch_id, flight.record.events)
 
     def tell(self, flight: Flight, report: LaunchReport) -> None:
-        """Finish the trial; one that was given to another worker is dropped.
+        """Finish the trial of a launch; a trial that was given to another worker is dropped.
 
         Raises:
             ScriptFailedError: If the script fails whatever the configuration.
@@ -107,8 +109,15 @@ class TrialRecorder:
         if self._store.heartbeat.is_lost(trial):
             self.drop(trial)
             return
-        measured = report.outcome is Outcome.MEASURED
-        value = None
+        value = self._set_attributes(flight, report)
+        self._study.tell(trial, value, state=_STATES.get(report.outcome, TrialState.FAIL), skip_if_finished=True)
+        self._store.heartbeat.remove(trial)
+        self._notify(flight, report, value)
+        self._raise_script_failure(flight, report)
+
+    def _set_attributes(self, flight: Flight, report: LaunchReport) -> float | None:
+        """Store the result with the trial; return its objective value, None if the launch was not measured."""
+        trial, value = flight.trial, None
         trial.set_user_attr(attributes.MESSAGE, report.message)
         trial.set_user_attr(attributes.ATTEMPTS, flight.attempt + 1)
         trial.set_user_attr(attributes.PEAK_BYTES, flight.record.peak_bytes)
@@ -125,12 +134,13 @@ class TrialRecorder:
         if flight.record.counted:
             metrics = self.metrics(flight)
             trial.set_user_attr(attributes.METRICS, metrics)
-            value = metrics[self.metric] if measured else None
+            value = metrics[self.metric] if report.outcome is Outcome.MEASURED else None
         trial.set_user_attr(attributes.OUTCOME, report.outcome.value)
-        self._study.tell(trial, value, state=_STATES.get(report.outcome, TrialState.FAIL), skip_if_finished=True)
-        self._store.heartbeat.remove(trial)
-        self._tell_observer(flight, report, value)
-        if report.outcome is Outcome.OUT_OF_DATA and trial.user_attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG:
+        return value
+
+    def _raise_script_failure(self, flight: Flight, report: LaunchReport) -> None:
+        """Raise ``ScriptFailedError`` if further launches would fail like this one."""
+        if report.outcome is Outcome.OUT_OF_DATA and flight.own:
             raise ScriptFailedError(
                 f"With your own config {report.message}. Give it more data or more steps, or measure fewer: "
                 "--start-profile-step 1 --end-profile-step 2.",
@@ -144,7 +154,7 @@ class TrialRecorder:
                 log_path=report.log_path,
             )
 
-    def _tell_observer(self, flight: Flight, report: LaunchReport, value: float | None) -> None:
+    def _notify(self, flight: Flight, report: LaunchReport, value: float | None) -> None:
         trials = self._trials()
         best = attributes.best_trials(trials, maximize=self._maximize)
         baseline = attributes.user_config_trial(trials)
@@ -158,14 +168,14 @@ class TrialRecorder:
                 best=bool(best) and best[0].number == flight.trial.number,
                 message=report.message,
                 launched=attributes.launches_used(trials),
-                own=flight.trial.user_attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG,
-                best_so_far=best_so_far(trials, maximize=self._maximize),
+                own=flight.own,
+                best_so_far=_best_so_far(trials, maximize=self._maximize),
                 user_value=None if baseline is None else baseline.values[0],
             )
         )
 
     def drop(self, trial: optuna.Trial) -> None:
-        """Forget a trial that was given to another worker, because this one was frozen or cut off for long."""
+        """Stop tracking a trial that was given to another worker because this one did not send heartbeats."""
         self._observer(TrialDropped(number=trial.number))
         self._store.heartbeat.remove(trial)
 
@@ -173,19 +183,29 @@ class TrialRecorder:
         return self._study.get_trials(deepcopy=False)
 
 
+def _concurrent_launches(spec: StudySpec, total_slots: int) -> int:
+    """Return how many launches may be in flight at once."""
+    slots = total_slots if spec.max_slots is None else min(total_slots, spec.max_slots)
+    return max(1, min(spec.max_concurrent_trials, slots // spec.slots_per_trial))
+
+
+def _best_so_far(trials: Sequence[FrozenTrial], *, maximize: bool) -> BestSoFar | None:
+    """Return the best measured trial; None if nothing was measured."""
+    best = attributes.best_trials(trials, maximize=maximize)
+    if not best:
+        return None
+    attrs = best[0].user_attrs
+    return BestSoFar(
+        number=best[0].number,
+        words=attrs.get(attributes.CONFIGURATION, ""),
+        value=best[0].values[0],
+        samples_per_s=attrs.get(attributes.METRICS, {}).get("throughput"),
+    )
+
+
 def _data_limit(flight: Flight) -> int:
-    """Return the most samples of a global step on one rank that leave the data enough for all profile steps."""
+    """Return the largest number of samples per rank and global step with which the data last for all profile steps."""
     config = flight.request.ds_config
     batch = int(config[ds_config.MICRO_BATCH]) * int(config.get(ds_config.GRADIENT_ACCUMULATION, 1))
     enough = flight.record.data_at_most(batch) // flight.request.end_profile_step
     return max(1, min(enough, batch - 1))
-
-
-def objective(spec: StudySpec, profiled: Profiled) -> str:
-    """Return the metric that is optimised: the one asked for, or throughput where FLOPs could not be counted.
-
-    FLOPs per sample are the same for every configuration, so both rank alike.
-    """
-    if spec.metric == "FLOPS_per_gpu" and profiled.profile.flops_per_sample <= 0:
-        return "throughput"
-    return spec.metric

@@ -1,23 +1,28 @@
-"""The user's present config as the study means it: open batch sizes filled in, all of them explicit."""
+"""The user's present config in a study: with explicit batch sizes, following the script's trainer, measured first."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from optuna_dsat.config import ds_config
-from optuna_dsat.script.trainer import ScriptTrainer
-from optuna_dsat.study.spec import StudySpec
+import optuna
 
-__all__ = ["follow_trainer", "user_config"]
+from optuna_dsat.config import ds_config
+from optuna_dsat.config.space_builder import SearchSpace
+from optuna_dsat.script.trainer import ScriptTrainer
+from optuna_dsat.store import Store
+from optuna_dsat.study.spec import StudySpec
+from optuna_dsat.trials import attributes
+
+__all__ = ["enqueue_user_config", "follow_trainer", "user_config"]
 
 
 def user_config(spec: StudySpec, *, data_parallel_size: int | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the user's present config with its batch sizes made explicit, and the overlay that says the same.
+    """Return the user's present config with explicit batch sizes, and the overlay that makes them explicit.
 
     Args:
         spec: The study.
-        data_parallel_size: Ranks that consume different samples; None for all.
+        data_parallel_size: Ranks that consume different samples; None for all ranks.
     """
     config = ds_config.effective(spec.ds_config)
     triangle = ds_config.batch_triangle(config, world_size=data_parallel_size or spec.slots_per_trial)
@@ -25,14 +30,36 @@ def user_config(spec: StudySpec, *, data_parallel_size: int | None = None) -> tu
     return ds_config.merge(config, overlay), overlay
 
 
-def follow_trainer(spec: StudySpec, trainer: ScriptTrainer | None) -> StudySpec:
-    """Return the spec as the script means it: open batch sizes filled in, its trainer's options following the config.
+def enqueue_user_config(
+    study: optuna.Study, *, store: Store, spec: StudySpec, space: SearchSpace, data_parallel_size: int | None
+) -> None:
+    """Enqueue the user's present config as the first trial of a study, once per study, unless the spec says not to.
 
-    A batch size that the user's config gives stays as it is. One that it leaves open is what the user gives as the
-    option of ``--arg-mapping``, else what the trainer said. That mapping goes before the trainer's options.
+    Args:
+        study: The Optuna study.
+        store: Database of the study.
+        spec: The study.
+        space: The search space; a config outside it is enqueued without parameters.
+        data_parallel_size: Ranks that consume different samples; None for all ranks.
+    """
+    if not spec.enqueue_user_config:
+        return
+    config, _ = user_config(spec, data_parallel_size=data_parallel_size)
+    params = space.params_of(config) or {}
+    with store.exclusive("enqueue the user's config"):
+        trials = study.get_trials(deepcopy=False)
+        if not any(t.user_attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG for t in trials):
+            study.enqueue_trial(params, user_attrs={attributes.PURPOSE: attributes.USER_CONFIG})
+
+
+def follow_trainer(spec: StudySpec, trainer: ScriptTrainer | None) -> StudySpec:
+    """Return the spec with open batch sizes filled in, and the trainer's options mapped to the config.
+
+    A batch size that the user's config gives stays. An open one takes the value that the user passes as an option of
+    ``--arg-mapping``, else the trainer's. The user's mappings take precedence over the trainer's options.
     """
     config = dict(spec.ds_config)
-    if _is_open(config.get(ds_config.TRAIN_BATCH)):  # else the batch sizes that it leaves open follow from it
+    if _is_open(config.get(ds_config.TRAIN_BATCH)):  # otherwise open batch sizes follow from the global batch
         for key in (ds_config.MICRO_BATCH, ds_config.GRADIENT_ACCUMULATION):
             own = _mapped_value(spec, key) or (None if trainer is None else trainer.own(key))
             if own is not None and _is_open(config.get(key)):
@@ -48,7 +75,7 @@ def _is_open(value: Any) -> bool:
 
 
 def _mapped_value(spec: StudySpec, key: str) -> int | None:
-    """Return the number that the user gives as the option mapped to a key, None where there is none."""
+    """Return the positive integer that the user passes as the option mapped to a key; None if there is none."""
     option = spec.script.arg_mappings.get(key)
     args = spec.script.args
     for index, arg in enumerate(args):
@@ -60,6 +87,6 @@ def _mapped_value(spec: StudySpec, key: str) -> int | None:
 
 
 def _as_given(option: str, args: Sequence[str]) -> str:
-    """Return the spelling of an option that the user gave: ``HfArgumentParser`` also takes dashes."""
+    """Return an option in the spelling of the user's arguments: ``HfArgumentParser`` accepts dashes, too."""
     dashed = option.replace("_", "-")
     return dashed if any(arg.partition("=")[0] == dashed for arg in args) else option

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from optuna_dsat.script.module_file import module_file
-from optuna_dsat.study.profile import fingerprint
+from optuna_dsat.study.fingerprint import fingerprint
 from optuna_dsat.study.spec import make_spec
 
 

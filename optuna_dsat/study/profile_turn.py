@@ -1,0 +1,120 @@
+"""The profile of a running study: found in the store, or measured by one worker at a time."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from optuna_dsat.launch.measurement import LaunchRecord
+from optuna_dsat.launch.protocol import LaunchReport
+from optuna_dsat.store import StoredProfile
+from optuna_dsat.study.context import StudyContext
+from optuna_dsat.study.profile import ProfileAttempt, Profiled, measure_profile
+from optuna_dsat.study.progress import ProfileFinished, ProfileStarted
+from optuna_dsat.study.space import largest_micro_batches, objective
+from optuna_dsat.trials import attributes
+from optuna_dsat.words import differences_in_words
+
+__all__ = ["ProfileTurn"]
+
+_WAIT_S = 1.0
+"""Pause between two looks for a profile that another worker measures, in seconds."""
+
+
+class ProfileTurn:
+    """Finds or measures the profile of one study.
+
+    Args:
+        context: The running study.
+        fingerprint: Key of the profile in the store.
+        reuse: Whether a stored profile replaces the profile launch.
+    """
+
+    def __init__(self, context: StudyContext, *, fingerprint: str, reuse: bool) -> None:
+        self._context = context
+        self._spec = context.spec
+        self._store = context.store
+        self._reuse = reuse
+        self.fingerprint = fingerprint
+        """Key of the profile that is used: that of an earlier run if the study goes on with its profile."""
+
+    def run(self) -> Profiled:
+        """Return the stored profile of the same script, config and hardware, or measure one; announce it.
+
+        Raises:
+            DsatError: As ``measure_profile``.
+        """
+        profiled, reused = self._find_or_measure()
+        largest = {
+            stage: size
+            for (stage, offloaded), size in largest_micro_batches(self._spec, profiled).items()
+            if not offloaded
+        }
+        self._context.observer(
+            ProfileFinished(
+                profile=profiled.profile,
+                measured_with=profiled.measured_with,
+                reused=reused,
+                largest_micro_batches=largest,
+            )
+        )
+        if objective(self._spec, profiled) != self._spec.metric:
+            self._context.say(
+                "FLOPs could not be counted for this model: throughput is optimised instead, "
+                "which ranks configurations in the same order."
+            )
+        return profiled
+
+    def _find_or_measure(self) -> tuple[Profiled, bool]:
+        """Return the profile and whether it was stored; if another worker measures it, wait for that."""
+        waiting = False
+        while True:
+            with self._store.profile_turn(self._context.study_uuid) as mine:
+                stored = self._stored() if self._reuse or waiting else None
+                if stored is not None:
+                    return Profiled.from_json(stored.profile), True
+                if mine:
+                    return self._measure(), False
+            if not waiting:
+                waiting = True
+                self._context.say("Another worker measures the profile; waiting for it.")
+            time.sleep(_WAIT_S)
+
+    def _stored(self) -> StoredProfile | None:
+        """Return the profile that the study's trials were planned with, or that of its fingerprint if it has no trials.
+
+        A study that is resumed keeps its profile, even if a file beside the script has changed.
+        """
+        storage = self._store.storage
+        study_id = storage.get_study_id_from_name(self._spec.name)
+        own = storage.get_study_user_attrs(study_id).get(attributes.FINGERPRINT)
+        if own is not None and own != self.fingerprint and storage.get_n_trials(study_id) > 0:
+            stored = self._store.find_profile(own)
+            if stored is not None:
+                self._context.say(
+                    "The script, a file beside it or the hardware is not the one this study was profiled "
+                    "with; it goes on with its own profile (--no-profile-reuse measures anew)."
+                )
+                self.fingerprint = own
+                return stored
+        return self._store.find_profile(self.fingerprint)
+
+    def _measure(self) -> Profiled:
+        profiled = measure_profile(
+            self._spec,
+            self._context.launcher,
+            on_attempt=self._attempt_started,
+            on_report=self._attempt_ended,
+            wait=self._context.wait,
+        )
+        self._store.save_profile(self.fingerprint, profiled.to_json(), study_uuid=self._context.study_uuid)
+        return profiled
+
+    def _attempt_started(self, attempt: ProfileAttempt) -> None:
+        self._context.observer(ProfileStarted(words=attempt.words))
+
+    def _attempt_ended(self, report: LaunchReport, record: LaunchRecord) -> None:
+        self._context.record_launch(report, record, purpose="profile")
+        if record.engine is not None and record.engine.config_differences and not report.outcome.infeasible:
+            file = Path(self._spec.script.config_path).name
+            self._context.say(differences_in_words(record.engine.config_differences, file=file))
