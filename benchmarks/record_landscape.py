@@ -36,8 +36,9 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.launch_requests import launch_request
 from optuna_dsat.study.profile import measure_profile
 from optuna_dsat.study.spec import StudySpec
+from optuna_dsat.tuning.devices import search_devices
 from optuna_dsat.tuning.options import TuneOptions
-from optuna_dsat.tuning.prepare import make_devices, spec_of
+from optuna_dsat.tuning.spec_builder import build_spec
 
 __all__ = ["configurations", "edge_walk", "main"]
 
@@ -61,10 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         device_memory=args.device_memory,
         output_dir=args.folder,
         study=args.output.stem,
-        zero_stages=[str(stage) for stage in args.stages],
+        zero_stages=args.stages,
     )
-    devices = make_devices(options)
-    spec = spec_of("guided", options, devices)
+    devices = search_devices(options)
+    spec = build_spec("guided", options, devices)
     command = shlex.join(["python", "-m", "benchmarks.record_landscape", *given])
     with closing(TorchrunLauncher(spec.study_dir, devices=devices, max_slots=spec.max_slots)) as launcher:
         record = _begin(args.output, spec, launcher, command=command, device=devices.devices[0].name)

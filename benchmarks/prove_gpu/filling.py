@@ -17,7 +17,7 @@ from optuna_dsat.cost.memory import Hardware, ModelProfile, estimate, largest_mi
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.profile import measure_profile
 from optuna_dsat.tuning.options import TuneOptions
-from optuna_dsat.tuning.prepare import spec_of
+from optuna_dsat.tuning.spec_builder import build_spec
 
 __all__ = ["EDGES", "Filling", "edge_checks", "filling", "load_filling", "next_size"]
 
@@ -98,12 +98,12 @@ def filling(context: Context) -> Verdict:
         script=script.script,
         ds_config=script.config,
         script_args=list(script.args),
-        zero_stages=["0", "1", "2", "3"],
+        zero_stages=[0, 1, 2, 3],
         output_dir=folder,
         study="profile",
         trial_timeout=max(1.0, context.left_s - 10.0),
     )
-    spec = spec_of("guided", options, context.devices)
+    spec = build_spec("guided", options, context.devices)
     with context.launcher(spec.study_dir, warm=False) as launcher:
         found = measure_profile(spec, launcher, on_attempt=lambda _: None, on_report=lambda _report, _record: None)
     slots = len(context.devices.devices)

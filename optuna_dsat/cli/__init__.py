@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -22,11 +21,11 @@ from optuna_dsat.cli.options_file import find_options, read_options
 from optuna_dsat.cli.password import hide_password
 from optuna_dsat.cli.plan import plan
 from optuna_dsat.cli.report import report
+from optuna_dsat.cli.search import add_searches
 from optuna_dsat.cli.studies import add_commands
 from optuna_dsat.cli.train import train
 from optuna_dsat.display.stopping import EXIT_INTERRUPTED
 from optuna_dsat.errors import DsatError, ScriptFailedError
-from optuna_dsat.tuning.options import AshaOptions, AutotuningOptions, BinaryOptions, GuidedOptions, RandomOptions
 
 __all__ = ["app", "main"]
 
@@ -70,82 +69,11 @@ def _root(
         context.obj = str(file.path)
 
 
-def _random(options: RandomOptions) -> None:
-    from optuna_dsat.cli.search import run
-
-    run("random", options)
-
-
-def _binary(options: BinaryOptions) -> None:
-    from optuna_dsat.cli.search import run
-
-    run("binary", options)
-
-
-def _asha(options: AshaOptions) -> None:
-    from optuna_dsat.cli.search import run
-
-    run("asha", options)
-
-
-def _guided(options: GuidedOptions) -> None:
-    from optuna_dsat.cli.search import run
-
-    run("guided", options)
-
-
-def _tune(options: AutotuningOptions) -> None:
-    from optuna_dsat.cli.search import run
-
-    run(None, options)
-
-
-def _run(options: AutotuningOptions) -> None:
-    from optuna_dsat.cli.search import run
-
-    run(None, replace(options, run_full_experiment=True))
-
-
-app.command("random")(
-    with_options(
-        RandomOptions,
-        _random,
-        "Search random configurations; knowledge of DeepSpeed and the search's history stop those that cannot win.",
-    )
-)
-app.command("binary")(with_options(BinaryOptions, _binary, "Bisect the micro-batch of randomly drawn configurations."))
-app.command("asha")(
-    with_options(
-        AshaOptions,
-        _asha,
-        "Bisect the micro-batch of random configurations, giving more launches to the best (successive halving).",
-    )
-)
-app.command("guided")(
-    with_options(
-        GuidedOptions,
-        _guided,
-        "Plan every launch: memory and step time are modelled, fitted to what was measured, and the best is run next.",
-    )
-)
-app.command("tune")(
-    with_options(
-        AutotuningOptions,
-        _tune,
-        "Search by the autotuning section of your config, as deepspeed --autotuning=tune does.",
-    )
-)
-app.command("run")(
-    with_options(
-        AutotuningOptions,
-        _run,
-        "As tune, then train with the best configuration, as deepspeed --autotuning=run does.",
-    )
-)
+add_searches(app)
 add_commands(app)
 app.command("plan")(plan)
 app.command("explain")(explain)
-app.command("train")(train)
+app.command("train")(with_options(train))
 app.command("dashboard")(dashboard)
 app.command("report")(report)
 app.command("doctor")(doctor)

@@ -1,57 +1,102 @@
-"""From a dataclass of options to a command, and what is done to the arguments before they are parsed."""
+"""From classes of options to a command, and what is done to the arguments before they are parsed."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import MISSING, fields
-from typing import TYPE_CHECKING, Any, TypeVar, cast, get_type_hints
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+from optuna_dsat.tuning.options import Option, option_of
 
 __all__ = ["lift_option", "origins_of", "spread_numbers", "with_options"]
 
-Options = TypeVar("Options", bound="DataclassInstance")
 
+def with_options(run: Callable[..., None], doc: str | None = None) -> Callable[..., None]:
+    """Return a command function whose parameters are the fields of the classes of options that ``run`` takes.
 
-def with_options(options: type[Options], run: Callable[[Options], None], doc: str) -> Callable[..., None]:
-    """Return a command function whose parameters are the fields of ``options``; it calls ``run`` with them.
-
-    A field ``origins`` is no parameter: it says where each parameter that was given comes from.
+    Args:
+        run: Function whose parameters are annotated with dataclasses, their fields with ``Option`` or typer's own
+            parameters; or with ``typer.Context``, for the command's context.
+        doc: Help of the command; None for the docstring of ``run``.
     """
-    told = any(field.name == "origins" for field in fields(options))
+    kinds = {name: hint for name, hint in get_type_hints(run).items() if name != "return"}
+    classes: dict[str, Any] = {name: kind for name, kind in kinds.items() if is_dataclass(kind)}
+    of_class = {name: _parameters(kind) for name, kind in classes.items()}
 
     def command(context: typer.Context, **values: Any) -> None:
-        origins = {"origins": origins_of(context, values)} if told else {}
-        run(cast(Any, options)(**values, **origins))
+        arguments: dict[str, Any] = {name: context for name in kinds if name not in classes}
+        for name, kind in classes.items():
+            parsers = {one.name: _parser(one.annotation) for one in of_class[name]}
+            arguments[name] = kind(**{field: parse(values[field]) for field, parse in parsers.items()})
+        run(**arguments)
 
-    hints = get_type_hints(options, include_extras=True)
-    offered = [field for field in fields(options) if field.name != "origins"]
     own = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
-    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [
-            own,
-            *(
-                inspect.Parameter(
-                    field.name,
-                    inspect.Parameter.KEYWORD_ONLY,
-                    annotation=hints[field.name],
-                    default=inspect.Parameter.empty if field.default is MISSING else field.default,
-                )
-                for field in offered
-            ),
-        ]
-    )
-    command.__annotations__ = {"context": typer.Context, **{field.name: hints[field.name] for field in offered}}
-    command.__doc__ = doc
+    parameters = [own, *(one.replace(annotation=_for_typer(one)) for found in of_class.values() for one in found)]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {one.name: one.annotation for one in parameters}
+    command.__doc__ = run.__doc__ if doc is None else doc
     return command
 
 
+def _parameters(options: Any) -> list[inspect.Parameter]:
+    """Return the fields of a class of options as keyword-only parameters."""
+    hints = get_type_hints(options, include_extras=True)
+    return [
+        inspect.Parameter(
+            one.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            annotation=hints[one.name],
+            default=inspect.Parameter.empty if one.default is MISSING else one.default,
+        )
+        for one in fields(options)
+    ]
+
+
+def _parser(annotation: Any) -> Callable[[Any], Any]:
+    option = option_of(annotation)
+    return option.parse if option is not None and option.parse is not None else lambda value: value
+
+
+def _for_typer(parameter: inspect.Parameter) -> Any:
+    """Return the annotation of a field as typer reads it."""
+    option = option_of(parameter.annotation)
+    if option is None:
+        return parameter.annotation
+    kind = get_args(parameter.annotation)[0] if option.text_type is None else option.text_type
+    if option.panel is None:
+        return Annotated[kind, typer.Argument(help=option.command_help, metavar=option.metavar, show_default=False)]
+    flags = option.flags
+    if not flags and parameter.default is False:
+        flags = ("--" + parameter.name.replace("_", "-"),)  # no --no-... to switch off what is off
+    return Annotated[
+        kind,
+        typer.Option(
+            *flags,
+            help=option.command_help,
+            metavar=option.metavar,
+            envvar=option.env,
+            autocompletion=_completion(option),
+            rich_help_panel=option.panel,
+        ),
+    ]
+
+
+def _completion(option: Option) -> Callable[[str], list[str]] | None:
+    if option.choices is None:
+        return None
+    choices = option.choices
+
+    def complete(incomplete: str) -> list[str]:
+        return [choice for choice in choices() if choice.startswith(incomplete)]
+
+    return complete
+
+
 def origins_of(context: typer.Context, names: Iterable[str]) -> dict[str, str]:
-    """Return where each parameter that was given comes from: the command line, a variable's name, a file's name."""
+    """Return where each of ``names`` that was given comes from: the command line, a variable's name, a file's name."""
     variables = {param.name: param.envvar for param in context.command.params}
     origins = {}
     for name in names:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from optuna_dsat.tuning.options import DEFAULT_OUTPUT_DIR, OUTPUT_DIR_ENV, STORAGE_ENV
+
 if TYPE_CHECKING:
     from optuna_dsat.doctor.finding import Finding
 
@@ -30,14 +32,14 @@ def doctor(
         typer.Option(
             "--storage",
             help="Look whether this database can be used, too.",
-            envvar="OPTUNA_DSAT_STORAGE",
+            envvar=STORAGE_ENV,
             show_default=False,
         ),
     ] = None,
     output_dir: Annotated[
         Path,
-        typer.Option("--output-dir", help="Where launches would write.", envvar="OPTUNA_DSAT_OUTPUT_DIR"),
-    ] = Path("optuna-dsat-output"),
+        typer.Option("--output-dir", help="Where launches would write.", envvar=OUTPUT_DIR_ENV),
+    ] = Path(DEFAULT_OUTPUT_DIR),
     nvme: Annotated[
         Path | None,
         typer.Option(

@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from typing import Any
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from optuna_dsat.tuning.options import TuneOptions
+from optuna_dsat.tuning.options import Given
 
 __all__ = ["show_options"]
 
-_OBVIOUS = frozenset({"script", "ds_config", "script_args", "dry_run"})
+_POSITIONAL = frozenset({"script", "ds_config", "script_args"})
 
 
-def show_options(options: TuneOptions) -> None:
+def show_options(given: Given) -> None:
     """Print the options that were given, and where: the rest have their defaults."""
-    from optuna_dsat.store import display_url
-
     table = Table(title="Options that are not left at their defaults", title_justify="left")
     for heading in ("option", "value", "from"):
         table.add_column(heading, overflow="fold")
-    for name, origin in options.origins.items():
-        if name in _OBVIOUS:
-            continue
-        value = getattr(options, name)
-        shown = display_url(value) if name == "storage" else " ".join(map(str, value)) if type(value) is list else value
-        table.add_row(name.replace("_", "-"), Text(str(shown)), Text(origin))
+    for name, origin in given.origins.items():
+        if name not in _POSITIONAL:
+            text = _in_words(name, getattr(given.options, name))
+            table.add_row(name.replace("_", "-"), Text(text), Text(origin))
     Console(highlight=False).print(table)
+
+
+def _in_words(name: str, value: Any) -> str:
+    """Return a value as a command line has it, without a storage's password."""
+    from optuna_dsat.store import display_url
+
+    if name == "storage":
+        return display_url(value)
+    if isinstance(value, Mapping):
+        pairs = ((key, one if isinstance(one, str) else json.dumps(one)) for key, one in value.items())
+        return " ".join(f"{key}={text}" for key, text in pairs)
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -9,15 +9,13 @@ from typing import Annotated
 import typer
 
 from optuna_dsat.errors import DsatError
+from optuna_dsat.tuning.options import DEFAULT_STORAGE, STORAGE_ENV
 
 __all__ = ["DEFAULT_STORAGE", "Name", "Storage", "complete_studies"]
 
-DEFAULT_STORAGE = "sqlite:///optuna-dsat.db"
-_VARIABLE = "OPTUNA_DSAT_STORAGE"
-
 
 def complete_studies(context: typer.Context, incomplete: str) -> list[str]:
-    """Return the names of the stored studies that begin with what was typed; none where the storage does not answer."""
+    """Return the names of the stored studies that begin with what was typed; none if the storage does not answer."""
     try:
         from optuna_dsat.store import Store
 
@@ -28,14 +26,14 @@ def complete_studies(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def _storage_of(context: typer.Context) -> str:
-    """Return the storage of a command line that is being typed: given, of the environment, of a file, the default."""
+    """Return the storage of a command line being typed: its own, else the environment's, a file's, the default."""
     from optuna_dsat.cli.options_file import find_options, read_options
 
     given = context.params.get("storage")
     if given and given != DEFAULT_STORAGE:
         return str(given)
-    if os.environ.get(_VARIABLE):
-        return os.environ[_VARIABLE]
+    if os.environ.get(STORAGE_ENV):
+        return os.environ[STORAGE_ENV]
     named = context.find_root().params.get("options")
     file = read_options(Path(named)) if named else find_options(Path.cwd())
     return DEFAULT_STORAGE if file is None else str(file.table.get("storage", DEFAULT_STORAGE))
@@ -43,7 +41,7 @@ def _storage_of(context: typer.Context) -> str:
 
 Storage = Annotated[
     str,
-    typer.Option("--storage", help="Database of the study: SQLite or PostgreSQL.", envvar=_VARIABLE),
+    typer.Option("--storage", help="Database of the study: SQLite or PostgreSQL.", envvar=STORAGE_ENV),
 ]
 Name = Annotated[
     str,

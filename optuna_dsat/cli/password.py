@@ -7,16 +7,15 @@ import sys
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
-__all__ = ["STORAGE_ENV", "hide_password", "without_password"]
+from optuna_dsat.tuning.options import STORAGE_ENV
 
-STORAGE_ENV = "OPTUNA_DSAT_STORAGE"
-"""Environment variable that ``--storage`` is read from where it is not given; only its user can read it."""
+__all__ = ["STORAGE_ENV", "hide_password", "without_password"]
 
 _OPTION = "--storage"
 
 
 def without_password(command: Sequence[str]) -> tuple[list[str], str | None]:
-    """Return a command without the storage URL that holds a password, and that URL; None where there is none.
+    """Return a command without a storage URL that holds a password, and that URL; None if no URL holds one.
 
     Only what stands before ``--`` is read: the rest are the script's own arguments.
     """
@@ -48,9 +47,9 @@ def _has_password(url: str) -> bool:
 
 
 def hide_password() -> None:
-    """Start this command again, in this process, with the storage URL in its environment, if it holds a password.
+    """Start this command again, in this process, with its storage URL in the environment instead of the arguments.
 
-    Returns where there is none to hide.
+    The environment of a process is readable only by its user. Returns if the URL holds no password.
     """
     command, secret = without_password(sys.orig_argv)
     if secret is not None:

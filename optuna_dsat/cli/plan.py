@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from optuna_dsat.cli.commands import with_options
-from optuna_dsat.cli.parameters import DEFAULT_STORAGE
 from optuna_dsat.errors import UsageError
-from optuna_dsat.tuning.options import TuneOptions
+from optuna_dsat.tuning.options import DEFAULT_OUTPUT_DIR, DEFAULT_STORAGE, OUTPUT_DIR_ENV, STORAGE_ENV, TuneOptions
 from optuna_dsat.words import bytes_in_words
 
 if TYPE_CHECKING:
@@ -107,12 +106,12 @@ class PlanOptions:
     ] = TuneOptions.stall_timeout
     storage: Annotated[
         str,
-        typer.Option(help="Where profiles are kept.", envvar="OPTUNA_DSAT_STORAGE", rich_help_panel=_LAUNCH),
+        typer.Option(help="Where profiles are kept.", envvar=STORAGE_ENV, rich_help_panel=_LAUNCH),
     ] = DEFAULT_STORAGE
     output_dir: Annotated[
         Path,
-        typer.Option(help="Directory for the launch.", envvar="OPTUNA_DSAT_OUTPUT_DIR", rich_help_panel=_LAUNCH),
-    ] = TuneOptions.output_dir
+        typer.Option(help="Directory for the launch.", envvar=OUTPUT_DIR_ENV, rich_help_panel=_LAUNCH),
+    ] = Path(DEFAULT_OUTPUT_DIR)
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
 
 
@@ -132,7 +131,6 @@ def _run(options: PlanOptions) -> None:
 
 
 plan = with_options(
-    PlanOptions,
     _run,
     "Show memory, predicted speed and what bounds it for each ZeRO stage and offload; search nothing.",
 )
@@ -198,13 +196,14 @@ def _with_launch(options: PlanOptions) -> Plan:
     from optuna_dsat.launch.torchrun import TorchrunLauncher
     from optuna_dsat.plan.from_script import plan_script
     from optuna_dsat.store import Store
-    from optuna_dsat.tuning.prepare import make_devices, spec_of
+    from optuna_dsat.tuning.devices import search_devices
+    from optuna_dsat.tuning.spec_builder import build_spec
 
     search = _search_options(options)
-    devices = make_devices(search)
+    devices = search_devices(search)
     for notice in devices.notices:
         print(notice, file=sys.stderr)
-    spec = spec_of("guided", search, devices)
+    spec = build_spec("guided", search, devices)
     spec = spec.model_copy(update={"name": f"{spec.name.removesuffix('-guided')}-plan"})
     kill_leftovers()
     with Store.open(search.storage) as store:
@@ -236,7 +235,7 @@ def _search_options(options: PlanOptions) -> TuneOptions:
         stall_timeout=options.stall_timeout,
         storage=options.storage,
         output_dir=options.output_dir,
-        zero_stages=["0", "1", "2", "3"],
+        zero_stages=[0, 1, 2, 3],
     )
 
 

@@ -1,41 +1,115 @@
-"""``random``, ``binary``, ``asha``, ``guided``, ``tune`` and ``run``: check what was given, tune, show the result."""
+"""``random``, ``binary``, ``asha``, ``guided``, ``tune`` and ``run``: check the options, search, show the result."""
 
 from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Annotated
 
-from optuna_dsat.cli.origins import show_options
-from optuna_dsat.cli.show import show_plan, show_result
-from optuna_dsat.display.live import make_observer
-from optuna_dsat.display.stopping import stopping_on_signals
-from optuna_dsat.study.request import StudyRequest
-from optuna_dsat.tuning.options import TuneOptions
-from optuna_dsat.tuning.prepare import check_storage, prepare
+import typer
 
-__all__ = ["run", "run_request"]
+from optuna_dsat.cli.commands import origins_of, with_options
+from optuna_dsat.tuning.options import (
+    DEFAULT_STORAGE,
+    OUTPUT_PANEL,
+    AshaOptions,
+    AutotuningOptions,
+    BinaryOptions,
+    Given,
+    GuidedOptions,
+    Option,
+    RandomOptions,
+    TuneOptions,
+)
+
+if TYPE_CHECKING:
+    from optuna_dsat.study.request import StudyRequest
+
+__all__ = ["OutputOptions", "add_searches", "run", "run_request"]
 
 
-def run(method: str | None, options: TuneOptions) -> None:
-    """Tune as the options say; print the result.
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """What a search takes as a command, beside what it takes as a function."""
+
+    dry_run: Annotated[
+        bool,
+        Option(help="Show the space, the profile launch and the first configs; launch nothing.", panel=OUTPUT_PANEL),
+    ] = False
+    json_output: Annotated[bool, Option(help="Print the result as JSON.", flags=("--json",), panel=OUTPUT_PANEL)] = (
+        False
+    )
+
+
+def _search(method: str | None, context: typer.Context, options: TuneOptions, output: OutputOptions) -> None:
+    origins = origins_of(context, (one.name for one in fields(options)))
+    run(method, Given(options=options, origins=origins), output)
+
+
+def _random(context: typer.Context, options: RandomOptions, output: OutputOptions) -> None:
+    """Search random configurations; knowledge of DeepSpeed and the search's history stop those that cannot win."""
+    _search("random", context, options, output)
+
+
+def _binary(context: typer.Context, options: BinaryOptions, output: OutputOptions) -> None:
+    """Bisect the micro-batch of randomly drawn configurations."""
+    _search("binary", context, options, output)
+
+
+def _asha(context: typer.Context, options: AshaOptions, output: OutputOptions) -> None:
+    """Bisect the micro-batch of random configurations, giving more launches to the best (successive halving)."""
+    _search("asha", context, options, output)
+
+
+def _guided(context: typer.Context, options: GuidedOptions, output: OutputOptions) -> None:
+    """Plan every launch: memory and step time are modelled, fitted to what was measured, and the best is run next."""
+    _search("guided", context, options, output)
+
+
+def _tune(context: typer.Context, options: AutotuningOptions, output: OutputOptions) -> None:
+    """Search by the autotuning section of your config, as deepspeed --autotuning=tune does."""
+    _search(None, context, options, output)
+
+
+def _run(context: typer.Context, options: AutotuningOptions, output: OutputOptions) -> None:
+    """As tune, then train with the best configuration, as deepspeed --autotuning=run does."""
+    _search(None, context, replace(options, run_full_experiment=True), output)
+
+
+def add_searches(app: typer.Typer) -> None:
+    """Add the commands of this module to ``app``."""
+    for name, command in (
+        ("random", _random), ("binary", _binary), ("asha", _asha), ("guided", _guided), ("tune", _tune), ("run", _run),
+    ):  # fmt: skip
+        app.command(name)(with_options(command))
+
+
+def run(method: str | None, given: Given, output: OutputOptions) -> None:
+    """Search as the options say; print the result.
 
     Args:
-        method: Search method; None for the one that the options name.
-        options: The options.
+        method: Search method; None for the one that the options or the config name.
+        given: The options, and where they come from.
+        output: What to print.
 
     Raises:
         DsatError: With the exit code that the command leaves with.
     """
-    prepared = prepare(method, options)
-    options, request = prepared.options, prepared.request
+    from optuna_dsat.cli.origins import show_options
+    from optuna_dsat.cli.show import show_plan
+    from optuna_dsat.tuning.prepare import check_storage, prepare
+
+    prepared = prepare(method, given)
+    options, request = prepared.given.options, prepared.request
     for note in prepared.notes:
         sys.stderr.write(f"{note}\n")
-    if options.dry_run:
+    if output.dry_run:
         check_storage(request)
         show_plan(request.spec)
-        show_options(options)
+        show_options(prepared.given)
         return
-    run_request(request, quiet=options.quiet, as_json=options.json_output, run_full=options.run_full_experiment)
+    run_request(request, quiet=options.quiet, as_json=output.json_output, run_full=options.run_full_experiment)
 
 
 def run_request(request: StudyRequest, *, quiet: bool, as_json: bool, run_full: bool = False) -> None:
@@ -50,6 +124,9 @@ def run_request(request: StudyRequest, *, quiet: bool, as_json: bool, run_full: 
     Raises:
         KeyboardInterrupt: If the search was interrupted; what was found so far, and how to go on, is shown before.
     """
+    from optuna_dsat.cli.show import show_result
+    from optuna_dsat.display.live import make_observer
+    from optuna_dsat.display.stopping import stopping_on_signals
     from optuna_dsat.store import display_url
     from optuna_dsat.tuning.run import run_study, train_with_best
 
@@ -73,6 +150,6 @@ def run_request(request: StudyRequest, *, quiet: bool, as_json: bool, run_full: 
 def _resume_command(request: StudyRequest, shown_url: str) -> str:
     """Return the command that continues a study; a URL's password is not shown."""
     command = ["optuna-dsat", "resume", request.spec.name]
-    if request.storage != TuneOptions.storage:
+    if request.storage != DEFAULT_STORAGE:
         command += ["--storage", shown_url]
     return shlex.join(command)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -11,61 +12,61 @@ import typer
 from optuna_dsat.errors import UsageError
 from optuna_dsat.script.trial_class import Length, is_trial_class
 
-__all__ = ["train"]
+__all__ = ["TrainOptions", "train"]
 
 _LENGTH = "LENGTH"
 
 
-def train(
-    trial: Annotated[
-        str, typer.Argument(metavar="NAME:CLASS", help="The model definition, such as model_def:MyTrial.")
-    ],
-    config: Annotated[Path, typer.Argument(metavar="DS_CONFIG", help="The DeepSpeed config (JSON).")],
-    hparams: Annotated[Path | None, typer.Option(help="Hyperparameters (YAML or JSON).")] = None,
-    max_length: Annotated[
-        str, typer.Option(metavar=_LENGTH, help="How long: 100batches, 3epochs or 5000records.")
-    ] = "1epochs",
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """Arguments and options of ``train``."""
+
+    trial: Annotated[str, typer.Argument(metavar="NAME:CLASS", help="The model definition, such as model_def:MyTrial.")]
+    config: Annotated[Path, typer.Argument(metavar="DS_CONFIG", help="The DeepSpeed config (JSON).")]
+    hparams: Annotated[Path | None, typer.Option(help="Hyperparameters (YAML or JSON).")] = None
+    max_length: Annotated[str, typer.Option(metavar=_LENGTH, help="How long: 100batches, 3epochs or 5000records.")] = (
+        "1epochs"
+    )
     validation_period: Annotated[
         str | None, typer.Option(metavar=_LENGTH, help="Validate this often.  \\[default: at the end]")
-    ] = None,
+    ] = None
     checkpoint_period: Annotated[
         str | None, typer.Option(metavar=_LENGTH, help="Keep a checkpoint this often.  \\[default: at the end]")
-    ] = None,
+    ] = None
     report_period: Annotated[
         str, typer.Option(metavar=_LENGTH, help="Report training metrics, averaged, this often.")
-    ] = "10batches",
+    ] = "10batches"
     checkpoint_dir: Annotated[
         Path | None, typer.Option(help="Folder of checkpoints and metrics.jsonl.  \\[default: none are written]")
-    ] = None,
+    ] = None
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint, from the start where there is none.")
-    ] = False,
-    seed: Annotated[int, typer.Option(help="Seed of initialisation and order.", min=0)] = 0,
+    ] = False
+    seed: Annotated[int, typer.Option(help="Seed of initialisation and order.", min=0)] = 0
     gpus: Annotated[
         int | None, typer.Option("--gpus", "--gpus-per-trial", help="GPUs to train on.  \\[default: all]")
-    ] = None,
+    ] = None
     cpu_ranks: Annotated[
         int | None, typer.Option(help="Train on the CPU with this many ranks.  \\[default without a GPU: 2]")
-    ] = None,
-) -> None:
+    ] = None
+
+
+def train(options: TrainOptions) -> None:
     """Train a DeepSpeedTrial: validation, metrics as lines of JSON, checkpoints, and resuming from them."""
     from optuna_dsat.config import ds_config
     from optuna_dsat.launch.full_run import run_full
     from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
-    from optuna_dsat.tuning.prepare import devices_for, trial_target
+    from optuna_dsat.tuning.devices import choose_devices
+    from optuna_dsat.tuning.target import trial_target
 
-    if not is_trial_class(trial):
+    if not is_trial_class(options.trial):
         raise UsageError(
-            f"train takes a model definition, such as model_def:MyTrial; got {trial!r}. torchrun trains a script."
+            f"train takes a model definition, such as model_def:MyTrial; got {options.trial!r}. "
+            "torchrun trains a script."
         )
-    rest = _lengths(max_length, report_period, validation_period, checkpoint_period)
-    _check_folder(checkpoint_dir, resume=resume)
-    if checkpoint_dir is not None:
-        rest += ["--checkpoint-dir", str(checkpoint_dir.absolute())]
-    rest += [*(["--resume"] if resume else []), "--seed", str(seed)]
-    target = trial_target(trial, config, hparams, tuple(rest))
-    settings = ds_config.merge(ds_config.load(config).raw, target.overwrites)
-    devices = devices_for(gpus, cpu_ranks, option="--gpus")
+    target = trial_target(options.trial, options.config, options.hparams, _runner_arguments(options))
+    settings = ds_config.merge(ds_config.load(options.config).raw, target.overwrites)
+    devices = choose_devices(options.gpus, options.cpu_ranks, option="--gpus")
     for notice in devices.notices:
         print(notice, file=sys.stderr)
     request = LaunchRequest(
@@ -76,26 +77,39 @@ def train(
             args=target.args,
             is_module=True,
             cwd=str(Path.cwd()),
-            config_path=str(config.resolve()),
+            config_path=str(options.config.resolve()),
         ),
         ds_config=settings,
         overlay={},
-        slots=devices.per_launch if gpus is None else gpus,
+        slots=devices.per_launch if options.gpus is None else options.gpus,
     )
     sys.exit(run_full(request, devices=devices, on_notice=lambda text: print(text, file=sys.stderr)))
 
 
-def _lengths(maximum: str, report: str, validation: str | None, checkpoint: str | None) -> list[str]:
-    """Return the options that say how long and how often.
+def _runner_arguments(options: TrainOptions) -> tuple[str, ...]:
+    """Return the arguments of the runner beside the model definition and its config.
 
     Raises:
-        UsageError: If one is no length; names the option.
+        UsageError: If a length cannot be read, or the folder of checkpoints not be used.
+    """
+    arguments = _lengths(options)
+    _check_folder(options.checkpoint_dir, resume=options.resume)
+    if options.checkpoint_dir is not None:
+        arguments += ["--checkpoint-dir", str(options.checkpoint_dir.absolute())]
+    return (*arguments, *(["--resume"] if options.resume else []), "--seed", str(options.seed))
+
+
+def _lengths(options: TrainOptions) -> list[str]:
+    """Return the arguments that say how long to train and how often to validate, save and report.
+
+    Raises:
+        UsageError: If one is not a length; names the option.
     """
     given = {
-        "--max-length": maximum,
-        "--report-period": report,
-        "--validation-period": validation,
-        "--checkpoint-period": checkpoint,
+        "--max-length": options.max_length,
+        "--report-period": options.report_period,
+        "--validation-period": options.validation_period,
+        "--checkpoint-period": options.checkpoint_period,
     }
     words = []
     for option, text in given.items():

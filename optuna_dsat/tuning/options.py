@@ -1,293 +1,405 @@
-"""Options of a search, declared once: names and defaults are those of the dsat guide where it has them.
+"""The options of a search, each defined once: name, type, default, meaning, and the methods that read it.
 
-The commands take their options from here (``cli/commands.py``), and so do the keywords of ``optuna_dsat.tune``.
+The commands (``cli/commands.py``), the keywords of ``optuna_dsat.tune`` (``keywords.py``), the keys of option files and
+``docs/options.md`` follow from these classes. Names and defaults are those of the dsat guide where it has them; a
+default that ``StudySpec`` has is taken from there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
-import typer
+from optuna_dsat.study.spec import METHODS, MethodOptions, StudySpec
+from optuna_dsat.tuning.parse import split_fixed, split_mappings, split_stages
 
 __all__ = [
+    "DEFAULT_OUTPUT_DIR",
+    "DEFAULT_STORAGE",
+    "OUTPUT_DIR_ENV",
+    "OUTPUT_PANEL",
+    "STORAGE_ENV",
     "AshaOptions",
     "AutotuningOptions",
     "BinaryOptions",
+    "Given",
     "GuidedOptions",
+    "Option",
     "RandomOptions",
     "TuneOptions",
+    "methods_of",
+    "option_of",
+    "spec_field",
 ]
 
-
-def _metrics(incomplete: str) -> list[str]:
-    from optuna_dsat.metrics import METRICS
-
-    return [metric for metric in METRICS if metric.startswith(incomplete)]
-
-
-def _methods(incomplete: str) -> list[str]:
-    from optuna_dsat.study.spec import METHODS
-
-    return [method for method in METHODS if method.startswith(incomplete)]
-
-
-def _knobs(incomplete: str) -> list[str]:
-    from optuna_dsat.config.knobs import KNOBS
-
-    return [knob.name for knob in KNOBS if knob.name.startswith(incomplete)]
-
+DEFAULT_STORAGE = "sqlite:///optuna-dsat.db"
+STORAGE_ENV = "OPTUNA_DSAT_STORAGE"
+"""Environment variable that commands read ``--storage`` from if it is not given."""
+DEFAULT_OUTPUT_DIR = "optuna-dsat-output"
+OUTPUT_DIR_ENV = "OPTUNA_DSAT_OUTPUT_DIR"
 
 _WHAT = "What to tune"
 _BUDGET = "Budget"
 _MEASURE = "Measuring"
 _WHERE = "Where"
 _METHOD = "Method"
-_SHOW = "Output"
+OUTPUT_PANEL = "Output"
 
 
 @dataclass(frozen=True, kw_only=True)
+class Option:
+    """What an option means and how a command line spells it; stands in the ``Annotated`` type of its field."""
+
+    help: str
+    panel: str | None = None
+    """Group of the command's help; None for a positional argument."""
+    none: str | None = None
+    """What None stands for, in words."""
+    none_if: str = ""
+    """Condition under which it does."""
+    python_help: str | None = None
+    """Meaning of the keyword of ``tune``; None for ``help``."""
+    metavar: str | None = None
+    flags: tuple[str, ...] = ()
+    """Spellings on the command line; empty for the field's name with dashes."""
+    env: str | None = None
+    """Environment variable that a command reads the value from."""
+    text_type: Any = None
+    """Type of the value on a command line; None for the field's."""
+    parse: Callable[[Any], Any] | None = None
+    """From the value of ``text_type`` to the field's; None where they are the same."""
+    choices: Callable[[], Iterable[str]] | None = None
+    """Values that a shell completes."""
+
+    @property
+    def command_help(self) -> str:
+        """Text of the command's help."""
+        if self.none is None:
+            return self.help
+        return f"{self.help}  \\[{' '.join(filter(None, ('default', self.none_if)))}: {self.none}]"
+
+    @property
+    def keyword_help(self) -> str:
+        """Text of the Python documentation."""
+        if self.python_help is not None:
+            return self.python_help
+        if self.none is None:
+            return self.help
+        return f"{self.help} None for {' '.join(filter(None, (self.none, self.none_if)))}."
+
+
+def _metrics() -> Iterable[str]:
+    from optuna_dsat.metrics import METRICS
+
+    return METRICS
+
+
+def _knobs() -> Iterable[str]:
+    from optuna_dsat.config.knobs import KNOBS
+
+    return [knob.name for knob in KNOBS]
+
+
+def spec_field(option: str) -> str | None:
+    """Return the field of ``StudySpec`` or ``MethodOptions`` that an option fills; None if it fills none."""
+    known = StudySpec.model_fields.keys() | MethodOptions.model_fields.keys()
+    return next((name for name in (option, f"{option}_s") if name in known), None)
+
+
+def _default(option: str) -> Any:
+    """Return the default of the spec's field that an option fills."""
+    name = spec_field(option)
+    found = StudySpec.model_fields.get(name or "") or MethodOptions.model_fields[name or ""]
+    return found.default
+
+
+StrPath = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
 class TuneOptions:
     """What every search method takes."""
 
-    origins: Mapping[str, str] = field(default_factory=dict)
-    """Field that was given -> where: the command line, a variable of the environment, a file. The rest are defaults."""
-
     script: Annotated[
-        Path,
-        typer.Argument(
+        StrPath,
+        Option(
             help="The training script, as it is; with -m a module; NAME:CLASS for a DeepSpeedTrial.",
+            python_help="The training script; with ``module`` the name of a module; ``NAME:CLASS`` for a "
+            "``DeepSpeedTrial``.",
             metavar="SCRIPT",
-            show_default=False,
+            text_type=Path,
         ),
     ]
     ds_config: Annotated[
-        Path,
-        typer.Argument(help="The script's DeepSpeed config (JSON).", metavar="DS_CONFIG", show_default=False),
+        StrPath, Option(help="The script's DeepSpeed config (JSON).", metavar="DS_CONFIG", text_type=Path)
     ]
     script_args: Annotated[
-        list[str] | None,
-        typer.Argument(help="Arguments of the script, after --.", metavar="[-- SCRIPT_ARGS]", show_default=False),
+        Sequence[str] | None,
+        Option(
+            help="Arguments of the script, after --.",
+            python_help="Arguments of the script, as on its command line.",
+            metavar="[-- SCRIPT_ARGS]",
+            text_type=list[str] | None,
+        ),
     ] = None
+
+    _: KW_ONLY
 
     module: Annotated[
         bool,
-        typer.Option("-m", "--module", help="SCRIPT is a module's name, run as python -m does.", rich_help_panel=_WHAT),
+        Option(
+            help="SCRIPT is a module's name, run as python -m does.",
+            python_help="``script`` is a module's name, run as ``python -m`` does.",
+            flags=("-m", "--module"),
+            panel=_WHAT,
+        ),
     ] = False
     hparams: Annotated[
-        Path | None,
-        typer.Option(help="Hyperparameters of NAME:CLASS (YAML or JSON).", rich_help_panel=_WHAT),
+        StrPath | None,
+        Option(help="Hyperparameters of NAME:CLASS (YAML or JSON).", text_type=Path | None, panel=_WHAT),
     ] = None
     metric: Annotated[
         str,
-        typer.Option(
+        Option(
             help="Metric to optimise: FLOPS_per_gpu, throughput, latency, forward, backward or step.",
-            autocompletion=_metrics,
-            rich_help_panel=_WHAT,
+            python_help="Metric to optimise: ``FLOPS_per_gpu`` (FLOP/s), ``throughput`` (samples/s over all ranks), or "
+            "a time in seconds per step: ``latency``, ``forward``, ``backward``, ``step``.",
+            choices=_metrics,
+            panel=_WHAT,
         ),
-    ] = "FLOPS_per_gpu"
+    ] = _default("metric")
     zero_stages: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="ZeRO stages to search: '1 2 3', '1,2,3' or the option repeated.  \\[default: 1 2 3]",
+        Sequence[int] | None,
+        Option(
+            help="ZeRO stages to search: '1 2 3', '1,2,3' or the option repeated.",
+            none=" ".join(map(str, _default("zero_stages"))),
+            python_help=f"ZeRO stages to search. None for {', '.join(map(str, _default('zero_stages')))}.",
             metavar="STAGES",
-            rich_help_panel=_WHAT,
+            text_type=list[str] | None,
+            parse=split_stages,
+            panel=_WHAT,
         ),
     ] = None
     fix: Annotated[
-        list[str] | None,
-        typer.Option(help="Hold a knob at one value: KEY=VALUE (repeatable).", rich_help_panel=_WHAT),
+        Mapping[str, Any] | None,
+        Option(
+            help="Hold a knob at one value: KEY=VALUE (repeatable).",
+            python_help="Knob -> the one value that it keeps.",
+            text_type=list[str] | None,
+            parse=split_fixed,
+            panel=_WHAT,
+        ),
     ] = None
     no_tune: Annotated[
-        list[str] | None,
-        typer.Option(
+        Sequence[str] | None,
+        Option(
             help="Leave a knob as your config has it (repeatable).",
+            python_help="Knobs that stay as the config has them.",
             metavar="KEY",
-            autocompletion=_knobs,
-            rich_help_panel=_WHAT,
+            text_type=list[str] | None,
+            choices=_knobs,
+            panel=_WHAT,
         ),
     ] = None
     arg_mapping: Annotated[
-        list[str] | None,
-        typer.Option(
+        Mapping[str, str] | None,
+        Option(
             help="Have an option of the script follow the config: KEY=--OPTION, such as "
             "train_micro_batch_size_per_gpu=--batch-size (repeatable).",
-            rich_help_panel=_WHAT,
+            python_help="Key of the DeepSpeed config -> option of the script that follows it, such as "
+            '``{"train_micro_batch_size_per_gpu": "--batch-size"}``.',
+            text_type=list[str] | None,
+            parse=split_mappings,
+            panel=_WHAT,
         ),
     ] = None
     train_batch_size: Annotated[
         int | None,
-        typer.Option(
-            help="Keep this global batch: gradient accumulation makes up what a micro-batch lacks.  "
-            "\\[default: it follows the micro-batch]",
-            rich_help_panel=_WHAT,
+        Option(
+            help="Keep this global batch: gradient accumulation makes up what a micro-batch lacks.",
+            none="it follows the micro-batch",
+            python_help="Global batch, in samples, that every trial keeps: gradient accumulation makes up what a "
+            "micro-batch lacks. None to let it follow the micro-batch.",
+            panel=_WHAT,
         ),
-    ] = None
+    ] = _default("train_batch_size")
     nvme_path: Annotated[
-        str | None,
-        typer.Option(help="Directory for NVMe offload; without it NVMe is not tried.", rich_help_panel=_WHAT),
+        StrPath | None,
+        Option(help="Directory for NVMe offload; without it NVMe is not tried.", text_type=str | None, panel=_WHAT),
     ] = None
     enqueue_user_config: Annotated[
-        bool,
-        typer.Option(help="Measure your present config first, to show speed-ups over it.", rich_help_panel=_WHAT),
-    ] = True
-
+        bool, Option(help="Measure your present config first, to show speed-ups over it.", panel=_WHAT)
+    ] = _default("enqueue_user_config")
     profile_reuse: Annotated[
         bool,
-        typer.Option(
-            help="Take the profile of an earlier study of the same script, config and hardware.",
-            rich_help_panel=_WHAT,
-        ),
+        Option(help="Take the profile of an earlier study of the same script, config and hardware.", panel=_WHAT),
     ] = True
 
-    max_trials: Annotated[int, typer.Option(help="Launches of trials.", rich_help_panel=_BUDGET)] = 64
-    max_concurrent_trials: Annotated[int, typer.Option(help="Launches in flight.", rich_help_panel=_BUDGET)] = 16
-    max_slots: Annotated[int | None, typer.Option(help="GPUs (CPU ranks) in use at once.", rich_help_panel=_BUDGET)] = (
-        None
+    max_trials: Annotated[
+        int,
+        Option(
+            help="Launches of trials.",
+            python_help="Launches of trials; the profile launch and those of the finalists are not counted.",
+            panel=_BUDGET,
+        ),
+    ] = _default("max_trials")
+    max_concurrent_trials: Annotated[int, Option(help="Launches in flight.", panel=_BUDGET)] = _default(
+        "max_concurrent_trials"
     )
+    max_slots: Annotated[
+        int | None,
+        Option(
+            help="GPUs (CPU ranks) in use at once.",
+            python_help="GPUs (CPU ranks) in use at once. None for all.",
+            panel=_BUDGET,
+        ),
+    ] = _default("max_slots")
     timeout: Annotated[
-        float | None, typer.Option(help="Seconds after which the search ends.", rich_help_panel=_BUDGET)
-    ] = None
+        float | None,
+        Option(
+            help="Seconds after which the search ends.",
+            python_help="Seconds after which the search ends. None for no limit.",
+            panel=_BUDGET,
+        ),
+    ] = _default("timeout")
     trial_timeout: Annotated[
-        float | None, typer.Option(help="Seconds after which one launch is ended.", rich_help_panel=_BUDGET)
-    ] = None
+        float | None,
+        Option(
+            help="Seconds after which one launch is ended.",
+            python_help="Seconds after which one launch is ended. None for no limit.",
+            panel=_BUDGET,
+        ),
+    ] = _default("trial_timeout")
     stall_timeout: Annotated[
         float,
-        typer.Option(
+        Option(
             help="Seconds without a sign of life after which one launch is ended: an event of a rank or, until it "
             "trains, processes at work.",
-            rich_help_panel=_BUDGET,
+            panel=_BUDGET,
         ),
-    ] = 600.0
+    ] = _default("stall_timeout")
     max_retries: Annotated[
         int,
-        typer.Option(
-            help="Further launches of a trial after a communication error, a stall or a time-out.",
-            rich_help_panel=_BUDGET,
-        ),
-    ] = 1
-    confirm: Annotated[int, typer.Option(help="Finalists measured again with more steps.", rich_help_panel=_BUDGET)] = 3
+        Option(help="Further launches of a trial after a communication error, a stall or a time-out.", panel=_BUDGET),
+    ] = _default("max_retries")
+    confirm: Annotated[int, Option(help="Finalists measured again with more steps.", panel=_BUDGET)] = _default(
+        "confirm"
+    )
 
-    start_profile_step: Annotated[
-        int, typer.Option(help="First step that counts (from 1).", rich_help_panel=_MEASURE)
-    ] = 3
+    start_profile_step: Annotated[int, Option(help="First step that counts (from 1).", panel=_MEASURE)] = _default(
+        "start_profile_step"
+    )
     end_profile_step: Annotated[
         int,
-        typer.Option(
-            help="Last step that counts; a launch whose step time is known to 1 % ends before it.",
-            rich_help_panel=_MEASURE,
-        ),
-    ] = 5
+        Option(help="Last step that counts; a launch whose step time is known to 1 % ends before it.", panel=_MEASURE),
+    ] = _default("end_profile_step")
     adaptive_steps: Annotated[
         int | None,
-        typer.Option(
-            help="Steps that a finalist may count while its step time is still uncertain.  "
-            "\\[default: five times a trial's, at least 10]",
-            rich_help_panel=_MEASURE,
+        Option(
+            help="Steps that a finalist may count while its step time is still uncertain.",
+            none="five times a trial's, at least 10",
+            panel=_MEASURE,
         ),
-    ] = None
-    random_seed: Annotated[int, typer.Option(help="Seed of the search.", rich_help_panel=_MEASURE)] = 42
+    ] = _default("adaptive_steps")
+    random_seed: Annotated[int, Option(help="Seed of the search.", panel=_MEASURE)] = _default("random_seed")
 
-    gpus_per_trial: Annotated[
-        int | None, typer.Option(help="GPUs of one launch.  \\[default: all]", rich_help_panel=_WHERE)
-    ] = None
-    only_free_gpus: Annotated[
-        bool,
-        typer.Option("--only-free-gpus", help="Tune on those GPUs that are free at the start.", rich_help_panel=_WHERE),
-    ] = False
+    gpus_per_trial: Annotated[int | None, Option(help="GPUs of one launch.", none="all", panel=_WHERE)] = None
+    only_free_gpus: Annotated[bool, Option(help="Tune on those GPUs that are free at the start.", panel=_WHERE)] = False
     wait_for_gpus: Annotated[
         float,
-        typer.Option(
+        Option(
             help="Seconds to wait for GPUs that others hold, counted anew when the holders change; 0 for not at all.",
-            rich_help_panel=_WHERE,
+            panel=_WHERE,
         ),
-    ] = 600.0
+    ] = _default("wait_for_gpus")
     cpu_ranks: Annotated[
         int | None,
-        typer.Option(help="Run on the CPU with this many ranks.  \\[default without a GPU: 2]", rich_help_panel=_WHERE),
+        Option(help="Run on the CPU with this many ranks.", none="2", none_if="without a GPU", panel=_WHERE),
     ] = None
     device_memory: Annotated[
-        str | None,
-        typer.Option(
-            help="What one rank may allocate, such as 2GiB.  \\[default: all there is]",
-            rich_help_panel=_WHERE,
+        str | int | None,
+        Option(
+            help="What one rank may allocate, such as 2GiB.",
+            none="all there is",
+            python_help="What one rank may allocate: bytes, or text such as ``2GiB``. None for all there is.",
+            text_type=str | None,
+            panel=_WHERE,
         ),
     ] = None
     launcher: Annotated[
         Literal["warm", "torchrun"],
-        typer.Option(
+        Option(
             help="How trials are launched: warm (forked from a process that has torch, DeepSpeed and what your script "
             "imports ready; plain torchrun where that is unsafe) or always torchrun.",
-            rich_help_panel=_WHERE,
+            panel=_WHERE,
         ),
-    ] = "warm"
+    ] = _default("launcher")
     preload: Annotated[
-        list[str] | None,
-        typer.Option(
+        Sequence[str] | None,
+        Option(
             help="Import this module, too, before a warm launch (repeatable).",
+            python_help="Modules to import, too, before a warm launch.",
             metavar="MODULE",
-            rich_help_panel=_WHERE,
+            text_type=list[str] | None,
+            panel=_WHERE,
         ),
     ] = None
     no_preload: Annotated[
-        list[str] | None,
-        typer.Option(
+        Sequence[str] | None,
+        Option(
             help="Have every warm launch import this package for itself (repeatable).",
+            python_help="Packages that every warm launch imports for itself.",
             metavar="PACKAGE",
-            rich_help_panel=_WHERE,
+            text_type=list[str] | None,
+            panel=_WHERE,
         ),
     ] = None
     storage: Annotated[
         str,
-        typer.Option(
+        Option(
             help="Database of the study: SQLite or PostgreSQL.",
-            envvar="OPTUNA_DSAT_STORAGE",
-            rich_help_panel=_WHERE,
+            python_help="Database of the study: ``sqlite:///FILE`` or ``postgresql://USER@HOST/DATABASE``.",
+            env=STORAGE_ENV,
+            panel=_WHERE,
         ),
-    ] = "sqlite:///optuna-dsat.db"
-    study: Annotated[
-        str | None,
-        typer.Option(help="Name of the study.  \\[default: SCRIPT-METHOD]", rich_help_panel=_WHERE),
-    ] = None
+    ] = DEFAULT_STORAGE
+    study: Annotated[str | None, Option(help="Name of the study.", none="SCRIPT-METHOD", panel=_WHERE)] = None
     output_dir: Annotated[
-        Path,
-        typer.Option(
+        StrPath,
+        Option(
             help="Directory for launches, logs and the best config.",
-            envvar="OPTUNA_DSAT_OUTPUT_DIR",
-            rich_help_panel=_WHERE,
+            env=OUTPUT_DIR_ENV,
+            text_type=Path,
+            panel=_WHERE,
         ),
-    ] = Path("optuna-dsat-output")
+    ] = DEFAULT_OUTPUT_DIR
 
     check_loss: Annotated[
         bool,
-        typer.Option(
-            "--check-loss",
+        Option(
             help="At the end, check that the first losses under the best config are those under yours.",
-            rich_help_panel=_SHOW,
+            panel=OUTPUT_PANEL,
         ),
     ] = False
     run_full_experiment: Annotated[
         bool,
-        typer.Option(
-            "--run-full-experiment",
+        Option(
             help="Train with the best config when the search is done.",
-            rich_help_panel=_SHOW,
+            python_help="Train with the best config when the search is done, before returning.",
+            panel=OUTPUT_PANEL,
         ),
     ] = False
-    dry_run: Annotated[
+    quiet: Annotated[
         bool,
-        typer.Option(
-            "--dry-run",
-            help="Show the space, the profile launch and the first configs; launch nothing.",
-            rich_help_panel=_SHOW,
+        Option(
+            help="Show the result alone.",
+            python_help="Print nothing; otherwise progress goes to stderr.",
+            panel=OUTPUT_PANEL,
         ),
     ] = False
-    quiet: Annotated[bool, typer.Option("--quiet", help="Show the result alone.", rich_help_panel=_SHOW)] = False
-    json_output: Annotated[bool, typer.Option("--json", help="Print the result as JSON.", rich_help_panel=_SHOW)] = (
-        False
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,15 +407,17 @@ class RandomOptions(TuneOptions):
     """What ``random`` takes beside."""
 
     trials_per_random_config: Annotated[
-        int, typer.Option(help="Launches of one class of configurations at most.", rich_help_panel=_METHOD)
-    ] = 5
+        int, Option(help="Launches of one class of configurations at most.", panel=_METHOD)
+    ] = _default("trials_per_random_config")
     early_stopping: Annotated[
         int | None,
-        typer.Option(
-            help="End after this many launches without a new best.  \\[default: never]",
-            rich_help_panel=_METHOD,
+        Option(
+            help="End after this many launches without a new best.",
+            none="never",
+            python_help="End after this many launches without a new best. None to go on.",
+            panel=_METHOD,
         ),
-    ] = None
+    ] = _default("early_stopping")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,31 +425,30 @@ class BinaryOptions(TuneOptions):
     """What ``binary`` takes beside."""
 
     search_range_factor: Annotated[
-        float,
-        typer.Option(help="Factor on the largest micro-batch that the memory model predicts.", rich_help_panel=_METHOD),
-    ] = 1.0
+        float, Option(help="Factor on the largest micro-batch that the memory model predicts.", panel=_METHOD)
+    ] = _default("search_range_factor")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AshaOptions(BinaryOptions):
     """What ``asha`` takes beside."""
 
-    max_rungs: Annotated[int, typer.Option(help="Rungs.", rich_help_panel=_METHOD)] = 5
+    max_rungs: Annotated[int, Option(help="Rungs.", panel=_METHOD)] = _default("max_rungs")
     min_binary_search_trials: Annotated[
         int,
-        typer.Option(
-            help="Launches a class of configurations needs to complete the lowest rung.",
-            rich_help_panel=_METHOD,
-        ),
-    ] = 3
+        Option(help="Launches a class of configurations needs to complete the lowest rung.", panel=_METHOD),
+    ] = _default("min_binary_search_trials")
     divisor: Annotated[
-        int,
-        typer.Option(help="The best 1/DIVISOR of a rung goes on (eta of arXiv:1810.05934).", rich_help_panel=_METHOD),
-    ] = 2
+        int, Option(help="The best 1/DIVISOR of a rung goes on (eta of arXiv:1810.05934).", panel=_METHOD)
+    ] = _default("divisor")
     asha_early_stopping: Annotated[
         int,
-        typer.Option(help="s of arXiv:1810.05934: rungs start DIVISOR**s higher.", rich_help_panel=_METHOD),
-    ] = 0
+        Option(
+            help="s of arXiv:1810.05934: rungs start DIVISOR**s higher.",
+            python_help="s of arXiv:1810.05934: rungs start ``divisor ** s`` higher.",
+            panel=_METHOD,
+        ),
+    ] = _default("asha_early_stopping")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,41 +456,83 @@ class GuidedOptions(TuneOptions):
     """What ``guided`` takes beside."""
 
     memory_margin: Annotated[
-        float,
-        typer.Option(
-            help="Share of the device's memory that a launch is expected to leave free.", rich_help_panel=_METHOD
-        ),
-    ] = 0.05
+        float, Option(help="Share of the device's memory that a launch is expected to leave free.", panel=_METHOD)
+    ] = _default("memory_margin")
     min_gain: Annotated[
         float,
-        typer.Option(
+        Option(
             help="End when no configuration is expected to be better than the best by this share; 0 for never.",
-            rich_help_panel=_METHOD,
+            panel=_METHOD,
         ),
-    ] = 0.003
+    ] = _default("min_gain")
     warm_start: Annotated[
         str | None,
-        typer.Option(
-            help="Begin with what this study taught, of this or a similar model on the same hardware.  "
-            "\\[default: studies of the same script, config and hardware]",
+        Option(
+            help="Begin with what this study taught, of this or a similar model on the same hardware.",
+            none="studies of the same script, config and hardware",
+            python_help="Study of the same storage, of this or a similar model on the same hardware, whose "
+            "measurements this one begins with. None for studies of the same script, config and hardware.",
             metavar="STUDY",
-            rich_help_panel=_METHOD,
+            panel=_METHOD,
         ),
-    ] = None
-    no_warm_start: Annotated[
-        bool, typer.Option("--no-warm-start", help="Begin without any earlier study.", rich_help_panel=_METHOD)
-    ] = False
+    ] = _default("warm_start")
+    no_warm_start: Annotated[bool, Option(help="Begin without any earlier study.", panel=_METHOD)] = _default(
+        "no_warm_start"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class AutotuningOptions(AshaOptions, RandomOptions, GuidedOptions):
-    """What ``tune`` and ``run`` take beside: the options of all methods, of which each reads its own."""
+    """What ``tune`` and ``run`` take: the options of all methods, of which each reads its own."""
 
     method: Annotated[
         str | None,
-        typer.Option(
-            help="random, binary, asha or guided.  \\[default: by autotuning.tuner_type of the config, else asha]",
-            autocompletion=_methods,
-            rich_help_panel=_METHOD,
+        Option(
+            help="random, binary, asha or guided.",
+            none="by autotuning.tuner_type of the config, else asha",
+            python_help="``random``, ``binary``, ``asha`` or ``guided``. None for ``autotuning.tuner_type`` of the "
+            "config, else ``asha``.",
+            choices=lambda: METHODS,
+            panel=_METHOD,
         ),
     ] = None
+
+
+_OF_METHOD: Mapping[str, type[TuneOptions]] = {
+    "random": RandomOptions,
+    "binary": BinaryOptions,
+    "asha": AshaOptions,
+    "guided": GuidedOptions,
+}
+
+
+def methods_of(option: str) -> tuple[str, ...]:
+    """Return the methods that read an option; none if it is not an option of methods."""
+    if any(one.name == option for one in fields(TuneOptions)):
+        return ()
+    return tuple(method for method, kind in _OF_METHOD.items() if any(one.name == option for one in fields(kind)))
+
+
+def option_of(annotation: Any) -> Option | None:
+    """Return the ``Option`` in the annotation of a field; None if it has none."""
+    return next((one for one in get_args(annotation)[1:] if isinstance(one, Option)), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """Options with the origin of each that was given."""
+
+    options: TuneOptions
+    origins: Mapping[str, str] = field(default_factory=dict)
+    """Name of an option -> the command line, a variable of the environment, a file; the rest have their defaults."""
+
+    def with_values(self, values: Mapping[str, Any], origin: str) -> Given:
+        """Return the options with some replaced, of the origin named."""
+        return Given(options=replace(self.options, **values), origins={**self.origins, **dict.fromkeys(values, origin)})
+
+    def without(self, name: str) -> Given:
+        """Return the options with one at its default, as if it had not been given."""
+        default = next(one.default for one in fields(self.options) if one.name == name)
+        values: dict[str, Any] = {name: default}
+        origins = {key: origin for key, origin in self.origins.items() if key != name}
+        return Given(options=replace(self.options, **values), origins=origins)

@@ -10,14 +10,15 @@ import pytest
 
 from optuna_dsat.cli import search
 from optuna_dsat.cli.commands import lift_option
-from optuna_dsat.tuning.options import AshaOptions, AutotuningOptions, TuneOptions
+from optuna_dsat.tuning import prepare as tuning_prepare
+from optuna_dsat.tuning.options import AshaOptions, AutotuningOptions, Given, TuneOptions
 from optuna_dsat.tuning.prepare import prepare
 from tests.cli.test_shell import leave
 from tests.harness.entry_points import DS_CONFIG, EntryPointBench, bench
 
 __all__ = ["bench"]
 
-Seen = Callable[..., TuneOptions]
+Seen = Callable[..., Given]
 
 
 pytestmark = pytest.mark.usefixtures("bench")
@@ -26,12 +27,12 @@ pytestmark = pytest.mark.usefixtures("bench")
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     """Return the options that a search is started with, after all sources were read."""
-    found: list[TuneOptions] = []
-    monkeypatch.setattr(search, "run", lambda method, options: found.append(prepare(method, options).options))
+    found: list[Given] = []
+    monkeypatch.setattr(search, "run", lambda method, given, _: found.append(prepare(method, given).given))
     for name in ("OPTUNA_DSAT_STORAGE", "OPTUNA_DSAT_OUTPUT_DIR", "OPTUNA_DSAT_OPTIONS"):
         monkeypatch.delenv(name, raising=False)
 
-    def options(*arguments: str) -> TuneOptions:
+    def options(*arguments: str) -> Given:
         assert leave(*arguments) == 0
         return found[-1]
 
@@ -50,7 +51,8 @@ def test_the_command_line_wins_over_environment_over_file_over_autotuning_over_d
     file.write_text('[tool.optuna-dsat]\nmax-trials = 12\noutput-dir = "f"\nstorage = "sqlite:///f.db"\nconfirm = 1\n')
     monkeypatch.setenv("OPTUNA_DSAT_OUTPUT_DIR", "e")
     monkeypatch.setenv("OPTUNA_DSAT_STORAGE", "sqlite:///e.db")
-    options = seen(*PLAIN, "--storage", "sqlite:///c.db")
+    given = seen(*PLAIN, "--storage", "sqlite:///c.db")
+    options = given.options
     assert options.storage == "sqlite:///c.db"
     assert options.output_dir == Path("e")
     assert options.max_trials == 12
@@ -64,18 +66,18 @@ def test_the_command_line_wins_over_environment_over_file_over_autotuning_over_d
         "start_profile_step": "autotuning in ds.json",
         "metric": "autotuning in ds.json",
     }
-    assert {name: options.origins[name] for name in wanted} == wanted
-    assert "end_profile_step" not in options.origins
+    assert {name: given.origins[name] for name in wanted} == wanted
+    assert "end_profile_step" not in given.origins
 
 
 def test_a_commands_own_table_wins_and_reaches_no_other(seen: Seen, bench: EntryPointBench) -> None:
     (bench.folder / "pyproject.toml").write_text(
         "[tool.optuna-dsat]\nmax-trials = 5\n[tool.optuna-dsat.asha]\nmax_trials = 6\ndivisor = 3\n"
     )
-    options = seen(*PLAIN)
+    options = seen(*PLAIN).options
     assert isinstance(options, AshaOptions)
     assert (options.max_trials, options.divisor) == (6, 3)
-    other = seen("tune", *PLAIN[1:])
+    other = seen("tune", *PLAIN[1:]).options
     assert isinstance(other, AutotuningOptions)
     assert (other.max_trials, other.divisor) == (5, 2)
 
@@ -84,9 +86,9 @@ def test_devices_on_the_command_line_take_the_place_of_the_other_kind_in_a_file(
     seen: Seen, bench: EntryPointBench
 ) -> None:
     (bench.folder / "pyproject.toml").write_text("[tool.optuna-dsat]\ngpus-per-trial = 8\n")
-    options = seen(*PLAIN)
-    assert (options.gpus_per_trial, options.cpu_ranks) == (None, 2)
-    assert "gpus_per_trial" not in options.origins
+    given = seen(*PLAIN)
+    assert (given.options.gpus_per_trial, given.options.cpu_ranks) == (None, 2)
+    assert "gpus_per_trial" not in given.origins
     assert leave(*PLAIN, "--gpus-per-trial", "8") == 2
 
 
@@ -96,9 +98,9 @@ def test_the_nearest_table_upwards_counts(seen: Seen, bench: EntryPointBench, mo
     below.mkdir(parents=True)
     (bench.folder / "a" / "pyproject.toml").write_text('[project]\nname = "optuna-dsat-user"\n')
     monkeypatch.chdir(below)
-    assert seen("asha", "../../train.py", "../../ds.json", "--cpu-ranks", "2").max_trials == 5
+    assert seen("asha", "../../train.py", "../../ds.json", "--cpu-ranks", "2").options.max_trials == 5
     (below / "pyproject.toml").write_text("[tool.optuna-dsat]\nmax-trials = 9\n")
-    assert seen("asha", "../../train.py", "../../ds.json", "--cpu-ranks", "2").max_trials == 9
+    assert seen("asha", "../../train.py", "../../ds.json", "--cpu-ranks", "2").options.max_trials == 9
 
 
 @pytest.mark.parametrize(
@@ -115,13 +117,14 @@ def test_a_file_of_ones_own_takes_the_place_of_pyproject(
 ) -> None:
     (bench.folder / "pyproject.toml").write_text("[tool.optuna-dsat]\nmax-trials = 5\n")
     (bench.folder / name).write_text(text)
-    given = ("--options", name)
-    options = seen(*given, *PLAIN) if first else seen(*PLAIN, *given)
+    named = ("--options", name)
+    given = seen(*named, *PLAIN) if first else seen(*PLAIN, *named)
+    options = given.options
     assert options.max_trials == TuneOptions.max_trials
-    assert options.fix == ["overlap_comm=true"]
+    assert options.fix == {"overlap_comm": True}
     assert options.profile_reuse is False
-    assert ",".join(options.zero_stages or ()) == "1,3"
-    assert options.origins["fix"] == name
+    assert options.zero_stages == (1, 3)
+    assert given.origins["fix"] == name
 
 
 BAD = {
@@ -178,7 +181,7 @@ def test_a_dry_run_says_where_each_option_comes_from_and_hides_a_password(
     bench: EntryPointBench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(search, "check_storage", lambda *_: None)
+    monkeypatch.setattr(tuning_prepare, "check_storage", lambda _: None)
     monkeypatch.setenv("OPTUNA_DSAT_STORAGE", "postgresql://me:geheim@host/db")
     (bench.folder / "pyproject.toml").write_text("[tool.optuna-dsat]\nmax-trials = 2\n")
     assert leave(*PLAIN, "--dry-run") == 0

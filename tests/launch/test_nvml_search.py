@@ -17,7 +17,7 @@ from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.full_run import run_full
 from optuna_dsat.launch.nvml import DeviceError
 from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
-from optuna_dsat.tuning.options import RandomOptions
+from optuna_dsat.tuning.options import Given, RandomOptions
 from optuna_dsat.tuning.prepare import Prepared, prepare
 from tests.harness.nvml_machine import GPU_IS_LOST, Machine, machine, nvml_libraries
 
@@ -40,7 +40,8 @@ def nothing_but_this_machine(machine: Machine, tmp_path: Path, monkeypatch: pyte
 
 
 def prepared(**options: Any) -> Prepared:
-    return prepare("random", RandomOptions(script=Path("train.py"), ds_config=Path("ds.json"), **options))
+    asked = RandomOptions(script=Path("train.py"), ds_config=Path("ds.json"), **options)
+    return prepare("random", Given(options=asked))
 
 
 def test_a_search_takes_all_gpus_that_answer_and_names_the_others(machine: Machine) -> None:

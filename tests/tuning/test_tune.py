@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import re
 import subprocess
 import sys
 import typing
@@ -16,11 +17,13 @@ import optuna
 import pytest
 
 import optuna_dsat
+from docs.generate.options import commands
 from optuna_dsat.errors import NothingRunnableError, ScriptFailedError, StorageUrlError, UsageError
 from optuna_dsat.launch.simulated import SimulatedResult
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.study.spec import MethodOptions, StudySpec
 from optuna_dsat.tuning import run, tune
-from optuna_dsat.tuning.options import AutotuningOptions, TuneOptions
+from optuna_dsat.tuning.options import AutotuningOptions, Given, spec_field
 from optuna_dsat.tuning.prepare import Prepared, prepare
 from tests.harness.entry_points import DS_CONFIG, EntryPointBench, bench
 from tests.harness.landscapes import GIB, Hill
@@ -35,16 +38,22 @@ QUICK: dict[str, Any] = {"metric": "throughput", "cpu_ranks": 2, "max_trials": 4
 
 
 def test_every_option_of_the_command_is_a_keyword_with_the_same_default() -> None:
-    options = {
-        field.name: field.default
-        for field in dataclasses.fields(AutotuningOptions)
-        if field.name not in {"origins", *OF_A_TERMINAL}
-    }
+    options = {param.name: param.default for param in dict(commands())["optuna-dsat tune"].params}
     parameters = {
-        name: dataclasses.MISSING if parameter.default is inspect.Parameter.empty else parameter.default
+        name: None if parameter.default is inspect.Parameter.empty else parameter.default
         for name, parameter in inspect.signature(optuna_dsat.tune).parameters.items()
     }
-    assert parameters == {**options, "output_dir": str(options["output_dir"])}
+    assert parameters == {name: default for name, default in options.items() if name not in OF_A_TERMINAL}
+
+
+def test_what_options_and_spec_both_have_has_one_default() -> None:
+    defaults = {one.name: one.default for one in dataclasses.fields(AutotuningOptions)}
+    filled = {spec_field(name): default for name, default in defaults.items() if default is not dataclasses.MISSING}
+    assert MethodOptions.model_fields.keys() <= filled.keys()
+    for model in (StudySpec, MethodOptions):
+        for name, field in model.model_fields.items():
+            if name in filled and not field.is_required() and filled[name] is not None:
+                assert filled[name] == field.default, name
 
 
 def test_every_keyword_is_typed_and_documented() -> None:
@@ -52,7 +61,19 @@ def test_every_keyword_is_typed_and_documented() -> None:
     documented = inspect.getdoc(optuna_dsat.tune) or ""
     for name in inspect.signature(optuna_dsat.tune).parameters:
         assert name in hints
-        assert f"\n    {name}: " in documented
+        assert re.search(rf"^    {name}: \S", documented, re.MULTILINE), name
+    assert "``binary``, ``asha``: Factor on the largest micro-batch" in documented
+
+
+def test_a_type_checker_knows_the_keywords() -> None:
+    with pytest.raises(UsageError, match="--max-trials is 'many'"):
+        optuna_dsat.tune("train.py", "ds.json", max_trials="many", cpu_ranks=2)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="--launcher is 'cold'"):
+        optuna_dsat.tune("train.py", "ds.json", launcher="cold", cpu_ranks=2)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="missing a required argument: 'ds_config'"):
+        optuna_dsat.tune("train.py")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"tune\(\) got an unexpected .* 'json_output'"):
+        optuna_dsat.tune("train.py", "ds.json", json_output=True)  # type: ignore[call-arg]
 
 
 def test_importing_the_package_stays_light() -> None:
@@ -145,8 +166,8 @@ def test_an_argument_that_is_given_wins_over_the_autotuning_section_even_if_it_i
     (bench.folder / "ds.json").write_text(json.dumps({**DS_CONFIG, "autotuning": section}))
     seen: list[Prepared] = []
 
-    def prepared(method: str | None, options: TuneOptions) -> Prepared:
-        seen.append(prepare(method, options))
+    def prepared(method: str | None, given: Given) -> Prepared:
+        seen.append(prepare(method, given))
         raise UsageError("seen enough")
 
     monkeypatch.setattr(tune, "prepare", prepared)
@@ -173,7 +194,7 @@ def test_errors_are_raised_and_nothing_is_written(bench: EntryPointBench) -> Non
         optuna_dsat.tune("train.py", "ds.json", divisor=1, **QUICK)
     with pytest.raises(UsageError, match=r"no_tune is 'overlap_comm'; it must be a list, such as \['overlap_comm'\]"):
         optuna_dsat.tune("train.py", "ds.json", no_tune="overlap_comm", **QUICK)
-    with pytest.raises(TypeError, match="max_trails"):
+    with pytest.raises(TypeError, match=r"'max_trails'\. Did you mean 'max_trials'\?"):
         optuna_dsat.tune("train.py", "ds.json", max_trails=1)  # type: ignore[call-arg]
     assert sorted(bench.folder.iterdir()) == before
 

@@ -1,0 +1,55 @@
+"""Which devices a search or a training runs on, as its options ask."""
+
+from __future__ import annotations
+
+from optuna_dsat.errors import UsageError
+from optuna_dsat.launch.devices import Devices, cpu_devices, detect_devices
+from optuna_dsat.launch.slots import only_free
+from optuna_dsat.tuning.options import TuneOptions
+
+__all__ = ["choose_devices", "search_devices"]
+
+
+def search_devices(options: TuneOptions) -> Devices:
+    """Return the devices to tune on.
+
+    Raises:
+        UsageError: If more GPUs are asked for than there are, or both GPUs and CPU ranks.
+        DeviceError: If GPUs do not answer, or only free ones were asked for and none is.
+    """
+    return choose_devices(
+        options.gpus_per_trial, options.cpu_ranks, option="--gpus-per-trial", free_only=options.only_free_gpus
+    )
+
+
+def choose_devices(wanted: int | None, cpu_ranks: int | None, *, option: str, free_only: bool = False) -> Devices:
+    """Return the GPUs that may be used, or CPU ranks.
+
+    Args:
+        wanted: GPUs of a launch; None for all.
+        cpu_ranks: Ranks of a launch on the CPU; None for GPUs.
+        option: What the user calls ``wanted``.
+        free_only: Whether to leave out GPUs that are in use now.
+
+    Raises:
+        UsageError: If more GPUs are asked for than there are, or both GPUs and CPU ranks.
+        DeviceError: If GPUs do not answer, or only free ones were asked for and none is.
+    """
+    if cpu_ranks is not None:
+        if wanted is not None:
+            raise UsageError(f"{option} and --cpu-ranks exclude each other: give one.")
+        return cpu_devices(cpu_ranks)
+    devices = detect_devices()
+    if free_only:
+        devices = only_free(devices)
+    if wanted is None:
+        return devices
+    available = devices.per_launch if devices.kind == "cuda" else 0
+    if wanted < 1 or wanted > available:
+        offers = f"{'a launch can take' if devices.per_launch < len(devices.devices) else 'this machine offers'}"
+        raise UsageError(
+            f"{option} is {wanted}, but {offers} {available} GPU{'s' * (available != 1)}. "
+            + ("Use --cpu-ranks to tune on the CPU." if available == 0 else f"Give 1 to {available}.")
+            + "".join(f" {notice}" for notice in devices.notices)
+        )
+    return devices

@@ -1,0 +1,106 @@
+"""From a class of options to a function that takes them as keywords, typed, documented and checked."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, fields
+from typing import Annotated, Any, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
+
+from optuna_dsat.errors import UsageError
+from optuna_dsat.tuning.options import Given, TuneOptions, methods_of, option_of
+
+__all__ = ["with_keywords"]
+
+_FILL = textwrap.TextWrapper(
+    116, initial_indent=" " * 4, subsequent_indent=" " * 8, break_long_words=False, break_on_hyphens=False
+)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def with_keywords(
+    options: Callable[P, TuneOptions],
+) -> Callable[[Callable[[Given], R]], Callable[P, R]]:
+    """Return a decorator: from a function of ``Given`` to one of the fields of ``options``, a class of options.
+
+    A type checker sees the parameters of the class; signature and documentation of the function are made of its fields,
+    the latter in place of the line ``given: {options}``. None stands for the default.
+    """
+
+    def decorate(function: Callable[[Given], R]) -> Callable[P, R]:
+        signature = _signature(options)
+
+        @functools.wraps(function)
+        def called(*args: P.args, **kwargs: P.kwargs) -> R:
+            for name in kwargs:
+                if name not in signature.parameters:
+                    raise TypeError(_unknown(function.__name__, name, signature.parameters))
+            given = signature.bind(*args, **kwargs).arguments
+            _check_lists(given, signature)
+            make: Callable[..., TuneOptions] = options
+            values = {name: value for name, value in given.items() if value is not None}
+            return function(Given(options=make(**values), origins=dict.fromkeys(given, "argument")))
+
+        del called.__wrapped__
+        hints = {name: parameter.annotation for name, parameter in signature.parameters.items()}
+        returned = get_type_hints(function)["return"]
+        called.__signature__ = signature.replace(return_annotation=returned)  # type: ignore[attr-defined]
+        called.__annotations__ = {**hints, "return": returned}
+        called.__doc__ = (inspect.getdoc(function) or "").replace("    given: {options}", _documented(options))
+        return called
+
+    return decorate
+
+
+def _fields(options: Callable[..., TuneOptions]) -> Iterator[tuple[Field[Any], Any]]:
+    """Yield the fields of a class of options with their annotations."""
+    hints = get_type_hints(options, include_extras=True)
+    for one in fields(options):  # type: ignore[arg-type]  # typed as its constructor
+        yield one, hints[one.name]
+
+
+def _signature(options: Callable[..., TuneOptions]) -> inspect.Signature:
+    return inspect.Signature([
+        inspect.Parameter(
+            one.name,
+            inspect.Parameter.KEYWORD_ONLY if one.kw_only else inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            annotation=get_args(hint)[0] if get_origin(hint) is Annotated else hint,
+            default=inspect.Parameter.empty if one.default is MISSING else one.default,
+        )
+        for one, hint in _fields(options)
+    ])  # fmt: skip
+
+
+def _documented(options: Callable[..., TuneOptions]) -> str:
+    """Return the entries of the section ``Args``, with the methods that read an option before its meaning."""
+    entries = []
+    for one, hint in _fields(options):
+        option = option_of(hint)
+        if option is None:
+            raise TypeError(f"The field {one.name} says no meaning.")
+        methods = "".join(f"``{method}``, " for method in methods_of(one.name)).removesuffix(", ")
+        text = f"{one.name}: {methods}{': ' if methods else ''}{option.keyword_help}"
+        entries.append("\n".join(_FILL.wrap(text)))
+    return "\n".join(entries)
+
+
+def _unknown(function: str, name: str, known: Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"{function}() got an unexpected keyword argument {name!r}.{hint}"
+
+
+def _check_lists(given: Mapping[str, Any], signature: inspect.Signature) -> None:
+    """Refuse a text as the value of a keyword that takes a list.
+
+    Raises:
+        UsageError: If there is one.
+    """
+    for name, value in given.items():
+        kinds = {get_origin(kind) for kind in get_args(signature.parameters[name].annotation)}
+        if isinstance(value, str) and Sequence in kinds:
+            raise UsageError(f"{name} is {value!r}; it must be a list, such as {value.split()!r}.")

@@ -1,0 +1,65 @@
+"""From the texts of a command line to the values of options; raises what a command says about a text it cannot read."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from optuna_dsat.errors import UsageError
+
+__all__ = ["split_fixed", "split_mappings", "split_stages"]
+
+
+def split_stages(texts: Sequence[str] | None) -> tuple[int, ...] | None:
+    """Return the ZeRO stages that ``["1,2", "3"]`` names, in ascending order; None if there are no texts.
+
+    Raises:
+        UsageError: If one is not a ZeRO stage.
+    """
+    if not texts:
+        return None
+    stages = set()
+    for text in re.split(r"[,\s]+", " ".join(texts).strip()):
+        if text not in ("0", "1", "2", "3"):
+            raise UsageError(f"--zero-stages names {text!r}; ZeRO stages are 0, 1, 2 and 3.")
+        stages.add(int(text))
+    return tuple(sorted(stages))
+
+
+def split_fixed(pairs: Sequence[str] | None) -> dict[str, Any] | None:
+    """Return knob -> value of ``KEY=VALUE`` texts, values read as JSON where they are JSON; None if there are no texts.
+
+    Raises:
+        UsageError: If a text has no key or no value.
+    """
+    if not pairs:
+        return None
+    fixed: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not equals or not key or not text:
+            raise UsageError(f"--fix is {pair!r}; write KEY=VALUE, such as --fix overlap_comm=true.")
+        try:
+            fixed[key] = json.loads(text)
+        except ValueError:
+            fixed[key] = text
+    return fixed
+
+
+def split_mappings(pairs: Sequence[str] | None) -> dict[str, str] | None:
+    """Return config key -> option of the script of ``KEY=--OPTION`` texts; None if there are no texts.
+
+    Raises:
+        UsageError: If a text has no ``=``.
+    """
+    if not pairs:
+        return None
+    mappings: dict[str, str] = {}
+    for pair in pairs:
+        key, equals, option = pair.partition("=")
+        if not equals:
+            raise UsageError(f"--arg-mapping is {pair!r}; write KEY=--OPTION.")
+        mappings[key] = option
+    return mappings

@@ -1,0 +1,86 @@
+"""From checked options to the ``StudySpec`` of the study that they ask for."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from optuna_dsat.config import ds_config
+from optuna_dsat.launch.devices import Devices
+from optuna_dsat.script.arg_mapping import parse_mappings
+from optuna_dsat.study.spec import MethodOptions, ScriptSpec, StudySpec, make_spec, parse_bytes
+from optuna_dsat.tuning.options import TuneOptions, spec_field
+from optuna_dsat.tuning.target import find_target, writable
+
+__all__ = ["build_spec"]
+
+
+def build_spec(method: str, options: TuneOptions, devices: Devices) -> StudySpec:
+    """Check all options and return the spec; nothing is launched or written.
+
+    Raises:
+        UsageError: On the first thing that cannot be used.
+    """
+    target = find_target(options)
+    path = Path(options.ds_config)
+    user = ds_config.load(path)
+    config = ds_config.merge(user.raw, target.overwrites)
+    slots = options.gpus_per_trial or devices.per_launch
+    ds_config.batch_triangle(ds_config.effective(config), world_size=slots)
+    mappings = {**(user.autotuning.arg_mappings or {}), **(options.arg_mapping or {})}
+    names = {one.name for one in fields(options)}
+    values = {
+        **_settings(options),
+        "name": options.study or f"{target.stem}-{method}",
+        "method": method,
+        "options": {name: getattr(options, name) for name in names & MethodOptions.model_fields.keys()},
+        "script": ScriptSpec(
+            script=target.script,
+            args=target.args,
+            is_module=target.is_module,
+            cwd=str(Path.cwd()),
+            config_path=str(path.resolve()),
+            arg_mappings=parse_mappings(mappings),
+        ),
+        "ds_config": config,
+        "device": devices.kind,
+        "slots_per_trial": slots,
+        "device_memory_bytes": _device_memory(options, devices),
+        "output_dir": str(writable(Path(options.output_dir))),
+    }
+    spec = make_spec(**values)
+    from optuna_dsat.study.space import space_of
+
+    space_of(spec, None)  # refuses a knob or value that the space cannot take
+    return spec
+
+
+def _settings(options: TuneOptions) -> dict[str, Any]:
+    """Return the spec's fields that options fill as they are; those left at None keep the spec's default."""
+    settings: dict[str, Any] = {}
+    for one in fields(options):
+        name, value = spec_field(one.name), getattr(options, one.name)
+        if name in StudySpec.model_fields and value is not None:
+            settings[name] = value
+    if stages := settings.pop("zero_stages", ()):
+        settings["zero_stages"] = tuple(sorted(set(stages)))
+    if "nvme_path" in settings:
+        settings["nvme_path"] = os.fspath(settings["nvme_path"])
+    for name in ("no_tune", "preload", "no_preload"):
+        if name in settings:
+            settings[name] = tuple(str(one) for one in settings[name])
+    return settings
+
+
+def _device_memory(options: TuneOptions, devices: Devices) -> int | None:
+    """Return the bytes that one rank may allocate; None for all there is.
+
+    The default on a GPU is None: an allocation that does not fit fails on its own. The default on the CPU is three
+    quarters of a rank's share of the host's memory: beyond that the kernel ends some process of the machine, which may
+    be another's.
+    """
+    if options.device_memory is not None:
+        return parse_bytes(str(options.device_memory))
+    return devices.devices[0].memory_bytes * 3 // 4 if devices.kind == "cpu" else None

@@ -1,0 +1,124 @@
+"""What the ranks run: reads the user's script, module or model definition, without importing it."""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from optuna_dsat.errors import UsageError
+from optuna_dsat.script.module_file import module_file
+from optuna_dsat.script.trial_class import (
+    RUNNER,
+    Hparams,
+    find_trial_class,
+    is_trial_class,
+    own_overwrites,
+    runner_arguments,
+)
+from optuna_dsat.tuning.options import TuneOptions
+
+__all__ = ["Target", "find_target", "trial_target", "writable"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A script, a module, or the runner of a ``DeepSpeedTrial``."""
+
+    script: str
+    """Absolute path, or a module's name if ``is_module``."""
+    is_module: bool
+    args: tuple[str, ...]
+    stem: str
+    """First part of its study's default name."""
+    overwrites: Mapping[str, Any] = field(default_factory=dict)
+    """Config of the hyperparameters, merged over the user's config."""
+
+
+def find_target(options: TuneOptions) -> Target:
+    """Return what the ranks are to run.
+
+    Raises:
+        UsageError: If it does not exist, or is not Python.
+    """
+    rest = tuple(str(one) for one in options.script_args or ())
+    script, hparams = Path(options.script), None if options.hparams is None else Path(options.hparams)
+    entry = str(script)
+    if not options.module and is_trial_class(entry) and not script.is_file():
+        return trial_target(entry, Path(options.ds_config), hparams, rest)
+    if hparams is not None:
+        raise UsageError("--hparams is for a DeepSpeedTrial (NAME:CLASS); a script takes its arguments after --.")
+    name, stem = _module(entry) if options.module else _script(script)
+    return Target(script=name, is_module=options.module, args=rest, stem=stem)
+
+
+def trial_target(entry: str, config: Path, hparams: Path | None, rest: tuple[str, ...]) -> Target:
+    """Return the runner of a ``DeepSpeedTrial`` with its arguments.
+
+    Raises:
+        UsageError: If there is no such class, or the hyperparameters cannot be used.
+    """
+    found = find_trial_class(entry, Path.cwd())
+    overwrites = {} if hparams is None else own_overwrites(Hparams.load(hparams), config, Path.cwd())
+    named = None if hparams is None else str(hparams)
+    return Target(
+        script=RUNNER,
+        is_module=True,
+        args=runner_arguments(entry, config=str(config), hparams=named, rest=rest),
+        stem=found.name,
+        overwrites=overwrites,
+    )
+
+
+def _script(path: Path) -> tuple[str, str]:
+    """Return the absolute path of a script and its stem."""
+    if not path.is_file():
+        raise UsageError(
+            f"The script {path} {'is not a file' if path.exists() else 'does not exist'}."
+            + (" To run a module, say so with -m." if module_file(str(path), Path.cwd()) else "")
+        )
+    _check_python(path, f"The script {path}")
+    return str(path.resolve()), path.stem
+
+
+def _module(name: str) -> tuple[str, str]:
+    """Return the name of a module that can be run, and its last part."""
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise UsageError(f"-m takes a module's name, such as package.module; got {name!r}.")
+    file = module_file(name, Path.cwd())
+    if file is None:
+        path = name.replace(".", "/")
+        raise UsageError(
+            f"The module {name} was not found: there is no {path}.py and no {path}/__main__.py in {Path.cwd()}, "
+            "and no such module is installed."
+        )
+    _check_python(file, f"The module {name}")
+    return name, name.rpartition(".")[2]
+
+
+def _check_python(path: Path, what: str) -> None:
+    try:
+        ast.parse(path.read_bytes(), filename=str(path))
+    except (SyntaxError, ValueError) as error:
+        where = f" (line {error.lineno})" if isinstance(error, SyntaxError) and error.lineno else ""
+        raise UsageError(f"{what} is not Python{where}: {error.args[0]}.") from None
+
+
+def writable(path: Path) -> Path:
+    """Return the absolute path of an output directory that exists or can be created; creates nothing.
+
+    Raises:
+        UsageError: If it cannot be written to.
+    """
+    absolute = path.absolute()
+    parent = absolute
+    while not parent.exists() and parent != parent.parent:
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise UsageError(
+            f"The output directory {path} cannot be written to ({parent}). Give another with --output-dir."
+        )
+    return absolute
