@@ -33,6 +33,7 @@ from optuna_dsat.launch.follow import follow
 from optuna_dsat.launch.protocol import Launcher
 from optuna_dsat.launch.torchrun import TorchrunLauncher
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.atomic_write import write_text_atomic
 from optuna_dsat.study.launch_requests import launch_request
 from optuna_dsat.study.profile import measure_profile
 from optuna_dsat.study.spec import StudySpec
@@ -188,9 +189,7 @@ def _launch(spec: StudySpec, launcher: Launcher, zero: dict[str, Any], size: int
 def _write(output: Path, record: Mapping[str, Any]) -> None:
     """Write the record in one piece."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    part = output.with_suffix(".part")
-    part.write_text(json.dumps(record, indent=1) + "\n")
-    part.replace(output)
+    write_text_atomic(output, json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "launch": GROUND | {"runtime", "script"},
     "store": GROUND | {"runtime", "trials", "launch"},
     "study": GROUND | PURE | {"runtime", "script", "samplers", "pruners", "guided", "launch", "store"},
-    "report": GROUND | PURE | {"pruners", "guided", "launch", "store", "study"},
+    "report": GROUND | PURE | {"runtime", "pruners", "guided", "launch", "store", "study"},
     "plan": GROUND | PURE | {"launch", "store", "study"},
     "display": GROUND | {"study"},
     "doctor": GROUND | {"launch", "store"},

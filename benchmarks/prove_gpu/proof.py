@@ -13,6 +13,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from optuna_dsat.runtime.atomic_write import write_text_atomic
+
 __all__ = [
     "STAND_IN_NOTE",
     "NotRunError",
@@ -160,9 +162,7 @@ class Proof:
 def replace(path: Path, text: str) -> None:
     """Write a file in one piece."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
+    write_text_atomic(path, text)
 
 
 def scrubbed(value: Any, *, state: Path) -> Any:

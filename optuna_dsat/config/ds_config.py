@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import Any
 
 from optuna_dsat.config.autotuning_section import Autotuning, parse_autotuning, positive_int
 from optuna_dsat.errors import ConfigError
+from optuna_dsat.runtime.atomic_write import write_text_atomic
 from optuna_dsat.runtime.flattening import flatten
 
 __all__ = [
@@ -447,16 +446,5 @@ def write_json_atomic(path: str | Path, data: Mapping[str, Any] | Iterable[Any])
     Raises:
         OSError: If the folder cannot be written; nothing is left behind.
     """
-    target = Path(path)
     text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_text_atomic(Path(path), text, durable=True, mode=0o644)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from optuna_dsat.launch.cuda_state import cuda_hidden
+from optuna_dsat.runtime.atomic_write import write_text_atomic
 from optuna_dsat.runtime.rank_process import die_with_parent
 
 __all__ = ["main"]
@@ -30,9 +31,7 @@ def _write_record(path: Path, failures: Mapping[int, Any]) -> None:
             for rank, failure in sorted(failures.items())
         ]
     }
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(record), encoding="utf-8")
-    temporary.replace(path)
+    write_text_atomic(path, json.dumps(record))
 
 
 def _hasten_rendezvous() -> None:

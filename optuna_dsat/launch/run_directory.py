@@ -23,7 +23,6 @@ import contextlib
 import errno
 import itertools
 import json
-import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +32,7 @@ from typing import Any
 
 from optuna_dsat.errors import DsatError
 from optuna_dsat.launch.protocol import LaunchReport
+from optuna_dsat.runtime.atomic_write import write_text_atomic
 
 __all__ = ["OutputError", "RunDirectory", "recorded_environment", "without_secrets"]
 
@@ -252,14 +252,8 @@ class RunDirectory:
         Raises:
             OutputError: If it cannot be written.
         """
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
         with _readable_errors(path):
-            try:
-                temporary.write_text(text, encoding="utf-8")
-                temporary.replace(path)
-            except OSError:
-                temporary.unlink(missing_ok=True)
-                raise
+            write_text_atomic(path, text)
 
     def write_command(
         self, command: Sequence[str], *, cwd: str, devices: Sequence[int], environ: Mapping[str, str]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from optuna_dsat.errors import UsageError
 from optuna_dsat.report.page import render
 from optuna_dsat.report.view import StudyView, read_view
+from optuna_dsat.runtime.atomic_write import write_text_atomic
 from optuna_dsat.store import Store
 
 __all__ = ["default_path", "write_report"]
@@ -34,11 +34,8 @@ def write_report(store: Store, name: str, path: Path | None = None) -> Path:
     view = read_view(store, name)
     target = default_path(view) if path is None else path
     text = render(view)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(target)
+        write_text_atomic(target, text)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise UsageError(f"{target} cannot be written: {error.strerror}. Choose another file with -o.") from None
     return target

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +61,6 @@ class LaunchPlan:
     def measures(self) -> bool:
         """Whether steps are measured and the launch ends after ``end_profile_step``."""
         return self.purpose != "full"
-
-    def save(self, path: str | Path) -> None:
-        """Write the plan to ``path``, atomically."""
-        target = Path(path)
-        temporary = target.with_name(f".{target.name}.{os.getpid()}")
-        temporary.write_text(json.dumps({**asdict(self), "overlay": dict(self.overlay)}, indent=2), encoding="utf-8")
-        temporary.replace(target)
 
     @classmethod
     def load(cls, path: str | Path) -> LaunchPlan:

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -72,7 +72,7 @@ class Starter:
             overlay=overlay,
             **{"purpose": "trial", "log_dir": str(self.folder), **plan},
         )
-        described.save(self.folder / "launch.json")
+        (self.folder / "launch.json").write_text(json.dumps(asdict(described)), encoding="utf-8")
         return {
             **os.environ,
             LAUNCH_ENV: str(self.folder / "launch.json"),

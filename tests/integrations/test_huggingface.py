@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import base64
 import json
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,7 +61,7 @@ def test_without_hyperparameters_the_launch_says_what_runs(
     tmp_path: Path, config_path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert get_hf_args_with_overwrites(["--bf16"]) == ["--bf16"]
-    plan_of(tmp_path, config_path).save(tmp_path / "launch.json")
+    (tmp_path / "launch.json").write_text(json.dumps(asdict(plan_of(tmp_path, config_path))), encoding="utf-8")
     monkeypatch.setenv(LAUNCH_ENV, str(tmp_path / "launch.json"))
     args = get_hf_args_with_overwrites(["--bf16"])
     assert args[:3] == ["--bf16", "--per_device_train_batch_size", "6"]

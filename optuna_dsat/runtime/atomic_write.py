@@ -1,0 +1,35 @@
+"""Files written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = ["write_text_atomic"]
+
+
+def write_text_atomic(path: Path, text: str, *, durable: bool = False, mode: int | None = None) -> None:
+    """Write a UTF-8 file so that a reader sees the old content or the new, never a part.
+
+    Args:
+        path: The file.
+        text: Its new content.
+        durable: Whether the content is on disk before it takes the place of the old.
+        mode: Permission bits of the file; None for those that the umask leaves.
+
+    Raises:
+        OSError: If the folder cannot be written; nothing is left behind.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        if mode is not None:
+            temporary.chmod(mode)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
