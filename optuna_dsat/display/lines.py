@@ -1,4 +1,4 @@
-"""The news of a search as lines of text: what scrolls by on a terminal, and all there is in a pipe."""
+"""Progress events as lines of text: what scrolls by on a terminal, and the whole output in a pipe."""
 
 from __future__ import annotations
 
@@ -8,41 +8,46 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.study import progress
 from optuna_dsat.words import bytes_in_words, metric_in_words
 
-__all__ = ["Lines", "lines_of"]
+__all__ = ["LineView", "lines_of"]
 
 
-def lines_of(news: progress.ProgressEvent, metric: str) -> list[str]:
-    """Return the lines that a piece of news is worth."""
-    if isinstance(news, progress.Message):
-        return [news.text]
-    if isinstance(news, progress.ProfileStarted):
-        return [f"Profile launch at micro-batch 1, {news.words} ..."]
-    if isinstance(news, progress.ProfileFinished):
-        return _profile_lines(news)
-    if isinstance(news, progress.SearchStarted):
-        before = f", {news.launched} made before" if news.launched else ""
-        lines = [f"Study {news.study}: {news.max_trials} launches{before}, optimising {news.metric}."]
-        if news.best is not None:
-            lines.append(f"Best so far: {metric_in_words(news.metric, news.best.value)}, {news.best.words}.")
+def lines_of(event: progress.ProgressEvent, metric: str) -> list[str]:
+    """Return the lines of an event; none for single steps.
+
+    Args:
+        event: The event.
+        metric: The metric that the search optimises.
+    """
+    if isinstance(event, progress.Message):
+        return [event.text]
+    if isinstance(event, progress.ProfileStarted):
+        return [f"Profile launch at micro-batch 1, {event.words} ..."]
+    if isinstance(event, progress.ProfileFinished):
+        return _profile_lines(event)
+    if isinstance(event, progress.SearchStarted):
+        before = f", {event.launched} made before" if event.launched else ""
+        lines = [f"Study {event.study}: {event.max_trials} launches{before}, optimising {event.metric}."]
+        if event.best is not None:
+            lines.append(f"Best so far: {metric_in_words(event.metric, event.best.value)}, {event.best.words}.")
         return lines
-    if isinstance(news, progress.TrialStarted):
-        again = f" (attempt {news.attempt + 1})" if news.attempt else ""
-        return [f"Trial {news.number}{again}: {news.words} ..."]
-    if isinstance(news, progress.TrialDropped):
-        return [f"Trial {news.number} was given to another worker; its result is dropped."]
-    if isinstance(news, progress.TrialFinished):
-        return [_finished_line(news, metric)]
-    if isinstance(news, progress.FinalistStarted):
-        return [f"Finalist {news.number}: {news.words}, measured again with more steps ..."]
-    if isinstance(news, progress.FinalistMeasured):
-        return [_finalist_line(news, metric)]
+    if isinstance(event, progress.TrialStarted):
+        again = f" (attempt {event.attempt + 1})" if event.attempt else ""
+        return [f"Trial {event.number}{again}: {event.words} ..."]
+    if isinstance(event, progress.TrialDropped):
+        return [f"Trial {event.number} was given to another worker; its result is dropped."]
+    if isinstance(event, progress.TrialFinished):
+        return [_finished_line(event, metric)]
+    if isinstance(event, progress.FinalistStarted):
+        return [f"Finalist {event.number}: {event.words}, measured again with more steps ..."]
+    if isinstance(event, progress.FinalistMeasured):
+        return [_finalist_line(event, metric)]
     return []
 
 
-def _profile_lines(news: progress.ProfileFinished) -> list[str]:
-    profile = news.profile
-    how = "measured before, no launch needed" if news.reused else f"measured with {news.measured_with}"
-    largest = ", ".join(f"ZeRO {stage}: {size}" for stage, size in sorted(news.largest_micro_batches.items()))
+def _profile_lines(event: progress.ProfileFinished) -> list[str]:
+    profile = event.profile
+    how = "measured before, no launch needed" if event.reused else f"measured with {event.measured_with}"
+    largest = ", ".join(f"ZeRO {stage}: {size}" for stage, size in sorted(event.largest_micro_batches.items()))
     return [
         f"Profile ({how}): {profile.params / 1e6:.4g} M parameters ({profile.trainable_params / 1e6:.4g} M trainable), "
         f"{bytes_in_words(profile.activation_bytes_per_sample)} of activations and "
@@ -52,37 +57,37 @@ def _profile_lines(news: progress.ProfileFinished) -> list[str]:
     ]
 
 
-def _finished_line(news: progress.TrialFinished, metric: str) -> str:
-    text = f"Trial {news.number}: {news.words}: {news.outcome.value}"
-    if news.value is not None:
-        text += f", {metric_in_words(metric, news.value)}"
-    if news.speed_up is not None:
-        text += ", your own config" if news.own else f", {news.speed_up:.2f}x your config"
-    if news.best:
+def _finished_line(event: progress.TrialFinished, metric: str) -> str:
+    text = f"Trial {event.number}: {event.words}: {event.outcome.value}"
+    if event.value is not None:
+        text += f", {metric_in_words(metric, event.value)}"
+    if event.speed_up is not None:
+        text += ", your own config" if event.own else f", {event.speed_up:.2f}x your config"
+    if event.best:
         text += ", best so far"
-    if news.outcome not in (Outcome.MEASURED, Outcome.PRUNED):
-        text += f" ({news.message})"
+    if event.outcome not in (Outcome.MEASURED, Outcome.PRUNED):
+        text += f" ({event.message})"
     return text
 
 
-def _finalist_line(news: progress.FinalistMeasured, metric: str) -> str:
-    if news.value is None or news.low is None or news.high is None:
-        return f"Finalist {news.number}: {news.words}: {news.message}"
+def _finalist_line(event: progress.FinalistMeasured, metric: str) -> str:
+    if event.value is None or event.low is None or event.high is None:
+        return f"Finalist {event.number}: {event.words}: {event.message}"
     return (
-        f"Finalist {news.number}: {news.words}: {metric_in_words(metric, news.value)} "
-        f"(95 % between {metric_in_words(metric, news.low)} and {metric_in_words(metric, news.high)})"
+        f"Finalist {event.number}: {event.words}: {metric_in_words(metric, event.value)} "
+        f"(95 % between {metric_in_words(metric, event.low)} and {metric_in_words(metric, event.high)})"
     )
 
 
-class Lines:
-    """Prints each piece of news as plain lines: for pipes and logs."""
+class LineView:
+    """Prints each event as plain lines: for pipes and logs."""
 
     def __init__(self) -> None:
         self._metric = ""
 
-    def __call__(self, news: progress.ProgressEvent) -> None:
-        """Print what is worth a line; single steps are not."""
-        if isinstance(news, progress.SearchStarted):
-            self._metric = news.metric
-        for line in lines_of(news, self._metric):
+    def __call__(self, event: progress.ProgressEvent) -> None:
+        """Print the event's lines."""
+        if isinstance(event, progress.SearchStarted):
+            self._metric = event.metric
+        for line in lines_of(event, self._metric):
             print(line, file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""What the live view shows: a search as its news tell it, without any terminal.
+"""What the live view shows: the state of a search, built from its progress events, without any terminal.
 
-The view is drawn by a thread of its own while news come in. There is no lock, which the handler of Ctrl-C might find
-held: what changes its size is copied in one step before it is looked through.
+The view is drawn by a thread of its own while events arrive. There is no lock, which the handler of Ctrl-C might find
+held: a collection is copied in one step before it is iterated over.
 """
 
 from __future__ import annotations
@@ -10,128 +10,137 @@ import statistics
 from collections import deque
 from dataclasses import dataclass, field
 
-from optuna_dsat.metrics import direction_of
+from optuna_dsat.metrics import direction_of, speed_up
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study import progress
 
-__all__ = ["Board", "Row"]
+__all__ = ["LaunchInFlight", "LiveState"]
 
-_REMEMBERED = 20
-"""Launches whose durations tell how long the next ones take: later ones are more like those to come."""
-_LEAST_TOLD = 2
-"""Launches that must have ended before a time left is told."""
+_WINDOW = 20
+"""Latest launches whose durations predict the next ones: later launches are more like those to come."""
+_MIN_LAUNCHES = 2
+"""Launches that must have ended before the time left is estimated."""
 
 
 @dataclass(kw_only=True)
-class Row:
+class LaunchInFlight:
     """A launch in flight."""
 
     name: str
-    """Number of the trial, or what else is launched."""
+    """Number of the trial, or ``profile``."""
     words: str
-    """Its lineage and micro-batch in words."""
+    """Its configuration in words."""
     since: float
-    """Time at which it was launched, in the board's clock (s)."""
+    """Time of the launch, in seconds of the state's clock."""
     last_step: int | None
-    """Last step that it runs; None where that is not told."""
+    """Last step that it runs; None if not known."""
     step: int = 0
+    """Last step that ended; 0 before the first."""
     samples_per_s: float | None = None
+    """Over all ranks; None before the first step."""
     peak_bytes: int = 0
+    """Peak device memory of the worst rank; 0 if not known."""
     first_step_at: float | None = None
+    """End of the first step, in seconds of the state's clock; None before it."""
 
 
 @dataclass(kw_only=True)
-class Board:
-    """A search, told by its news. Times are those of one monotonic clock, in seconds."""
+class LiveState:
+    """The state of a search, as its events tell it. Times are those of one monotonic clock, in seconds."""
 
-    rows: dict[str, Row] = field(default_factory=dict)
+    rows: dict[str, LaunchInFlight] = field(default_factory=dict)
     """Launches in flight, by name."""
     search: progress.SearchStarted | None = None
     began: float = 0.0
-    """When the search began, in this process."""
+    """Start of the search in this process."""
     launched: int = 0
     """Launches that count against the budget."""
     best: progress.BestSoFar | None = None
+    """None before anything was measured."""
     user_value: float | None = None
-    """The metric of the user's own config."""
+    """The metric of the user's own config; None if it was not measured."""
     memory_bytes: int = 0
-    """What one rank has; 0 while that is not known."""
+    """Device memory per rank; 0 while it is not known."""
     finalists_done: int = 0
+    """Finalists measured again, or given up."""
     ended_search: bool = False
-    _durations: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
-    _startups: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    """Whether finalists are being measured again."""
+    _durations: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    _startups: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
 
-    def take(self, news: progress.ProgressEvent, now: float) -> None:
-        """Take in a piece of news at time ``now``."""
-        if isinstance(news, progress.ProfileStarted):
+    def apply(self, event: progress.ProgressEvent, now: float) -> None:
+        """Update the state by an event that arrives at time ``now``."""
+        if isinstance(event, progress.ProfileStarted):
             self.rows = {
-                "profile": Row(name="profile", words=f"{news.words}, micro-batch 1", since=now, last_step=None)
+                "profile": LaunchInFlight(
+                    name="profile", words=f"{event.words}, micro-batch 1", since=now, last_step=None
+                )
             }
-        elif isinstance(news, progress.ProfileFinished):
+        elif isinstance(event, progress.ProfileFinished):
             self.rows.pop("profile", None)
-            self.memory_bytes = news.profile.device_memory_bytes
-        elif isinstance(news, progress.SearchStarted):
-            self.search, self.launched, self.began = news, news.launched, now
-            self.best, self.user_value = news.best, news.user_value
-        elif isinstance(news, progress.TrialStarted | progress.FinalistStarted):
-            name = str(news.number)
-            self.launched += isinstance(news, progress.TrialStarted) and news.attempt == 0
-            self.ended_search |= isinstance(news, progress.FinalistStarted)
-            self.rows[name] = Row(name=name, words=news.words, since=now, last_step=news.end_profile_step)
-        elif isinstance(news, progress.TrialStepped):
-            self._step(news, now)
-        elif isinstance(news, progress.TrialFinished):
-            self._finish(news, now)
-        elif isinstance(news, progress.TrialDropped):
-            self.rows.pop(str(news.number), None)
-        elif isinstance(news, progress.FinalistMeasured):
-            self.rows.pop(str(news.number), None)
+            self.memory_bytes = event.profile.device_memory_bytes
+        elif isinstance(event, progress.SearchStarted):
+            self.search, self.launched, self.began = event, event.launched, now
+            self.best, self.user_value = event.best, event.user_value
+        elif isinstance(event, progress.TrialStarted | progress.FinalistStarted):
+            name = str(event.number)
+            self.launched += isinstance(event, progress.TrialStarted) and event.attempt == 0
+            self.ended_search |= isinstance(event, progress.FinalistStarted)
+            self.rows[name] = LaunchInFlight(name=name, words=event.words, since=now, last_step=event.end_profile_step)
+        elif isinstance(event, progress.TrialStepped):
+            self._step(event, now)
+        elif isinstance(event, progress.TrialFinished):
+            self._finish(event, now)
+        elif isinstance(event, progress.TrialDropped):
+            self.rows.pop(str(event.number), None)
+        elif isinstance(event, progress.FinalistMeasured):
+            self.rows.pop(str(event.number), None)
             self.finalists_done += 1
 
-    def _step(self, news: progress.TrialStepped, now: float) -> None:
-        row = self.rows.get(str(news.number))
+    def _step(self, event: progress.TrialStepped, now: float) -> None:
+        row = self.rows.get(str(event.number))
         if row is None:
             return
-        row.step, row.samples_per_s, row.peak_bytes = news.step, news.samples_per_s, news.peak_bytes
+        row.step, row.samples_per_s, row.peak_bytes = event.step, event.samples_per_s, event.peak_bytes
         if row.first_step_at is None:
             row.first_step_at = now
 
-    def _finish(self, news: progress.TrialFinished, now: float) -> None:
-        row = self.rows.pop(str(news.number), None)
-        self.launched = news.launched
+    def _finish(self, event: progress.TrialFinished, now: float) -> None:
+        row = self.rows.pop(str(event.number), None)
+        self.launched = event.launched
         if row is not None:
             self._durations.append(now - row.since)
-            if row.first_step_at is not None and news.outcome is Outcome.MEASURED:
+            if row.first_step_at is not None and event.outcome is Outcome.MEASURED:
                 self._startups.append(row.first_step_at - row.since)
-        self.best = news.best_so_far or self.best
-        self.user_value = self.user_value if news.user_value is None else news.user_value
+        self.best = event.best_so_far or self.best
+        self.user_value = self.user_value if event.user_value is None else event.user_value
 
     @property
-    def in_flight(self) -> tuple[Row, ...]:
+    def in_flight(self) -> tuple[LaunchInFlight, ...]:
         """Launches in flight."""
         return tuple(self.rows.values())
 
     @property
     def speed_up(self) -> float | None:
-        """How many times as good as the user's own config the best is, None where either is missing."""
-        if self.search is None or self.best is None or not self.user_value or not self.best.value:
+        """How many times as good as the user's own config the best is; None if either is missing."""
+        if self.search is None or self.best is None:
             return None
-        ratio = self.best.value / self.user_value
-        return ratio if direction_of(self.search.metric) == "maximize" else 1 / ratio
+        maximize = direction_of(self.search.metric) == "maximize"
+        return speed_up(self.best.value, self.user_value, maximize=maximize)
 
-    def against_best(self, row: Row) -> float | None:
-        """Return by what share a launch's samples/s are above those of the best (below: negative), None if unknown."""
+    def against_best(self, row: LaunchInFlight) -> float | None:
+        """Return the relative difference of a launch's samples/s to those of the best; None if either is unknown."""
         if row.samples_per_s is None or self.best is None or not self.best.samples_per_s:
             return None
         return row.samples_per_s / self.best.samples_per_s - 1
 
     def left_s(self, now: float) -> float | None:
-        """Return how long the rest takes at most, in seconds, if launches go on taking what the last ones took.
+        """Return an upper estimate of the time left, in seconds, from the durations of the latest launches.
 
-        None before that can be told. The search may end earlier: by --early-stopping, or because nothing is left that
-        may win. The finalists' launches are counted in, with as many more steps as they run.
+        None before two launches have ended. The search may end earlier: by --early-stopping, or because nothing is left
+        that may win. The finalists' launches are included, with the larger number of steps that they run.
         """
-        if self.search is None or len(self._durations) < _LEAST_TOLD:
+        if self.search is None or len(self._durations) < _MIN_LAUNCHES:
             return None
         mean = statistics.fmean(tuple(self._durations))
         search_s = 0.0
@@ -145,7 +154,7 @@ class Board:
         return search_s + max(0, self.search.finalists - self.finalists_done) * self._finalist_s(mean)
 
     def _finalist_s(self, mean: float) -> float:
-        """Return how long a finalist's launch takes."""
+        """Return the predicted duration of a finalist's launch, in seconds, from the mean of a trial's."""
         startup = statistics.fmean(tuple(self._startups)) if self._startups else mean
         factor = 1.0 if self.search is None else self.search.finalist_steps
         return startup + max(0.0, mean - startup) * factor

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
-__all__ = ["ASKED", "EXIT_INTERRUPTED", "Stopping", "stopping_on_signals"]
+__all__ = ["EXIT_INTERRUPTED", "STOP_MESSAGE", "Stopping", "stopping_on_signals"]
 
 EXIT_INTERRUPTED = 130
 """Exit code of an interrupted command, as shells give it."""
 
-ASKED = "Stopping: launches in flight are ended and returned to the study. Ctrl-C again stops at once."
+STOP_MESSAGE = "Stopping: launches in flight are ended and returned to the study. Ctrl-C again stops at once."
 _AT_ONCE = "Stopped at once. Launches that were in flight are ended, found lost by whoever goes on, and run again."
 _SHOW_CURSOR = "\x1b[?25h"
 
@@ -25,11 +25,11 @@ class Stopping:
 
     asked: bool = False
     live: bool = False
-    """Whether a live view shows ``ASKED``, so that it is not to be written over it."""
+    """Whether a live view shows ``STOP_MESSAGE``; then it is not written to the terminal as well."""
     remedy: str = ""
-    """The command that continues, once it is known."""
+    """The command that continues; empty while it is not known."""
     leave: Callable[[int], None] = os._exit
-    """Ends the process without any cleaning up; the kernel then ends its launches."""
+    """Ends the process without cleaning up; the kernel then ends its launches."""
 
     def __call__(self, _signal: int, _frame: FrameType | None) -> None:
         """Handle a signal.
@@ -45,7 +45,7 @@ class Stopping:
             return
         self.asked = True
         if not self.live:
-            self._write(ASKED)
+            self._write(STOP_MESSAGE)
         raise KeyboardInterrupt
 
     @staticmethod
@@ -54,7 +54,7 @@ class Stopping:
         try:
             os.write(2, f"{text}\n".encode())
         except OSError:
-            return  # nobody listens any more
+            return  # stderr is closed
 
 
 @contextmanager

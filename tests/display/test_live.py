@@ -12,10 +12,10 @@ from optuna.trial import TrialState
 from rich.console import Console
 
 from optuna_dsat.cost.memory import ModelProfile
-from optuna_dsat.display.lines import Lines
+from optuna_dsat.display.lines import LineView
 from optuna_dsat.display.live import make_observer, render
-from optuna_dsat.display.live_state import Board
-from optuna_dsat.display.stopping import ASKED, Stopping
+from optuna_dsat.display.live_state import LiveState
+from optuna_dsat.display.stopping import STOP_MESSAGE, Stopping
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.store import Store
 from optuna_dsat.study import progress
@@ -54,110 +54,112 @@ def finished(number: int, value: float | None, *, best: bool = False, own: bool 
     )  # fmt: skip
 
 
-def shown(board: Board, now: float, *, width: int = 120, height: int = 24, ascii_only: bool = False) -> str:
+def shown(state: LiveState, now: float, *, width: int = 120, height: int = 24, ascii_only: bool = False) -> str:
     console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system=None)
-    console.print(render(board, now, width=width, height=height, ascii_only=ascii_only))
+    console.print(render(state, now, width=width, height=height, ascii_only=ascii_only))
     file = console.file
     assert isinstance(file, io.StringIO)
     return re.sub(r"\x1b\[[0-9;]*m", "", file.getvalue())
 
 
 @pytest.fixture
-def board() -> Board:
+def state() -> LiveState:
     """Two launches in flight of a search whose user's own config was measured, and then a better one."""
-    board = Board()
-    board.take(progress.ProfileFinished(profile=PROFILE, measured_with="", reused=False, largest_micro_batches={}), 0.0)
-    board.take(search(side_by_side=2, finalists=2, finalist_steps=3.0), 0.0)
-    board.take(started(0), 0.0)
-    board.take(stepped(0), 6.0)
-    board.take(finished(0, 50.0, best=True, own=True), 10.0)
-    board.take(started(1), 10.0)
-    board.take(stepped(1), 16.0)
-    board.take(finished(1, 100.0, best=True), 20.0)
-    board.take(started(2), 20.0)
-    board.take(started(3), 20.0)
-    board.take(stepped(2), 24.0)
-    return board
+    state = LiveState()
+    state.apply(
+        progress.ProfileFinished(profile=PROFILE, measured_with="", reused=False, largest_micro_batches={}), 0.0
+    )
+    state.apply(search(side_by_side=2, finalists=2, finalist_steps=3.0), 0.0)
+    state.apply(started(0), 0.0)
+    state.apply(stepped(0), 6.0)
+    state.apply(finished(0, 50.0, best=True, own=True), 10.0)
+    state.apply(started(1), 10.0)
+    state.apply(stepped(1), 16.0)
+    state.apply(finished(1, 100.0, best=True), 20.0)
+    state.apply(started(2), 20.0)
+    state.apply(started(3), 20.0)
+    state.apply(stepped(2), 24.0)
+    return state
 
 
-def test_a_launch_in_flight_is_a_row_with_its_speed_against_the_best_and_its_memory(board: Board) -> None:
-    text = shown(board, 25.0, width=160)
+def test_a_launch_in_flight_is_a_row_with_its_speed_against_the_best_and_its_memory(state: LiveState) -> None:
+    text = shown(state, 25.0, width=160)
     (row,) = [line for line in text.splitlines() if "micro-batch 2" in line]
     assert re.search(r"2 +ZeRO 3 .*1/5 +90 +-10% +█████░░░░░ 4.00 GiB of 8.00 GiB +5 s", row)
     assert "starts" in next(line for line in text.splitlines() if "micro-batch 3" in line)
-    assert "#####-----" in shown(board, 25.0, width=160, ascii_only=True)
+    assert "#####-----" in shown(state, 25.0, width=160, ascii_only=True)
 
 
-def test_best_own_config_and_budget_are_told(board: Board) -> None:
-    text = shown(board, 25.0)
+def test_best_own_config_and_budget_are_told(state: LiveState) -> None:
+    text = shown(state, 25.0)
     assert "Best so far: 100 samples/s, 2.00x your config (trial 1: micro-batch 1)" in text
     assert "Your own config: 50 samples/s" in text
     assert "4 of 10 launches, 2 in flight, then 2 finalists" in text
 
 
-def test_the_time_left_counts_what_runs_side_by_side_and_the_finalists(board: Board) -> None:
+def test_the_time_left_counts_what_runs_side_by_side_and_the_finalists(state: LiveState) -> None:
     # Launches took 10 s, 6 of them to the first step. Six are to start, two are half done, two at a time; then two
     # finalists of 6 + 4 * 3 s.
-    assert board.left_s(25.0) == pytest.approx((8 * 10 - 2 * 5) / 2 + 2 * 18)
-    assert "at most about 2 min left" in shown(board, 25.0)
-    board.search = search(side_by_side=8, finalists=0)
-    assert board.left_s(25.0) == pytest.approx(10.0)  # no launch is shared by slots
-    board.launched = 10
-    assert board.left_s(28.0) == pytest.approx(2.0)
-    board.launched = 4
-    board.search = search(side_by_side=2, finalists=0, timeout_s=30.0)
-    assert board.left_s(25.0) == pytest.approx(5.0)
-    assert "less than a minute left" in shown(board, 25.0)
+    assert state.left_s(25.0) == pytest.approx((8 * 10 - 2 * 5) / 2 + 2 * 18)
+    assert "at most about 2 min left" in shown(state, 25.0)
+    state.search = search(side_by_side=8, finalists=0)
+    assert state.left_s(25.0) == pytest.approx(10.0)  # no launch is shared by slots
+    state.launched = 10
+    assert state.left_s(28.0) == pytest.approx(2.0)
+    state.launched = 4
+    state.search = search(side_by_side=2, finalists=0, timeout_s=30.0)
+    assert state.left_s(25.0) == pytest.approx(5.0)
+    assert "less than a minute left" in shown(state, 25.0)
 
 
 def test_no_time_left_is_told_before_it_can_be_known() -> None:
-    board = Board()
-    board.take(search(), 0.0)
-    board.take(started(0), 0.0)
-    board.take(finished(0, 50.0), 10.0)
-    assert board.left_s(10.0) is None
-    assert "the time left is not known yet" in shown(board, 10.0)
+    state = LiveState()
+    state.apply(search(), 0.0)
+    state.apply(started(0), 0.0)
+    state.apply(finished(0, 50.0), 10.0)
+    assert state.left_s(10.0) is None
+    assert "the time left is not known yet" in shown(state, 10.0)
 
 
 def test_a_resumed_search_begins_with_what_is_known() -> None:
-    board = Board()
+    state = LiveState()
     best = progress.BestSoFar(number=4, words="ZeRO 1, micro-batch 8", value=80.0, samples_per_s=80.0)
-    board.take(search(launched=6, best=best, user_value=40.0), 0.0)
-    text = shown(board, 0.0)
+    state.apply(search(launched=6, best=best, user_value=40.0), 0.0)
+    text = shown(state, 0.0)
     assert "80 samples/s, 2.00x your config (trial 4: ZeRO 1, micro-batch 8)" in text
     assert "6 of 10 launches" in text
 
 
 def test_a_retry_is_no_further_launch_and_a_dropped_trial_leaves() -> None:
-    board = Board()
-    board.take(search(), 0.0)
-    board.take(started(0), 0.0)
-    board.take(started(0, attempt=1), 5.0)
-    assert board.launched == 1
-    board.take(progress.TrialDropped(number=0), 6.0)
-    assert board.in_flight == ()
+    state = LiveState()
+    state.apply(search(), 0.0)
+    state.apply(started(0), 0.0)
+    state.apply(started(0, attempt=1), 5.0)
+    assert state.launched == 1
+    state.apply(progress.TrialDropped(number=0), 6.0)
+    assert state.in_flight == ()
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 200])
-def test_no_line_is_wider_than_the_terminal(board: Board, width: int) -> None:
-    lines = shown(board, 25.0, width=width).splitlines()
+def test_no_line_is_wider_than_the_terminal(state: LiveState, width: int) -> None:
+    lines = shown(state, 25.0, width=width).splitlines()
     assert max(len(line) for line in lines) <= width
     rows = [line for line in lines if line.lstrip().startswith(("2 ", "3 "))]
     assert len(rows) == 2
     assert width < 60 or all("micro-batch" in row for row in rows)
 
 
-def test_more_launches_than_lines_are_counted(board: Board) -> None:
+def test_more_launches_than_lines_are_counted(state: LiveState) -> None:
     for number in range(4, 34):
-        board.take(started(number), 30.0)
-    text = shown(board, 31.0, height=16)
+        state.apply(started(number), 30.0)
+    text = shown(state, 31.0, height=16)
     assert len(text.splitlines()) <= 16
     assert "and 24 more" in text
 
 
 def test_a_pipe_gets_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     with make_observer(quiet=False, stopping=Stopping()) as observer:
-        assert isinstance(observer, Lines)
+        assert isinstance(observer, LineView)
         for news in (search(launched=3), started(3), stepped(3), finished(3, None)):
             observer(news)
     assert capsys.readouterr().err.splitlines() == [
@@ -173,7 +175,7 @@ def test_the_second_signal_leaves_at_once_and_says_how_to_go_on(capfd: pytest.Ca
     with pytest.raises(KeyboardInterrupt):
         stopping(2, None)
     assert left == []
-    assert capfd.readouterr().err == f"{ASKED}\n"
+    assert capfd.readouterr().err == f"{STOP_MESSAGE}\n"
     stopping(2, None)
     assert left == [130]
     assert "Continue with: optuna-dsat resume s" in capfd.readouterr().err
@@ -232,7 +234,7 @@ def test_ctrl_c_twice_stops_at_once(tmp_path: Path) -> None:
     with terminal(command(tmp_path, pause_s=0.1, stop_s=600.0), width=130) as screen:
         screen.wait_for("2 in flight")
         screen.press_ctrl_c()
-        screen.wait_for(ASKED)
+        screen.wait_for(STOP_MESSAGE)
         screen.press_ctrl_c()
         assert screen.wait() == 130
     assert "Stopped at once." in screen.plain()
