@@ -89,13 +89,14 @@ def test_a_disk_that_refuses_is_a_clear_error(
         raise OSError(number, "refused")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", refuse)
+        patch.setattr(Path, "replace", refuse)
         with pytest.raises(OutputError, match=words) as caught:
             directory.write_json(directory.config, {"a": 2})
     assert isinstance(caught.value, DsatError)
     assert caught.value.exit_code == 5
     assert "--output-dir" in str(caught.value)
     assert json.loads(directory.config.read_text()) == {"a": 1}
+    assert not list(tmp_path.glob("one/.*"))
 
 
 def test_a_directory_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
