@@ -14,7 +14,7 @@ from typing import TextIO
 from optuna_dsat.launch.devices import Devices, Nvml
 from optuna_dsat.launch.processes import kill_leftovers, new_mark
 from optuna_dsat.launch.protocol import LaunchRequest, SlotsBusyError
-from optuna_dsat.launch.run_files import prepare, write_run_directory
+from optuna_dsat.launch.run_files import prepare_launch, write_run_directory
 from optuna_dsat.launch.running import first_failure_code
 from optuna_dsat.launch.slots import SlotLease, SlotPool
 from optuna_dsat.launch.waiting import DEFAULT_LIMIT_S, SlotWait
@@ -77,7 +77,7 @@ def run_full(
     lease = _take(pool, request.slots, wait)
     try:
         directory = write_run_directory(request, Path(output_dir))
-        prepared = prepare(request, directory, lease, pool=pool, base_env=os.environ, mark=mark)
+        prepared = prepare_launch(request, directory, lease, pool=pool, base_env=os.environ, mark=mark)
         agent = subprocess.Popen(prepared.argv, cwd=request.command.cwd, env=prepared.environ, stdout=stdout)
         interrupted = _wait_in_foreground(agent)
         code = first_failure_code(prepared.directory.agent_record)

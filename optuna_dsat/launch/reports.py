@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from optuna_dsat.launch.classify import LaunchFacts, Verdict
 from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest
-from optuna_dsat.launch.run_directory import RunDirectory
+from optuna_dsat.launch.run_directory import OutputError, RunDirectory
 from optuna_dsat.launch.running import RunningLaunch
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.runtime.events import StepMeasured
+from optuna_dsat.runtime.events import RankFailed, StepMeasured
+from optuna_dsat.runtime.rank_process import EXIT_EVENTS_LOST
 
-__all__ = ["report_of", "report_of_unstarted"]
+__all__ = ["complete_report", "report_of", "report_of_unstarted", "write_report"]
 
 _EXPLAINED_BY_LOG = frozenset({Outcome.COMMUNICATION_ERROR, Outcome.SCRIPT_ERROR, Outcome.STALLED, Outcome.TIMEOUT})
 """Outcomes for which a report quotes the end of the log where no rank recorded a traceback: shown, never read."""
+
+_FULL_DISK_BYTES = 2**20
+"""Free space below which a rank that died without a record is taken to have found the disk full."""
 
 _EXCERPT_BYTES = 8192
 _EXCERPT_LINES = 20
@@ -76,6 +83,49 @@ def report_of_unstarted(
         measured_s=0.0,
         exit_s=0.0,
     )
+
+
+def complete_report(settled: LaunchReport, directory: RunDirectory, *, note: str, exit_s: float) -> LaunchReport:
+    """Return the final report of a launch that was settled before it ended, written if that is possible.
+
+    Args:
+        settled: Its report so far.
+        directory: Its run directory.
+        note: Text added to the message.
+        exit_s: Seconds from the last event of a rank to the end.
+    """
+    report = replace(settled, message=settled.message + note, exit_s=exit_s)
+    with contextlib.suppress(OutputError):  # what was measured is in it; the next launch meets the same disk
+        directory.write_report(report)
+    return report
+
+
+def write_report(report: LaunchReport, directory: RunDirectory, *, facts: LaunchFacts, output_dir: Path) -> None:
+    """Write the report of a launch that ran.
+
+    Args:
+        report: The report.
+        directory: The launch's run directory.
+        facts: All that is known of it.
+        output_dir: Folder of the run directories.
+
+    Raises:
+        OutputError: If a full disk or an unwritable folder explains a failure that no rank recorded.
+    """
+    unrecorded = report.outcome is Outcome.SCRIPT_ERROR and not any(
+        isinstance(event, RankFailed) for events in facts.events.values() for event in events
+    )
+    try:
+        directory.write_report(report)
+    except OutputError:
+        if unrecorded:
+            raise
+        return  # what was measured is in the report; the next launch meets the same disk
+    lost = EXIT_EVENTS_LOST in facts.exit_codes.values()
+    if unrecorded and (lost or shutil.disk_usage(output_dir).free < _FULL_DISK_BYTES):
+        raise OutputError(
+            f"No space left in {output_dir}: a launch could not write what it measured. Free some space, then resume."
+        )
 
 
 def _log_of(directory: RunDirectory, rank: int) -> Path:

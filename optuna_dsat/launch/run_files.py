@@ -19,11 +19,11 @@ from optuna_dsat.launch.run_directory import RunDirectory, without_secrets
 from optuna_dsat.launch.slots import SlotLease, SlotPool
 from optuna_dsat.runtime.launch_plan import LaunchPlan
 
-__all__ = ["Prepared", "prepare", "write_run_directory"]
+__all__ = ["PreparedLaunch", "prepare_launch", "write_run_directory"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
+class PreparedLaunch:
     """A launch that is ready to be started: its run directory is written."""
 
     directory: RunDirectory
@@ -49,7 +49,7 @@ def write_run_directory(request: LaunchRequest, output_dir: Path) -> RunDirector
     return directory
 
 
-def prepare(
+def prepare_launch(
     request: LaunchRequest,
     directory: RunDirectory,
     lease: SlotLease,
@@ -57,7 +57,7 @@ def prepare(
     pool: SlotPool,
     base_env: Mapping[str, str],
     mark: str,
-) -> Prepared:
+) -> PreparedLaunch:
     """Make the command and the environment of a launch on these slots, and write them down."""
     command = torchrun_command(request, directory=directory)
     environ = launch_environment(
@@ -73,7 +73,7 @@ def prepare(
         link = str(directory.link_package(package_dir()))
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, (link, environ.get("PYTHONPATH"))))
     directory.write_command(command, cwd=request.command.cwd, devices=lease.indices, environ=environ)
-    return Prepared(
+    return PreparedLaunch(
         directory=directory,
         argv=agent_command(command, record=directory.agent_record, tuner_pid=os.getpid()),
         arguments=tuple(command[3:]),

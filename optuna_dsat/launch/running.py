@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from optuna_dsat.launch.activity import MOST_SILENCES, WorkWatch, read_processes
-from optuna_dsat.launch.agents import Agent
+from optuna_dsat.launch.agent_handle import AgentHandle
 from optuna_dsat.launch.classify import LaunchFacts, StopReason
 from optuna_dsat.launch.preload import Preload
 from optuna_dsat.launch.processes import ProcessKey, children_of, end_processes, find_marked
@@ -127,7 +127,7 @@ class RunningLaunch:
     directory: RunDirectory
     lease: SlotLease
     mark: str
-    agent: Agent
+    agent: AgentHandle
     command: tuple[str, ...]
     started: float
     started_unix: float

@@ -68,7 +68,7 @@ def can_fork() -> bool:
 
 
 class WarmAgent:
-    """A torchrun that the parent has forked (an ``Agent``).
+    """A torchrun that the parent has forked (an ``AgentHandle``).
 
     Attributes:
         preload: What its ranks find imported.
@@ -82,7 +82,7 @@ class WarmAgent:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Look whether it has ended; return the exit code, None while it runs."""
+        """Check whether it has ended; return the exit code, None while it runs."""
         if self.returncode is None:
             self.returncode = self._parent.exit_code(self._launch_id)
         return self.returncode

@@ -319,14 +319,14 @@ def test_launches_that_fail_alike_side_by_side_lead_back_once(folder: Path, tmp_
     notices: list[str] = []
     launcher = make(tmp_path, notices, warm=True, PYTHONPATH=str(folder))
     proven, spoilt = Preload(), Preload(modules=(*BASE_MODULES, "spoiler"))
-    launcher._warm.prove(proven)
+    launcher._forking.prove(proven)
     launcher.prepare(spoilt)
     for rank in range(2):
-        launcher._give_up_forking(FailedFork(preloaded=spoilt, message=f"rank {rank}: no fork for me"))
-    assert (launcher._forks, launcher._warm.preload) == (True, proven)
+        launcher._forking.retreat(FailedFork(preloaded=spoilt, message=f"rank {rank}: no fork for me"))
+    assert (launcher._forking.enabled, launcher._forking.preload) == (True, proven)
     assert len(notices) == 1
-    launcher._give_up_forking(FailedFork(preloaded=proven, message="rank 0: nor of that"))
-    assert not launcher._forks
+    launcher._forking.retreat(FailedFork(preloaded=proven, message="rank 0: nor of that"))
+    assert not launcher._forking.enabled
     launcher.close()
 
 

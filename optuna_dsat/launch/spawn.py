@@ -1,0 +1,87 @@
+"""Starts the processes of a launch on slots taken for it: forked where possible, else by plain torchrun."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Mapping
+
+from optuna_dsat.launch.agent_handle import AgentHandle
+from optuna_dsat.launch.build_locks import remove_stale_locks
+from optuna_dsat.launch.forking import Forking
+from optuna_dsat.launch.processes import kernel_oom_kills, new_mark
+from optuna_dsat.launch.protocol import LaunchRequest
+from optuna_dsat.launch.run_directory import RunDirectory
+from optuna_dsat.launch.run_files import PreparedLaunch, prepare_launch
+from optuna_dsat.launch.running import RunningLaunch
+from optuna_dsat.launch.slots import SlotLease, SlotPool
+from optuna_dsat.launch.warm import WarmOrder
+
+__all__ = ["spawn"]
+
+
+def spawn(
+    request: LaunchRequest,
+    directory: RunDirectory,
+    lease: SlotLease,
+    *,
+    pool: SlotPool,
+    base_env: Mapping[str, str],
+    forking: Forking | None,
+) -> RunningLaunch:
+    """Start a launch.
+
+    Args:
+        request: The launch.
+        directory: Its run directory, written.
+        lease: Its slots.
+        pool: The pool they are from.
+        base_env: Environment to inherit from.
+        forking: Forks launches; None for plain torchrun.
+
+    Raises:
+        OutputError: If the run directory cannot be written.
+    """
+    mark = new_mark()
+    prepared = prepare_launch(request, directory, lease, pool=pool, base_env=base_env, mark=mark)
+    remove_stale_locks(base_env)
+    oom_kills = kernel_oom_kills()
+    agent = None if forking is None else forking.start(_warm_order(request, prepared, mark))
+    # A fork may have waited for the imports; the launch begins here.
+    started, started_unix = time.monotonic(), time.time()
+    return RunningLaunch(
+        request=request,
+        directory=directory,
+        lease=lease,
+        mark=mark,
+        agent=_start_torchrun(request, prepared) if agent is None else agent,
+        preloaded=None if agent is None else agent.preload,
+        command=prepared.shown,
+        started=started,
+        started_unix=started_unix,
+        oom_kills_before=oom_kills,
+    )
+
+
+def _warm_order(request: LaunchRequest, prepared: PreparedLaunch, mark: str) -> WarmOrder:
+    return WarmOrder(
+        launch_id=request.launch_id,
+        mark=mark,
+        arguments=prepared.arguments,
+        environ=prepared.environ,
+        cwd=request.command.cwd,
+        directory=prepared.directory,
+    )
+
+
+def _start_torchrun(request: LaunchRequest, prepared: PreparedLaunch) -> AgentHandle:
+    with prepared.directory.agent_log.open("wb") as log:
+        return subprocess.Popen(
+            prepared.argv,
+            cwd=request.command.cwd,
+            env=prepared.environ,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
