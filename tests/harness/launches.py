@@ -19,6 +19,7 @@ from optuna_dsat.launch.protocol import (
 )
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
+STUB = "stub_engine.py"
 DS_CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 4,
     "gradient_accumulation_steps": 1,
@@ -28,14 +29,21 @@ DS_CONFIG: dict[str, Any] = {
 
 
 def request(
-    cwd: Path, *, launch_id: str = "trial-0000", args: Sequence[str] = (), slots: int = 2, **changes: Any
+    cwd: Path,
+    *,
+    launch_id: str = "trial-0000",
+    script: str = "tiny_launch.py",
+    args: Sequence[str] = (),
+    slots: int = 2,
+    **changes: Any,
 ) -> LaunchRequest:
+    """Return the request of a launch of a script of ``tests/scripts``; ``STUB`` needs neither torch nor DeepSpeed."""
     config_path = cwd / "user_config.json"
     fields: dict[str, Any] = {
         "launch_id": launch_id,
         "purpose": "trial",
         "command": ScriptCommand(
-            script=str(SCRIPTS / "tiny_launch.py"),
+            script=str(SCRIPTS / script),
             args=(str(config_path), *args),
             cwd=str(cwd),
             config_path=str(config_path),

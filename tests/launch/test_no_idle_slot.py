@@ -12,7 +12,7 @@ from optuna_dsat.launch.devices import cpu_devices
 from optuna_dsat.launch.protocol import Finished, LaunchUpdate, Settled, SlotsBusyError
 from optuna_dsat.launch.torchrun import TorchrunLauncher
 from optuna_dsat.outcome import Outcome
-from tests.harness.launches import DS_CONFIG, reports, request, updates_until_finished
+from tests.harness.launches import DS_CONFIG, STUB, reports, request, updates_until_finished
 
 from .test_torchrun import BASE_ENV, until
 
@@ -40,9 +40,9 @@ def settled(launcher: TorchrunLauncher) -> Settled:
 
 
 def test_a_launch_follows_one_that_is_settled(launcher: TorchrunLauncher, cwd: Path) -> None:
-    launcher.start(request(cwd, launch_id="first"))
+    launcher.start(request(cwd, launch_id="first", script=STUB))
     with pytest.raises(SlotsBusyError):
-        launcher.start(request(cwd, launch_id="too-early"))
+        launcher.start(request(cwd, launch_id="too-early", script=STUB))
     assert settled(launcher).report.outcome is Outcome.MEASURED
     assert launcher.free_slots == 2
     launcher.start(request(cwd, launch_id="second"))
@@ -50,7 +50,7 @@ def test_a_launch_follows_one_that_is_settled(launcher: TorchrunLauncher, cwd: P
     assert tuple(launcher.waiting) == ("second",)
     assert launcher.run_directory("second").config.exists()
     with pytest.raises(SlotsBusyError):
-        launcher.start(request(cwd, launch_id="third"))
+        launcher.start(request(cwd, launch_id="third", script=STUB))
     ended = reports(updates_until_finished(launcher, 2))
     assert {name: report.outcome for name, report in ended.items()} == dict.fromkeys(("first", "second"), "measured")
     gone = ended["first"].started_at + ended["first"].startup_s + ended["first"].measured_s
@@ -58,9 +58,9 @@ def test_a_launch_follows_one_that_is_settled(launcher: TorchrunLauncher, cwd: P
 
 
 def test_a_waiting_launch_can_be_stopped(launcher: TorchrunLauncher, cwd: Path) -> None:
-    launcher.start(request(cwd, launch_id="first"))
+    launcher.start(request(cwd, launch_id="first", script=STUB))
     settled(launcher)
-    launcher.start(request(cwd, launch_id="second"))
+    launcher.start(request(cwd, launch_id="second", script=STUB))
     assert launcher.holders()[0].own
     launcher.stop("second", message="not any more")
     assert not launcher.waiting
@@ -73,7 +73,7 @@ def test_a_waiting_launch_can_be_stopped(launcher: TorchrunLauncher, cwd: Path) 
 
 
 def test_a_stopped_launch_is_settled_at_once(launcher: TorchrunLauncher, cwd: Path) -> None:
-    launcher.start(request(cwd, launch_id="first", args=("--end", "sleep")))
+    launcher.start(request(cwd, launch_id="first", script=STUB, args=("--end", "sleep")))
     launcher.poll(0.1)
     launcher.stop("first", message="enough")
     assert settled(launcher).report.message == "enough"
@@ -85,6 +85,6 @@ def test_a_launch_without_memory_is_settled_before_its_processes_are_gone(
 ) -> None:
     launcher.start(request(cwd, launch_id="first", device_memory_bytes=150 * 2**20, args=("--batch", "4000000")))
     assert settled(launcher).report.outcome is Outcome.OUT_OF_MEMORY
-    launcher.start(request(cwd, launch_id="second"))
+    launcher.start(request(cwd, launch_id="second", script=STUB))
     ended = reports(updates_until_finished(launcher, 2))
     assert [ended[name].outcome for name in ("first", "second")] == [Outcome.OUT_OF_MEMORY, Outcome.MEASURED]

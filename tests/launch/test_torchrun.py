@@ -20,7 +20,7 @@ from optuna_dsat.launch.protocol import LaunchUpdate
 from optuna_dsat.launch.torchrun import TorchrunLauncher
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import EngineReady, RankFailed, RankFinished, RankStarted, StepMeasured
-from tests.harness.launches import DS_CONFIG, events, reports, request, updates_until_finished
+from tests.harness.launches import DS_CONFIG, STUB, events, reports, request, updates_until_finished
 
 ROOT = Path(__file__).parents[2]
 BASE_ENV = {
@@ -104,8 +104,8 @@ def test_one_rank_s_exception_ends_the_launch(launcher: TorchrunLauncher, cwd: P
 
 
 def test_a_rank_that_is_killed_ends_the_launch(launcher: TorchrunLauncher, cwd: Path) -> None:
-    launcher.start(request(cwd, args=("--end", "sleep", "--at", "3"), end_profile_step=5))
-    updates = until(launcher, lambda seen: len(events(seen, StepMeasured)) >= 2)
+    launcher.start(request(cwd, script=STUB, args=("--end", "sleep", "--at", "3"), end_profile_step=5))
+    updates = until(launcher, lambda seen: {event.rank for event in events(seen, StepMeasured)} == {0, 1})
     victim = next(event.pid for event in events(updates, RankStarted) if event.rank == 1)
     os.kill(victim, signal.SIGKILL)
     report = reports(updates_until_finished(launcher))["trial-0000"]
@@ -115,7 +115,7 @@ def test_a_rank_that_is_killed_ends_the_launch(launcher: TorchrunLauncher, cwd: 
 
 
 def test_a_launch_is_pruned_in_flight_and_the_next_one_starts(launcher: TorchrunLauncher, cwd: Path) -> None:
-    launcher.start(request(cwd, args=("--step-s", "0.05"), end_profile_step=90))
+    launcher.start(request(cwd, script=STUB, args=("--step-s", "0.05"), end_profile_step=900))
     until(launcher, lambda seen: bool(events(seen, StepMeasured)))
     launcher.stop("trial-0000", message="cannot win")
     launcher.stop("unknown")
@@ -129,12 +129,12 @@ def test_a_launch_is_pruned_in_flight_and_the_next_one_starts(launcher: Torchrun
 
 
 @pytest.mark.parametrize(
-    ("limits", "outcome"), [({"stall_s": 8.0}, Outcome.STALLED), ({"timeout_s": 8.0}, Outcome.TIMEOUT)]
+    ("limits", "outcome"), [({"stall_s": 3.0}, Outcome.STALLED), ({"timeout_s": 6.0}, Outcome.TIMEOUT)]
 )
 def test_a_silent_launch_is_ended(
     launcher: TorchrunLauncher, cwd: Path, limits: dict[str, Any], outcome: Outcome
 ) -> None:
-    launcher.start(request(cwd, args=("--end", "sleep", "--at", "1"), **limits))
+    launcher.start(request(cwd, script=STUB, args=("--end", "sleep", "--at", "2"), **limits))
     report = reports(updates_until_finished(launcher))["trial-0000"]
     assert report.outcome is outcome, report
     assert_gone(report.pids)
@@ -162,14 +162,16 @@ from optuna_dsat.launch.{module} import {name}
 FOLLOW = """
 from optuna_dsat.runtime.events import RankStarted, StepMeasured
 launcher = TorchrunLauncher(Path({cwd!r}) / "out", devices=cpu_devices(2))
-launcher.start(request(Path({cwd!r}), args=("--step-s", "0.05", "--orphan"), end_profile_step=90))
+asked = request(Path({cwd!r}), script="{stub}", args=("--step-s", "0.05", "--orphan"), end_profile_step=900)
+launcher.start(asked)
 while True:
     for update in launcher.poll(1.0):
         if isinstance(getattr(update, "event", None), StepMeasured):
             print("running", flush=True)
 """
 FULL = """
-full = request(Path({cwd!r}), purpose="full", args=("--steps", "3", "--end", {end!r}, "--at", "2"))
+args = ("--steps", "3", "--end", {end!r}, "--at", "2")
+full = request(Path({cwd!r}), script={script!r}, purpose="full", args=args)
 sys.exit(run_full(full, devices=cpu_devices(2)))
 """
 
@@ -182,7 +184,7 @@ def tuner(cwd: Path, name: str, body: str) -> list[str]:
 
 def test_a_tuner_that_is_killed_takes_its_launch_along(cwd: Path) -> None:
     environ = {**BASE_ENV, "PYTHONPATH": str(ROOT)}
-    command = tuner(cwd, "TorchrunLauncher", FOLLOW.format(cwd=str(cwd)))
+    command = tuner(cwd, "TorchrunLauncher", FOLLOW.format(cwd=str(cwd), stub=STUB))
     process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True, cwd=cwd)
     assert process.stdout is not None
     assert process.stdout.readline() == "running\n"
@@ -202,10 +204,10 @@ def test_a_tuner_that_is_killed_takes_its_launch_along(cwd: Path) -> None:
     assert find_leftovers() == []
 
 
-@pytest.mark.parametrize(("end", "code"), [("", 0), ("exit", 7)])
-def test_a_full_run_is_on_the_terminal_and_passes_its_exit_code_on(cwd: Path, end: str, code: int) -> None:
+@pytest.mark.parametrize(("script", "end", "code"), [("tiny_launch.py", "", 0), (STUB, "exit", 7)])
+def test_a_full_run_is_on_the_terminal_and_passes_its_exit_code_on(cwd: Path, script: str, end: str, code: int) -> None:
     environ = {**BASE_ENV, "PYTHONPATH": str(ROOT)}
-    command = tuner(cwd, "run_full", FULL.format(cwd=str(cwd), end=end))
+    command = tuner(cwd, "run_full", FULL.format(cwd=str(cwd), script=script, end=end))
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, cwd=cwd)
     assert done.returncode == code, done.stderr
     assert "training starts" in done.stdout
