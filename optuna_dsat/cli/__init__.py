@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 from optuna_dsat import __version__
+from optuna_dsat.cli import database, resume, studies
 from optuna_dsat.cli.commands import lift_option, spread_numbers, with_options
 from optuna_dsat.cli.dashboard import dashboard
 from optuna_dsat.cli.doctor import doctor
@@ -22,7 +23,6 @@ from optuna_dsat.cli.password import hide_password
 from optuna_dsat.cli.plan import plan
 from optuna_dsat.cli.report import report
 from optuna_dsat.cli.search import add_searches
-from optuna_dsat.cli.studies import add_commands
 from optuna_dsat.cli.train import train
 from optuna_dsat.display.stopping import EXIT_INTERRUPTED
 from optuna_dsat.errors import DsatError, ScriptFailedError
@@ -70,7 +70,8 @@ def _root(
 
 
 add_searches(app)
-add_commands(app)
+for group in (studies, resume, database):
+    group.add_commands(app)
 app.command("plan")(plan)
 app.command("explain")(explain)
 app.command("train")(with_options(train))

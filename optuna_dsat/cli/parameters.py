@@ -11,7 +11,7 @@ import typer
 from optuna_dsat.errors import DsatError
 from optuna_dsat.tuning.options import DEFAULT_STORAGE, STORAGE_ENV
 
-__all__ = ["DEFAULT_STORAGE", "Name", "Storage", "complete_studies"]
+__all__ = ["DEFAULT_STORAGE", "Json", "Name", "Quiet", "Storage", "complete_studies"]
 
 
 def complete_studies(context: typer.Context, incomplete: str) -> list[str]:
@@ -47,3 +47,5 @@ Name = Annotated[
     str,
     typer.Argument(metavar="STUDY", help="Name of the study.", show_default=False, autocompletion=complete_studies),
 ]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Show the result alone.")]

@@ -10,7 +10,6 @@ from optuna.trial import FrozenTrial, TrialState
 
 from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.store import Store, StoredLaunch
-from optuna_dsat.study.space import objective
 from optuna_dsat.study.stored import StoredStudy, read_stored
 from optuna_dsat.study.tuner import EndReason
 from optuna_dsat.trials import attributes
@@ -25,11 +24,6 @@ class StudyView(StoredStudy):
     launches: tuple[StoredLaunch, ...]
     storage_url: str
     """Without its password."""
-
-    @property
-    def metric(self) -> str:
-        """The metric that is optimised."""
-        return self.spec.metric if self.profiled is None else objective(self.spec, self.profiled)
 
     @property
     def end_reason(self) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,7 @@ from optuna_dsat.store import Store, StudyRecord
 from optuna_dsat.study.finalists import Finalist, standing_of
 from optuna_dsat.study.profile import Profiled
 from optuna_dsat.study.result import complete_config
-from optuna_dsat.study.space import space_of
+from optuna_dsat.study.space import objective, space_of
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.standing import Standing, speed_up_over
 from optuna_dsat.study.user_config import follow_trainer
@@ -31,8 +31,10 @@ class StoredStudy:
     """A study, read at one moment."""
 
     record: StudyRecord
+    stored_spec: StudySpec
+    """As it was stored."""
     spec: StudySpec
-    """As the script means it: batch sizes that the config leaves open are those of the script's trainer."""
+    """Following the script's trainer, which fills in batch sizes that the config leaves open."""
     trials: tuple[FrozenTrial, ...]
     attributes: Mapping[str, Any]
     """User attributes of the study."""
@@ -43,6 +45,21 @@ class StoredStudy:
     def maximize(self) -> bool:
         """Whether a larger metric is better."""
         return self.spec.maximize
+
+    @property
+    def metric(self) -> str:
+        """The metric that is optimised; before the profile launch the requested one."""
+        return self.spec.metric if self.profiled is None else objective(self.spec, self.profiled)
+
+    @property
+    def launches_used(self) -> int:
+        """Launches that count against the budget."""
+        return attributes.launches_used(self.trials)
+
+    @cached_property
+    def measured(self) -> Sequence[FrozenTrial]:
+        """The measured trials, best first."""
+        return attributes.best_trials(self.trials, maximize=self.maximize)
 
     @property
     def trainer(self) -> ScriptTrainer | None:
@@ -68,7 +85,7 @@ class StoredStudy:
     @cached_property
     def best(self) -> Standing | None:
         """The winner; while there is none, the best measured trial."""
-        found = attributes.best_trials(self.trials, maximize=self.maximize)
+        found = self.measured
         winner = self.attributes.get(attributes.WINNER)
         trial = next((t for t in found if t.number == winner), found[0] if found else None)
         return None if trial is None else self.standing(trial)
@@ -181,6 +198,7 @@ def read_stored(store: Store, name: str) -> StoredStudy:
     spec = spec_of(record)
     return StoredStudy(
         record=record,
+        stored_spec=spec,
         spec=spec if profiled is None else follow_trainer(spec, profiled.trainer),
         trials=tuple(store.storage.get_all_trials(study_id, deepcopy=False)),
         attributes=told,

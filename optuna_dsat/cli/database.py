@@ -1,0 +1,56 @@
+"""``db``: the schema of a study database."""
+
+from __future__ import annotations
+
+import typer
+
+from optuna_dsat.cli.parameters import DEFAULT_STORAGE, Storage
+
+__all__ = ["add_commands"]
+
+
+def _upgrade(storage: Storage = DEFAULT_STORAGE) -> None:
+    """Bring a database made by an older version up to date."""
+    from optuna_dsat.store import migrate
+    from optuna_dsat.store.database import Database
+
+    database = Database(storage)
+    try:
+        migrate.upgrade(database)
+        print(migrate.current(database))
+    finally:
+        database.close()
+
+
+def _current(storage: Storage = DEFAULT_STORAGE) -> None:
+    """Print the schema revision of a database."""
+    from optuna_dsat.store import migrate
+    from optuna_dsat.store.database import Database
+
+    database = Database(storage, create=False)
+    try:
+        print(migrate.current(database))
+    finally:
+        database.close()
+
+
+def _check(storage: Storage = DEFAULT_STORAGE) -> None:
+    """Say whether this version can use a database; exit with 2 if not."""
+    from optuna_dsat.store import migrate
+    from optuna_dsat.store.database import Database
+
+    database = Database(storage, create=False)
+    try:
+        migrate.require_usable(database)
+        print(migrate.check(database).value)
+    finally:
+        database.close()
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Add the commands of this module to ``app``."""
+    database = typer.Typer(help="The database's schema.", no_args_is_help=True)
+    database.command("upgrade")(_upgrade)
+    database.command("current")(_current)
+    database.command("check")(_check)
+    app.add_typer(database, name="db")

@@ -1,0 +1,92 @@
+"""``resume`` and ``worker``: go on with a stored study."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from optuna_dsat.cli.parameters import DEFAULT_STORAGE, Json, Name, Quiet, Storage
+from optuna_dsat.cli.search import run_request
+
+__all__ = ["add_commands"]
+
+_MaxTrials = Annotated[
+    int | None, typer.Option("--max-trials", help="New number of launches of trials.", show_default=False)
+]
+_MinGain = Annotated[
+    float | None,
+    typer.Option(
+        "--min-gain", help="guided: new share by which something must be expected to be better.", show_default=False
+    ),
+]
+_WaitForGpus = Annotated[
+    float | None,
+    typer.Option("--wait-for-gpus", help="New limit of the wait for GPUs that others hold, in s.", show_default=False),
+]
+_Workdir = Annotated[
+    Path | None,
+    typer.Option(
+        "--workdir",
+        help="Working directory, where the script lies elsewhere on this machine.",
+        show_default=False,
+    ),
+]
+
+
+def resume(
+    name: Name,
+    storage: Storage = DEFAULT_STORAGE,
+    max_trials: _MaxTrials = None,
+    min_gain: _MinGain = None,
+    wait_for_gpus: _WaitForGpus = None,
+    workdir: _Workdir = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Continue a study where it stands, with the settings it was started with."""
+    limits = {"max_trials": max_trials, "min_gain": min_gain, "wait_for_gpus_s": wait_for_gpus}
+    given = {field: limit for field, limit in limits.items() if limit is not None}
+    _continue(name, storage, limits=given, workdir=workdir, quiet=quiet, as_json=as_json, conclude=True)
+
+
+def worker(
+    name: Name,
+    storage: Storage = DEFAULT_STORAGE,
+    workdir: _Workdir = None,
+    quiet: Quiet = False,
+) -> None:
+    """Join a study from another process or machine; whoever started it confirms and exports the winner."""
+    _continue(name, storage, limits={}, workdir=workdir, quiet=quiet, as_json=False, conclude=False)
+
+
+def _continue(
+    name: str,
+    storage: str,
+    *,
+    limits: Mapping[str, float],
+    workdir: Path | None,
+    quiet: bool,
+    as_json: bool,
+    conclude: bool,
+) -> None:
+    from optuna_dsat.tuning.resume import resume_request
+
+    request = resume_request(
+        name,
+        storage,
+        limits=limits,
+        workdir=workdir,
+        conclude=conclude,
+        on_notice=lambda text: print(text, file=sys.stderr),
+    )
+    run_request(request, quiet=quiet, as_json=as_json)
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Add the commands of this module to ``app``."""
+    for command in (resume, worker):
+        app.command()(command)

@@ -1,0 +1,103 @@
+"""From the name of a stored study to the request that continues it on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from optuna_dsat.errors import UsageError
+from optuna_dsat.launch.devices import Devices, cpu_devices, detect_devices
+from optuna_dsat.script.module_file import module_file
+from optuna_dsat.store import Store
+from optuna_dsat.study.request import StudyRequest
+from optuna_dsat.study.spec import ScriptSpec, StudySpec, make_spec
+from optuna_dsat.study.stored import record_of, spec_of
+
+__all__ = ["resume_request"]
+
+
+def resume_request(
+    name: str,
+    storage: str,
+    *,
+    limits: Mapping[str, float],
+    workdir: Path | None,
+    conclude: bool,
+    on_notice: Callable[[str], None],
+) -> StudyRequest:
+    """Return the request that continues a stored study with the settings it was started with.
+
+    Args:
+        name: The study.
+        storage: URL of its database.
+        limits: Field of ``StudySpec`` or ``MethodOptions`` -> its new value, which is stored.
+        workdir: Working directory on this machine; None for the stored one.
+        conclude: As in ``StudyRequest``.
+        on_notice: Called with each line that the user should read about the devices.
+
+    Raises:
+        UsageError: If there is no such study, or script or devices are not what it needs.
+    """
+    with Store.open(storage, create=False) as store:
+        record = record_of(store, name)
+        spec = spec_of(record)
+        if "min_gain" in limits and spec.method != "guided":
+            raise UsageError(f"--min-gain is an option of guided; this study is searched by {spec.method}.")
+        if limits:
+            spec = make_spec(**_with_limits(spec.model_dump(), limits))
+            store.update_spec(record.uuid, spec.model_dump(mode="json"))
+    if workdir is not None:
+        spec = _relocated(spec, workdir)
+    _check_script(spec.script)
+    devices = _devices_for(spec, on_notice)
+    return StudyRequest(spec=spec, devices=devices, storage=storage, conclude=conclude, relocated=workdir is not None)
+
+
+def _with_limits(values: dict[str, Any], limits: Mapping[str, float]) -> dict[str, Any]:
+    """Return a spec's values with other limits, those of its method included."""
+    own = {name: value for name, value in limits.items() if name in values["options"]}
+    others = {name: value for name, value in limits.items() if name not in own}
+    return {**values, **others, "options": {**values["options"], **own}}
+
+
+def _relocated(spec: StudySpec, workdir: Path) -> StudySpec:
+    """Return the spec with its paths moved from the stored working directory to ``workdir``."""
+    script = spec.script
+    if not workdir.is_dir():
+        raise UsageError(f"--workdir is {workdir}, which is not a directory.")
+    new = workdir.resolve()
+
+    def moved(path: str) -> str:
+        inside = Path(path).is_relative_to(script.cwd)
+        return str(new / Path(path).relative_to(script.cwd)) if inside else path
+
+    script = script.model_copy(
+        update={
+            "cwd": str(new),
+            "script": script.script if script.is_module else moved(script.script),
+            "config_path": moved(script.config_path),
+        }
+    )
+    return spec.model_copy(update={"script": script, "output_dir": moved(spec.output_dir)})
+
+
+def _check_script(script: ScriptSpec) -> None:
+    if script.is_module and module_file(script.script, Path(script.cwd)) is None:
+        raise UsageError(
+            f"The module {script.script} is not found from {script.cwd}; say with --workdir where it lies."
+        )
+    if not script.is_module and not Path(script.script).is_file():
+        raise UsageError(f"The script {script.script} is not on this machine; say with --workdir where it lies.")
+
+
+def _devices_for(spec: StudySpec, on_notice: Callable[[str], None]) -> Devices:
+    devices = detect_devices() if spec.device == "cuda" else cpu_devices(spec.slots_per_trial)
+    for notice in devices.notices:
+        on_notice(notice)
+    if devices.kind != spec.device or len(devices.devices) < spec.slots_per_trial:
+        raise UsageError(
+            f"The study needs {spec.slots_per_trial} {spec.device} slots a launch; "
+            f"this machine offers {len(devices.devices)} of {devices.kind}."
+        )
+    return devices
