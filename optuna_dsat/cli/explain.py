@@ -26,7 +26,7 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say why the winner wins: against your config, knob by knob; what bounds it; what to change or buy next."""
-    from optuna_dsat.report.study_explanation import explain_study
+    from optuna_dsat.report.explanation import explain_study
     from optuna_dsat.store import Store
 
     with Store.open(storage, create=False) as store:

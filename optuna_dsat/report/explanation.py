@@ -1,13 +1,12 @@
 """Why a study's winner wins: against the user's own config, knob by knob, and what would make it faster still.
 
-A knob's contribution is the winner's metric over what it would be with the user's value of this knob alone. Where two
-launches of the winner's stage and offloads differ in nothing else, their ratio is the answer (the geometric mean over
-such pairs); else the models that
-guided search fits to all launches of the study say it, whatever method searched. The contributions need not multiply to
-the whole: knobs help or hinder each other.
+A knob's contribution is the winner's metric over the metric with the user's value of this knob and the winner's values
+of all others. Where launches of the winner's structure differ in this knob only, it is measured: the geometric mean of
+their ratios. Elsewhere it is predicted by the models that guided search fits to all launches of the study, whatever
+method searched. The contributions need not multiply to the speed-up: knobs interact.
 
-What bounds the winner is the fitted step, taken apart by ``StepTimeModel.bounds``. What to change or buy next is the
-same formula asked again with one thing changed, so it holds as far as the formula does.
+What bounds the winner is its predicted step by resource (``StepTimeModel.bounds``). What to change or buy next is the
+same model evaluated with one thing changed, so it holds as far as the model does.
 """
 
 from __future__ import annotations
@@ -20,42 +19,49 @@ from typing import Any
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.cost.gpus import gpu_of_device
+from optuna_dsat.errors import UsageError
 from optuna_dsat.guided.planner import GuidedPlanner
 from optuna_dsat.guided.residual_gp import NOISE
 from optuna_dsat.metrics import LARGER_IS_BETTER
+from optuna_dsat.store import Store
+from optuna_dsat.study.methods import make_planner
 from optuna_dsat.study.standing import Standing, compared, speed_up_over
+from optuna_dsat.study.stored import read_stored
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH, STRUCTURE, Feasibility, feasibility, score, visible_params
-from optuna_dsat.words import bytes_in_words
+from optuna_dsat.words import bytes_in_words, config_in_words
 
-__all__ = ["Contribution", "Explanation", "explain"]
+__all__ = ["Contribution", "Explanation", "explain", "explain_study"]
 
 _WORTH_SAYING = 0.02
-"""Gain from which on a change is proposed."""
+"""Least relative gain of a change that is proposed."""
 _FULL = 0.85
-"""Share of the device's memory from which on it is what stops a larger micro-batch."""
+"""Share of the device's memory from which it is taken to limit the micro-batch."""
 _IDLE_GPU = 0.3
-"""Share of a GPU's peak below which a step bound by computation is not the GPU's fault."""
+"""Share of a GPU's peak FLOPS below which a step bound by computation is limited by the model, not by the GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contribution:
-    """What one knob brought."""
+    """The effect of one knob."""
 
     knob: str
     user: Any
     """The user's value."""
     winner: Any
     factor: float | None
-    """Winner's metric over that with the user's value, larger is better; None where that would not run."""
+    """The winner's metric over that with the user's value, above 1 if the winner's is better; None if the user's value
+    would not run.
+    """
     low: float | None
     high: float | None
-    """Nineteen cases of twenty lie between the two."""
+    """Ends of the 95 % interval; None without ``factor``."""
     source: str
     """``measured`` or ``model``."""
     pairs: int = 0
-    """Pairs of launches that were compared."""
+    """Pairs of launches that were compared; 0 if predicted."""
     note: str = ""
+    """Why there is no factor; empty if there is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,26 +72,46 @@ class Explanation:
     winner: int
     """Number of the trial."""
     value: float
+    """Its metric."""
     user_value: float | None
+    """The metric of the user's own config; None if it was not measured."""
     speed_up: float | None
+    """None if the user's own config was not measured."""
     contributions: tuple[Contribution, ...]
-    """Largest first."""
+    """Largest effect first."""
     bounds: Mapping[str, float]
     """compute, link, host, memory, overhead -> share of the winner's step."""
     peak_bytes: int | None
+    """Measured peak of the worst rank; None if it was not measured."""
     device_bytes: int
+    """Memory of one device."""
     utilisation: float | None
-    """Share of the GPU's peak FLOPS, where the GPU is known."""
+    """Share of the GPU's peak FLOPS; None for a GPU that is not in the table."""
     proposals: tuple[str, ...]
+    """What to change or buy next, largest gain first."""
 
     @property
     def bound(self) -> str:
-        """What most of the step goes into."""
+        """The largest of ``bounds``."""
         return max(self.bounds, key=lambda name: self.bounds[name])
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object."""
         return {**asdict(self), "bound": self.bound}
+
+
+def explain_study(store: Store, name: str) -> tuple[Explanation, str]:
+    """Return why a stored study's winner wins, and its configuration in words.
+
+    Raises:
+        UsageError: If there is no such study, nothing of it was measured, or its profile is gone.
+    """
+    study = read_stored(store, name)
+    if study.profiled is None or study.best is None:
+        raise UsageError(f"Nothing of the study {name!r} was measured: there is nothing to explain.")
+    planner = make_planner(study.spec, study.profiled, study.space, prior_knowledge=study.prior_knowledge)
+    found = explain(study.trials, planner=planner, winner=study.best, baseline=study.baseline)
+    return found, config_in_words(study.best.trial.user_attrs[attributes.CONFIG])
 
 
 def explain(
@@ -99,9 +125,9 @@ def explain(
 
     Args:
         trials: The study's trials.
-        planner: Its space, as guided search sees it.
+        planner: The guided planner of the study's space.
         winner: The winning trial.
-        baseline: The user's own config, None where it was not measured.
+        baseline: The user's own config; None if it was not measured.
     """
     larger = planner.problem.metric in LARGER_IS_BETTER
     user = {} if baseline is None else visible_params(baseline.trial)
@@ -153,7 +179,7 @@ def _contributions(
 def _measured(
     trials: Sequence[FrozenTrial], planner: GuidedPlanner, winner: dict[str, Any], other: dict[str, Any]
 ) -> Contribution | None:
-    """Compare launches that differ as winner and other do, and in nothing else; None where there are none."""
+    """Compare launches that differ as winner and other do, and in nothing else; None if there are none."""
     differing = {name for name in winner.keys() | other.keys() if winner.get(name) != other.get(name)}
     kept = [name for name in STRUCTURE if name not in differing]
     knob = _named(winner, other, differing)
@@ -164,7 +190,7 @@ def _measured(
         if feasibility(trial) is not Feasibility.FITS or not shown:
             continue
         if any(params.get(name) != winner.get(name) for name in kept):
-            continue  # what a knob does depends on the stage and the offloads
+            continue  # the effect of a knob depends on the structure
         rest = str(sorted((name, value) for name, value in params.items() if name not in differing))
         part = {name: params.get(name) for name in differing}
         for chosen, side in ((ours, winner), (theirs, other)):
@@ -188,7 +214,7 @@ def _measured(
 
 
 def _named(winner: Mapping[str, Any], other: Mapping[str, Any], differing: set[str]) -> str:
-    """Return the knob that was changed; others that differ follow from it, where they apply to one side alone."""
+    """Return the knob that was changed; others that differ follow from it: they apply to one side only."""
     return next(name for name in winner if name in differing and name in other)
 
 
@@ -225,7 +251,7 @@ def _modelled(
 
 
 def _utilisation(winner: FrozenTrial, planner: GuidedPlanner) -> float | None:
-    """Return the share of the GPU's peak that the winner reached, None where either is not known."""
+    """Return the share of the GPU's peak FLOPS that the winner reached; None if either is unknown."""
     gpu = gpu_of_device(planner.problem.profile.device_name)
     reached = (winner.user_attrs.get(attributes.METRICS) or {}).get("FLOPS_per_gpu")
     return None if gpu is None or not reached else float(reached) / (gpu.tflops * 1e12)
@@ -234,7 +260,7 @@ def _utilisation(winner: FrozenTrial, planner: GuidedPlanner) -> float | None:
 def _proposals(
     trials: Sequence[FrozenTrial], planner: GuidedPlanner, winner: FrozenTrial, bounds: Mapping[str, float]
 ) -> Iterator[str]:
-    """Yield what to change or buy, the largest gain first."""
+    """Yield what to change or buy, largest gain first."""
     gains = sorted(_gains(trials, planner, winner, bounds), reverse=True)
     for gain, text in gains:
         if gain >= _WORTH_SAYING:

@@ -160,8 +160,8 @@ def test_more_launches_than_lines_are_counted(state: LiveState) -> None:
 def test_a_pipe_gets_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     with make_observer(quiet=False, stopping=Stopping()) as observer:
         assert isinstance(observer, LineView)
-        for news in (search(launched=3), started(3), stepped(3), finished(3, None)):
-            observer(news)
+        for event in (search(launched=3), started(3), stepped(3), finished(3, None)):
+            observer(event)
     assert capsys.readouterr().err.splitlines() == [
         "Study s: 10 launches, 3 made before, optimising throughput.",
         f"Trial 3: {started(3).words} ...",

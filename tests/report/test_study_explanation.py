@@ -6,7 +6,7 @@ import pytest
 
 from optuna_dsat.cli import main
 from optuna_dsat.errors import UsageError
-from optuna_dsat.report.study_explanation import explain_study
+from optuna_dsat.report.explanation import explain_study
 from tests.harness.landscapes import Hill
 from tests.harness.studies import StudyBench
 

@@ -15,8 +15,8 @@ from optuna_dsat.config import ds_config
 from optuna_dsat.config.search_space import SearchSpace
 from optuna_dsat.launch.simulated import SimulatedResult
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.report.explanation import explain_study
 from optuna_dsat.report.notes import study_note
-from optuna_dsat.report.study_explanation import explain_study
 from optuna_dsat.report.view import read_view
 from optuna_dsat.script.trainer import ScriptTrainer
 from optuna_dsat.study import warm_start
@@ -68,7 +68,7 @@ def test_all_who_look_at_a_study_see_the_space_that_it_searched(
         return make_planner(spec, profiled, space, **options)
 
     monkeypatch.setattr(warm_start, "make_planner", noted)
-    monkeypatch.setattr("optuna_dsat.report.study_explanation.make_planner", noted)
+    monkeypatch.setattr("optuna_dsat.report.explanation.make_planner", noted)
     explain_study(bench.store, "s")
     study = read_stored(bench.store, "s")
     assert study.profiled is not None
