@@ -1,20 +1,29 @@
 """What runs inside the user's training processes: hook, timers, event writer.
 
-    __main__        started by torchrun on each rank, in front of the user's script
-    session         the life of a rank: redirect, run the script, leave a record
-    plan, rank      what the launcher and torchrun say
-    hook            waits for ``import deepspeed`` and wraps ``deepspeed.initialize``
-    hugging_face    transformers and accelerate, which read the config earlier
-    lightning       Lightning, likewise
-    overlay         the trial's config, laid over the script's
-    trial_config    what a launch makes of the configs that reach DeepSpeed; differences from the user's file
-    side_effects    checkpoints and monitors, which a trial goes without
-    reporting       for loops that the hook does not see: what a script may call itself
-    meter, profiler what is measured of a step, what the profile launch learns
-    memory          peaks and limits
-    failure         exception -> outcome
-    events, writer  the record of a rank
+    __main__            entry point that torchrun starts on each rank; it runs the user's script
+    rank_process        redirects output, runs the script, records how the rank ended
+    launch_plan, rank   input from the launcher (``launch.json``) and from torchrun (environment)
+    arguments           the script's command line
+    hook                waits for ``import deepspeed`` and wraps ``deepspeed.initialize``
+    hugging_face        applies the launch's config to transformers and accelerate, which read it earlier
+    lightning           the same for Lightning
+    overlay             merges the trial's settings into the script's DeepSpeed config
+    trial_config        applies the overlay and rejects invalid combinations
+    config_redirect     redirects reads of the user's config file to the launch's
+    config_differences  differences between the script's config and the user's file
+    local_rank          default of the script's ``--local_rank`` option
+    side_effects        disables checkpoints and monitors during a trial
+    reporting           public functions for training loops that the hook cannot observe
+    meter, clock        measure each optimizer step
+    profiler            parameters, activations and FLOPs, measured in the profile launch
+    device_memory       memory peaks and limits
+    failure             exception -> outcome
+    imports             modules that the script imported
+    environment_watch   environment variables that the script changed
+    events, writer      the event file of a rank
+    atomic_write        atomic writes, used by all folders
+    flattening          nested configs as dotted keys, used by all folders
 
-Imports nothing of the rest of optuna-dsat but the vocabulary of outcomes, and never Optuna; torch and
-deepspeed only once the script has imported them.
+Imports only ``outcome`` from the rest of optuna-dsat, and never Optuna; torch and deepspeed only after the
+script has imported them.
 """

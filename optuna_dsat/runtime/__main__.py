@@ -12,7 +12,7 @@ from optuna_dsat.runtime.rank_process import FailedExit, exit_as_python, exit_co
 
 
 def main(argv: list[str], *, safe_path: bool, forked: bool = False) -> int:
-    """Run the script as this rank; return its exit code (2 where command or launch cannot be used)."""
+    """Run the script as this rank; return its exit code (2 if the command or the launch description is invalid)."""
     try:
         target = parse_command(argv)
         rank = Rank.from_environment()
@@ -32,7 +32,7 @@ def run(argv: list[str], *, safe_path: bool, forked: bool = False) -> NoReturn:
         forked: Whether this process was forked from one that had imported the heavy modules.
 
     Raises:
-        FailedExit: If the script of a full training run failed, which leaves as Python does.
+        FailedExit: If the script of a full training run failed; the interpreter then shuts down normally.
     """
     try:
         code = main(argv, safe_path=safe_path, forked=forked)

@@ -1,4 +1,4 @@
-"""The script's own command line: which target runs, and the config file its arguments name."""
+"""The script's command line: which script or module runs, and which arguments name the config file."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Target:
         """Run it as ``__main__``, with ``sys.argv`` and ``sys.path[0]`` as Python itself would set them.
 
         Args:
-            safe_path: Whether ``sys.path`` has no place for the script's folder (``python -P``).
+            safe_path: Whether the script's folder stays out of ``sys.path`` (``python -P``).
         """
         sys.argv = [self.name, *self.args]
         if self.is_module:
             runpy.run_module(self.name, run_name="__main__", alter_sys=True)
             return
         if not safe_path:
-            # ``python -m`` put the working directory there, ``python SCRIPT`` the script's real directory.
+            # ``python -m`` sets it to the working directory, ``python SCRIPT`` to the script's real directory.
             sys.path[0] = str(Path(self.name).resolve().parent)
         runpy.run_path(self.name, run_name="__main__")
 
@@ -52,9 +52,9 @@ def parse_command(argv: Sequence[str]) -> Target:
 
 
 def point_to_config(args: Sequence[str], *, user_config: str, config: str) -> tuple[str, ...]:
-    """Return the arguments with each one that names the user's config file pointed to the trial's own.
+    """Return the arguments, with paths of the user's config file replaced by the trial's config file.
 
-    An argument names the file if it is the same text or leads to the same file, alone or as the value of
+    An argument matches if it is the same text or refers to the same file, alone or as the value of
     ``--flag=path``.
     """
     return tuple(_pointed(arg, user_config, config) for arg in args)
@@ -76,5 +76,5 @@ def _same_file(candidate: str, path: str) -> bool:
         return True
     try:
         return Path(candidate).samefile(path)
-    except (OSError, ValueError):  # no such file, or no path at all
+    except (OSError, ValueError):  # no such file, or not a path
         return False

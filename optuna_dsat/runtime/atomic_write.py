@@ -1,4 +1,4 @@
-"""Files written whole or not at all."""
+"""Atomic writes of text files."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ __all__ = ["write_text_atomic"]
 
 
 def write_text_atomic(path: Path, text: str, *, durable: bool = False, mode: int | None = None) -> None:
-    """Write a UTF-8 file so that a reader sees the old content or the new, never a part.
+    """Write a UTF-8 file atomically: readers see the old content or the new, never a part.
 
     Args:
         path: The file.
         text: Its new content.
-        durable: Whether the content is on disk before it takes the place of the old.
-        mode: Permission bits of the file; None for those that the umask leaves.
+        durable: Whether to fsync the new content before it replaces the old.
+        mode: Permission bits of the file; None for the umask's default.
 
     Raises:
-        OSError: If the folder cannot be written; nothing is left behind.
+        OSError: If the folder cannot be written; the temporary file is removed.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -1,4 +1,4 @@
-"""Clocks of a step: the host's, and the device's own where work runs asynchronously."""
+"""Clocks that time a training step: the host's, and the device's if it executes asynchronously."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ = ["Clock", "DeviceClock", "HostClock"]
 
 
 class Clock(Protocol):
-    """Measures the phases of a step."""
+    """Times the phases of a step."""
 
     def synchronize(self) -> None:
-        """Wait until the device has done all it was given."""
+        """Wait until the device has completed all queued work."""
         ...
 
     def now(self) -> float:
@@ -20,26 +20,26 @@ class Clock(Protocol):
         ...
 
     def mark(self) -> Any:
-        """Return a mark of this moment in the device's own order of work; costs no waiting."""
+        """Return a timestamp in the device's work queue, without waiting for the device."""
         ...
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Return the seconds between two marks; only after ``synchronize``."""
+        """Return the seconds between two marks; valid only after ``synchronize``."""
         ...
 
 
 class HostClock:
-    """For devices that work synchronously: the CPU."""
+    """Clock of devices that execute synchronously (the CPU)."""
 
     def synchronize(self) -> None:
-        """Nothing is pending."""
+        """Do nothing: no work is pending."""
 
     def now(self) -> float:
         """Return the host's monotonic time in seconds."""
         return time.perf_counter()
 
     def mark(self) -> float:
-        """Return the present time."""
+        """Return the current time in seconds."""
         return time.perf_counter()
 
     def seconds(self, start: float, end: float) -> float:
@@ -48,10 +48,10 @@ class HostClock:
 
 
 class DeviceClock:
-    """For devices that work asynchronously: phases are timed by events on the device's current stream.
+    """Clock of devices that execute asynchronously: phases are timed by events on the device's current stream.
 
-    Waiting at the end of every phase would keep the host from running ahead, and so change what is measured;
-    events do not. The device is waited for once a step, at its boundary.
+    Synchronizing after every phase would keep the host from running ahead and so change the measurement;
+    events do not. The device is synchronized once per step, at its boundary.
 
     Args:
         accelerator: DeepSpeed's accelerator of this rank.
@@ -75,5 +75,5 @@ class DeviceClock:
         return event
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Return the device's seconds between two events."""
+        """Return the seconds between two events on the device."""
         return float(start.elapsed_time(end)) / 1000.0

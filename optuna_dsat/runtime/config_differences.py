@@ -1,7 +1,7 @@
-"""Where the config that a script passes differs from the file that the tuner was given.
+"""Differences between the config that a script passes to DeepSpeed and the user's config file.
 
-The tuner knows the file alone. A script that builds its config in code, or another file, trains with other settings
-than the tuner shows and exports, wherever the trial's overlay does not reach.
+The tuner only knows the file. A script that builds its config in code, or reads another file, trains with settings
+other than those that the tuner shows and exports, except for keys in the trial's overlay.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ _IGNORED_KEYS = frozenset(
     {"autotuning", "comet", "csv_monitor", "dump_state", "flops_profiler", "steps_per_print", "tensorboard", "wandb"}
     | {"wall_clock_breakdown"}
 )
-"""Keys that decide nothing about speed or memory of a trial, or are taken out of it."""
+"""Keys that do not affect a trial's speed or memory, or that a trial removes."""
 
 
 def config_differences(
     script: Mapping[str, Any], *, user: Mapping[str, Any], launch: Mapping[str, Any], world_size: int
 ) -> dict[str, list[Any]]:
-    """Return dotted key -> [the script's value, the file's], None for a key that is missing.
+    """Return dotted key -> [the script's value, the file's value]; None stands for a missing key.
 
-    A script that reads the file gets the launch's own, so a value of either is no difference. ``"auto"`` and lists of
-    values to try agree with anything (the latter with their members), and batch sizes count as what they come to.
+    A script that reads the file gets the launch's, so a value that equals either is no difference. ``"auto"`` equals
+    any value, a list of values to try equals each member, and batch sizes are compared after normalization to
+    micro-batch and accumulation.
 
     Args:
         script: The config that the script passed, before the overlay.
         user: The user's file.
-        launch: The launch's own config file: the user's with the overlay.
-        world_size: Ranks, where a batch size has to be divided by them.
+        launch: The launch's config file: the user's with the overlay.
+        world_size: Number of ranks, which divide the global batch size.
     """
     ours, theirs = flatten(_batches(script, world_size)), flatten(_batches(user, world_size))
     launched = flatten(_batches(launch, world_size))
@@ -55,7 +56,7 @@ def _agree(mine: Any, other: Any) -> bool:
 
 
 def _batches(config: Mapping[str, Any], world_size: int) -> dict[str, Any]:
-    """Return the config with micro-batch and accumulation in place of whichever batch sizes it gives."""
+    """Return the config with its batch sizes expressed as micro-batch and accumulation steps."""
     rest = {key: value for key, value in config.items() if key not in (_TRAIN, _MICRO, _ACCUMULATION)}
     train, micro, accumulation = config.get(_TRAIN), config.get(_MICRO), config.get(_ACCUMULATION)
     if isinstance(train, int) and accumulation in (None, _AUTO) and isinstance(micro, int):

@@ -1,8 +1,7 @@
-"""A script that reads its DeepSpeed config by itself reads the launch's own config instead.
+"""Redirects reads of the user's DeepSpeed config file to the launch's.
 
-Many scripts open a config whose name is written in them, or is the default of an option, and take their batch size from
-it. Pointing arguments to another file does not reach those; so whoever opens the user's config for reading gets the
-launch's.
+Many scripts open a config whose path is hard-coded or the default of an option, and take their batch size from it.
+Replacing arguments does not affect those; therefore opening the user's config for reading opens the launch's instead.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ _WRITING = frozenset("wax+")
 
 @contextmanager
 def reads_redirected(*, user_config: str, config: str) -> Iterator[None]:
-    """Within this context ``open`` on the user's config, for reading, opens ``config``.
+    """Return a context in which opening the user's config for reading opens ``config``.
 
-    Covers ``open``, ``io.open`` and ``pathlib``. Writing is left alone, and so are other files; those cost one
-    comparison of names.
+    Covers ``open``, ``io.open`` and ``pathlib``. Writing and other files are unaffected, except for one comparison
+    of file names.
     """
     real = builtins.open
     name = Path(user_config).name

@@ -1,11 +1,11 @@
-"""Memory of a rank: what it peaks at and what it may take.
+"""Memory peaks and limits of a rank.
 
 On CUDA both are the caching allocator's. On a CPU the limit is ``RLIMIT_DATA``, which counts private writable
-memory, touched or not (``VmData`` of ``/proc/self/status``); the peak is given in that unit, as growth since
-the limit was set. The kernel keeps no high-water mark of it, so the peak is the larger of two lower bounds:
-the growth of ``VmData`` sampled at the end of every phase (sees buckets that are allocated but never
-touched), and the growth of the resident set's own high-water mark (sees what was allocated and freed within a
-phase).
+memory, touched or not (``VmData`` of ``/proc/self/status``); the peak is in the same unit, as growth since the
+limit was set. The kernel keeps no high-water mark of ``VmData``, so the peak is the larger of two lower bounds:
+the growth of ``VmData`` sampled at the end of every phase (includes buckets that are allocated but never
+touched), and the growth of the resident set's high-water mark (includes memory that was allocated and freed
+within a phase).
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class ProcessMemory:
     """Memory of this process, in bytes."""
 
     data: int
-    """Private writable memory, touched or not: what ``RLIMIT_DATA`` limits. 0 where it is not told."""
+    """Private writable memory, touched or not, which ``RLIMIT_DATA`` limits; 0 if unknown."""
     resident: int
     peak_resident: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPeaks:
-    """Peaks in bytes, in the units of ``StepMeasured``."""
+    """Peaks in bytes, as ``StepMeasured`` defines them."""
 
     allocated: int
     reserved: int
@@ -60,14 +60,14 @@ class MemoryPeaks:
 
 
 class MemoryProbe(Protocol):
-    """Follows the memory of a rank."""
+    """Tracks the memory of a rank."""
 
     def engine_ready(self) -> None:
-        """The engine is built; what follows are training steps."""
+        """Called once the engine is built, before the first training step."""
         ...
 
     def sample(self) -> None:
-        """A phase of a step has ended."""
+        """Called at the end of each phase of a step."""
         ...
 
     def peaks(self) -> MemoryPeaks:
@@ -76,7 +76,7 @@ class MemoryProbe(Protocol):
 
 
 def read_process_memory() -> ProcessMemory:
-    """Read ``/proc/self/status``; where there is none, the resident set from ``getrusage``."""
+    """Read ``/proc/self/status``, or the peak resident set from ``getrusage`` on systems without it."""
     try:
         lines = _STATUS.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
@@ -92,25 +92,25 @@ def read_process_memory() -> ProcessMemory:
 
 
 class CpuMemory:
-    """Peaks of a rank on CPU, as growth since this object was made (see the module's docstring).
+    """Peaks of a rank on CPU, as growth since construction (see the module's docstring).
 
     Args:
-        read: Reads the memory of this process.
+        read: Returns the memory of this process.
     """
 
     def __init__(self, read: Callable[[], ProcessMemory] = read_process_memory) -> None:
         self._read = read
         with contextlib.suppress(OSError):
-            _CLEAR_REFS.write_text("5", encoding="ascii")  # proc(5): the peak resident set starts anew
+            _CLEAR_REFS.write_text("5", encoding="ascii")  # proc(5): resets the peak resident set
         self.baseline = read()
         self._peak_data = self.baseline.data
 
     def engine_ready(self) -> None:
-        """Take a sample; the peak counts from the baseline on, as the limit does."""
+        """Take a sample; like the limit, the peak is relative to the baseline."""
         self.sample()
 
     def sample(self) -> None:
-        """Note the present size."""
+        """Update the peak with the current size."""
         self._peak_data = max(self._peak_data, self._read().data)
 
     def peaks(self) -> MemoryPeaks:
@@ -132,11 +132,11 @@ class CudaMemory:
         self._accelerator = accelerator
 
     def engine_ready(self) -> None:
-        """Forget the peaks of building the engine."""
+        """Reset the peaks, which include building the engine."""
         self._accelerator.reset_peak_memory_stats()
 
     def sample(self) -> None:
-        """Nothing to do: the allocator keeps the peaks itself."""
+        """Do nothing: the allocator tracks the peaks."""
 
     def peaks(self) -> MemoryPeaks:
         """Return the peaks so far."""
@@ -148,11 +148,11 @@ class CudaMemory:
 
 
 def limit_process_memory(budget_bytes: int, baseline: ProcessMemory) -> None:
-    """Let this process allocate ``budget_bytes`` beyond the baseline; then torch raises its allocation error.
+    """Limit this process to ``budget_bytes`` beyond the baseline; torch raises its allocation error above it.
 
-    Called once the heavy imports are done, so that they are not charged: what the script itself allocates
-    from then on is, the model and data it holds in memory included. Threads of gloo and DeepSpeed's last
-    imports take about 60 MiB of it (measured with DeepSpeed 0.19.8).
+    Called after torch and DeepSpeed are imported, so that the imports do not count. All later allocations of the
+    script do, including the model and data it holds in memory. Gloo's threads and DeepSpeed's late imports take
+    about 60 MiB of it (measured with DeepSpeed 0.19.8).
     """
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     soft = baseline.data + budget_bytes
@@ -163,7 +163,7 @@ def limit_process_memory(budget_bytes: int, baseline: ProcessMemory) -> None:
 
 @contextlib.contextmanager
 def process_limit_lifted() -> Iterator[None]:
-    """Within this context the process, and what it starts, may allocate without the limit."""
+    """Return a context in which this process and its children allocate without the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
     try:
@@ -173,30 +173,30 @@ def process_limit_lifted() -> Iterator[None]:
 
 
 def unlink_shared_buffers(maps: Path = Path("/proc/self/maps")) -> None:
-    """Remove the names of the shared-memory buffers that DeepSpeed's CPU operator maps and never removes.
+    """Unlink the shared-memory buffers that DeepSpeed's CPU operator maps and never unlinks.
 
-    They stay mapped until the last rank of this host ends; without this each rank leaves 66 MiB in ``/dev/shm``.
-    Call it once all ranks have mapped them: after the first step.
+    They stay mapped until the last rank of this host ends; otherwise each rank leaves 66 MiB in ``/dev/shm``.
+    Call it after all ranks have mapped them, i.e. after the first step.
     """
     try:
         lines = maps.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return  # no such file outside Linux
     for path in {line.split(maxsplit=5)[-1] for line in lines if "/dev/shm/deepspeed_" in line}:
-        with contextlib.suppress(OSError):  # another rank was first
+        with contextlib.suppress(OSError):  # another rank has unlinked it
             Path(path).unlink()
 
 
 def limit_cuda_memory(torch: Any, budget_bytes: int, local_rank: int) -> None:
-    """Let the caching allocator of this rank's device take ``budget_bytes``, from CUDA's initialisation on.
+    """Limit the caching allocator of this rank's device to ``budget_bytes``.
 
-    Does not initialise CUDA itself: torch runs the call once the script's first use of CUDA does. The CUDA
-    context and what libraries allocate for themselves (NCCL buffers) come on top.
+    Does not initialize CUDA: torch applies the limit when the script first uses CUDA. The CUDA context and
+    allocations by libraries (NCCL buffers) are not included.
 
     Args:
         torch: The torch module.
-        budget_bytes: What the rank may allocate.
-        local_rank: The rank's number on this host, torchrun's convention for its device index.
+        budget_bytes: Bytes that the rank may allocate.
+        local_rank: The rank's number on this host, by torchrun's convention its device index.
     """
 
     def apply() -> None:
@@ -210,14 +210,14 @@ def limit_cuda_memory(torch: Any, budget_bytes: int, local_rank: int) -> None:
 
 
 def support_uuid_visible_devices(accelerator: Any) -> None:
-    """Have DeepSpeed find the free memory of GPUs that ``CUDA_VISIBLE_DEVICES`` names by UUID.
+    """Make ``accelerator.available_memory`` work if ``CUDA_VISIBLE_DEVICES`` names GPUs by UUID.
 
-    With nvidia-ml-py installed, its accelerator (0.19.8) reads that variable as numbers for NVML, and ends every
-    ``deepspeed.initialize`` at ZeRO 1 and 2 with a ValueError otherwise. Parts of a GPU (MIG) have no numbers. CUDA
-    itself answers then.
+    With nvidia-ml-py installed, DeepSpeed's accelerator (0.19.8) parses that variable as device numbers for NVML and
+    raises a ValueError in ``deepspeed.initialize`` at ZeRO 1 and 2 if it holds UUIDs. MIG instances have no numbers.
+    On that error, CUDA is asked instead.
 
     Args:
-        accelerator: DeepSpeed's accelerator of this rank; another version's may not tell its free memory.
+        accelerator: DeepSpeed's accelerator of this rank; other versions may lack ``available_memory``.
     """
     original = getattr(accelerator, "available_memory", None)
     if original is None:
@@ -234,7 +234,7 @@ def support_uuid_visible_devices(accelerator: Any) -> None:
 
 
 def host_memory_bytes() -> int:
-    """Return the physical memory of the host, or of the container where that is less, in bytes."""
+    """Return the physical memory of the host in bytes, or the container's limit if it is lower."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for path in _CGROUP_LIMITS:
         with contextlib.suppress(OSError, ValueError):  # no such cgroup version, or "max"

@@ -1,4 +1,7 @@
-"""Which environment variables a script changes: what reads them at its import must not be imported before a fork."""
+"""Detects environment variables that a script changes.
+
+Modules that read them at import must not be imported before the rank is forked.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,20 @@ __all__ = ["EnvironmentWatch"]
 _OWN_PACKAGE = "optuna_dsat"
 
 _ALLOCATOR = frozenset({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"})
-"""Read when CUDA is initialised, and so in the rank itself; the allocator's ``backend`` alone is chosen as torch is
-loaded (seen with torch 2.13)."""
+"""Read when CUDA is initialized, hence in the rank itself; only the allocator's ``backend`` is chosen when torch is
+imported (observed with torch 2.13)."""
 
 
 class EnvironmentWatch:
-    """Notes which variables are set or removed, but for what installed modules do while they are imported.
+    """Records variables that are set or deleted, except by installed modules during their import.
 
-    The latter is repeated in a forked rank (``launch/forked.py: Origin``). A variable that is back at its first value
-    in the end was not changed: accelerate clears the whole environment for a moment.
+    Changes by imports are replayed in a forked rank (``launch/forked.py: Origin``). A variable that has its original
+    value again when ``changed`` is called counts as unchanged: accelerate clears the environment temporarily.
     """
 
     def __init__(self) -> None:
         self._before: dict[str, str | None] = {}
-        """Variables that were set or removed -> the value before."""
+        """Variables that were set or deleted -> the value before; None if it was unset."""
         self._folders = installed_folders()
 
     def install(self) -> None:
@@ -48,7 +51,7 @@ class EnvironmentWatch:
         environ_class.__setitem__, environ_class.__delitem__ = __setitem__, __delitem__
 
     def changed(self) -> list[str]:
-        """Return the names of the variables that were changed and still are, sorted."""
+        """Return the sorted names of variables whose value differs from the original."""
         return sorted(name for name, value in self._before.items() if os.environ.get(name) != value)
 
     def _note(self, name: str, value: str, before: str | None, frame: FrameType | None) -> None:

@@ -1,8 +1,7 @@
-"""The events a rank leaves behind: the one vocabulary shared by training processes and the tuner.
+"""Events that a rank records; the format shared by training processes and the tuner.
 
-Each rank appends JSON lines to its own file in the run directory, one event a line, flushed at once.
-Durations are in seconds, sizes in bytes, times are Unix times. This module imports the standard library
-alone.
+Each rank appends JSON lines to its own file in the run directory, one event per line, flushed immediately.
+Durations are in seconds, sizes in bytes, times are Unix times. This module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class RankStarted(Event):
-    """The process of a rank runs; nothing heavy is imported yet."""
+    """The process of a rank has started, before torch and DeepSpeed are imported."""
 
     kind: ClassVar[str] = "rank_started"
 
@@ -50,29 +49,28 @@ class RankStarted(Event):
     pid: int
     host: str
     forked: bool = False
-    """Whether the process was forked with the heavy modules imported, rather than started."""
+    """Whether the process was forked with torch and DeepSpeed already imported, rather than started by torchrun."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerFound(Event):
-    """A trainer that keeps batch sizes of its own runs the script's training; they follow the launch's config."""
+    """The script trains with a trainer that has its own batch-size settings; they are set to the launch's."""
 
     kind: ClassVar[str] = "trainer_found"
 
     framework: str
     """``transformers`` or ``lightning``."""
     micro_batch: int | None
-    """Samples per rank and forward pass as the script says, None where it was not seen."""
+    """The script's own samples per rank and forward pass; None if not observed."""
     gradient_accumulation_steps: int | None
-    """As the script says, None where it was not seen."""
+    """The script's own value; None if not observed."""
     options: Mapping[str, str]
-    """Key of the DeepSpeed config -> option of the script's command line that sets the same; empty where there is none.
-    """
+    """Key of the DeepSpeed config -> command-line option of the script that sets the same value; empty if none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineReady(Event):
-    """``deepspeed.initialize`` returned: what the engine says of itself."""
+    """``deepspeed.initialize`` returned an engine with these properties."""
 
     kind: ClassVar[str] = "engine_ready"
 
@@ -82,9 +80,9 @@ class EngineReady(Event):
     gradient_accumulation_steps: int
     data_parallel_size: int
     pipeline: bool
-    """Whether the engine is a pipeline engine (``engine.train_batch()`` does a whole step)."""
+    """Whether the engine is a pipeline engine (``engine.train_batch()`` runs a whole step)."""
     params: int
-    """Parameters of the model (unpartitioned count); of this rank's stage under pipeline parallelism."""
+    """Unpartitioned parameter count of the model, or of this rank's stage under pipeline parallelism."""
     trainable_params: int
     initialize_s: float
     """Duration of ``deepspeed.initialize``."""
@@ -93,71 +91,71 @@ class EngineReady(Event):
     torch_version: str
     deepspeed_version: str
     config_differences: Mapping[str, list[Any]] = field(default_factory=dict)
-    """Where the config that the script passed differs from the user's file, the overlay apart: dotted key -> [the
-    script's value, the file's], None for a missing one. Empty where the script built the engine with a config
-    that the runtime never saw.
+    """Differences between the config that the script passed and the user's file, without the overlay: dotted key ->
+    [the script's value, the file's value]; None stands for a missing key. Empty if the runtime did not observe
+    the script's config.
     """
     spans: Mapping[str, list[float]] = field(default_factory=dict)
-    """What the launch did before: ``imports`` (from the rank's start until DeepSpeed was imported),
-    ``init_distributed``, ``initialize`` -> [Unix time of its start, seconds]. ``initialize`` may hold the former.
+    """Startup phases -> [Unix time of start, seconds]: ``imports`` (from the rank's start until DeepSpeed was
+    imported), ``init_distributed``, ``initialize``. ``initialize`` may contain ``init_distributed``.
     """
     takes_local_rank: bool = False
-    """Whether the script has an option ``--local_rank``, which the ``deepspeed`` launcher alone sets."""
+    """Whether the script has an option ``--local_rank``, which only the ``deepspeed`` launcher sets."""
     host_threads: int = 0
-    """Threads that torch computes with on the host, as for an offloaded optimizer; 0 from an older runtime."""
+    """torch's intra-op threads on the host, which an offloaded optimizer uses; 0 from an older runtime."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileMeasured(Event):
-    """What the profile launch taught about model and hardware (one global step at micro-batch 1)."""
+    """Model and hardware properties measured in the profile launch (one global step at micro-batch 1)."""
 
     kind: ClassVar[str] = "profile_measured"
 
     params: int
     trainable_params: int
     largest_layer_params: int
-    """Parameters of the largest module that owns parameters directly (ZeRO 3 gathers it whole)."""
+    """Parameters of the largest module that owns parameters directly (ZeRO 3 gathers all of them at once)."""
     param_bytes: int
-    """Bytes of one element of the engine's parameters: 2 for fp16 and bf16, 4 for fp32."""
+    """Bytes per element of the engine's parameters: 2 for fp16 and bf16, 4 for fp32."""
     activation_bytes_per_sample: int
-    """Activations kept for backward, per sample; 0 where it could not be seen (pipeline engines on CUDA)."""
+    """Activations saved for backward, per sample; 0 if not measurable (pipeline engines on CUDA)."""
     flops_per_sample: int
-    """Floating-point operations of forward and backward, per sample; 0 where torch could not count them."""
+    """Floating-point operations of forward and backward, per sample; 0 if torch could not count them."""
     device_memory_bytes: int
-    """Memory one rank may use: the device's, the limit of ``--device-memory``, or the host's share on CPU."""
+    """Memory available to one rank: the device's, the limit of ``--device-memory``, or a share of the host's on CPU."""
     host_memory_bytes: int
     """Physical memory of the host."""
     peak_bytes: int
     """Peak device memory of the profiled step, in the unit of ``StepMeasured.peak_allocated_bytes``."""
     device_name: str
     optimizer: str
-    """Class name of the innermost optimizer, empty where there is none."""
+    """Class name of the innermost optimizer; empty if there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModulesImported(Event):
-    """What the script had imported at the end of a profile launch (one rank says it for all)."""
+    """Modules that the script had imported at the end of a profile launch (recorded by rank 0 only)."""
 
     kind: ClassVar[str] = "modules_imported"
 
     modules: list[str]
-    """Installed modules in the order of their import; the standard library's and the user's own are left out."""
+    """Installed modules in import order, without the standard library's and the user's own."""
     operators: list[str]
-    """Compiled operators of DeepSpeed that were loaded."""
+    """Compiled DeepSpeed operators that were loaded."""
     environment: list[str] = field(default_factory=list)
-    """Names of the environment variables that the script changed for modules to read at their import."""
+    """Names of environment variables that the script changed; modules may read them at import."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepMeasured(Event):
-    """One optimizer step (all its micro-batches), from the end of the step before to its own end."""
+    """One optimizer step (all its micro-batches), from the end of the previous step to its own end."""
 
     kind: ClassVar[str] = "step_measured"
 
     step: int
     """Global step, from 1."""
     latency_s: float
-    """Wall time from the previous step's boundary to this one's, device-synchronised: all of it, data too."""
+    """Wall time from the previous step's boundary to this one's, device-synchronized; includes data loading."""
     forward_s: float
     """Summed over the step's micro-batches."""
     backward_s: float
@@ -165,13 +163,13 @@ class StepMeasured(Event):
     step_s: float
     """Optimizer step, summed over the step's micro-batches."""
     samples: int
-    """Samples this rank consumed in the step (leading dimension of what the engine was fed), 0 if unknown.
+    """Samples this rank consumed in the step (leading dimension of the engine's inputs); 0 if unknown.
     Ranks that share data (pipeline stages, tensor parallelism) each count it: see ``data_parallel_size``.
     """
     observed_micro_batch: int | None
-    """Largest leading dimension the engine was fed in one forward, None where it could not be seen."""
+    """Largest leading dimension of the engine's inputs in one forward; None if not observed."""
     loss: float | None
-    """Loss of the step's last micro-batch on this rank, None where it could not be seen."""
+    """Loss of the step's last micro-batch on this rank; None if not observed."""
     peak_allocated_bytes: int
     """CUDA: peak allocated since the engine was built. CPU: peak growth of private writable memory since
     DeepSpeed was imported, the unit of ``--device-memory`` (see ``runtime/device_memory.py``).
@@ -184,33 +182,33 @@ class StepMeasured(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RankFinished(Event):
-    """The rank left on its own terms."""
+    """The rank ended without an exception."""
 
     kind: ClassVar[str] = "rank_finished"
 
     reason: str
-    """``profile_done`` (the profile steps are done), ``script_end`` or ``exit_code_N`` (``sys.exit(N)``)."""
+    """``profile_done`` (the last profile step completed), ``script_end`` or ``exit_code_N`` (``sys.exit(N)``)."""
     steps: int
     """Global steps completed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankFailed(Event):
-    """An exception reached the top of the script."""
+    """The script ended with an uncaught exception."""
 
     kind: ClassVar[str] = "rank_failed"
 
     outcome: str
-    """Value of ``optuna_dsat.outcome.Outcome`` that this rank's exception speaks for."""
+    """Value of ``optuna_dsat.outcome.Outcome`` that the exception is classified as."""
     phase: str
     """``script`` (before initialize), ``initialize``, ``forward``, ``backward``, ``step`` or ``between``."""
     error_type: str
     message: str
     traceback: str
     missing_bytes: int | None
-    """Bytes of the allocation that failed, where the error tells."""
+    """Bytes of the failed allocation; None if the error does not state them."""
     steps: int
-    """Global steps completed before."""
+    """Global steps completed before the failure."""
 
 
 _KINDS: dict[str, type[Event]] = {
@@ -234,7 +232,7 @@ def encode_event(event: Event) -> str:
 
 
 def decode_event(line: str) -> Event | None:
-    """Return the event of one JSON line, None for one cut short or of an unknown kind (a newer runtime's)."""
+    """Return the event of one JSON line; None if the line is truncated or of an unknown kind (a newer runtime's)."""
     try:
         record: dict[str, Any] = json.loads(line)
         cls = _KINDS[record.pop("kind")]

@@ -1,11 +1,11 @@
-"""From an exception to the outcome that a rank's record speaks for.
+"""Classifies an exception as an outcome.
 
-The type decides first. Messages are read only where torch, gloo, NCCL, Triton and CUDA's libraries raise a
-``RuntimeError`` of any kind: the exception's own message, never a log. The messages were collected from torch 2.13,
-NCCL 2.29, cuDNN 9, Triton 3 and DeepSpeed 0.19, and from the issues of projects that use them.
+The exception's type is checked first. Its message (never a log) is read only for ``RuntimeError``, which torch, gloo,
+NCCL, Triton and the CUDA libraries raise for any failure. The messages were collected from torch 2.13, NCCL 2.29,
+cuDNN 9, Triton 3 and DeepSpeed 0.19, and from issues of projects that use them.
 
-A lack of memory speaks first, whatever raised it: NCCL's ``DistBackendError`` for an allocation of its own is no
-failure of communication. Memory that could not be pinned is the host's, though CUDA says the same as for the device's.
+Out-of-memory takes precedence over the exception's type: NCCL's ``DistBackendError`` for a failed allocation is not a
+communication error. Failure to pin memory is host out-of-memory, although CUDA's message is that of the device's.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _ALLOCATION = re.compile(
     r"(?:allocate|[cm]?alloc|requested size:)(?: async)? ([\d.]+) ?(bytes|KiB|MiB|GiB|TiB)", re.IGNORECASE
 )
-"""``tried to allocate N bytes`` (CPU), ``Tried to allocate 2.00 GiB`` and ``Requested size: 2.00 GiB`` (CUDA), NumPy's
-like, ``Failed to CUDA calloc N bytes`` (NCCL).
+"""``tried to allocate N bytes`` (CPU, NumPy), ``Tried to allocate 2.00 GiB`` and ``Requested size: 2.00 GiB`` (CUDA),
+``Failed to CUDA calloc N bytes`` (NCCL).
 """
 
 _HOST_MEMORY = (
@@ -44,15 +44,15 @@ _PINNED_MEMORY = re.compile(
     r"(?:cuda|hip)(?:Host(?:Alloc|Malloc|Register)|MallocHost)|cuMemHost|pin(?:ned)?[ _]memory(?! ?= ?False)",
     re.IGNORECASE,
 )
-"""Messages, and lines of code, that speak of pinned memory."""
+"""Matches messages and source lines that mention pinned memory."""
 _PINNING_FUNCTIONS = re.compile(r"(?:^|_)(?:pin_memory|pin_fresh|pin_empty|empty_pinned)")
-"""Functions that pin memory: torch's ``pin_memory``, and those of DeepSpeed's accelerator."""
+"""Matches names of functions that pin memory: torch's ``pin_memory`` and those of DeepSpeed's accelerator."""
 _PINNING_FRAMES = 3
-"""Innermost frames whose line of code may ask for pinned memory: torch's and DeepSpeed's wrappers stand between."""
+"""Innermost frames whose source may request pinned memory; torch's and DeepSpeed's wrappers add frames."""
 _ALLOCATION_FAILED = re.compile(
     r"out of memory|(?:can't|cannot|could not|failed to|unable to) (?:allocate|lock|pin)|OS call failed", re.IGNORECASE
 )
-"""What is said where memory cannot be pinned; ``OS call failed``: the limit on locked memory (DeepSpeed issue 3335)."""
+"""Messages when memory cannot be pinned; ``OS call failed``: the limit on locked memory (DeepSpeed issue 3335)."""
 _DEVICE_MEMORY = re.compile(
     r"(?:CUDA|HIP|XPU) out of memory"
     r"|(?:CUDA|HIP|XPU)(?: driver| runtime)? error(?: ?\([^)\n]*\))? ?: out of memory"
@@ -66,15 +66,15 @@ _DEVICE_MEMORY = re.compile(
     re.IGNORECASE,
 )
 _HANDLE_CREATION_FAILED = re.compile(r"CU(?:BLAS|DNN|SOLVER|SPARSE)_STATUS_NOT_INITIALIZED")
-"""Most often no memory was left for a library's handle (lm-evaluation-harness issue 1689, LLaVA issue 392); a GPU that
-the library was not built for and a kernel that failed before say the same.
+"""Usually no memory was left for a library's handle (lm-evaluation-harness issue 1689, LLaVA issue 392); an unsupported
+GPU and an earlier kernel failure give the same message.
 """
 _UNSPECIFIED_CUDA_ERROR = re.compile(r"unhandled cuda error(?!.*Cuda failure)", re.IGNORECASE | re.DOTALL)
-"""NCCL before 2.13, which does not say which call failed."""
+"""NCCL before 2.13 does not name the call that failed."""
 _LOW_MEMORY_BYTES = 512 * 2**20
-"""Free device memory that may be too little for a library's handle and the kernels that it loads with it."""
+"""Free device memory below which a library's handle and kernels may not fit."""
 _SYSTEM_MEMORY = ("Cannot allocate memory", "Resource temporarily unavailable", "can't start new thread")
-"""What the system says when it has no memory for a mapping or for a thread's stack."""
+"""Operating-system messages when a mapping or a thread's stack cannot be allocated."""
 _COMMUNICATION = (
     "gloo/transport",
     "Connection closed by peer",
@@ -86,22 +86,22 @@ _COMMUNICATION = (
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """What one exception speaks for."""
+    """Classification of one exception."""
 
     outcome: Outcome
     missing_bytes: int | None
-    """Bytes of the allocation that failed, where the error tells."""
+    """Bytes of the failed allocation; None if the error does not state them."""
 
 
 def diagnose(error: BaseException, *, phase: str, device: str, limited: bool) -> Diagnosis:
-    """Return what an exception speaks for.
+    """Return the classification of an exception.
 
     Args:
-        error: The exception that reached the top of the script. What it was raised from counts too: a lack of
-            memory behind it is the cause.
-        phase: Where the rank was (``RankFailed.phase``).
-        device: ``cuda`` or ``cpu``, empty before DeepSpeed was imported.
-        limited: Whether a limit on this rank's host memory is in force (``--device-memory`` on CPU).
+        error: The script's uncaught exception. Its causes are checked too: an out-of-memory error among them
+            decides the outcome.
+        phase: The rank's phase when it was raised (``RankFailed.phase``).
+        device: ``cuda`` or ``cpu``; empty before DeepSpeed was imported.
+        limited: Whether this rank's host memory is limited (``--device-memory`` on CPU).
     """
     on_cpu = device == "cpu"
     for link in _exception_chain(error):
@@ -116,7 +116,7 @@ def diagnose(error: BaseException, *, phase: str, device: str, limited: bool) ->
 
 
 def missing_bytes(message: str) -> int | None:
-    """Return the bytes that an allocator's message says it could not get, None where it says nothing."""
+    """Return the size of the failed allocation in an allocator's message, in bytes; None if it states none."""
     found = _ALLOCATION.search(message)
     if found is None:
         return None
@@ -125,7 +125,7 @@ def missing_bytes(message: str) -> int | None:
 
 
 def without_runtime_frames(trace: TracebackType | None, runtime_dir: str) -> TracebackType | None:
-    """Return a traceback from the script's first frame on, as Python would show it without the runtime."""
+    """Return the traceback from the script's first frame on, as Python shows it without the runtime."""
     here = trace
     while here is not None:
         filename = here.tb_frame.f_code.co_filename
@@ -160,7 +160,7 @@ def _memory_outcome(error: BaseException, *, on_cpu: bool, limited: bool) -> Out
         starved = error.errno == errno.ENOMEM or (limited and error.errno == errno.EAGAIN)
         return host if starved else None
     if isinstance(error, SystemError):
-        # Under a tight limit, C code that cannot allocate sometimes forgets to say so.
+        # Under a tight limit, C code that fails to allocate sometimes returns without setting an exception.
         return host if limited and "without exception set" in message else None
     if not isinstance(error, RuntimeError):
         return None
@@ -176,7 +176,7 @@ def _memory_outcome(error: BaseException, *, on_cpu: bool, limited: bool) -> Out
 
 
 def _is_pinned_allocation(error: BaseException) -> bool:
-    """Whether the allocation that failed was of pinned host memory: CUDA says the same for both."""
+    """Return whether the failed allocation was of pinned host memory; CUDA's message is the same for device memory."""
     if _PINNED_MEMORY.search(str(error)):
         return True
     frames = traceback.extract_tb(error.__traceback__)
@@ -186,16 +186,16 @@ def _is_pinned_allocation(error: BaseException) -> bool:
 
 
 def _source_of(frame: traceback.FrameSummary) -> str:
-    """Return the lines of the statement that a frame was at."""
+    """Return the source of the statement that a frame was executing."""
     first = frame.lineno or 0
     lines = range(first, (frame.end_lineno or first) + 1)
     return "".join(linecache.getline(frame.filename, line) for line in lines)
 
 
 def _implies_out_of_memory(message: str) -> bool:
-    """Whether an error that does not say so comes of a full device.
+    """Return whether an error that does not mention memory was caused by a full device.
 
-    A missing handle counts as that unless the device is known to have room, an unexplained error of NCCL only where
+    A failed handle creation counts unless the device is known to have free memory; an unspecified NCCL error only if
     the device is known to be full.
     """
     if _HANDLE_CREATION_FAILED.search(message):
@@ -204,11 +204,11 @@ def _implies_out_of_memory(message: str) -> bool:
 
 
 def _device_is_full() -> bool | None:
-    """Return whether hardly any memory is left on this rank's device, None where that cannot be known."""
+    """Return whether this rank's device has almost no free memory; None if unknown."""
     torch: Any = sys.modules.get("torch")
     try:
         free_bytes, total_bytes = torch.cuda.mem_get_info()
-    except RuntimeError as error:  # CUDA answers nothing any more, since a kernel failed before
+    except RuntimeError as error:  # CUDA's context is unusable since a kernel failed
         return "out of memory" in str(error)
     except Exception:  # noqa: BLE001 - another build or version of torch; the script's error must not be lost
         return None
@@ -226,11 +226,11 @@ def _is_communication(error: BaseException, phase: str) -> bool:
 
 
 def _is_config_rejection(error: BaseException, phase: str) -> bool:
-    """Whether DeepSpeed refused the configuration.
+    """Return whether DeepSpeed rejected the configuration.
 
-    Inside ``deepspeed.initialize`` every error is taken for one, but a missing module: DeepSpeed refuses with
-    pydantic's ValidationError, its own errors, assertions, ValueError, TypeError (optimizer arguments) and
-    failing builds alike.
+    Inside ``deepspeed.initialize`` every error but an ImportError counts: DeepSpeed rejects configurations with
+    pydantic's ValidationError, its own errors, AssertionError, ValueError, TypeError (optimizer arguments) and
+    failed builds.
     """
     if phase == "initialize":
         return not isinstance(error, ImportError)
@@ -239,7 +239,7 @@ def _is_config_rejection(error: BaseException, phase: str) -> bool:
 
 
 def _torch_types(*names: str) -> tuple[type[BaseException], ...]:
-    """Return the named exception types of torch, none where the script has not imported it."""
+    """Return torch's exception types of these names; empty if the script has not imported torch."""
     torch = sys.modules.get("torch")
     found = []
     for name in names:

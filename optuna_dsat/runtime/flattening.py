@@ -1,4 +1,4 @@
-"""Nested configs as flat mappings with dotted keys; here, as the runtime may import nothing that others share."""
+"""Flattens nested configs to dotted keys. Lies in the runtime because the runtime must not import other folders."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["flatten"]
 
 
 def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a nested config as dotted key -> value; empty objects vanish, lists are values."""
+    """Return a nested config as dotted key -> value; empty objects are dropped, lists are values."""
     result: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping):

@@ -1,7 +1,7 @@
 """Waits for the script to import torch and DeepSpeed, and wraps ``deepspeed.initialize``.
 
-Nothing is imported on the script's behalf. Modules that the script imports later (transformers, accelerate)
-meet the wrapped function, and so does ``from deepspeed import initialize``.
+Imports neither by itself. Modules that the script imports later (transformers, accelerate) and
+``from deepspeed import initialize`` get the wrapped function.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ __all__ = ["DeepSpeedHook", "ImportWatch"]
 
 _SHM_OPERATOR = "deepspeed_shm_comm"
 _TRAINERS = (HuggingFaceHook, LightningHook)
-"""What follows the launch's config in libraries that read it before ``deepspeed.initialize`` does."""
+"""Hooks of libraries that read the config before ``deepspeed.initialize`` does."""
 
 
 class ImportWatch(MetaPathFinder):
-    """Calls back when a module has been imported, right away where it was before.
+    """Calls a function once a module has been imported, immediately if it already is.
 
     Args:
-        callbacks: Module name -> called with the module, once.
+        callbacks: Module name -> function that is called once, with the module.
     """
 
     def __init__(self, callbacks: Mapping[str, Callable[[ModuleType], None]]) -> None:
@@ -73,7 +73,7 @@ class ImportWatch(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find a watched module through the other finders, and hook onto its execution."""
+        """Find a watched module through the other finders and wrap its loader."""
         callback = self._callbacks.get(fullname)
         if callback is None:
             return None
@@ -93,15 +93,15 @@ class ImportWatch(MetaPathFinder):
 
 
 class DeepSpeedHook:
-    """Lays the trial's overlay over the script's config and attaches the measuring to the first engine.
+    """Applies the trial's overlay to the script's config and attaches a ``Meter`` to the first engine.
 
-    Make it before reads of the user's config are redirected.
+    Construct it before reads of the user's config are redirected.
 
     Args:
         plan: The launch.
         rank: This rank.
         writer: Records events.
-        state: Told where the rank is.
+        state: Updated with the rank's phase, steps and device.
         exit_process: Ends this process after the last profile step; does not return.
     """
 
@@ -125,13 +125,13 @@ class DeepSpeedHook:
         self._meter: Meter | None = None
         self._config = TrialConfig(plan, world_size=rank.world_size)
         self._differences: dict[str, list[Any]] = {}
-        """Of the config that the script asked for by ``get_ds_config_from_hparams``."""
+        """Differences of the config that the script got from ``get_ds_config_from_hparams``."""
         self._buffers_unlinked = False
         self._started = time.time()
         self._spans: dict[str, list[float]] = {}
 
     def install(self) -> None:
-        """Start waiting for the script's imports."""
+        """Start watching the script's imports."""
         watched: dict[str, Callable[[ModuleType], None]] = {
             "torch": self._torch_imported,
             "deepspeed": self._deepspeed_imported,
@@ -185,15 +185,14 @@ class DeepSpeedHook:
         distributed.init_process_group = init_process_group
 
     def _is_mismatch(self, error: Exception) -> bool:
-        """Whether an error may come of a checkpoint that does not fit: neither memory nor communication failed."""
+        """Return whether a checkpoint mismatch can explain an error: neither memory nor communication failed."""
         limited = self._state.limited
         found = diagnose(error, phase="initialize", device=self._state.device, limited=limited)
         return found.outcome in (Outcome.INVALID_CONFIG, Outcome.SCRIPT_ERROR)
 
     def _prepare_cpu(self) -> None:
         if not self._rank.can_compile:
-            # The operator's build would fail and end the rank; without it DeepSpeed communicates through gloo
-            # alone.
+            # The operator's build would fail and end the rank; without it DeepSpeed communicates through gloo.
             self._deepspeed.ops.__compatible_ops__[_SHM_OPERATOR] = False
         limit = self._plan.device_memory_bytes
         if self._plan.measures or limit is not None:
@@ -219,27 +218,32 @@ class DeepSpeedHook:
             self._state.phase = before
             if self._plan.measures and self._engine is None:
                 self._spans["initialize"] = [started, time.time() - started]
-                self._follow(result[0], self._spans["initialize"][1], differences)
+                self._measure_engine(result[0], self._spans["initialize"][1], differences)
             return result
 
         return initialize
 
     def _apply_overlay(self, arguments: dict[str, Any]) -> dict[str, list[Any]]:
-        """Replace the config among the arguments of ``deepspeed.initialize``; the script's stay as is.
+        """Replace the config among the arguments of ``deepspeed.initialize`` without mutating the script's objects.
 
-        Every engine of a script gets the overlay; the first alone is measured. Where the script passes no
-        config, or two, DeepSpeed is left to refuse that itself. Returns where the script's config differs from the
-        user's file.
+        The overlay applies to every engine of a script; only the first is measured. If the script passes no config,
+        or two, the arguments stay unchanged for DeepSpeed to reject.
+
+        Args:
+            arguments: Bound arguments by name; changed in place.
+
+        Returns:
+            Differences between the script's config and the user's file.
 
         Raises:
-            ValueError: If the config cannot be read, or does not go with the model.
+            ValueError: If the config cannot be read or is incompatible with the model.
         """
         given = [name for name in ("config", "config_params") if arguments.get(name) is not None]
         args = arguments.get("args")
         names = ("deepspeed_config", "deepscale_config")
         on_args = [name for name in names if getattr(args, name, None) is not None]
         if given and not on_args:
-            # ``config_params`` counts only without ``config``.
+            # DeepSpeed reads ``config_params`` only without ``config``.
             source = arguments[given[0]]
         elif on_args and not given:
             source = getattr(args, on_args[0])
@@ -255,7 +259,7 @@ class DeepSpeedHook:
         return self._config.differences(source)
 
     def _wrap_zero_init(self, init_class: Any) -> None:
-        """Have ``deepspeed.zero.Init(config_dict_or_path=...)`` see the trial's config; the class stays the same."""
+        """Make ``deepspeed.zero.Init(config_dict_or_path=...)`` use the trial's config; patches the class in place."""
         original = init_class.__init__
         signature = inspect.signature(original)
 
@@ -263,7 +267,8 @@ class DeepSpeedHook:
         def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: N807 - takes the place of one
             before, self._state.phase = self._state.phase, "initialize"
             bound = signature.bind(*args, **kwargs)
-            name = "config_dict_or_path" if bound.arguments.get("config") is None else "config"  # DeepSpeed's order
+            # DeepSpeed's precedence.
+            name = "config_dict_or_path" if bound.arguments.get("config") is None else "config"
             if isinstance(bound.arguments.get(name), str | os.PathLike | Mapping):
                 bound.arguments[name] = self._config.apply_overlay(bound.arguments[name])
             original(*bound.args, **bound.kwargs)
@@ -272,15 +277,15 @@ class DeepSpeedHook:
         init_class.__init__ = __init__
 
     def trial_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a config with the trial's overlay over it."""
+        """Return a config with the trial's overlay applied."""
         self._differences = self._config.differences(config)
         return self._config.apply_overlay(config)
 
     def reporting(self, engine: Any) -> AbstractContextManager[None]:
-        """Return the context around a micro-batch of a loop that the hook may not see (``runtime/reporting.py``).
+        """Return a context for one micro-batch of a loop that the hook may not observe (``runtime/reporting.py``).
 
         Raises:
-            RuntimeError: If no engine is measured yet and this is none.
+            RuntimeError: If no engine is measured yet and ``engine`` is not one.
             ValueError: If the engine was built without the trial's config.
         """
         if not self._plan.measures:
@@ -292,14 +297,14 @@ class DeepSpeedHook:
                     "optuna-dsat knows no engine to measure: give dsat_reporting_context the DeepSpeed engine, or "
                     "build it with deepspeed.initialize."
                 )
-            self._state.phase = "initialize"  # what is wrong with it is the configuration's fault
+            self._state.phase = "initialize"  # errors in check_engine are configuration errors
             self._config.check_engine(engine)
-            self._follow(engine, 0.0, self._differences)
+            self._measure_engine(engine, 0.0, self._differences)
         elif given and engine is not self._engine:
             return nullcontext()
         return nullcontext() if self._meter is None else self._meter.micro_batch()
 
-    def _follow(self, engine: Any, initialize_s: float, differences: Mapping[str, list[Any]]) -> None:
+    def _measure_engine(self, engine: Any, initialize_s: float, differences: Mapping[str, list[Any]]) -> None:
         if self._memory is None:
             raise RuntimeError("An engine built before DeepSpeed's import has ended cannot be measured.")
         self._engine = engine
@@ -331,7 +336,7 @@ class DeepSpeedHook:
 
     def _write_step(self, event: Event) -> None:
         self._writer.write(event)
-        if not self._buffers_unlinked:  # all ranks have met in a collective by now
+        if not self._buffers_unlinked:  # all ranks have taken part in a collective by now
             self._buffers_unlinked = True
             unlink_shared_buffers()
 
@@ -366,7 +371,7 @@ def _is_engine(candidate: Any) -> bool:
 
 
 def _compile_without_limit() -> None:
-    """Have DeepSpeed build its operators outside the memory limit: a compiler inherits it, and takes more."""
+    """Make DeepSpeed build its operators without the memory limit, which compilers inherit and exceed."""
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     build = OpBuilder.jit_load
@@ -380,14 +385,14 @@ def _compile_without_limit() -> None:
 
 
 def _import_what_initialize_imports(overlay: Mapping[str, Any]) -> None:
-    """Import on the CPU what ``deepspeed.initialize`` is about to, so that limit and peak do not count it.
+    """Import modules that ``deepspeed.initialize`` would import, so that CPU limit and peak do not count them.
 
-    Measured with DeepSpeed 0.19.8 at ZeRO 3: of 121 MiB that initialize adds to ``VmData``, 25 remain.
+    Measured with DeepSpeed 0.19.8 at ZeRO 3: of the 121 MiB that initialize adds to ``VmData``, 25 remain.
     """
     names = ["torch._dynamo"]
     zero = overlay.get("zero_optimization")
     if isinstance(zero, Mapping) and zero.get("stage", 0) > 0:
         names.append("deepspeed.runtime.zero.muon.original_muon")
     for name in names:
-        with contextlib.suppress(ImportError):  # another version of DeepSpeed does without
+        with contextlib.suppress(ImportError):  # other versions of DeepSpeed lack the module
             importlib.import_module(name)

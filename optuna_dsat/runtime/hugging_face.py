@@ -1,12 +1,11 @@
-"""Has Hugging Face's libraries follow the launch's config from the moment they read one.
+"""Applies the launch's config to Hugging Face's libraries.
 
 ``transformers`` and ``accelerate`` read the DeepSpeed config long before ``deepspeed.initialize``: they build the
-model under ``zero.Init`` where it says ZeRO 3, fill in its ``"auto"`` values, and compare it with
-``TrainingArguments``. So the overlay is laid over the config that they hold, and the batch sizes of
-``TrainingArguments`` are set to the launch's; what the script itself says of anything else stays.
+model under ``zero.Init`` at ZeRO 3, fill in ``"auto"`` values, and compare the config with ``TrainingArguments``.
+Therefore the overlay is applied to the config that they hold, and the batch sizes of ``TrainingArguments`` are set to
+the launch's; the script's other settings are unchanged.
 
-In a launch that measures, nothing is evaluated, saved, resumed, pushed or sent to a tracker. Nothing is imported on the
-script's behalf.
+A launch that measures does not evaluate, save, resume, push or report to trackers. This module imports neither library.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ __all__ = ["ACCUMULATION", "MICRO_BATCH", "TRAINER_FIELDS", "HuggingFaceHook"]
 MICRO_BATCH = "train_micro_batch_size_per_gpu"
 ACCUMULATION = "gradient_accumulation_steps"
 TRAINER_FIELDS = {MICRO_BATCH: "per_device_train_batch_size", ACCUMULATION: "gradient_accumulation_steps"}
-"""Key of the DeepSpeed config -> field of ``TrainingArguments`` that has to say the same."""
+"""Key of the DeepSpeed config -> field of ``TrainingArguments`` that must have the same value."""
 
 _PLUGIN_FIELDS = {
     "gradient_accumulation_steps": ACCUMULATION,
@@ -36,10 +35,10 @@ _PLUGIN_FIELDS = {
     "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
     "offload_param_device": "zero_optimization.offload_param.device",
 }
-"""Field of accelerate's ``DeepSpeedPlugin`` -> key of the config that it repeats."""
+"""Field of accelerate's ``DeepSpeedPlugin`` -> config key that it duplicates."""
 
 _MEASURING_ARGUMENTS = {
-    "auto_find_batch_size": False,  # would hide an out of memory and measure another batch size
+    "auto_find_batch_size": False,  # would hide an out-of-memory error and measure another batch size
     "do_eval": False,
     "do_predict": False,
     "eval_on_start": False,
@@ -51,22 +50,22 @@ _MEASURING_ARGUMENTS = {
     "resume_from_checkpoint": None,
     "save_strategy": "no",
 }
-"""Fields of ``TrainingArguments`` in a launch that measures."""
+"""Fields of ``TrainingArguments`` -> their values in a launch that measures."""
 
 _NEED_EVALUATION = ("reduce_lr_on_plateau", "greedy")
-"""Schedules that ``TrainingArguments`` refuse without evaluation; with them the strategies stay, and the Trainer is
-told step by step not to act on them."""
+"""Schedules that ``TrainingArguments`` rejects without evaluation; with them the evaluation strategy is kept, and a
+callback cancels evaluation at every step."""
 
 _DISABLED_METHODS = ("_save_checkpoint", "create_model_card", "init_hf_repo", "push_to_hub", "save_model", "save_state")
-"""Methods of the Trainer that do nothing in a launch that measures."""
+"""Methods of the Trainer that are disabled in a launch that measures."""
 
 _SCHEDULE_LENGTH_KEYS = ("total_num_steps", "warmup_num_steps")
-"""What the Trainer computes from the length of the training and compares with the config: both change with the
-micro-batch, and so in a launch that measures the computed values are taken."""
+"""Scheduler parameters that the Trainer computes from the training length and compares with the config. They depend on
+the micro-batch, so a launch that measures uses the computed values."""
 
 
 class HuggingFaceHook:
-    """What is done to ``transformers`` and ``accelerate`` once the script has imported them.
+    """Patches ``transformers`` and ``accelerate`` once the script has imported them.
 
     Args:
         plan: The launch.
@@ -82,7 +81,7 @@ class HuggingFaceHook:
         self._found = False
 
     def callbacks(self) -> dict[str, Callable[[ModuleType], None]]:
-        """Return what is to be called with which module, once it is imported."""
+        """Return module name -> function to call with the module once it is imported."""
         return {
             "accelerate.accelerator": self._accelerator_imported,
             "accelerate.state": self._state_imported,
@@ -94,7 +93,7 @@ class HuggingFaceHook:
         }
 
     def _state_imported(self, module: Any) -> None:
-        """Have ranks without a GPU communicate: accelerate gives DeepSpeed no backend then, and counts one process."""
+        """Use gloo for ranks without a GPU: accelerate selects no backend then and assumes one process."""
         cls = module.PartialState
         original = cls._prepare_backend
 
@@ -106,7 +105,7 @@ class HuggingFaceHook:
         cls._prepare_backend = prepare_backend
 
     def _config_imported(self, module: Any) -> None:
-        """Lay the overlay over every config that either library holds, before anyone asks for its ZeRO stage."""
+        """Apply the overlay to every config that either library holds, before its ZeRO stage is read."""
         cls = module.HfDeepSpeedConfig
         original = cls.__init__
 
@@ -121,7 +120,7 @@ class HuggingFaceHook:
         cls.__init__ = init
 
     def _plugin_imported(self, module: Any) -> None:
-        """Have the fields of accelerate's plugin say what its config says: some of its code asks the fields."""
+        """Synchronize the fields of accelerate's plugin with its config: parts of accelerate read the fields."""
         cls = module.DeepSpeedPlugin
         original = cls.__post_init__
 
@@ -136,13 +135,13 @@ class HuggingFaceHook:
         cls.__post_init__ = post_init
 
     def _accelerator_imported(self, module: Any) -> None:
-        """Neither save nor load states: another ZeRO stage's checkpoint could not be loaded anyway."""
+        """Disable saving and loading of states: a checkpoint of another ZeRO stage cannot be loaded."""
         if self._plan.measures:
             for name in ("load_state", "save_model", "save_state"):
                 _disable_method(module.Accelerator, name)
 
     def _parser_imported(self, module: Any) -> None:
-        """Note whether ``TrainingArguments`` come from the command line: then its options can set them."""
+        """Record whether ``TrainingArguments`` are parsed from the command line, so that its options can set them."""
         cls = module.HfArgumentParser
         original = cls.parse_args_into_dataclasses
 
@@ -163,7 +162,7 @@ class HuggingFaceHook:
         @functools.wraps(original)
         def post_init(arguments: Any, *args: Any, **kwargs: Any) -> None:
             arguments._dsat_script_values = self._script_values(arguments)
-            self._follow(arguments)
+            self._set_batch_sizes(arguments)
             if self._plan.measures:
                 self._disable_evaluation_and_saving(arguments)
             original(arguments, *args, **kwargs)
@@ -184,16 +183,16 @@ class HuggingFaceHook:
         def patched_init(trainer: Any, *args: Any, **kwargs: Any) -> None:
             arguments = kwargs.get("args", args[1] if len(args) > 1 else None)
             if arguments is not None:  # the script may have changed them since they were built
-                self._follow(arguments)
+                self._set_batch_sizes(arguments)
             init(trainer, *args, **kwargs)
 
         @functools.wraps(train)
         def patched_train(trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
             self._report(trainer.args)
             if self._plan.measures:
-                resume_from_checkpoint = None  # a state of another ZeRO stage, and no part of the measurement
-                trainer.remove_callback(early_stopping)  # it insists on evaluation
-                trainer.add_callback(callback())  # the last one: what it decides holds
+                resume_from_checkpoint = None  # of another ZeRO stage, and not part of the measurement
+                trainer.remove_callback(early_stopping)  # requires evaluation
+                trainer.add_callback(callback())  # the last callback overrides the others' decisions
             return train(trainer, resume_from_checkpoint, *args, **kwargs)
 
         cls.__init__, cls.train = patched_init, patched_train
@@ -205,21 +204,21 @@ class HuggingFaceHook:
             self._parses_command_line,
         )
 
-    def _follow(self, arguments: Any) -> None:
+    def _set_batch_sizes(self, arguments: Any) -> None:
         """Set the batch sizes of ``TrainingArguments`` to the launch's."""
         for key, field in TRAINER_FIELDS.items():
             value = self._plan.overlay.get(key)
             if isinstance(value, int):
                 setattr(arguments, field, value)
                 if getattr(arguments, "per_gpu_train_batch_size", None) is not None and key == MICRO_BATCH:
-                    arguments.per_gpu_train_batch_size = None  # its name of old, which would win
+                    arguments.per_gpu_train_batch_size = None  # the deprecated name takes precedence
 
     def _disable_evaluation_and_saving(self, arguments: Any) -> None:
         schedule = getattr(arguments.lr_scheduler_type, "value", arguments.lr_scheduler_type)
         for name, value in _MEASURING_ARGUMENTS.items():
             if hasattr(arguments, name) and (schedule not in _NEED_EVALUATION or not name.startswith("eval")):
                 setattr(arguments, name, value)
-        # However little data there is, the training lasts for the steps that are measured.
+        # Extend the training to the last measured step even if the dataset is small.
         last = self._plan.end_profile_step
         if arguments.max_steps > 0:
             arguments.max_steps = max(arguments.max_steps, last)
@@ -260,7 +259,7 @@ def _reset_schedule_length(config: Mapping[str, Any]) -> None:
 
 def _disable_method(cls: Any, name: str) -> None:
     original = getattr(cls, name, None)
-    if original is None:  # another version of the library does without
+    if original is None:  # other versions of the library lack the method
         return
 
     @functools.wraps(original)
@@ -271,13 +270,13 @@ def _disable_method(cls: Any, name: str) -> None:
 
 
 def _no_evaluation(trainer: Any, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> dict[str, float]:
-    """Stand in for ``Trainer.evaluate`` in a launch that measures: a script may look at the loss it returns."""
+    """Replace ``Trainer.evaluate`` in a launch that measures; returns a loss of NaN, since scripts may read it."""
     del trainer
     return {f"{metric_key_prefix}_loss": float("nan")}
 
 
 def _no_evaluation_callback(base: Any) -> Any:
-    """Return a ``TrainerCallback`` that keeps the Trainer from evaluating and saving."""
+    """Return a ``TrainerCallback`` class that keeps the Trainer from evaluating and saving."""
 
     class SkipEvaluationAndSaving(base):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the script has imported by the end of a profile launch, for launches that find it imported already."""
+"""Modules that the script has imported by the end of a profile launch; the warm launcher preloads them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["imported_modules", "installed_folders", "loaded_operators"]
 
 
 def imported_modules() -> list[str]:
-    """Return the installed modules that this process has imported, in the order in which their imports began.
+    """Return the installed modules that this process has imported, in import order.
 
-    Neither the standard library's, which come along with others and are cheap, nor the user's own, which every launch
-    imports for itself.
+    Excludes the standard library's, which other modules import and which are cheap, and the user's own, which every
+    launch imports itself.
     """
     folders = installed_folders()
     found = []
@@ -27,7 +27,7 @@ def imported_modules() -> list[str]:
 
 
 def installed_folders() -> tuple[str, ...]:
-    """Return the folders that installed packages lie in, each with a slash at its end."""
+    """Return the folders of installed packages, each with a trailing slash."""
     paths = sysconfig.get_paths()
     folders = {paths["purelib"], paths["platlib"], *site.getsitepackages()}
     if site.ENABLE_USER_SITE:
@@ -36,7 +36,7 @@ def installed_folders() -> tuple[str, ...]:
 
 
 def loaded_operators() -> list[str]:
-    """Return the names of DeepSpeed's compiled operators that this process uses."""
+    """Return the sorted names of DeepSpeed's compiled operators that this process has loaded."""
     builder = sys.modules.get("deepspeed.ops.op_builder.builder")
     loaded = getattr(getattr(builder, "OpBuilder", None), "_loaded_ops", {})
     return sorted(loaded)

@@ -1,4 +1,4 @@
-"""The launch description: what the launcher tells the runtime of every rank, as one JSON file."""
+"""The launch description: one JSON file that the launcher writes and the runtime of every rank reads."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ PURPOSES = ("profile", "trial", "confirm", "full")
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchPlan:
-    """What one launch is to do; the same for all its ranks."""
+    """Description of one launch; the same for all its ranks."""
 
     launch_id: str
     purpose: str
-    """``profile``, ``trial``, ``confirm`` or ``full`` (to the end of the script, nothing measured)."""
+    """``profile``, ``trial``, ``confirm`` or ``full`` (runs the script to its end without measuring)."""
     events_dir: str
     """Folder of the event files, ``rank{R}.jsonl``."""
     log_dir: str
@@ -30,17 +30,17 @@ class LaunchPlan:
     config_path: str
     """The launch's own DeepSpeed config file."""
     user_config_path: str
-    """The user's config file; a script argument that names it is pointed to ``config_path``."""
+    """The user's config file; ``config_path`` replaces it in the script's arguments."""
     trackers_dir: str = ""
-    """Folder for what the script logs by torch's ``SummaryWriter``; empty to leave it where the script wants it."""
+    """Folder for logs of torch's ``SummaryWriter``; empty to keep the script's own folder."""
     overlay: Mapping[str, Any] = field(default_factory=dict)
-    """Laid over whatever config the script passes to ``deepspeed.initialize``; None removes a key."""
+    """Merged into the config that the script passes to ``deepspeed.initialize``; None removes a key."""
     start_profile_step: int = 3
-    """First global step (from 1) that counts."""
+    """First measured global step, counted from 1."""
     end_profile_step: int = 5
-    """Last global step that counts; every rank leaves after it."""
+    """Last measured global step; every rank exits after it."""
     device_memory_bytes: int | None = None
-    """What one rank may allocate; None for all there is."""
+    """Memory limit of one rank; None for no limit."""
 
     def __post_init__(self) -> None:
         if self.purpose not in PURPOSES:
@@ -64,7 +64,7 @@ class LaunchPlan:
 
     @classmethod
     def load(cls, path: str | Path) -> LaunchPlan:
-        """Read the plan at ``path``; keys that a newer launcher added are ignored.
+        """Read the plan at ``path``; unknown keys (from a newer launcher) are ignored.
 
         Raises:
             OSError: If the file cannot be read.

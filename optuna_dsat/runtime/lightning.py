@@ -1,11 +1,10 @@
-"""Has Lightning's DeepSpeed strategy follow the launch's config, for its Trainer and for Fabric.
+"""Applies the launch's config to Lightning's DeepSpeed strategy, for its Trainer and for Fabric.
 
-The strategy reads the config before ``deepspeed.initialize`` does: it builds the model under ``zero.Init`` where it
-says ZeRO 3. The Trainer refuses a config that says how many micro-batches to accumulate, for that is its own argument:
-it is set to what the launch says. Batches come from the script's own loader.
+The strategy reads the config before ``deepspeed.initialize`` does: it builds the model under ``zero.Init`` at ZeRO 3.
+The Trainer rejects a config with ``gradient_accumulation_steps``, which is its own argument; that argument is set to
+the launch's value instead. Batches come from the script's own loader.
 
-In a launch that measures, the Trainer validates, saves, logs and resumes nothing. Nothing is imported on the script's
-behalf.
+In a launch that measures, the Trainer does not validate, save, log or resume. This module does not import Lightning.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ __all__ = ["LightningHook"]
 
 _ACCUMULATION = "gradient_accumulation_steps"
 _NEEDS_VALIDATION = frozenset({"Checkpoint", "EarlyStopping", "ModelCheckpoint"})
-"""Callbacks, by class name, that save or that wait for what validation would log."""
+"""Class names of callbacks that save checkpoints or require metrics of validation."""
 
 
 class LightningHook:
-    """What is done to Lightning once the script has imported it.
+    """Patches Lightning once the script has imported it.
 
     Args:
         plan: The launch.
@@ -44,27 +43,27 @@ class LightningHook:
         self._found = False
 
     def callbacks(self) -> dict[str, Callable[[ModuleType], None]]:
-        """Return what is to be called with which module, once it is imported."""
+        """Return module name -> function to call with the module once it is imported."""
         return {
             "lightning.fabric.strategies.deepspeed": self._strategy_imported,
             "lightning.pytorch.strategies.deepspeed": self._trainer_strategy_imported,
             "lightning.pytorch.trainer.trainer": self._trainer_imported,
-            # The same code under the names of the packages that hold one half each.
+            # The same code in the separate packages lightning_fabric and pytorch_lightning.
             "lightning_fabric.strategies.deepspeed": self._strategy_imported,
             "pytorch_lightning.strategies.deepspeed": self._trainer_strategy_imported,
             "pytorch_lightning.trainer.trainer": self._trainer_imported,
         }
 
     def _strategy_imported(self, module: Any) -> None:
-        self._follow(module.DeepSpeedStrategy)
+        self._patch_strategy(module.DeepSpeedStrategy)
 
     def _trainer_strategy_imported(self, module: Any) -> None:
         cls = module.DeepSpeedStrategy
-        self._follow(cls, without=_ACCUMULATION)
+        self._patch_strategy(cls, without=_ACCUMULATION)
         format_config = cls._format_config
 
         @functools.wraps(format_config)
-        def follow_and_format(strategy: Any) -> None:
+        def set_accumulation_and_format(strategy: Any) -> None:
             trainer = getattr(strategy.lightning_module, "trainer", None)
             if trainer is not None:
                 own = int(trainer.accumulate_grad_batches)
@@ -73,10 +72,10 @@ class LightningHook:
                 self._report(own)
             format_config(strategy)
 
-        cls._format_config = follow_and_format
+        cls._format_config = set_accumulation_and_format
 
-    def _follow(self, cls: Any, *, without: str | None = None) -> None:
-        """Lay the overlay over the config of every strategy, before anyone asks for its ZeRO stage."""
+    def _patch_strategy(self, cls: Any, *, without: str | None = None) -> None:
+        """Apply the overlay to the config of every strategy, before its ZeRO stage is read."""
         original = cls.__init__
 
         @functools.wraps(original)
@@ -97,7 +96,7 @@ class LightningHook:
         @functools.wraps(fit)
         def fit_without_validation(trainer: Any, *args: Any, **kwargs: Any) -> Any:
             self._disable_evaluation_and_saving(trainer)
-            kwargs.pop("ckpt_path", None)  # a state of another ZeRO stage, and no part of the measurement
+            kwargs.pop("ckpt_path", None)  # of another ZeRO stage, and not part of the measurement
             return fit(trainer, *args[:4], **kwargs)
 
         cls.fit = fit_without_validation
@@ -111,7 +110,7 @@ class LightningHook:
         trainer.loggers = []
         trainer.limit_val_batches = 0
         trainer.num_sanity_val_steps = 0
-        # However little data there is, the training lasts for the steps that are measured.
+        # Extend the training to the last measured step even if the dataset is small.
         loop, last = trainer.fit_loop, self._plan.end_profile_step
         if loop.max_epochs is not None and loop.max_epochs >= 0:
             loop.max_epochs = max(loop.max_epochs, last)

@@ -1,8 +1,9 @@
-"""``--local_rank`` as the ``deepspeed`` launcher gives it.
+"""Default of the script's ``--local_rank`` option, as the ``deepspeed`` launcher passes it.
 
 That launcher passes ``--local_rank=N`` to every rank, and scripts written for it declare the option, often with a
-default that is right for one rank alone. torchrun sets the environment variable ``LOCAL_RANK`` instead; DeepSpeed
-refuses to start where the two differ. So the option's default becomes this rank's number, and an argument given wins.
+default that is valid for a single rank only. torchrun sets the environment variable ``LOCAL_RANK`` instead; DeepSpeed
+raises an error if the two differ. Therefore the option's default is set to this rank's number; an explicit argument
+takes precedence.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Measures the steps of one DeepSpeed engine, from outside: its methods are wrapped on the instance.
+"""Measures the optimizer steps of one DeepSpeed engine by wrapping its methods on the instance.
 
-A step ends at a gradient-accumulation boundary, counted from 1 here: DeepSpeed's own counters leave out
-nothing today, but schedulers and fp16 overflows act on them. What runs in evaluation mode, or without
-gradients, is no training.
+A step ends at a gradient-accumulation boundary. Steps are counted here, from 1: DeepSpeed's own counters
+currently skip none, but schedulers and fp16 overflows affect them. Forward passes in evaluation mode or without
+gradients do not count as training.
 """
 
 from __future__ import annotations
@@ -22,62 +22,70 @@ from optuna_dsat.runtime.events import Event, StepMeasured
 __all__ = ["Meter", "RankState", "StepObserver", "is_pipeline", "leading_dimension"]
 
 _DEPTH = 4
-"""How deep batches nest before a tensor is found; deeper ones count as not seen."""
+"""Maximum nesting depth at which a batch's tensor is searched; deeper ones count as not observed."""
 
 
 @dataclass
 class RankState:
-    """Where this rank is; shared by hook and meter, read when it fails."""
+    """Current state of this rank; updated by hook and meter, read when the rank fails."""
 
     phase: str = "script"
+    """See ``RankFailed.phase``."""
     steps: int = 0
+    """Global steps completed."""
     device: str = ""
+    """``cuda`` or ``cpu``; empty before DeepSpeed was imported."""
     limited: bool = False
+    """Whether this rank's host memory is limited."""
     takes_local_rank: bool = False
+    """Whether the script has an option ``--local_rank``."""
 
 
 class StepObserver(Protocol):
-    """Looks closer at single steps: the profiler."""
+    """Observes the phases of steps (implemented by the profiler)."""
 
     def observe(self, phase: str, step: int) -> Any:
-        """Return a context manager around a phase (``forward``, ``backward``, ``batch``) of a step."""
+        """Return a context manager around a phase (``forward``, ``backward``, ``step``, ``batch``) of a step."""
         ...
 
     def boundary(self, step: int, samples: int) -> None:
-        """A step is over, measured and recorded."""
+        """Called after a step was measured and recorded."""
         ...
 
 
 @dataclass
 class _Step:
-    """What was seen of the step in progress."""
+    """Measurements of the current step."""
 
     spans: list[tuple[str, Any, Any]] = field(default_factory=list)
+    """(phase, start mark, end mark)."""
     samples: int = 0
     micro_batch: int | None = None
+    """Largest leading dimension of an input; None if not observed."""
     loss: Any = None
+    """Loss tensor of the last micro-batch; None if not observed."""
     forward_end: Any = None
-    """Mark of the last forward's end while no backward has followed."""
+    """Mark of the last forward's end; None once a backward has followed."""
 
 
 class Meter:
     """Wraps ``forward``, ``backward`` and ``step`` of an engine, or ``train_batch`` of a pipeline engine.
 
-    Costs a step two marks per phase, one wait for the device and one line in the event file; nothing else is
-    written or waited for. Phases of a pipeline engine are interleaved by its schedule and reported as 0.
+    Overhead per step: two marks per phase, one device synchronization and one line in the event file. A pipeline
+    engine's schedule interleaves its phases; they are reported as 0.
 
-    A script that reaches the engine in another way says with ``micro_batch`` where its steps are.
+    A script that drives the engine in another way marks its micro-batches with ``micro_batch``.
 
     Args:
         engine: What ``deepspeed.initialize`` returned.
         rank: Global rank, for the events.
         write: Records an event.
-        clock: Measures.
-        memory: Follows memory.
-        state: Told of phases and steps.
+        clock: Times the phases.
+        memory: Tracks memory.
+        state: Updated with phase and steps.
         last_step: The step after which ``exit_process`` is called.
         exit_process: Ends this process; does not return.
-        observer: Looks closer at single steps.
+        observer: Observes the phases; None for none.
     """
 
     def __init__(
@@ -107,10 +115,10 @@ class Meter:
         self._in_forward = False
         self._module_hooked = False
         self._end_observation: Callable[[], None] | None = None
-        """Ends the observation of a whole micro-batch, where one is under way."""
+        """Ends the current observation of a whole micro-batch; None if there is none."""
 
     def attach(self) -> None:
-        """Start measuring; the first step counts from now."""
+        """Start measuring; the first step's latency counts from this call."""
         if is_pipeline(self._engine):
             self._engine.module.register_forward_pre_hook(self._on_pipeline_input, with_kwargs=True)
             self._engine.train_batch = self._wrap_train_batch(self._engine.train_batch)
@@ -166,7 +174,7 @@ class Meter:
         return step
 
     def _wrap_optimizer_step(self) -> None:
-        """Count the updates of a script that steps the optimizer itself, past the engine: Lightning Fabric does."""
+        """Count the updates of scripts that call the optimizer directly instead of the engine (Lightning Fabric)."""
         optimizer = getattr(self._engine, "optimizer", None)
         original = getattr(optimizer, "step", None)
         if optimizer is None or original is None:
@@ -182,11 +190,11 @@ class Meter:
             self._finish_step()
             return result
 
-        optimizer.step = types.MethodType(step, optimizer)  # bound, as torch's schedulers want it
+        optimizer.step = types.MethodType(step, optimizer)  # torch's schedulers require a bound method
 
     def _close_backward(self) -> None:
         if self._step.forward_end is not None:
-            # The script called loss.backward(): what lies between forward and step stands for it.
+            # The script called loss.backward(): the time between forward and step counts as backward.
             self._step.spans.append(("backward", self._step.forward_end, self._clock.mark()))
             self._step.forward_end = None
 
@@ -203,10 +211,11 @@ class Meter:
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
-        """Around forward, backward and step of one micro-batch, however the script calls them.
+        """Measure forward, backward and step of one micro-batch, however the script calls them.
 
-        What the wrapped methods see within is theirs, be it one phase or many steps. A step that they do not see
-        ends here once the engine has counted one; it is one ``batch``, as a pipeline's.
+        Phases and steps within the context that the wrapped methods observe are recorded by them. Otherwise the
+        context is one ``batch`` phase, as a pipeline's, and the step ends with the context in which the engine's
+        ``global_steps`` increased.
         """
         self._hook_module_input()
         steps, counted, spans = self._state.steps, _global_steps(self._engine), len(self._step.spans)
@@ -254,10 +263,9 @@ class Meter:
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        # "batch" holds all three phases: a failure in it is reported as one of the forward pass, where it
-        # starts.
+        # "batch" contains all three phases and starts with forward, as which a failure is reported.
         self._state.phase = "forward" if name == "batch" else name
-        if self._end_observation is not None:  # the phases are seen one by one: each is observed for itself
+        if self._end_observation is not None:  # the wrapped methods observe each phase on its own
             self._end_observation()
             self._end_observation = None
         start = self._clock.mark()
@@ -304,11 +312,11 @@ class Meter:
 
 
 def leading_dimension(batch: Any, depth: int = _DEPTH) -> int | None:
-    """Return the leading dimension of the first tensor in a batch, None where none is seen.
+    """Return the leading dimension of the first tensor in a batch; None if none is found.
 
     Args:
         batch: A tensor, or sequences and mappings of them (a ``BatchEncoding`` is a mapping).
-        depth: Levels of nesting still looked into.
+        depth: Maximum levels of nesting to search.
     """
     shape = getattr(batch, "shape", None)
     if shape is not None:
@@ -326,26 +334,26 @@ def leading_dimension(batch: Any, depth: int = _DEPTH) -> int | None:
 
 
 def is_pipeline(engine: Any) -> bool:
-    """Return whether an engine is a pipeline engine, whose ``train_batch`` does a whole step."""
+    """Return whether an engine is a pipeline engine, whose ``train_batch`` runs a whole step."""
     return any(cls.__name__ == "PipelineEngine" for cls in type(engine).__mro__)
 
 
 def _global_steps(engine: Any) -> int | None:
-    """Return the engine's own count of optimizer steps, None where it keeps none."""
+    """Return the engine's own count of optimizer steps; None if it keeps none."""
     count = getattr(engine, "global_steps", None)
     return count if isinstance(count, int) else None
 
 
 def _is_update_step(engine: Any) -> bool:
-    """Return whether the coming ``engine.step()`` is one that updates the parameters."""
+    """Return whether the next ``engine.step()`` updates the parameters."""
     managed = getattr(engine, "managed_gradient_accumulation", None)
     if managed is not None and not managed():
-        return True  # the script accumulates by itself: every step() is an update
+        return True  # the script accumulates gradients itself: every step() is an update
     return bool(engine.is_gradient_accumulation_boundary())
 
 
 def _scalar(output: Any) -> Any:
-    """Return the loss in a model's output (itself or its ``loss``) without its graph, None without one."""
+    """Return the detached loss of a model's output (the output itself or its ``loss``); None if there is none."""
     loss = getattr(output, "loss", output)
     if hasattr(loss, "detach") and getattr(loss, "numel", lambda: 0)() == 1:
         return loss.detach()

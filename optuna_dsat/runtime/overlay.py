@@ -1,4 +1,4 @@
-"""The trial's overlay, laid over the DeepSpeed config that the script passes; nothing is mutated."""
+"""Merges the trial's overlay into the DeepSpeed config that the script passes, without mutating either."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Any
 __all__ = ["effective_config", "merge", "read_config"]
 
 _BATCH_KEYS = ("train_batch_size", "gradient_accumulation_steps", "train_micro_batch_size_per_gpu")
-"""Any two determine the third. In the order in which the script's own value gives way."""
+"""Any two determine the third; in the order in which the script's own value is dropped."""
 
 _DEPRECATED_OFFLOAD = {
     "offload_optimizer": ("cpu_offload", "cpu_offload_use_pin_memory"),
     "offload_param": ("cpu_offload_params", "cpu_offload_param", "cpu_offload_use_pin_memory"),
 }
-"""Keys that DeepSpeed refuses beside their replacement (``deepspeed/runtime/zero/config.py``)."""
+"""Key -> deprecated keys that DeepSpeed rejects beside it (``deepspeed/runtime/zero/config.py``)."""
 
 _DEEPSPEED_CPU_OPTIMIZERS = frozenset({"DeepSpeedCPUAdam", "DeepSpeedCPULion"})
-"""The client optimizers that DeepSpeed takes under offload without ``zero_force_ds_cpu_optimizer: false``."""
+"""Client optimizers that DeepSpeed accepts under offload without ``zero_force_ds_cpu_optimizer: false``."""
 
 
 def merge(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``base`` with ``overlay`` laid over it: objects merge key by key, None removes a key.
+    """Return ``base`` updated with ``overlay``: objects merge key by key, None removes a key.
 
-    ``"auto"`` in the overlay says nothing: it gives way to what Hugging Face has filled in below.
+    ``"auto"`` in the overlay does not replace a value of ``base``, which Hugging Face may have filled in.
     """
     merged = {key: _deep_copy(value) for key, value in base.items()}
     for key, value in overlay.items():
@@ -43,17 +43,17 @@ def merge(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]
 def effective_config(
     base: Mapping[str, Any], overlay: Mapping[str, Any], *, client_optimizer: object | None = None
 ) -> dict[str, Any]:
-    """Return the config that DeepSpeed gets: the script's with the overlay over it, made consistent.
+    """Return the config that DeepSpeed gets: the script's with the overlay applied, made consistent.
 
-    - Where all of train batch, micro-batch and accumulation would be given, the script's value gives way.
-    - Deprecated ``cpu_offload`` keys go where the overlay says how to offload.
-    - A client optimizer is let through under offload, as DeepSpeed's own message advises.
-    - The ``autotuning`` section goes: DeepSpeed's own hooks end the process.
+    - If train batch, micro-batch and accumulation are all given, the script's value is dropped.
+    - Deprecated ``cpu_offload`` keys are removed if the overlay sets the offload.
+    - Offload with a client optimizer is allowed by ``zero_force_ds_cpu_optimizer``, as DeepSpeed's message advises.
+    - The ``autotuning`` section is removed: DeepSpeed's own autotuning hooks end the process.
 
     Args:
         base: The config that the script passes.
         overlay: The trial's overlay; None removes a key.
-        client_optimizer: The optimizer that the script passes to ``deepspeed.initialize``.
+        client_optimizer: The optimizer that the script passes to ``deepspeed.initialize``; None if it passes none.
     """
     config = merge(base, overlay)
     config.pop("autotuning", None)
@@ -74,7 +74,7 @@ def read_config(config: Any) -> dict[str, Any]:
     """Read a config as DeepSpeed does: a dict, the path of a (H)JSON file, or base64 text.
 
     Raises:
-        ValueError: If it is none of these.
+        ValueError: If it is none of these, or the file holds no JSON object.
     """
     if isinstance(config, Mapping):
         return dict(config)

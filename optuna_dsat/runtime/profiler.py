@@ -1,14 +1,14 @@
-"""The profile launch: what one step teaches about model and hardware.
+"""Measures parameters, activations and FLOPs of one step in the profile launch.
 
-One step alone is looked at, the last of the launch: optimizer states exist by then, and what the first step
-allocates for good is there (cuBLAS keeps a workspace for each thread, of 32 MiB on an H100). FLOPs are torch's own
-count (``FlopCounterMode``: 2 per multiply-add, recomputation included; custom kernels unknown to torch count
-nothing). A count that torch cannot make is given as 0: not known.
+Only the launch's last step is profiled: by then optimizer states and persistent workspaces of the first step are
+allocated (cuBLAS keeps one per thread, of 32 MiB on an H100). FLOPs are counted by torch's ``FlopCounterMode``: 2 per
+multiply-add, recomputation included; custom kernels unknown to torch count as 0. If counting fails, the result is 0,
+which stands for unknown.
 
-Activations are what autograd keeps (CPU), or by how much the allocated memory grows in forward (CUDA), without the
-parameters that ZeRO 3 has gathered by its end: from the second step on it holds up to ``stage3_max_live_parameters`` of
-them until backward. Copies of parameters that autocast makes for backward are counted, though they do not grow with
-the batch; the memory model learns that from the first launches of trials.
+Activations are the tensors that autograd saves (CPU), or the growth of allocated memory during forward (CUDA) without
+the parameters that ZeRO 3 has gathered by its end: from the second step on ZeRO 3 keeps up to
+``stage3_max_live_parameters`` of them until backward. Copies of parameters that autocast saves for backward are
+included although they do not grow with the batch; the memory model corrects for them after the first trials.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ from optuna_dsat.runtime.rank import Rank
 __all__ = ["Profiler", "count_parameters", "profiled_step"]
 
 _BLOCK_BYTES = 512
-"""What torch's CUDA allocator rounds up to (``kMinBlockSize``, c10/cuda/CUDACachingAllocator.cpp)."""
+"""Block size to which torch's CUDA allocator rounds up (``kMinBlockSize``, c10/cuda/CUDACachingAllocator.cpp)."""
 
 
 def profiled_step(plan: LaunchPlan) -> int:
-    """Return the step that is looked at: the last of the launch."""
+    """Return the step that is profiled: the launch's last."""
     return plan.end_profile_step
 
 
 def count_parameters(module: Any) -> tuple[int, int]:
-    """Return (all, trainable) parameters of the modules this rank holds, as they were before partitioning.
+    """Return the unpartitioned counts of (all, trainable) parameters of a module.
 
-    A pipeline engine's rank holds its own stage alone.
+    A rank of a pipeline engine holds the parameters of its own stage only.
     """
     sizes = [(_numel(parameter), parameter.requires_grad) for parameter in module.parameters()]
     return sum(size for size, _ in sizes), sum(size for size, trainable in sizes if trainable)
 
 
 def _numel(parameter: Any) -> int:
-    # ZeRO 3 leaves an empty tensor in place of a partitioned parameter and keeps the size in ds_numel.
+    # ZeRO 3 replaces a partitioned parameter by an empty tensor and keeps its size in ds_numel.
     return int(getattr(parameter, "ds_numel", None) or parameter.numel())
 
 
 class Profiler:
-    """Looks closer at one step of an engine and records what it learned (a ``StepObserver``).
+    """Profiles one step of an engine and records ``ProfileMeasured`` (a ``StepObserver``).
 
     Args:
         engine: What ``deepspeed.initialize`` returned.
         accelerator: DeepSpeed's accelerator.
         plan: The launch.
         rank: This rank.
-        memory: Follows memory.
+        memory: Tracks memory.
         write: Records an event.
     """
 
@@ -85,7 +85,7 @@ class Profiler:
 
     @contextmanager
     def observe(self, phase: str, step: int) -> Iterator[None]:
-        """Count FLOPs around forward and backward, and what forward keeps."""
+        """Count the FLOPs of forward and backward, and the activations that forward saves."""
         if step != self._step or phase == "step":
             yield
             return
@@ -108,7 +108,7 @@ class Profiler:
         self._flops_known &= not counter.failed
 
     def boundary(self, step: int, samples: int) -> None:
-        """Record the profile once the step is over."""
+        """Record the profile after the profiled step."""
         if step != self._step:
             return
         params, trainable = count_parameters(self._engine.module)
@@ -151,10 +151,10 @@ class Profiler:
 
 
 def _flop_counter() -> Any:
-    """Return torch's FLOP counter, made safe for engines.
+    """Return a variant of torch's FLOP counter that is safe for DeepSpeed engines.
 
-    It keeps no track of modules (whose hooks would meet DeepSpeed's own), and an operation whose formula
-    fails is noted in ``failed`` instead of ending the script.
+    It does not track modules, whose hooks would conflict with DeepSpeed's, and sets ``failed`` instead of raising if
+    an operation's formula fails.
     """
     import torch
     from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
@@ -165,7 +165,7 @@ def _flop_counter() -> Any:
     def backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
         return int(sdpa_backward_flop_count(grad, query, key, value))  # type: ignore[no-untyped-call]
 
-    cpu_attention = "_scaled_dot_product_flash_attention_for_cpu"  # torch counts its CUDA siblings alone
+    cpu_attention = "_scaled_dot_product_flash_attention_for_cpu"  # torch has formulas for the CUDA kernels only
     formulas = {cpu_attention: forward, f"{cpu_attention}_backward": backward}
     aten = torch.ops.aten
     attention = {getattr(aten, name): formula for name, formula in formulas.items() if hasattr(aten, name)}
@@ -189,7 +189,7 @@ def _flop_counter() -> Any:
         def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
             try:
                 super()._count_flops(func_packet, out, args, kwargs)  # type: ignore[no-untyped-call]
-            except Exception:  # noqa: BLE001 - formulas assert about shapes; that must not end the script
+            except Exception:  # noqa: BLE001 - formulas assert shapes, which must not end the script
                 self.failed = True
             return out
 
@@ -197,7 +197,12 @@ def _flop_counter() -> Any:
 
 
 def _saved_tensors(module: Any, saved: dict[int, int]) -> Any:
-    """Return a context that notes what autograd keeps for backward: address -> bytes, without parameters."""
+    """Return a context that records the tensors autograd saves for backward, without parameters.
+
+    Args:
+        module: Its parameters are excluded.
+        saved: Filled with storage address -> bytes.
+    """
     import torch
 
     parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
@@ -205,21 +210,21 @@ def _saved_tensors(module: Any, saved: dict[int, int]) -> Any:
     def pack(tensor: Any) -> Any:
         owner = tensor if tensor._base is None else tensor._base
         if isinstance(owner, torch.nn.Parameter):
-            return tensor  # ZeRO 3 swaps its data between forward and backward: it must stay the same object
+            return tensor  # ZeRO 3 swaps its data between forward and backward, so the object must stay the same
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in parameters:
             saved[storage.data_ptr()] = storage.nbytes()
-        return tensor.detach()  # a saved output that kept its own graph would never be freed
+        return tensor.detach()  # a saved output that references its own graph would never be freed
 
     return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
 
 
 def _parameter_bytes(module: Any) -> int:
-    """Return the bytes that a module's parameters hold now: with ZeRO 3 this rank's parts, and what is gathered."""
+    """Return the bytes currently held by a module's parameters; with ZeRO 3 its partitions and gathered ones."""
     held: dict[int, int] = {}
     for parameter in module.parameters():
-        # A single rank gathers nothing: its parameter becomes a view of the part (ds_tensor), which must not count
-        # as growth.
+        # With a single rank nothing is gathered: the parameter becomes a view of its partition (ds_tensor), which must
+        # not count as growth.
         for tensor in (parameter, getattr(parameter, "ds_tensor", parameter)):
             with suppress(RuntimeError, NotImplementedError):  # a tensor without storage of its own
                 storage = tensor.untyped_storage()

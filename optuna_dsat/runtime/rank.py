@@ -1,4 +1,4 @@
-"""What the environment says of this rank; nothing else in the runtime reads environment variables."""
+"""Environment variables that describe this rank; no other module of the runtime reads the environment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from optuna_dsat.runtime.launch_plan import LAUNCH_ENV, LaunchPlan
 __all__ = ["MANUAL_INIT_ENV", "Rank", "World", "current_plan", "initializes_distributed_manually"]
 
 MANUAL_INIT_ENV = "OPTUNA_DSAT_MANUAL_INIT_DISTRIBUTED"
-"""Environment variable of a ``DeepSpeedTrial`` that initialises ``torch.distributed`` by itself."""
+"""Environment variable of a ``DeepSpeedTrial`` that initializes ``torch.distributed`` itself."""
 
 _MANUAL_INIT = (MANUAL_INIT_ENV, "DET_MANUAL_INIT_DISTRIBUTED")
 _OFF = frozenset({"", "0", "false", "no", "off"})
@@ -38,7 +38,7 @@ class Rank:
         """Read the environment (this process's unless given).
 
         Raises:
-            ValueError: If no launch description is named, or a rank variable is no number.
+            ValueError: If no launch description is named, or a rank variable is not a number.
         """
         env = os.environ if environ is None else environ
         launch_path = env.get(LAUNCH_ENV, "")
@@ -60,14 +60,14 @@ class Rank:
 
     @property
     def local_ranks(self) -> range:
-        """Global ranks on this host (torchrun numbers them in one block)."""
+        """Global ranks on this host (torchrun numbers them contiguously)."""
         first = self.rank - self.local_rank
         return range(first, first + self.local_world_size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The place of a process among those that torchrun started, launch of ours or not."""
+    """Rank and size of a process group started by torchrun, in a launch or not."""
 
     rank: int
     size: int
@@ -76,10 +76,10 @@ class World:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> World:
-        """Read the environment (this process's unless given); a process without torchrun is alone.
+        """Read the environment (this process's unless given); without torchrun the size is 1.
 
         Raises:
-            ValueError: If a variable is no number.
+            ValueError: If a variable is not a number.
         """
         env = os.environ if environ is None else environ
         size = _number(env, "WORLD_SIZE", 1)
@@ -92,13 +92,13 @@ class World:
 
 
 def initializes_distributed_manually(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether the user's code initialises ``torch.distributed`` by itself; Determined's variable counts too."""
+    """Return whether the user's code initializes ``torch.distributed`` itself; Determined's variable is read too."""
     env = os.environ if environ is None else environ
     return any(env.get(name, "").lower() not in _OFF for name in _MANUAL_INIT)
 
 
 def current_plan() -> LaunchPlan | None:
-    """Return the launch that this process belongs to, None outside of any.
+    """Return the launch that this process belongs to; None outside of a launch.
 
     Raises:
         OSError: If its description cannot be read.

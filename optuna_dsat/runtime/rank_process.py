@@ -1,4 +1,4 @@
-"""The life of a rank: it redirects its output, runs the script, and leaves a record whatever happens."""
+"""Process of a rank: redirects its output, runs the script, and records how the rank ended in every case."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ _PR_SET_PDEATHSIG = 1
 """``linux/prctl.h``."""
 
 _LOCAL_RANKS_TIMEOUT_S = 2.0
-"""Longest wait for the other ranks of this host: none may vanish while another still reads from it."""
+"""Maximum wait for the other ranks of this host, which may still be communicating with this one."""
 
 
 def run_rank(plan: LaunchPlan, rank: Rank, target: Target, *, safe_path: bool, forked: bool = False) -> int:
     """Run the script as this rank of the launch; return the exit code of a script that ran to its end.
 
-    Does not return where the rank ends early: after the last profile step (exit code 0), on an exception (1).
+    Does not return if the rank ends early: after the last profile step (exit code 0) or on an exception (1).
 
     Raises:
-        SystemExit: If the script calls ``sys.exit``, for Python to act on as usual.
+        SystemExit: If the script calls ``sys.exit``; the caller exits with its code.
     """
     die_with_parent()
     if plan.log_dir:
@@ -96,14 +96,14 @@ class _RankProcess:
             raise
         except EventWriteError:
             raise
-        except Exception as error:  # noqa: BLE001 - recorded, and shown as Python shows it
+        except Exception as error:  # noqa: BLE001 - recorded and printed as Python prints it
             self._fail(error)
         self._finish("script_end")
         return 0
 
     @property
     def _reports_imports(self) -> bool:
-        """Whether this rank says for all what the script imports."""
+        """Whether this rank records the script's imports on behalf of all ranks."""
         return self._plan.purpose == "profile" and self._rank.rank == 0
 
     def _takes_local_rank(self) -> None:
@@ -128,7 +128,7 @@ class _RankProcess:
         end_process(0)
 
     def _wait_for_local_ranks(self) -> None:
-        """Wait until the other ranks of this host have done the last step too, or failed at it."""
+        """Wait until the other ranks of this host have completed or failed the last step."""
         paths = [events_path(self._plan.events_dir, rank) for rank in self._rank.local_ranks]
         deadline = time.monotonic() + _LOCAL_RANKS_TIMEOUT_S
         while time.monotonic() < deadline and not all(map(_has_ended, paths)):
@@ -153,17 +153,17 @@ class _RankProcess:
         )
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         if not self._plan.measures:
-            raise FailedExit(1)  # a full training run may have something to save on its way out
+            raise FailedExit(1)  # exit handlers of a full training run may save something
         end_process(1)
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its torchrun agent ends (Linux; elsewhere nothing is done)."""
+    """Ask the kernel to kill this process when its parent, the torchrun agent, ends; does nothing outside Linux."""
     if not sys.platform.startswith("linux"):
         return
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it ended in between
+    if os.getppid() != parent:  # the parent ended before prctl took effect
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -177,10 +177,10 @@ def redirect_output(log_dir: Path, rank: int) -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """End at once, with the output written: no teardown of Python, CUDA or the process group (seconds)."""
+    """End immediately after flushing output, without the teardown of Python, CUDA and the process group (seconds)."""
     multiprocessing = sys.modules.get("multiprocessing")
     for worker in multiprocessing.active_children() if multiprocessing is not None else ():
-        worker.kill()  # data loader workers would outlive this process by seconds
+        worker.kill()  # data loader workers otherwise outlive this process by seconds
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -195,25 +195,29 @@ def _has_ended(path: Path) -> bool:
     try:
         last = path.read_text(encoding="utf-8").rstrip("\n").rpartition("\n")[2]
     except OSError:
-        return True  # not on this host's disk: nothing to wait for
+        return True  # no such rank on this host
     event: Event | None = decode_event(last)
     return isinstance(event, RankFinished | RankFailed)
 
 
 class FailedExit(SystemExit):
-    """An exception ended the script: Python's own exit follows, so slow that torchrun sees first who was killed."""
+    """Raised after an exception ended the script; the interpreter then shuts down normally.
+
+    The normal shutdown is slow enough for torchrun to notice ranks that were killed first.
+    """
 
 
 def exit_as_python(code: int) -> NoReturn:
-    """End as Python does: threads joined, exit functions run, output written; without the teardown of native libraries.
+    """Exit as Python does (join threads, run exit functions, flush output) but without tearing down native libraries.
 
-    A thread of gloo that still runs then aborts the process, and a training that succeeded would count as failed.
+    A gloo thread that still runs during that teardown aborts the process, and a successful training would count as
+    failed.
     """
-    threading._shutdown()  # type: ignore[attr-defined]  # what Python itself calls first
+    threading._shutdown()  # type: ignore[attr-defined]  # the first step of Python's own shutdown
     atexit._run_exitfuncs()
     end_process(code)
 
 
 def exit_code(end: SystemExit) -> int:
-    """Return the exit code that Python gives for ``sys.exit(code)``: anything but a number counts as 1."""
+    """Return Python's exit code for ``sys.exit(code)``: 0 for None, 1 for anything that is not a number."""
     return end.code if isinstance(end.code, int) else int(end.code is not None)

@@ -1,6 +1,6 @@
-"""For training loops that optuna-dsat does not see by itself: two functions that a script may call.
+"""Public functions for training loops that the hook cannot observe.
 
-Both do nothing of their own outside a trial, and neither imports Optuna, torch or DeepSpeed.
+Outside a trial both only pass their arguments through. Neither imports Optuna, torch or DeepSpeed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["dsat_reporting_context", "get_ds_config_from_hparams", "set_current_
 
 
 class _Trial(Protocol):
-    """What this module needs of a launch (``runtime/hook.py``)."""
+    """Interface of a launch that this module uses (``runtime/hook.py``)."""
 
     def reporting(self, engine: Any) -> AbstractContextManager[None]: ...
 
@@ -25,29 +25,28 @@ class _Trial(Protocol):
 
 
 class _Current:
-    """The launch that this process is a rank of, if it is one."""
+    """The launch of this process; None outside of a launch."""
 
     trial: _Trial | None = None
 
 
 def set_current_trial(trial: _Trial | None) -> None:
-    """Say which launch this process is a rank of; called by the runtime before the script runs."""
+    """Set the launch of this process; called by the runtime before the script runs."""
     _Current.trial = trial
 
 
 def dsat_reporting_context(engine: Any = None, op: Any = None) -> AbstractContextManager[None]:
-    """Return a context to put around forward, backward and step of a training loop.
+    """Return a context for forward, backward and step of one micro-batch.
 
-    Needed only where ``deepspeed.initialize`` or the engine's own methods are not what the loop calls. Steps that are
-    seen anyway are counted once. Otherwise each context holds one micro-batch at most: a step ends with the context
-    in which the engine's ``global_steps`` moved on. Where the batch does not reach the engine's own ``forward``, it
-    is looked for at the module that the engine wraps.
+    Only needed if the loop does not call ``deepspeed.initialize`` or the engine's own methods. Steps that are observed
+    anyway are counted once. Otherwise each context must contain at most one micro-batch: a step ends with the context
+    in which the engine's ``global_steps`` increased. If the batch does not pass through the engine's ``forward``, it
+    is observed at the module that the engine wraps.
 
     Args:
-        engine: The DeepSpeed engine. May be left out, or be anything else, where the script has called
-            ``deepspeed.initialize``. In a script with several engines, contexts of all but the first measured one do
-            nothing.
-        op: Not used. Loops written for Determined pass ``(core_context, op)`` and need no change.
+        engine: The DeepSpeed engine. Optional, and of any type, if the script has called ``deepspeed.initialize``.
+            In a script with several engines, contexts of all but the first measured engine do nothing.
+        op: Ignored. Loops written for Determined pass ``(core_context, op)`` and need no change.
 
     Raises:
         RuntimeError: In a trial, if there is no engine to measure.
@@ -60,15 +59,15 @@ def dsat_reporting_context(engine: Any = None, op: Any = None) -> AbstractContex
 def get_ds_config_from_hparams(
     hparams: Mapping[str, Any], base_dir: str | os.PathLike[str] | None = None
 ) -> dict[str, Any]:
-    """Return the DeepSpeed config that ``hparams`` describes; in a trial with the trial's settings laid over it.
+    """Return the DeepSpeed config that ``hparams`` describes; in a trial with the trial's settings applied.
 
     Args:
         hparams: ``"deepspeed_config"`` names the base config, a (H)JSON file; ``"overwrite_deepspeed_args"``, if
-            given, is laid over it: objects merge key by key, None removes a key.
+            given, is merged into it key by key; None removes a key.
         base_dir: Folder that the name is relative to; None for the working directory.
 
     Raises:
-        ValueError: If ``hparams`` names no config, the overwrites are no object, or the file holds no config.
+        ValueError: If ``hparams`` names no config, the overwrites are not a mapping, or the file holds no config.
         FileNotFoundError: If the file does not exist.
     """
     name = hparams.get("deepspeed_config")
@@ -84,5 +83,5 @@ def get_ds_config_from_hparams(
 
 
 def trial_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a DeepSpeed config; in a trial with the trial's settings laid over it."""
+    """Return a DeepSpeed config; in a trial with the trial's settings applied."""
     return dict(config) if _Current.trial is None else _Current.trial.trial_config(config)

@@ -1,8 +1,8 @@
-"""What a trial must not do: write over checkpoints, or log to where the user's real runs are.
+"""Disables side effects of a trial: it must not overwrite checkpoints or log among the user's real runs.
 
-Whatever the script writes by itself it still writes. Loading stays as it is, except that a checkpoint of another
-ZeRO stage than the trial's, which DeepSpeed cannot load, does not end the trial: a script that resumes could not be
-tuned otherwise.
+Files that the script writes by itself are still written. Checkpoints are loaded as usual, except that one saved at
+another ZeRO stage, which DeepSpeed cannot load, does not end the trial: otherwise scripts that resume could not be
+tuned.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 __all__ = ["disable_checkpoints", "redirect_tensorboard", "tolerate_mismatched_checkpoints", "without_monitors"]
 
 _MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler")
-"""Sections of a DeepSpeed config that have DeepSpeed write outside the run directory; it does without each."""
+"""Optional sections of a DeepSpeed config that make DeepSpeed write outside the run directory."""
 
 
 _STATES_OF_DEEPSPEED = frozenset(
@@ -42,19 +42,19 @@ _STATES_OF_DEEPSPEED = frozenset(
         "sparse_tensor_module_names",
     }
 )
-"""Keys of a ``*model_states.pt`` that are no client state (``DeepSpeedEngine._save_checkpoint``, DeepSpeed 0.19)."""
+"""Keys of ``*model_states.pt`` that are not client state (``DeepSpeedEngine._save_checkpoint``, DeepSpeed 0.19)."""
 
 
 def without_monitors(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a DeepSpeed config without the sections that log to trackers and files of the user's."""
+    """Return a DeepSpeed config without the sections that log to the user's trackers and files."""
     return {key: value for key, value in config.items() if key not in _MONITORS}
 
 
 def redirect_tensorboard(writer_class: Any, folder: Path) -> None:
-    """Have TensorBoard summaries go below ``folder``, under the last name of the folder that the script asks for.
+    """Write TensorBoard summaries below ``folder``, in a subfolder with the base name of the script's ``log_dir``.
 
     Args:
-        writer_class: ``torch.utils.tensorboard.SummaryWriter``; the class stays the same.
+        writer_class: ``torch.utils.tensorboard.SummaryWriter``; patched in place.
         folder: Absolute path; created by the first writer.
     """
     original = writer_class.__init__
@@ -71,13 +71,13 @@ def redirect_tensorboard(writer_class: Any, folder: Path) -> None:
 
 
 def disable_checkpoints(engine_class: Any) -> None:
-    """Have engines of this class write no checkpoint; the first call says so in the rank's log.
+    """Make engines of this class write no checkpoint; the first call prints a notice to the rank's log.
 
-    ``save_checkpoint`` and ``save_16bit_model`` take what they take and return what they return: True, and for
-    the latter False where ZeRO 3 may not gather the weights. No rank waits for another in them.
+    ``save_checkpoint`` and ``save_16bit_model`` keep their signatures and return values: True, or False for the
+    latter if ZeRO 3 may not gather the weights. They do not synchronize the ranks.
 
     Args:
-        engine_class: ``deepspeed.DeepSpeedEngine``; pipeline engines inherit from it.
+        engine_class: ``deepspeed.DeepSpeedEngine``, the base class of pipeline engines; patched in place.
     """
     said: list[str] = []
     engine_class.save_checkpoint = _skipped(engine_class.save_checkpoint, said, lambda _engine: True)
@@ -85,14 +85,14 @@ def disable_checkpoints(engine_class: Any) -> None:
 
 
 def tolerate_mismatched_checkpoints(engine_class: Any, *, is_mismatch: Callable[[Exception], bool]) -> None:
-    """Have a trial go on where a checkpoint does not fit its configuration, from the weights that the script built.
+    """Make a trial continue with the script's initial weights if a checkpoint does not match its configuration.
 
-    The steps take as long with other values, and the rank's log says what happened. The client state is returned,
-    as far as the checkpoint's files hold one. A checkpoint that is not there is left to DeepSpeed.
+    Step times do not depend on the weights' values; a notice is printed to the rank's log. The client state is returned
+    as far as the checkpoint's files contain one. Missing checkpoints are left to DeepSpeed.
 
     Args:
-        engine_class: ``deepspeed.DeepSpeedEngine``.
-        is_mismatch: Tells errors that a misfit explains from a lack of memory and the like, which are raised.
+        engine_class: ``deepspeed.DeepSpeedEngine``; patched in place.
+        is_mismatch: Returns whether a mismatch can explain an error; others, such as out-of-memory, are raised.
     """
     original = engine_class.load_checkpoint
     signature = inspect.signature(original)
@@ -122,7 +122,7 @@ def tolerate_mismatched_checkpoints(engine_class: Any, *, is_mismatch: Callable[
 
 
 def _model_states(load_dir: Any, tag: Any) -> Path | None:
-    """Return a file with the states of a checkpoint, None where there is none."""
+    """Return a ``*model_states.pt`` file of a checkpoint; None if there is none."""
     folder = Path(load_dir)
     latest = folder / "latest"
     if tag is None and latest.is_file():

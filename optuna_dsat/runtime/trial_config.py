@@ -1,4 +1,4 @@
-"""What a launch makes of the configs that a script passes to DeepSpeed, and the ones it has to refuse."""
+"""Applies a launch's overlay to the configs that a script passes to DeepSpeed, and rejects invalid combinations."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["TrialConfig"]
 
 
 class TrialConfig:
-    """Lays a launch's overlay over configs. Make it before reads of the user's file are redirected.
+    """Applies a launch's overlay to configs. Construct it before reads of the user's file are redirected.
 
     Args:
         plan: The launch.
-        world_size: Its ranks.
+        world_size: Number of its ranks.
     """
 
     def __init__(self, plan: LaunchPlan, *, world_size: int) -> None:
@@ -30,11 +30,11 @@ class TrialConfig:
         self._launch = _read(plan.config_path)
 
     def apply_overlay(self, config: Any, *, client_optimizer: object | None = None) -> dict[str, Any]:
-        """Return a config with the overlay over it, in trials without the sections that log elsewhere.
+        """Return a config with the overlay applied, in measured launches without the sections of monitors.
 
         Args:
             config: A dict, the path of a (H)JSON file, or base64 text.
-            client_optimizer: The optimizer that the script passes to ``deepspeed.initialize``.
+            client_optimizer: The optimizer that the script passes to ``deepspeed.initialize``; None if it passes none.
 
         Raises:
             ValueError: If the config is none of these.
@@ -43,7 +43,10 @@ class TrialConfig:
         return without_monitors(laid) if self._plan.measures else laid
 
     def differences(self, config: Any) -> dict[str, list[Any]]:
-        """Return where a config that the script passes differs from the user's file (see ``config_differences``)."""
+        """Return the differences between the script's config and the user's file (see ``config_differences``).
+
+        Empty if either file could not be read.
+        """
         if self._user is None or self._launch is None:
             return {}
         return config_differences(
@@ -51,11 +54,11 @@ class TrialConfig:
         )
 
     def check_model(self, model: Any, config: Mapping[str, Any]) -> None:
-        """Refuse what DeepSpeed would refuse less clearly, or meet with an error of another kind.
+        """Reject models that DeepSpeed would reject with an unclear error.
 
         Raises:
-            ValueError: If a pipeline module is to run with ZeRO 2 or 3, or a model that was partitioned for ZeRO 3
-                while it was built with a lower stage.
+            ValueError: If a pipeline module is configured with ZeRO 2 or 3, or a model built within
+                ``deepspeed.zero.Init`` with a stage below 3.
         """
         stage = _stage_of(config)
         if stage > 1 and any(cls.__name__ == "PipelineModule" for cls in type(model).__mro__):
@@ -70,10 +73,10 @@ class TrialConfig:
             )
 
     def check_engine(self, engine: Any) -> None:
-        """Check that an engine which the script built by itself runs the launch's config.
+        """Check that an engine which the script built itself uses the launch's config.
 
         Raises:
-            ValueError: If ZeRO stage or batch sizes are others.
+            ValueError: If its ZeRO stage or batch sizes differ.
         """
         if self._launch is None:
             return

@@ -1,4 +1,4 @@
-"""Appends the events of one rank to its file."""
+"""Writes the event file of one rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["EventWriteError", "EventWriter", "events_path"]
 
 
 class EventWriteError(OSError):
-    """An event could not be written (a full disk, a removed directory): the launch cannot be recorded."""
+    """An event could not be written (disk full, directory removed), so the launch cannot be recorded."""
 
 
 def events_path(events_dir: str | Path, rank: int) -> Path:
@@ -20,10 +20,10 @@ def events_path(events_dir: str | Path, rank: int) -> Path:
 
 
 class EventWriter:
-    """Writes one JSON line an event, whole or not at all as far as the disk allows.
+    """Appends one JSON line per event; a line left incomplete by an error is terminated before the next.
 
     Args:
-        path: File to append to; created where missing.
+        path: File to append to; created if missing.
 
     Raises:
         EventWriteError: If the file cannot be opened.
@@ -38,10 +38,10 @@ class EventWriter:
             raise self._failure(error) from error
 
     def write(self, event: Event) -> None:
-        """Append an event; it is with the kernel when this returns.
+        """Append an event, unbuffered.
 
         Raises:
-            EventWriteError: If it could not be written whole.
+            EventWriteError: If it could not be written completely.
         """
         line = f"{encode_event(event)}\n".encode()
         data = memoryview(b"\n" + line if self._torn else line)
