@@ -1,7 +1,7 @@
-"""Devices other than NVIDIA's GPUs: none is tuned, and a search on the CPU in their place is never a surprise.
+"""Devices other than NVIDIA's GPUs: none is supported, and the user is told before a search runs on the CPU instead.
 
-What torch was built for is read from its version (``2.9.0+rocm6.4``, ``2.9.0+xpu``: the wheels of pytorch.org), without
-importing it.
+The platform torch was built for is read from its version (``2.9.0+rocm6.4``, ``2.9.0+xpu``: the wheels of
+pytorch.org), without importing it.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from optuna_dsat.errors import UsageError
 __all__ = ["other_devices", "refuse_other_builds"]
 
 _BUILDS = {"rocm": "AMD GPUs (ROCm)", "xpu": "Intel GPUs (XPU)"}
-"""Tag of torch's version -> what it was built for."""
+"""Local version tag of torch -> platform it was built for."""
 
 _NODES = {
     "kfd": "an AMD GPU's driver (/dev/kfd)",
     "nvhost-gpu": "the GPU of a Jetson (/dev/nvhost-gpu)",
     "nvgpu": "the GPU of a Jetson (/dev/nvgpu)",
 }
-"""Name of a device file -> what it tells."""
+"""Name of a device file -> the device it belongs to."""
 
 _DEV = Path("/dev")
 _SUPPORTED = "optuna-dsat tunes on NVIDIA GPUs that NVML knows, and on the CPU"
 
 
 def refuse_other_builds(environ: Mapping[str, str]) -> None:
-    """Refuse a torch, or a setting of DeepSpeed, that is for other devices than NVIDIA's GPUs and the CPU.
+    """Refuse a build of torch or a setting of DeepSpeed for devices other than NVIDIA's GPUs and the CPU.
 
     Raises:
-        UsageError: Says what is supported, and how to tune on the CPU.
+        UsageError: If there is one; names what is supported and how to tune on the CPU.
     """
     wanted = environ.get("DS_ACCELERATOR", "")
     if wanted not in ("", "cuda", "cpu"):
@@ -51,7 +51,7 @@ def refuse_other_builds(environ: Mapping[str, str]) -> None:
 
 
 def other_devices() -> tuple[str, ...]:
-    """Return a line on each device of this machine that looks like a GPU and is not used."""
+    """Return a line for the user on each unsupported GPU of this machine."""
     return tuple(
         f"This machine has {what}, which is not used: {_SUPPORTED}."
         for name, what in _NODES.items()

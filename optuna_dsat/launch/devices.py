@@ -1,7 +1,7 @@
-"""The devices of this machine: GPUs as NVML sees them, or ranks on the CPU.
+"""The devices of this machine: GPUs reported by NVML, or ranks on the CPU.
 
-Never imports torch and never makes a CUDA context: the tuner must not take memory from what it measures. The NVML part
-has not been run on a machine with a GPU yet.
+Never imports torch and never creates a CUDA context: the tuner must not take memory from what it measures.
+The NVML part has not been run on a machine with a GPU yet.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ __all__ = [
 ]
 
 DEFAULT_CPU_RANKS = 2
-"""Ranks of a launch on a machine without a GPU: the fewest at which ZeRO partitions anything."""
+"""Ranks of a launch on a machine without a GPU: the smallest number at which ZeRO partitions anything."""
 
 _DRIVER = Path("/proc/driver/nvidia/version")
-"""Exists while NVIDIA's kernel driver is loaded, in containers without a GPU, too."""
+"""Exists while NVIDIA's kernel driver is loaded, also in containers without a GPU."""
 
 _CONTROL = Path("/dev/nvidiactl")
-"""Exists where a process may talk to that driver."""
+"""Exists if a process may use that driver."""
 
 _ON_THE_CPU = f"or set {VARIABLE}= (empty) to tune on the CPU."
 
@@ -45,44 +45,44 @@ _CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
-"""Memory limit of a container: control groups version 2, then 1."""
+"""Files with the memory limit of a container: control groups version 2, then 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One GPU, a part of one, or one rank's share of the CPU."""
+    """One GPU, one MIG instance of a GPU, or one rank's share of the CPU."""
 
     index: int
-    """NVML's index of a GPU (``nvidia-smi``'s number); CPU ranks, and parts of GPUs, count from 0."""
+    """NVML's index of a GPU (that of ``nvidia-smi``); CPU ranks and MIG instances count from 0."""
     visible_id: str
-    """What ``CUDA_VISIBLE_DEVICES`` calls it; empty on the CPU."""
+    """Entry of ``CUDA_VISIBLE_DEVICES``; empty on the CPU."""
     name: str
     memory_bytes: int
-    """All memory of the GPU, or an equal share of the host's memory; the host's for a GPU that has none of its own."""
+    """Memory of the GPU, that of the host if the GPU has none of its own; on the CPU an equal share of the host's."""
     uuid: str = ""
-    """Of a GPU; empty where NVML does not tell, and on the CPU."""
+    """UUID of a GPU; empty if NVML does not report it, and on the CPU."""
 
     @property
     def nvml_id(self) -> str:
-        """What NVML calls it: the UUID of a part of a GPU, else the index."""
+        """Identifier for NVML: the UUID of a MIG instance, else the index."""
         return self.visible_id if is_part(self.visible_id) else str(self.index)
 
     @property
     def certain_id(self) -> str:
-        """What ``CUDA_VISIBLE_DEVICES`` calls it where indices may have shifted, because a GPU does not answer."""
+        """Entry of ``CUDA_VISIBLE_DEVICES`` that stays valid if a GPU does not answer and indices shift."""
         return self.uuid or self.visible_id
 
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """What launches may run on."""
+    """Devices that launches may run on."""
 
     kind: str
     """``cuda`` or ``cpu``."""
     devices: tuple[Device, ...]
     host_memory_bytes: int
     notices: tuple[str, ...] = ()
-    """What people should know of how they were found: a GPU that is left out, an entry that CUDA ignores."""
+    """Lines for the user about the detection: a GPU that is left out, an entry that CUDA ignores."""
     left_out: int = 0
     """GPUs that do not answer."""
 
@@ -93,15 +93,15 @@ class Devices:
 
     @property
     def per_launch(self) -> int:
-        """Devices that one launch can take: all; 1 where they are parts of GPUs.
+        """Most devices of one launch: all, 1 if they are MIG instances.
 
-        A process sees one part only, however many it may use (NVIDIA MIG user guide, "Running CUDA applications").
+        A process sees one instance only, however many it may use (NVIDIA MIG user guide, "Running CUDA applications").
         """
         return 1 if any(is_part(device.visible_id) for device in self.devices) else len(self.devices)
 
 
 def host_memory_bytes() -> int:
-    """Return the memory this machine, or the container it is, may use."""
+    """Return the memory of this machine, or the limit of its container if that is lower."""
     total = int(psutil.virtual_memory().total)
     for path in _CGROUP_LIMITS:
         try:
@@ -176,10 +176,10 @@ def detect_devices(
 
 
 def _without_nvml(error: NvmlError) -> tuple[str, ...]:
-    """Return what there is to say where NVML does not answer and launches run on the CPU.
+    """Return the notices for a machine whose NVML does not answer, where launches run on the CPU.
 
     Raises:
-        DeviceError: If there is an NVIDIA driver all the same.
+        DeviceError: If there is an NVIDIA driver nevertheless.
     """
     loaded = _DRIVER.exists()
     if error.code == LIBRARY_NOT_FOUND and _CONTROL.exists():

@@ -45,7 +45,7 @@ def follow(
     wait = SlotWait(launcher.holders, slots=request.slots) if wait is None else wait
     _start(launcher, request, wait)
     while True:
-        (wait.look if request.launch_id in launcher.waiting else wait.over)()
+        (wait.check if request.launch_id in launcher.waiting else wait.reset)()
         for update in launcher.poll(1.0):
             if isinstance(update, Observed):
                 step = record.add(update.event)
@@ -61,7 +61,7 @@ def follow(
 
 def _start(launcher: Launcher, request: LaunchRequest, wait: SlotWait) -> None:
     while not _try_start(launcher, request):
-        wait.look()
+        wait.check()
         time.sleep(_RETRY_S)
         launcher.poll(_POLL_S)
 

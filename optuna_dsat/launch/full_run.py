@@ -1,4 +1,4 @@
-"""A training run to its end, in the foreground."""
+"""A full training run in the foreground."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from optuna_dsat.launch.waiting import DEFAULT_LIMIT_S, SlotWait
 __all__ = ["run_full"]
 
 _WAIT_S = 0.5
-"""Pause between two looks for free devices, in seconds."""
+"""Pause between two attempts to take devices."""
 
 
 def run_full(
@@ -43,18 +43,18 @@ def run_full(
     Args:
         request: The launch; its purpose is ``full``.
         devices: The devices to use.
-        output_dir: Where its run directory goes; None for a temporary one.
+        output_dir: Folder of its run directory; None for a temporary one.
         nvml: NVML to ask about GPUs; None for the machine's.
         max_slots: Ranks that share the machine's cores; None for as many as there are devices.
-        stdout: Where its output goes; None for our own.
+        stdout: Stream for its output; None for that of this process.
         wait_for_gpus_s: Longest wait for devices that others hold, since the holders last changed; 0 for none.
-        on_notice: Told who holds them.
+        on_notice: Called with who holds them.
 
     Returns:
         0, or the exit code of the rank that failed first (128 plus the number of a signal, as shells do).
 
     Raises:
-        ValueError: If the purpose is another.
+        ValueError: If the purpose is not ``full``.
         DeviceError: If others hold the devices for too long.
         OutputError: If the run directory cannot be written.
     """
@@ -91,7 +91,7 @@ def run_full(
 
 
 def _take(pool: SlotPool, slots: int, wait: SlotWait) -> SlotLease:
-    """Return slots, once they are free.
+    """Take slots; wait until they are free.
 
     Raises:
         DeviceError: If others hold them for too long.
@@ -100,7 +100,7 @@ def _take(pool: SlotPool, slots: int, wait: SlotWait) -> SlotLease:
         try:
             return pool.take(slots)
         except SlotsBusyError:
-            wait.look()
+            wait.check()
             time.sleep(_WAIT_S)
 
 

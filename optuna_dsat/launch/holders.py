@@ -1,4 +1,4 @@
-"""Who holds GPUs: the processes of others, as far as NVML and ``/proc`` name them."""
+"""The holders of GPUs: processes of others, as named by NVML and ``/proc``."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ __all__ = ["UNNAMED", "another_tuner", "foreign_holders", "holders_in_words", "l
 UNNAMED = "a process that NVML does not name"
 
 _FOREIGN_SHARE = 0.2
-"""A GPU of which this share is in use without a launch of ours is somebody else's, even if NVML lists no compute
-process (as in containers). A desktop takes less."""
+"""Share of a GPU's memory in use, without a launch of ours, above which it counts as held by others even if NVML lists
+no compute process (as in containers). A desktop takes less."""
 
 _MPS_SERVER = "nvidia-cuda-mps-server"
-"""NVIDIA's multi-process service: it waits on every GPU for clients, and these are listed beside it."""
+"""Server of NVIDIA's multi-process service: idle on every GPU; its clients are listed separately."""
 
 
 def label(device: Device, *, kind: str) -> str:
-    """Return what people call a slot (``kind``: ``cuda`` or ``cpu``)."""
+    """Return the name of a slot for the user (``kind``: ``cuda`` or ``cpu``)."""
     return f"{'GPU' if kind == 'cuda' else 'CPU rank'} {device.index}"
 
 
 def foreign_holders(device: Device, use: GpuUse, nvml: Nvml) -> list[Holder]:
-    """Return who computes on a GPU that no launch of ours holds; empty where it is free.
+    """Return who computes on a GPU that no launch of ours holds; empty if it is free.
 
-    Processes are listed where NVML lists any; else much memory in use tells that there is one.
+    If NVML lists no process, a large share of memory in use counts as an unnamed one.
     """
     gpu = label(device, kind="cuda")
     found = []
@@ -48,7 +48,7 @@ def foreign_holders(device: Device, use: GpuUse, nvml: Nvml) -> list[Holder]:
 
 
 def another_tuner(device: Device, owner: LockOwner, use: GpuUse | None) -> Holder:
-    """Return the tuner that has locked a GPU as its holder."""
+    """Return the tuner that has locked a GPU."""
     who = "another optuna-dsat" if owner.pid is None else f"another optuna-dsat (process {owner.pid})"
     used = None if use is None else use.used_bytes
     return Holder(device=label(device, kind="cuda"), who=who, used_bytes=used, since=owner.since)

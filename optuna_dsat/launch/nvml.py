@@ -1,7 +1,7 @@
-"""NVML, NVIDIA's library that tells about GPUs, as far as it is asked here: a plain answer, or one kind of error.
+"""The queries to NVML, NVIDIA's management library for GPUs; each returns a value or raises ``NvmlError``.
 
-Written from NVIDIA's NVML documentation. What a machine cannot tell is an answer, too: WSL, virtual GPUs, MIG and GPUs
-that share the host's memory do not support every question, and permissions or an older driver may stand in the way.
+Written from NVIDIA's NVML documentation. A value is absent if the machine cannot report it: WSL, virtual GPUs, MIG and
+GPUs that share the host's memory do not support every query, and permissions or an older driver may forbid one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ARGUMENT_VERSION_MISMATCH, _DEPRECATED = 25, 26
 _CANNOT_BE_HAD = frozenset(
     {None, _NOT_SUPPORTED, _NO_PERMISSION, _FUNCTION_NOT_FOUND, _ARGUMENT_VERSION_MISMATCH, _DEPRECATED}
 )
-"""Codes that speak of the question, not of the GPU; None: ``pynvml`` itself failed, being of another version."""
+"""Codes that concern the query, not the GPU's health; None: ``pynvml`` of another version failed itself."""
 
 _UNNAMED = "NVIDIA GPU"
 
@@ -42,10 +42,10 @@ class DeviceError(DsatError):
 
 
 class NvmlError(DeviceError):
-    """NVML refused a question, or is not there.
+    """NVML refused a query or is missing.
 
     Attributes:
-        code: NVML's own code (``nvmlReturn_t``), None where the failure is not NVML's.
+        code: NVML's own code (``nvmlReturn_t``); None if the failure is not NVML's.
     """
 
     def __init__(self, message: str, *, code: int | None = None) -> None:
@@ -55,27 +55,27 @@ class NvmlError(DeviceError):
 
 @dataclass(frozen=True, kw_only=True)
 class GpuFacts:
-    """What a GPU, or a part of one, is."""
+    """Identity and size of a GPU or MIG instance."""
 
     index: int | None
-    """NVML's index, None where it has none (a part of a GPU)."""
+    """NVML's index; None for a MIG instance, which has none."""
     uuid: str
-    """Empty where NVML does not tell."""
+    """Empty if NVML does not report it."""
     name: str
     memory_bytes: int | None
-    """None where NVML does not tell: the GPU shares the host's memory, or nothing may be asked."""
+    """None if NVML does not report it: the GPU shares the host's memory, or the query is not permitted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuUse:
-    """What of a GPU is in use at one moment."""
+    """Use of a GPU at one moment."""
 
     used_bytes: int | None
-    """Memory in use, by anyone; None where NVML does not tell."""
+    """Memory in use by all processes; None if NVML does not report it."""
     processes: Mapping[int, int] | None
-    """Compute processes: number -> bytes in use (0 where NVML does not say). None where NVML does not list them. Inside
-    a container the list may be empty, or hold numbers of the host. A desktop's processes, which may count as graphics
-    and compute at once, are left out."""
+    """Compute processes: process number -> bytes in use, 0 if NVML does not report them; None if NVML lists no
+    processes. Inside a container the list may be empty or hold numbers of the host. Processes that also count as
+    graphics, as a desktop's do, are left out."""
 
 
 class Nvml:
@@ -115,7 +115,7 @@ class Nvml:
         return self._handles[gpu]
 
     def _ask(self, function: str, *args: Any) -> Any:
-        """Return an answer, None where this machine cannot give it."""
+        """Return the answer to a query; None if this machine cannot give it."""
         try:
             return self._call(function, *args)
         except NvmlError as error:
@@ -132,14 +132,14 @@ class Nvml:
         return _text(self._call("nvmlSystemGetDriverVersion"))
 
     def uuid(self, index: int) -> str:
-        """Return the UUID of a GPU, empty where it cannot be had."""
+        """Return the UUID of a GPU; empty if it is not available."""
         try:
             return _text(self._ask("nvmlDeviceGetUUID", self._handle(str(index))) or "")
         except NvmlError:
             return ""
 
     def facts(self, gpu: str) -> GpuFacts:
-        """Return what a GPU is.
+        """Return identity and size of a GPU.
 
         Raises:
             NvmlError: If it does not answer.
@@ -157,7 +157,7 @@ class Nvml:
         )
 
     def use(self, gpu: str) -> GpuUse:
-        """Return what of a GPU is in use.
+        """Return the use of a GPU.
 
         Raises:
             NvmlError: If the GPU does not answer: lost, or in need of a reset.
@@ -167,7 +167,7 @@ class Nvml:
         return GpuUse(used_bytes=None if memory is None else int(memory.used), processes=self._processes(handle))
 
     def _processes(self, handle: Any) -> dict[int, int] | None:
-        """Return the compute processes; None where they are not listed, for whatever reason: memory tells then."""
+        """Return the compute processes and their bytes; None if they are not listed."""
         try:
             compute = self._call("nvmlDeviceGetComputeRunningProcesses", handle)
         except NvmlError:
@@ -183,7 +183,7 @@ class Nvml:
         }
 
     def process_name(self, pid: int) -> str:
-        """Return the name of a process's program, empty where NVML does not tell."""
+        """Return the name of a process's program; empty if NVML does not report it."""
         try:
             return PurePosixPath(_text(self._call("nvmlSystemGetProcessName", pid)).partition(" ")[0]).name
         except NvmlError:

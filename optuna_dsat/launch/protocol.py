@@ -1,6 +1,6 @@
-"""What tuner and launchers say to each other.
+"""The interface between tuner and launchers.
 
-A launcher may run on other machines than the tuner's: requests, updates and reports are plain values, never handles.
+A launcher may run on other machines than the tuner: requests, updates and reports are plain values, never handles.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptCommand:
-    """The user's training script, as it would be given to torchrun."""
+    """The user's training script as torchrun takes it."""
 
     script: str
     """Path of a Python file, or a module's name when ``is_module``."""
     args: tuple[str, ...] = ()
     is_module: bool = False
     cwd: str
-    """Working directory the script expects."""
+    """Working directory of the script."""
     config_path: str
-    """The user's DeepSpeed config file; an argument that names it is pointed to the trial's own file."""
+    """The user's DeepSpeed config file; an argument that names it is replaced by the path of the trial's own."""
     arg_mappings: Mapping[str, str] = field(default_factory=dict)
-    """Key of the DeepSpeed config -> option of the script that follows it."""
+    """Key of the DeepSpeed config -> option of the script that is set to its value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchRequest:
-    """One launch: a configuration and how long to run it."""
+    """One launch: a configuration and the steps to run it for."""
 
     launch_id: str
     """Unique name, also the name of the run directory (``trial-0007``, ``trial-0007-retry-1``, ``profile``)."""
@@ -55,7 +55,7 @@ class LaunchRequest:
     ds_config: Mapping[str, Any]
     """The whole DeepSpeed config of the launch, ready to train with."""
     overlay: Mapping[str, Any]
-    """What is laid over whatever config the script passes to ``deepspeed.initialize``; a None removes a key."""
+    """Laid over whatever config the script passes to ``deepspeed.initialize``; None removes a key."""
     slots: int
     """Ranks to start, one per GPU (or CPU rank)."""
     start_profile_step: int = 3
@@ -65,30 +65,31 @@ class LaunchRequest:
     device_memory_bytes: int | None = None
     """What one rank may allocate; None for all there is."""
     timeout_s: float | None = None
+    """Longest duration of the launch; None for no limit."""
     stall_s: float = 600.0
-    """Longest silence of all ranks before the launch is called stalled; work of its processes counts as a sign of life
-    until it trains."""
+    """Longest time without an event from any rank before the launch counts as stalled; until it trains, CPU time and
+    I/O of its processes extend it."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables added for the launch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchReport:
-    """What became of a launch, once all its processes are gone and its devices are free."""
+    """Result of a launch whose processes are gone and whose devices are free."""
 
     launch_id: str
     outcome: Outcome
     message: str
-    """One line for people: what happened, where, and what to do if something can be done."""
+    """One line for the user: what happened, where, and the remedy if there is one."""
     exit_code: int | None
-    """Exit code of the launch command (negative: signal), None where it never ran, or the launcher ended it: also once
-    all ranks had said how they ended."""
+    """Exit code of the launch command (negative: signal); None if it never ran or the launcher ended it, as it does
+    once all ranks have recorded their end."""
     error_excerpt: str
-    """Last lines of the traceback of the rank that failed first, empty without a failure."""
+    """Last lines of the traceback of the rank that failed first; empty without a failure."""
     missing_bytes: int | None
-    """Bytes of the allocation that failed first, where known."""
+    """Bytes of the allocation that failed first; None if unknown."""
     log_path: str
-    """Where the full log of the rank concerned lies, for people to open."""
+    """Path of the full log of the rank concerned, for the user to open."""
     command: tuple[str, ...]
     """The launch command, without secrets."""
     host: str
@@ -98,21 +99,21 @@ class LaunchReport:
     started_at: float
     """Unix time."""
     startup_s: float
-    """From start to the first boundary of a step (or to the end, where none came)."""
+    """From the start to the first step boundary, to the end if there is none."""
     measured_s: float
-    """From the first step boundary to the last event of a rank: a step that fails counts."""
+    """From the first step boundary to the last event of a rank, including a step that failed."""
     exit_s: float
-    """From the last event of a rank to all processes gone and devices free."""
+    """From the last event of a rank until all processes are gone and the devices free."""
 
     @property
     def held_s(self) -> float:
-        """Seconds for which the devices were held. Where no step was measured, start-up runs to the very end."""
+        """Seconds for which the devices were held; ``startup_s`` covers them all if no step was measured."""
         return self.startup_s + self.measured_s + self.exit_s if self.measured_s > 0 else self.startup_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchUpdate:
-    """Something a launcher observed."""
+    """An update from a launcher; one of the subclasses."""
 
     launch_id: str
 
@@ -126,40 +127,40 @@ class Observed(LaunchUpdate):
 
 @dataclass(frozen=True, kw_only=True)
 class Settled(LaunchUpdate):
-    """What became of the launch is known and stays so, though its processes still end and its devices are not free yet.
+    """The outcome of the launch is final, though its processes have not ended or its devices are not free yet.
 
-    Comes before ``Finished``, where it comes at all, so that the next launch can be chosen meanwhile.
+    Optional; precedes ``Finished``, so that the next launch can be chosen meanwhile.
     """
 
     report: LaunchReport
-    """As in ``Finished``, but for ``exit_s``, which is not known yet."""
+    """As in ``Finished``, except ``exit_s``, which is not known yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finished(LaunchUpdate):
-    """The launch is over; always the last update of a launch."""
+    """The launch is over; its last update."""
 
     report: LaunchReport
 
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """What keeps a launch off a slot at present."""
+    """A process or tuner that occupies a slot."""
 
     device: str
-    """What people call the slot, such as ``GPU 1``."""
+    """Name of the slot for the user, such as ``GPU 1``."""
     who: str
-    """Such as ``process 4711 (python, user anna)``: the same for as long as it is the same one."""
+    """Description such as ``process 4711 (python, user anna)``, constant while the holder is the same."""
     used_bytes: int | None = None
-    """Memory of the device that it uses, None where that is not known."""
+    """Device memory that it uses; None if unknown."""
     since: float = 0.0
-    """Unix time since when another tuner holds the slot for its present launch; 0 for others."""
+    """Unix time at which another tuner took the slot for its present launch; 0 for other holders."""
     own: bool = False
-    """Whether it is a launch of the same launcher, which ends by itself."""
+    """Whether it is a launch of the same launcher."""
 
 
 class SlotsBusyError(RuntimeError):
-    """A launch asked for more slots than are free now; another tuner on the machine may have been faster."""
+    """A launch asked for more slots than are free; another tuner on the machine may have been faster."""
 
 
 class Launcher(Protocol):
@@ -185,11 +186,11 @@ class Launcher(Protocol):
         ...
 
     def prepare(self, preload: Preload, *, operators: Sequence[str] = ()) -> None:
-        """Make ready what the coming launches have in common.
+        """Prepare what later launches share.
 
         Args:
-            preload: What they import; a launcher may have it imported beforehand.
-            operators: Class names of DeepSpeed's builders whose operators they may need, compiled.
+            preload: Modules that they import; a launcher may import them once, before a fork.
+            operators: Class names of DeepSpeed's builders whose operators are compiled now.
         """
         ...
 
@@ -197,13 +198,13 @@ class Launcher(Protocol):
         """Start a launch; where its slots are those of launches that are settled, once these have ended.
 
         Raises:
-            SlotsBusyError: If fewer than ``request.slots`` slots are free; ``free_slots`` may have said otherwise, for
-                other tuners take slots, too.
+            SlotsBusyError: If fewer than ``request.slots`` slots are free; other tuners may have taken some since
+                ``free_slots`` was read.
         """
         ...
 
     def poll(self, timeout_s: float) -> Sequence[LaunchUpdate]:
-        """Return what happened since the last call, waiting up to ``timeout_s`` for something to happen."""
+        """Return the updates since the last call; wait up to ``timeout_s`` seconds for one."""
         ...
 
     def stop(self, launch_id: str, *, outcome: Outcome = Outcome.PRUNED, message: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Who may use which device: launches take slots (GPUs or CPU ranks), given back once they are measurably free."""
+"""Allocation of slots (GPUs or CPU ranks) to launches; given back once they are measurably free."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from optuna_dsat.launch.slot_locks import lock, lock_owner, lock_path, unlock
 __all__ = ["SlotLease", "SlotPool", "only_free"]
 
 _TOLERANCE_BYTES = 64 * 2**20
-"""Used memory may stay this much above what it was: drivers keep a few MiB (a CUDA context takes 200 or more)."""
+"""Memory that may stay in use above the baseline: drivers keep a few MiB, a CUDA context takes 200 or more."""
 
 _SURVEY_S = 1.0
-"""How long an answer about other processes' use of the GPUs is believed."""
+"""Time for which a survey of the GPUs used by other processes is reused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class SlotLease:
 
     devices: tuple[Device, ...]
     baseline_bytes: Mapping[int, int]
-    """Per GPU index: memory in use before the launch that no living process of somebody else accounts for."""
+    """GPU index -> memory in use before the launch that no living process of another user of the GPU accounts for."""
     locks: tuple[BaseFileLock, ...] = ()
     """The GPUs' locks against other tuners on this machine."""
 
@@ -46,17 +46,16 @@ class SlotLease:
 class SlotPool:
     """The devices that launches may take.
 
-    GPUs that other processes use are left alone, for as long as they use them, and so are those that do not answer; a
-    lock file per GPU in the system's folder for temporary files keeps two tuners from taking the same one at the same
-    moment.
+    GPUs that other processes use, and GPUs that do not answer, are not taken. A lock file per GPU, in the system's
+    folder for temporary files, keeps two tuners from taking the same one.
 
     Args:
-        devices: What there is.
-        max_slots: Use no more than this many of them at a time; None for all.
+        devices: All devices.
+        max_slots: Most devices in use at a time; None for all.
         nvml: NVML to ask about GPUs; None for the machine's.
         lock_dir: Folder of the lock files; None for the system's folder for temporary files.
         clock: Monotonic time in seconds.
-        on_notice: Told when a GPU does not answer any more.
+        on_notice: Called when a GPU stops answering or answers again.
 
     Raises:
         UsageError: If ``max_slots`` is less than 1.
@@ -83,9 +82,9 @@ class SlotPool:
         self._on_notice = on_notice
         self._survey: tuple[float, frozenset[int]] | None = None
         self._silent: dict[int, str] = {}
-        """Index of each GPU that does not answer -> what NVML says."""
+        """Index of each GPU that does not answer -> NVML's error."""
         self._indices_shifted = False
-        """Whether a GPU was ever missing: CUDA may number the others anew."""
+        """Whether a GPU was ever missing, after which CUDA may number the others differently."""
         self._nvml = nvml
         if devices.kind == "cuda" and nvml is None:
             try:
@@ -107,12 +106,12 @@ class SlotPool:
 
     @property
     def total(self) -> int:
-        """Slots that may be in use at once; GPUs that others use at present count, since they may become free."""
+        """Slots that may be in use at once, including GPUs that others use at present."""
         return self._limit
 
     @property
     def free(self) -> int:
-        """Slots that a launch could take now; GPUs that other processes use do not count."""
+        """Slots that a launch could take now, excluding GPUs that other processes use."""
         return max(0, min(self._limit - self._taken_count(), len(self._available())))
 
     def _taken_count(self) -> int:
@@ -130,14 +129,14 @@ class SlotPool:
         return [device for device in rest if device.index not in self._survey[1]]
 
     def _in_use(self, device: Device) -> bool:
-        """Whether a GPU that no launch of ours holds cannot be taken: others compute on it, or it does not answer."""
+        """Whether a GPU held by no launch of ours cannot be taken: others compute on it or it does not answer."""
         if self._nvml is None:
             return False
         use = self._use(device)
         return use is None or bool(foreign_holders(device, use, self._nvml))
 
     def _use(self, device: Device) -> GpuUse | None:
-        """Return what of a GPU is in use; None where it does not answer, which is told when it begins."""
+        """Return a GPU's use; None if it does not answer, which is reported when it starts."""
         if self._nvml is None:
             return GpuUse(used_bytes=None, processes={})
         name = label(device, kind=self.kind)
@@ -154,7 +153,7 @@ class SlotPool:
         return use
 
     def holders(self) -> tuple[Holder, ...]:
-        """Return what holds the slots that are not free, measured now, in the order of the slots."""
+        """Return the holders of the slots that are not free, measured now, in the order of the slots."""
         return tuple(holder for device in self._devices.devices for holder in self._holders_of(device))
 
     def _holders_of(self, device: Device) -> list[Holder]:
@@ -197,7 +196,7 @@ class SlotPool:
         return lease
 
     def _lock(self, candidates: list[Device], slots: int) -> tuple[list[Device], list[BaseFileLock]]:
-        """Lock ``slots`` of the candidates against other tuners; on the CPU there is nothing to lock."""
+        """Lock ``slots`` of the candidates against other tuners; CPU ranks need no lock."""
         if self._nvml is None:
             return candidates[:slots], []
         chosen: list[Device] = []
@@ -217,12 +216,12 @@ class SlotPool:
         return chosen, locks
 
     def is_free(self, lease: SlotLease, own: Collection[ProcessKey] = ()) -> bool:
-        """Whether the devices of an ended launch are free again, by measurement.
+        """Whether the devices of an ended launch are measured to be free again.
 
-        A GPU is free when none of our processes is listed on it and the memory that is not explained by living
-        processes of others is back to what it was before the launch, give or take 64 MiB. NVML lists numbers of the
-        host inside some containers; such entries explain nothing, so the memory itself must come back. CPU ranks are
-        free once their processes are gone, which the caller has made sure of.
+        A GPU is free if NVML lists none of our processes on it and the memory not attributed to living processes of
+        others is within 64 MiB of its value before the launch. Inside some containers NVML lists process numbers of the
+        host; no memory is attributed to those. CPU ranks are free once their processes are gone, which the caller
+        ensures.
         """
         pids = {key.pid for key in own}
         for device in lease.devices if self._nvml is not None else ():
@@ -236,7 +235,7 @@ class SlotPool:
         return True
 
     def describe_use(self, lease: SlotLease) -> str:
-        """Say what still uses the devices of a launch, for a message."""
+        """Return what still uses the devices of a launch, in words."""
         if self._nvml is None:
             return "nothing"
         return "; ".join(self._use_in_words(device, lease.baseline_bytes[device.index]) for device in lease.devices)
@@ -260,15 +259,15 @@ class SlotPool:
 
 
 def only_free(devices: Devices, *, nvml: Nvml | None = None, lock_dir: Path | None = None) -> Devices:
-    """Return those GPUs that nobody uses now, with a notice that names the others; CPU ranks are returned as they are.
+    """Return the GPUs that nobody uses now, with a notice that names the others; CPU ranks are returned unchanged.
 
     Args:
-        devices: What there is.
+        devices: All devices.
         nvml: NVML to ask; None for the machine's.
         lock_dir: As for ``SlotPool``.
 
     Raises:
-        DeviceError: If none is free; says who holds them.
+        DeviceError: If none is free; names their holders.
     """
     if devices.kind != "cuda":
         return devices
@@ -285,7 +284,7 @@ def only_free(devices: Devices, *, nvml: Nvml | None = None, lock_dir: Path | No
 
 
 def _unattributed_bytes(use: GpuUse | None, own: Collection[int]) -> int:
-    """Return the memory in use that no living process of others accounts for; 0 where it is not known."""
+    """Return the memory in use that no living process of others accounts for; 0 if unknown."""
     if use is None or use.used_bytes is None:
         return 0
     others = sum(

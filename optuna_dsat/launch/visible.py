@@ -1,11 +1,11 @@
-"""Which GPUs ``CUDA_VISIBLE_DEVICES`` names, read as CUDA reads it, and what of it CUDA ignores.
+"""The GPUs that ``CUDA_VISIBLE_DEVICES`` names, parsed as CUDA does, and the entries that CUDA ignores.
 
-By the CUDA programming guide (environment variables) entries are indices or UUIDs, of which the beginning will do where
-it is unique, and reading ends at the first invalid one. What else happens is taken from ``torch/cuda/__init__.py`` of
+By the CUDA programming guide (environment variables) entries are indices or UUIDs, which may be shortened to a unique
+prefix, and parsing ends at the first invalid one. Other rules are those of ``torch/cuda/__init__.py`` of
 torch 2.13 (``_parse_visible_devices``, ``_transform_uuid_to_ordinals``): the first entry decides whether indices,
 ``GPU-`` or ``MIG-`` entries are read and an entry of another kind ends the list; a number counts up to its last digit
-(``1gpu2`` is 1). A GPU that is named twice leaves CUDA with none; here it counts once, for every launch is told its
-devices anew.
+(``1gpu2`` is 1). A GPU that is named twice leaves CUDA with none; here it counts once, since every launch gets
+a variable of its own.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _GPU, _PART = "GPU-", "MIG-"
 
 @dataclass(frozen=True, kw_only=True)
 class Visible:
-    """What the variable lets through."""
+    """The GPUs that the variable makes visible."""
 
     gpus: tuple[str, ...]
-    """Index of each GPU as text; its UUID for a part of a GPU, and where a GPU does not tell its own."""
+    """Index of each GPU as text; the UUID of a MIG instance, or of a GPU that does not report its own."""
     by_uuid: bool = False
     """Whether the variable names GPUs by UUIDs."""
     notices: tuple[str, ...] = ()
-    """What of it is ignored, for people."""
+    """Lines for the user on ignored entries."""
 
 
 def is_part(gpu: str) -> bool:
-    """Whether this is the UUID of a part of a GPU (MIG)."""
+    """Whether this is the UUID of a MIG instance."""
     return gpu.startswith(_PART)
 
 
@@ -42,8 +42,8 @@ def read_visible(text: str | None, uuids: Sequence[str]) -> Visible:
     """Return the GPUs that ``text`` names, in its order; all for None.
 
     Args:
-        text: Value of the variable, None where it is not set.
-        uuids: UUID of each GPU of the machine by index, empty where it cannot be had.
+        text: Value of the variable; None if it is not set.
+        uuids: UUID of each GPU of the machine by index; empty if it is not available.
     """
     if text is None:
         return Visible(gpus=tuple(map(str, range(len(uuids)))))
@@ -69,7 +69,7 @@ def read_visible(text: str | None, uuids: Sequence[str]) -> Visible:
 
 
 def _resolve(entry: str, first: str, uuids: Sequence[str]) -> tuple[str | None, str]:
-    """Return the GPU that an entry names; None, and why, where it names none or is of another kind than the first."""
+    """Return the GPU that an entry names; None and the reason if it names none or differs in kind from the first."""
     number = _NUMBER.match(entry)
     kinds = [next((kind for kind in (_GPU, _PART) if one.startswith(kind)), "") for one in (entry, first)]
     if kinds[0] != kinds[1]:

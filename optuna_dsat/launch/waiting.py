@@ -1,4 +1,4 @@
-"""Waiting for slots that others hold: aloud, and not for ever."""
+"""A bounded wait for slots that others hold, with notices of who holds them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["DEFAULT_LIMIT_S", "SlotWait"]
 
 DEFAULT_LIMIT_S = 600.0
 _QUIET_S = 2.0
-"""A shorter wait is not worth a line."""
+"""Shortest wait that is reported."""
 _REMEDIES = (
     "Free them, or tune with fewer: --gpus-per-trial N, CUDA_VISIBLE_DEVICES=... for some, --only-free-gpus for those "
     "that are free at the start. --wait-for-gpus says how long to wait."
@@ -21,16 +21,16 @@ _REMEDIES = (
 
 
 class SlotWait:
-    """Says who holds the slots that a launch waits for, and ends the wait when nothing changes for too long.
+    """Reports who holds the slots that a launch waits for, and limits the wait while the holders stay the same.
 
-    Whoever waits calls ``look`` again and again, and ``over`` once the launch has started or need not start.
+    Call ``check`` repeatedly while slots are missing, and ``reset`` once the launch has started or is given up.
 
     Args:
-        holders: Measures what holds the slots that are not free.
+        holders: Returns the present holders of the slots that are not free.
         slots: Slots of a launch.
-        limit_s: Longest wait in seconds since the holders changed; 0 for none at all.
-        study: Study that can be resumed after the wait was ended; empty for none.
-        on_notice: Told who holds what, once, and again when that changes.
+        limit_s: Longest wait in seconds since the holders last changed; 0 to fail at once.
+        study: Name of the study to resume after a failure; empty for none.
+        on_notice: Called with who holds what, once per change.
         clock: Monotonic time in seconds.
     """
 
@@ -55,16 +55,16 @@ class SlotWait:
         self._state: frozenset[tuple[str, str, float]] | None = None
         self._told: frozenset[tuple[str, str]] | None = None
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Note that slots are still missing.
 
         Raises:
-            DeviceError: If the holders have been the same for longer than the limit; says who they are.
+            DeviceError: If the holders have been the same for longer than the limit; names them.
         """
         now = self._clock()
         holders = self._holders()
         if any(holder.own for holder in holders):
-            self.over()  # the launcher says so itself if it does not end
+            self.reset()  # the launcher itself reports a launch that does not end
             return
         state = frozenset((holder.device, holder.who, holder.since) for holder in holders)
         if self._begun is None:
@@ -81,8 +81,8 @@ class SlotWait:
                 f"(--wait-for-gpus). {_sentence(holders)}"
             )
 
-    def over(self) -> None:
-        """Note that nothing is waited for."""
+    def reset(self) -> None:
+        """Note that no slots are missing."""
         self._begun = self._state = self._told = None
 
     def _needed(self) -> str:

@@ -142,11 +142,11 @@ class Flights:
         wait = self._context.wait
         waiting = {flight.request.launch_id for flight in self._waiting} | set(self._launcher.waiting)
         if self._exiting or self._running.keys() - waiting:
-            wait.over()
+            wait.reset()
         elif waiting or (not ending and self._launcher.free_slots < self._spec.slots_per_trial):
-            wait.look()
+            wait.check()
         else:
-            wait.over()
+            wait.reset()
 
     def stop_all(self, *, reason: str) -> None:
         """Stop all launches; the trials of those that wait for slots are returned to the study.

@@ -42,7 +42,7 @@ class Wait:
 
     def look(self, after_s: float = 0.0) -> None:
         self.now += after_s
-        self.wait.look()
+        self.wait.check()
 
 
 @contextmanager
@@ -133,7 +133,7 @@ def test_a_wait_that_is_over_begins_anew() -> None:
     wait = Wait(SLEEPER, limit_s=10.0, slots=1)
     wait.look()
     wait.look(5.0)
-    wait.wait.over()
+    wait.wait.reset()
     wait.look(9.0)
     wait.look(2.0)
     assert len(wait.notices) == 2
