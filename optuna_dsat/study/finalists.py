@@ -24,10 +24,10 @@ __all__ = ["Finalist", "choose_winner", "confirm", "confirmation_end", "confirma
 
 
 _STEP_TOLERANCE = 0.005
-"""A finalist ends once its step time is known to half a percent, either way."""
+"""A finalist ends once the relative error of its step time is below this."""
 
 _LONG_S, _FEWEST_LONG_STEPS = 5.0, 5
-"""Where steps are long, a finalist ends after this many seconds of at least so many counted steps."""
+"""A finalist with long steps ends after this many seconds of counted steps, and no fewer than this many steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,32 +37,39 @@ class Finalist:
     number: int
     """Number of the trial that it confirms."""
     value: float | None
-    """The metric over all counted steps; None where the launch did not finish."""
+    """The metric over all counted steps; None if the launch did not finish."""
     low: float | None
-    """Lower end of the 95 % confidence interval."""
+    """Lower end of the 95 % confidence interval; None if ``value`` is."""
     high: float | None
+    """Its upper end."""
     metrics: Mapping[str, float]
+    """All metrics by name; empty if the launch did not finish."""
     steps: int
     """Counted steps."""
     outcome: str
     message: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return what the constructor takes."""
+        """Return the constructor's arguments."""
         return asdict(self)
 
 
-def standing_of(trial: FrozenTrial, again: Finalist | None) -> Standing:
-    """Return where a measured trial stands, by its confirmation where that was measured to its end."""
-    if again is None or again.value is None:
+def standing_of(trial: FrozenTrial, finalist: Finalist | None) -> Standing:
+    """Return the standing of a measured trial: its confirmed metric, or that of the search if it has none.
+
+    Args:
+        trial: A measured trial.
+        finalist: Its confirmation; None if there is none.
+    """
+    if finalist is None or finalist.value is None:
         return Standing(trial=trial, value=float(trial.values[0]))
-    return Standing(trial=trial, value=again.value, low=again.low, high=again.high)
+    return Standing(trial=trial, value=finalist.value, low=finalist.low, high=finalist.high)
 
 
 def confirmation_steps(spec: StudySpec) -> int:
-    """Return how many steps a confirmation counts at most: five times a trial's, at least ten.
+    """Return the usual limit on the counted steps of a confirmation: five times a trial's, at least ten.
 
-    Fewer are counted where they are long; ``--adaptive-steps`` allows more to one whose step time is still uncertain.
+    Long steps end it earlier; ``--adaptive-steps`` allows more while the step time is uncertain.
     """
     return max(10, 5 * _trial_steps(spec))
 
@@ -72,7 +79,7 @@ def _is_known(steps: Sequence[GlobalStep]) -> bool:
 
 
 def _is_known_or_long(steps: Sequence[GlobalStep]) -> bool:
-    """Whether the step time is known, or has been measured for long: a further step would cost more than it tells."""
+    """Whether the step time is known, or further steps cost more than they improve the estimate."""
     long = len(steps) >= _FEWEST_LONG_STEPS and sum(step.latency_s for step in steps) >= _LONG_S
     return long or _is_known(steps)
 
@@ -83,7 +90,7 @@ def confirmation_end(spec: StudySpec) -> int:
 
 
 def _trial_steps(spec: StudySpec) -> int:
-    """Return how many steps a trial counts."""
+    """Return the number of steps that a trial counts."""
     return spec.end_profile_step - spec.start_profile_step + 1
 
 
@@ -99,7 +106,18 @@ def confirm(
     on_step: Callable[[FrozenTrial, GlobalStep], None] = lambda *_: None,
     wait: SlotWait | None = None,
 ) -> Iterator[Finalist]:
-    """Launch each candidate once more, alone, with more steps; yield what was measured, in the same order.
+    """Launch each candidate once more, alone, with more steps; yield the finalists in the same order.
+
+    Args:
+        spec: The study.
+        candidates: Measured trials.
+        launcher: Where to launch.
+        metric: The metric that is optimised.
+        flops_per_sample: FLOPs of forward and backward, per sample.
+        on_report: Called after each launch.
+        on_start: Called before each launch.
+        on_step: Called with each global step.
+        wait: As for ``follow``.
 
     Raises:
         DeviceError: If others hold the slots for longer than ``wait`` allows.
@@ -121,7 +139,7 @@ def confirm(
         record, report = follow(launcher, request, enough=enough, on_step=stepped, wait=wait)
         on_report(report, record, trial)
         yield _finalist(
-            trial, record, report, metric=metric, flops_per_sample=flops_per_sample, enough=_trial_steps(spec)
+            trial, record, report, metric=metric, flops_per_sample=flops_per_sample, min_steps=_trial_steps(spec)
         )
 
 
@@ -132,10 +150,10 @@ def _finalist(
     *,
     metric: str,
     flops_per_sample: float,
-    enough: int,
+    min_steps: int,
 ) -> Finalist:
-    """Return what a confirmation showed; where the script's data ended early, ``enough`` steps confirm, too."""
-    short_of_data = report.outcome is Outcome.OUT_OF_DATA and len(record.counted) >= max(2, enough)
+    """Return the result of a confirmation; if the script's data ended early, ``min_steps`` counted steps suffice."""
+    short_of_data = report.outcome is Outcome.OUT_OF_DATA and len(record.counted) >= max(2, min_steps)
     if report.outcome is not Outcome.MEASURED and not short_of_data:
         return Finalist(
             number=trial.number,
@@ -169,17 +187,19 @@ def choose_winner(
     maximize: bool,
     posterior_means: Mapping[int, float] | None = None,
 ) -> tuple[FrozenTrial, Finalist | None]:
-    """Return the winner: the best finalist; without any that finished, the best trial.
+    """Return the winner: the best finalist, or the best trial if no finalist finished.
 
-    Where there is a belief, a finalist counts with the geometric mean of what was believed before and what its launch
-    showed: launches differ by a per cent or two from one to the next, and a belief that rests on many of them errs no
-    more than one.
+    With posterior means, a finalist scores the geometric mean of its posterior mean and its confirmed metric: launches
+    vary by one or two per cent, so a posterior that rests on many launches is no less accurate than a single one.
 
     Args:
         candidates: Measured trials, best first.
         finalists: What was measured again.
         maximize: Whether a larger metric is better.
-        posterior_means: Trial number -> what the metric was believed to be.
+        posterior_means: Trial number -> posterior mean of the metric; None if the method has no posterior.
+
+    Returns:
+        The winning trial and its confirmation, None if it was not confirmed.
 
     Raises:
         ValueError: If there is no candidate.
@@ -189,10 +209,10 @@ def choose_winner(
     finished = [f for f in finalists if f.value is not None]
     if not finished:
         return candidates[0], None
-    best = (max if maximize else min)(finished, key=lambda f: _worth(f, posterior_means or {}))
+    best = (max if maximize else min)(finished, key=lambda f: _score(f, posterior_means or {}))
     return next(t for t in candidates if t.number == best.number), best
 
 
-def _worth(finalist: Finalist, posterior_means: Mapping[int, float]) -> float:
-    shown = finalist.value or 0.0
-    return math.sqrt(shown * posterior_means.get(finalist.number, shown))
+def _score(finalist: Finalist, posterior_means: Mapping[int, float]) -> float:
+    confirmed = finalist.value or 0.0
+    return math.sqrt(confirmed * posterior_means.get(finalist.number, confirmed))

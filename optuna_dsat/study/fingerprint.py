@@ -23,11 +23,15 @@ _MAX_FILES = 200
 
 
 def fingerprint(spec: StudySpec, *, device_names: tuple[str, ...]) -> str:
-    """Return a hash of all that a profile depends on.
+    """Return a hash of everything that a profile depends on.
 
-    The script and the Python files beside it (their content), its arguments, the config outside the knobs and batch
-    sizes, hardware and versions. A model that is imported from elsewhere, or read from data, is not seen: give
-    ``--no-profile-reuse`` after changing it.
+    That is the content of the script and of the Python files beside it, the script's arguments, the config without its
+    knobs and batch sizes, hardware and versions. A model that is imported from elsewhere or read from data is not
+    included: ``--no-profile-reuse`` is needed after changing it.
+
+    Args:
+        spec: The study.
+        device_names: Name of each device.
     """
     outside = {key: value for key, value in spec.ds_config.items() if key not in _KNOB_SECTIONS}
     parts = {
@@ -47,14 +51,14 @@ def fingerprint(spec: StudySpec, *, device_names: tuple[str, ...]) -> str:
 
 
 def _hparams_hash(script: ScriptSpec) -> dict[str, str]:
-    """Return the hash of a ``DeepSpeedTrial``'s hyperparameters, which decide its model; nothing for a script."""
+    """Return the hash of a ``DeepSpeedTrial``'s hyperparameters, which determine its model; empty for a script."""
     named = hparams_of(script.args) if script.script == RUNNER else None
     path = Path(script.cwd, named or "")
     return {"hparams": hashlib.sha256(path.read_bytes()).hexdigest()} if named and path.is_file() else {}
 
 
 def _code_folders(spec: StudySpec) -> list[Path]:
-    """Return the folders whose code a launch is likely to run: the script's, for a module the working directory too."""
+    """Return the folders with code of a launch: the script's, and for a module the working directory."""
     script, cwd = spec.script, Path(spec.script.cwd)
     if not script.is_module:
         return [Path(script.script).parent]

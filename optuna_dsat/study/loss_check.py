@@ -1,8 +1,8 @@
-"""Whether the first losses under the best config are those under the user's: training must not change with the speed.
+"""Compares the first losses under the best config with those under the user's: a faster config must train alike.
 
-Both are launched with the user's own micro-batch and accumulation, so each step sees the same samples; what differs is
-ZeRO, offload and buckets. The user's config is launched twice: how far its two runs are apart is the script's own
-randomness, below which nothing can be told.
+Both are launched with the user's own micro-batch and accumulation, so each step sees the same samples; only ZeRO,
+offload and buckets differ. The user's config is launched twice: the difference between its two runs is the script's own
+randomness, the limit of detection.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ STEPS = 5
 """First global steps whose losses are compared."""
 
 TOLERANCES: Mapping[str, float] = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 2e-2}
-"""Relative difference of two losses that the precision explains. The unit roundoffs are 6e-8, 4.9e-4 and 3.9e-3 (IEEE
-754; bfloat16 has 8 bits of precision); sums in another order and a few optimizer steps multiply them. The factors, some
-thousand in fp32 and some five to twenty in half precision, are ours.
+"""Precision -> largest relative difference of two losses that it explains. The unit roundoffs are 6e-8, 4.9e-4 and
+3.9e-3 (IEEE 754; bfloat16 has 8 bits of precision); another order of summation and a few optimizer steps multiply them.
+The factors, about 1,000 in fp32 and 5 to 20 in half precision, are ours.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossCheck:
-    """Losses of the first steps, and what they say."""
+    """Losses of the first steps and their comparison."""
 
     agrees: bool | None
-    """None where it cannot be told: a launch failed, the script shows no loss, or its own runs differ."""
+    """None if undecided: a launch failed, the script's losses were not observed, or its own runs differ."""
     message: str
-    """One line for people."""
+    """The outcome in one sentence."""
     precision: str
     """``fp32``, ``fp16`` or ``bf16``."""
     tolerance: float
     """Largest relative difference that passes."""
     difference: float | None
-    """Largest relative difference between the best config's losses and the user's."""
+    """Largest relative difference between the best config's losses and the user's; None if they cannot be compared."""
     own_difference: float | None
-    """The same between two runs of the user's config."""
+    """Largest relative difference between two runs of the user's config; None if they cannot be compared."""
     losses: Mapping[str, Sequence[float]]
-    """``user``, ``user_again`` and ``best``: loss of each step, the mean over ranks of its last micro-batch."""
+    """``user``, ``user_again``, ``best`` -> loss of each step, the mean over ranks of its last micro-batch."""
 
 
 def check_loss(
@@ -70,7 +70,7 @@ def check_loss(
         data_parallel_size: Ranks that consume different samples.
         launcher: Where to launch.
         on_report: Called after each launch.
-        wait: Says who holds the slots, and how long that is waited for.
+        wait: As for ``follow``.
 
     Raises:
         DeviceError: If others hold the slots for too long.
@@ -81,27 +81,29 @@ def check_loss(
     zero = best.get("zero_optimization", {})
     removed = user.get("zero_optimization", {}).keys() - zero.keys()
     added = {key: value for key, value in best.items() if key not in user}
-    overlay = {**added, **batch, "zero_optimization": {**dict.fromkeys(removed), **zero}}
+    best_overlay = {**added, **batch, "zero_optimization": {**dict.fromkeys(removed), **zero}}
     losses: dict[str, Sequence[float]] = {}
-    for name, laid_over in (("user", batch), ("user_again", batch), ("best", overlay)):
+    for name, overlay in (("user", batch), ("user_again", batch), ("best", best_overlay)):
         request = launch_request(
             spec,
             launch_id=f"loss-{name.replace('_', '-')}",
             purpose="confirm",
-            overlay=laid_over,
+            overlay=overlay,
             start_profile_step=1,
             end_profile_step=STEPS,
         )
         record, report = follow(launcher, request, wait=wait)
         on_report(report, record)
         if report.outcome is not Outcome.MEASURED:
-            return _untold(user, losses, f"the launch {request.launch_id} ended with {report.outcome.value}")
+            return _undecided(
+                _precision(user), losses, f"the launch {request.launch_id} ended with {report.outcome.value}"
+            )
         losses[name] = [step.loss for step in record.steps if step.loss is not None]
     return compare(losses, precision=_precision(user))
 
 
 def compare(losses: Mapping[str, Sequence[float]], *, precision: str) -> LossCheck:
-    """Say whether the losses of ``best`` are those of ``user``, given how far ``user_again`` is from ``user``.
+    """Compare the losses of ``best`` with those of ``user``, given the difference between the user's two runs.
 
     Args:
         losses: Loss of each step of the three launches.
@@ -109,10 +111,10 @@ def compare(losses: Mapping[str, Sequence[float]], *, precision: str) -> LossChe
     """
     counts = {name: len(found) for name, found in losses.items()}
     if len(set(counts.values())) != 1 or not counts["user"]:
-        return _untold_at(precision, losses, "the script's losses could not be seen at every step")
+        return _undecided(precision, losses, "the script's losses could not be seen at every step")
     tolerance = TOLERANCES[precision]
-    own = _apart(losses["user"], losses["user_again"])
-    difference = _apart(losses["user"], losses["best"])
+    own = _difference(losses["user"], losses["user_again"])
+    difference = _difference(losses["user"], losses["best"])
     known: dict[str, Any] = {
         "precision": precision,
         "tolerance": tolerance,
@@ -135,12 +137,12 @@ def compare(losses: Mapping[str, Sequence[float]], *, precision: str) -> LossChe
     return LossCheck(agrees=False, message=message, losses=losses, **known)
 
 
-def _apart(first: Sequence[float], second: Sequence[float]) -> float:
-    """Return the largest relative difference of two rows of losses; infinite where one alone is not a number."""
-    return max(_relative(a, b) for a, b in zip(first, second, strict=True))
+def _difference(first: Sequence[float], second: Sequence[float]) -> float:
+    """Return the largest relative difference of two sequences of losses; infinite if only one of a pair is finite."""
+    return max(_relative_difference(a, b) for a, b in zip(first, second, strict=True))
 
 
-def _relative(a: float, b: float) -> float:
+def _relative_difference(a: float, b: float) -> float:
     if not (math.isfinite(a) and math.isfinite(b)):
         return 0.0 if repr(a) == repr(b) else math.inf
     return abs(a - b) / max(abs(a), abs(b), 1e-12)
@@ -151,11 +153,7 @@ def _precision(config: Mapping[str, Any]) -> str:
     return enabled[0] if enabled else "fp32"
 
 
-def _untold(config: Mapping[str, Any], losses: Mapping[str, Sequence[float]], why: str) -> LossCheck:
-    return _untold_at(_precision(config), losses, why)
-
-
-def _untold_at(precision: str, losses: Mapping[str, Sequence[float]], why: str) -> LossCheck:
+def _undecided(precision: str, losses: Mapping[str, Sequence[float]], why: str) -> LossCheck:
     return LossCheck(
         agrees=None,
         message=f"Whether the losses agree cannot be told: {why}.",

@@ -1,4 +1,4 @@
-"""From the name of a search method to its sampler and pruner, and the ceiling on micro-batches that both rely on."""
+"""Sampler and pruner of each search method, and the largest micro-batch worth trying."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ __all__ = ["Ceiling", "Method", "make_method", "make_planner"]
 
 
 class Ceiling:
-    """Largest micro-batch worth trying for given knobs: the memory model, corrected by the peaks measured so far.
+    """Largest micro-batch worth trying for given knobs: the memory model, corrected by measured peaks.
 
-    Where the script ran out of data, no knob allows a micro-batch as large again.
+    A launch that ran out of data bounds the micro-batch for all knobs.
 
-    The answer depends on the knobs and on the finished trials alone. What was learnt from them is kept, so that a
-    growing history costs what is new in it; a history that does not continue the last one is learnt from anew.
+    The result depends only on the knobs and the finished trials. The fit is incremental: new trials are added, and a
+    history that does not extend the last one resets it.
 
     Args:
         spec: The study.
-        profiled: What the profile launch taught.
+        profiled: Result of the profile launch.
         space: Turns knobs into a DeepSpeed config.
     """
 
@@ -49,48 +49,48 @@ class Ceiling:
         self._profile = profiled.profile
         self._hardware = hardware_of(spec, profiled)
         self._space = space
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._fit = CorrectionFit(self._profile, self._hardware)
-        self._learnt: dict[int, FrozenTrial] = {}
+        self._fitted: dict[int, FrozenTrial] = {}
         self._data_limit: int | None = None
-        self._last: Sequence[FrozenTrial] | None = None
-        self._answers: tuple[memory.Correction, dict[str, int]] = (memory.Correction(), {})
+        self._history: Sequence[FrozenTrial] | None = None
+        self._cache: tuple[memory.Correction, dict[str, int]] = (memory.Correction(), {})
 
     def __call__(self, params: Mapping[str, Any], trials: Sequence[FrozenTrial]) -> int:
-        """Return the micro-batch; at least 1, since a model may err.
+        """Return the micro-batch; at least 1, whatever the memory model predicts.
 
         Args:
             params: Knobs.
             trials: The study's trials.
         """
         correction = self._corrected(trials)
-        if self._answers[0] is not correction:
-            self._answers = (correction, {})
+        if self._cache[0] is not correction:
+            self._cache = (correction, {})
         key = lineage_key(params)
-        answers = self._answers[1]
-        if key not in answers:
+        sizes = self._cache[1]
+        if key not in sizes:
             config = ds_config.merge(self._base, self._space.overlay({**params, MICRO_BATCH: 1}))
             largest = memory.largest_micro_batch(self._profile, config, hardware=self._hardware, correction=correction)
-            answers[key] = max(1, largest)
+            sizes[key] = max(1, largest)
         if self._data_limit is None or self._space.samples_per_rank is not None:
-            return answers[key]  # a held global batch needs the same data whatever the micro-batch
-        return max(1, min(answers[key], self._data_limit // self._space.gradient_accumulation_steps))
+            return sizes[key]  # a fixed global batch needs the same data at every micro-batch
+        return max(1, min(sizes[key], self._data_limit // self._space.gradient_accumulation_steps))
 
     def _corrected(self, trials: Sequence[FrozenTrial]) -> memory.Correction:
-        """Return the correction for this history; many lineages ask with the same one."""
-        if trials is not self._last:
+        """Return the correction of the memory model for a history; it is updated only if the history changed."""
+        if trials is not self._history:
             done = {trial.number: trial for trial in trials if trial.state.is_finished()}
-            replaced = [one for number, one in self._learnt.items() if one is not done.get(number)]
+            replaced = [one for number, one in self._fitted.items() if one is not done.get(number)]
             if any(not same_trial(one, done.get(one.number)) for one in replaced):
-                self._forget()
-            new = [trial for number, trial in done.items() if number not in self._learnt]
-            self._learnt = done
+                self._reset()
+            new = [trial for number, trial in done.items() if number not in self._fitted]
+            self._fitted = done
             self._fit.add(attributes.measured_peaks(new))
             limits = [self._data_limit, attributes.data_limit(new)]
             self._data_limit = min((limit for limit in limits if limit is not None), default=None)
-            self._last = trials
+            self._history = trials
         return self._fit.correction()
 
 
@@ -103,10 +103,10 @@ class Method:
     classes: int
     """Lineages of the space."""
     posterior_means: Callable[[Sequence[FrozenTrial]], Mapping[int, float]] | None = None
-    """Trial number -> what the metric of a measured trial is believed to be; None where only measurements tell."""
+    """Trials -> posterior mean of the metric by number of the measured trial; None if the method has no posterior."""
 
     def ranked(self, trials: Sequence[FrozenTrial], *, maximize: bool) -> list[FrozenTrial]:
-        """Return the measured trials, best first: by belief where there is one, else by measurement."""
+        """Return the measured trials, best first: by posterior mean if the method has a posterior."""
         best = attributes.best_trials(trials, maximize=maximize)
         if self.posterior_means is None or not best:
             return best
@@ -119,7 +119,7 @@ class Method:
         return self.sampler.exhausted(study, classes=self.classes)
 
     def veto(self, study: optuna.Study, trial: FrozenTrial) -> str | None:
-        """Return why a trial is not worth its launch, None where it is."""
+        """Return why a trial should not be launched; None if it should."""
         if isinstance(self.pruner, AshaPruner | DeepSpeedPruner):
             return self.pruner.reason(study, trial)
         return "held back by the pruner" if self.pruner.prune(study, trial) else None
@@ -166,13 +166,13 @@ def _asha(spec: StudySpec, profiled: Profiled, space: SearchSpace) -> Method:
 def make_planner(
     spec: StudySpec, profiled: Profiled, space: SearchSpace, *, prior_knowledge: PriorKnowledge | None = None
 ) -> GuidedPlanner:
-    """Return what a study's space promises, as ``guided`` sees it.
+    """Return the planner of a guided search over a study's space.
 
     Args:
         spec: The study.
-        profiled: What the profile launch taught.
+        profiled: Result of the profile launch.
         space: The search space.
-        prior_knowledge: What earlier studies taught.
+        prior_knowledge: From earlier studies; None if there is none.
     """
     return GuidedPlanner(
         Problem(
@@ -216,9 +216,9 @@ def make_method(
 
     Args:
         spec: The study.
-        profiled: What the profile launch taught.
+        profiled: Result of the profile launch.
         space: The search space.
-        prior_knowledge: What earlier studies taught; only ``guided`` uses it.
+        prior_knowledge: From earlier studies; only ``guided`` uses it.
 
     Raises:
         UsageError: If there is no such method.

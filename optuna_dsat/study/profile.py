@@ -1,4 +1,4 @@
-"""The profile launch: what one launch at micro-batch 1 teaches about model and hardware.
+"""The profile launch: model and hardware, measured by one launch at micro-batch 1.
 
 If the user's own config does not fit at micro-batch 1, structures that need less and less device memory are tried (the
 order of the DeepSpeed configuration guide) before giving up.
@@ -27,9 +27,9 @@ from optuna_dsat.study.spec import StudySpec
 __all__ = ["ProfileAttempt", "Profiled", "measure_profile", "profile_attempts"]
 
 _SMALL_BUCKET = 5_000_000
-"""Elements. DeepSpeed's default of 5e8 takes gigabytes on its own, whatever the model."""
+"""Elements. DeepSpeed's default of 5e8 takes gigabytes for any model."""
 _PROFILE_END_STEP = 2
-"""Steps of a profile launch: one is profiled, one more shows that the optimizer's state fits, too."""
+"""Last step of a profile launch: the first is profiled, the second shows that the optimizer's state fits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class ProfileAttempt:
 
 @dataclass(frozen=True, kw_only=True)
 class Profiled:
-    """A profile and how it was come by."""
+    """Result of a profile launch."""
 
     profile: ModelProfile
     measured_with: str
@@ -68,21 +68,21 @@ class Profiled:
     """Whether the script trains a pipeline module (ZeRO at most 1)."""
     device: str
     data_parallel_size: int | None = None
-    """Ranks that consume different samples; None where an older profile does not tell: all of them."""
+    """Ranks that consume different samples; None for all ranks (profiles of older versions)."""
     takes_local_rank: bool = False
-    """Whether the script has an option ``--local_rank``, as scripts for the ``deepspeed`` launcher do."""
+    """Whether the script has an option ``--local_rank``, which the ``deepspeed`` launcher passes."""
     trainer: ScriptTrainer | None = None
-    """The trainer with batch sizes of its own that the script uses, None where there is none."""
+    """The script's trainer; None if it uses none that sets batch sizes."""
     preload: Preload = field(default_factory=Preload)
-    """What the script imports, for launches that are forked."""
+    """Modules that the script imports, for forked launches."""
 
     @property
     def deepspeed_launcher(self) -> bool:
-        """Whether training needs the ``deepspeed`` launcher, not torchrun; trainers know their rank by themselves."""
+        """Whether training needs the ``deepspeed`` launcher instead of torchrun; trainers find their rank."""
         return self.takes_local_rank and self.trainer is None
 
     def to_json(self) -> dict[str, Any]:
-        """Return what ``from_json`` reads back."""
+        """Return the input of ``from_json``."""
         return {
             "profile": self.profile.to_json(),
             "measured_with": self.measured_with,
@@ -96,7 +96,7 @@ class Profiled:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Profiled:
-        """Build from what ``to_json`` returned, by this version or one before it."""
+        """Build from the output of ``to_json`` of this version or an older one, which said ``rung``."""
         trainer = record.get("trainer")
         return cls(
             profile=ModelProfile.from_json(record["profile"]),
@@ -183,7 +183,7 @@ def measure_profile(
 
 
 def _hint(spec: StudySpec, report: LaunchReport) -> str:
-    """Return what else may explain a failed profile launch."""
+    """Return a further explanation of a failed profile launch; empty if there is none."""
     if report.outcome is Outcome.OUT_OF_DATA:
         return (
             ". If it did train, its loop is one that cannot be followed: "

@@ -1,4 +1,4 @@
-"""What the tuner tells whoever watches: plain values, one class per kind of news."""
+"""Progress events of a study: plain values, one class per kind of event."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class ProgressEvent:
-    """Base of all news."""
+    """Base of all events."""
 
 
 Observer = Callable[[ProgressEvent], None]
@@ -35,7 +35,7 @@ Observer = Callable[[ProgressEvent], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Message(ProgressEvent):
-    """Something worth a line."""
+    """A line of text."""
 
     text: str
 
@@ -57,25 +57,25 @@ class ProfileFinished(ProgressEvent):
     """ZeRO settings of the launch, in words."""
     reused: bool
     largest_micro_batches: Mapping[int, int]
-    """ZeRO stage (no offload) -> largest micro-batch that the memory model predicts, 0 where none fits."""
+    """ZeRO stage (no offload) -> largest micro-batch that the memory model predicts; 0 if none fits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BestSoFar:
-    """The best measured trial of a study, by the few steps of the search."""
+    """The best measured trial of a search, before any confirmation."""
 
     number: int
     words: str
     """Its configuration in words."""
     value: float
-    """Of the metric that is optimised."""
+    """The metric that is optimised."""
     samples_per_s: float | None
-    """Over all ranks; None where that is not known."""
+    """Throughput over all ranks; None if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchStarted(ProgressEvent):
-    """The search begins or goes on."""
+    """The search starts or is resumed."""
 
     study: str
     metric: str
@@ -84,17 +84,17 @@ class SearchStarted(ProgressEvent):
     launched: int
     """Launches that earlier runs of this study made."""
     side_by_side: int = 1
-    """Launches that may be in flight at once."""
+    """Most concurrent launches."""
     finalists: int = 0
-    """Launches at the end that measure the best few again, one at a time."""
+    """Confirmations after the search, one launch at a time."""
     finalist_steps: float = 1.0
-    """How many times as many steps such a launch runs."""
+    """Steps of a confirmation relative to a trial's."""
     timeout_s: float | None = None
-    """Seconds after which the search ends, None for never."""
+    """Seconds after which the search ends; None for no limit."""
     best: BestSoFar | None = None
-    """What earlier runs of this study found."""
+    """Best trial of earlier runs of this study; None if there is none."""
     user_value: float | None = None
-    """Of the user's own config, where an earlier run measured it."""
+    """Metric of the user's own config; None if no earlier run measured it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +121,7 @@ class TrialStepped(ProgressEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class TrialDropped(ProgressEvent):
-    """A trial was given to another worker, because this one was frozen or cut off for long."""
+    """A trial was given to another worker because this one sent no heartbeats."""
 
     number: int
 
@@ -135,7 +135,7 @@ class TrialFinished(ProgressEvent):
     outcome: Outcome
     value: float | None
     speed_up: float | None
-    """Against the user's own config, where that was measured."""
+    """Relative to the user's own config; None if that was not measured."""
     best: bool
     """Whether this is the best so far."""
     message: str
@@ -143,14 +143,14 @@ class TrialFinished(ProgressEvent):
     own: bool = False
     """Whether this is the user's own config."""
     best_so_far: BestSoFar | None = None
-    """Of the whole study, whoever measured it; None while nothing was measured."""
+    """Best trial of the whole study, other workers' included; None if nothing was measured."""
     user_value: float | None = None
-    """Of the user's own config, where it was measured."""
+    """Metric of the user's own config; None if it was not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinalistStarted(ProgressEvent):
-    """A finalist is launched again; its steps come as ``TrialStepped``, its end as ``FinalistMeasured``."""
+    """A finalist is launched again; ``TrialStepped`` follows for each step and ``FinalistMeasured`` at the end."""
 
     number: int
     words: str

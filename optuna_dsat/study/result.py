@@ -1,4 +1,4 @@
-"""What a study leaves to train with: ``best_ds_config.json``, ``best_ds_metrics.json`` and the command."""
+"""Result of a study: ``best_ds_config.json``, ``best_ds_metrics.json`` and the command that trains with them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BEST_METRICS = "best_ds_metrics.json"
 
 @dataclass(frozen=True, kw_only=True)
 class TuneResult:
-    """What a study found. Metrics are in samples per second, FLOPs per second and GPU, or seconds, by their name."""
+    """Result of a study. Metrics are in samples/s, FLOP/s per GPU, or seconds, by their name."""
 
     study: str
     """Name of the study."""
@@ -46,22 +46,22 @@ class TuneResult:
     reason: str
     """Why the search ended."""
     metric: str
-    """What was optimised: ``FLOPS_per_gpu`` (FLOP/s), ``throughput`` (samples/s over all ranks), or a time in seconds
-    (``latency``, ``forward``, ``backward``, ``step``)."""
+    """The metric that was optimised: ``FLOPS_per_gpu`` (FLOP/s), ``throughput`` (samples/s over all ranks), or a
+    time in seconds (``latency``, ``forward``, ``backward``, ``step``)."""
     trial: int
     """Number of the winning trial."""
     value: float
-    """The winner's metric, of the confirming launch where there was one."""
+    """The winner's metric, confirmed if it was measured again."""
     low: float | None
-    """Lower end of the 95 % confidence interval of ``value``, where the winner was confirmed."""
+    """Lower end of the 95 % confidence interval of ``value``; None if the winner was not confirmed."""
     high: float | None
     """Its upper end."""
     user_value: float | None
-    """The user's own config as ``speed_up`` takes it; None where it could not be measured."""
+    """Metric of the user's own config, as in ``speed_up``; None if it could not be measured."""
     speed_up: float | None
-    """How many times better the winner is than the user's own config."""
+    """How many times as good as the user's own config the winner is; None if that could not be measured."""
     speed_up_confirmed: bool = False
-    """Whether it compares two confirming launches; else what the search measured of both."""
+    """Whether ``speed_up`` compares two confirmed metrics; otherwise it compares those of the search."""
     config: Mapping[str, Any]
     """The winning DeepSpeed config, ready to train with."""
     metrics: Mapping[str, float]
@@ -78,15 +78,15 @@ class TuneResult:
     user_train_batch_size: int
     """Global batch of the user's own config, in samples."""
     learning_rate_advice: str | None
-    """What the changed global batch suggests for the learning rate; None where it is the same."""
+    """Suggestion for the learning rate; None if the global batch did not change."""
     loss_check: Mapping[str, Any] | None
-    """What ``optuna_dsat.study.loss_check`` found, None where it was not asked for."""
+    """A ``optuna_dsat.study.loss_check.LossCheck`` as a dictionary; None if it was not requested."""
     command_names_config: bool
-    """Whether the command names the winning config; otherwise the script has to be pointed to it."""
+    """Whether the command names the winning config; otherwise the script must be changed to read it."""
     advice: str = ""
-    """What to change in the script before it trains with the config; empty where nothing is."""
+    """What to change in the script before it trains with the config; empty if nothing."""
     launches: Mapping[str, int]
-    """Outcome -> launches of trials."""
+    """Outcome -> number of trial launches."""
     slot_minutes: float
     """GPU minutes (CPU-rank minutes without a GPU) of all launches, profile and finalists included."""
 
@@ -183,7 +183,7 @@ _ADAPTIVE = frozenset({"adam", "adamw", "lamb", "lion", "adagrad", "onebitadam",
 
 
 def learning_rate_advice(config: Mapping[str, Any], *, batch: int, user_batch: int) -> str | None:
-    """Return what a changed global batch suggests for the learning rate, None where it did not change.
+    """Return the suggestion for the learning rate; None if the global batch did not change.
 
     The square root of the ratio for Adam and its kin (Malladi et al. 2022, arXiv:2205.10287), the ratio itself for SGD
     (Goyal et al. 2017, arXiv:1706.02677). Both are rules of thumb up to a batch that the task itself bounds.
@@ -219,8 +219,8 @@ def training_command(
 ) -> tuple[str, bool]:
     """Return the shell command that trains with ``config``, written to ``config_path``, and whether it names that file.
 
-    An argument that names the user's config is pointed to the new one. A script that is not given its config on the
-    command line has to be pointed to it by its user.
+    An argument that names the user's config is replaced. A script that does not take its config on the command line has
+    to be changed by its user.
 
     Args:
         spec: The study.
@@ -228,8 +228,7 @@ def training_command(
         config_path: Where it is written.
         deepspeed_launcher: Whether to start the script with ``deepspeed``, which gives every rank ``--local_rank``,
             rather than with torchrun.
-        host_threads: Threads that each rank was measured with on the host; None where that is not known. Without it
-            torchrun allows one.
+        host_threads: Host threads per rank in the measurement; None if unknown, in which case torchrun sets one.
     """
     script = spec.script
     pointed, replaced = _point_to(script, config_path)

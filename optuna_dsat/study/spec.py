@@ -1,4 +1,4 @@
-"""StudySpec: all a study needs to run or to be resumed, validated at the door."""
+"""StudySpec: everything a study needs to run or to be resumed, validated on construction."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _UNITS = {unit.lower(): size for unit, size in _UNITS.items()}
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes that a size such as ``2GiB``, ``900MiB``, ``1.5GB`` or ``123456`` names.
+    """Return a size such as ``2GiB``, ``900MiB``, ``1.5GB`` or ``123456`` in bytes.
 
     ``GiB`` is 2**30 bytes, ``GB`` is 10**9; a bare ``G`` is read as ``GiB``. Case does not matter.
 
@@ -84,13 +84,13 @@ class MethodOptions(_Frozen):
     min_gain: float = Field(default=0.003, ge=0)
     """``guided``: the search ends when no configuration is expected to improve the metric by this share of it."""
     warm_start: str | None = None
-    """``guided``: study whose knowledge to begin with; None for those of the same script, config and hardware."""
+    """``guided``: study to take prior knowledge from; None for those of the same script, config and hardware."""
     no_warm_start: bool = False
-    """``guided``: begin without any."""
+    """``guided``: whether to search without prior knowledge."""
 
 
 class StudySpec(_Frozen):
-    """All a study needs to run or to be resumed. Stored with the study; holds no secret and no storage URL."""
+    """Everything a study needs to run or to be resumed. Stored with the study; holds no secret and no storage URL."""
 
     name: str = Field(min_length=1, max_length=128)
     method: str
@@ -107,38 +107,38 @@ class StudySpec(_Frozen):
     """Knobs left as the user's config has them."""
     nvme_path: str | None = None
     train_batch_size: int | None = Field(default=None, ge=1)
-    """Global batch that every trial keeps, in samples; None to let it follow the micro-batch."""
+    """Global batch of every trial, in samples; None if it follows the micro-batch."""
 
     device: Literal["cuda", "cpu"]
     slots_per_trial: int = Field(ge=1)
     """Ranks of one launch: GPUs, or CPU processes."""
     device_memory_bytes: int | None = Field(default=None, gt=0)
-    """What one rank may allocate, in bytes; None for all there is."""
+    """Memory that one rank may allocate, in bytes; None for all of the device's."""
 
     max_trials: int = Field(default=64, ge=1)
-    """Launches of trials; the profile launch and the finalists' are not counted."""
+    """Budget of trial launches; the profile launch and confirmations are not counted."""
     max_concurrent_trials: int = Field(default=16, ge=1)
     max_slots: int | None = Field(default=None, ge=1)
     start_profile_step: int = Field(default=3, ge=1)
     end_profile_step: int = Field(default=5, ge=1)
     adaptive_steps: int | None = Field(default=None, ge=1)
-    """Steps that a finalist may count while its step time is still uncertain; None for no more than usual."""
+    """Limit on a finalist's counted steps while its step time is uncertain; None for ``confirmation_steps``."""
     trial_timeout_s: float | None = Field(default=None, gt=0)
     stall_timeout_s: float = Field(default=600.0, gt=0)
-    """Longest silence of a launch."""
+    """Longest time without an event or activity of a launch, in seconds."""
     timeout_s: float | None = Field(default=None, gt=0)
     wait_for_gpus_s: float = Field(default=600.0, ge=0)
-    """Longest wait for slots that others hold, since the holders last changed; 0 for none."""
+    """Longest wait for slots that others hold, in seconds since the holders last changed; 0 for no wait."""
     max_retries: int = Field(default=1, ge=0)
-    """Launches added for a communication error, a stall or a time-out."""
+    """Most retries of a trial after a communication error, a stall or a time-out."""
     random_seed: int = Field(default=42, ge=0)
     enqueue_user_config: bool = True
     launcher: Literal["warm", "torchrun"] = "warm"
     """How trials are launched: forked from a process with the heavy modules imported, or by plain torchrun."""
     preload: tuple[str, ...] = ()
-    """Modules imported before a warm launch, beside those that the profile launch was seen to import."""
+    """Modules imported before a warm launch, in addition to those that the profile launch imported."""
     no_preload: tuple[str, ...] = ()
-    """Packages that every warm launch imports for itself."""
+    """Packages that every warm launch imports itself."""
     confirm: int = Field(default=3, ge=0)
     """Finalists measured again with more steps; 0 for none."""
     output_dir: str
@@ -198,7 +198,7 @@ class StudySpec(_Frozen):
 
 
 def make_spec(**values: Any) -> StudySpec:
-    """Build a spec, turning pydantic's report into one clear line.
+    """Build a spec; an invalid value is reported in one line.
 
     Raises:
         UsageError: If a value breaks a rule; names the option, the value and the rule.

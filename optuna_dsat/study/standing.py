@@ -1,4 +1,4 @@
-"""What a configuration is worth, and how many times as good as the user's own: like is compared with like."""
+"""The metric of a configuration, and its speed-up: confirmed metrics are compared with confirmed ones only."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ __all__ = ["Standing", "compared", "speed_up_over"]
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """A measured trial and its metric, confirmed with more steps where it was."""
+    """A measured trial and its metric: the confirmed one if it was measured again."""
 
     trial: FrozenTrial
     value: float
     low: float | None = None
-    """Lower end of the 95 % confidence interval; None where it was not confirmed."""
+    """Lower end of the 95 % confidence interval; None if it was not confirmed."""
     high: float | None = None
+    """Its upper end."""
 
     @property
     def confirmed(self) -> bool:
@@ -33,7 +34,7 @@ class Standing:
 
 
 def compared(baseline: Standing, standing: Standing) -> tuple[float, float]:
-    """Return the two metrics to compare: confirmed ones where both are confirmed, else those of the search.
+    """Return the two metrics to compare: the confirmed ones if both are confirmed, else those of the search.
 
     Returns:
         The baseline's, the other's.
@@ -44,6 +45,6 @@ def compared(baseline: Standing, standing: Standing) -> tuple[float, float]:
 
 
 def speed_up_over(baseline: Standing, standing: Standing, *, maximize: bool) -> float | None:
-    """Return how many times as good as the baseline a configuration is; None where one of the two is 0."""
+    """Return how many times as good as the baseline a configuration is; None if either metric is 0."""
     before, after = compared(baseline, standing)
     return speed_up(after, before, maximize=maximize)

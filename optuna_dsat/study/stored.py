@@ -28,7 +28,7 @@ __all__ = ["StoredStudy", "check_study", "open_study", "read_stored", "record_of
 
 @dataclass(frozen=True, kw_only=True)
 class StoredStudy:
-    """A study, read at one moment."""
+    """A study as it was at one moment."""
 
     record: StudyRecord
     stored_spec: StudySpec
@@ -39,7 +39,7 @@ class StoredStudy:
     attributes: Mapping[str, Any]
     """User attributes of the study."""
     profiled: Profiled | None
-    """None before the profile launch."""
+    """Result of the profile launch; None before it."""
 
     @property
     def maximize(self) -> bool:
@@ -63,12 +63,12 @@ class StoredStudy:
 
     @property
     def trainer(self) -> ScriptTrainer | None:
-        """The trainer with batch sizes of its own that the script uses, None where there is none."""
+        """The script's trainer; None if it uses none that sets batch sizes."""
         return None if self.profiled is None else self.profiled.trainer
 
     @property
     def prior_knowledge(self) -> PriorKnowledge | None:
-        """What the study began with, None where it began with nothing."""
+        """What the study took over from earlier ones; None if nothing."""
         known = self.attributes.get(attributes.WARM_START)
         return PriorKnowledge.from_json(known) if known else None
 
@@ -79,12 +79,12 @@ class StoredStudy:
 
     @cached_property
     def finalists(self) -> Mapping[int, Finalist]:
-        """What was measured again, by the trial's number."""
+        """Confirmations by number of the trial."""
         return {f["number"]: Finalist(**f) for f in self.attributes.get(attributes.FINALISTS, [])}
 
     @cached_property
     def best(self) -> Standing | None:
-        """The winner; while there is none, the best measured trial."""
+        """The winner; before there is one the best measured trial, None if nothing was measured."""
         found = self.measured
         winner = self.attributes.get(attributes.WINNER)
         trial = next((t for t in found if t.number == winner), found[0] if found else None)
@@ -92,16 +92,16 @@ class StoredStudy:
 
     @cached_property
     def baseline(self) -> Standing | None:
-        """The user's own config, where it was measured."""
+        """The user's own config; None if it was not measured."""
         trial = attributes.user_config_trial(self.trials)
         return None if trial is None else self.standing(trial)
 
     def standing(self, trial: FrozenTrial) -> Standing:
-        """Return the metric of a measured trial, the confirmed one where there is one."""
+        """Return the standing of a measured trial, confirmed if it was measured again."""
         return standing_of(trial, self.finalists.get(trial.number))
 
     def speed_up(self, standing: Standing) -> float | None:
-        """Return how many times better than the user's own config it is; None where that was not measured."""
+        """Return how many times as good as the user's own config it is; None if that was not measured."""
         return None if self.baseline is None else speed_up_over(self.baseline, standing, maximize=self.maximize)
 
     def complete_config(self, trial: FrozenTrial) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def _differences(stored: Mapping[str, Any], given: Mapping[str, Any]) -> list[st
 
 
 def record_of(store: Store, name: str) -> StudyRecord:
-    """Return what the store keeps of a study.
+    """Return the record of a study.
 
     Raises:
         UsageError: If there is no such study; names those there are.
