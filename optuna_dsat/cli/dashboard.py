@@ -21,24 +21,24 @@ def dashboard(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
 ) -> None:
     """Show a study in the browser, with notes, plots, logs and configs (needs the extra: dashboard)."""
-    from optuna_dsat.report.publish import refresh, require_installed
+    from optuna_dsat.report.publish import publish, require_installed
     from optuna_dsat.report.serve import serve
     from optuna_dsat.store import Store
 
     require_installed()
     with Store.open(storage, create=False) as store:
-        refreshed = refresh(store, name)
-        if refreshed.store is None:
+        published = publish(store, name)
+        if published.store is None:
             _say("The study's output directory is not on this machine: logs and configs are not offered.")
         if host not in _LOOPBACK:
             _say(f"Whoever reaches {host} can read and delete studies: optuna-dashboard asks for no password.")
 
         def show_address(found: int) -> None:
-            print(f"http://{host}:{found}/dashboard/studies/{refreshed.study_id}", flush=True)
+            print(f"http://{host}:{found}/dashboard/studies/{published.study_id}", flush=True)
             _say("Press Ctrl-C to end; start again to show what the study did since.")
 
         try:
-            serve(store.storage, host=host, port=port, artifacts=refreshed.store, on_ready=show_address)
+            serve(store.storage, host=host, port=port, artifacts=published.store, on_ready=show_address)
         except KeyboardInterrupt:
             _say("Ended.")
 

@@ -1,7 +1,9 @@
-"""What a study tells people: a report in HTML, notes in Markdown, figures, and optuna-dashboard filled with them.
+"""Shows a stored study: HTML report, Markdown notes, figures, an explanation of the winner, and optuna-dashboard.
 
-``view`` reads a study once. Pure functions of that are ``figures`` (plotly, for Python too), ``winner`` (the best
-config and what is said about it), ``slot_time`` (where the slots' time went), ``memory_table`` and ``notes``. ``page``
-makes one HTML file of them, which ``write`` puts on the disk; ``dashboard`` and ``artifacts`` write notes and plots
-where optuna-dashboard finds them, ``serve`` starts optuna-dashboard.
+``view`` reads a study once. Pure functions of a view are ``figures`` (plotly), ``winner`` (the best config and what is
+said about it), ``slot_time`` (how the slots' time was spent), ``memory_table`` and ``notes``. ``page`` renders one HTML
+file from them, ``write`` writes it; ``publish`` and ``artifacts`` write notes, plots and logs to where optuna-dashboard
+reads them, ``serve`` starts optuna-dashboard. ``explanation`` says why the winner wins.
+
+Imports: runtime, config, trials, cost, pruners, guided, launch, store, study. Called by: tuning, cli.
 """

@@ -2,7 +2,7 @@
 
 Optuna's ``upload_artifact`` records an artifact with its trial, which Optuna forbids once the trial has finished, and
 logs are complete only then. So the record goes where optuna-dashboard also looks: to a system attribute of the study.
-An artifact's id is made from its place, name and content; writing it again changes nothing.
+An artifact's id is a hash of its study, trial, name and content; writing it again changes nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from optuna.artifacts import FileSystemArtifactStore
 from optuna.artifacts.exceptions import ArtifactNotFound
 
 from optuna_dsat.launch.run_directory import RunDirectory
-from optuna_dsat.report.markdown import hidden
+from optuna_dsat.report.markdown import redacted
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.study.result import BEST_CONFIG, BEST_METRICS
 from optuna_dsat.trials import attributes
@@ -32,7 +32,7 @@ __all__ = ["FOLDER", "LOG_LIMIT_BYTES", "Artifact", "artifacts_of", "save_artifa
 FOLDER = "artifacts"
 """Folder of the artifacts in a study's output directory."""
 LOG_LIMIT_BYTES = 256 * 1024
-"""Of a longer log only the end is kept: 64 launches of 8 ranks then take 256 MiB at most."""
+"""Of a longer log only the end is kept: two logs of each of 8 ranks in 64 launches then take 256 MiB at most."""
 
 _STUDY_PREFIX = "artifacts:"
 _TRIAL_PREFIX = "dashboard:artifacts:{trial_id}:"
@@ -46,7 +46,7 @@ class Artifact:
     """A file to offer."""
 
     trial_id: int | None
-    """Optuna's id of the trial it belongs to, None for the study itself."""
+    """Optuna's id of the trial it belongs to; None for the study itself."""
     filename: str
     content: bytes
 
@@ -61,13 +61,18 @@ class Artifact:
         return "application/json" if self.filename.endswith(".json") else "text/plain; charset=utf-8"
 
     def identifier(self, study_uuid: str) -> str:
-        """Return an id that changes with place, name and content only."""
+        """Return an id that depends on study, trial, name and content only."""
         digest = hashlib.sha256(self.content).hexdigest()
         return str(uuid.uuid5(_NAMESPACE, f"{study_uuid}/{self.prefix}/{self.filename}/{digest}"))
 
 
 def tail(path: Path, limit_bytes: int = LOG_LIMIT_BYTES) -> bytes:
-    """Return the end of a file, from the start of a line, with a first line that says what was left out."""
+    """Return the end of a file, from the start of a line, after one line that says how much is left out.
+
+    Args:
+        path: The file.
+        limit_bytes: A file up to this size is returned whole.
+    """
     size = path.stat().st_size
     with path.open("rb") as file:
         if size <= limit_bytes:
@@ -98,7 +103,7 @@ def artifacts_of(view: StudyView) -> Iterator[Artifact]:
 
 
 def _json(data: Mapping[str, Any]) -> bytes:
-    return (json.dumps(hidden(data), indent=2) + "\n").encode()
+    return (json.dumps(redacted(data), indent=2) + "\n").encode()
 
 
 def _logs(view: StudyView, launch_id: str, *, trial_id: int | None) -> Iterator[Artifact]:
@@ -118,7 +123,7 @@ def save_artifacts(
 ) -> int:
     """Save artifacts for optuna-dashboard; return how many were new.
 
-    An earlier artifact of the same place and name, whose content has changed since, is removed.
+    An earlier artifact of the same trial and name with other content is removed.
 
     Args:
         study: The study; its storage receives the records.

@@ -21,7 +21,7 @@ from optuna.trial import FrozenTrial
 from optuna_dsat.cost.gpus import gpu_of_device
 from optuna_dsat.errors import UsageError
 from optuna_dsat.guided.planner import GuidedPlanner
-from optuna_dsat.guided.residual_gp import NOISE
+from optuna_dsat.guided.residual_gp import NOISE_SD
 from optuna_dsat.metrics import LARGER_IS_BETTER
 from optuna_dsat.store import Store
 from optuna_dsat.study.methods import make_planner
@@ -135,7 +135,7 @@ def explain(
     found = list(_contributions(trials, planner, winner=best, user=user))
     found.sort(key=lambda one: -abs(math.log(one.factor)) if one.factor else 0.0)
     knobs, size = _split(best)
-    expected = planner.expect(trials, [(knobs, size)])[0]
+    expected = planner.predict(trials, [(knobs, size)])[0]
     seconds = {} if expected is None else dict(expected.bounds)
     total = sum(seconds.values())
     bounds = {name: part / total for name, part in seconds.items()} if total else {"compute": 1.0}
@@ -200,7 +200,7 @@ def _measured(
     logs = [sign * math.log(a / b) for rest in ours.keys() & theirs.keys() for a in ours[rest] for b in theirs[rest]]
     if not logs:
         return None
-    mean, spread = sum(logs) / len(logs), NOISE * math.sqrt(2 / len(logs))
+    mean, spread = sum(logs) / len(logs), NOISE_SD * math.sqrt(2 / len(logs))
     return Contribution(
         knob=knob,
         user=other.get(knob),
@@ -221,7 +221,7 @@ def _named(winner: Mapping[str, Any], other: Mapping[str, Any], differing: set[s
 def _modelled(
     trials: Sequence[FrozenTrial], planner: GuidedPlanner, knob: str, winner: dict[str, Any], other: dict[str, Any]
 ) -> Contribution:
-    here, there = planner.expect(trials, [_split(winner), _split(other)])
+    here, there = planner.predict(trials, [_split(winner), _split(other)])
     unknown = Contribution(
         knob=knob,
         user=other.get(knob),
@@ -285,7 +285,7 @@ def _gains(
 ) -> Iterator[tuple[float, str]]:
     """Yield relative gains in samples per second, with what brings them."""
     knobs, size = _split(visible_params(winner))
-    row = planner.problem.table.row_of(knobs)
+    row = planner.problem.table.row_index(knobs)
     if row is None:
         return
     peak = winner.user_attrs.get(attributes.PEAK_BYTES) or 0

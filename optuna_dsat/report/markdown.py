@@ -8,14 +8,14 @@ from typing import Any
 
 from optuna_dsat.launch.run_directory import without_secrets
 
-__all__ = ["OWN_TEXT", "code", "fenced", "hidden", "json_block", "keep_own_text", "table"]
+__all__ = ["OWN_TEXT", "code", "fenced", "json_block", "keep_own_text", "redacted", "table"]
 
 OWN_TEXT = "*Written by optuna-dsat, anew at every refresh. What you write below this line is kept.*"
 """Last line of every generated note."""
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Return a table; a None is an empty cell."""
+    """Return a table; a cell of None is empty."""
     lines = [headings, ["---"] * len(headings), *rows]
     return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
 
@@ -25,14 +25,14 @@ def _cell(value: object) -> str:
 
 
 def code(text: str) -> str:
-    """Return text to be shown as it is, inside a line."""
+    """Return text as inline code."""
     mark = "``" if "`" in text else "`"
     padding = " " if "`" in text else ""
     return f"{mark}{padding}{text}{padding}{mark}"
 
 
 def fenced(text: str, language: str = "") -> str:
-    """Return text to be shown as it is, as a block."""
+    """Return text as a code block."""
     fence = "```"
     while fence in text:
         fence += "`"
@@ -41,15 +41,15 @@ def fenced(text: str, language: str = "") -> str:
 
 def json_block(data: Mapping[str, Any]) -> str:
     """Return a JSON object as a block, without secrets."""
-    return fenced(json.dumps(hidden(data), indent=2), "json")
+    return fenced(json.dumps(redacted(data), indent=2), "json")
 
 
-def hidden(data: Any, name: str = "") -> Any:
+def redacted(data: Any, name: str = "") -> Any:
     """Return JSON data with the texts under secret-looking names replaced by ``***``."""
     if isinstance(data, Mapping):
-        return {key: hidden(value, str(key)) for key, value in data.items()}
+        return {key: redacted(value, str(key)) for key, value in data.items()}
     if isinstance(data, list):
-        return [hidden(item, name) for item in data]
+        return [redacted(item, name) for item in data]
     if isinstance(data, str) and name:
         option = f"--{name}="
         return without_secrets((option + data,))[0].removeprefix(option)
@@ -59,7 +59,7 @@ def hidden(data: Any, name: str = "") -> Any:
 def keep_own_text(generated: str, present: str) -> str:
     """Return the note to save: the generated text, and below it what people wrote into the present note.
 
-    In a note of optuna-dsat's that is what stands below its last line; a note of someone else's is kept whole.
+    In a note by optuna-dsat that is the text below ``OWN_TEXT``; any other note is kept whole.
     """
     _, mark, own = present.partition(OWN_TEXT)
     own = (own if mark else present).strip()

@@ -1,4 +1,4 @@
-"""What the memory model says of every ZeRO stage and offload, beside what the trials showed."""
+"""The memory model's predictions for every ZeRO stage and offload, beside the micro-batches that trials ran."""
 
 from __future__ import annotations
 
@@ -21,27 +21,28 @@ __all__ = ["MemoryRow", "memory_table"]
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRow:
-    """One ZeRO stage with one offload."""
+    """Predicted and observed memory of one structure."""
 
     words: str
+    """The structure in words."""
     device_bytes: int
     """Predicted peak of one rank at micro-batch 1."""
     host_bytes: int
     """Predicted memory of one host at micro-batch 1."""
     largest: int
-    """Largest micro-batch that the model predicts, 0 where none fits."""
+    """Largest micro-batch that fits by the model; 0 if none does."""
     ran: int | None
-    """Largest micro-batch that ran."""
+    """Largest micro-batch that ran; None if none did."""
     too_large: int | None
-    """Smallest micro-batch that ran out of memory."""
+    """Smallest micro-batch that ran out of memory; None if none did."""
 
 
 def memory_table(spec: StudySpec, profiled: Profiled, trials: Sequence[FrozenTrial]) -> tuple[MemoryRow, ...]:
-    """Return one row for each ZeRO stage of the study and each way of offloading at that stage.
+    """Return one row for each structure at the study's ZeRO stages.
 
     Args:
         spec: The study; its config supplies everything but stage and offload.
-        profiled: What the profile launch taught.
+        profiled: The profile of the script.
         trials: The study's trials.
     """
     hardware = hardware_of(spec, profiled)

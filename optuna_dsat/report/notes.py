@@ -194,7 +194,7 @@ def _commands(view: StudyView) -> str:
 
 
 def trial_note(view: StudyView, trial: FrozenTrial) -> str:
-    """Return the note of a trial that was launched: its outcome in plain words, what to do, its figures.
+    """Return the note of a trial that was launched: what its outcome means, what to do, its metrics and memory.
 
     Args:
         view: The study.

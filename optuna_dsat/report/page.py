@@ -1,7 +1,7 @@
 """The report of a study: one HTML file that needs no network.
 
-plotly.js, styles and figures stand inside the file; a content security policy forbids it to load anything. What a study
-cannot show yet is replaced by a sentence that says why.
+plotly.js, styles and figures are embedded; a content security policy forbids loading anything. A sentence that says why
+replaces a figure that has no data yet.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ __all__ = ["Section", "render", "sections_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A figure of the report with what to say about it."""
+    """A figure of the report with its texts."""
 
     id: str
     heading: str
     lead: str
     """How to read it."""
     missing: str | None
-    """Why there is no figure, None where there is one."""
+    """Why there is no figure; None if there is one."""
     note: str
-    """What the figure itself adds in words."""
+    """The figure's own subtitle; empty if it has none."""
     figure: Mapping[str, Any] | None
-    """For plotly.js: data and layout."""
+    """Data and layout for plotly.js; None if there is no figure."""
 
 
 _SECTIONS: tuple[tuple[str, str, str, Callable[[StudyView], go.Figure]], ...] = (
@@ -144,7 +144,7 @@ def render(view: StudyView) -> str:
 
 
 def sections_of(view: StudyView) -> tuple[Section, ...]:
-    """Return the figures of a study, each with what to say about it."""
+    """Return the figures of a study with their texts, in the order of the page."""
     return tuple(_section(*parts, view) for parts in _SECTIONS)
 
 
@@ -173,7 +173,7 @@ def _sentence(text: str) -> str:
 
 
 def _facts(view: StudyView) -> dict[str, Any]:
-    """Return all that the template says in words."""
+    """Return the template's variables but figures and styles."""
     winner = winner_of(view)
     text = "" if winner is None else json.dumps(winner.config, indent=2)
     return {
@@ -211,7 +211,7 @@ def _status(view: StudyView) -> str:
 
 
 def _value(view: StudyView, standing: Standing) -> tuple[str, str]:
-    """Return a metric with its unit, and its interval in words."""
+    """Return a metric with its unit, and its 95 % interval in words."""
     if standing.low is None or standing.high is None:
         return metric_in_words(view.metric, standing.value), "by the few steps of the search"
     low, high = (metric_in_words(view.metric, value) for value in (standing.low, standing.high))
@@ -219,7 +219,7 @@ def _value(view: StudyView, standing: Standing) -> tuple[str, str]:
 
 
 def _cards(view: StudyView, winner: Winner | None) -> Iterator[tuple[str, str, str]]:
-    """Yield heading, value and remark of the numbers at the top."""
+    """Yield heading, value and remark of the key figures at the top."""
     if winner is not None:
         value, remark = _value(view, winner.standing)
         yield ("Best" if winner.confirmed else "Best so far"), value, remark
@@ -284,7 +284,7 @@ def _unconfirmed(view: StudyView) -> Iterator[tuple[int, str, str]]:
 
 
 def _outcomes(view: StudyView) -> Iterator[tuple[str, int, str, str]]:
-    """Yield each outcome that occurred: its name, how often, what it means and what to do."""
+    """Yield each outcome that occurred: its name, its count, what it means and what to do."""
     counts = Counter(t.user_attrs[attributes.OUTCOME] for t in view.trials if attributes.OUTCOME in t.user_attrs)
     for name, count in counts.most_common():
         what, advice = MEANING[Outcome(name)]
@@ -309,7 +309,7 @@ def _launches(view: StudyView) -> Iterator[Mapping[str, Any]]:
 
 
 def _commands(view: StudyView, winner: Winner | None) -> Iterator[tuple[str, str]]:
-    """Yield what a command does, and the command."""
+    """Yield the purpose of a command, and the command."""
     name, storage = shlex.quote(view.spec.name), f"--storage {shlex.quote(view.storage_url)}"
     if winner is not None and winner.confirmed:
         told = (

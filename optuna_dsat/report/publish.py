@@ -1,6 +1,6 @@
-"""Fills optuna-dashboard with a study: notes, plots, metric name, artifacts.
+"""Publishes a study to optuna-dashboard: notes, plots, metric name, artifacts.
 
-All of it is kept in the study's own storage, so any optuna-dashboard shows it, however it was started. Refreshing again
+All of it is kept in the study's own storage, so any optuna-dashboard shows it, however it was started. Publishing again
 changes nothing unless the study has changed, and keeps what people wrote below a note's last line.
 """
 
@@ -32,10 +32,10 @@ from optuna_dsat.trials import attributes
 __all__ = [
     "MEMORY_PLOT",
     "METRIC_PLOT",
-    "Refreshed",
+    "Published",
     "artifact_store",
     "is_installed",
-    "refresh",
+    "publish",
     "require_installed",
 ]
 
@@ -43,27 +43,28 @@ METRIC_PLOT = "metric-over-micro-batch"
 MEMORY_PLOT = "predicted-and-measured-memory"
 """Ids under which optuna-dashboard keeps the plots."""
 
-
 _NOTE_OF_TRIAL = re.compile(r"dashboard:(\d+):note_")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refreshed:
-    """What a refresh changed."""
+class Published:
+    """What was written."""
 
     study_id: int
     """Optuna's id of the study, part of its page's address."""
     notes: int
+    """Notes that changed."""
     artifacts: int
+    """Artifacts that are new."""
     store: FileSystemArtifactStore | None
-    """Where the artifacts are; None where the study's output directory is not on this machine."""
+    """Where the artifacts are; None if the study's output directory is not on this machine."""
 
 
-class _Attributes(RetryingStorage):
+class _CachedAttributes(RetryingStorage):
     """A storage that reads a study's system attributes once, and skips writes that change nothing.
 
-    optuna-dashboard keeps the notes of all trials in them, and reads and searches them all for every note. While a
-    trial is in focus it is shown that trial's alone, so that the time for all notes does not grow as their square.
+    optuna-dashboard keeps the notes of all trials in them, and searches them all for every note. While a trial is in
+    focus, it reads the attributes of that trial only: the time for all notes is then linear in their number.
     """
 
     def __init__(self, store: Store, study_id: int) -> None:
@@ -75,7 +76,7 @@ class _Attributes(RetryingStorage):
 
     @contextmanager
     def focus(self, trial_id: int | None) -> Iterator[None]:
-        """Show the attributes of one trial, or for None those of the study itself."""
+        """Within the block, read the attributes of one trial only; None for those of the study itself."""
         self._focus = trial_id
         try:
             yield
@@ -83,11 +84,11 @@ class _Attributes(RetryingStorage):
             self._focus = None
 
     def get_study_system_attrs(self, study_id: int) -> dict[str, Any]:  # noqa: ARG002 - there is one study
-        """Return what is in focus."""
+        """Return the attributes in focus."""
         return self._groups.setdefault(self._focus, {})
 
     def set_study_system_attr(self, study_id: int, key: str, value: Any) -> None:
-        """Write an attribute that is new or different."""
+        """Write an attribute unless it is stored already."""
         group = self._groups.setdefault(_trial_of(key), {})
         if key not in group or group[key] != value:
             super().set_study_system_attr(study_id, key, value)
@@ -95,7 +96,7 @@ class _Attributes(RetryingStorage):
 
 
 def _trial_of(key: str) -> int | None:
-    """Return the trial whose note an attribute is part of."""
+    """Return Optuna's id of the trial whose note an attribute is part of; None if it is no part of a trial's note."""
     found = _NOTE_OF_TRIAL.match(key)
     return None if found is None else int(found.group(1))
 
@@ -116,7 +117,11 @@ def require_installed() -> None:
 
 
 def artifact_store(view: StudyView) -> FileSystemArtifactStore | None:
-    """Return where a study's artifacts are kept; None where its output directory is not on this machine."""
+    """Return where a study's artifacts are kept; None if its output directory is not on this machine.
+
+    Raises:
+        UsageError: If the folder cannot be made.
+    """
     folder = view.spec.study_dir / FOLDER
     if not view.spec.study_dir.is_dir():
         return None
@@ -127,37 +132,37 @@ def artifact_store(view: StudyView) -> FileSystemArtifactStore | None:
     return FileSystemArtifactStore(str(folder))
 
 
-def refresh(store: Store, name: str, *, artifacts: bool = True) -> Refreshed:
+def publish(store: Store, name: str, *, artifacts: bool = True) -> Published:
     """Write a study's notes, plots and artifacts to where optuna-dashboard finds them.
 
     Args:
         store: Where the study lives.
         name: The study.
-        artifacts: Whether to copy logs and configs, too.
+        artifacts: Whether to copy logs and configs as well.
 
     Raises:
         UsageError: If there is no such study, or optuna-dashboard is not installed.
-        StorageError: If the database failed for longer than the store's patience.
+        StorageError: If the database fails for longer than the store's retry limit.
     """
     require_installed()
     view = read_view(store, name)
-    attributes = _Attributes(store, store.storage.get_study_id_from_name(name))
-    study = optuna.load_study(study_name=name, storage=attributes)
-    notes = _save_notes(study, view, attributes)
+    cached = _CachedAttributes(store, store.storage.get_study_id_from_name(name))
+    study = optuna.load_study(study_name=name, storage=cached)
+    notes = _save_notes(study, view, cached)
     _save_plots(study, view)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
         study.set_metric_names([view.metric])
     files = artifact_store(view) if artifacts else None
     saved = 0 if files is None else save_artifacts(study, view.record.uuid, artifacts_of(view), files)
-    return Refreshed(study_id=study._study_id, notes=notes, artifacts=saved, store=files)
+    return Published(study_id=study._study_id, notes=notes, artifacts=saved, store=files)
 
 
-def _save_notes(study: optuna.Study, view: StudyView, attributes: _Attributes) -> int:
+def _save_notes(study: optuna.Study, view: StudyView, cached: _CachedAttributes) -> int:
     """Save the notes that changed; return how many."""
     changed = int(_save_note(study, study_note(view)))
     for trial in view.launched:
-        with attributes.focus(trial._trial_id):
+        with cached.focus(trial._trial_id):
             changed += _save_note(Trial(study, trial._trial_id), trial_note(view, trial))
     return changed
 

@@ -1,4 +1,4 @@
-"""Starts optuna-dashboard inside this process: no storage URL, hence no password, on any command line."""
+"""Runs optuna-dashboard in this process, so that no storage URL with its password appears on a command line."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["serve"]
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """One thread a request, so that a slow page holds up no other; none outlives the process."""
+    """Serves each request in a thread of its own, which ends with the process."""
 
     daemon_threads = True
 
 
 class _Quiet(WSGIRequestHandler):
-    """Does not print a line for every request."""
+    """Logs no requests."""
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
+        """Discard the message."""
 
 
 def serve(
@@ -38,11 +38,11 @@ def serve(
     """Serve optuna-dashboard until interrupted.
 
     Args:
-        storage: What to show.
+        storage: The storage to show.
         host: Address to listen on.
         port: Port to listen on; 0 for any free one.
-        artifacts: Where the artifacts are.
-        on_ready: Called with the port once requests are taken.
+        artifacts: Where the artifacts are; None to offer none.
+        on_ready: Called with the port once the server listens.
 
     Raises:
         UsageError: If the address cannot be listened on.

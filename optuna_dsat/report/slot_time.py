@@ -1,8 +1,8 @@
-"""Where the time of a search's slots went: pure functions over the launches of a study.
+"""How the slots of a search spent their time: pure functions over the launches of a study.
 
-A slot is a GPU, or a CPU rank, of one host. A launch spends its time with start-up (to the first boundary of a step),
-steps, and exit (to the moment its devices are free again). In between a slot is idle. A study that was left and taken
-up again did not search in between: a gap on all slots at once, much longer than a launch, is a pause, not idleness.
+A slot is a GPU, or a CPU rank, of one host. A launch consists of start-up (until the first step boundary), steps, and
+exit (until its devices are free again). Between launches a slot is idle. A gap on all slots at once, much longer than a
+launch, is a pause of the study, not idle time.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from optuna_dsat.store import StoredLaunch
 __all__ = ["PHASES", "Period", "Slot", "SlotTime", "Span", "account", "spans_of"]
 
 PHASES = ("profile", "start-up", "steps", "exit", "finalists", "idle")
-"""What a slot's time is spent with, in the order in which it is shown."""
+"""What a slot's time is spent on, in display order."""
 
 _PAUSE_S = 60.0
-"""A gap on all slots is a pause where it is at least this long ..."""
+"""Least length of a gap on all slots that is a pause ..."""
 _PAUSE_LAUNCHES = 5.0
-"""... and this many times as long as the median launch."""
-_LEAST_GAP_S = 0.01
-"""Shorter gaps are those of the clock."""
+"""... and its least length in median launches; both hold."""
+_MIN_GAP_S = 0.01
+"""Shorter gaps are within the clock's error."""
 
 Slot = tuple[str, int]
 """Host and index of a GPU, or of a CPU rank."""
@@ -31,7 +31,7 @@ Slot = tuple[str, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """What one launch did on all of its slots for a while. Times are Unix times in seconds."""
+    """One phase of a launch on all of its slots. Times are Unix times in seconds."""
 
     phase: str
     """One of ``PHASES``."""
@@ -43,29 +43,29 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Period:
-    """A time in which the study was searched, without a pause. Unix times in seconds."""
+    """A time without a pause. Unix times in seconds."""
 
     start: float
     end: float
 
     @property
     def length_s(self) -> float:
-        """Its length in seconds."""
+        """Length in seconds."""
         return self.end - self.start
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlotTime:
-    """The time of all slots that launches used."""
+    """How all slots that launches used spent their time."""
 
     slots: tuple[Slot, ...]
     periods: tuple[Period, ...]
     spans: tuple[Span, ...]
-    """What launches did, by start."""
+    """Phases of launches, by start."""
     idle: tuple[tuple[Slot, float, float], ...]
     """Slot, start and end of every gap between launches, within a period."""
     seconds: dict[str, float]
-    """Phase -> slot-seconds. They sum up to ``len(slots)`` times the length of all periods, unless launches overlap."""
+    """Phase -> slot-seconds. Their sum is ``len(slots)`` times the length of all periods, unless launches overlap."""
 
     @property
     def wall_s(self) -> float:
@@ -74,7 +74,7 @@ class SlotTime:
 
 
 def spans_of(row: StoredLaunch) -> tuple[Span, ...]:
-    """Return what a launch spent its time with; a profile launch and a finalist's are one span each."""
+    """Return the phases of a launch; a profile launch and a finalist's are one span each."""
     report = row.report
     slots = tuple((report.host, device) for device in report.devices)
     whole = {"profile": "profile", "confirm": "finalists"}.get(row.purpose)
@@ -91,7 +91,7 @@ def spans_of(row: StoredLaunch) -> tuple[Span, ...]:
 
 
 def account(launches: Sequence[StoredLaunch]) -> SlotTime:
-    """Return where the time of the slots went, from the first launch to the end of the last."""
+    """Return how the slots spent their time, from the first launch to the end of the last."""
     spans = sorted((span for row in launches for span in spans_of(row)), key=lambda span: span.start)
     slots = tuple(sorted({slot for span in spans for slot in span.slots}))
     periods = _periods(launches)
@@ -130,9 +130,9 @@ def _gaps(busy: Iterable[tuple[float, float]], periods: Sequence[Period]) -> lis
         for start, end in ordered:
             if end <= period.start or start >= period.end:
                 continue
-            if start - at > _LEAST_GAP_S:
+            if start - at > _MIN_GAP_S:
                 gaps.append((at, start))
             at = max(at, end)
-        if period.end - at > _LEAST_GAP_S:
+        if period.end - at > _MIN_GAP_S:
             gaps.append((at, period.end))
     return gaps

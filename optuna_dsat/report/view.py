@@ -1,4 +1,4 @@
-"""A study as its report sees it: read once from the store, never written."""
+"""A study as reports read it: once from the store, never written."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StudyView(StoredStudy):
 
     @property
     def end_reason(self) -> str | None:
-        """Why the search ended, empty where that was not recorded; None before its end and after an interruption."""
+        """Why the search ended, empty if that was not recorded; None before its end and after an interruption."""
         if attributes.WINNER not in self.attributes or self.running:
             return None
         reason = str(self.attributes.get(attributes.END_REASON, ""))
@@ -35,14 +35,14 @@ class StudyView(StoredStudy):
 
     @cached_property
     def launched(self) -> tuple[FrozenTrial, ...]:
-        """Trials that were launched and are over, by number."""
+        """Finished trials that were launched, by number."""
         return tuple(
             t for t in self.trials if t.state.is_finished() and attributes.LAUNCH_ID in t.user_attrs
         )  # fmt: skip
 
     @cached_property
     def running(self) -> int:
-        """How many trials are in flight."""
+        """Number of trials in flight."""
         return sum(t.state is TrialState.RUNNING for t in self.trials)
 
     @cached_property
@@ -55,13 +55,13 @@ class StudyView(StoredStudy):
         return {number: tuple(rows) for number, rows in found.items()}
 
     def launch_ids(self, trial: FrozenTrial) -> tuple[str, ...]:
-        """Return the launches of a trial by name; a launch whose worker died left no report, but its files."""
+        """Return the ids of a trial's launches; one whose worker died has files, but no report."""
         first = trial.user_attrs.get(attributes.LAUNCH_ID)
         names = [row.report.launch_id for row in self.reports.get(trial.number, ())]
         return tuple(dict.fromkeys([*([] if first is None else [first]), *names]))
 
     def last_report(self, trial: FrozenTrial) -> LaunchReport | None:
-        """Return what became of the last launch of the trial itself."""
+        """Return the report of the trial's last launch, confirmations left out; None if there is none."""
         own = [row.report for row in self.reports.get(trial.number, ()) if row.purpose == "trial"]
         return own[-1] if own else None
 
@@ -70,7 +70,7 @@ def read_view(store: Store, name: str) -> StudyView:
     """Read a study from the store.
 
     Raises:
-        UsageError: If there is no such study; names those there are.
+        UsageError: If there is no such study; names the existing ones.
     """
     stored = read_stored(store, name)
     return StudyView(**vars(stored), launches=tuple(store.launches(stored.record.uuid)), storage_url=store.url)

@@ -1,4 +1,4 @@
-"""The best configuration of a study, with all that is said about it."""
+"""The best configuration of a study, with what reports say about it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.launch.run_directory import without_secrets
-from optuna_dsat.report.markdown import hidden
+from optuna_dsat.report.markdown import redacted
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.study.result import BEST_CONFIG, learning_rate_advice, trainable_config, training_command
 from optuna_dsat.study.standing import Standing
@@ -23,23 +23,24 @@ __all__ = ["Change", "Winner", "winner_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A setting in which the best config differs from the user's own."""
+    """A setting that differs between the best config and the user's own."""
 
     key: str
-    """Dotted."""
+    """Dotted key of the config."""
     own: str
-    """The user's value as JSON, empty where it is not set."""
+    """The user's value as JSON; empty if it is not set."""
     best: str
+    """The best config's value as JSON; empty if it is not set."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Winner:
-    """The best configuration; the winner, once the search has ended."""
+    """The best configuration so far; the winner, once the search has ended."""
 
     standing: Standing
     words: str
     confirmed: bool
-    """Whether the search has ended and named it the winner."""
+    """Whether the search has ended: then it is the winner."""
     is_own: bool
     """Whether it is the user's own config."""
     config: Mapping[str, Any]
@@ -49,18 +50,19 @@ class Winner:
     command: str
     """The command that trains with it, without secrets."""
     command_names_config: bool
-    """Whether the command names the config; otherwise the script has to be pointed to it."""
+    """Whether the command names the config; otherwise the script has to be changed to read it."""
     advice: tuple[str, ...]
     """What to change with it: learning rate, arguments of the script."""
     speed_up: float | None
-    """How many times as good as the user's own config it is; None where that was not measured."""
+    """Over the user's own config; None if that was not measured."""
     speed_up_low: float | None
-    """Worst case over both 95 % intervals; None where one of the two was not confirmed."""
+    """At the unfavourable ends of both 95 % intervals; None if one of the two was not confirmed."""
     speed_up_high: float | None
+    """At the favourable ends."""
 
 
 def winner_of(view: StudyView) -> Winner | None:
-    """Return the best configuration of a study, None before anything was measured."""
+    """Return the best configuration of a study; None before anything was measured."""
     best = view.best
     if best is None:
         return None
@@ -84,8 +86,8 @@ def winner_of(view: StudyView) -> Winner | None:
         words=config_in_words(best.trial.user_attrs[attributes.CONFIG]),
         confirmed=view.end_reason is not None,
         is_own=best.trial.user_attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG,
-        config=hidden(config),
-        changes=tuple(_changes(hidden(own), hidden(complete))),
+        config=redacted(config),
+        changes=tuple(_changes(redacted(own), redacted(complete))),
         command=shlex.join(without_secrets(shlex.split(command))),
         command_names_config=names_config,
         advice=tuple(text for text in (rate, script) if text),

@@ -14,13 +14,13 @@ __all__ = ["default_path", "write_report"]
 
 
 def default_path(view: StudyView) -> Path:
-    """Return where a report goes: among the study's files where they are on this machine, else into this folder."""
+    """Return the default path: among the study's files if they are on this machine, else in the working directory."""
     folder = view.spec.study_dir
     return folder / "report.html" if folder.is_dir() else Path(f"{view.spec.name}-report.html")
 
 
 def write_report(store: Store, name: str, path: Path | None = None) -> Path:
-    """Write the report of a study as it stands; return the file. One that was there is replaced, whole or not at all.
+    """Write the report of a study as it is now; return the file. An existing one is replaced atomically.
 
     Args:
         store: Where the study lives.
@@ -29,7 +29,7 @@ def write_report(store: Store, name: str, path: Path | None = None) -> Path:
 
     Raises:
         UsageError: If there is no such study, the file cannot be written, or plotly is not installed.
-        StorageError: If the database failed for longer than the store's patience.
+        StorageError: If the database fails for longer than the store's retry limit.
     """
     view = read_view(store, name)
     target = default_path(view) if path is None else path

@@ -99,12 +99,12 @@ def train_with_best(run: StudyRun, result: TuneResult, *, stdout: TextIO | None 
 
 def fill_dashboard(store: Store, name: str, observer: Observer) -> None:
     """Leave notes and plots for optuna-dashboard if it is installed; logs are copied when it is started."""
-    from optuna_dsat.report.publish import is_installed, refresh
+    from optuna_dsat.report.publish import is_installed, publish
 
     if not is_installed():
         return
     try:
-        refresh(store, name, artifacts=False)
+        publish(store, name, artifacts=False)
     except Exception as error:  # noqa: BLE001 - a note is no reason to lose a result that is there
         observer(Message(text=f"optuna-dashboard's notes and plots could not be written: {error}"))
 

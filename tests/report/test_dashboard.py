@@ -14,7 +14,7 @@ from sqlalchemy import make_url
 from optuna_dsat.cli import main
 from optuna_dsat.errors import UsageError
 from optuna_dsat.report.artifacts import artifacts_of, tail
-from optuna_dsat.report.publish import MEMORY_PLOT, METRIC_PLOT, refresh
+from optuna_dsat.report.publish import MEMORY_PLOT, METRIC_PLOT, publish
 from optuna_dsat.store import Store
 from optuna_dsat.trials import attributes
 from tests.harness.landscapes import Hill
@@ -49,7 +49,7 @@ def test_a_finished_study_has_its_notes_and_plots_already(finished: ReportedStud
 
 
 def test_every_trial_has_its_config_and_every_ranks_log(finished: ReportedStudyBench) -> None:
-    refresh(finished.store, "s")
+    publish(finished.store, "s")
     trial = finished.study().trials[0]
     names = artifact_names(finished, f"dashboard:artifacts:{trial._trial_id}:")
     logs = [f"{launch}.rank{rank}.stderr.log" for launch in ("confirm-0000", "trial-0000") for rank in (0, 1)]
@@ -61,23 +61,23 @@ def test_every_trial_has_its_config_and_every_ranks_log(finished: ReportedStudyB
     assert json.loads(configs[0].content) == trial.user_attrs[attributes.CONFIG]
 
 
-def test_a_second_refresh_changes_nothing(finished: ReportedStudyBench) -> None:
-    assert refresh(finished.store, "s").artifacts > 16
+def test_publishing_again_changes_nothing(finished: ReportedStudyBench) -> None:
+    assert publish(finished.store, "s").artifacts > 16
     before = study_attributes(finished)
     files = sorted((finished.folder / "out" / "s" / "artifacts").iterdir())
-    again = refresh(finished.store, "s")
+    again = publish(finished.store, "s")
     assert (again.notes, again.artifacts) == (0, 0)
     assert study_attributes(finished) == before
     assert sorted((finished.folder / "out" / "s" / "artifacts").iterdir()) == files
 
 
 def test_a_changed_log_replaces_the_old_artifact(finished: ReportedStudyBench) -> None:
-    refresh(finished.store, "s")
+    publish(finished.store, "s")
     prefix = f"dashboard:artifacts:{finished.study().trials[0]._trial_id}:"
     names = artifact_names(finished, prefix)
     count = len(list((finished.folder / "out" / "s" / "artifacts").iterdir()))
     finished.log("trial-0000").write_text("another end\n")
-    assert refresh(finished.store, "s").artifacts == 1
+    assert publish(finished.store, "s").artifacts == 1
     assert artifact_names(finished, prefix) == names
     contents = [path.read_text() for path in (finished.folder / "out" / "s" / "artifacts").iterdir()]
     assert len(contents) == count
@@ -85,13 +85,13 @@ def test_a_changed_log_replaces_the_old_artifact(finished: ReportedStudyBench) -
     assert "trial-0000 rank 0\n" not in contents
 
 
-def test_text_that_people_added_survives_a_refresh(finished: ReportedStudyBench) -> None:
+def test_text_that_people_added_survives_publishing_again(finished: ReportedStudyBench) -> None:
     study = finished.study()
     dashboard.save_note(study, dashboard.get_note(study) + "\nbuy more memory\n")
     record = finished.store.find_study("s")
     assert record is not None
     finished.store.update_spec(record.uuid, {**record.spec, "max_trials": 20})
-    assert refresh(finished.store, "s").notes == 1
+    assert publish(finished.store, "s").notes == 1
     note = dashboard.get_note(finished.study())
     assert "16 of 20 launches" in note
     assert note.rstrip().endswith("buy more memory")
@@ -125,7 +125,7 @@ def test_a_note_that_cannot_be_written_does_not_cost_the_result(
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no room")
 
-    monkeypatch.setattr("optuna_dsat.report.publish.refresh", fail)
+    monkeypatch.setattr("optuna_dsat.report.publish.publish", fail)
     assert bench.run(bench.spec(max_trials=3, confirm=0), Hill()) is not None
     assert "no room" in str(bench.news[-1])
 
@@ -150,14 +150,14 @@ def test_a_taken_port_is_refused(finished: ReportedStudyBench, capsys: pytest.Ca
 def test_without_the_output_directory_no_artifact_is_offered_and_none_is_made(finished: ReportedStudyBench) -> None:
     moved = finished.folder / "elsewhere"
     (finished.folder / "out").rename(moved)
-    refreshed = refresh(finished.store, "s")
-    assert refreshed.store is None
+    published = publish(finished.store, "s")
+    assert published.store is None
     assert not (finished.folder / "out").exists()
 
 
-def test_an_unknown_study_cannot_be_refreshed(bench: ReportedStudyBench) -> None:
+def test_an_unknown_study_cannot_be_published(bench: ReportedStudyBench) -> None:
     with pytest.raises(UsageError, match="there: none"):
-        refresh(bench.store, "s")
+        publish(bench.store, "s")
 
 
 @pytest.mark.postgres

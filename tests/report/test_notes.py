@@ -7,7 +7,7 @@ import pytest
 from optuna_dsat.config import ds_config
 from optuna_dsat.cost import memory
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.report.markdown import OWN_TEXT, code, fenced, hidden, keep_own_text, table
+from optuna_dsat.report.markdown import OWN_TEXT, code, fenced, keep_own_text, redacted, table
 from optuna_dsat.report.memory_table import memory_table
 from optuna_dsat.report.notes import study_note, trial_note
 from optuna_dsat.report.view import StudyView
@@ -95,7 +95,7 @@ def test_no_secret_reaches_a_note(view: StudyView) -> None:
     script = view.spec.script.model_copy(update={"args": ("--hf-token", "s3cret", "--deepspeed_config", "ds.json")})
     view = replace(view, spec=view.spec.model_copy(update={"script": script}))
     assert "s3cret" not in study_note(view)
-    assert hidden({"comet": {"api_key": "s3cret", "project": "p"}}) == {"comet": {"api_key": "***", "project": "p"}}
+    assert redacted({"comet": {"api_key": "s3cret", "project": "p"}}) == {"comet": {"api_key": "***", "project": "p"}}
 
 
 def test_what_people_wrote_below_the_line_is_kept() -> None:

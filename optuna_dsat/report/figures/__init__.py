@@ -10,8 +10,8 @@ Every ``plot_`` function takes a study that optuna-dsat made, as Optuna loads it
     figures.plot_timeline(study).write_image("timeline.svg")  # needs plotly's kaleido
 
 ``plot_metric``, ``plot_progress``, ``plot_outcomes``, ``plot_micro_batches`` and ``plot_importances`` need the trials
-alone, and take any Optuna study that uses ``optuna_dsat.samplers``. Where there is nothing to draw yet, a figure holds
-one sentence that says why, which ``missing`` returns. Values are plain lists, so figures travel as readable JSON to any
+only, and take any Optuna study that uses ``optuna_dsat.samplers``. A figure without data holds one sentence that says
+why, which ``missing`` returns. Values are plain lists, so figures travel as readable JSON to any
 version of plotly.js; no page colour is set, so they suit light and dark.
 """
 
@@ -104,7 +104,7 @@ def plot_outcomes(study: Source) -> go.Figure:
 
 
 def plot_micro_batches(study: Source) -> go.Figure:
-    """Plot which micro-batches were tried in each lineage, in order: how a bisection closes in on its edge.
+    """Plot which micro-batches were tried in each lineage, in order: how a bisection approaches the out-of-memory edge.
 
     Shows the 16 lineages with the most launches.
 
@@ -118,7 +118,7 @@ def plot_micro_batches(study: Source) -> go.Figure:
 def plot_importances(study: Source) -> go.Figure:
     """Plot the importance of the knobs by Optuna's PED-ANOVA (arXiv:2304.10255), as shares that sum up to 1.
 
-    Counts measured trials only, at least 10 of them; see ``importances_of`` for what that leaves out.
+    Uses measured trials only, at least 10; see ``importances_of`` for what that leaves out.
 
     Args:
         study: Any Optuna study with one objective, or a ``StudyView``.
@@ -129,7 +129,7 @@ def plot_importances(study: Source) -> go.Figure:
 
 
 def plot_memory(study: Source) -> go.Figure:
-    """Plot the measured peak memory per rank (GiB) over what the memory model predicted, before any correction.
+    """Plot the measured peak memory per rank (GiB) over the memory model's uncorrected prediction.
 
     Args:
         study: A study that optuna-dsat made.
@@ -164,7 +164,7 @@ def plot_timeline(study: Source) -> go.Figure:
 
 
 def plot_time_spent(study: Source) -> go.Figure:
-    """Plot where the search's GPU (CPU-rank) minutes went: profile, start-up, steps, exit, finalists, idle.
+    """Plot how the search spent its GPU (CPU-rank) minutes: profile, start-up, steps, exit, finalists, idle.
 
     Args:
         study: A study that optuna-dsat made.
@@ -178,7 +178,7 @@ def plot_time_spent(study: Source) -> go.Figure:
 
 
 def plot_rungs(study: Source) -> go.Figure:
-    """Plot who completed which rung of ``asha`` (arXiv:1810.05934), and who went on to the next.
+    """Plot which lineages completed which rung of ``asha`` (arXiv:1810.05934), and which were promoted.
 
     Args:
         study: A study that optuna-dsat made.

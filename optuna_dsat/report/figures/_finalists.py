@@ -1,4 +1,4 @@
-"""The finalists: what was measured again with more steps."""
+"""The finalists: configurations that were measured again with more steps."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class FinalistPoint:
     """Its configuration in words."""
     number: int
     searched: float
-    """The metric of the few steps of the search."""
+    """The metric in the search, from few steps."""
     value: float
-    """The metric of the confirmation."""
+    """The metric in the confirmation."""
     low: float
     """Lower end of the 95 % confidence interval."""
     high: float
@@ -36,12 +36,12 @@ class FinalistPoint:
 
 
 def finalists_figure(points: Sequence[FinalistPoint], *, metric: str, why_none: str) -> go.Figure:
-    """Return the finalists with their 95 % confidence intervals, and what the search had measured of them.
+    """Return the finalists' metrics with their 95 % confidence intervals, beside those of the search.
 
     Args:
-        points: The finalists that could be measured, the best first.
+        points: The finalists that could be measured, best first.
         metric: Name of the metric.
-        why_none: What to say where there is none.
+        why_none: The sentence to show if there is none.
     """
     import plotly.graph_objects as go
 
@@ -74,7 +74,7 @@ def finalists_figure(points: Sequence[FinalistPoint], *, metric: str, why_none: 
 
 
 def _confirmed(points: Sequence[FinalistPoint], metric: str) -> go.Scatter:
-    """Return the marks of what was measured again, with their intervals."""
+    """Return the trace of the confirmed metrics with their intervals."""
     import plotly.graph_objects as go
 
     scale, rows = scale_of(metric), list(range(len(points)))

@@ -1,4 +1,4 @@
-"""Which knobs decided how well a configuration did."""
+"""The importance of the knobs for the metric."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 __all__ = ["importances_figure", "importances_of"]
 
 _LEAST_MEASURED = 10
-"""With fewer measured trials the evaluator's quantiles hold single trials."""
+"""With fewer measured trials the evaluator's quantiles consist of single trials."""
 
 
 def importances_of(trials: Sequence[FrozenTrial], direction: StudyDirection) -> Mapping[str, float] | str:
-    """Return the importance of every knob that took more than one value, the largest first; or why there is none.
+    """Return the importance of every knob that took more than one value, largest first; or why there is none.
 
     By Optuna's default evaluator, PED-ANOVA (Watanabe et al. 2023, arXiv:2304.10255): how much the distribution of a
     knob's values among the best tenth of the measured trials differs from that among all of them. Shares sum up to 1.
@@ -35,7 +35,7 @@ def importances_of(trials: Sequence[FrozenTrial], direction: StudyDirection) -> 
 
     Args:
         trials: The study's trials.
-        direction: What is better.
+        direction: The direction of the metric.
     """
     measured = [t for t in trials if t.state is TrialState.COMPLETE and t.params]
     if len(measured) < _LEAST_MEASURED:
@@ -54,7 +54,7 @@ def importances_of(trials: Sequence[FrozenTrial], direction: StudyDirection) -> 
     optuna.logging.set_verbosity(logging.ERROR)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of few trials in a regime, and of experimental parts
+            warnings.simplefilter("ignore")  # about few trials in a quantile, and about experimental features
             study = optuna.create_study(direction=direction)
             study.add_trials(_with_common_ranges(measured))
             found = optuna.importance.get_param_importances(study, params=varied)
@@ -64,7 +64,7 @@ def importances_of(trials: Sequence[FrozenTrial], direction: StudyDirection) -> 
 
 
 def _with_common_ranges(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
-    """Return copies whose whole-number parameters share one distribution each, without attributes."""
+    """Return copies without attributes whose integer parameters have one distribution each."""
     ranges: dict[str, tuple[int, int]] = {}
     for trial in trials:
         for name, distribution in trial.distributions.items():
@@ -86,7 +86,7 @@ def _with_common_ranges(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
 
 
 def importances_figure(trials: Sequence[FrozenTrial], direction: StudyDirection) -> go.Figure:
-    """Return the importance of the knobs as bars, the largest first. See ``importances_of``."""
+    """Return the importance of the knobs as bars, largest first. See ``importances_of``."""
     import plotly.graph_objects as go
 
     title, x = "Importance of the knobs", "share of what decided"

@@ -36,12 +36,12 @@ _GIB = 2**30
 
 
 def memory_figure(trials: Sequence[FrozenTrial], *, spec: StudySpec, profiled: Profiled) -> go.Figure:
-    """Return the measured peak memory per rank over the predicted one, before any correction by measurements.
+    """Return the measured peak memory per rank over the uncorrected prediction.
 
     Args:
         trials: Trials with a config; those without a measured peak are left out.
         spec: The study.
-        profiled: What the profile launch taught.
+        profiled: The profile of the script.
     """
     title = "Peak memory per rank, predicted (uncorrected) and measured"
     points = _memory_points(trials, spec, profiled)
@@ -74,7 +74,7 @@ def memory_figure(trials: Sequence[FrozenTrial], *, spec: StudySpec, profiled: P
 
 
 def _add_guides(figure: go.Figure, points: Sequence[_MemoryPoint], *, limit: float) -> None:
-    """Draw the line of exact predictions, and the device's memory (GiB) where that is near."""
+    """Draw the line of exact predictions, and the device's memory (GiB) if it is at most twice the largest value."""
     import plotly.graph_objects as go
 
     high = max(max(p.predicted, p.measured) for p in points) / _GIB * 1.05
@@ -100,8 +100,11 @@ def _add_guides(figure: go.Figure, points: Sequence[_MemoryPoint], *, limit: flo
 @dataclass(frozen=True, kw_only=True)
 class _MemoryPoint:
     words: str
+    """The structure."""
     predicted: int
+    """Bytes of one rank at the peak."""
     measured: int
+    """Likewise."""
     hover: str
 
 

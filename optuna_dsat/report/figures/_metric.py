@@ -45,14 +45,13 @@ def metric_figure(
     """Return the metric over the micro-batch: one line per lineage, with its out-of-memory edge.
 
     Lineages of the same ZeRO stage and offload share a colour and one entry of the legend. The edge of a lineage is
-    the smallest micro-batch that did not fit, drawn at the height of the largest that did, or on the axis where none
-    did.
+    the smallest micro-batch that did not fit, drawn at the height of the largest that did, or on the axis if none did.
 
     Args:
-        trials: Any history; trials without a micro-batch parameter are shown only if they are the best or the user's.
+        trials: Any history; trials without a micro-batch parameter are shown only as the best or the user's own.
         metric: Name of the metric; times are given in seconds and shown in ms.
         winner: Number of the trial to mark as the best; None for the one with the best value.
-        maximize: Whether a larger metric is better; None for what the metric's name says.
+        maximize: Whether a larger metric is better; None for the direction of the metric's name.
     """
     scale = scale_of(metric)
     title = f"{axis_title(metric).split(' (')[0].capitalize()} over micro-batch"
@@ -86,7 +85,7 @@ def metric_figure(
 
 
 def _points(lineage: Lineage) -> list[tuple[int, float, FrozenTrial]]:
-    """Return (micro-batch, metric, trial) of all trials that showed a metric, by micro-batch."""
+    """Return (micro-batch, metric, trial) of all trials with a metric, by micro-batch."""
     found = [(lineage.size(t), value, t) for t in lineage.trials if (value := score(t)) is not None]
     return sorted(found, key=lambda point: (point[0], point[2].number))
 
@@ -121,7 +120,7 @@ def _hover(trial: FrozenTrial, words: str, metric: str, value: float) -> str:
 
 
 def _knobs(params: Mapping[str, Any]) -> list[str]:
-    """Return the knobs that the words of a configuration leave out, one a line."""
+    """Return the knobs that are neither structure nor micro-batch, one a line."""
     return [
         f"{name} = {value:,}" if isinstance(value, int) and not isinstance(value, bool) else f"{name} = {value}"
         for name, value in params.items()
@@ -130,7 +129,7 @@ def _knobs(params: Mapping[str, Any]) -> list[str]:
 
 
 def _edges(lineages: Sequence[Lineage], scale: float) -> go.Scatter:
-    """Return one trace with every lineage's edge, joined by a dotted line to its largest micro-batch that fitted."""
+    """Return one trace of every lineage's edge, joined by a dotted line to its largest micro-batch that fitted."""
     import plotly.graph_objects as go
 
     x: list[int | None] = []
@@ -181,7 +180,7 @@ def _mark(trial: FrozenTrial, name: str, symbol: str, *, metric: str, scale: flo
 
 
 def micro_batch_ticks(values: Sequence[int]) -> list[int]:
-    """Return the ticks of a logarithmic axis of micro-batches: powers of two; where few lie on it, micro-batches."""
+    """Return the ticks of a logarithmic axis of micro-batches: powers of two, or micro-batches if few are in range."""
     if not values:
         return [1]
     low, high = math.floor(math.log2(max(1, min(values)))), math.ceil(math.log2(max(1, *values)))

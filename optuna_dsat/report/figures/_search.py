@@ -1,4 +1,4 @@
-"""What the search did: its progress, its outcomes, the micro-batches it tried, the rungs of ``asha``."""
+"""The course of a search: its progress, outcomes, tried micro-batches, and the rungs of ``asha``."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ __all__ = ["micro_batches_figure", "outcomes_figure", "progress_figure", "rungs_
 
 _NO_LAUNCH = "No launch has ended yet."
 _MAX_ROWS = 16
-"""Lineages of which the micro-batches are shown: those with the most launches."""
+"""Most lineages whose micro-batches are shown: those with the most launches."""
 
 
 def _ended(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
-    """Return the launches that are over, in the order in which they ended; lost ones are left out."""
+    """Return the finished launches in the order in which they ended; lost ones are left out."""
     over = [
         t
         for t in trials
@@ -55,7 +55,7 @@ def _ended(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
 
 
 def _outcome(trial: FrozenTrial) -> Outcome:
-    """Return what became of a trial; of one whose study records no outcomes, what its state says."""
+    """Return a trial's outcome; derived from its state if its study records no outcomes."""
     known = trial.user_attrs.get(attributes.OUTCOME)
     if known is not None:
         return Outcome(known)
@@ -75,7 +75,7 @@ def _words(trial: FrozenTrial) -> str:
 def progress_figure(trials: Sequence[FrozenTrial], *, metric: str, maximize: bool) -> go.Figure:
     """Return the metric of every launch in the order in which they ended, the best so far, and the user's config.
 
-    Launches without a metric stand on the axis, in the colour of their outcome.
+    Launches without a metric are drawn on the axis, in the colour of their outcome.
     """
     import plotly.graph_objects as go
 
@@ -85,7 +85,7 @@ def progress_figure(trials: Sequence[FrozenTrial], *, metric: str, maximize: boo
         return empty_figure(_NO_LAUNCH, title=title, x=x_title, y=axis_title(metric))
     places = {trial.number: place for place, trial in enumerate(ended, start=1)}
     found = {outcome: [t for t in ended if _outcome(t) is outcome] for outcome in Outcome}
-    figure = go.Figure([_ends(outcome, own, places, metric) for outcome, own in found.items() if own])
+    figure = go.Figure([_outcome_trace(outcome, own, places, metric) for outcome, own in found.items() if own])
     best = _best_so_far(ended, maximize=maximize)
     if best:
         figure.add_trace(
@@ -108,8 +108,8 @@ def progress_figure(trials: Sequence[FrozenTrial], *, metric: str, maximize: boo
     return figure
 
 
-def _ends(outcome: Outcome, own: Sequence[FrozenTrial], places: Mapping[int, int], metric: str) -> go.Scatter:
-    """Return the marks of the launches that had one outcome; those without a metric stand on the axis."""
+def _outcome_trace(outcome: Outcome, own: Sequence[FrozenTrial], places: Mapping[int, int], metric: str) -> go.Scatter:
+    """Return the trace of the launches with one outcome; those without a metric are drawn on the axis."""
     import plotly.graph_objects as go
 
     values = [score(t) for t in own]
@@ -181,15 +181,14 @@ _MARKS: Mapping[Feasibility, tuple[str, str, str]] = {
     Feasibility.BROKEN: ("failed, whatever the micro-batch", "diamond-open", "#CC79A7"),
     Feasibility.UNKNOWN: ("taught nothing", "circle-open", NEUTRAL),
 }
-"""What a launch says of its micro-batch -> name, symbol and colour of its mark."""
+"""Feasibility of a launch -> name, symbol and colour of its mark."""
 
 
 def micro_batches_figure(trials: Sequence[FrozenTrial]) -> go.Figure:
-    """Return the micro-batches that were tried in each lineage, in order: how a bisection closes in on its edge.
+    """Return the micro-batches that were tried in each lineage, in order: how a bisection approaches the edge.
 
-    One row a lineage, for those with the most launches (at most 16; those with one launch only if no other is there).
-    A line joins the largest micro-batch that ran
-    with the smallest that did not fit: between the two lies the edge.
+    One row for each lineage, at most 16 with the most launches; lineages with one launch only if there are no others.
+    A line joins the largest micro-batch that ran with the smallest that did not fit: the edge is between the two.
     """
     title, x_title = "Micro-batches tried, class by class", "micro-batch (samples per GPU and pass, log scale)"
     launched = [one for one in group(trials).values() if one.launches]
@@ -264,14 +263,14 @@ def _add_tries(
 def rungs_figure(
     trials: Sequence[FrozenTrial], *, method: str, options: MethodOptions, metric: str, direction: StudyDirection
 ) -> go.Figure:
-    """Return who completed which rung of ``asha``, with which metric, and who went on to the next.
+    """Return which lineages completed which rung of ``asha``, with which metric, and which were promoted.
 
     Args:
         trials: The study's trials.
         method: The study's search method.
         options: The method's options.
         metric: Name of the metric.
-        direction: What is better.
+        direction: The direction of the metric.
     """
     title, x_title = "Rungs of successive halving", "rung (launches given to a class of configurations)"
     y_title = f"best {axis_title(metric)}"
@@ -288,15 +287,15 @@ def rungs_figure(
     scores = [found for one in lineages.values() if (found := one.best_score(direction)) is not None]
     best = None if not scores else (max if direction == StudyDirection.MAXIMIZE else min)(scores)
     over = frozenset(key for key, one in lineages.items() if bisection.ended(one, direction, best))
-    ladder = build_rungs(lineages, rungs=sizes, direction=direction, ended=over)
-    if not any(rung.completed for rung in ladder):
+    rungs = build_rungs(lineages, rungs=sizes, direction=direction, ended=over)
+    if not any(rung.completed for rung in rungs):
         why = f"No class of configurations has completed the lowest rung yet, of {sizes.size(0)} launches."
         return empty_figure(why, title=title, x=x_title, y=y_title)
-    return _draw_rungs(ladder, sizes, lineages, metric, direction, title=title, x=x_title, y=y_title)
+    return _draw_rungs(rungs, sizes, lineages, metric, direction, title=title, x=x_title, y=y_title)
 
 
 def _draw_rungs(
-    ladder: Sequence[Rung],
+    rungs: Sequence[Rung],
     sizes: Rungs,
     lineages: Mapping[str, Lineage],
     metric: str,
@@ -306,35 +305,35 @@ def _draw_rungs(
     x: str,
     y: str,
 ) -> go.Figure:
-    ladder = [rung for rung in ladder if rung.completed]
-    palette = Palette(lineage_words(lineages[key].trials) for key in ladder[0].completed)
+    rungs = [rung for rung in rungs if rung.completed]
+    palette = Palette(lineage_words(lineages[key].trials) for key in rungs[0].completed)
     figure, named = new_figure(), set[str]()
-    for key in ladder[0].completed:
+    for key in rungs[0].completed:
         one = lineages[key]
         words = lineage_words(one.trials)
         points = [
             (index, value, key in rung.promoted)
-            for index, rung in enumerate(ladder)
+            for index, rung in enumerate(rungs)
             if key in rung.completed and (value := one.best_score(direction, first=sizes.size(index))) is not None
         ]
         if points:
-            figure.add_trace(_climber(one, words, points, palette, sizes, metric, named=words not in named))
+            figure.add_trace(_rung_trace(one, words, points, palette, sizes, metric, named=words not in named))
             named.add(words)
     told = "<br><sub>filled: goes on to the next rung; open: waits, or the top</sub>"
     lay_out(figure, title=title + told, x=x, y=y)
     figure.update_xaxes(
-        tickvals=list(range(len(ladder))),
+        tickvals=list(range(len(rungs))),
         ticktext=[
             f"{index}: {sizes.size(index)} launches<br>{len(rung.completed)} completed"
-            for index, rung in enumerate(ladder)
+            for index, rung in enumerate(rungs)
         ],
-        range=[-0.4, len(ladder) - 0.6],
+        range=[-0.4, len(rungs) - 0.6],
     )
     figure.update_yaxes(tickformat="~s" if metric == "FLOPS_per_gpu" else None)
     return figure
 
 
-def _climber(
+def _rung_trace(
     one: Lineage,
     words: str,
     points: Sequence[tuple[int, float, bool]],
@@ -344,7 +343,17 @@ def _climber(
     *,
     named: bool,
 ) -> go.Scatter:
-    """Return the line of a lineage over the rungs that it completed: (rung, metric, whether it goes on)."""
+    """Return the trace of a lineage over the rungs that it completed.
+
+    Args:
+        one: The lineage.
+        words: Its structure in words.
+        points: Rung, metric and whether the lineage was promoted.
+        palette: Colours and symbols by structure.
+        sizes: Launches of each rung.
+        metric: Name of the metric.
+        named: Whether the trace gets an entry in the legend.
+    """
     import plotly.graph_objects as go
 
     return go.Scatter(

@@ -1,4 +1,4 @@
-"""What a figure is drawn from: a study that optuna-dsat made, or any Optuna study that uses its samplers."""
+"""The source of a figure: a study that optuna-dsat made, or any Optuna study that uses its samplers."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Source = StudyView | optuna.Study
 
 @dataclass(frozen=True, kw_only=True)
 class History:
-    """The trials of a study and what they are ranked by: enough for figures that need no launch."""
+    """The trials of a study with their metric and its direction, for figures that need no launches."""
 
     trials: tuple[FrozenTrial, ...]
     metric: str
-    """Name of the metric; ``value`` where the study does not name one."""
+    """Name of the metric; ``value`` if the study does not name one."""
     maximize: bool
     attributes: Mapping[str, Any]
     """User attributes of the study."""
@@ -41,12 +41,12 @@ class History:
 
     @property
     def winner(self) -> int | None:
-        """Number of the trial that won, None while there is none."""
+        """Number of the winning trial; None while there is none."""
         return self.attributes.get(attributes.WINNER)
 
 
 def history_of(source: Source) -> History:
-    """Return the trials of a study, whoever made it."""
+    """Return the trials of any Optuna study."""
     if not isinstance(source, StudyView) and STUDY_UUID in source.user_attrs:
         source = view_of(source)
     if isinstance(source, StudyView):
@@ -85,7 +85,7 @@ def view_of(source: Source) -> StudyView:
 
 
 def _url_of(storage: BaseStorage) -> str | None:
-    """Return the URL of a storage's database, through what wraps it; None where it has none."""
+    """Return the URL of a storage's database, also of a wrapped storage; None if it has none."""
     seen: Any = storage
     while seen is not None:
         engine = getattr(seen, "engine", None)

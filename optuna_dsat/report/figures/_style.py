@@ -1,7 +1,7 @@
-"""How all figures look: colours, symbols, layout, and what stands where there is nothing to draw.
+"""The common look of all figures: colours, symbols, layout, and figures without data.
 
-Figures name no colour of page or text, so that they suit a light page and a dark one; what must stand out is drawn in
-``INK``, which the report paints in the colour of its text.
+Figures set no colour of page or text, so that they suit a light page and a dark one; emphasis is drawn in ``INK``,
+which the report replaces by the colour of its text.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ __all__ = [
 ]
 
 INK = "#000000"
-"""Colour of what must stand out; a dark page replaces it by a light one."""
+"""Colour of emphasis; a dark page replaces it by a light one."""
 WARNING = "#DB3A4A"
-"""Colour of what did not fit, and of limits; told from both backgrounds."""
+"""Colour of what did not fit, and of limits; visible on light and dark backgrounds."""
 NEUTRAL = "#8A8A8A"
-"""Colour of lines that only guide the eye."""
+"""Colour of guide lines."""
 
 _COLOURS = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#9B6BC9", "#A9745B", "#6F9A77", "#A0A000",
 )  # fmt: skip
-"""The first six are those of Okabe and Ito (2008), told apart by colour-blind readers."""
+"""The first six are those of Okabe and Ito (2008), distinct for colour-blind readers."""
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "pentagon", "hexagon")
 
 OUTCOME_COLOURS: Mapping[Outcome, str] = {
@@ -74,7 +74,7 @@ PHASE_COLOURS: Mapping[str, str] = {
     "finalists": "#0072B2",
     "idle": "#B8B8B8",
 }
-"""What a slot does with its time -> colour; in this order everywhere."""
+"""Phase of a slot's time -> colour, in display order."""
 
 _AXIS_TITLES = {
     "throughput": "throughput (samples/s)",
@@ -93,17 +93,17 @@ def axis_title(metric: str) -> str:
 
 
 def scale_of(metric: str) -> float:
-    """Return what a metric is multiplied with to be shown: times are stored in seconds and shown in ms."""
+    """Return the factor from stored to shown values of a metric: times are stored in seconds and shown in ms."""
     return 1000.0 if metric in _TIMES else 1.0
 
 
 def shown(metric: str, value: float) -> str:
-    """Return a metric's value with its unit; that of another study's metric without."""
+    """Return a metric's value with its unit; without one if the metric is none of ``METRICS``."""
     return metric_in_words(metric, value) if metric in METRICS else f"{value:.4g}"
 
 
 class Palette:
-    """A colour and a symbol for each set of words, in the order they first come."""
+    """A colour and a symbol for each distinct text, in order of first occurrence."""
 
     def __init__(self, words: Iterable[str]) -> None:
         self._index = {word: index for index, word in enumerate(dict.fromkeys(words))}
@@ -112,12 +112,16 @@ class Palette:
         return _COLOURS[self._index[words] % len(_COLOURS)]
 
     def symbol(self, words: str) -> str:
-        """Return the plotly symbol of these words."""
+        """Return the plotly symbol of a text."""
         return _SYMBOLS[self._index[words] % len(_SYMBOLS)]
 
 
 def lineage_words(trials: Sequence[FrozenTrial]) -> str:
-    """Return stage and offload of a lineage in words."""
+    """Return the structure of a lineage in words.
+
+    Args:
+        trials: The lineage's trials, at least one.
+    """
     for trial in trials:
         if attributes.CONFIG in trial.user_attrs:
             return Structure.of(trial.user_attrs[attributes.CONFIG]).words
@@ -127,7 +131,7 @@ def lineage_words(trials: Sequence[FrozenTrial]) -> str:
 
 
 def wrapped(words: str, width: int = 22) -> str:
-    """Return words with line breaks of plotly's, so that they fit beside an axis."""
+    """Return text with plotly's line breaks, at most ``width`` characters a line if its words allow."""
     lines = [""]
     for word in words.split():
         if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
@@ -137,14 +141,14 @@ def wrapped(words: str, width: int = 22) -> str:
 
 
 def new_figure() -> go.Figure:
-    """Return an empty plotly figure; plotly is imported here and nowhere earlier."""
+    """Return an empty plotly figure; plotly is imported when it is called."""
     import plotly.graph_objects as go
 
     return go.Figure()
 
 
 def lay_out(figure: go.Figure, *, title: str, x: str, y: str, **layout: Any) -> go.Figure:
-    """Give a figure its title, axis titles and the look that all of them share; return it."""
+    """Set title, axis titles and the common look of a figure; return it."""
     figure.update_layout(
         title={"text": title, "font": {"size": 15}},
         template="none",
@@ -159,13 +163,13 @@ def lay_out(figure: go.Figure, *, title: str, x: str, y: str, **layout: Any) -> 
 
 
 def empty_figure(why: str, *, title: str, x: str = "", y: str = "") -> go.Figure:
-    """Return a figure that holds no data but one sentence that says why."""
+    """Return a figure without data that shows one sentence saying why."""
     figure = lay_out(new_figure(), title=title, x=x, y=y, meta={"missing": why})
     figure.add_annotation(text=wrapped(why, 60), x=0.5, y=0.5, xref="paper", yref="paper", showarrow=False)
     return figure
 
 
 def missing(figure: go.Figure) -> str | None:
-    """Return why a figure holds no data, None where it holds some."""
+    """Return why a figure has no data; None if it has some."""
     meta = figure.layout.meta
     return str(meta["missing"]) if isinstance(meta, dict) and "missing" in meta else None

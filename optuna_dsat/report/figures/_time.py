@@ -1,4 +1,4 @@
-"""What the slots did, and where the search's time went."""
+"""What the slots did over time, and how they spent it in total."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ __all__ = ["time_spent_figure", "timeline_figure"]
 
 _NO_LAUNCH = "No launch has ended yet, so there is no time to account for."
 _UNITS = ((7200.0, 3600.0, "h"), (120.0, 60.0, "min"), (0.0, 1.0, "s"))
-"""From which length in seconds on an axis is in this unit, the unit in seconds, and its name."""
+"""Least length of an axis in seconds, its unit in seconds, and the unit's name."""
 _MANY_BARS = 4000
+"""With more bars only their middles have hover texts."""
 
 
 def timeline_figure(launches: Sequence[StoredLaunch], *, device: str) -> go.Figure:
-    """Return what each slot did over the time of the search: one row a slot, idle time included.
+    """Return the phases of each slot over the time of the search: one row for each slot, idle time included.
 
-    Pauses of the study, in which no slot of it was used for long, are cut out and marked.
+    Pauses of the study are cut out and marked.
 
     Args:
-        launches: Launches that are over.
-        device: ``cuda`` or ``cpu``; what a slot is called.
+        launches: Finished launches.
+        device: ``cuda`` or ``cpu``: whether slots are called GPUs or ranks.
     """
     title = "Time line of the slots"
     spent = account(launches)
@@ -74,7 +75,7 @@ def timeline_figure(launches: Sequence[StoredLaunch], *, device: str) -> go.Figu
 
 
 class _Clock:
-    """Unix times as an axis shows them: from the first launch on, without the pauses."""
+    """Maps Unix times to the axis: from the first launch on, without pauses."""
 
     def __init__(self, spent: SlotTime) -> None:
         self._periods = spent.periods
@@ -100,7 +101,7 @@ def _bars(
     width: int,
     every_text: bool,
 ) -> go.Scatter:
-    """Return the bars of one phase as one broken line: thousands of rectangles would make a page slow."""
+    """Return the bars of one phase as one line with gaps: thousands of rectangles would make the page slow."""
     import plotly.graph_objects as go
 
     x: list[float | None] = []
@@ -120,7 +121,7 @@ def _bars(
         line={
             "color": PHASE_COLOURS[phase],
             "width": width if phase != "idle" else max(2, width // 4),
-            "simplify": False,  # else plotly.js drops launches that are shorter than a pixel
+            "simplify": False,  # otherwise plotly.js drops launches shorter than a pixel
         },
         hovertext=texts,
         hoverinfo="text",
@@ -140,11 +141,11 @@ def _slot_words(slot: Slot, device: str, *, several: bool) -> str:
 
 
 def time_spent_figure(launches: Sequence[StoredLaunch], *, device: str) -> go.Figure:
-    """Return how much of the slots' time went into start-up, steps, exit, profile, finalists and idleness.
+    """Return the slots' time by phase: profile, start-up, steps, exit, finalists and idle.
 
     Args:
-        launches: Launches that are over.
-        device: ``cuda`` or ``cpu``; what a slot is called.
+        launches: Finished launches.
+        device: ``cuda`` or ``cpu``: whether slots are called GPUs or CPU ranks.
     """
     import plotly.graph_objects as go
 
