@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from optuna_dsat.tuning.options import Option, option_of
+from optuna_dsat.tuning.declaration import Option, option_of
 
 __all__ = ["lift_option", "origins_of", "spread_numbers", "with_options"]
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from optuna_dsat.tuning.options import Given
+from optuna_dsat.tuning.given import Given
 
 __all__ = ["show_options"]
 

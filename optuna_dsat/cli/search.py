@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from optuna_dsat.cli.commands import origins_of, with_options
+from optuna_dsat.tuning.declaration import Option
+from optuna_dsat.tuning.given import Given
 from optuna_dsat.tuning.options import (
     DEFAULT_STORAGE,
     OUTPUT_PANEL,
     AshaOptions,
     AutotuningOptions,
     BinaryOptions,
-    Given,
     GuidedOptions,
-    Option,
     RandomOptions,
     TuneOptions,
 )

@@ -11,7 +11,9 @@ from dataclasses import MISSING, Field, fields
 from typing import Annotated, Any, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 
 from optuna_dsat.errors import UsageError
-from optuna_dsat.tuning.options import Given, TuneOptions, methods_of, option_of
+from optuna_dsat.tuning.declaration import option_of
+from optuna_dsat.tuning.given import Given
+from optuna_dsat.tuning.options import TuneOptions, methods_of
 
 __all__ = ["with_keywords"]
 

@@ -8,12 +8,13 @@ default that ``StudySpec`` has is taken from there.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from optuna_dsat.study.spec import METHODS, MethodOptions, StudySpec
+from optuna_dsat.tuning.declaration import Option
 from optuna_dsat.tuning.parse import split_fixed, split_mappings, split_stages
 
 __all__ = [
@@ -25,13 +26,10 @@ __all__ = [
     "AshaOptions",
     "AutotuningOptions",
     "BinaryOptions",
-    "Given",
     "GuidedOptions",
-    "Option",
     "RandomOptions",
     "TuneOptions",
     "methods_of",
-    "option_of",
     "spec_field",
 ]
 
@@ -49,52 +47,14 @@ _METHOD = "Method"
 OUTPUT_PANEL = "Output"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Option:
-    """What an option means and how a command line spells it; stands in the ``Annotated`` type of its field."""
-
-    help: str
-    panel: str | None = None
-    """Group of the command's help; None for a positional argument."""
-    none: str | None = None
-    """What None stands for, in words."""
-    none_if: str = ""
-    """Condition under which it does."""
-    python_help: str | None = None
-    """Meaning of the keyword of ``tune``; None for ``help``."""
-    metavar: str | None = None
-    flags: tuple[str, ...] = ()
-    """Spellings on the command line; empty for the field's name with dashes."""
-    env: str | None = None
-    """Environment variable that a command reads the value from."""
-    text_type: Any = None
-    """Type of the value on a command line; None for the field's."""
-    parse: Callable[[Any], Any] | None = None
-    """From the value of ``text_type`` to the field's; None where they are the same."""
-    choices: Callable[[], Iterable[str]] | None = None
-    """Values that a shell completes."""
-
-    @property
-    def command_help(self) -> str:
-        """Text of the command's help."""
-        if self.none is None:
-            return self.help
-        return f"{self.help}  \\[{' '.join(filter(None, ('default', self.none_if)))}: {self.none}]"
-
-    @property
-    def keyword_help(self) -> str:
-        """Text of the Python documentation."""
-        if self.python_help is not None:
-            return self.python_help
-        if self.none is None:
-            return self.help
-        return f"{self.help} None for {' '.join(filter(None, (self.none, self.none_if)))}."
-
-
 def _metrics() -> Iterable[str]:
     from optuna_dsat.metrics import METRICS
 
     return METRICS
+
+
+def _methods() -> Iterable[str]:
+    return METHODS
 
 
 def _knobs() -> Iterable[str]:
@@ -492,7 +452,7 @@ class AutotuningOptions(AshaOptions, RandomOptions, GuidedOptions):
             none="by autotuning.tuner_type of the config, else asha",
             python_help="``random``, ``binary``, ``asha`` or ``guided``. None for ``autotuning.tuner_type`` of the "
             "config, else ``asha``.",
-            choices=lambda: METHODS,
+            choices=_methods,
             panel=_METHOD,
         ),
     ] = None
@@ -511,28 +471,3 @@ def methods_of(option: str) -> tuple[str, ...]:
     if any(one.name == option for one in fields(TuneOptions)):
         return ()
     return tuple(method for method, kind in _OF_METHOD.items() if any(one.name == option for one in fields(kind)))
-
-
-def option_of(annotation: Any) -> Option | None:
-    """Return the ``Option`` in the annotation of a field; None if it has none."""
-    return next((one for one in get_args(annotation)[1:] if isinstance(one, Option)), None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Given:
-    """Options with the origin of each that was given."""
-
-    options: TuneOptions
-    origins: Mapping[str, str] = field(default_factory=dict)
-    """Name of an option -> the command line, a variable of the environment, a file; the rest have their defaults."""
-
-    def with_values(self, values: Mapping[str, Any], origin: str) -> Given:
-        """Return the options with some replaced, of the origin named."""
-        return Given(options=replace(self.options, **values), origins={**self.origins, **dict.fromkeys(values, origin)})
-
-    def without(self, name: str) -> Given:
-        """Return the options with one at its default, as if it had not been given."""
-        default = next(one.default for one in fields(self.options) if one.name == name)
-        values: dict[str, Any] = {name: default}
-        origins = {key: origin for key, origin in self.origins.items() if key != name}
-        return Given(options=replace(self.options, **values), origins=origins)

@@ -13,7 +13,8 @@ from optuna_dsat.config.knobs import KNOBS, NVME
 from optuna_dsat.launch.devices import detect_devices
 from optuna_dsat.study.request import StudyRequest
 from optuna_dsat.tuning.devices import search_devices
-from optuna_dsat.tuning.options import Given, TuneOptions
+from optuna_dsat.tuning.given import Given
+from optuna_dsat.tuning.options import TuneOptions
 from optuna_dsat.tuning.spec_builder import build_spec
 
 __all__ = ["Prepared", "check_storage", "prepare", "with_autotuning"]

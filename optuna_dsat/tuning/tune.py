@@ -6,8 +6,9 @@ import sys
 
 from optuna_dsat.errors import NothingRunnableError, ScriptFailedError
 from optuna_dsat.study.result import TuneResult
+from optuna_dsat.tuning.given import Given
 from optuna_dsat.tuning.keywords import with_keywords
-from optuna_dsat.tuning.options import AutotuningOptions, Given
+from optuna_dsat.tuning.options import AutotuningOptions
 from optuna_dsat.tuning.prepare import prepare
 
 __all__ = ["SearchInterrupted", "TuneResult", "tune"]

@@ -11,7 +11,8 @@ import pytest
 from optuna_dsat.cli import search
 from optuna_dsat.cli.commands import lift_option
 from optuna_dsat.tuning import prepare as tuning_prepare
-from optuna_dsat.tuning.options import AshaOptions, AutotuningOptions, Given, TuneOptions
+from optuna_dsat.tuning.given import Given
+from optuna_dsat.tuning.options import AshaOptions, AutotuningOptions, TuneOptions
 from optuna_dsat.tuning.prepare import prepare
 from tests.cli.test_shell import leave
 from tests.harness.entry_points import DS_CONFIG, EntryPointBench, bench

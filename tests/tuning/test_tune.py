@@ -23,7 +23,8 @@ from optuna_dsat.launch.simulated import SimulatedResult
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.spec import MethodOptions, StudySpec
 from optuna_dsat.tuning import run, tune
-from optuna_dsat.tuning.options import AutotuningOptions, Given, spec_field
+from optuna_dsat.tuning.given import Given
+from optuna_dsat.tuning.options import AutotuningOptions, spec_field
 from optuna_dsat.tuning.prepare import Prepared, prepare
 from tests.harness.entry_points import DS_CONFIG, EntryPointBench, bench
 from tests.harness.landscapes import GIB, Hill

@@ -1,0 +1,56 @@
+"""How an option is declared: what stands in the annotation of its field."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, get_args
+
+__all__ = ["Option", "option_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """What an option means and how a command line spells it; stands in the ``Annotated`` type of its field."""
+
+    help: str
+    panel: str | None = None
+    """Group of the command's help; None for a positional argument."""
+    none: str | None = None
+    """What None stands for, in words."""
+    none_if: str = ""
+    """Condition under which it does."""
+    python_help: str | None = None
+    """Meaning of the keyword of ``tune``; None for ``help``."""
+    metavar: str | None = None
+    flags: tuple[str, ...] = ()
+    """Spellings on the command line; empty for the field's name with dashes."""
+    env: str | None = None
+    """Environment variable that a command reads the value from."""
+    text_type: Any = None
+    """Type of the value on a command line; None for the field's."""
+    parse: Callable[[Any], Any] | None = None
+    """From the value of ``text_type`` to the field's; None where they are the same."""
+    choices: Callable[[], Iterable[str]] | None = None
+    """Values that a shell completes."""
+
+    @property
+    def command_help(self) -> str:
+        """Text of the command's help."""
+        if self.none is None:
+            return self.help
+        return f"{self.help}  \\[{' '.join(filter(None, ('default', self.none_if)))}: {self.none}]"
+
+    @property
+    def keyword_help(self) -> str:
+        """Text of the Python documentation."""
+        if self.python_help is not None:
+            return self.python_help
+        if self.none is None:
+            return self.help
+        return f"{self.help} None for {' '.join(filter(None, (self.none, self.none_if)))}."
+
+
+def option_of(annotation: Any) -> Option | None:
+    """Return the ``Option`` in the annotation of a field; None if it has none."""
+    return next((one for one in get_args(annotation)[1:] if isinstance(one, Option)), None)
