@@ -1,7 +1,7 @@
-"""Which earlier studies a guided search begins with, and what it takes over from them.
+"""Warm start: which earlier studies a guided search takes prior knowledge from.
 
-What is taken over is stored with the study (``optuna_dsat.trials.attributes.WARM_START``): whoever resumes or joins
-it plans with the same knowledge, and deleting the earlier study changes nothing.
+The prior knowledge is stored with the study (``optuna_dsat.trials.attributes.WARM_START``): every worker and every
+resumed run plans with the same, and deleting the earlier study changes nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from optuna.trial import FrozenTrial
 
 from optuna_dsat.config.search_space import SearchSpace
 from optuna_dsat.errors import UsageError
-from optuna_dsat.guided.prior_knowledge import Launched, PriorKnowledge, launches_of
+from optuna_dsat.guided.prior_knowledge import EarlierLaunch, PriorKnowledge, launches_of
 from optuna_dsat.store import Store
 from optuna_dsat.study.methods import make_planner
 from optuna_dsat.study.profile import Profiled
@@ -26,12 +26,12 @@ from optuna_dsat.trials import attributes
 __all__ = ["check_warm_start", "gather", "prior_knowledge_of"]
 
 _MOST_STUDIES = 3
-"""Earlier studies of the same fingerprint that are read: the latest."""
+"""Most earlier studies of the same fingerprint that are read, the latest first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Earlier:
-    """A study that was run before."""
+    """An earlier study with its profile and finished trials."""
 
     spec: StudySpec
     profiled: Profiled
@@ -43,9 +43,9 @@ class _Earlier:
 def prior_knowledge_of(
     study: optuna.Study, *, store: Store, spec: StudySpec, profiled: Profiled, fingerprint: str
 ) -> tuple[PriorKnowledge | None, bool]:
-    """Return what the study begins with, and whether that was found only now.
+    """Return the prior knowledge of a study and whether it is new; None if there is none.
 
-    A study that was begun without any stays without.
+    It is new if this call gathered and stored it. A study that was started without prior knowledge stays without.
 
     Raises:
         UsageError: If ``--warm-start`` names a study that cannot be used.
@@ -63,12 +63,12 @@ def prior_knowledge_of(
 
 
 def check_warm_start(store: Store, spec: StudySpec) -> None:
-    """Refuse a ``--warm-start`` that names no study that was measured, before anything is launched.
+    """Refuse a ``--warm-start`` that names no measured study, before anything is launched.
 
-    A study that has taken over what it wanted needs the earlier one no more.
+    A study that has stored its prior knowledge no longer needs the earlier one.
 
     Raises:
-        UsageError: Says which studies there are.
+        UsageError: Names the studies of the database.
     """
     named = spec.options.warm_start
     if named is None or (
@@ -87,7 +87,7 @@ def check_warm_start(store: Store, spec: StudySpec) -> None:
 
 
 def gather(store: Store, spec: StudySpec, profiled: Profiled, *, fingerprint: str) -> PriorKnowledge | None:
-    """Return what earlier studies taught; None where there is none, or none is wanted.
+    """Return prior knowledge from earlier studies; None if there is none or ``--no-warm-start`` is given.
 
     Raises:
         UsageError: If the study that ``--warm-start`` names ran on other hardware.
@@ -97,17 +97,17 @@ def gather(store: Store, spec: StudySpec, profiled: Profiled, *, fingerprint: st
     named = spec.options.warm_start
     if named is None:
         same = [one for one in _others(store, spec.name) if one.fingerprint == fingerprint]
-        return _learn(same[:_MOST_STUDIES], same_model=True) if same else None
+        return _knowledge_of(same[:_MOST_STUDIES], same_model=True) if same else None
     check_warm_start(store, spec)
     earlier = _read(store, named)
     if earlier is None:
         return None
     if earlier.fingerprint == fingerprint:
-        return _learn([earlier], same_model=True)
+        return _knowledge_of([earlier], same_model=True)
     there, here = _hardware(earlier.spec, earlier.profiled), _hardware(spec, profiled)
     if there != here:
         raise UsageError(f"--warm-start is {named!r}, which was measured on {there}; this study runs on {here}.")
-    return _learn([earlier], same_model=False)
+    return _knowledge_of([earlier], same_model=False)
 
 
 def _hardware(spec: StudySpec, profiled: Profiled) -> str:
@@ -116,7 +116,7 @@ def _hardware(spec: StudySpec, profiled: Profiled) -> str:
 
 
 def _others(store: Store, name: str) -> Iterator[_Earlier]:
-    """Yield the other studies of the database of which something was measured, the latest first."""
+    """Yield the other measured studies of the database, the latest first."""
     for record in sorted(store.list_studies(), key=lambda record: -record.created_at):
         earlier = None if record.name == name else _read(store, record.name)
         if earlier is not None:
@@ -129,7 +129,7 @@ def _attributes(store: Store, name: str) -> Mapping[str, Any]:
 
 
 def _read(store: Store, name: str) -> _Earlier | None:
-    """Return a study with its profile and finished trials; None where nothing of it was measured."""
+    """Return a study with its profile and finished trials; None if nothing of it was measured."""
     if store.find_study(name) is None:
         return None
     study = read_stored(store, name)
@@ -145,15 +145,20 @@ def _read(store: Store, name: str) -> _Earlier | None:
     )
 
 
-def _learn(studies: list[_Earlier], *, same_model: bool) -> PriorKnowledge:
-    """Fit the coefficients to one study after the other, the oldest first; gather the launches."""
+def _knowledge_of(studies: list[_Earlier], *, same_model: bool) -> PriorKnowledge:
+    """Fit the coefficients to each study in turn, the oldest first, and gather the launches of all.
+
+    Args:
+        studies: The latest first.
+        same_model: Whether they trained the model of the new study; otherwise its launches are not taken over.
+    """
     prior_knowledge: PriorKnowledge | None = None
     names: list[str] = []
-    launches: list[Launched] = []
+    launches: list[EarlierLaunch] = []
     for earlier in reversed(studies):
         planner = make_planner(earlier.spec, earlier.profiled, earlier.space, prior_knowledge=prior_knowledge)
         names.append(earlier.spec.name)
-        fitted = planner.learnt(earlier.trials)
+        fitted = planner.fitted_coefficients(earlier.trials)
         prior_knowledge = PriorKnowledge.of(fitted, studies=names, same_model=same_model)
         launches += launches_of(earlier.trials)
     if prior_knowledge is None:

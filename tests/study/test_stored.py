@@ -13,7 +13,7 @@ from optuna_dsat.cli import main
 from optuna_dsat.cli.show import show_result
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.search_space import SearchSpace
-from optuna_dsat.launch.simulated import SimulatedResult
+from optuna_dsat.launch.simulated import SimulatedProfile, SimulatedResult
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.explanation import explain_study
 from optuna_dsat.report.notes import study_note
@@ -24,6 +24,7 @@ from optuna_dsat.study.methods import make_planner
 from optuna_dsat.study.result import TuneResult
 from optuna_dsat.study.stored import read_stored
 from optuna_dsat.trials import attributes
+from optuna_dsat.words import metric_in_words
 from tests.harness.landscapes import Hill
 from tests.harness.studies import USER_CONFIG, StudyBench
 
@@ -117,3 +118,46 @@ def test_a_confirmed_winner_is_not_compared_with_a_user_config_that_could_not_be
     assert again.speed_up_confirmed
     assert again.user_value is not None
     assert again.speed_up == pytest.approx(again.value / again.user_value)
+
+
+class UncountedFlops(Hill):
+    """A model whose FLOPs cannot be counted."""
+
+    def profile(self, slots: int) -> SimulatedProfile:
+        return replace(super().profile(slots), flops_per_sample=0)
+
+
+def test_a_study_is_shown_in_the_metric_that_it_optimised(
+    bench: StudyBench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = bench.run(bench.spec(metric="FLOPS_per_gpu", max_trials=3, confirm=0), UncountedFlops())
+    assert result is not None
+    assert result.metric == "throughput"
+    shown = metric_in_words("throughput", result.value)
+    for command in (["show", "s"], ["trials", "s"], ["studies"]):
+        with pytest.raises(SystemExit) as end:
+            main([*command, "--storage", f"sqlite:///{bench.folder / 'study.db'}"])
+        assert end.value.code == 0
+        printed = capsys.readouterr().out
+        assert shown in printed, command
+        assert "FLOP" not in printed, command
+
+
+def test_the_spec_that_is_exported_is_the_one_that_was_stored(
+    bench: StudyBench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_with_trainer(bench)
+    study = read_stored(bench.store, "s")
+    assert study.spec.ds_config[ds_config.GRADIENT_ACCUMULATION] == 4
+    for command in ("export", "show"):
+        with pytest.raises(SystemExit):
+            main(
+                [
+                    command,
+                    "s",
+                    "--storage",
+                    f"sqlite:///{bench.folder / 'study.db'}",
+                    *(["--json"] * (command == "show")),
+                ]
+            )
+        assert json.loads(capsys.readouterr().out)["spec"]["ds_config"] == USER_CONFIG
