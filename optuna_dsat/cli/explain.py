@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+from optuna_dsat.cli.parameters import DEFAULT_STORAGE, Json, Name, Storage
 
 if TYPE_CHECKING:
     from optuna_dsat.report.explanation import Contribution, Explanation
@@ -18,12 +18,9 @@ _WIDTH = 160
 
 
 def explain(
-    name: Annotated[str, typer.Argument(metavar="STUDY", help="Name of the study.", show_default=False)],
-    storage: Annotated[
-        str,
-        typer.Option("--storage", help="Database of the study: SQLite or PostgreSQL.", envvar="OPTUNA_DSAT_STORAGE"),
-    ] = "sqlite:///optuna-dsat.db",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    name: Name,
+    storage: Storage = DEFAULT_STORAGE,
+    as_json: Json = False,
 ) -> None:
     """Say why the winner wins: against your config, knob by knob; what bounds it; what to change or buy next."""
     from optuna_dsat.report.explanation import explain_study

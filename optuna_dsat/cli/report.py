@@ -7,15 +7,14 @@ from typing import Annotated
 
 import typer
 
+from optuna_dsat.cli.parameters import DEFAULT_STORAGE, Name, Storage
+
 __all__ = ["report"]
 
 
 def report(
-    name: Annotated[str, typer.Argument(metavar="STUDY", help="Name of the study.", show_default=False)],
-    storage: Annotated[
-        str,
-        typer.Option("--storage", help="Database of the study: SQLite or PostgreSQL.", envvar="OPTUNA_DSAT_STORAGE"),
-    ] = "sqlite:///optuna-dsat.db",
+    name: Name,
+    storage: Storage = DEFAULT_STORAGE,
     output: Annotated[
         Path | None,
         typer.Option(
