@@ -1,4 +1,4 @@
-"""How alembic runs our migrations: on the connection it is handed, limited to our own tables."""
+"""Alembic environment: runs our migrations on the given connection, limited to our own tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from optuna_dsat.store.tables import Base
 
 
 def is_ours(name: str | None, kind: str, _parents: Any) -> bool:
-    """Tell whether autogeneration and comparison may look at something: Optuna's tables are not ours."""
+    """Return whether autogeneration and comparison include an object; Optuna's tables are excluded."""
     return kind != "table" or (name is not None and name.startswith("dsat_") and name != VERSION_TABLE)
 
 

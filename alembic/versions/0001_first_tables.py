@@ -1,4 +1,7 @@
-"""Studies, profiles, launches, steps, claims and heartbeats.
+"""Creates the tables of studies, profiles, launches, steps, claims and heartbeats.
+
+``upgrade`` is longer than the project's limit for functions: a migration states the whole schema of its time in one
+place and does not change after its release.
 
 Revision ID: 0001
 Revises: nothing

@@ -1,8 +1,8 @@
-"""Everything a study needs, in one database that outlives crashes.
+"""Persistence of studies in one database (SQLite or PostgreSQL); the entry point is ``Store.open``.
 
-``Store.open`` is the way in. Inside: ``engine`` opens a URL, ``models`` and ``migrate`` are our tables,
-``registry``, ``claims``, ``profiles`` and ``history`` read and write them, ``heartbeat`` and ``reclaim``
-notice dead workers, ``retry`` and ``resilient`` wait for a database that is away.
+``urls`` parses storage URLs, ``database`` opens them; ``tables`` and ``migrate`` define our schema; ``registry``,
+``claims``, ``profiles`` and ``launches`` read and write it; ``worker``, ``heartbeat`` and ``reclaim`` detect dead
+workers and requeue their trials; ``retry`` and ``retrying_storage`` retry after transient database errors.
 """
 
 from optuna_dsat.store.launches import StoredLaunch

@@ -1,4 +1,4 @@
-"""Claims: one trial at most runs a configuration, however many workers look for one."""
+"""Claims: at most one trial of a study runs a configuration, with any number of workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["claim", "release_claim", "release_trial"]
 
 
 def _stored(config_key: str) -> str:
-    """Return the key as stored: a long one by its digest, because an index entry has a limited length."""
+    """Return the key as stored; long keys are replaced by their digest because index entries are limited in length."""
     if len(config_key) <= KEY_LENGTH:
         return config_key
     return "sha256:" + hashlib.sha256(config_key.encode()).hexdigest()
@@ -28,11 +28,11 @@ def claim(session: Session, study_uuid: str, config_key: str, trial_number: int,
         session: A session in a transaction.
         study_uuid: The study.
         config_key: Canonical key of the configuration.
-        trial_number: The trial that wants to run it.
-        worker: Host and process, for people.
+        trial_number: The trial that claims it.
+        worker: Host and process, for display only.
 
     Returns:
-        Whether the claim is the trial's, now or from before (so that it can be repeated).
+        Whether the trial holds the claim, also if it held it before (the call is idempotent).
     """
     insert_or_skip(
         session,
@@ -51,7 +51,7 @@ def claim(session: Session, study_uuid: str, config_key: str, trial_number: int,
 
 
 def _owner(session: Session, study_uuid: str, config_key: str) -> int | None:
-    """Return the number of the trial that holds the claim, None where nobody does."""
+    """Return the number of the trial that holds the claim; None if none does."""
     return session.scalar(
         select(ClaimRow.trial_number).where(
             ClaimRow.study_uuid == study_uuid, ClaimRow.config_key == _stored(config_key)
@@ -60,12 +60,12 @@ def _owner(session: Session, study_uuid: str, config_key: str) -> int | None:
 
 
 def release_claim(session: Session, study_uuid: str, config_key: str) -> None:
-    """Give a configuration free; nothing happens where nobody holds it."""
+    """Release the claim on a configuration, if there is one."""
     session.execute(
         delete(ClaimRow).where(ClaimRow.study_uuid == study_uuid, ClaimRow.config_key == _stored(config_key))
     )
 
 
 def release_trial(session: Session, study_uuid: str, trial_number: int) -> None:
-    """Give free whatever a trial has claimed."""
+    """Release all claims of a trial."""
     session.execute(delete(ClaimRow).where(ClaimRow.study_uuid == study_uuid, ClaimRow.trial_number == trial_number))

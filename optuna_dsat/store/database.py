@@ -1,9 +1,9 @@
-"""Opens a database by its URL; runs transactions on it and locks it against other processes.
+"""Opens a database by its URL, runs transactions on it and locks it against other processes.
 
 SQLite is opened with WAL, ``synchronous=NORMAL``, foreign keys, a busy timeout of 60 s and immediate
-transactions (a transaction that reads and then decides holds the write lock from its beginning; without it
-two workers take the same waiting trial). Postgres is opened through psycopg 3, with a ping before a pooled
-connection is used and sessions in UTC.
+transactions (a transaction that reads before it writes holds the write lock from its start; otherwise two workers
+can take the same waiting trial). PostgreSQL is opened through psycopg 3, with a ping before a pooled connection is
+used and sessions in UTC.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ __all__ = ["Database", "engine_options", "install_events"]
 T = TypeVar("T")
 
 SQLITE_BUSY_TIMEOUT_S = 60.0
-"""How long SQLite itself waits for a lock, in seconds."""
+"""SQLite's own timeout for a lock, in seconds."""
 
 CONNECT_TIMEOUT_S = 10
-"""How long libpq waits for a connection, in seconds."""
+"""libpq's timeout for a connection, in seconds."""
 
 LOCK_TIMEOUT_S = 120.0
-"""How long ``Database.exclusive`` waits for its turn, in seconds."""
+"""Timeout of ``Database.exclusive`` for the lock, in seconds."""
 
 _READ_ONLY = "dsat_read_only"
 _SQLITE_PRAGMAS = (
@@ -46,7 +46,7 @@ _SQLITE_PRAGMAS = (
 
 
 def engine_options(url: URL) -> dict[str, Any]:
-    """Return what ``sqlalchemy.create_engine`` takes for a parsed URL, for our engine and Optuna's."""
+    """Return keyword arguments of ``sqlalchemy.create_engine`` for a parsed URL, for our engine and Optuna's."""
     if url.get_backend_name() == "sqlite":
         return {"connect_args": {"timeout": SQLITE_BUSY_TIMEOUT_S}, "hide_parameters": True}
     given = url.query.get("options", "")
@@ -63,13 +63,13 @@ def engine_options(url: URL) -> dict[str, Any]:
 
 
 def install_events(engine: Engine) -> None:
-    """Make an engine on SQLite use our settings and immediate transactions; other engines need nothing."""
+    """Make an SQLite engine use our pragmas and immediate transactions; does nothing for other engines."""
     if engine.dialect.name != "sqlite":
         return
 
     @event.listens_for(engine, "connect")
     def configure(dbapi_connection: Any, _record: Any) -> None:
-        dbapi_connection.isolation_level = None  # the driver begins nothing by itself: `begin` below does
+        dbapi_connection.isolation_level = None  # disables the driver's implicit BEGIN; `begin` below issues it
         cursor = dbapi_connection.cursor()
         for pragma in _SQLITE_PRAGMAS:
             cursor.execute(pragma)
@@ -82,20 +82,20 @@ def install_events(engine: Engine) -> None:
 
 
 class Database:
-    """An open database: transactions that outlive a restart, and locks between processes.
+    """An open database: transactions that are retried after transient errors, and a lock between processes.
 
     Args:
-        url: Storage URL as the user gave it.
-        retry_limit_s: Seconds for which a transient error is waited out.
-        create: Whether an SQLite file that does not exist is made (else it is refused).
+        url: The user's storage URL.
+        retry_limit_s: Seconds for which work is retried after a transient error.
+        create: Whether to create a missing SQLite file; otherwise a missing file is an error.
 
     Attributes:
         url: The parsed URL, with the password.
-        shown: The URL as it may be shown.
+        shown: The URL for display, with the password masked.
         engine: SQLAlchemy engine of our own tables.
 
     Raises:
-        StorageUrlError: The database is of an unsupported kind or cannot be opened.
+        StorageUrlError: If the database is of an unsupported kind or cannot be opened.
     """
 
     def __init__(self, url: str, *, retry_limit_s: float = RETRY_LIMIT_S, create: bool = True) -> None:
@@ -115,22 +115,22 @@ class Database:
     def _connect_once(self) -> None:
         with ExitStack() as stack:
             if self.engine.dialect.name == "sqlite":
-                # The change to WAL of a new file does not wait for others who try the same: it fails at once.
+                # Switching a new file to WAL ignores the busy timeout: concurrent attempts fail immediately.
                 stack.enter_context(self.exclusive("open the database"))
             stack.enter_context(self.engine.connect()).execute(text("SELECT 1"))
 
     def run(self, work: Callable[[Session], T], *, read_only: bool = False) -> T:
-        """Run ``work`` in one transaction and commit it, again after a transient error.
+        """Run ``work`` in one transaction and commit it; retry after a transient error.
 
         Args:
-            work: Takes the session. It may run more than once, and a second time after a first commit.
+            work: Called with the session. It must be idempotent: it may run again even after a commit.
             read_only: Whether it only reads; on SQLite it then does not wait for writers.
 
         Returns:
-            What ``work`` returned.
+            The result of ``work``.
 
         Raises:
-            StorageError: The database failed, or did not come back in time.
+            StorageError: If the database failed, or was not available again in time.
         """
 
         def attempt() -> T:
@@ -144,17 +144,16 @@ class Database:
 
     @contextmanager
     def exclusive(self, purpose: str) -> Iterator[None]:
-        """Hold the one lock of this database that no other process or thread holds at the same time.
+        """Hold the exclusive lock of this database, against other processes and threads.
 
-        It ends with the process that holds it, however that ends. On SQLite it is a lock on the file
-        ``FILE-lock`` beside the database, on Postgres an advisory lock of a session of its own. It cannot be
-        nested.
+        It is released when the process ends, however it ends. On SQLite it is a lock on the file ``FILE-lock``
+        beside the database, on PostgreSQL an advisory lock in a session of its own. It is not reentrant.
 
         Args:
-            purpose: What it is held for, as a verb ("create the tables"), for the message.
+            purpose: Purpose as a verb phrase ("create the tables"), for the error message.
 
         Raises:
-            StorageError: The lock was not free for two minutes, or the database cannot be reached.
+            StorageError: If the lock was not free within two minutes, or the database is unreachable.
         """
         if self.engine.dialect.name == "sqlite":
             with file_lock(Path(f"{self.url.database}-lock"), purpose=purpose, timeout_s=LOCK_TIMEOUT_S):

@@ -1,7 +1,7 @@
-"""Signs of life: a thread tells the database which trials this process still runs.
+"""Heartbeats: a thread records in the database which trials this process is running.
 
-Optuna's own heartbeat covers ``study.optimize`` only, and its thread ends with the first database error; then
-a trial that runs well is taken for dead. This one covers ask and tell, and goes on after any error.
+Optuna's own heartbeat works with ``study.optimize`` only, and its thread ends at the first database error, after
+which running trials count as stale. This one works with ask and tell, and continues after any error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from optuna_dsat.store.worker import Worker
 __all__ = ["HEARTBEAT_INTERVAL_S", "Heartbeat", "delete_beat", "server_time"]
 
 HEARTBEAT_INTERVAL_S = 5.0
-"""Time between two signs of life, in seconds."""
+"""Seconds between two heartbeats."""
 
 _JOIN_S = 5.0
 
@@ -43,19 +43,22 @@ def server_time(session: Session) -> float:
 
 
 def delete_beat(session: Session, study_uuid: str, trial_number: int) -> None:
-    """Delete the heartbeat of a trial; nothing happens where there is none."""
+    """Delete the heartbeat of a trial, if there is one."""
     session.execute(
         delete(HeartbeatRow).where(HeartbeatRow.study_uuid == study_uuid, HeartbeatRow.trial_number == trial_number)
     )
 
 
 class Heartbeat:
-    """Keeps the trials of this process alive in the eyes of the other workers.
+    """Renews the heartbeats of this process's trials, so that other workers do not reclaim them.
 
     Args:
-        database: Where to beat.
+        database: Holds the heartbeats.
         worker: This process.
-        interval_s: Time between two beats, in seconds.
+        interval_s: Seconds between two heartbeats.
+
+    Raises:
+        ValueError: If the interval is not positive.
     """
 
     def __init__(self, database: Database, *, worker: Worker, interval_s: float = HEARTBEAT_INTERVAL_S) -> None:
@@ -71,21 +74,21 @@ class Heartbeat:
         self._thread: threading.Thread | None = None
 
     def add(self, trial: optuna.Trial) -> None:
-        """Begin to beat for a trial; the first beat is stored when this returns.
+        """Start the heartbeat of a trial; the first one is stored before this returns.
 
         Args:
             trial: A running trial of a study that the store created.
 
         Raises:
-            StorageError: The database failed.
+            StorageError: If the database failed.
         """
         self.add_number(str(trial.study.user_attrs[STUDY_UUID]), trial.number)
 
     def add_number(self, study_uuid: str, number: int) -> None:
-        """Begin to beat for a trial, or for another task of a study, which has a negative number.
+        """Start the heartbeat of a trial, or of another task of a study, which has a negative number.
 
         Raises:
-            StorageError: The database failed.
+            StorageError: If the database failed.
         """
         key = (study_uuid, number)
 
@@ -109,18 +112,18 @@ class Heartbeat:
                 self._thread.start()
 
     def remove(self, trial: optuna.Trial) -> None:
-        """Stop beating for a trial that is over (after it was told).
+        """Stop and delete the heartbeat of a trial, after the trial was told.
 
         Raises:
-            StorageError: The database failed.
+            StorageError: If the database failed.
         """
         self.remove_number(str(trial.study.user_attrs[STUDY_UUID]), trial.number)
 
     def remove_number(self, study_uuid: str, number: int) -> None:
-        """Stop beating for what ``add_number`` began.
+        """Stop and delete a heartbeat that ``add_number`` started.
 
         Raises:
-            StorageError: The database failed.
+            StorageError: If the database failed.
         """
         key = (study_uuid, number)
         with self._guard:
@@ -131,16 +134,16 @@ class Heartbeat:
             self._database.run(lambda session: delete_beat(session, *key))
 
     def is_lost(self, trial: optuna.Trial) -> bool:
-        """Tell whether another worker took this one for dead and gave the trial back to the study.
+        """Return whether another worker considered this one dead and requeued the trial.
 
-        That happens to a process that was frozen or cut off from the database for long. The result of the
-        launch is not wanted any more: a copy of the trial is run elsewhere.
+        This happens if the process was suspended or disconnected from the database for long. The launch's result
+        must be discarded: a copy of the trial runs elsewhere.
         """
         with self._guard:
             return (str(trial.study.user_attrs[STUDY_UUID]), trial.number) in self._lost
 
     def close(self) -> None:
-        """Stop the thread; the rows of trials still running stay, and are found stale later."""
+        """Stop the thread; heartbeats of trials that still run stay stored and become stale."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(_JOIN_S)
@@ -149,7 +152,7 @@ class Heartbeat:
         while not self._stop.wait(self._interval_s):
             try:
                 self._beat()
-            except Exception as error:  # noqa: BLE001 - the thread must outlive whatever happens to the database
+            except Exception as error:  # noqa: BLE001 - the thread must survive any database error
                 _logger.warning("No sign of life could be stored, trying on: %s", error)
 
     def _beat(self) -> None:
@@ -162,7 +165,7 @@ class Heartbeat:
             self._lost |= (watched - alive) & self._trials
 
     def _touch(self, session: Session, watched: Iterable[tuple[str, int]]) -> set[tuple[str, int]]:
-        """Renew the rows that are still ours; return those trials."""
+        """Renew the heartbeats that still belong to this worker; return their keys."""
         numbers: dict[str, list[int]] = defaultdict(list)
         for study_uuid, number in watched:
             numbers[study_uuid].append(number)

@@ -1,4 +1,4 @@
-"""Launches and their steps: what was run, for people, reports and exports."""
+"""Stored launches and their measured steps, which reports and exports read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["StoredLaunch", "read_launches", "read_steps", "record_launch", "reco
 
 @dataclass(frozen=True, kw_only=True)
 class StoredLaunch:
-    """A launch that is over, as it was recorded."""
+    """A finished launch, as recorded."""
 
     report: LaunchReport
     trial_number: int | None
@@ -39,7 +39,7 @@ def record_launch(
     purpose: str,
     attempt: int,
 ) -> None:
-    """Store what became of a launch; a second report of the same launch replaces the first."""
+    """Store the report of a finished launch; a second report of the same launch replaces the first."""
     row = {
         "study_uuid": study_uuid,
         "launch_id": report.launch_id,
@@ -65,7 +65,7 @@ def record_launch(
 
 
 def record_steps(session: Session, study_uuid: str, launch_id: str, events: Iterable[Event]) -> None:
-    """Store the measured steps among a launch's events; events of other kinds are passed over."""
+    """Store the ``StepMeasured`` events of a launch; other kinds of events are ignored."""
     measured = {(event.rank, event.step): event for event in events if isinstance(event, StepMeasured)}
     rows = [
         {

@@ -1,8 +1,7 @@
-"""The schema of our tables: which version a database has, and bringing it to ours.
+"""Schema version of our tables: check and upgrade.
 
-The migrations lie in the package's ``migrations`` folder, in a checkout in ``alembic``. They are run by
-alembic inside this process, on our own connection and with a version table of our own; logging is left as it
-is.
+The migrations are in the package's ``migrations`` folder, in a checkout in ``alembic``. Alembic runs them in this
+process, on our own connection and with our own version table, without changing the logging configuration.
 """
 
 from __future__ import annotations
@@ -32,21 +31,21 @@ __all__ = [
 ]
 
 VERSION_TABLE = "dsat_alembic_version"
-"""Optuna owns ``alembic_version``."""
+"""Version table of our schema; ``alembic_version`` is Optuna's."""
 
 
 class SchemaState(StrEnum):
-    """How a database's schema stands to the one this version of optuna-dsat uses."""
+    """A database's schema version compared to the one that this version of optuna-dsat uses."""
 
     NEW = "new"
-    """Our tables are not there yet."""
+    """Our tables do not exist yet."""
     CURRENT = "current"
     OLDER = "older"
     NEWER = "newer"
 
 
 def migrations_path() -> Path:
-    """Return the folder of the migrations: the installed package's, else the checkout's."""
+    """Return the folder of the migrations: the installed package's if it exists, else the checkout's."""
     package = Path(__file__).resolve().parent.parent
     installed = package / "migrations"
     return installed if installed.is_dir() else package.parent / "alembic"
@@ -60,7 +59,11 @@ def _config(connection: Connection | None = None) -> Config:
 
 
 def head() -> str:
-    """Return the revision that this version of optuna-dsat uses."""
+    """Return the schema revision that this version of optuna-dsat uses.
+
+    Raises:
+        FileNotFoundError: If there are no migrations.
+    """
     revision = ScriptDirectory.from_config(_config()).get_current_head()
     if revision is None:
         raise FileNotFoundError(f"There are no migrations in {migrations_path()}: optuna-dsat is not installed whole.")
@@ -68,7 +71,7 @@ def head() -> str:
 
 
 def current(database: Database) -> str | None:
-    """Return the revision of a database, None where our tables are not there yet."""
+    """Return the schema revision of a database; None if our tables do not exist yet."""
 
     def read() -> str | None:
         with database.engine.connect() as connection:
@@ -79,7 +82,7 @@ def current(database: Database) -> str | None:
 
 
 def check(database: Database) -> SchemaState:
-    """Tell how a database's schema stands to ours."""
+    """Return how a database's schema compares to ours."""
     revision = current(database)
     if revision is None:
         return SchemaState.NEW
@@ -90,10 +93,10 @@ def check(database: Database) -> SchemaState:
 
 
 def require_usable(database: Database) -> None:
-    """Refuse a database that is older or newer than this version of optuna-dsat.
+    """Reject a database whose schema is older or newer than this version of optuna-dsat.
 
     Raises:
-        StorageUrlError: With the command that upgrades an older one; a newer one needs a newer optuna-dsat.
+        StorageUrlError: If it is older (the message gives the upgrade command) or newer.
     """
     state = check(database)
     if state is SchemaState.OLDER:
@@ -110,21 +113,21 @@ def require_usable(database: Database) -> None:
 
 
 def upgrade(database: Database) -> str:
-    """Create our tables or bring them to this version's schema, one process at a time.
+    """Create our tables or upgrade them to this version's schema, holding the database's lock.
 
     Returns:
-        The revision the database has now.
+        The schema revision after the upgrade.
 
     Raises:
-        StorageUrlError: The database is newer than this version.
-        StorageError: The database failed.
+        StorageUrlError: If the schema is newer than this version's.
+        StorageError: If the database failed.
     """
     with database.exclusive("upgrade the tables"):
         return upgrade_locked(database)
 
 
 def upgrade_locked(database: Database) -> str:
-    """Do what ``upgrade`` does; the caller holds the database's lock."""
+    """Do the same as ``upgrade``; the caller holds the database's lock."""
     if check(database) is SchemaState.NEWER:
         require_usable(database)
 

@@ -1,4 +1,4 @@
-"""Profiles: what was learnt of a model once is used by every later study on it."""
+"""Stored profiles, which later studies of the same model reuse."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ __all__ = ["StoredProfile", "find_profile", "save_profile"]
 
 @dataclass(frozen=True, kw_only=True)
 class StoredProfile:
-    """A profile and where it comes from."""
+    """A profile and its origin."""
 
     fingerprint: str
-    """Of script, arguments, config outside the knobs, hardware and versions; at most 255 characters."""
+    """Key of script, arguments, config outside the knobs, hardware and versions; at most 255 characters."""
     profile: Mapping[str, Any]
     study_uuid: str
-    """The study that measured it, which may be gone."""
+    """The study that measured it, which may have been deleted."""
     created_at: float
     """Unix time."""
 
 
 def find_profile(session: Session, fingerprint: str) -> StoredProfile | None:
-    """Return the profile with this fingerprint, None where there is none."""
+    """Return the profile with this fingerprint; None if there is none."""
     row = session.get(ProfileRow, fingerprint)
     if row is None:
         return None
@@ -39,7 +39,7 @@ def find_profile(session: Session, fingerprint: str) -> StoredProfile | None:
 
 
 def save_profile(session: Session, fingerprint: str, profile: Mapping[str, Any], *, study_uuid: str) -> None:
-    """Store a profile; one with the same fingerprint is replaced."""
+    """Store a profile; replaces one with the same fingerprint."""
     row = {
         "fingerprint": fingerprint,
         "profile": dict(profile),

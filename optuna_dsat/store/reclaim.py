@@ -1,15 +1,14 @@
-"""Trials that lost their worker: found, ended, and enqueued again exactly once per loss.
+"""Reclaims trials whose worker died: fails them and enqueues a copy exactly once per loss.
 
-A trial is lost when the process that ran it is gone (seen from the same machine), or when its heartbeat is
-older than the grace period *and* this process has watched it stand still for two beats. The second condition
-keeps a study whole after the database itself was away for long: everybody's heartbeat is old then, and the
-living need a moment.
+A trial is lost if the process that ran it no longer exists (observed on the same machine), or if its heartbeat is
+older than the grace period *and* has not changed while this process observed it for two intervals. The second
+condition protects a study after a long outage of the database, when all heartbeats are old and live workers need
+time to renew theirs.
 
-What happens to a lost trial is done under the database's lock, in an order that can be cut off anywhere and
-taken up by the next worker: outcome and message, state FAIL, claim released, copy enqueued, heartbeat
-deleted. The heartbeat row is the note that something is left to do. The change of state is atomic, so a trial
-that its worker finishes in the last moment stays finished. A server that restarts frees the lock; should two
-copies come of that, the claim lets one run.
+A lost trial is processed under the database's lock, in an order that can be interrupted anywhere and completed by
+another worker: set outcome and message, set state FAIL, release the claim, enqueue a copy, delete the heartbeat. The
+heartbeat row marks unfinished work. The change of state is atomic, so a trial that its worker finishes at the last
+moment stays finished. A restart of the server frees the lock; if two copies result, the claim lets only one run.
 """
 
 from __future__ import annotations
@@ -41,19 +40,19 @@ GRACE_S = 60.0
 """Age from which a heartbeat is stale, in seconds."""
 
 MAX_LOSSES = 3
-"""How often a configuration is enqueued again after its worker died: it may be what brings machines down."""
+"""Maximum times that a configuration is requeued after its worker died, since it may be what crashes machines."""
 
 LOSSES = "dsat_losses"
-"""System attribute of a copy: how many workers its configuration has cost."""
+"""System attribute of a copy: number of workers that died running its configuration."""
 
 _RETRY_HISTORY = "retry_history"
 _FAILED_TRIAL = "failed_trial"
-"""System attributes as Optuna's ``RetryHeartbeatStaleTrialCallback`` sets and reads them."""
+"""System attributes of Optuna's ``RetryHeartbeatStaleTrialCallback``."""
 
 _FIXED_PARAMS = "fixed_params"
-"""System attribute in which Optuna keeps the parameters of an enqueued trial."""
+"""System attribute in which Optuna stores the parameters of an enqueued trial."""
 
-_OF_A_LAUNCH = frozenset(
+_LAUNCH_ATTRIBUTES = frozenset(
     {
         attributes.ATTEMPTS,
         attributes.CONFIG,
@@ -68,7 +67,7 @@ _OF_A_LAUNCH = frozenset(
         attributes.VETOED,
     }
 )
-"""User attributes that a launch leaves; a copy starts without them."""
+"""User attributes that a launch sets; they are not copied to a requeued trial."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +77,7 @@ class _Beat:
 
 
 class Reclaimer:
-    """Gives the lost trials of one study back to it.
+    """Requeues the lost trials of one study.
 
     Args:
         database: Our tables.
@@ -86,8 +85,11 @@ class Reclaimer:
         study_uuid: The study.
         grace_s: Age from which a heartbeat is stale, in seconds.
         interval_s: Time between two heartbeats, in seconds.
-        max_losses: How often a configuration is enqueued again after its worker died.
-        clock: Monotonic time in seconds.
+        max_losses: Maximum times that a configuration is requeued after its worker died.
+        clock: Returns monotonic time in seconds.
+
+    Raises:
+        ValueError: If the grace period is not longer than the interval.
     """
 
     def __init__(
@@ -111,61 +113,61 @@ class Reclaimer:
         self._max_losses = max_losses
         self._clock = clock
         self._seen: dict[int, tuple[float, float]] = {}
-        """Trial number -> (heartbeat, our clock when we first saw that heartbeat)."""
+        """Trial number -> (heartbeat, our clock when that heartbeat was first observed)."""
 
     def reclaim(self, study: optuna.Study) -> tuple[int, ...]:
-        """End the trials that lost their worker and enqueue a copy of each.
+        """Fail the trials whose worker died and enqueue a copy of each.
 
         Args:
             study: The study, loaded from the same database.
 
         Returns:
-            The numbers of the trials that this call ended.
+            The numbers of the trials that this call failed.
 
         Raises:
-            StorageError: The database failed.
+            StorageError: If the database failed.
         """
         running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
         now, beats = self._database.run(self._read, read_only=True)
-        silent = [trial.number for trial in running if trial.number not in beats]
-        if silent:
-            self._database.run(lambda session: self._note_silent(session, silent))
-        if not _trials_among(self._stale(now, beats)):
+        without_beat = [trial.number for trial in running if trial.number not in beats]
+        if without_beat:
+            self._database.run(lambda session: self._add_missing_beats(session, without_beat))
+        if not _trial_numbers(self._stale(now, beats)):
             return ()
         with self._database.exclusive("give lost trials back"):
             now, beats = self._database.run(self._read, read_only=True)
             trials = study.get_trials(deepcopy=False)
-            lost = [trials[number] for number in _trials_among(self._stale(now, beats))]
+            lost = [trials[number] for number in _trial_numbers(self._stale(now, beats))]
             return tuple(
                 trial.number
                 for trial in lost
-                if self._give_back(study, trial, reason=_loss(beats[trial.number].worker), counts=True)
+                if self._fail_and_requeue(study, trial, reason=_loss_reason(beats[trial.number].worker), counts=True)
             )
 
-    def give_back(self, study: optuna.Study, number: int, *, reason: str) -> bool:
-        """Return a trial of this process to the study, to be run later; this costs it none of its retries.
+    def requeue(self, study: optuna.Study, number: int, *, reason: str) -> bool:
+        """Fail a trial of this process and enqueue a copy to run later; does not count as a loss.
 
         Args:
             study: The study.
             number: Number of a running trial whose launch has been stopped.
-            reason: Why, for people.
+            reason: Message stored with the trial.
 
         Returns:
             Whether the trial was still running.
         """
         with self._database.exclusive("return a trial"):
             trial = study.get_trials(deepcopy=False)[number]
-            return self._give_back(study, trial, reason=reason, counts=False)
+            return self._fail_and_requeue(study, trial, reason=reason, counts=False)
 
-    def take_turn(self, heartbeat: Heartbeat, number: int) -> bool:
-        """Take on a task of the study that one worker at a time does, unless a living worker does it.
+    def acquire_task(self, heartbeat: Heartbeat, number: int) -> bool:
+        """Acquire a task of the study that one worker at a time may do, unless a live worker holds it.
 
         Args:
-            heartbeat: Of this process; it beats for the task until its ``remove_number`` is called.
+            heartbeat: This process's; renews the task's heartbeat until its ``remove_number`` is called.
             number: The task's number, negative.
 
         Returns:
-            Whether the task is this process's now.
+            Whether this process holds the task now.
         """
         with self._database.exclusive("take a turn"):
             now, beats = self._database.run(self._read, read_only=True)
@@ -185,8 +187,8 @@ class Reclaimer:
         }
         return server_time(session), beats
 
-    def _note_silent(self, session: Session, numbers: Sequence[int]) -> None:
-        """Start the clock for trials without a heartbeat: their worker may have died before its first."""
+    def _add_missing_beats(self, session: Session, numbers: Sequence[int]) -> None:
+        """Add heartbeats of unknown workers for trials without one: their worker may have died before its first."""
         row = {
             "study_uuid": self._uuid,
             "beat_at": server_time(session),
@@ -212,8 +214,8 @@ class Reclaimer:
             or (now - beat.beat_at > self._grace_s and watched - self._seen[number][1] >= 2 * self._interval_s)
         ]
 
-    def _give_back(self, study: optuna.Study, trial: FrozenTrial, *, reason: str, counts: bool) -> bool:
-        """Do the steps that are still to be done for one trial; the caller holds the lock."""
+    def _fail_and_requeue(self, study: optuna.Study, trial: FrozenTrial, *, reason: str, counts: bool) -> bool:
+        """Do the remaining steps for one trial; the caller holds the lock. Return whether this call failed it."""
         ended = trial.state is TrialState.RUNNING and self._end(trial, reason)
         stored = self._storage.get_trial(trial._trial_id)
         if stored.state is TrialState.FAIL and stored.user_attrs.get(attributes.OUTCOME) == Outcome.LOST:
@@ -227,12 +229,12 @@ class Reclaimer:
             self._storage.set_trial_user_attr(trial._trial_id, attributes.MESSAGE, reason)
             return self._storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
         except UpdateFinishedTrialError:
-            return False  # its worker lives after all, and was faster
+            return False  # its worker is alive and has just finished it
 
     def _enqueue_copy(self, study: optuna.Study, lost: FrozenTrial, *, counts: bool) -> None:
-        attrs = {key: value for key, value in lost.user_attrs.items() if key not in _OF_A_LAUNCH}
+        attrs = {key: value for key, value in lost.user_attrs.items() if key not in _LAUNCH_ATTRIBUTES}
         if not (lost.params or attrs or _FIXED_PARAMS in lost.system_attrs):
-            return  # it died before anything was decided: there is nothing to repeat
+            return  # the worker died before suggesting parameters: there is nothing to repeat
         losses = int(lost.system_attrs.get(LOSSES, 0)) + counts
         if losses > self._max_losses:
             return
@@ -256,16 +258,16 @@ class Reclaimer:
         )
 
 
-def _trials_among(numbers: Sequence[int]) -> list[int]:
-    """Return the numbers that are trials': other tasks of a study have negative ones."""
+def _trial_numbers(numbers: Sequence[int]) -> list[int]:
+    """Return the numbers of trials; other tasks of a study have negative ones."""
     return [number for number in numbers if number >= 0]
 
 
 def _origin(trial: FrozenTrial) -> int | None:
-    """Return the number of the trial that this one is the copy of, None where it is none."""
+    """Return the number of the trial that this one is a copy of; None if it is not a copy."""
     retried: list[int] = trial.system_attrs.get(_RETRY_HISTORY, [])
     return retried[-1] if retried else None
 
 
-def _loss(worker: Worker) -> str:
+def _loss_reason(worker: Worker) -> str:
     return f"its worker ({worker.name or 'unknown'}) was lost"

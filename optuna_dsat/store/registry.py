@@ -1,4 +1,4 @@
-"""Studies: Optuna's and ours of the same name, made and deleted together."""
+"""Registry of studies: creates and deletes our record together with the Optuna study of the same name."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from optuna_dsat.store.upsert import insert_or_skip
 __all__ = ["STUDY_UUID", "Registry", "StudyRecord"]
 
 STUDY_UUID = "dsat_study_uuid"
-"""User attribute of the Optuna study that holds the UUID our rows refer to."""
+"""User attribute of the Optuna study that holds the UUID by which our rows refer to it."""
 
-_OF_A_STUDY = (StepRow, LaunchRow, ClaimRow, HeartbeatRow)
+_STUDY_TABLES = (StepRow, LaunchRow, ClaimRow, HeartbeatRow)
 _PACKAGES = ("optuna-dsat", "optuna", "deepspeed", "torch")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StudyRecord:
-    """A study as it was created."""
+    """A stored study."""
 
     uuid: str
     name: str
@@ -41,7 +41,7 @@ class StudyRecord:
     created_at: float
     """Unix time."""
     versions: Mapping[str, str]
-    """Package -> version that created it."""
+    """Package -> version at creation."""
 
 
 class Registry:
@@ -57,19 +57,19 @@ class Registry:
         self._storage = storage
 
     def create(self, name: str, spec: Mapping[str, Any], *, direction: StudyDirection) -> StudyRecord:
-        """Create a study, or join it where another worker just made the same one.
+        """Create a study, or return the existing one if its spec is equal.
 
         Args:
             name: Its name.
             spec: The validated spec, JSON values only.
-            direction: Whether the metric is to be maximised or minimised.
+            direction: Whether the metric is maximized or minimized.
 
         Returns:
-            The study's record: the existing one where its spec is equal.
+            The study's record.
 
         Raises:
-            StudyConflictError: The name belongs to a study with another spec, or to one that optuna-dsat did
-                not make.
+            StudyConflictError: If a study of this name exists with another spec, or was not created by
+                optuna-dsat.
         """
         wanted = json.loads(json.dumps(spec, allow_nan=False))
         with self._database.exclusive("create a study"):
@@ -102,7 +102,7 @@ class Registry:
             return record
 
     def _optuna_study(self, name: str, direction: StudyDirection) -> int:
-        """Create the Optuna study, or adopt an empty one that a killed creator left behind."""
+        """Create the Optuna study, or adopt an empty one left by a process that was killed while creating it."""
         try:
             return self._storage.create_new_study([direction], name)
         except DuplicatedStudyError:
@@ -116,7 +116,7 @@ class Registry:
         return study_id
 
     def find(self, name: str) -> StudyRecord | None:
-        """Return the study of this name, None where there is none or optuna-dsat did not make it."""
+        """Return the study of this name; None if there is none or it was not created by optuna-dsat."""
         try:
             attrs = self._storage.get_study_user_attrs(self._storage.get_study_id_from_name(name))
         except KeyError:
@@ -127,10 +127,10 @@ class Registry:
         return self._database.run(lambda session: _record(session, study_uuid, name), read_only=True)
 
     def update_spec(self, study_uuid: str, spec: Mapping[str, Any]) -> None:
-        """Replace a study's spec, for a new budget; the caller answers for what makes results comparable.
+        """Replace a study's spec, e.g. for a new budget; the caller must keep settings that affect comparability.
 
         Raises:
-            UsageError: There is no such study.
+            UsageError: If there is no such study.
         """
         text = json.dumps(spec, allow_nan=False)
 
@@ -143,7 +143,7 @@ class Registry:
         self._database.run(work)
 
     def list(self) -> Sequence[StudyRecord]:
-        """Return all studies that optuna-dsat made, the earliest first."""
+        """Return all studies created by optuna-dsat, the earliest first."""
         uuids = self._uuids()
 
         def read(session: Session) -> Sequence[StudyRecord]:
@@ -153,10 +153,10 @@ class Registry:
         return self._database.run(read, read_only=True)
 
     def delete(self, name: str) -> None:
-        """Delete a study with all its trials, launches, steps and claims; its profile stays.
+        """Delete a study with all its trials, launches, steps and claims; its profile is kept.
 
         Raises:
-            UsageError: There is no such study, or optuna-dsat did not make it.
+            UsageError: If there is no such study, or it was not created by optuna-dsat.
         """
         with self._database.exclusive("delete a study"):
             record = self.find(name)
@@ -166,17 +166,17 @@ class Registry:
             self._database.run(lambda session: _delete_rows(session, [record.uuid]))
 
     def collect_orphans(self) -> int:
-        """Delete the rows of studies that are no longer there (deleted with Optuna's own tools, say).
+        """Delete rows of studies that no longer exist (e.g. deleted with Optuna's own tools).
 
         Returns:
-            How many studies were cleaned up after.
+            Number of studies whose rows were deleted.
         """
         with self._database.exclusive("clean up after deleted studies"):
             alive = self._uuids()
 
             def clean(session: Session) -> int:
                 known: set[str] = set(session.scalars(select(StudyRow.uuid)))
-                for model in _OF_A_STUDY:
+                for model in _STUDY_TABLES:
                     known.update(session.scalars(select(model.study_uuid).distinct()))
                 gone = sorted(known - alive.keys())
                 _delete_rows(session, gone)
@@ -185,7 +185,7 @@ class Registry:
             return self._database.run(clean)
 
     def _uuids(self) -> dict[str, str]:
-        """UUID -> name of the studies that Optuna has and that we made."""
+        """Return UUID -> name of Optuna's studies that were created by optuna-dsat."""
         studies = self._storage.get_all_studies()
         return {s.user_attrs[STUDY_UUID]: s.study_name for s in studies if STUDY_UUID in s.user_attrs}
 
@@ -199,7 +199,7 @@ def _record(session: Session, study_uuid: str, name: str) -> StudyRecord | None:
 
 def _delete_rows(session: Session, uuids: Sequence[str]) -> None:
     for study_uuid in uuids:
-        for model in _OF_A_STUDY:
+        for model in _STUDY_TABLES:
             session.execute(delete(model).where(model.study_uuid == study_uuid))
         session.execute(delete(StudyRow).where(StudyRow.uuid == study_uuid))
 

@@ -1,9 +1,8 @@
-"""Which database errors pass by themselves, and how long to wait for that.
+"""Classifies database errors as transient or permanent, and retries work after transient ones.
 
-A locked SQLite file and a Postgres server that restarts are transient: the same work, tried again, succeeds.
-A full disk, a read-only file or a bad statement is not. Everything that ``retrying`` runs must therefore be
-safe to run twice: an error can arrive after the database has committed, when only the acknowledgement was
-lost.
+A locked SQLite file and a restarting PostgreSQL server are transient: the same work succeeds when retried. A full
+disk, a read-only file or an invalid statement are permanent. Work passed to ``retrying`` must be idempotent: an error
+can arrive after the database has committed, if only the acknowledgement was lost.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ __all__ = ["RETRY_LIMIT_S", "database_error", "is_transient", "one_line_reason",
 T = TypeVar("T")
 
 RETRY_LIMIT_S = 60.0
-"""How long work is tried again before it fails, in seconds."""
+"""Seconds for which work is retried before it fails."""
 
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 2.0
@@ -37,10 +36,10 @@ connect now."""
 
 
 def database_error(error: BaseException) -> DBAPIError | None:
-    """Return the database driver's error behind an error, None where there is none.
+    """Return the database driver's error that caused an error; None if there is none.
 
-    Optuna wraps it, and once reads again while it handles a broken connection: then the driver's error is the context
-    of SQLAlchemy's ``PendingRollbackError``.
+    Optuna wraps driver errors. It may also query again while handling a broken connection; the driver's error is then
+    the context of SQLAlchemy's ``PendingRollbackError``.
     """
     link: BaseException | None = error
     while link is not None:
@@ -51,7 +50,7 @@ def database_error(error: BaseException) -> DBAPIError | None:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Tell whether the work that raised ``error`` may succeed when it is run again."""
+    """Return whether the work that raised ``error`` may succeed when retried."""
     found = database_error(error)
     if found is None:
         return False
@@ -65,12 +64,12 @@ def is_transient(error: BaseException) -> bool:
         return str(sqlstate).startswith(_POSTGRES_TRANSIENT)
     if type(found.orig).__module__.startswith("sqlite3"):
         return False
-    # psycopg reports a connection that was refused or broke off without an SQLSTATE.
+    # psycopg reports a refused or broken connection without an SQLSTATE.
     return isinstance(found, OperationalError | InterfaceError)
 
 
 def one_line_reason(error: BaseException) -> str:
-    """Return the driver's own words in one line, without SQL, parameters or a password."""
+    """Return the first line of the driver's message, without SQL, parameters or passwords."""
     found = database_error(error)
     cause: BaseException | None = found.orig if found is not None else error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
@@ -78,18 +77,18 @@ def one_line_reason(error: BaseException) -> str:
 
 
 def retrying(work: Callable[[], T], *, database: str, limit_s: float = RETRY_LIMIT_S) -> T:
-    """Run ``work``, again and again through transient database errors, with growing pauses.
+    """Run ``work``; retry with exponential backoff while it raises transient database errors.
 
     Args:
-        work: What to do; it must be safe to run twice.
-        database: How to name the database in a message: never with its password.
+        work: Must be idempotent.
+        database: Name of the database in messages, without password.
         limit_s: Seconds after which a transient error is final.
 
     Returns:
-        What ``work`` returned.
+        The result of ``work``.
 
     Raises:
-        StorageError: The database failed for good, or did not come back within ``limit_s``.
+        StorageError: If a database error is permanent, or transient errors persist for ``limit_s``.
     """
     deadline = time.monotonic() + limit_s
     pause_s = _FIRST_PAUSE_S

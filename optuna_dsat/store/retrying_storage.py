@@ -1,19 +1,17 @@
-"""Optuna's storage, made to outlive a restarted server and a locked file.
+"""Optuna storage that retries after transient errors, such as a server restart or a locked file.
 
-Every call is tried again after a transient error (see ``retry``). An error can also arrive after the database
-committed, when only the acknowledgement was lost; then the second try meets its own first. What that means,
-call by call:
+Every call is retried after a transient error (see ``retry``). An error can also arrive after the database has
+committed, if only the acknowledgement was lost; the retry then operates on its own result. Consequences by method:
 
-* Reads, attributes, intermediate values, parameters: the second write changes nothing.
-* ``set_trial_state_values`` to a finished state: the second try finds the trial finished. It is accepted
-  where the stored state is the one asked for, else the error stands (somebody else has finished the trial).
-* ``set_trial_state_values`` to RUNNING: the second try says "somebody else took it". Nobody runs the trial
-  then; it has no heartbeat, so it is found lost and enqueued again.
-* ``create_new_trial``: a second trial may be made. One without parameters is found lost, without a successor.
-  A second copy of an enqueued configuration is turned away by its claim.
-* ``create_new_study``: the second try says that the name is taken; the registry adopts a study that is still
-  empty.
-* ``delete_study``: the second try finds nothing left to delete, which is what was asked for.
+* Reads, attributes, intermediate values, parameters: the second write is idempotent.
+* ``set_trial_state_values`` to a finished state: the retry finds the trial finished. This is accepted if the stored
+  state is the requested one; otherwise the error is raised (another worker has finished the trial).
+* ``set_trial_state_values`` to RUNNING: the retry reports that another worker took the trial, so no worker runs it.
+  It has no heartbeat and is therefore reclaimed and requeued.
+* ``create_new_trial``: a second trial may be created. One without parameters is reclaimed without a copy. A second
+  copy of an enqueued configuration fails to claim it.
+* ``create_new_study``: the retry reports that the name is taken; the registry adopts a study that is still empty.
+* ``delete_study``: the retry finds no study, which is the requested result.
 """
 
 from __future__ import annotations
@@ -36,15 +34,14 @@ T = TypeVar("T")
 
 
 class RetryingStorage(BaseStorage):
-    """A storage that waits for its database to come back.
+    """Storage that retries the calls of another one after transient errors.
 
-    It offers no heartbeat to Optuna: ours is ``Heartbeat``, which survives errors, and works with ask and
-    tell.
+    It does not implement Optuna's heartbeat; ``Heartbeat`` replaces it, survives errors and works with ask and tell.
 
     Args:
-        backend: The storage that does the work.
-        database: How to name the database in a message: never with its password.
-        retry_limit_s: Seconds for which a transient error is waited out.
+        backend: The wrapped storage.
+        database: Name of the database in messages, without password.
+        retry_limit_s: Seconds for which calls are retried after a transient error.
     """
 
     def __init__(self, backend: BaseStorage, *, database: str, retry_limit_s: float = RETRY_LIMIT_S) -> None:
@@ -56,7 +53,12 @@ class RetryingStorage(BaseStorage):
         return retrying(work, database=self._database, limit_s=self._retry_limit_s)
 
     def _retry_unless_done(self, work: Callable[[], T], done: Callable[[Exception], T]) -> T:
-        """Run ``work``; after a transient error, ask ``done`` what an error of a later try means."""
+        """Run ``work``; after a transient error, pass non-transient errors of retries to ``done``.
+
+        Args:
+            work: The call.
+            done: Returns the result if the error shows that an earlier attempt was committed; raises it otherwise.
+        """
         troubled = False
 
         def attempt() -> T:

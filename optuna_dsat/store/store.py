@@ -1,4 +1,4 @@
-"""The store: everything a study needs, in one database, behind one object."""
+"""The store: facade of all persistent data of studies in one database."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ from optuna_dsat.store.worker import this_worker
 __all__ = ["Store", "load_study"]
 
 _PROFILE_TASK = -1
-"""Number under which the worker that measures a study's profile gives signs of life."""
+"""Heartbeat number of the worker that measures a study's profile."""
 
 
 class Store:
-    """An open store. Use ``Store.open``; close it, or use it in a ``with`` statement.
+    """An open store. Create it with ``Store.open``; close it, or use it in a ``with`` statement.
 
-    All methods wait for a database that is away (up to a limit) and raise ``StorageError`` when it stays away
-    or fails for good; all may be called again after that.
+    All methods retry after transient database errors up to a limit and raise ``StorageError`` if the database stays
+    unavailable or fails permanently; all may be called again after that.
 
     Args:
         database: Our tables, migrated.
         rdb: Optuna's tables in the same database.
-        heartbeat_interval_s: Time between two signs of life, in seconds.
-        grace_s: Age from which a sign of life is stale, in seconds.
-        max_losses: How often a configuration is enqueued again after its worker died.
+        heartbeat_interval_s: Time between two heartbeats, in seconds.
+        grace_s: Age from which a heartbeat is stale, in seconds.
+        max_losses: Maximum times that a configuration is requeued after its worker died.
 
     Attributes:
-        storage: What to give to ``optuna.load_study``.
-        heartbeat: Tells the other workers which trials this process runs.
+        storage: Storage argument of ``optuna.load_study``.
+        heartbeat: Heartbeats of the trials that this process runs.
     """
 
     def __init__(
@@ -90,20 +90,20 @@ class Store:
         grace_s: float = GRACE_S,
         max_losses: int = MAX_LOSSES,
     ) -> Store:
-        """Open a database; a new one is created and migrated, one process at a time.
+        """Open a database; create its tables if it is new, holding the database's lock.
 
         Args:
-            url: ``sqlite:///FILE`` or ``postgresql://USER@HOST:PORT/DATABASE``. A password may also come from
+            url: ``sqlite:///FILE`` or ``postgresql://USER@HOST:PORT/DATABASE``. The password may also come from
                 the environment or a password file, as libpq reads them.
-            create: Whether an SQLite file that does not exist is made (else it is refused).
-            retry_limit_s: Seconds for which a transient error is waited out.
-            heartbeat_interval_s: Time between two signs of life, in seconds.
-            grace_s: Age from which a sign of life is stale, in seconds.
-            max_losses: How often a configuration is enqueued again after its worker died.
+            create: Whether to create a missing SQLite file; otherwise a missing file is an error.
+            retry_limit_s: Seconds for which calls are retried after a transient error.
+            heartbeat_interval_s: Time between two heartbeats, in seconds.
+            grace_s: Age from which a heartbeat is stale, in seconds.
+            max_losses: Maximum times that a configuration is requeued after its worker died.
 
         Raises:
-            StorageUrlError: The URL cannot be opened, or its schema is older or newer than this version's.
-            StorageError: The database failed while it was opened.
+            StorageUrlError: If the URL cannot be opened, or its schema is older or newer than this version's.
+            StorageError: If the database failed.
         """
         database = Database(url, retry_limit_s=retry_limit_s, create=create)
         try:
@@ -131,7 +131,7 @@ class Store:
 
     @property
     def url(self) -> str:
-        """The storage URL as it may be shown, without its password."""
+        """The storage URL for display, with the password masked."""
         return self._database.shown
 
     def close(self) -> None:
@@ -152,63 +152,63 @@ class Store:
     def create_study(
         self, name: str, spec: Mapping[str, Any], *, direction: StudyDirection | str = "maximize"
     ) -> StudyRecord:
-        """Create a study, or return the existing one where its spec is equal. See ``Registry.create``."""
+        """Create a study, or return the existing one if its spec is equal. See ``Registry.create``."""
         wanted = StudyDirection[direction.upper()] if isinstance(direction, str) else direction
         return self._registry.create(name, spec, direction=wanted)
 
     def find_study(self, name: str) -> StudyRecord | None:
-        """Return the study of this name, None where there is none or optuna-dsat did not make it."""
+        """Return the study of this name; None if there is none or it was not created by optuna-dsat."""
         return self._registry.find(name)
 
     def update_spec(self, study_uuid: str, spec: Mapping[str, Any]) -> None:
-        """Replace a study's spec, for a new budget. See ``Registry.update_spec``."""
+        """Replace a study's spec. See ``Registry.update_spec``."""
         self._registry.update_spec(study_uuid, spec)
 
     def list_studies(self) -> Sequence[StudyRecord]:
-        """Return all studies that optuna-dsat made, the earliest first."""
+        """Return all studies created by optuna-dsat, the earliest first."""
         return self._registry.list()
 
     def delete_study(self, name: str) -> None:
-        """Delete a study and all that belongs to it. See ``Registry.delete``."""
+        """Delete a study and its data. See ``Registry.delete``."""
         self._registry.delete(name)
 
     def collect_orphans(self) -> int:
-        """Delete the rows of studies that are no longer there; return of how many studies."""
+        """Delete rows of studies that no longer exist; return the number of these studies."""
         return self._registry.collect_orphans()
 
     def claim(self, study_uuid: str, config_key: str, trial_number: int) -> bool:
-        """Claim a configuration for a trial; False where another trial has it."""
+        """Claim a configuration for a trial; False if another trial holds the claim."""
         return self._database.run(
             lambda session: claims.claim(session, study_uuid, config_key, trial_number, worker=self._worker.name)
         )
 
     def release_claim(self, study_uuid: str, config_key: str) -> None:
-        """Give a configuration free, so that a later trial may run it."""
+        """Release the claim on a configuration, so that a later trial may run it."""
         self._database.run(lambda session: claims.release_claim(session, study_uuid, config_key))
 
     def release_trial(self, study_uuid: str, trial_number: int) -> None:
-        """Give free what a trial has claimed, whatever that is."""
+        """Release all claims of a trial."""
         self._database.run(lambda session: claims.release_trial(session, study_uuid, trial_number))
 
     def exclusive(self, purpose: str) -> AbstractContextManager[None]:
-        """Hold the one lock that no other worker holds at the same time; short, and never nested.
+        """Hold the exclusive lock of the database; hold it briefly and never nest it.
 
         Args:
-            purpose: What it is held for, as a verb ("ask for a trial"), for the message of one that waits in vain.
+            purpose: Purpose as a verb phrase ("ask for a trial"), for the error message on a timeout.
         """
         return self._database.exclusive(purpose)
 
     def find_profile(self, fingerprint: str) -> StoredProfile | None:
-        """Return the profile with this fingerprint, whichever study measured it."""
+        """Return the profile with this fingerprint, of any study; None if there is none."""
         return self._database.run(lambda session: profiles.find_profile(session, fingerprint), read_only=True)
 
     @contextmanager
     def profile_turn(self, study_uuid: str) -> Iterator[bool]:
-        """Tell whether it is up to this process to measure a study's profile: one worker at a time does.
+        """Try to acquire the task of measuring a study's profile, which one worker at a time does.
 
-        It ends with the block, or with the process, however that ends.
+        The context yields whether it was acquired. It is released with the context, or when the process ends.
         """
-        mine = self._reclaimer_of(study_uuid).take_turn(self.heartbeat, _PROFILE_TASK)
+        mine = self._reclaimer_of(study_uuid).acquire_task(self.heartbeat, _PROFILE_TASK)
         try:
             yield mine
         finally:
@@ -216,13 +216,13 @@ class Store:
                 self.heartbeat.remove_number(study_uuid, _PROFILE_TASK)
 
     def save_profile(self, fingerprint: str, profile: Mapping[str, Any], *, study_uuid: str) -> None:
-        """Store what a profile launch taught; one with the same fingerprint is replaced."""
+        """Store the result of a profile launch; replaces one with the same fingerprint."""
         self._database.run(lambda session: profiles.save_profile(session, fingerprint, profile, study_uuid=study_uuid))
 
     def record_launch(
         self, study_uuid: str, report: LaunchReport, *, trial_number: int | None, purpose: str, attempt: int
     ) -> None:
-        """Store what became of a launch."""
+        """Store the report of a finished launch."""
         self._database.run(
             lambda session: launches.record_launch(
                 session, study_uuid, report, trial_number=trial_number, purpose=purpose, attempt=attempt
@@ -230,7 +230,7 @@ class Store:
         )
 
     def record_steps(self, study_uuid: str, launch_id: str, events: Iterable[Event]) -> None:
-        """Store the measured steps among a launch's events."""
+        """Store the ``StepMeasured`` events of a launch."""
         kept = tuple(events)
         self._database.run(lambda session: launches.record_steps(session, study_uuid, launch_id, kept))
 
@@ -239,25 +239,25 @@ class Store:
         return self._database.run(lambda session: launches.read_launches(session, study_uuid), read_only=True)
 
     def steps(self, study_uuid: str, launch_id: str) -> Sequence[StepMeasured]:
-        """Return the steps of a launch, by step and rank."""
+        """Return the steps of a launch, ordered by step and rank."""
         return self._database.run(lambda session: launches.read_steps(session, study_uuid, launch_id), read_only=True)
 
     def reclaim_stale(self, study: optuna.Study) -> tuple[int, ...]:
-        """End the trials that lost their worker and enqueue a copy of each; return their numbers."""
+        """Fail the trials whose worker died and enqueue a copy of each; return the numbers of the failed trials."""
         return self._reclaimer(study).reclaim(study)
 
     def return_trial(self, study: optuna.Study, trial: optuna.Trial, *, reason: str) -> bool:
-        """Give a running trial of this process back to the study, so that whoever resumes it runs it again.
+        """Fail a running trial of this process and enqueue a copy, which a resumed search runs.
 
         Args:
             study: The study.
             trial: A trial whose launch has been stopped.
-            reason: Why, for people.
+            reason: Message stored with the trial.
 
         Returns:
             Whether the trial was still running.
         """
-        returned = self._reclaimer(study).give_back(study, trial.number, reason=reason)
+        returned = self._reclaimer(study).requeue(study, trial.number, reason=reason)
         self.heartbeat.remove(trial)
         return returned
 
@@ -271,18 +271,18 @@ class Store:
 
 
 def load_study(url: str, name: str) -> optuna.Study:
-    """Return a stored study that holds no connection between two calls, so that nobody has to close it.
+    """Return a stored study that keeps no connection open between calls and needs no closing.
 
     Args:
-        url: As of ``Store.open``; the database is not made.
+        url: As of ``Store.open``; the database must exist.
         name: Name of the study.
 
     Raises:
-        StorageUrlError: The URL cannot be opened, or its schema is older or newer than this version's.
-        StorageError: The database failed.
-        KeyError: There is no such study.
+        StorageUrlError: If the URL cannot be opened, or its schema is older or newer than this version's.
+        StorageError: If the database failed.
+        KeyError: If there is no such study.
     """
-    Store.open(url, create=False).close()  # refuses what cannot be read
+    Store.open(url, create=False).close()  # raises if the database cannot be used
     parsed = parse_url(url)
     rdb = RDBStorage(
         parsed.render_as_string(hide_password=False),
@@ -295,18 +295,18 @@ def load_study(url: str, name: str) -> optuna.Study:
 
 
 def _open_optuna(database: Database) -> RDBStorage:
-    """Open Optuna's tables, creating them where missing; the caller holds the database's lock."""
+    """Open Optuna's tables and create missing ones; the caller holds the database's lock."""
     try:
         rdb = RDBStorage(
             database.url.render_as_string(hide_password=False),
             engine_kwargs=engine_options(database.url),
-            skip_compatibility_check=True,  # ours below closes what it opened
+            skip_compatibility_check=True,  # checked below, where connections are closed on failure
         )
         current, head = rdb.get_current_version(), rdb.get_head_version()
         known = current in rdb.get_all_versions()
     except (DBAPIError, optuna.exceptions.StorageInternalError) as error:
         raise StorageUrlError(f"The storage '{database.shown}' cannot be used: {one_line_reason(error)}.") from None
-    # Connections that Optuna opened before our settings were in place are dropped.
+    # Drop connections that Optuna opened before our settings were installed.
     install_events(rdb.engine)
     rdb.remove_session()
     rdb.engine.dispose()

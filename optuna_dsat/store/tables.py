@@ -1,12 +1,11 @@
-"""Our tables, beside Optuna's in the same database.
+"""SQLAlchemy models of our tables, which share a database with Optuna's.
 
-Names begin with ``dsat_``. Rows refer to a study by a UUID of our own (the Optuna study carries it as the
-user attribute ``dsat_study_uuid``) and to a trial by its number. There are no foreign keys to Optuna's
-tables: on Postgres they would make Optuna's own ``delete-study`` fail, and on SQLite the identifiers of a
-deleted study are given out again.
+Table names begin with ``dsat_``. Rows refer to a study by our own UUID (stored in the Optuna study's user attribute
+``dsat_study_uuid``) and to a trial by its number. There are no foreign keys to Optuna's tables: on PostgreSQL they
+would make Optuna's ``delete-study`` fail, and SQLite reuses the identifiers of deleted studies.
 
-Primary keys are natural keys, so that writing a row a second time (after an acknowledgement was lost) changes
-nothing. Times are Unix times in seconds, durations are in seconds, sizes in bytes.
+Primary keys are natural keys, so that writing a row again (after a lost acknowledgement) is idempotent. Times are
+Unix times in seconds, durations are in seconds, sizes in bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 __all__ = ["KEY_LENGTH", "Base", "ClaimRow", "HeartbeatRow", "LaunchRow", "ProfileRow", "StepRow", "StudyRow"]
 
 KEY_LENGTH = 255
-"""Longest name or key that is stored as it is."""
+"""Maximum length of a stored name or key, in characters."""
 
 _UUID = String(36)
 _KEY = String(KEY_LENGTH)
@@ -27,7 +26,7 @@ _JSON = JSON(none_as_null=True)
 
 
 class Base(DeclarativeBase):
-    """Base of our models; its metadata holds our tables and no others."""
+    """Base of our models; its metadata contains our tables only."""
 
     metadata = MetaData(
         naming_convention={
@@ -39,34 +38,34 @@ class Base(DeclarativeBase):
 
 
 class StudyRow(Base):
-    """A study: what it takes to resume it."""
+    """A study and the spec that resuming it needs."""
 
     __tablename__ = "dsat_studies"
 
     uuid: Mapped[str] = mapped_column(_UUID, primary_key=True)
     name: Mapped[str] = mapped_column(Text)
-    """Name at creation. Not unique here: Optuna's table decides which study bears a name now."""
+    """Name at creation. Not unique: Optuna's table determines which study has a name now."""
     spec: Mapped[dict[str, Any]] = mapped_column(_JSON)
     """The validated spec."""
     created_at: Mapped[float] = mapped_column(Float)
     versions: Mapped[dict[str, Any]] = mapped_column(_JSON)
-    """Versions of the packages that created it."""
+    """Package -> version at creation."""
 
 
 class ProfileRow(Base):
-    """What a profile launch taught; it outlives its study and serves the next one on the same model."""
+    """Result of a profile launch; kept when its study is deleted, for later studies of the same model."""
 
     __tablename__ = "dsat_profiles"
 
     fingerprint: Mapped[str] = mapped_column(_KEY, primary_key=True)
     profile: Mapped[dict[str, Any]] = mapped_column(_JSON)
     study_uuid: Mapped[str] = mapped_column(_UUID)
-    """The study that measured it, which may be gone."""
+    """The study that measured it, which may have been deleted."""
     created_at: Mapped[float] = mapped_column(Float)
 
 
 class LaunchRow(Base):
-    """A launch that is over."""
+    """A finished launch."""
 
     __tablename__ = "dsat_launches"
 
@@ -116,7 +115,7 @@ class StepRow(Base):
 
 
 class ClaimRow(Base):
-    """The right of one trial to run a configuration; the primary key makes a second one impossible."""
+    """Exclusive right of one trial to run a configuration, enforced by the primary key."""
 
     __tablename__ = "dsat_claims"
 
@@ -124,24 +123,24 @@ class ClaimRow(Base):
     config_key: Mapped[str] = mapped_column(_KEY, primary_key=True)
     trial_number: Mapped[int] = mapped_column(Integer)
     worker: Mapped[str] = mapped_column(String(KEY_LENGTH))
-    """Host and process that claimed it, for people."""
+    """Host and process that claimed it, for display only."""
     claimed_at: Mapped[float] = mapped_column(Float)
 
     __table_args__ = (Index(None, "study_uuid", "trial_number"),)
 
 
 class HeartbeatRow(Base):
-    """The last sign of life of the worker that runs a trial. It is deleted when the trial is over."""
+    """Latest heartbeat of the worker that runs a trial; deleted when the trial ends."""
 
     __tablename__ = "dsat_heartbeats"
 
     study_uuid: Mapped[str] = mapped_column(_UUID, primary_key=True)
     trial_number: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
     beat_at: Mapped[float] = mapped_column(Float)
-    """Unix time by the clock of the database server, so that the workers' clocks need not agree."""
+    """Unix time by the database server's clock, so that the workers' clocks need not agree."""
     worker: Mapped[str] = mapped_column(String(KEY_LENGTH))
-    """Host and process, for people; empty where a worker saw the trial run without any heartbeat."""
+    """Host and process; empty if another worker added the row for a running trial without a heartbeat."""
     machine: Mapped[str] = mapped_column(String(KEY_LENGTH))
-    """What must be equal for ``pid`` to mean anything: boot of the machine and process namespace."""
+    """Boot id of the machine and process namespace, within which ``pid`` is valid."""
     pid: Mapped[int] = mapped_column(Integer)
     pid_started_at: Mapped[float] = mapped_column(Float)

@@ -1,4 +1,4 @@
-"""Writing rows that may be there already, in the words of both databases."""
+"""Inserts rows that may already exist, in the dialects of SQLite and PostgreSQL."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from optuna_dsat.store.tables import Base
 __all__ = ["insert_or_skip", "insert_or_update"]
 
 _ROWS_PER_STATEMENT = 500
-"""SQLite before 3.32 takes 32,766 parameters a statement at most; 500 rows of 17 columns stay below."""
+"""SQLite accepts 32,766 parameters per statement (since 3.32); 500 rows of 17 columns stay below."""
 
 
 def _insert(session: Session, table: Table) -> sqlite.Insert | postgresql.Insert:
@@ -28,7 +28,7 @@ def _table(model: type[Base]) -> Table:
 
 
 def insert_or_skip(session: Session, model: type[Base], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Insert rows; those whose primary key is there already are left as they are.
+    """Insert rows; rows whose primary key exists are skipped.
 
     Args:
         session: A session in a transaction.
@@ -42,12 +42,12 @@ def insert_or_skip(session: Session, model: type[Base], rows: Sequence[Mapping[s
 
 
 def insert_or_update(session: Session, model: type[Base], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Insert rows; those whose primary key is there already are overwritten.
+    """Insert rows; rows whose primary key exists are overwritten.
 
     Args:
         session: A session in a transaction.
         model: The table.
-        rows: Column values, the same columns in every row, no primary key twice.
+        rows: Column values, the same columns in every row; primary keys are unique.
     """
     table = _table(model)
     keys = {column.name for column in table.primary_key}

@@ -1,4 +1,4 @@
-"""Storage URLs: which are supported, their one form inside, and how they are shown."""
+"""Storage URLs: validation, normalization, and display without passwords."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _SUPPORTED = "sqlite:///FILE and postgresql://USER@HOST:PORT/DATABASE are suppor
 
 
 def display_url(url: str | URL) -> str:
-    """Return the URL as it may be shown: without its password, also where it cannot be parsed.
+    """Return the URL with passwords masked, for display.
 
     Args:
-        url: A storage URL.
+        url: A storage URL; may be invalid.
     """
     try:
         parsed = make_url(url)
@@ -37,17 +37,16 @@ def display_url(url: str | URL) -> str:
 
 
 def parse_url(url: str) -> URL:
-    """Parse a storage URL and bring it into the one form that is used inside.
+    """Parse and normalize a storage URL.
 
     ``postgres://`` and ``postgresql://`` become ``postgresql+psycopg://``; the file of an SQLite URL becomes
     absolute.
 
     Args:
-        url: What the user gave.
+        url: The user's URL.
 
     Raises:
-        StorageUrlError: It cannot be parsed, names a database that is not supported, or a file that cannot be
-            opened.
+        StorageUrlError: If it cannot be parsed, the kind of database is not supported, or the file cannot be opened.
     """
     shown = display_url(url)
     try:
@@ -70,7 +69,7 @@ def parse_url(url: str) -> URL:
 
 
 def database_exists(url: str) -> bool:
-    """Return whether a database is there to be opened; a server's is taken to be.
+    """Return whether an SQLite file exists; True for databases on a server, which are not checked.
 
     Raises:
         StorageUrlError: As :func:`parse_url`.

@@ -1,4 +1,4 @@
-"""Who runs a trial, told so that another process on the same machine can see whether it still lives."""
+"""Identity of a worker process, by which other processes on the same machine can check whether it is alive."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import psutil
 __all__ = ["Worker", "this_worker"]
 
 _START_TOLERANCE_S = 2.0
-"""psutil derives a process's start from the time of boot, which a clock correction shifts a little."""
+"""psutil derives a process's start from the boot time, which clock corrections shift slightly."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,15 +21,15 @@ class Worker:
     """A process on a machine."""
 
     name: str
-    """Host and process id, for people."""
+    """Host and process id, for display only."""
     machine: str
-    """Equal where process ids can be compared: boot of the machine and process namespace."""
+    """Boot id and process namespace; process ids are comparable only if equal."""
     pid: int
     pid_started_at: float
-    """Unix time at which the process started: process ids are given out again."""
+    """Unix time at which the process started; distinguishes processes with a reused id."""
 
     def is_dead(self) -> bool:
-        """Tell whether the process is known to be gone; False where it lives or cannot be seen from here."""
+        """Return whether the process is known to have ended; False if it is alive or on another machine."""
         if self.machine != _machine():
             return False
         try:
