@@ -1,9 +1,8 @@
-"""Advice of the DeepSpeed configuration guide, each piece only where this model on this hardware calls for it.
+"""Advice of the DeepSpeed configuration guide, each piece only if it applies to this model on this hardware.
 
-The guide's rules: without memory pressure ZeRO 0 is faster than 1, 2, 2 with offload, 3 and 3 with offloads; where
-memory is short, climb that order, activation checkpointing first. Its figure for ``overlap_comm`` (4.5 times the
-buckets) is of DeepSpeed 0.8; what today's DeepSpeed allocates is in ``optuna_dsat.cost.zero_states``, and is what is
-said.
+The guide's rules: without memory pressure ZeRO 0 is faster than 1, 2, 2 with offload, 3 and 3 with offloads; while
+memory is short, go on in that order, activation checkpointing first. Its figure for ``overlap_comm`` (4.5 times the
+buckets) refers to DeepSpeed 0.8; the advice uses today's allocations (``optuna_dsat.cost.zero_states``).
 """
 
 from __future__ import annotations
@@ -20,10 +19,13 @@ __all__ = ["advise"]
 _FIRST_STAGE = 2
 """ZeRO stage at which the guide's order of tries begins once activation checkpointing is on."""
 _MUCH_OF_DEVICE = 0.08
-"""Share of the device's memory from which on buffers are worth a word."""
+"""Least share of the device's memory that buffers take for advice on them."""
 _MUCH_OF_STEP = 0.1
-"""Likewise, of the step."""
-_ACTIVATIONS_DOMINATE = 0.4
+"""Least share of the step, or relative difference of throughput, for advice."""
+_MUCH_OF_PEAK = 0.4
+"""Least share of the peak that activations take for advice on checkpointing if ZeRO 2 fits ..."""
+_SOME_OF_PEAK = 0.05
+"""... and if it does not."""
 
 
 def advise(plan: Plan) -> list[str]:
@@ -33,7 +35,7 @@ def advise(plan: Plan) -> list[str]:
 
 
 def _start(plan: Plan) -> str | None:
-    """The guide's order: the first structure that fits, and what is predicted to be fastest."""
+    """Advise the first structure of the guide's order that fits, and name the fastest by prediction."""
     fitting = plan.fitting
     if not fitting:
         return _nothing(plan)
@@ -66,16 +68,14 @@ def _nothing(plan: Plan) -> str:
 
 
 def _checkpointing(plan: Plan) -> str | None:
-    """Before any offload or ZeRO 3: compute activations again."""
+    """Advise activation checkpointing before any offload or ZeRO 3."""
     if plan.recomputes:
         return None
     needed = next((row for row in plan.rows if row.structure == Structure(stage=2)), None)
     if needed is None or not _short_of_memory(needed):
         return None
     share = needed.parts.get("activations", 0) / max(1, needed.device_bytes)
-    if share < _ACTIVATIONS_DOMINATE and needed.largest:
-        return None
-    if share < 0.05:
+    if share < (_MUCH_OF_PEAK if needed.largest else _SOME_OF_PEAK):
         return None
     return (
         f"Activations take {share:.0%} of the peak of ZeRO 2: turn on activation checkpointing "
@@ -84,12 +84,12 @@ def _checkpointing(plan: Plan) -> str | None:
 
 
 def _short_of_memory(row: PlannedRow) -> bool:
-    """Whether the row does not fit, or a larger micro-batch would make it clearly faster."""
+    """Return whether the row does not fit, or a larger micro-batch would make it clearly faster."""
     return row.predicted is None or row.predicted.shares["memory"] > _MUCH_OF_STEP
 
 
 def _offload_is_dear(plan: Plan) -> str | None:
-    """Where offload is not needed, it is not for free."""
+    """Advise against an offload that is not needed."""
     fitting = plan.fitting
     own = (ds_config.zero_section(plan.subject.config).get("offload_optimizer") or {}) if fitting else {}
     if not isinstance(own, dict) or own.get("device", "none") == "none" or fitting[0].structure.offloads:
@@ -101,7 +101,7 @@ def _offload_is_dear(plan: Plan) -> str | None:
 
 
 def _overlap(plan: Plan) -> str | None:
-    """What overlap_comm costs and hides."""
+    """Advise overlap_comm against communication time, or smaller buckets against its memory."""
     low = [row for row in plan.fitting if row.structure.stage in (1, 2)]
     best = low[0] if low and plan.subject.hardware.world_size > 1 else None
     if best is None or best.predicted is None:
@@ -126,7 +126,7 @@ def _overlap(plan: Plan) -> str | None:
 
 
 def _buckets(plan: Plan) -> str | None:
-    """Buckets as large as DeepSpeed's default on a small device."""
+    """Advise smaller reduce buckets on a small device."""
     rows = [row for row in plan.rows if row.parts.get("reduce_buckets")]
     if not rows:
         return None
@@ -143,7 +143,7 @@ def _buckets(plan: Plan) -> str | None:
 
 
 def _persistence(plan: Plan) -> str | None:
-    """ZeRO 3 with room to spare can keep parameters whole, as ZeRO 2 does."""
+    """Advise keeping parameters whole at ZeRO 3, as ZeRO 2 does, if they fit."""
     fitting = plan.fitting
     best = fitting[0] if fitting else None
     if best is None or best.predicted is None or best.structure.stage != 3:
@@ -163,7 +163,7 @@ def _persistence(plan: Plan) -> str | None:
 
 
 def _round_robin(plan: Plan) -> str | None:
-    """ZeRO 1 and 2 with offload copy gradients rank by rank."""
+    """Advise round_robin_gradients for ZeRO 1 and 2 with offload, which copy gradients rank by rank."""
     fitting = plan.fitting
     if not fitting or fitting[0].structure.stage not in (1, 2) or not fitting[0].structure.offloads:
         return None
@@ -178,7 +178,7 @@ def _round_robin(plan: Plan) -> str | None:
 
 
 def _sub_group(plan: Plan) -> str | None:
-    """ZeRO 3 whose memory peaks in the optimizer step."""
+    """Advise a smaller sub_group_size if ZeRO 3 does not fit because of the optimizer step."""
     short = [row for row in plan.rows if row.structure.stage == 3 and not row.largest and row.too_small == "device"]
     if not short or "fp32_gradients" not in short[0].parts:
         return None
@@ -189,7 +189,7 @@ def _sub_group(plan: Plan) -> str | None:
 
 
 def _precision(plan: Plan) -> str | None:
-    """Half precision, and which."""
+    """Advise half precision, bf16 if the hardware has it."""
     config = ds_config.effective(plan.subject.config)
     half = [key for key in ("bf16", "fp16") if (config.get(key) or {}).get("enabled") is True]
     if not half and plan.subject.profile.param_bytes == 4 and plan.subject.hardware.device != "cpu":

@@ -1,7 +1,7 @@
-"""What a transformer needs before it was ever run: parameters, FLOPs and activations from its shape.
+"""Parameters, FLOPs and activations of a transformer from its shape, before any launch.
 
-Symbols: s sequence length, b micro-batch (1 here: all is per sample), h hidden size, L layers, a heads, f width of the
-feed-forward block, v vocabulary, e bytes of an activation (2 in half precision).
+Symbols: s sequence length, b micro-batch (1 here: all values are per sample), h hidden size, L layers, a heads, f width
+of the feed-forward block, v vocabulary, e bytes of an activation (2 in half precision).
 
 Activations are those of Korthikanti et al. (arXiv:2205.05198, section 4.1, equation 1): a layer keeps
 ``s b h (34 + 5 a s / h)`` bytes in half precision with dropout and ``f = 4 h``, of which attention takes
@@ -13,8 +13,8 @@ embedding's dropout, ``4 s b h`` for the last norm and the projection's input, a
 FLOPs are those of Narayanan et al. (arXiv:2104.04473, section 5.1): 6 per parameter and token, and ``12 L s^2 h`` for
 attention; full recomputation repeats the forward pass.
 
-Known errors: kernels' workspaces, and how a framework spreads casts and copies, are not in these formulas. A loss that
-is computed in half precision, or without a copy of the logits, takes less than assumed.
+Known errors: the formulas leave out kernels' workspaces and a framework's casts and copies. A loss that is computed in
+half precision, or without a copy of the logits, takes less than assumed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _LOGITS_GRADIENT = 4
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerShape:
-    """A transformer, as far as memory and FLOPs depend on it."""
+    """The numbers of a transformer on which memory and FLOPs depend."""
 
     params: int
     hidden: int
@@ -62,7 +62,7 @@ class TransformerShape:
     fused_attention: bool = True
     """Whether attention keeps no ``s x s`` matrices (FlashAttention, torch's scaled_dot_product_attention)."""
     recompute: Recompute = "none"
-    """What is computed again in the backward pass (activation checkpointing)."""
+    """What is recomputed in the backward pass (activation checkpointing)."""
 
     def __post_init__(self) -> None:
         for name in ("params", "hidden", "layers", "heads", "seq_length", "vocab"):

@@ -15,9 +15,9 @@ MAPPABLE = (MICRO_BATCH, GRADIENT_ACCUMULATION, TRAIN_BATCH)
 
 
 def parse_mappings(pairs: Mapping[str, str]) -> dict[str, str]:
-    """Return the mappings with their options as they stand on a command line.
+    """Return the mappings with options as written on a command line.
 
-    DeepSpeed's ``autotuning.arg_mappings`` names options without dashes; those get two.
+    DeepSpeed's ``autotuning.arg_mappings`` names options without dashes; two are prepended.
 
     Raises:
         UsageError: If a key cannot be mapped or an option is empty.
@@ -35,15 +35,15 @@ def parse_mappings(pairs: Mapping[str, str]) -> dict[str, str]:
 def map_arguments(
     args: Sequence[str], mappings: Mapping[str, str], config: Mapping[str, Any], *, world_size: int
 ) -> tuple[str, ...]:
-    """Return a script's arguments with the mapped options set to what ``config`` says.
+    """Return a script's arguments with the mapped options set to the values of ``config``.
 
-    An option that is there (``--flag value`` or ``--flag=value``) is overridden, else it is added at the end.
+    A present option (``--flag value`` or ``--flag=value``) is replaced, a missing one appended.
 
     Args:
         args: The script's arguments.
         mappings: Key of the config -> option, as ``parse_mappings`` returns them.
         config: A DeepSpeed config with numbers for its batch sizes.
-        world_size: Data-parallel ranks, for a train batch size that the config leaves to DeepSpeed.
+        world_size: Data-parallel ranks, for a train batch size that the config does not set.
     """
     if not mappings:
         return tuple(args)

@@ -1,4 +1,4 @@
-"""The file that ``python -m NAME`` or ``import NAME`` runs, found without importing anything of the user's."""
+"""The file that ``python -m NAME`` or ``import NAME`` runs, found without importing user code."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["importable_file", "module_file"]
 
 
 def module_file(name: str, cwd: Path) -> Path | None:
-    """Return the file that ``python -m name`` runs in ``cwd``, None where there is none.
+    """Return the file that ``python -m name`` runs in ``cwd``; None if there is none.
 
-    That is ``package/module.py``, or ``package/module/__main__.py`` for a package; the working directory comes before
-    what is installed, as for Python itself. Installed packages are found through their own top level alone: nothing is
-    imported, so a package that extends its own ``__path__`` while it is imported is not followed.
+    That is ``package/module.py``, or ``package/module/__main__.py`` for a package; as for Python itself, the working
+    directory precedes installed packages. Nothing is imported, so submodules of a package that extends its ``__path__``
+    on import are not found.
 
     Args:
         name: Dotted name of a module.
@@ -24,7 +24,7 @@ def module_file(name: str, cwd: Path) -> Path | None:
 
 
 def importable_file(name: str, cwd: Path) -> Path | None:
-    """Return the file that ``import name`` runs in ``cwd``, found as ``module_file`` does, None where there is none.
+    """Return the file that ``import name`` runs in ``cwd``, found as by ``module_file``; None if there is none.
 
     Args:
         name: Dotted name of a module.
@@ -47,7 +47,7 @@ def _installed(top: str) -> Iterator[Path]:
     """Yield the folders that hold an importable top-level module or package."""
     try:
         spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError):  # no such name, or a module that was made by hand
+    except (ImportError, ValueError):  # no valid name, or a module without a spec
         return
     if spec is None:
         return

@@ -1,8 +1,8 @@
 """A trainer with batch sizes of its own, found in the user's script: they follow each configuration.
 
-The Hugging Face Trainer takes its batch sizes from ``TrainingArguments`` and refuses a DeepSpeed config that says
-otherwise. The runtime sets them in every launch; here is what the tuner makes of it: what the user's present config
-means where it says ``"auto"``, and the options of the command that trains with the best one.
+The Hugging Face Trainer takes its batch sizes from ``TrainingArguments`` and refuses a DeepSpeed config with others.
+The runtime sets them in every launch. This module serves the tuner: the values of ``"auto"`` in the user's config, and
+the options of the command that trains with the best one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NAMES = {
     "transformers": ("the Hugging Face Trainer", "TrainingArguments"),
     "lightning": ("Lightning's Trainer", "Trainer"),
 }
-"""Framework -> its trainer in words, and the class whose arguments are meant."""
+"""Framework -> its trainer in words, and the class that takes its arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +39,11 @@ class ScriptTrainer:
     framework: str
     """``transformers`` or ``lightning``."""
     micro_batch: int | None
-    """Samples per rank and forward pass as the script says by itself, None where it was not seen."""
+    """Samples per rank and forward pass that the script itself sets; None if not observed."""
     gradient_accumulation_steps: int | None
-    """As the script says by itself, None where it was not seen."""
+    """The number that the script itself sets; None if not observed."""
     options: Mapping[str, str]
-    """Key of the DeepSpeed config -> option of the script that sets the same; empty where the code sets it."""
+    """Key of the DeepSpeed config -> option of the script that sets the same; without keys that the code sets."""
 
     @classmethod
     def from_event(cls, event: TrainerFound) -> ScriptTrainer:
@@ -65,17 +65,17 @@ class ScriptTrainer:
         return asdict(self)
 
     def announcement(self) -> str:
-        """Return one line for the user: whose batch sizes follow each configuration, and what they were."""
+        """Return one line for the user: which settings follow each configuration, and their present values."""
         trainer, _ = _NAMES[self.framework]
         parts = []
         for key, field in _FIELDS[self.framework].items():
-            own = self.own(key)
+            own = self.script_value(key)
             parts.append(self.options.get(key, field) + ("" if own is None else f" (now {own})"))
         follow = "follow" if len(parts) > 1 else "follows"
         return f"The script trains with {trainer}: {' and '.join(parts)} {follow} each configuration."
 
     def advice(self, config: Mapping[str, Any]) -> str:
-        """Return what to change in the script before it trains with ``config``; empty where its options say it."""
+        """Return what to change in the script before it trains with ``config``; empty if its options set all of it."""
         fields = {key: field for key, field in _FIELDS[self.framework].items() if key not in self.options}
         if not fields:
             return ""
@@ -83,10 +83,14 @@ class ScriptTrainer:
         return f"Set {settings} in the script's {_NAMES[self.framework][1]}: it has to agree with the config."
 
     def trainable(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``config`` as the trainer takes it: Lightning's refuses one that says how much to accumulate."""
+        """Return ``config`` as the trainer accepts it: Lightning's refuses one with gradient accumulation steps."""
         refused = ds_config.GRADIENT_ACCUMULATION if self.framework == "lightning" else None
         return {key: value for key, value in config.items() if key != refused}
 
-    def own(self, key: str) -> int | None:
-        """Return what the script says by itself of a batch size, by its key in the DeepSpeed config."""
+    def script_value(self, key: str) -> int | None:
+        """Return the micro-batch or the accumulation steps that the script itself sets; None if not observed.
+
+        Args:
+            key: Key of the DeepSpeed config.
+        """
         return self.micro_batch if key == ds_config.MICRO_BATCH else self.gradient_accumulation_steps

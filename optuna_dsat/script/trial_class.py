@@ -1,6 +1,6 @@
 """A model definition as a class, ``NAME:CLASS``: found without importing it, with its hyperparameters and lengths.
 
-The class itself runs in the ranks (``integrations/deepspeed_trial``); what is here serves the command line as well, and
+The class itself runs in the ranks (``integrations/deepspeed_trial``); this module also serves the command line, and
 imports neither torch nor DeepSpeed.
 """
 
@@ -26,7 +26,7 @@ __all__ = [
     "find_trial_class",
     "hparams_of",
     "is_trial_class",
-    "own_overwrites",
+    "overwrites_of",
     "runner_arguments",
     "train_command",
 ]
@@ -38,7 +38,7 @@ CONFIG_OPTION = "--deepspeed_config"
 CONFIG, OVERWRITES = "deepspeed_config", "overwrite_deepspeed_args"
 _BATCH_SIZES = (TRAIN_BATCH, MICRO_BATCH, GRADIENT_ACCUMULATION)
 _SEARCHED = frozenset({"int", "double", "log", "categorical"})
-"""Types of a hyperparameter that Determined would choose a value for."""
+"""Types of a hyperparameter whose value Determined's search would choose."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class TrialClass:
 
 @dataclass(frozen=True, kw_only=True)
 class Length:
-    """How long to train, or how often to do something."""
+    """A duration or a period of training."""
 
     count: int
     unit: str
@@ -86,11 +86,11 @@ class Length:
 
 @dataclass(frozen=True, kw_only=True)
 class Hparams:
-    """What a hyperparameter file says."""
+    """The content of a hyperparameter file."""
 
     hyperparameters: Mapping[str, Any]
     data: Mapping[str, Any]
-    """The ``data`` section of an experiment configuration; empty for a file of hyperparameters alone."""
+    """The ``data`` section of an experiment configuration; empty for a file of hyperparameters only."""
 
     @classmethod
     def load(cls, path: str | Path) -> Hparams:
@@ -116,15 +116,15 @@ class Hparams:
         values = {str(name): _value(str(name), value, path) for name, value in section.items()}
         return cls(hyperparameters=values, data=data if isinstance(data, dict) else {})
 
-    def settled(self, config: str | Path, *, keep_overwrites: bool) -> dict[str, Any]:
-        """Return the hyperparameters with everything that they say of DeepSpeed taken from one config file.
+    def with_config(self, config: str | Path, *, keep_overwrites: bool) -> dict[str, Any]:
+        """Return the hyperparameters with all DeepSpeed settings taken from one config file.
 
-        ``deepspeed_config`` becomes that file. A config that the hyperparameters hold themselves, under that name or
-        beside the others, has its sections replaced by the file's.
+        ``deepspeed_config`` becomes the path of that file. A config inside the hyperparameters, under that name or at
+        top level, has its sections replaced by the file's.
 
         Args:
             config: Path of the config file.
-            keep_overwrites: Whether ``overwrite_deepspeed_args`` are still to be laid over it.
+            keep_overwrites: Whether to keep ``overwrite_deepspeed_args``, which are laid over the config.
         """
         result = dict(self.hyperparameters)
         named = result.get(CONFIG)
@@ -139,10 +139,10 @@ class Hparams:
         return result
 
 
-def own_overwrites(hparams: Hparams, config: str | Path, cwd: Path) -> Mapping[str, Any]:
-    """Return what the hyperparameters lay over ``config``: nothing over another file than the one they name.
+def overwrites_of(hparams: Hparams, config: str | Path, cwd: Path) -> Mapping[str, Any]:
+    """Return the settings that the hyperparameters lay over ``config``; empty if they name another file.
 
-    ``best_ds_config.json`` holds the overwrites already, under what the search changed.
+    ``best_ds_config.json`` contains the overwrites already, below the settings of the search.
 
     Raises:
         UsageError: If the overwrites are no mapping.
@@ -162,7 +162,7 @@ def is_trial_class(text: str) -> bool:
 
 
 def find_trial_class(entry: str, cwd: Path) -> TrialClass:
-    """Return the class that ``NAME:CLASS`` means in the working directory, without importing anything.
+    """Return the class that ``NAME:CLASS`` refers to in the working directory, without importing anything.
 
     Raises:
         UsageError: If there is no such module, it is not Python, or it has no such name.
@@ -191,7 +191,7 @@ def runner_arguments(entry: str, *, config: str, hparams: str | None, rest: Sequ
 
 
 def hparams_of(arguments: Sequence[str]) -> str | None:
-    """Return the path of the hyperparameters among arguments of ``RUNNER``, None where there are none."""
+    """Return the path of the hyperparameters among arguments of ``RUNNER``; None if there is none."""
     for index, argument in enumerate(arguments):
         option, equals, value = argument.partition("=")
         if option == "--hparams":
@@ -200,7 +200,7 @@ def hparams_of(arguments: Sequence[str]) -> str | None:
 
 
 def train_command(arguments: Sequence[str], *, config: str, device: str, slots: int) -> list[str]:
-    """Return the command that trains what these arguments of ``RUNNER`` train, with ``config``.
+    """Return the command that trains with ``config`` what these arguments of ``RUNNER`` train.
 
     Args:
         arguments: From ``runner_arguments``.
@@ -214,7 +214,7 @@ def train_command(arguments: Sequence[str], *, config: str, device: str, slots: 
 
 
 def _read_yaml(text: str) -> Any:
-    """Return what YAML text holds; ``1e-3`` is a number, as in YAML 1.2 and JSON (PyYAML reads 1.1: a string)."""
+    """Return the data of YAML text; ``1e-3`` is a number, as in YAML 1.2 and JSON (a string in PyYAML's YAML 1.1)."""
     import yaml
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
@@ -226,14 +226,18 @@ def _read_yaml(text: str) -> Any:
 
 
 def _replaced(own: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``own`` with the sections of ``config`` in their place, and the batch sizes of one of them alone."""
+    """Return ``own`` updated by ``config``; if ``config`` sets any batch size, those of ``own`` are dropped."""
     sizes = any(key in config for key in _BATCH_SIZES)
     kept = {key: value for key, value in own.items() if not (sizes and key in _BATCH_SIZES)}
     return {**kept, **config}
 
 
 def _value(name: str, value: Any, path: str | Path) -> Any:
-    """Return a hyperparameter's value; nested ones, and ``{type: const, val: VALUE}``, are resolved."""
+    """Return a hyperparameter's value, with ``{type: const, val: VALUE}`` resolved at any depth.
+
+    Raises:
+        UsageError: If it has a range instead of a value.
+    """
     if not isinstance(value, dict):
         return value
     kind = value.get("type")
@@ -248,7 +252,7 @@ def _value(name: str, value: Any, path: str | Path) -> Any:
 
 
 def _names(tree: ast.Module) -> set[str]:
-    """Return what a module binds at its top level, also within ``if`` and ``try``."""
+    """Return the names that a module binds, also within ``if`` and ``try``."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom | ast.Import):

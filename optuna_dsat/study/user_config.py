@@ -61,7 +61,7 @@ def follow_trainer(spec: StudySpec, trainer: ScriptTrainer | None) -> StudySpec:
     config = dict(spec.ds_config)
     if _is_open(config.get(ds_config.TRAIN_BATCH)):  # otherwise open batch sizes follow from the global batch
         for key in (ds_config.MICRO_BATCH, ds_config.GRADIENT_ACCUMULATION):
-            own = _mapped_value(spec, key) or (None if trainer is None else trainer.own(key))
+            own = _mapped_value(spec, key) or (None if trainer is None else trainer.script_value(key))
             if own is not None and _is_open(config.get(key)):
                 config[key] = own
     found = {} if trainer is None else trainer.options

@@ -16,7 +16,7 @@ from optuna_dsat.script.trial_class import (
     Hparams,
     find_trial_class,
     is_trial_class,
-    own_overwrites,
+    overwrites_of,
     runner_arguments,
 )
 from optuna_dsat.tuning.options import TuneOptions
@@ -62,7 +62,7 @@ def trial_target(entry: str, config: Path, hparams: Path | None, rest: tuple[str
         UsageError: If there is no such class, or the hyperparameters cannot be used.
     """
     found = find_trial_class(entry, Path.cwd())
-    overwrites = {} if hparams is None else own_overwrites(Hparams.load(hparams), config, Path.cwd())
+    overwrites = {} if hparams is None else overwrites_of(Hparams.load(hparams), config, Path.cwd())
     named = None if hparams is None else str(hparams)
     return Target(
         script=RUNNER,

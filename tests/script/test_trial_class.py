@@ -13,7 +13,7 @@ from optuna_dsat.script.trial_class import (
     find_trial_class,
     hparams_of,
     is_trial_class,
-    own_overwrites,
+    overwrites_of,
     runner_arguments,
     train_command,
 )
@@ -99,7 +99,7 @@ def test_hyperparameters_that_cannot_be_used_are_refused(tmp_path: Path, text: s
 def settled(folder: Path, text: str, config: dict[str, Any], *, keep: bool = False) -> dict[str, Any]:
     path = folder / "launch.json"
     path.write_text(json.dumps(config))
-    return load(folder, text).settled(path, keep_overwrites=keep)
+    return load(folder, text).with_config(path, keep_overwrites=keep)
 
 
 def test_a_named_config_becomes_the_launchs_file_and_loses_its_overwrites(tmp_path: Path) -> None:
@@ -120,11 +120,11 @@ def test_a_config_in_the_hyperparameters_follows_the_launchs_file(tmp_path: Path
 def test_overwrites_are_laid_over_their_own_config_alone(tmp_path: Path) -> None:
     text = "overwrite_deepspeed_args: {gradient_clipping: 1}\n"
     named = load(tmp_path, f"deepspeed_config: ds.json\n{text}")
-    assert own_overwrites(named, "./ds.json", tmp_path) == {"gradient_clipping": 1}
-    assert own_overwrites(named, tmp_path / "best_ds_config.json", tmp_path) == {}
-    assert own_overwrites(load(tmp_path, text), "any.json", tmp_path) == {"gradient_clipping": 1}
+    assert overwrites_of(named, "./ds.json", tmp_path) == {"gradient_clipping": 1}
+    assert overwrites_of(named, tmp_path / "best_ds_config.json", tmp_path) == {}
+    assert overwrites_of(load(tmp_path, text), "any.json", tmp_path) == {"gradient_clipping": 1}
     with pytest.raises(UsageError, match="is a mapping of DeepSpeed settings; got 3"):
-        own_overwrites(load(tmp_path, "overwrite_deepspeed_args: 3"), "ds.json", tmp_path)
+        overwrites_of(load(tmp_path, "overwrite_deepspeed_args: 3"), "ds.json", tmp_path)
 
 
 def test_arguments_lead_to_the_command_that_trains() -> None:

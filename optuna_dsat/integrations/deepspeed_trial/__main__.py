@@ -16,7 +16,7 @@ from optuna_dsat.integrations.deepspeed_trial.state import seed_everything
 from optuna_dsat.integrations.deepspeed_trial.training import Periods, Training
 from optuna_dsat.integrations.deepspeed_trial.trial import DeepSpeedTrial
 from optuna_dsat.runtime.rank import World, current_plan, initializes_distributed_manually
-from optuna_dsat.script.trial_class import Hparams, Length, own_overwrites
+from optuna_dsat.script.trial_class import Hparams, Length, overwrites_of
 
 
 def main(argv: Sequence[str]) -> None:
@@ -33,14 +33,14 @@ def main(argv: Sequence[str]) -> None:
     measuring = plan is not None and plan.measures
     hparams = Hparams.load(arguments.hparams) if arguments.hparams else Hparams(hyperparameters={}, data={})
     # The config of a launch holds the overwrites already, under what the launch lays over them.
-    keep = plan is None and bool(own_overwrites(hparams, arguments.deepspeed_config, Path.cwd()))
+    keep = plan is None and bool(overwrites_of(hparams, arguments.deepspeed_config, Path.cwd()))
     if not initializes_distributed_manually():
         import deepspeed
 
         deepspeed.init_distributed()
     seed_everything(arguments.seed)
     context = DeepSpeedTrialContext(
-        hparams.settled(arguments.deepspeed_config, keep_overwrites=keep),
+        hparams.with_config(arguments.deepspeed_config, keep_overwrites=keep),
         data_config=hparams.data,
         world=World.from_environment(),
         seed=arguments.seed,
