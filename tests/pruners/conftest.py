@@ -13,6 +13,7 @@ from optuna.pruners import BasePruner
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
+from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH
 
 SPACE: dict[str, BaseDistribution] = {
@@ -45,7 +46,7 @@ def trial(size: int, result: float | str | Sequence[float], /, **knobs: Any) -> 
         params=params,
         distributions={name: SPACE[name] for name in params},
         intermediate_values=reports,
-        user_attrs={"outcome": outcome},
+        user_attrs={attributes.OUTCOME: outcome},
     )
 
 

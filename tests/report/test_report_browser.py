@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.page import render, sections_of
 from optuna_dsat.report.view import StudyView
+from optuna_dsat.trials import attributes
 from tests.harness.browser import needs_chromium, open_browser, open_page, until
 
 if TYPE_CHECKING:
@@ -113,7 +115,7 @@ def test_the_config_is_copied_with_the_keyboard_alone_and_launches_are_filtered(
         rows = page.locator("#launch-rows tbody tr:visible")
         assert rows.count() == len(view.launched)
         page.get_by_role("searchbox").fill("out of memory")
-        short = sum(t.user_attrs["outcome"] == "out_of_memory" for t in view.launched)
+        short = sum(t.user_attrs[attributes.OUTCOME] == Outcome.OUT_OF_MEMORY for t in view.launched)
         assert 0 < short < len(view.launched)
         assert rows.count() == short
     size = "train_micro_batch_size_per_gpu"

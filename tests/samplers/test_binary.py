@@ -11,6 +11,7 @@ import pytest
 from optuna.trial import FrozenTrial, TrialState
 
 from optuna_dsat.samplers import BinarySearchSampler
+from optuna_dsat.trials import attributes
 from optuna_dsat.trials.bisection import EDGE_WIDTH
 from optuna_dsat.trials.lineage import MICRO_BATCH, PLAN_ATTR, group
 
@@ -171,7 +172,7 @@ def test_broken_configurations_are_left(kit: SimpleNamespace) -> None:
     only = partial(kit.suggest, stages=(1, 2), wide=False)
     trial = study.ask()
     knobs = only(trial)
-    trial.set_user_attr("outcome", "invalid_config")
+    trial.set_user_attr(attributes.OUTCOME, "invalid_config")
     study.tell(trial, state=TrialState.FAIL)
     kit.Driver(study, suggest=only).run(6)
     assert {t.params["zero_stage"] for t in study.trials[1:]} == {3 - knobs["zero_stage"]}

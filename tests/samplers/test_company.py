@@ -17,6 +17,7 @@ from optuna.trial import TrialState
 
 from optuna_dsat.pruners import AshaPruner, DeepSpeedPruner
 from optuna_dsat.samplers import BinarySearchSampler, LineageRandomSampler
+from optuna_dsat.trials import attributes
 from optuna_dsat.trials.attributes import VETOED
 from optuna_dsat.trials.lineage import MICRO_BATCH, group
 
@@ -118,13 +119,13 @@ def test_failures_vetoes_and_nan_do_not_end_or_distort_a_lineage(kit: SimpleName
             trial.set_user_attr(VETOED, "duplicate")
             study.tell(trial, state=TrialState.PRUNED)
         elif number == 2:
-            trial.set_user_attr("outcome", "communication_error")
+            trial.set_user_attr(attributes.OUTCOME, "communication_error")
             study.tell(trial, state=TrialState.FAIL)
         elif number == 3:
             with pytest.warns(UserWarning, match="nan is not acceptable"):
                 study.tell(trial, math.nan)
         else:
-            trial.set_user_attr("outcome", "timeout")
+            trial.set_user_attr(attributes.OUTCOME, "timeout")
             study.tell(trial, state=TrialState.FAIL)
     assert len(set(kit.sequence(study))) == 5
     (lineage,) = group(study.trials).values()

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import optuna
 
 from optuna_dsat.store import Store
+from optuna_dsat.trials import attributes
 
 STUDY = "shared"
 SPEC = {"zero_stages": [1, 2, 3]}
@@ -86,7 +87,7 @@ def holds(url: str) -> object:
         store.heartbeat.add(trial)
         micro_batch = trial.suggest_int("train_micro_batch_size_per_gpu", 1, 64)
         store.claim(study_uuid, f"mbs-{micro_batch}", trial.number)
-        trial.set_user_attr("launch_id", "trial-0000")
+        trial.set_user_attr(attributes.LAUNCH_ID, "trial-0000")
         wait()
         time.sleep(600)
     return None

@@ -17,6 +17,7 @@ from sqlalchemy import event
 
 from optuna_dsat.errors import StorageError
 from optuna_dsat.store import Store
+from optuna_dsat.trials import attributes
 
 STUDY = "shared"
 SPEC = {"zero_stages": [1, 2, 3]}
@@ -91,10 +92,10 @@ def test_a_killed_workers_trial_is_enqueued_once_by_two_that_look(url: str, acto
     with Store.open(url) as store:
         study = load(store)
         lost, copy = study.trials
-        assert (lost.state, lost.user_attrs["outcome"]) == (TrialState.FAIL, "lost")
+        assert (lost.state, lost.user_attrs[attributes.OUTCOME]) == (TrialState.FAIL, "lost")
         assert copy.state is TrialState.WAITING
         assert copy.params == lost.params
-        assert "launch_id" not in copy.user_attrs
+        assert attributes.LAUNCH_ID not in copy.user_attrs
         record = store.find_study(STUDY)
         assert record is not None
         trial = study.ask()

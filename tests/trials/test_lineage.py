@@ -10,6 +10,7 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import (
     MICRO_BATCH,
     PLAN_ATTR,
@@ -43,9 +44,9 @@ def make(
 ) -> FrozenTrial:
     user: dict[str, Any] = {}
     if outcome is not None:
-        user["outcome"] = outcome.value
+        user[attributes.OUTCOME] = outcome.value
     if vetoed is not None:
-        user["vetoed"] = vetoed
+        user[attributes.VETOED] = vetoed
     params: dict[str, Any] = {"zero_stage": stage}
     distributions: dict[str, Any] = {"zero_stage": STAGE}
     if size is not None:
