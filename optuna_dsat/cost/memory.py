@@ -2,25 +2,23 @@
 
 A training step has four moments at which memory peaks: the end of the forward pass (all activations live), the end of
 the backward pass (all gradients live), their conversion for the optimizer, and its step (its temporaries live). Each
-is linear in the micro-batch, the estimate is the largest, and the largest micro-batch is a closed form. What is
-allocated when was read in DeepSpeed 0.19.8 and checked on two CPU ranks, where predictions agree with the resident
+is linear in the micro-batch, the estimate is their maximum, and the largest micro-batch has a closed form. The time of
+each allocation was read in DeepSpeed 0.19.8 and checked on two CPU ranks, where predictions agree with the resident
 set within 3 % (the figures are in ``tests/cost/test_memory.py``); :mod:`optuna_dsat.cost.zero_states` holds the
 formulas and their sources. Under a limit on virtual memory (``RLIMIT_DATA``) buffers that are allocated but not
-written count as well; the model counts them everywhere.
+written count as well; the model always counts them.
 
 Known limits: model and expert parallelism are not modelled (the profile's parameter counts are taken as those
 of one rank); neither are the CUDA context (0.3 to 0.6 GiB), NCCL's buffers (0.1 to 1 GiB) and fragmentation
 of the caching allocator (a few per cent), none of which ``torch.cuda.max_memory_allocated`` counts.
-:class:`Correction` learns what is left from measured peaks.
+:class:`Correction` holds the error that measured peaks show, :mod:`optuna_dsat.cost.memory_fit` fits it.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from itertools import combinations
 from types import MappingProxyType
 from typing import Any
 
@@ -33,22 +31,22 @@ __all__ = [
     "Hardware",
     "MemoryEstimate",
     "ModelProfile",
+    "Sample",
+    "batch_free_key",
     "estimate",
     "largest_micro_batch",
-    "lineage_key",
+    "rank_moments",
+    "zero_settings",
 ]
 
 Config = Mapping[str, Any]
 Sample = tuple[Config, int, int]
 """DeepSpeed config, micro-batch, measured peak in bytes."""
 
-MICRO_BATCH_CAP = 2**16
-"""Largest micro-batch answered where nothing else bounds it."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile:
-    """What one launch at micro-batch 1 taught about model and hardware; fields as in ``ProfileMeasured``."""
+    """Model and hardware as measured by one launch at micro-batch 1; fields as in ``ProfileMeasured``."""
 
     params: int
     trainable_params: int
@@ -63,7 +61,7 @@ class ModelProfile:
     peak_bytes: int
     device_name: str = ""
     optimizer: str = ""
-    """Class name of the innermost optimizer, empty where there is none."""
+    """Class name of the innermost optimizer, empty if there is none."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.trainable_params <= self.params:
@@ -79,7 +77,7 @@ class ModelProfile:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> ModelProfile:
-        """Build from what :meth:`to_json` returned; keys of a newer version are ignored."""
+        """Build from the result of :meth:`to_json`; unknown keys (of a newer version) are ignored."""
         known = {one.name for one in fields(cls)}
         return cls(**{key: value for key, value in record.items() if key in known})
 
@@ -101,7 +99,7 @@ class Hardware:
     host_memory_bytes: int
     """Memory of one host, shared by its ranks."""
     device: str = "cuda"
-    """``cuda``, or ``cpu``: then what is offloaded stays in the rank's own memory and saves nothing."""
+    """``cuda`` or ``cpu``; on ``cpu``, offloaded states stay in the rank's own memory and save nothing."""
 
     def __post_init__(self) -> None:
         if self.world_size < 1 or self.ranks_per_node < 1:
@@ -117,11 +115,11 @@ class MemoryEstimate:
     device_bytes: int
     """Peak of one rank's device; the sum of ``parts``."""
     host_bytes: int
-    """Offloaded bytes on one host, over its ranks; on CPU all that its ranks use."""
+    """Offloaded bytes on one host, summed over its ranks; on CPU all bytes that its ranks use."""
     parts: Mapping[str, int]
-    """What is live at the moment of the peak, in bytes."""
+    """Bytes live at the moment of the peak, by kind."""
     moment: str = ""
-    """``forward``, ``backward``, ``convert`` or ``step``: when the peak comes."""
+    """Moment of the peak: ``forward``, ``backward``, ``convert`` or ``step``."""
 
 
 def estimate(
@@ -136,20 +134,20 @@ def estimate(
 
     Args:
         profile: The model.
-        ds_config: The DeepSpeed config; its own batch sizes are ignored, but for the gradient accumulation.
+        ds_config: The DeepSpeed config; of its batch sizes only gradient accumulation is read.
         micro_batch: Samples per rank and forward pass.
         hardware: Where it runs.
-        correction: What measured peaks taught.
+        correction: Fitted to measured peaks; None for the formulas alone.
 
     Raises:
         ValueError: If the micro-batch is negative.
     """
     if micro_batch < 0:
         raise ValueError(f"micro_batch is {micro_batch}; it must not be negative.")
-    candidates = _moments(profile, ds_config, hardware, correction)
+    candidates = rank_moments(profile, ds_config, hardware, correction)
     peak = max(candidates, key=lambda moment: moment.bytes_at(micro_batch))
     parts = {**peak.parts, "activations": peak.bytes_per_sample * micro_batch}
-    offloaded = sum(rank_host_parts(_settings(profile, ds_config, hardware)).values())
+    offloaded = sum(rank_host_parts(zero_settings(profile, ds_config, hardware)).values())
     device_bytes = peak.bytes_at(micro_batch)
     per_rank = device_bytes if hardware.device == "cpu" else offloaded
     return MemoryEstimate(
@@ -167,9 +165,9 @@ def largest_micro_batch(
     hardware: Hardware,
     correction: Correction | None = None,
     margin: float = 0.0,
-    cap: int = MICRO_BATCH_CAP,
+    cap: int = configs.MICRO_BATCH_CAP,
 ) -> int:
-    """Return the largest micro-batch predicted to fit, 0 when not even 1 does.
+    """Return the largest micro-batch predicted to fit, 0 if not even 1 fits.
 
     Every moment is ``intercept + slope * micro_batch``, so the answer is the smallest of ``floor((limit -
     intercept) / slope)`` over the moments, with ``limit`` the device's memory less the margin.
@@ -178,7 +176,7 @@ def largest_micro_batch(
         profile: The model.
         ds_config: The DeepSpeed config; its own batch sizes are ignored.
         hardware: Where it runs.
-        correction: What measured peaks taught.
+        correction: Fitted to measured peaks; None for the formulas alone.
         margin: Share of the device's memory to keep free, in [0, 1).
         cap: Largest answer.
 
@@ -195,7 +193,7 @@ def largest_micro_batch(
     elif estimate(profile, ds_config, micro_batch=1, hardware=hardware).host_bytes > hardware.host_memory_bytes:
         return 0
     answer = cap
-    for moment in _moments(profile, ds_config, hardware, correction):
+    for moment in rank_moments(profile, ds_config, hardware, correction):
         room = limit - moment.bytes_at(0)
         if room < 0:
             return 0
@@ -204,109 +202,34 @@ def largest_micro_batch(
     return answer
 
 
-def lineage_key(ds_config: Config) -> str:
-    """Return a key shared by the configs that agree in everything but the batch sizes."""
+def batch_free_key(ds_config: Config) -> str:
+    """Return a key shared by configs that agree in everything but train batch and micro-batch."""
     batch = (configs.TRAIN_BATCH, configs.MICRO_BATCH)
     return configs.canonical_key({key: value for key, value in ds_config.items() if key not in batch})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """What measured peaks taught: a slope shared by all lineages, and an offset per lineage.
+    """Error of the memory model, fitted to measured peaks: a slope shared by all lineages, an offset per lineage.
 
-    With few, noisy samples only what they can tell is learnt. The slope (activation bytes per sample) is a
-    property of the model, hence shared; what the buckets, the allocator and the libraries really take differs
-    from lineage to lineage and is an offset.
+    Samples are few and noisy, so little is fitted. The slope (activation bytes per sample) is a property of the model
+    and hence shared; the memory that buckets, allocator and libraries take differs between lineages and is an offset.
     """
 
     bytes_per_sample: int | None = None
-    """Measured activation bytes per sample; None: the profile's."""
+    """Measured activation bytes per sample; None for the profile's."""
     offsets: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     """Lineage key -> measured minus predicted bytes."""
     default_offset: int = 0
-    """For lineages that were never measured: the median of the offsets."""
+    """Bytes for lineages that were never measured: the median of the offsets."""
 
     def offset(self, ds_config: Config) -> int:
         """Return the bytes to add to every moment of this config."""
-        return self.offsets.get(lineage_key(ds_config), self.default_offset)
-
-    @classmethod
-    def fit(cls, samples: Sequence[Sample], profile: ModelProfile, hardware: Hardware) -> Correction:
-        """Learn from measured peaks; without samples, nothing (the identity).
-
-        The slope is the median over all pairs of samples of one lineage whose predicted peak is where
-        activations count (Theil 1950, Sen 1968: a third of the samples may be wrong). Without such a pair,
-        with two different micro-batches, it is the least-squares slope of the residuals over all lineages. It
-        is never negative. Offsets are medians of what is left.
-
-        Args:
-            samples: ``(ds_config, micro_batch, peak_bytes)`` of launches that fitted, in any order.
-            profile: The model.
-            hardware: Where they ran.
-        """
-        points = [_Point.of(sample, profile, hardware) for sample in samples]
-        if not points:
-            return cls()
-        slope = _slope(points)
-        corrected = cls(bytes_per_sample=slope)
-        by_lineage: dict[str, list[int]] = {}
-        for point, (config, micro_batch, peak) in zip(points, samples, strict=True):
-            predicted = estimate(
-                profile, config, micro_batch=micro_batch, hardware=hardware, correction=corrected
-            ).device_bytes
-            by_lineage.setdefault(point.lineage, []).append(peak - predicted)
-        offsets = {key: round(statistics.median(residuals)) for key, residuals in by_lineage.items()}
-        return cls(
-            bytes_per_sample=slope,
-            offsets=MappingProxyType(offsets),
-            default_offset=round(statistics.median(offsets.values())),
-        )
+        return self.offsets.get(batch_free_key(ds_config), self.default_offset)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Point:
-    """A sample beside the model's line at the end of the forward pass."""
-
-    lineage: str
-    micro_batch: int
-    above_intercept: int
-    """Measured peak less the predicted bytes at micro-batch 0."""
-    sloped: bool
-    """Whether the predicted peak lies where activations count."""
-
-    @classmethod
-    def of(cls, sample: Sample, profile: ModelProfile, hardware: Hardware) -> _Point:
-        config, micro_batch, peak = sample
-        lines = _moments(profile, config, hardware, None)
-        sloped = [line for line in lines if line.bytes_per_sample > 0] or list(lines)
-        line = max(sloped, key=lambda one: one.bytes_at(micro_batch))
-        return cls(
-            lineage=lineage_key(config),
-            micro_batch=micro_batch,
-            above_intercept=peak - line.bytes_at(0),
-            sloped=line.bytes_at(micro_batch) >= max(one.bytes_at(micro_batch) for one in lines),
-        )
-
-
-def _slope(points: Sequence[_Point]) -> int | None:
-    """Return the bytes per sample that the points tell, None where they tell nothing."""
-    usable = [point for point in points if point.sloped]
-    slopes = [
-        (b.above_intercept - a.above_intercept) / (b.micro_batch - a.micro_batch)
-        for a, b in combinations(usable, 2)
-        if a.lineage == b.lineage and a.micro_batch != b.micro_batch
-    ]
-    if slopes:
-        return max(0, round(statistics.median(slopes)))
-    if len({point.micro_batch for point in usable}) < 2:
-        return None
-    result = statistics.linear_regression(
-        [point.micro_batch for point in usable], [point.above_intercept for point in usable]
-    )
-    return max(0, round(result.slope))
-
-
-def _settings(profile: ModelProfile, ds_config: Config, hardware: Hardware) -> ZeroSettings:
+def zero_settings(profile: ModelProfile, ds_config: Config, hardware: Hardware) -> ZeroSettings:
+    """Return the inputs of the allocation formulas for a profile, a DeepSpeed config and the hardware."""
     return ZeroSettings.of(
         ds_config,
         params=profile.params,
@@ -320,11 +243,20 @@ def _settings(profile: ModelProfile, ds_config: Config, hardware: Hardware) -> Z
     )
 
 
-def _moments(
-    profile: ModelProfile, ds_config: Config, hardware: Hardware, correction: Correction | None
+def rank_moments(
+    profile: ModelProfile, ds_config: Config, hardware: Hardware, correction: Correction | None = None
 ) -> tuple[Moment, ...]:
-    """Return the moments of a step, corrected; on CPU what is offloaded stays in the rank's memory."""
-    settings = _settings(profile, ds_config, hardware)
+    """Return the moments of a step at which a rank's memory may peak, corrected.
+
+    On CPU they include offloaded states, which stay in the rank's memory.
+
+    Args:
+        profile: The model.
+        ds_config: The DeepSpeed config.
+        hardware: Where it runs.
+        correction: Fitted to measured peaks; None for the formulas alone.
+    """
+    settings = zero_settings(profile, ds_config, hardware)
     result: Iterable[Moment] = moments(settings)
     if hardware.device == "cpu":
         offloaded = rank_host_parts(settings)

@@ -1,24 +1,24 @@
-"""What a training step takes: a formula with a few unknown coefficients, and what measured steps say of them.
+"""Step-time model: seconds of a training step as a formula with unknown coefficients, fitted to measured steps.
 
 Symbols: P parameters, T trainable ones, N ranks, b bytes of a parameter, m the micro-batch, g the accumulation steps.
 The four phases of a step are
 
-- forward: ``g (c (m + h) + hooks + gathers)``: seconds per sample ``c``, and a fixed part ``c h`` for what a small
-  batch leaves idle;
-- backward: the same with another ``c``, and the reduction of the gradients: ``T b (N - 1) / N`` bytes through the link
-  for a reduce-scatter, twice that for an all-reduce, and a latency for each bucket. ZeRO 2 and 3 reduce in every
-  micro-step, 0 and 1 once. ZeRO 3 gathers the parameters in both passes, from the host where they are offloaded;
-- step: the optimizer on the device, or both ways over PCIe and on the host's CPUs; ZeRO 1 and 2 then gather all
-  parameters once, ZeRO 3 works in sub-groups;
+- forward: ``g (c (m + h) + hooks + gathers)``: seconds per sample ``c``, and a fixed part ``c h`` for the device's
+  under-utilisation at small batches;
+- backward: the same with another ``c``, and the reduction of the gradients: ``T b (N - 1) / N`` bytes over the link
+  for a reduce-scatter, twice that for an all-reduce, and a latency per bucket. ZeRO 2 and 3 reduce in every
+  micro-step, 0 and 1 once. ZeRO 3 gathers the parameters in both passes, from the host if they are offloaded;
+- step: the optimizer on the device, or copies both ways over PCIe and the update on the host's CPUs; ZeRO 1 and 2 then
+  gather all parameters once, ZeRO 3 works in sub-groups;
 - other: data loading and Python.
 
-With ``overlap_comm`` a share of the computation hides communication, all but the last message, and is slowed by it.
+With ``overlap_comm`` a share of the computation hides communication, except the last message, and is slowed by it.
 
-Sources: the volumes are those of ZeRO (Rajbhandari et al., arXiv:1910.02054, section 7) and ZeRO-Offload (Ren et al.,
-arXiv:2101.06840, section 3), a message costs latency plus bytes over bandwidth (Hockney 1994), and the coefficients are
-found by maximum a posteriori with log-normal priors (positive, and wide where machines differ by orders of magnitude);
-their uncertainty is the curvature there (Laplace's approximation; MacKay 2003, chapter 27). Known errors: layers are
-taken as even, ranks as alike. What the formula misses is left to the residuals of ``optuna_dsat.guided.planner``.
+Sources: communication volumes are those of ZeRO (Rajbhandari et al., arXiv:1910.02054, section 7) and ZeRO-Offload (Ren
+et al., arXiv:2101.06840, section 3), a message costs latency plus bytes over bandwidth (Hockney 1994). Coefficients are
+estimated by maximum a posteriori with log-normal priors (positive, and wide if machines differ by orders of magnitude);
+their covariance is the inverse curvature at the maximum (Laplace's approximation; MacKay 2003, chapter 27). Known
+errors: layers are assumed equal, and so are ranks. ``optuna_dsat.guided.residual_gp`` models the remaining error.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from optuna_dsat.cost.zero_states import ZeroSettings
+from optuna_dsat.cost.memory import Hardware, ModelProfile
+from optuna_dsat.cost.zero_states import STAGE0_REDUCE_ELEMENTS, ZeroSettings
 
-__all__ = ["BOUNDS", "COEFFICIENTS", "PHASES", "Columns", "Fitted", "StepTimeModel", "Timings"]
+__all__ = ["BOUNDS", "COEFFICIENTS", "PHASES", "Columns", "LogCoefficients", "StepTimeModel", "Timings"]
 
 Numbers: TypeAlias = npt.NDArray[Any]
 
@@ -68,7 +69,7 @@ Medians are round figures of data-centre GPUs; a spread of 1.5 covers a factor o
 """
 
 COEFFICIENTS = tuple(_PRIORS)
-"""Names, in the order of ``Fitted``."""
+"""Names of the coefficients, in the order of ``LogCoefficients``."""
 
 BOUNDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -78,24 +79,24 @@ BOUNDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "overhead": ("hooks", "group", "other"),
     }
 )
-"""What may bound a step, beside the computation -> the coefficients that would then be zero in a perfect world.
+"""Resource that may bound a step, besides computation -> the coefficients that are zero if it costs nothing.
 
-``memory`` is the device's: what a micro-batch that is too small leaves idle, what a full memory slows, and the
-bandwidth that the optimizer takes.
+``memory`` is the device's: under-utilisation by a small micro-batch, slow-down by a full memory, and the memory
+bandwidth of the optimizer.
 """
 
 _ERROR = 0.03
-"""Relative error that a phase of the formula is taken to have, noise included."""
+"""Relative standard deviation of the model's error per phase, including noise."""
 _FLOOR = 0.005
-"""Error of any phase, relative to the whole step."""
-_STEPS = 25
-_FARTHEST = 4.0
-"""Of one step of the fit, in any coefficient's logarithm: measurements that contradict each other ask for much more."""
-_STAGE0_BUCKET = 500_000_000
-"""Elements that ZeRO 0 reduces at a time (``deepspeed.runtime.engine.MEMORY_OPT_ALLREDUCE_SIZE``)."""
+"""Least standard deviation of a phase's error, relative to the whole step."""
+_MAX_ITERATIONS = 25
+_MAX_CHANGE = 4.0
+"""Largest change of a coefficient's logarithm in one iteration; contradictory measurements would cause larger ones."""
 _EDGE_POWER = 40
-"""Of the filled share: at 0.95 of the memory an eighth of what a full one costs. There torch's caching allocator frees
-its cache, with a device synchronisation, and asks again (``num_alloc_retries`` of ``torch.cuda.memory_stats``).
+"""Power of the filled share: at 0.95 of the memory an eighth of the slow-down at full memory.
+
+Close to the limit torch's caching allocator frees its cache, which synchronises the device, and retries
+(``num_alloc_retries`` of ``torch.cuda.memory_stats``).
 """
 _STATES_BYTES = 12
 """Bytes per parameter of master copy and Adam's two moments."""
@@ -103,7 +104,7 @@ _STATES_BYTES = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """What the formula reads of many configurations, one element each."""
+    """Inputs of the formula for n configurations; each array has length n."""
 
     stage: Numbers
     offload: Numbers
@@ -120,13 +121,8 @@ class Columns:
     sub_group: Numbers
 
     @classmethod
-    def of(cls, settings: Sequence[ZeroSettings], scatter: Sequence[bool]) -> Columns:
-        """Turn rows into columns.
-
-        Args:
-            settings: Of each configuration.
-            scatter: Whether each has ``reduce_scatter``.
-        """
+    def of(cls, settings: Sequence[ZeroSettings]) -> Columns:
+        """Return the columns of settings, one per configuration."""
 
         def column(values: Sequence[float]) -> Numbers:
             return np.array(values, dtype=np.float64)
@@ -138,8 +134,8 @@ class Columns:
             offload_param=column([s.offload_param != "none" for s in settings]),
             contiguous=column([s.contiguous for s in settings]),
             overlap=column([s.overlap and s.stage > 0 for s in settings]),
-            scatter=column(scatter),
-            bucket=column([s.bucket if s.stage else _STAGE0_BUCKET for s in settings]),
+            scatter=column([s.reduce_scatter for s in settings]),
+            bucket=column([s.bucket if s.stage else STAGE0_REDUCE_ELEMENTS for s in settings]),
             prefetch=column([s.prefetch for s in settings]),
             max_live=column([s.max_live for s in settings]),
             max_reuse=column([s.max_reuse for s in settings]),
@@ -148,13 +144,13 @@ class Columns:
         )
 
     def take(self, index: Any) -> Columns:
-        """Return the rows of an index array."""
+        """Return the configurations at an index array."""
         return Columns(**{one.name: getattr(self, one.name)[index] for one in fields(self)})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timings:
-    """Measured steps, one element each."""
+    """n measured steps; each array has length n."""
 
     columns: Columns
     micro_batch: Numbers
@@ -162,14 +158,14 @@ class Timings:
     fill: Numbers
     """Share of the device's memory in use at the peak."""
     phases: Numbers
-    """Seconds, shape (4, n), in the order of ``PHASES``; NaN where only the whole step is known."""
+    """Seconds, shape (4, n), in the order of ``PHASES``; NaN if only the whole step was measured."""
     latency: Numbers
     """Seconds of the whole step."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fitted:
-    """The coefficients' logarithms: the most likely ones, and their covariance."""
+class LogCoefficients:
+    """Normal distribution of the coefficients' logarithms: the prior, or Laplace's approximation of the posterior."""
 
     mean: Numbers
     covariance: Numbers
@@ -177,7 +173,7 @@ class Fitted:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimeModel:
-    """The formula for one model on one machine."""
+    """The step-time model of one training model on one machine."""
 
     params: int
     trainable: int
@@ -187,16 +183,45 @@ class StepTimeModel:
     ranks: int
     ranks_per_node: int
     machine: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """What is known of the machine beforehand: coefficient -> median and spread, in place of the wide prior."""
-    prior: Fitted | None = None
-    """What was learnt elsewhere, in place of all medians and spreads."""
+    """Prior of the machine's coefficients: name -> median and spread; wide defaults apply to the others."""
+    prior: LogCoefficients | None = None
+    """Prior from earlier studies, replaces all medians and spreads; None for the defaults and ``machine``."""
 
-    def before(self) -> Fitted:
-        """Return the coefficients as they are believed to be before anything is measured."""
+    @classmethod
+    def of(
+        cls,
+        profile: ModelProfile,
+        hardware: Hardware,
+        *,
+        machine: Mapping[str, tuple[float, float]],
+        prior: LogCoefficients | None = None,
+    ) -> StepTimeModel:
+        """Return the step-time model of a profiled model on the hardware of a launch.
+
+        Args:
+            profile: The model.
+            hardware: Where it runs.
+            machine: Prior of the machine's coefficients: name -> median and spread.
+            prior: Prior from earlier studies, None without any.
+        """
+        return cls(
+            params=profile.params,
+            trainable=profile.trainable_params,
+            largest_layer=profile.largest_layer_params,
+            param_bytes=profile.param_bytes,
+            flops_per_sample=profile.flops_per_sample,
+            ranks=hardware.world_size,
+            ranks_per_node=min(hardware.ranks_per_node, hardware.world_size),
+            machine=machine,
+            prior=prior,
+        )
+
+    def prior_coefficients(self) -> LogCoefficients:
+        """Return the prior of the coefficients."""
         if self.prior is not None:
             return self.prior
         known = np.array([self.machine.get(name, prior) for name, prior in _PRIORS.items()])
-        return Fitted(mean=np.log(known[:, 0]), covariance=np.diag(known[:, 1] ** 2))
+        return LogCoefficients(mean=np.log(known[:, 0]), covariance=np.diag(known[:, 1] ** 2))
 
     def phases(self, logs: Numbers, c: Columns, micro_batch: Numbers, accumulation: Numbers, fill: Numbers) -> Numbers:
         """Return the seconds of each phase, shape (4, ..., n).
@@ -232,7 +257,7 @@ class StepTimeModel:
         return np.stack(np.broadcast_arrays(forward, backward, self._update(x, c), other))
 
     def _reduction(self, x: dict[str, Numbers], c: Columns) -> tuple[Numbers, Numbers]:
-        """Return the seconds that the gradients' reduction takes on its own, and its messages."""
+        """Return the seconds of the gradients' reduction without overlap, and its messages."""
         messages = np.ceil(self.trainable / np.clip(c.bucket, 1, max(1, self.trainable)))
         scattered = (c.stage > 0) & (c.scatter > 0) & (c.contiguous > 0)
         passes = np.where(c.stage == 3, 1.0, np.where(scattered, np.clip(x["scatter"], 1.0, 2.0), 2.0))
@@ -241,10 +266,10 @@ class StepTimeModel:
         return (seconds if self.ranks > 1 else 0 * seconds), messages
 
     def _gathers(self, x: dict[str, Numbers], c: Columns) -> tuple[Numbers, Numbers, Numbers, Numbers]:
-        """Return the seconds of ZeRO 3's gathers, forward and backward, their messages and the computation that covers.
+        """Return ZeRO 3's gather seconds, forward and backward, messages, and the share of computation that hides them.
 
-        Parameters within half of the reuse distance are kept from one pass to the other, those below the persistence
-        threshold are never partitioned, and what is not prefetched far enough ahead is hidden little.
+        Parameters within half of the reuse distance are kept from one pass to the next, those below the persistence
+        threshold are never partitioned, and the less is prefetched, the less is hidden.
         """
         module = self.params / x["modules"]
         prefetched = np.minimum(c.prefetch, np.maximum(0, c.max_live - module))
@@ -258,9 +283,9 @@ class StepTimeModel:
         return seconds, again * seconds, messages, np.minimum(1, prefetched / (x["ahead"] * module))
 
     def _update(self, x: dict[str, Numbers], c: Columns) -> Numbers:
-        """Return the seconds from the last gradient to parameters that the next step can use."""
+        """Return the seconds of the optimizer step: from reduced gradients to parameters ready for the next step."""
         owned = self.trainable / np.where(c.stage > 0, self.ranks, 1)
-        on_device = 2 * (_STATES_BYTES + self.param_bytes) * owned * x["memory"]  # all of it read and written
+        on_device = 2 * (_STATES_BYTES + self.param_bytes) * owned * x["memory"]  # each byte is read and written
         copies = 2 * self.param_bytes * owned * x["pcie"]
         on_host = copies + owned * self.ranks_per_node * x["adam"] + c.nvme * 2 * _STATES_BYTES * owned * x["nvme"]
         groups = (c.stage == 3) * np.ceil(owned / c.sub_group) * x["group"]
@@ -273,43 +298,43 @@ class StepTimeModel:
         return found
 
     def _volume(self, elements: int) -> float:
-        """Return the bytes that a rank moves to gather or to scatter so many elements."""
+        """Return the bytes that a rank transfers to gather or to scatter ``elements``."""
         return self.param_bytes * elements * (self.ranks - 1) / self.ranks
 
-    def fit(self, timings: Timings) -> Fitted:
-        """Return the coefficients that measured steps make most likely; without any, the prior's.
+    def fit(self, timings: Timings) -> LogCoefficients:
+        """Return the maximum a posteriori coefficients given measured steps; without any, the prior.
 
-        Levenberg's and Marquardt's damped Gauss-Newton steps on the logarithms, from the prior's medians.
+        Levenberg-Marquardt iterations on the logarithms, from the prior's medians.
         """
-        prior = self.before()
+        prior = self.prior_coefficients()
         start, weight = prior.mean, np.linalg.inv(prior.covariance)
         logs, damping = start, 1e-2
-        here, slopes = self._misfit(logs, timings)
-        for _ in range(_STEPS if len(timings.latency) else 0):
-            normal = slopes.T @ slopes + weight
-            downhill = slopes.T @ here + weight @ (logs - start)
+        residuals, jacobian = self._residuals(logs, timings)
+        for _ in range(_MAX_ITERATIONS if len(timings.latency) else 0):
+            normal = jacobian.T @ jacobian + weight
+            downhill = jacobian.T @ residuals + weight @ (logs - start)
             change = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), downhill)
-            trial = logs - np.clip(change, -_FARTHEST, _FARTHEST)
-            there, steeper = self._misfit(trial, timings)
-            before = here @ here + (logs - start) @ weight @ (logs - start)
-            after = there @ there + (trial - start) @ weight @ (trial - start)
+            trial = logs - np.clip(change, -_MAX_CHANGE, _MAX_CHANGE)
+            trial_residuals, trial_jacobian = self._residuals(trial, timings)
+            before = residuals @ residuals + (logs - start) @ weight @ (logs - start)
+            after = trial_residuals @ trial_residuals + (trial - start) @ weight @ (trial - start)
             if after < before:
-                logs, here, slopes, damping = trial, there, steeper, damping / 5
+                logs, residuals, jacobian, damping = trial, trial_residuals, trial_jacobian, damping / 5
                 if before - after < 1e-4 * (1 + after):
                     break
             else:
                 damping *= 10
-        return Fitted(mean=logs, covariance=np.linalg.inv(slopes.T @ slopes + weight))
+        return LogCoefficients(mean=logs, covariance=np.linalg.inv(jacobian.T @ jacobian + weight))
 
-    def _misfit(self, logs: Numbers, timings: Timings) -> tuple[Numbers, Numbers]:
-        """Return what the formula misses, in standard deviations, and how each coefficient changes that."""
+    def _residuals(self, logs: Numbers, timings: Timings) -> tuple[Numbers, Numbers]:
+        """Return the residuals in standard deviations, and their Jacobian in the logarithms of the coefficients."""
         step = 1e-4
         variants = np.concatenate([logs[:, None], logs[:, None] + step * np.eye(len(logs))], axis=1)[:, :, None]
         found = self.phases(variants, timings.columns, timings.micro_batch, timings.accumulation, timings.fill)
         known = ~np.isnan(timings.phases)
         phases = np.where(known, timings.phases, 0.0)[:, None, :]
-        missed = (found - phases) / (_ERROR * phases + _FLOOR * timings.latency)
-        by_phase = np.moveaxis(missed, 0, 1)[:, known]
+        residuals = (found - phases) / (_ERROR * phases + _FLOOR * timings.latency)
+        by_phase = np.moveaxis(residuals, 0, 1)[:, known]
         whole = ~known.all(axis=0)
         total = ((found.sum(axis=0) - timings.latency) / (_ERROR * timings.latency))[:, whole]
         values = np.concatenate([by_phase, total], axis=1)
@@ -317,9 +342,9 @@ class StepTimeModel:
         return values[0], ((values[1:] - values[0]) / step).T
 
     def slopes(
-        self, fitted: Fitted, c: Columns, micro_batch: Numbers, accumulation: Numbers, fill: Numbers
+        self, fitted: LogCoefficients, c: Columns, micro_batch: Numbers, accumulation: Numbers, fill: Numbers
     ) -> tuple[Numbers, Numbers]:
-        """Return the phases at the most likely coefficients, and d(phases) / d(logarithm of each), (4, k, n)."""
+        """Return the phases (4, n) at the mean coefficients, and their derivatives in the logarithms, (4, k, n)."""
         step = 1e-3
         logs = fitted.mean[:, None]
         variants = np.concatenate([logs, logs + step * np.eye(len(fitted.mean))], axis=1)[:, :, None]
@@ -329,10 +354,10 @@ class StepTimeModel:
     def bounds(
         self, logs: Numbers, c: Columns, micro_batch: Numbers, accumulation: Numbers, fill: Numbers
     ) -> dict[str, Numbers]:
-        """Return the seconds of a step that each of ``BOUNDS`` costs, and what is left to the computation.
+        """Return the seconds of a step that each resource of ``BOUNDS`` costs, and the remainder as ``compute``.
 
-        Each is what the step would be shorter by if it cost nothing: communication that hides behind computation
-        counts for its slow-down alone.
+        Each is the reduction of the step time if the resource cost nothing: communication hidden behind computation
+        counts only by the slow-down it causes.
         """
         zero = np.tile(logs[:, None, None], (1, 1 + len(BOUNDS), 1))
         for column, names in enumerate(BOUNDS.values(), start=1):

@@ -1,4 +1,4 @@
-"""What DeepSpeed allocates for a model under each ZeRO stage and offload, in bytes per rank.
+"""DeepSpeed's allocations for a model under each ZeRO stage and offload, in bytes per rank.
 
 Symbols: P parameters, T trainable ones, N data-parallel ranks, b bytes of a parameter (2 in fp16 and bf16,
 else 4), g bytes of an accumulated gradient, R ``reduce_bucket_size`` in elements.
@@ -18,13 +18,18 @@ from typing import Any
 
 from optuna_dsat.config import ds_config as configs
 
-__all__ = ["Moment", "ZeroSettings", "moments", "optimizer_bytes_per_param", "rank_host_parts"]
+__all__ = [
+    "STAGE0_REDUCE_ELEMENTS",
+    "Moment",
+    "ZeroSettings",
+    "moments",
+    "optimizer_bytes_per_param",
+    "rank_host_parts",
+]
 
 _FP32 = 4
-_STAGE0_REDUCE_ELEMENTS = 500_000_000
-"""``MEMORY_OPT_ALLREDUCE_SIZE`` of ``deepspeed.runtime.engine``: what ZeRO 0 reduces at a time, not
-configurable.
-"""
+STAGE0_REDUCE_ELEMENTS = 500_000_000
+"""Elements that ZeRO 0 reduces at a time (``MEMORY_OPT_ALLREDUCE_SIZE`` of ``deepspeed.runtime.engine``), fixed."""
 
 _OPTIMIZER_BYTES = {
     "adam": 8, "adamw": 8, "fusedadam": 8, "deepspeedcpuadam": 8, "zenflowcpuadam": 8, "onebitadam": 12,
@@ -35,16 +40,16 @@ _OPTIMIZER_BYTES = {
 }  # fmt: skip
 """Lower-case class or config name -> bytes of state per trainable parameter, in fp32: 4 for each moment kept.
 
-Adafactor keeps a row and a column per matrix, which is nothing beside the matrix. Muon: one momentum for
-matrices, two moments for the rest, which is the smaller share.
+Adafactor keeps a row and a column per matrix, which is negligible. Muon keeps one momentum for matrices and two moments
+for the other parameters, which are few.
 """
 
 
 def optimizer_bytes_per_param(config: Mapping[str, Any], profiled_optimizer: str) -> int:
-    """Return the bytes of optimizer state per trainable parameter (Adam's 8 where the optimizer is unknown).
+    """Return the bytes of optimizer state per trainable parameter (Adam's 8 if the optimizer is unknown).
 
     Args:
-        config: DeepSpeed config; its ``optimizer`` section decides where there is one.
+        config: DeepSpeed config; its ``optimizer`` section takes precedence if it has one.
         profiled_optimizer: Class name of the script's own optimizer.
     """
     section = config.get("optimizer") or {}
@@ -61,7 +66,7 @@ def _ceil_div(value: int, by: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroSettings:
-    """Everything the formulas read, taken from a profile and a DeepSpeed config once."""
+    """Inputs of the formulas, read from a profile and a DeepSpeed config."""
 
     params: int
     trainable: int
@@ -72,7 +77,7 @@ class ZeroSettings:
     ranks: int
     stage: int
     mixed: bool
-    """fp16 or bf16 parameters, with a master copy."""
+    """Whether parameters are fp16 or bf16, with a master copy."""
     master_bytes: int
     grad_bytes: int
     """Bytes of an accumulated gradient."""
@@ -81,15 +86,16 @@ class ZeroSettings:
     fused_optimizer: bool
     """Whether the optimizer step needs no temporaries."""
     on_cpu: bool
-    """The ranks compute on the CPU."""
+    """Whether the ranks compute on the CPU."""
     accumulates: bool
     """Whether gradients outlive a backward pass (gradient accumulation above 1)."""
     offload_optimizer: str
     offload_param: str
     overlap: bool
     contiguous: bool
+    reduce_scatter: bool
     bucket: int
-    """R."""
+    """R; this and the following sizes are in elements."""
     prefetch: int
     max_live: int
     max_reuse: int
@@ -117,9 +123,9 @@ class ZeroSettings:
         ranks: int,
         on_cpu: bool,
     ) -> ZeroSettings:
-        """Read a DeepSpeed config; ``"auto"`` and lists mean DeepSpeed's default and the first value."""
+        """Read a DeepSpeed config; ``"auto"`` stands for DeepSpeed's default, a list for its first value."""
         plain = configs.effective(config)
-        zero = plain.get("zero_optimization", {})
+        zero = plain.get(configs.ZERO, {})
         stage = int(_number(zero, "stage", 0))
         half = _half_precision(plain)
         mixed = param_bytes < _FP32 if half is None else half
@@ -152,12 +158,13 @@ class ZeroSettings:
             overlap=overlap if isinstance(overlap, bool) else stage == 3,
             contiguous=zero.get("contiguous_gradients") is not False
             or (stage in (1, 2) and offload["offload_optimizer"] != "none"),
-            bucket=_number(zero, "reduce_bucket_size", 500_000_000),
-            prefetch=_number(zero, "stage3_prefetch_bucket_size", 50_000_000),
-            max_live=_number(zero, "stage3_max_live_parameters", 1_000_000_000),
-            max_reuse=_number(zero, "stage3_max_reuse_distance", 1_000_000_000),
-            persistence=_number(zero, "stage3_param_persistence_threshold", 100_000),
-            sub_group=_number(zero, "sub_group_size", 1_000_000_000),
+            reduce_scatter=zero.get("reduce_scatter") is not False,
+            bucket=_size(zero, "reduce_bucket_size"),
+            prefetch=_size(zero, "stage3_prefetch_bucket_size"),
+            max_live=_size(zero, "stage3_max_live_parameters"),
+            max_reuse=_size(zero, "stage3_max_reuse_distance"),
+            persistence=_size(zero, "stage3_param_persistence_threshold"),
+            sub_group=_size(zero, "sub_group_size"),
             nvme_buffers=_number(swap, "buffer_count", 5) * _number(swap, "buffer_size", 100_000_000),
         )
 
@@ -167,8 +174,12 @@ def _number(section: Mapping[str, Any], key: str, default: int) -> int:
     return int(value) if isinstance(value, int | float) and not isinstance(value, bool) else default
 
 
+def _size(zero: Mapping[str, Any], key: str) -> int:
+    return _number(zero, key, configs.zero_default(key, stage=zero.get("stage", 0)))
+
+
 def _half_precision(config: Mapping[str, Any]) -> bool | None:
-    """Whether the config turns fp16 or bf16 on; None where it leaves that to others (``"auto"``)."""
+    """Whether the config enables fp16 or bf16; None if it says ``"auto"``."""
     flags = [(config.get(key) or {}).get("enabled", False) for key in ("fp16", "bf16")]
     if True in flags:
         return True
@@ -187,7 +198,7 @@ def _is_fused(config: Mapping[str, Any], optimizer: str) -> bool:
     """Whether the optimizer updates in place, as DeepSpeed's own FusedAdam and DeepSpeedCPUAdam do.
 
     ``DeepSpeedEngine._configure_basic_optimizer`` builds them for ``Adam`` and ``AdamW`` unless
-    ``torch_adam`` is set. An optimizer that nothing is known of counts as fused.
+    ``torch_adam`` is set. An unknown optimizer counts as fused.
     """
     section = config.get("optimizer") or {}
     name = str(section.get("type") or "").lower()
@@ -202,7 +213,7 @@ class Moment:
 
     name: str
     parts: Mapping[str, int] = field(default_factory=dict)
-    """What is live whatever the micro-batch, in bytes."""
+    """Bytes live at any micro-batch, by kind."""
     bytes_per_sample: int = 0
 
     def bytes_at(self, micro_batch: int) -> int:
@@ -210,11 +221,11 @@ class Moment:
         return sum(self.parts.values()) + self.bytes_per_sample * micro_batch
 
     def plus(self, parts: Mapping[str, int]) -> Moment:
-        """Return the moment with more live."""
+        """Return the moment with further allocations."""
         return replace(self, parts={**self.parts, **parts})
 
     def with_slope(self, bytes_per_sample: int | None) -> Moment:
-        """Return the moment with measured activations, where it has any."""
+        """Return the moment with measured activation bytes per sample, if it has activations and a value is given."""
         if bytes_per_sample is None or self.name != "forward":
             return self
         return replace(self, bytes_per_sample=bytes_per_sample)
@@ -225,9 +236,9 @@ def moments(s: ZeroSettings) -> tuple[Moment, ...]:
 
     Activations grow linearly with the micro-batch (Korthikanti et al., arXiv:2205.05198, section 4: every
     term of ``s b h (34 + 5 a s / h)`` is proportional to the micro-batch b), and are freed layer by layer
-    while gradients grow, so with even layers the peak of the backward pass is at one of its ends. At the
-    first of them the buckets are there already. The known error: layers that are not even, and a large logits
-    tensor at the end, shift the peak by up to the size of one layer's activations.
+    while gradients grow, so with equal layers the peak of the backward pass is at its start or its end. At its
+    start the buckets are already allocated. Known error: unequal layers, and a large logits tensor at the end,
+    shift the peak by up to the size of one layer's activations.
     """
     persistent, buckets, gradients = _persistent(s), _buckets(s), _gradients(s)
     kept = gradients if s.accumulates else {}
@@ -246,12 +257,12 @@ def moments(s: ZeroSettings) -> tuple[Moment, ...]:
 
 
 def _persistent(s: ZeroSettings) -> dict[str, int]:
-    """Return what lives from initialisation to the end: parameters, master copy, optimizer state.
+    """Return what is live from initialisation to the end: parameters, master copy, optimizer state.
 
     ZeRO paper, section 5 (mixed-precision Adam, K = 12): 2P + 2P + 12P; P_os divides the 12 by N, P_os+g the
     gradients, too, P_os+g+p everything. DeepSpeed keeps a master copy of a rank's partition in fp32 training
     as well (``DeepSpeedZeroOptimizer.__init__`` clones the partition), 4P/N that the paper does not count.
-    ZeRO-3's gradient partition (``grad_partitions_flat_buffer``) lives for ever, too, and counts here.
+    ZeRO-3's gradient partition (``grad_partitions_flat_buffer``) is live throughout as well and counts here.
     """
     owned = s.trainable if s.stage == 0 else s.partition
     master = s.master_bytes * owned if s.mixed or s.stage > 0 else 0
@@ -272,11 +283,10 @@ def _persistent(s: ZeroSettings) -> dict[str, int]:
 def _gradients(s: ZeroSettings) -> dict[str, int]:
     """Return the gradients live at the end of a backward pass.
 
-    Stage 0 keeps all, stage 1 all as well unless ``overlap_comm`` reduces them during the backward pass,
-    stage 2 the rank's partition (``grads_in_partition``; ZeRO paper, section 5.2), with optimizer offload
-    nothing: each gradient leaves for the host as it is reduced (ZeRO-Offload, section 3.2). With
-    ``grad_accum_dtype`` fp32, an fp32 copy is kept beside the bf16 gradients (``BF16_Optimizer``, or
-    ``grad_accum`` of stage 1).
+    Stage 0 keeps all, stage 1 as well unless ``overlap_comm`` reduces them during the backward pass, stage 2
+    the rank's partition (``grads_in_partition``; ZeRO paper, section 5.2), with optimizer offload none: each
+    gradient is copied to the host as it is reduced (ZeRO-Offload, section 3.2). With ``grad_accum_dtype`` fp32,
+    an fp32 copy is kept beside the bf16 gradients (``BF16_Optimizer``, or ``grad_accum`` of stage 1).
     """
     if s.stage == 3:
         return {}
@@ -295,9 +305,9 @@ def _buckets(s: ZeroSettings) -> dict[str, int]:
     """Return the buffers that gradients are gathered in: R elements; in stages 1 and 2 twice with overlap.
 
     ``DeepSpeedZeroOptimizer.setup_buckets`` and ``DeepSpeedZeroOptimizer_Stage3._setup_for_real_optimizer``
-    allocate all R elements however small the model is; they are empty until written, so a CPU's resident set
-    shows only what the model fills, while a limit on virtual memory (``RLIMIT_DATA``) and a GPU count all of
-    it.
+    allocate all R elements, even for a small model. They are empty until written, so a CPU's resident set
+    shows only the part that the model fills, while a limit on virtual memory (``RLIMIT_DATA``) and a GPU count
+    all of it.
     """
     if s.stage == 0:
         return {}
@@ -306,14 +316,14 @@ def _buckets(s: ZeroSettings) -> dict[str, int]:
 
 
 def _reduction(s: ZeroSettings) -> dict[str, int]:
-    """Return the copies made while a bucket is reduced.
+    """Return the copies that exist while a bucket is reduced.
 
     ``allreduce_bucket`` flattens the bucket's gradients into a new tensor; ``reduce_scatter_coalesced``
     (stage 3) does likewise. A bucket never holds more than all gradients.
     """
     if s.ranks == 1:
         return {}
-    elements = min(s.bucket if s.stage else _STAGE0_REDUCE_ELEMENTS, s.trainable)
+    elements = min(s.bucket if s.stage else STAGE0_REDUCE_ELEMENTS, s.trainable)
     return {"reduction": s.param_bytes * elements}
 
 
@@ -323,11 +333,10 @@ def _gathered(s: ZeroSettings, *, at_end_of_forward: bool) -> dict[str, int]:
     ``PartitionedParameterCoordinator`` gathers a module (at most the largest layer; ZeRO-Infinity's
     model-state working memory, arXiv:2104.07857, section 3), prefetches ``prefetch_bucket_size`` elements
     while fewer than ``max_live_parameters`` are live, and releases what is not used again within
-    ``max_reuse_distance``: at the turn from forward to backward that keeps the last half of that distance,
-    for going there and back covers it twice. Parameters below the persistence threshold always stay; how many
-    there are is not profiled, so they count only where the threshold exceeds the largest layer and hence all
-    parameters persist. Known error: the sizes of modules are taken as even; a gather in flight holds its flat
-    copy besides.
+    ``max_reuse_distance``: at the turn from forward to backward half of that distance stays, as the way to the
+    end and back counts twice. Parameters below the persistence threshold always stay; their number is not
+    profiled, so they count only if the threshold exceeds the largest layer and hence all parameters persist.
+    Known error: modules are assumed to have equal sizes; a gather in flight also holds its flat copy.
     """
     if s.stage != 3:
         return {}
@@ -346,12 +355,11 @@ def _gathered(s: ZeroSettings, *, at_end_of_forward: bool) -> dict[str, int]:
 
 
 def _conversion(s: ZeroSettings) -> dict[str, int]:
-    """Return the gradients live while they are made ready for the optimizer.
+    """Return the gradients live during their conversion for the optimizer.
 
     Stages 1 and 2 flatten the gradients of the rank's partition into a new tensor and convert that to fp32
-    (``DeepSpeedZeroOptimizer.step``), all of it at once; only then are the gradients freed. Where the
-    gradients are fp32 already, nothing is converted. DeepSpeed's estimators count the 4 bytes of the fp32
-    gradients, too.
+    (``DeepSpeedZeroOptimizer.step``), all of it at once, before the gradients are freed. Gradients that are
+    fp32 already are not converted. DeepSpeed's estimators also count the 4 bytes of the fp32 gradients.
     """
     if s.stage in (0, 3) or s.offload_optimizer != "none":
         return {}
@@ -365,7 +373,7 @@ def _update(s: ZeroSettings) -> dict[str, int]:
 
     Stages 1 and 2 update the whole partition at once, stage 3 a sub-group (``sub_group_size``) at a time,
     stage 0 all. Stage 0 keeps the half-precision gradients beside their fp32 copies. With optimizer offload
-    all this is the host's, which for CPU ranks is their own memory.
+    these are in host memory, which for CPU ranks is their own.
     """
     elements = _updated_at_once(s)
     if s.offload_optimizer != "none":
@@ -384,12 +392,12 @@ def _updated_at_once(s: ZeroSettings) -> int:
 
 
 def _scratch(s: ZeroSettings, elements: int) -> int:
-    """Return the temporaries of torch's Adam: one fp32 element a parameter on CUDA, two on the CPU.
+    """Return the temporaries of torch's Adam: one fp32 element per parameter on CUDA, two on the CPU.
 
     ``torch.optim.adam._multi_tensor_adam`` (the default on CUDA) keeps the square roots of all second
     moments, ``_single_tensor_adam`` (on the CPU) square root and quotient of one tensor, which under ZeRO is
-    all that is updated at once and without ZeRO at most the largest layer's. DeepSpeed's own optimizers need
-    none; others of torch are taken to be alike.
+    all that is updated at once and without ZeRO at most the largest layer. DeepSpeed's own optimizers need none;
+    torch's others are assumed to need the same as Adam.
     """
     if s.fused_optimizer or s.state_bytes == 0:
         return 0
@@ -399,14 +407,14 @@ def _scratch(s: ZeroSettings, elements: int) -> int:
 
 
 def rank_host_parts(s: ZeroSettings) -> dict[str, int]:
-    """Return what one rank keeps in host memory, in bytes.
+    """Return the bytes that one rank keeps in host memory, by kind.
 
     Optimizer offload (ZeRO-Offload, arXiv:2101.06840, section 3): master, optimizer state, fp32 gradients and
     a half-precision copy of the partition, (4 + k + 4 + b) T/N, and the temporaries of an optimizer of torch.
     Stages 1 and 2 add a gradient of the largest parameter and, under gradient accumulation, the accumulated
-    partition; stage 3 the gradient partition. To NVMe (ZeRO-Infinity) only the buffers of one sub-group stay.
-    Parameter offload: b P/N, to NVMe the swap buffers. DeepSpeed's estimators multiply by 1.5 for what the CUDA
-    host allocator rounds up (pinned blocks are powers of two, so up to twice); that factor is not in here.
+    partition; stage 3 the gradient partition. With NVMe (ZeRO-Infinity) only the buffers of one sub-group stay.
+    Parameter offload: b P/N, with NVMe the swap buffers. DeepSpeed's estimators multiply by 1.5, because the CUDA
+    host allocator rounds pinned blocks up to powers of two; that factor is not included.
     """
     parts: dict[str, int] = {}
     if s.offload_optimizer != "none":

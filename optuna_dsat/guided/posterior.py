@@ -1,6 +1,6 @@
-"""What is believed of a space at one moment of a search: memory, speed, and what a launch promises.
+"""Posterior over memory use and speed of all candidates given the trials so far, and the acquisition function on it.
 
-See ``optuna_dsat.guided.planner`` for how the parts work together.
+See ``optuna_dsat.guided.planner`` for the method.
 """
 
 from __future__ import annotations
@@ -15,169 +15,177 @@ import numpy.typing as npt
 
 from optuna_dsat.cost.memory_posterior import MemoryPosterior, normal_cdf
 from optuna_dsat.cost.step_time import Timings
-from optuna_dsat.guided.candidates import Known
+from optuna_dsat.guided.candidates import Observations
 from optuna_dsat.guided.problem import Problem
 from optuna_dsat.guided.residual_gp import Points, ResidualGP
 from optuna_dsat.metrics import LARGER_IS_BETTER
 
-__all__ = ["Acquisition", "Expected", "Posterior"]
+__all__ = ["Acquisition", "Posterior", "Prediction"]
 
 Numbers: TypeAlias = npt.NDArray[Any]
 
-_START_WEIGHT = 2.0
-"""A launch costs more than its seconds: it counts against the budget, too."""
-_START_S = 30.0
-"""Seconds of a launch beside its steps, until one was measured; only their ratio to the steps matters."""
-_PLAIN = 5e-4
-"""What a knob away from the user's value, or DeepSpeed's default, must promise to be tried: of equals, the usual."""
-_THRIFT = 0.5
-"""Power of a launch's seconds by which its merit is divided."""
-_CAUTION = 2
-"""Power of the probability to fit: a launch that runs out of memory teaches less than what it costs."""
-_LEAST_CHANCE = 0.5
-"""Probability to fit below which nothing is launched any more once something has run."""
-_HOST_ERROR = 0.1
-"""Relative error of the predicted host memory."""
-_WITHOUT_ANY = math.log(10)
-"""Before anything ran, improvement is counted from a tenth of the best foreseen metric: what counts is that it runs."""
-_COARSE = (0.2, 0.4, 0.6, 0.8, 0.9, 1.0)
-"""Shares of the largest micro-batch at which all lineages are looked at."""
-_TIGHT = 0.05
-"""Error of a predicted peak, relative to the device, while all lineages are looked at."""
-_CLOSER, _CLOSER_EACH = 96, 8
-"""Lineages looked at closely: the best, and the best of each structure."""
-_CLOSER_MEASURED = 64
-"""Measured lineages looked at closely: those that promise most."""
-_TIES = 3
-"""Of lineages that theory takes as equal, so many are looked at closely."""
-_NEAR, _SPREAD = 4, 14
-"""Micro-batches on either side of the expected edge, and between the smallest and the edge."""
-_MOST_KNOWN = 120
-"""Measurements that beliefs rest on: the best ones, and as many of the latest."""
+_START_UP_WEIGHT = 2.0
+"""Factor on start-up seconds: a launch also counts against the budget of launches."""
+_DEFAULT_START_UP_S = 30.0
+"""Launch seconds outside training steps until one launch was measured; only the ratio to the steps matters."""
+_NON_DEFAULT_PENALTY = 5e-4
+"""Log objective subtracted per knob that differs from the user's value (or DeepSpeed's default), to break ties."""
+_COST_POWER = 0.5
+"""Power of a launch's expected seconds in the acquisition function."""
+_FITS_POWER = 2
+"""Power of the probability to fit: an out-of-memory launch is less informative than it is expensive."""
+_MIN_FITS = 0.5
+"""Probability to fit below which no candidate is launched once a metric was measured."""
+_HOST_SD = 0.1
+"""Relative standard deviation of the predicted host memory."""
+_INITIAL_IMPROVEMENT = math.log(10)
+"""Until a metric is measured, the incumbent is a tenth of the best predicted metric: running at all counts most."""
+_COARSE_SHARES = (0.2, 0.4, 0.6, 0.8, 0.9, 1.0)
+"""Shares of each lineage's predicted edge at which all lineages are evaluated for the shortlist."""
+_COARSE_PEAK_SD = 0.05
+"""Standard deviation of a peak relative to the device's memory, in that evaluation."""
+_SHORTLISTED, _SHORTLISTED_PER_STRUCTURE = 96, 8
+"""Lineages on the shortlist: the best of all, and the best of each structure."""
+_SHORTLISTED_MEASURED = 64
+"""Measured lineages on the shortlist: the best."""
+_MAX_TIES = 3
+"""Lineages on the shortlist among those of equal predictions."""
+_NEAR_EDGE, _GRID_POINTS = 4, 14
+"""Micro-batches evaluated on either side of the predicted edge, and evenly between the smallest and the edge."""
+_MAX_OBSERVATIONS = 120
+"""Largest number of measurements conditioned on: the best, and as many of the latest."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Expected:
-    """What is believed of one configuration."""
+class Prediction:
+    """Posterior of one configuration."""
 
     value: float
-    """The metric."""
+    """Expected metric."""
     spread: float
     """Standard deviation of the metric's logarithm."""
     peak_bytes: float
+    """Expected peak of a rank."""
     fits: float
     """Probability that it fits."""
     bounds: Mapping[str, float]
-    """Seconds of a step: see ``StepTimeModel.bounds``."""
+    """Seconds of a step by resource, see ``StepTimeModel.bounds``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Acquisition:
-    """What launching configurations is worth, one element each."""
+    """Acquisition function at n configurations; each array has length n."""
 
     value: Numbers
-    """What the next launch is chosen by."""
+    """Acquisition value: the next launch maximizes it."""
     gain: Numbers
-    """Expected improvement over what is believed to be the best so far, of the metric's logarithm."""
+    """Expected improvement over the incumbent, in the metric's logarithm."""
     log_objective: Numbers
-    """Expected logarithm of the metric (of its inverse where less is better)."""
+    """Posterior mean log objective: log of the metric, of its inverse if the metric is minimized."""
     fits: Numbers
-    """Probability that it runs."""
+    """Probability that the configuration runs."""
 
 
 class Posterior:
-    """What is believed at one moment.
+    """Posterior given the trials of a study at one moment.
 
     Args:
         problem: Model, machine, space and metric.
-        known: The trials.
-        samples_limit: Samples per rank and step from which on the script's data is too little; None for no limit.
+        observations: The trials.
+        samples_limit: Samples per rank and step at which the script's data is exhausted; None if unknown.
     """
 
-    def __init__(self, problem: Problem, known: Known, *, samples_limit: int | None) -> None:
+    def __init__(self, problem: Problem, observations: Observations, *, samples_limit: int | None) -> None:
         self._problem = problem
         self._table = problem.table
-        self._known = known
+        self._observations = observations
         self._samples_limit = samples_limit
         self._memory = MemoryPosterior(
             device_bytes=problem.device_bytes,
             bytes_per_sample=problem.profile.activation_bytes_per_sample,
             on_cpu=problem.hardware.device == "cpu",
         )
-        self.ran = ran = known.take(_most_telling(known))
+        self.measured = measured = observations.take(_most_informative(observations))
         """Measured trials."""
-        seen = np.concatenate([np.flatnonzero(known.too_large), np.flatnonzero(known.fits & np.isnan(known.value))])
-        self._past = problem.past
-        heard = (ran, known.take(seen), self._past)
-        rows, sizes = (np.concatenate([getattr(one, name) for one in heard]) for name in ("row", "micro_batch"))
-        peaks, too_large = (np.concatenate([getattr(one, name) for one in heard]) for name in ("peak", "too_large"))
-        self._memory.observe(self._table.loads(rows, sizes), peaks, too_large)
-        timed = known.overhead[~np.isnan(known.overhead)]
-        self._start_s = _START_WEIGHT * (float(np.median(timed)) if len(timed) else _START_S)
-        self._room = min(self._memory.limit, float(problem.device_bytes))
-        self._fits = self._edges(known.fits, np.maximum, 0)
-        """Largest micro-batch of each lineage that ran; 0 for none."""
-        self._bursts = self._edges(known.too_large, np.minimum, np.iinfo(np.int64).max)
-        """Smallest that was too large."""
-        self._learn(ran)
+        unmeasured = observations.fits & np.isnan(observations.value)
+        sided = np.concatenate([np.flatnonzero(observations.device_out_of_memory), np.flatnonzero(unmeasured)])
+        self._prior_observations = problem.prior_observations
+        all_observed = (measured, observations.take(sided), self._prior_observations)
+        rows, sizes, peaks, out_of_memory = (
+            np.concatenate([getattr(one, name) for one in all_observed])
+            for name in ("row", "micro_batch", "peak", "device_out_of_memory")
+        )
+        self._memory.observe(self._table.memory_inputs(rows, sizes), peaks, out_of_memory)
+        timed = observations.overhead[~np.isnan(observations.overhead)]
+        self._start_up_s = _START_UP_WEIGHT * (float(np.median(timed)) if len(timed) else _DEFAULT_START_UP_S)
+        self._limit_bytes = min(self._memory.limit, float(problem.device_bytes))
+        self._largest_fit = self._extreme_sizes(observations.fits, np.maximum, 0)
+        """Largest micro-batch of each lineage that ran, 0 if none did."""
+        self._smallest_too_large = self._extreme_sizes(
+            observations.device_out_of_memory, np.minimum, np.iinfo(np.int64).max
+        )
+        """Smallest micro-batch of each lineage that ran out of memory; the largest integer if none did."""
+        self._fit(measured)
 
-    def _edges(self, chosen: Numbers, best: np.ufunc, nothing: int) -> Numbers:
-        found = np.full(len(self._table.lineages), nothing, dtype=np.int64)
-        best.at(found, self._known.row[chosen], self._known.micro_batch[chosen].astype(np.int64))
+    def _extreme_sizes(self, chosen: Numbers, extreme: np.ufunc, default: int) -> Numbers:
+        found = np.full(len(self._table.lineages), default, dtype=np.int64)
+        extreme.at(found, self._observations.row[chosen], self._observations.micro_batch[chosen].astype(np.int64))
         return found
 
-    def _learn(self, ran: Known) -> None:
-        """Fit the coefficients, then the residuals; launches in flight count with the metric foreseen for them."""
+    def _fit(self, measured: Observations) -> None:
+        """Fit the coefficients, then the residuals; launches in flight count with their predicted metric."""
         problem = self._problem
-        size, accumulation = ran.micro_batch, problem.accumulation(ran.micro_batch)
-        fill = self._fill(ran.row, size, ran.peak)
-        latency = ran.phases.sum(axis=0)
+        size, accumulation = measured.micro_batch, problem.accumulation(measured.micro_batch)
+        fill = self._fill(measured.row, size, measured.peak)
+        latency = measured.phases.sum(axis=0)
         if problem.metric == "latency":
-            latency = np.where(np.isnan(latency), ran.value, latency)
-        elif problem.metric in ("throughput", "FLOPS_per_gpu"):
-            latency = np.where(np.isnan(latency), problem.work_per_sample * size * accumulation / ran.value, latency)
+            latency = np.where(np.isnan(latency), measured.value, latency)
+        elif problem.metric in LARGER_IS_BETTER:
+            latency = np.where(
+                np.isnan(latency), problem.work_per_sample * size * accumulation / measured.value, latency
+            )
         timed = np.flatnonzero(~np.isnan(latency))
         self.fitted = problem.step_time.fit(
             Timings(
-                columns=self._table.columns.take(ran.row[timed]),
+                columns=self._table.columns.take(measured.row[timed]),
                 micro_batch=size[timed],
                 accumulation=accumulation[timed],
                 fill=fill[timed],
-                phases=ran.phases[:, timed],
+                phases=measured.phases[:, timed],
                 latency=latency[timed],
             )
         )
-        past, flying = self._past, self._known.take(np.flatnonzero(self._known.pending))
-        told = np.flatnonzero(~np.isnan(past.value))
-        earlier = past.take(told)
-        points = self._point(
-            np.concatenate([ran.row, earlier.row, flying.row]),
-            np.concatenate([size, earlier.micro_batch, flying.micro_batch]),
-            np.concatenate([fill, *(self._fill(one.row, one.micro_batch, one.peak) for one in (earlier, flying))]),
-            earlier=np.repeat([0.0, 1.0, 0.0], [len(ran.row), len(told), len(flying.row)]),
+        pending = self._observations.take(np.flatnonzero(self._observations.pending))
+        prior = self._prior_observations
+        earlier = prior.take(np.flatnonzero(~np.isnan(prior.value)))
+        points = self._points(
+            np.concatenate([measured.row, earlier.row, pending.row]),
+            np.concatenate([size, earlier.micro_batch, pending.micro_batch]),
+            np.concatenate([fill, *(self._fill(one.row, one.micro_batch, one.peak) for one in (earlier, pending))]),
+            earlier=np.repeat([0.0, 1.0, 0.0], [len(measured.row), len(earlier.row), len(pending.row)]),
         )
-        values = np.concatenate([ran.value, earlier.value])
-        shown = np.log(values) if problem.metric in LARGER_IS_BETTER else -np.log(values)
-        self.residuals = ResidualGP(points, shown)
-        count = len(ran.row)
-        self._best = float(self.residuals.posterior_means[:count].max()) if count else None
+        values = np.concatenate([measured.value, earlier.value])
+        log_objectives = np.log(values) if problem.metric in LARGER_IS_BETTER else -np.log(values)
+        self.residuals = ResidualGP(points, log_objectives)
+        count = len(measured.row)
+        self._incumbent = float(self.residuals.posterior_means[:count].max()) if count else None
 
     @property
     def has_measured(self) -> bool:
-        """Whether anything was measured that can be improved on."""
-        return self._best is not None
+        """Whether any metric was measured."""
+        return self._incumbent is not None
 
     def _fill(self, row: Numbers, size: Numbers, peak: Numbers | None = None) -> Numbers:
-        expected = self._memory.peaks(self._table.loads(row, size))
+        expected = self._memory.peaks(self._table.memory_inputs(row, size))
         found = expected if peak is None else np.where(np.isnan(peak), expected, peak)
         return self._share(found)
 
     def _share(self, peak: Numbers) -> Numbers:
-        """Return the share of what a peak may reach that is in use."""
-        found: Numbers = np.clip(peak / self._room, 0.01, 1.0)
+        """Return peaks as a share of the largest possible peak."""
+        found: Numbers = np.clip(peak / self._limit_bytes, 0.01, 1.0)
         return found
 
-    def _point(self, row: Numbers, size: Numbers, fill: Numbers, *, earlier: Numbers | None = None) -> Points:
+    def _points(self, row: Numbers, size: Numbers, fill: Numbers, *, earlier: Numbers | None = None) -> Points:
         problem = self._problem
         columns, accumulation = self._table.columns.take(row), problem.accumulation(size)
         phases, slopes = problem.step_time.slopes(self.fitted, columns, size, accumulation, fill)
@@ -190,77 +198,78 @@ class Posterior:
             fill=fill,
             log_objective=problem.log_objective(phases, size),
             latency=phases.sum(axis=0),
-            doubt=problem.slope(phases, slopes).T @ root,
+            coefficient_factors=problem.log_objective_slopes(phases, slopes).T @ root,
             earlier=np.zeros(len(row)) if earlier is None else earlier,
         )
 
     def shortlist(self, rows: Numbers) -> tuple[Numbers, Numbers]:
-        """Return the configurations (rows and micro-batches) worth a closer look, of those of open lineages."""
+        """Return the configurations (rows and micro-batches) of these rows to evaluate the acquisition function at."""
         if not len(rows):
             return rows, rows
         problem, low = self._problem, int(self._problem.sizes[0])
         limit = min(self._memory.limit, problem.allowed_bytes)
-        edge = self._memory.largest(self._table.loads(rows, np.zeros(len(rows))), limit)
-        edge = np.clip(np.maximum(edge, self._fits[rows]), low, self._bursts[rows] - 1)
-        shares = np.maximum(np.outer(_COARSE, edge), low)
-        size = problem.sizes[problem.place(shares)]
+        edge = self._memory.largest(self._table.memory_inputs(rows, np.zeros(len(rows))), limit)
+        edge = np.clip(np.maximum(edge, self._largest_fit[rows]), low, self._smallest_too_large[rows] - 1)
+        shares = np.maximum(np.outer(_COARSE_SHARES, edge), low)
+        size = problem.sizes[problem.size_index(shares)]
         every = np.broadcast_to(rows, size.shape).ravel()
-        tight = limit - self._memory.peaks(self._table.loads(every, size.ravel()))
-        promise = self._quick(every, size.ravel()) + np.log(normal_cdf(tight / (_TIGHT * problem.device_bytes)) + 1e-9)
-        promise = promise.reshape(size.shape).max(axis=0)
-        return self._closer(rows, edge, promise)
+        free = limit - self._memory.peaks(self._table.memory_inputs(every, size.ravel()))
+        log_fits = np.log(normal_cdf(free / (_COARSE_PEAK_SD * problem.device_bytes)) + 1e-9)
+        scores = (self._approximate_log_objective(every, size.ravel()) + log_fits).reshape(size.shape).max(axis=0)
+        return self._select(rows, edge, scores)
 
-    def _quick(self, row: Numbers, size: Numbers) -> Numbers:
-        """Return the expected goodness but for what only lineage and memory in use tell."""
+    def _approximate_log_objective(self, row: Numbers, size: Numbers) -> Numbers:
+        """Return the posterior mean log objective, without the parts of lineage, memory in use and micro-batch."""
         problem = self._problem
         phases = problem.step_time.phases(
             self.fitted.mean, self._table.columns.take(row), size, problem.accumulation(size), self._fill(row, size)
         )
         found: Numbers = (
-            problem.log_objective(phases, size) + self.residuals.shift(self._table.structure, self._table.knobs)[row]
+            problem.log_objective(phases, size)
+            + self.residuals.structure_means(self._table.structure, self._table.knobs)[row]
         )
         return found
 
-    def _closer(self, rows: Numbers, edge: Numbers, promise: Numbers) -> tuple[Numbers, Numbers]:
-        """Return micro-batches of the lineages that promise most, over all and of each structure."""
-        order = np.argsort(_PLAIN * self._table.unusual[rows] - promise, kind="stable")
+    def _select(self, rows: Numbers, edge: Numbers, scores: Numbers) -> tuple[Numbers, Numbers]:
+        """Return the micro-batches to evaluate for the lineages of the best scores, overall and per structure."""
+        order = np.argsort(_NON_DEFAULT_PENALTY * self._table.non_default_knobs[rows] - scores, kind="stable")
         structures = self._table.structure[rows[order]]
-        ties = np.unique(np.stack([structures, np.round(promise[order] * 1e6)]), axis=1, return_inverse=True)[1].ravel()
-        order = order[_rank_within(ties) < _TIES]
-        first = _rank_within(self._table.structure[rows[order]]) < _CLOSER_EACH
-        first[:_CLOSER] = True
+        ties = np.unique(np.stack([structures, np.round(scores[order] * 1e6)]), axis=1, return_inverse=True)[1].ravel()
+        order = order[_rank_within(ties) < _MAX_TIES]
+        first = _rank_within(self._table.structure[rows[order]]) < _SHORTLISTED_PER_STRUCTURE
+        first[:_SHORTLISTED] = True
         measured = np.isin(rows[order], self.residuals.points.row)
-        chosen = order[first | (measured & (np.cumsum(measured) <= _CLOSER_MEASURED))]
-        found = [(int(rows[one]), self._sizes(int(rows[one]), int(edge[one]))) for one in chosen]
+        chosen = order[first | (measured & (np.cumsum(measured) <= _SHORTLISTED_MEASURED))]
+        found = [(int(rows[one]), self._micro_batches(int(rows[one]), int(edge[one]))) for one in chosen]
         return (
             np.concatenate([np.full(len(sizes), row, dtype=np.int64) for row, sizes in found]),
             np.concatenate([sizes for _, sizes in found]),
         )
 
-    def _sizes(self, row: int, edge: int) -> Numbers:
-        """Return unused micro-batches of a lineage: all near its expected edge, some of the others."""
+    def _micro_batches(self, row: int, edge: int) -> Numbers:
+        """Return unused micro-batches of a lineage: all near its predicted edge, a grid below."""
         problem = self._problem
-        near = np.arange(edge - _NEAR, edge + max(_NEAR, edge // 8) + 1)
-        spread = np.linspace(problem.sizes[0], edge, _SPREAD)
+        near = np.arange(edge - _NEAR_EDGE, edge + max(_NEAR_EDGE, edge // 8) + 1)
+        spread = np.linspace(problem.sizes[0], edge, _GRID_POINTS)
         wanted = np.concatenate([near, spread, spread // 8 * 8, [edge // 8 * 8, edge // 8 * 8 + 8]])
-        found = np.unique(problem.sizes[problem.place(wanted)])
-        found = found[found < self._bursts[row]]
+        found = np.unique(problem.sizes[problem.size_index(wanted)])
+        found = found[found < self._smallest_too_large[row]]
         if self._samples_limit is not None:
             found = found[found * problem.accumulation(found) < self._samples_limit]
-        return np.setdiff1d(found, list(self._known.used.get(row, ())))
+        return np.setdiff1d(found, list(self._observations.used.get(row, ())))
 
-    def expect(self, rows: Numbers, sizes: Numbers) -> list[Expected]:
-        """Return what is believed of configurations."""
+    def predict(self, rows: Numbers, sizes: Numbers) -> list[Prediction]:
+        """Return the prediction for each configuration."""
         problem = self._problem
-        peak, fits = self._fitting(rows, sizes)
+        peak, fits = self._fit_probability(rows, sizes)
         fill = self._share(peak)
         size = sizes.astype(np.float64)
-        mean, variance = self.residuals.expect(self._point(rows, size, fill))
+        mean, variance = self.residuals.predict(self._points(rows, size, fill))
         bounds = problem.step_time.bounds(
             self.fitted.mean, self._table.columns.take(rows), size, problem.accumulation(size), fill
         )
         return [
-            Expected(
+            Prediction(
                 value=problem.metric_of(float(mean[n])),
                 spread=math.sqrt(variance[n]),
                 peak_bytes=float(peak[n]),
@@ -271,57 +280,61 @@ class Posterior:
         ]
 
     def acquisition(self, rows: Numbers, sizes: Numbers) -> Acquisition:
-        """Return what launching each configuration is worth."""
-        peak, fits = self._fitting(rows, sizes)
-        new = self._point(rows, sizes.astype(np.float64), self._share(peak))
-        mean, variance = self.residuals.expect(new)
-        best = float((mean + np.log(fits + 1e-9)).max()) - _WITHOUT_ANY if self._best is None else self._best
-        plain = mean - _PLAIN * self._table.unusual[rows]
-        gain = _expected_improvement(plain - best, np.sqrt(variance))
-        run_s = self._start_s + self._problem.profile_steps * new.latency
-        if self._best is not None:
-            gain = gain * (fits >= _LEAST_CHANCE)
-        fits = fits * self._works(rows)
-        cost_s = fits * run_s + (1 - fits) * self._start_s
+        """Return the acquisition function at configurations."""
+        peak, fits = self._fit_probability(rows, sizes)
+        new = self._points(rows, sizes.astype(np.float64), self._share(peak))
+        mean, variance = self.residuals.predict(new)
+        best = (
+            float((mean + np.log(fits + 1e-9)).max()) - _INITIAL_IMPROVEMENT
+            if self._incumbent is None
+            else self._incumbent
+        )
+        penalised = mean - _NON_DEFAULT_PENALTY * self._table.non_default_knobs[rows]
+        gain = _expected_improvement(penalised - best, np.sqrt(variance))
+        run_s = self._start_up_s + self._problem.profile_steps * new.latency
+        if self._incumbent is not None:
+            gain = gain * (fits >= _MIN_FITS)
+        fits = fits * self._success_probability(rows)
+        cost_s = fits * run_s + (1 - fits) * self._start_up_s
         return Acquisition(
-            value=fits**_CAUTION * gain / cost_s**_THRIFT, gain=fits * gain, log_objective=mean, fits=fits
+            value=fits**_FITS_POWER * gain / cost_s**_COST_POWER, gain=fits * gain, log_objective=mean, fits=fits
         )
 
-    def _fitting(self, rows: Numbers, sizes: Numbers) -> tuple[Numbers, Numbers]:
-        """Return the expected peaks, and the probabilities that they fit on device and host."""
-        problem, known = self._problem, self._known
-        peak, left, spread = self._memory.expect(self._table.loads(rows, sizes))
-        fits = np.where(sizes <= self._fits[rows], 1.0, normal_cdf(left / spread))
-        within = (peak <= problem.allowed_bytes) | (sizes <= self._fits[rows])
-        if within.any() or known.fits.any():
+    def _fit_probability(self, rows: Numbers, sizes: Numbers) -> tuple[Numbers, Numbers]:
+        """Return the posterior mean peaks, and the probabilities that configurations fit on device and host."""
+        problem, observations = self._problem, self._observations
+        peak, free, spread = self._memory.predict(self._table.memory_inputs(rows, sizes))
+        fits = np.where(sizes <= self._largest_fit[rows], 1.0, normal_cdf(free / spread))
+        within = (peak <= problem.allowed_bytes) | (sizes <= self._largest_fit[rows])
+        if within.any() or observations.fits.any():
             fits = fits * within
         host, room = self._table.host[rows], float(problem.hardware.host_memory_bytes)
-        if known.host_too_large.any():
-            room = min(room, float(self._table.host[known.row[known.host_too_large]].min()))
-        return peak, fits * np.where(host > 0, normal_cdf((room - host) / (_HOST_ERROR * room)), 1.0)
+        if observations.host_out_of_memory.any():
+            room = min(room, float(self._table.host[observations.row[observations.host_out_of_memory]].min()))
+        return peak, fits * np.where(host > 0, normal_cdf((room - host) / (_HOST_SD * room)), 1.0)
 
-    def _works(self, rows: Numbers) -> Numbers:
-        """Return the probabilities that launches do not fail for another reason than memory, by their structures."""
-        known = self._known
+    def _success_probability(self, rows: Numbers) -> Numbers:
+        """Return the probabilities that launches do not fail for reasons other than memory, by structure."""
+        observations = self._observations
         count = len(self._table.lineages)
-        broken = np.bincount(self._table.structure[known.row[known.broken]], minlength=count)
-        sound = np.bincount(self._table.structure[known.row[known.fits]], minlength=count)
+        broken = np.bincount(self._table.structure[observations.row[observations.broken]], minlength=count)
+        sound = np.bincount(self._table.structure[observations.row[observations.fits]], minlength=count)
         found: Numbers = ((1 + sound) / (1 + sound + broken))[self._table.structure[rows]]
         return found
 
 
-def _most_telling(known: Known) -> Numbers:
-    """Return the measured trials that beliefs rest on: all, or the best and the latest of very many."""
-    measured = np.flatnonzero(known.fits & ~np.isnan(known.value))
-    if len(measured) <= _MOST_KNOWN:
+def _most_informative(observations: Observations) -> Numbers:
+    """Return the measured trials to condition on: all, or of too many the best, a few of the worst and the latest."""
+    measured = np.flatnonzero(observations.fits & ~np.isnan(observations.value))
+    if len(measured) <= _MAX_OBSERVATIONS:
         return measured
-    spread = measured[np.argsort(known.value[measured], kind="stable")]
-    half = _MOST_KNOWN // 2
+    spread = measured[np.argsort(observations.value[measured], kind="stable")]
+    half = _MAX_OBSERVATIONS // 2
     return np.unique(np.concatenate([spread[-half:], spread[:8], measured[-half:]]))
 
 
 def _rank_within(groups: Numbers) -> Numbers:
-    """Return how many earlier elements are of the same group, for each element."""
+    """Return for each element the number of earlier elements of the same group."""
     order = np.argsort(groups, kind="stable")
     ordered = groups[order]
     starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))

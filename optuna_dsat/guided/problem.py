@@ -1,4 +1,4 @@
-"""What a guided search is about: model, machine, space and metric, and what their formulas say of each candidate."""
+"""The optimisation problem of a guided search: model, machine, space and metric."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ Numbers: TypeAlias = npt.NDArray[Any]
 
 
 class Problem:
-    """A search space on a machine, with a metric to optimise; the same throughout a search.
+    """A search space on a machine, with a metric to optimise; constant during a search.
 
     Args:
-        profile: What the profile launch taught.
+        profile: The model, as measured by the profile launch.
         hardware: Where launches run.
         config: The user's DeepSpeed config.
         space: The search space.
-        metric: What is optimised: a key of the trials' metrics (``optuna_dsat.trials.attributes.METRICS``).
-        memory_margin: Share of the device's memory that a launch is expected to leave free.
+        metric: The metric to optimise: a key of the trials' metrics (``optuna_dsat.trials.attributes.METRICS``).
+        memory_margin: Share of the device's memory that must be predicted to stay free.
         profile_steps: Steps of a launch, warm-up included.
-        prior_knowledge: What earlier studies taught.
+        prior_knowledge: Knowledge from earlier studies, None without a warm start.
 
     Raises:
-        ValueError: If the margin does not lie in [0, 1), or there is no such metric.
+        ValueError: If the margin is not in [0, 1) or the metric is unknown.
     """
 
     def __init__(
@@ -66,57 +66,53 @@ class Problem:
         if hardware.device == "cpu":
             self.device_bytes = min(self.device_bytes, hardware.host_memory_bytes // ranks)
         self.allowed_bytes = (1 - memory_margin) * self.device_bytes
-        """What a launch may be expected to take."""
+        """Largest admissible predicted peak."""
         self.table = CandidateTable(profile=profile, hardware=hardware, config=config, space=space)
-        self.step_time = StepTimeModel(
-            params=profile.params,
-            trainable=profile.trainable_params,
-            largest_layer=profile.largest_layer_params,
-            param_bytes=profile.param_bytes,
-            flops_per_sample=profile.flops_per_sample,
-            ranks=hardware.world_size,
-            ranks_per_node=ranks,
+        self.step_time = StepTimeModel.of(
+            profile,
+            hardware,
             machine=priors_of_device(profile.device_name, device=hardware.device, ranks=hardware.world_size),
         )
         if prior_knowledge is not None:
             self.step_time = replace(self.step_time, prior=prior_knowledge.prior(self.step_time))
-        self.past = self.table.recall(() if prior_knowledge is None else prior_knowledge.launches, metric=metric)
+        earlier = () if prior_knowledge is None else prior_knowledge.launches
+        self.prior_observations = self.table.observations_of_launches(earlier, metric=metric)
         """Launches of earlier studies."""
         low, high = space.micro_batches
         self.sizes = np.array(space.micro_batch_values or range(low, high + 1), dtype=np.int64)
-        """All micro-batches, in samples per rank."""
+        """All micro-batches, ascending."""
         self._accumulation = np.array([space.accumulation(int(size)) for size in self.sizes], dtype=np.float64)
 
     def metric_of(self, log_objective: float) -> float:
-        """Return the metric of a goodness."""
+        """Return the metric of a log objective."""
         return math.exp(log_objective if self.metric in LARGER_IS_BETTER else -log_objective)
 
     @property
     def work_per_sample(self) -> int:
-        """What the metric of a rate counts for each sample of a rank: its FLOPs, or the samples of all ranks."""
+        """Work of one sample per rank in the unit of a rate's numerator: its FLOPs, or one sample of each rank."""
         each = self.profile.flops_per_sample if self.metric == "FLOPS_per_gpu" else self.hardware.world_size
         return max(1, each)
 
     def accumulation(self, micro_batch: Numbers) -> Numbers:
-        """Return the accumulation steps that go with micro-batches."""
-        found: Numbers = self._accumulation[self.place(micro_batch)]
+        """Return the accumulation steps of micro-batches."""
+        found: Numbers = self._accumulation[self.size_index(micro_batch)]
         return found
 
-    def place(self, micro_batch: Numbers) -> Numbers:
-        """Return the position in ``sizes`` of the largest one that is no larger; of the smallest where none is."""
+    def size_index(self, micro_batch: Numbers) -> Numbers:
+        """Return the index in ``sizes`` of the largest size that is not above each micro-batch; 0 if there is none."""
         return np.maximum(0, np.searchsorted(self.sizes, micro_batch, side="right") - 1)
 
     def log_objective(self, phases: Numbers, micro_batch: Numbers) -> Numbers:
-        """Return the logarithm of the metric that phases (4, ..., n) make, of its inverse where less is better."""
+        """Return the log objective of phases (4, ..., n): log of the metric, or of its inverse if it is minimized."""
         total = phases.sum(axis=0)
-        if self.metric in ("throughput", "FLOPS_per_gpu"):
+        if self.metric in LARGER_IS_BETTER:
             found: Numbers = np.log(self.work_per_sample * micro_batch * self.accumulation(micro_batch) / total)
             return found
         inverse: Numbers = np.log(total if self.metric == "latency" else phases[PHASES.index(self.metric)])
         return -inverse
 
-    def slope(self, phases: Numbers, slopes: Numbers) -> Numbers:
-        """Return the derivatives of the goodness, (k, n), from the phases (4, n) and theirs (4, k, n)."""
+    def log_objective_slopes(self, phases: Numbers, slopes: Numbers) -> Numbers:
+        """Return the derivatives of the log objective (k, n) from the phases (4, n) and their derivatives (4, k, n)."""
         timed = [PHASES.index(self.metric)] if self.metric in PHASES else list(range(len(PHASES)))
         relative: Numbers = slopes[timed].sum(axis=0) / phases[timed].sum(axis=0)
         return -relative

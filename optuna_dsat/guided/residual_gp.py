@@ -1,14 +1,14 @@
-"""What the step theory misses of the metric, as a Gaussian process with few parts.
+"""Gaussian process over the residuals of the step-time model, in the logarithm of the metric.
 
-Rasmussen and Williams 2006, chapter 2. The residual of a configuration's logarithm is a sum: one part per structure
-(ZeRO stage and offload), one per value of a knob within a structure, one per lineage, smooth ones of the share of
-memory in use and of the micro-batch (caches, kernels), one of micro-batches that are multiples of 8 (their kernels
-differ; NVIDIA, "Matrix Multiplication Background"), and what the coefficients' own uncertainty makes of it, by the
-formula's derivatives. All but the last two grow and shrink together, by a factor that measurements choose: how well the
-theory does elsewhere says nothing of kernels.
+Rasmussen and Williams 2006, chapter 2. The residual of a configuration is a sum of independent parts: one per structure
+(ZeRO stage and offload), one per value of a knob within a structure, one per lineage, smooth functions of the share of
+memory in use and of the micro-batch (caches, kernels), one shared by micro-batches that are multiples of 8 (their
+kernels differ; NVIDIA, "Matrix Multiplication Background"), and the effect of the coefficients' own uncertainty, by the
+model's derivatives. A common factor, estimated from the measurements, scales the variances of all parts but the last
+two: the model's accuracy elsewhere carries no information on kernels.
 
-Measurements of an earlier study are noisier than those of this one, and have an error in common: that machine, on that
-day.
+Measurements of an earlier study have a larger noise than those of this one, and an error in common (conditions of that
+day).
 """
 
 from __future__ import annotations
@@ -20,133 +20,138 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from optuna_dsat.cost.memory_posterior import alike, by_knob, by_structure
+from optuna_dsat.cost.memory_posterior import knob_similarity, sum_by_knob, sum_by_structure
 
-__all__ = ["NOISE", "Points", "ResidualGP"]
+__all__ = ["NOISE_SD", "Points", "ResidualGP"]
 
 Numbers: TypeAlias = npt.NDArray[Any]
 
-_STRUCTURE, _KNOBS, _LINEAGE, _FILL, _SIZE, _EIGHTS = 0.05, 0.05, 0.015, 0.03, 0.03, 0.04
-"""Standard deviations of the residuals' parts, relative to the metric."""
+_STRUCTURE_SD, _KNOBS_SD, _LINEAGE_SD, _FILL_SD, _SIZE_SD, _MULTIPLE_OF_8_SD = 0.05, 0.05, 0.015, 0.03, 0.03, 0.04
+"""Prior standard deviations of the residuals' parts, relative to the metric."""
 _SCALES = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0)
-"""Factors on their variances, of which the likeliest is taken."""
-_SCALE_SPREAD = 1.5
-"""Standard deviation of the factor's logarithm before anything is measured."""
+"""Candidate factors on these variances; the one with the largest likelihood is used."""
+_SCALE_LOG_SD = 1.5
+"""Prior standard deviation of the factor's logarithm."""
 _FILL_WIDTH = 0.2
-"""Share of the memory over which the residual of memory in use changes."""
+"""Length scale of the share of memory in use."""
 _SIZE_WIDTH = 1.0
-"""Doublings of the micro-batch over which the residual of its size changes."""
-NOISE = 0.02
-"""Of a measured metric, relative, from launch to launch."""
-_EARLIER, _EARLIER_EACH = 0.05, 0.02
-"""Errors of what an earlier study measured, relative: one that its measurements share, and one of each."""
+"""Length scale of the micro-batch, in doublings."""
+NOISE_SD = 0.02
+"""Relative standard deviation of a measured metric between launches of one configuration."""
+_EARLIER_STUDY_SD, _EARLIER_LAUNCH_SD = 0.05, 0.02
+"""Relative standard deviations of errors in earlier studies: shared by all their launches, and per launch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Points:
-    """Configurations as the residuals see them, one element each."""
+    """Inputs of the process for n configurations; each array has length n unless its shape is given."""
 
     row: Numbers
-    """Of the lineage table."""
+    """Row of the lineage in the candidate table."""
     structure: Numbers
+    """Index of the structure."""
     knobs: Numbers
+    """Index of each knob's value, shape (n, knobs)."""
     micro_batch: Numbers
     fill: Numbers
     """Share of the device's memory in use."""
     log_objective: Numbers
-    """By the formula alone."""
+    """Predicted by the step-time model: the prior mean."""
     latency: Numbers
-    doubt: Numbers
-    """Derivatives of the goodness times a root of the coefficients' covariance, (n, k)."""
+    """Predicted seconds of a step."""
+    coefficient_factors: Numbers
+    """Derivatives of the log objective times a root of the coefficients' covariance, shape (n, k)."""
     earlier: Numbers
-    """1 where an earlier study measured it."""
+    """1 if measured by an earlier study, else 0."""
 
     def take(self, index: Numbers) -> Points:
-        """Return some of them."""
+        """Return the configurations at an index array."""
         return Points(**{one.name: getattr(self, one.name)[index] for one in fields(self)})
 
 
 class ResidualGP:
-    """The residuals' belief at one moment.
+    """Posterior of the residuals given measurements.
 
     Args:
-        points: What was measured first, then what is in flight.
-        shown: Measured goodness, of the first ``len(shown)`` points.
+        points: Measured configurations, followed by those in flight.
+        observed: Measured log objectives of the first ``len(observed)`` points.
     """
 
-    def __init__(self, points: Points, shown: Numbers) -> None:
+    def __init__(self, points: Points, observed: Numbers) -> None:
         self.points = points
-        count = len(shown)
+        count = len(observed)
         measured = points.take(np.arange(count))
-        self.scale = self._likeliest_scale(measured, shown - measured.log_objective)
+        self.scale = self._max_likelihood_scale(measured, observed - measured.log_objective)
         signal = self.covariance(points, points)
-        prior = signal + _noise(points)
+        prior = signal + _noise_covariance(points)
         self.weights = np.zeros(len(points.row))
-        self.weights[:count] = np.linalg.solve(prior[:count, :count], shown - measured.log_objective)
+        self.weights[:count] = np.linalg.solve(prior[:count, :count], observed - measured.log_objective)
         self._inverse = np.linalg.inv(prior)
         self.posterior_means: Numbers = (points.log_objective + signal @ self.weights)[:count]
-        """Expected goodness of what was measured: between the formula and the measurement, noise left out."""
+        """Posterior mean log objective of each measured point, without noise."""
 
-    def _likeliest_scale(self, points: Points, missed: Numbers) -> float:
-        """Return the variance of the residuals relative to the assumed one, by what the measured ones make likely.
+    def _max_likelihood_scale(self, points: Points, residuals: Numbers) -> float:
+        """Return the factor on the residuals' variances with the largest posterior density, among ``_SCALES``.
 
-        The theory may be right to a per cent here and wrong by a tenth there. Type II maximum likelihood (MacKay 2003,
-        chapter 28) with a log-normal prior, over a few values.
+        The accuracy of the step-time model differs between studies, from a per cent to a tenth. Type II maximum
+        likelihood (MacKay 2003, chapter 28) with a log-normal prior.
         """
         found = []
         for scale in _SCALES:
             self.scale = scale
-            covariance = self.covariance(points, points) + _noise(points)
-            fit = missed @ np.linalg.solve(covariance, missed) + np.linalg.slogdet(covariance)[1]
-            found.append(-0.5 * fit - 0.5 * math.log(scale) ** 2 / _SCALE_SPREAD**2)
+            covariance = self.covariance(points, points) + _noise_covariance(points)
+            fit = residuals @ np.linalg.solve(covariance, residuals) + np.linalg.slogdet(covariance)[1]
+            found.append(-0.5 * fit - 0.5 * math.log(scale) ** 2 / _SCALE_LOG_SD**2)
         return _SCALES[int(np.argmax(found))]
 
     @property
-    def apart(self) -> float:
-        """Variance of a structure's part, before the factor that all parts share.
+    def structure_variance(self) -> float:
+        """Prior variance of a structure's part, before the common factor is applied.
 
-        Never less than assumed: launches of one structure that agree with the theory say nothing of another.
+        Scaled, it is never below the prior: agreement within one structure carries no information on others.
         """
-        return _STRUCTURE**2 / min(1.0, self.scale)
+        return _STRUCTURE_SD**2 / min(1.0, self.scale)
 
     def covariance(self, a: Points, b: Points) -> Numbers:
-        """Return the covariance of the goodness of two sets of configurations, noise aside."""
+        """Return the prior covariance of the log objectives of two sets of configurations, without noise."""
         same = a.structure[:, None] == b.structure[None, :]
-        found: Numbers = same * (self.apart + _KNOBS**2 * alike(a.knobs, b.knobs))
-        found += _LINEAGE**2 * (a.row[:, None] == b.row[None, :])
-        found += _FILL**2 * np.exp(-0.5 * ((a.fill[:, None] - b.fill[None, :]) / _FILL_WIDTH) ** 2)
+        found: Numbers = same * (self.structure_variance + _KNOBS_SD**2 * knob_similarity(a.knobs, b.knobs))
+        found += _LINEAGE_SD**2 * (a.row[:, None] == b.row[None, :])
+        found += _FILL_SD**2 * np.exp(-0.5 * ((a.fill[:, None] - b.fill[None, :]) / _FILL_WIDTH) ** 2)
         sizes = np.log2(a.micro_batch)[:, None] - np.log2(b.micro_batch)[None, :]
-        found += _SIZE**2 * np.exp(-0.5 * (sizes / _SIZE_WIDTH) ** 2)
+        found += _SIZE_SD**2 * np.exp(-0.5 * (sizes / _SIZE_WIDTH) ** 2)
         found *= self.scale
-        found += _EIGHTS**2 * np.outer(a.micro_batch % 8 == 0, b.micro_batch % 8 == 0)
-        found += a.doubt @ b.doubt.T
+        found += _MULTIPLE_OF_8_SD**2 * np.outer(a.micro_batch % 8 == 0, b.micro_batch % 8 == 0)
+        found += a.coefficient_factors @ b.coefficient_factors.T
         return found
 
-    def expect(self, new: Points) -> tuple[Numbers, Numbers]:
-        """Return mean and variance of the goodness of configurations."""
+    def predict(self, new: Points) -> tuple[Numbers, Numbers]:
+        """Return posterior mean and variance of the log objective of configurations."""
         shared = self.covariance(new, self.points)
-        own = self.scale * (self.apart + _KNOBS**2 + _LINEAGE**2 + _FILL**2 + _SIZE**2)
-        own += _EIGHTS**2 * (new.micro_batch % 8 == 0)
-        own += (new.doubt**2).sum(axis=1)
+        own = self.scale * (self.structure_variance + _KNOBS_SD**2 + _LINEAGE_SD**2 + _FILL_SD**2 + _SIZE_SD**2)
+        own += _MULTIPLE_OF_8_SD**2 * (new.micro_batch % 8 == 0)
+        own += (new.coefficient_factors**2).sum(axis=1)
         variance = own - np.einsum("ij,jk,ik->i", shared, self._inverse, shared, optimize=True)
         return new.log_objective + shared @ self.weights, np.maximum(variance, 1e-8)
 
-    def shift(self, structure: Numbers, knobs: Numbers) -> Numbers:
-        """Return the expected residual of every row of a table, but for what only lineage and memory in use tell.
+    def structure_means(self, structure: Numbers, knobs: Numbers) -> Numbers:
+        """Return for n lineages the posterior mean of the structure's and the knobs' parts of the residual.
 
         Args:
-            structure: Of each row.
-            knobs: Likewise, shape (rows, knobs).
+            structure: Index of each lineage's structure, length n.
+            knobs: Index of each knob's value, shape (n, knobs).
         """
         points = self.points
         if not len(points.row):
             return np.zeros(len(structure))
-        found: Numbers = self.scale * self.apart * by_structure(points.structure, self.weights, structure)
-        shared = by_knob(points.structure, points.knobs, self.weights, structure, knobs)
-        return found + self.scale * _KNOBS**2 * shared
+        found: Numbers = (
+            self.scale * self.structure_variance * sum_by_structure(points.structure, self.weights, structure)
+        )
+        shared = sum_by_knob(points.structure, points.knobs, self.weights, structure, knobs)
+        return found + self.scale * _KNOBS_SD**2 * shared
 
 
-def _noise(points: Points) -> Numbers:
-    """Return the covariance of what measurements add to the goodness."""
-    found: Numbers = np.diag(NOISE**2 + _EARLIER_EACH**2 * points.earlier)
-    return found + _EARLIER**2 * np.outer(points.earlier, points.earlier)
+def _noise_covariance(points: Points) -> Numbers:
+    """Return the noise covariance of measured log objectives."""
+    found: Numbers = np.diag(NOISE_SD**2 + _EARLIER_LAUNCH_SD**2 * points.earlier)
+    return found + _EARLIER_STUDY_SD**2 * np.outer(points.earlier, points.earlier)

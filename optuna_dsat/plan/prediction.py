@@ -16,10 +16,9 @@ import numpy as np
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.cost.gpus import Priors
-from optuna_dsat.cost.memory import Hardware, ModelProfile, estimate
+from optuna_dsat.cost.memory import Hardware, ModelProfile, estimate, zero_settings
 from optuna_dsat.cost.memory_posterior import MemoryPosterior
-from optuna_dsat.cost.step_time import Columns, Fitted, StepTimeModel
-from optuna_dsat.cost.zero_states import ZeroSettings
+from optuna_dsat.cost.step_time import Columns, LogCoefficients, StepTimeModel
 
 __all__ = ["StepPrediction", "Subject", "predict_steps", "step_time_model"]
 
@@ -39,7 +38,7 @@ class Subject:
     """The user's DeepSpeed config, or the one assumed without it."""
     machine: Priors = field(default_factory=dict)
     """Coefficients of the step-time model by data sheets: median and spread of each."""
-    fitted: Fitted | None = None
+    fitted: LogCoefficients | None = None
     """Coefficients fitted to launches; None if no step was timed."""
     memory_margin: float = 0.05
     """Share of the device's memory to leave free."""
@@ -79,18 +78,7 @@ class StepPrediction:
 
 def step_time_model(subject: Subject) -> StepTimeModel:
     """Return the step-time model of a subject with its prior."""
-    profile, hardware = subject.profile, subject.hardware
-    return StepTimeModel(
-        params=profile.params,
-        trainable=profile.trainable_params,
-        largest_layer=profile.largest_layer_params,
-        param_bytes=profile.param_bytes,
-        flops_per_sample=profile.flops_per_sample,
-        ranks=hardware.world_size,
-        ranks_per_node=min(hardware.ranks_per_node, hardware.world_size),
-        machine=subject.machine,
-        prior=subject.fitted,
-    )
+    return StepTimeModel.of(subject.profile, subject.hardware, machine=subject.machine, prior=subject.fitted)
 
 
 def predict_steps(
@@ -106,8 +94,8 @@ def predict_steps(
     if not configs:
         return []
     model = step_time_model(subject)
-    fitted = model.before()
-    columns = Columns.of(*zip(*[_settings(subject, config) for config in configs], strict=True))
+    fitted = model.prior_coefficients()
+    columns = Columns.of([zero_settings(subject.profile, config, subject.hardware) for config in configs])
     size = np.array(micro_batches, dtype=np.float64)
     steps = np.array([int(config.get(ds_config.GRADIENT_ACCUMULATION) or 1) for config in configs], dtype=np.float64)
     peaks = [
@@ -131,19 +119,3 @@ def predict_steps(
         )
         for n in range(len(total))
     ]
-
-
-def _settings(subject: Subject, config: Mapping[str, Any]) -> tuple[ZeroSettings, bool]:
-    profile = subject.profile
-    settings = ZeroSettings.of(
-        config,
-        params=profile.params,
-        trainable=profile.trainable_params,
-        largest_layer=profile.largest_layer_params,
-        param_bytes=profile.param_bytes,
-        activation_bytes=profile.activation_bytes_per_sample,
-        optimizer=profile.optimizer,
-        ranks=subject.hardware.world_size,
-        on_cpu=subject.hardware.device == "cpu",
-    )
-    return settings, (config.get("zero_optimization") or {}).get("reduce_scatter") is not False

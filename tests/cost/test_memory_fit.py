@@ -1,11 +1,21 @@
 from __future__ import annotations
 
+import itertools
 import random
+import statistics
 from typing import Any
 
 import pytest
 
-from optuna_dsat.cost.memory import Correction, Hardware, ModelProfile, Sample, estimate
+from optuna_dsat.cost.memory import (
+    Correction,
+    Hardware,
+    ModelProfile,
+    Sample,
+    batch_free_key,
+    estimate,
+    rank_moments,
+)
 from optuna_dsat.cost.memory_fit import CorrectionFit
 
 GIB = 2**30
@@ -48,9 +58,37 @@ def measured(chance: random.Random, device: str, *, buckets: int, largest: int) 
     return config, micro_batch, max(1, peak + chance.randint(-GIB, GIB))
 
 
+def from_all_pairs(samples: list[Sample], at: Hardware) -> Correction:
+    """The same estimators by definition: all pairs compared, every peak predicted again."""
+    points = []
+    for config, micro_batch, peak in samples:
+        lines = rank_moments(PROFILE, config, at)
+        line = next(one for one in lines if one.bytes_per_sample > 0)
+        highest = max(one.bytes_at(micro_batch) for one in lines)
+        if line.bytes_at(micro_batch) >= highest:
+            points.append((batch_free_key(config), micro_batch, peak - line.bytes_at(0)))
+    slopes = [
+        (b[2] - a[2]) / (b[1] - a[1]) for a, b in itertools.combinations(points, 2) if a[0] == b[0] and a[1] != b[1]
+    ]
+    slope: int | None = None
+    if slopes:
+        slope = max(0, round(statistics.median(slopes)))
+    elif len({size for _, size, _ in points}) > 1:
+        slope = max(0, round(statistics.linear_regression([p[1] for p in points], [p[2] for p in points]).slope))
+    sloped = Correction(bytes_per_sample=slope)
+    residuals: dict[str, list[int]] = {}
+    for config, size, peak in samples:
+        predicted = estimate(PROFILE, config, micro_batch=size, hardware=at, correction=sloped).device_bytes
+        residuals.setdefault(batch_free_key(config), []).append(peak - predicted)
+    offsets = {key: round(statistics.median(values)) for key, values in residuals.items()}
+    return Correction(
+        bytes_per_sample=slope, offsets=offsets, default_offset=round(statistics.median(offsets.values()))
+    )
+
+
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 @pytest.mark.parametrize(("buckets", "largest"), [(1, 200), (10**6, 200), (10**6, 1), (3, 2)])
-def test_peaks_that_arrive_one_by_one_teach_the_same(device: str, buckets: int, largest: int) -> None:
+def test_peaks_added_one_by_one_give_the_fit_of_all_pairs(device: str, buckets: int, largest: int) -> None:
     chance = random.Random(buckets + largest)
     fit = CorrectionFit(PROFILE, hardware(device))
     assert fit.correction() == Correction()
@@ -59,7 +97,7 @@ def test_peaks_that_arrive_one_by_one_teach_the_same(device: str, buckets: int, 
         new = [measured(chance, device, buckets=buckets, largest=largest) for _ in range(chance.randint(1, 6))]
         samples += new
         fit.add(new)
-        found, expected = fit.correction(), Correction.fit(samples, PROFILE, hardware(device))
+        found, expected = fit.correction(), from_all_pairs(samples, hardware(device))
         assert found.bytes_per_sample == expected.bytes_per_sample
         assert dict(found.offsets) == dict(expected.offsets)
         assert found.default_offset == expected.default_offset

@@ -6,22 +6,22 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from optuna_dsat.cost.memory_posterior import Loads, MemoryPosterior, alike, by_knob, normal_cdf
+from optuna_dsat.cost.memory_posterior import MemoryInputs, MemoryPosterior, knob_similarity, normal_cdf, sum_by_knob
 
 GIB = 2.0**30
 Numbers: TypeAlias = npt.NDArray[Any]
 
 
-def loads(sizes: list[int], *, lineage: int = 0, structure: int = 0, knobs: tuple[int, ...] = (0, 0)) -> Loads:
+def loads(sizes: list[int], *, lineage: int = 0, structure: int = 0, knobs: tuple[int, ...] = (0, 0)) -> MemoryInputs:
     count = len(sizes)
-    return Loads(
+    return MemoryInputs(
         lineage=np.full(count, lineage),
         structure=np.full(count, structure),
         knobs=np.array([knobs] * count),
         micro_batch=np.array(sizes, dtype=np.float64),
         forward=np.full(count, 10 * GIB),
         others=np.full(count, 12 * GIB),
-        scattered=np.zeros(count),
+        non_contiguous=np.zeros(count),
     )
 
 
@@ -38,7 +38,7 @@ NONE = np.zeros(1, dtype=bool)
 
 
 def test_without_a_launch_the_formulas_hold_and_little_is_certain() -> None:
-    found, left, spread = posterior().expect(loads([1, 8]))
+    found, left, spread = posterior().predict(loads([1, 8]))
     assert found == pytest.approx([12 * GIB, 18 * GIB])
     assert left[1] + found[1] == pytest.approx(posterior().usable)
     assert (spread > GIB).all()
@@ -47,8 +47,8 @@ def test_without_a_launch_the_formulas_hold_and_little_is_certain() -> None:
 def test_one_peak_tells_its_lineage_and_less_of_others() -> None:
     known = posterior()
     known.observe(loads([10]), peaks([10]), NONE)
-    own, _, own_spread = known.expect(loads([12]))
-    other, _, other_spread = known.expect(loads([12], lineage=1, structure=1, knobs=(1, 1)))
+    own, _, own_spread = known.predict(loads([12]))
+    other, _, other_spread = known.predict(loads([12], lineage=1, structure=1, knobs=(1, 1)))
     assert own == pytest.approx(peaks([12]), rel=0.02)
     assert 22 * GIB < other[0] < own[0]
     assert own_spread < other_spread
@@ -68,7 +68,7 @@ def test_running_out_of_memory_lowers_what_is_believed_to_fit() -> None:
     after = posterior()
     after.observe(loads([10, 24]), np.array([*peaks([10]), np.nan]), np.array([False, True]))
     chances = [
-        normal_cdf(left / spread) for _, left, spread in (b.expect(loads([10, 23, 24])) for b in (before, after))
+        normal_cdf(left / spread) for _, left, spread in (b.predict(loads([10, 23, 24])) for b in (before, after))
     ]
     assert (chances[1][1:] < chances[0][1:]).all()
     assert chances[1][2] < 0.5 < chances[1][0]
@@ -78,7 +78,7 @@ def test_running_out_of_memory_lowers_what_is_believed_to_fit() -> None:
 def test_a_limit_far_below_the_expected_one_is_found_out() -> None:
     known = posterior()
     known.observe(loads([4, 3, 2, 1]), np.full(4, np.nan), np.ones(4, dtype=bool))
-    _, left, spread = known.expect(loads([1]))
+    _, left, spread = known.predict(loads([1]))
     assert normal_cdf(left / spread)[0] < 0.5
 
 
@@ -87,5 +87,5 @@ def test_sums_over_knobs_are_those_of_the_matrix() -> None:
     knobs, asked = chance.integers(0, 3, (20, 4)), chance.integers(0, 3, (9, 4))
     structure, of_asked = chance.integers(0, 2, 20), chance.integers(0, 2, 9)
     weights = chance.normal(size=20)
-    matrix = alike(asked, knobs) * (of_asked[:, None] == structure[None, :])
-    assert by_knob(structure, knobs, weights, of_asked, asked) == pytest.approx(matrix @ weights)
+    matrix = knob_similarity(asked, knobs) * (of_asked[:, None] == structure[None, :])
+    assert sum_by_knob(structure, knobs, weights, of_asked, asked) == pytest.approx(matrix @ weights)

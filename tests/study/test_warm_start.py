@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from optuna_dsat.cost.step_time import COEFFICIENTS, Fitted, StepTimeModel
+from optuna_dsat.cost.step_time import COEFFICIENTS, LogCoefficients, StepTimeModel
 from optuna_dsat.errors import UsageError
 from optuna_dsat.guided.prior_knowledge import PriorKnowledge
 from optuna_dsat.launch.simulated import SimulatedProfile, SimulatedResult
@@ -139,13 +139,13 @@ def step_time() -> StepTimeModel:
 @pytest.mark.parametrize("same_model", [True, False])
 def test_knowledge_is_discounted_and_more_so_of_another_model(same_model: bool) -> None:
     count = len(COEFFICIENTS)
-    fitted = Fitted(mean=np.full(count, -1.0), covariance=1e-4 * np.eye(count))
+    fitted = LogCoefficients(mean=np.full(count, -1.0), covariance=1e-4 * np.eye(count))
     kept = PriorKnowledge.of(fitted, studies=["a"], same_model=same_model)
     prior = PriorKnowledge.from_json(kept.to_json()).prior(step_time())
     spread = dict(zip(COEFFICIENTS, np.sqrt(np.diag(prior.covariance)), strict=True))
-    own = dict(zip(COEFFICIENTS, np.sqrt(np.diag(step_time().before().covariance)), strict=True))
+    own = dict(zip(COEFFICIENTS, np.sqrt(np.diag(step_time().prior_coefficients().covariance)), strict=True))
     assert (prior.mean == -1.0).all()
     assert 0.01 < spread["link"] < own["link"]
     assert (spread["idle"] >= own["idle"]) == (not same_model)
     unknown = replace(kept, coefficients=("new", *COEFFICIENTS[1:]))
-    assert unknown.prior(step_time()).mean[0] == step_time().before().mean[0]
+    assert unknown.prior(step_time()).mean[0] == step_time().prior_coefficients().mean[0]
