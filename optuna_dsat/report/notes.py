@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections import Counter
+from collections.abc import Sequence
 
 from optuna.trial import FrozenTrial
 
@@ -267,9 +268,17 @@ def _launches(view: StudyView, trial: FrozenTrial) -> str:
             ", ".join(str(device) for device in row.report.devices),
             duration_in_words(row.report.startup_s),
             duration_in_words(row.report.measured_s),
+            _step_range(view.step_times.get(row.report.launch_id, ())),
         )
         for row in view.reports.get(trial.number, ())
     ]
     if not rows:
         return ""
-    return "### Launches\n\n" + table(("launch", "outcome", "host", "devices", "start-up", "steps"), rows)
+    headings = ("launch", "outcome", "host", "devices", "start-up", "steps", "one step, fastest to slowest")
+    return "### Launches\n\n" + table(headings, rows)
+
+
+def _step_range(times_s: Sequence[float]) -> str:
+    if not times_s:
+        return ""
+    return f"{metric_in_words('latency', min(times_s))} to {metric_in_words('latency', max(times_s))}"

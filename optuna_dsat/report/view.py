@@ -22,6 +22,8 @@ class StudyView(StoredStudy):
     """A study with its launches, read at one moment."""
 
     launches: tuple[StoredLaunch, ...]
+    step_times: Mapping[str, tuple[float, ...]]
+    """Launch id -> seconds of each counted step on its slowest rank, in order; without launches that counted none."""
     storage_url: str
     """Without its password."""
 
@@ -73,4 +75,10 @@ def read_view(store: Store, name: str) -> StudyView:
         UsageError: If there is no such study; names the existing ones.
     """
     stored = read_stored(store, name)
-    return StudyView(**vars(stored), launches=tuple(store.launches(stored.record.uuid)), storage_url=store.url)
+    uuid = stored.record.uuid
+    return StudyView(
+        **vars(stored),
+        launches=tuple(store.launches(uuid)),
+        step_times=store.step_times(uuid, from_step=stored.spec.start_profile_step),
+        storage_url=store.url,
+    )

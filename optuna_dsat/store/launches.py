@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from optuna_dsat.launch.protocol import LaunchReport
@@ -15,7 +15,7 @@ from optuna_dsat.runtime.events import Event, StepMeasured
 from optuna_dsat.store.tables import LaunchRow, StepRow
 from optuna_dsat.store.upsert import insert_or_update
 
-__all__ = ["StoredLaunch", "read_launches", "read_steps", "record_launch", "record_steps"]
+__all__ = ["StoredLaunch", "read_launches", "read_step_times", "read_steps", "record_launch", "record_steps"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +106,20 @@ def read_steps(session: Session, study_uuid: str, launch_id: str) -> Sequence[St
         .order_by(StepRow.step, StepRow.rank)
     )
     return tuple(_step(row) for row in rows)
+
+
+def read_step_times(session: Session, study_uuid: str, *, from_step: int) -> Mapping[str, tuple[float, ...]]:
+    """Return launch id -> seconds of each global step from ``from_step`` on, on its slowest rank, in order."""
+    rows = session.execute(
+        select(StepRow.launch_id, func.max(StepRow.latency_s))
+        .where(StepRow.study_uuid == study_uuid, StepRow.step >= from_step)
+        .group_by(StepRow.launch_id, StepRow.step)
+        .order_by(StepRow.launch_id, StepRow.step)
+    )
+    found: dict[str, list[float]] = {}
+    for launch_id, latency_s in rows:
+        found.setdefault(launch_id, []).append(latency_s)
+    return {launch_id: tuple(times) for launch_id, times in found.items()}
 
 
 def _launch(row: LaunchRow) -> StoredLaunch:

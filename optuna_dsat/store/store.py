@@ -242,6 +242,12 @@ class Store:
         """Return the steps of a launch, ordered by step and rank."""
         return self._database.run(lambda session: launches.read_steps(session, study_uuid, launch_id), read_only=True)
 
+    def step_times(self, study_uuid: str, *, from_step: int) -> Mapping[str, tuple[float, ...]]:
+        """Return launch id -> seconds of each global step from ``from_step`` on, on its slowest rank, in order."""
+        return self._database.run(
+            lambda session: launches.read_step_times(session, study_uuid, from_step=from_step), read_only=True
+        )
+
     def reclaim_stale(self, study: optuna.Study) -> tuple[int, ...]:
         """Fail the trials whose worker died and enqueue a copy of each; return the numbers of the failed trials."""
         return self._reclaimer(study).reclaim(study)

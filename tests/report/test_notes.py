@@ -84,6 +84,16 @@ def test_a_trials_note_says_what_happened_and_what_to_do(view: StudyView, outcom
     assert f"`{trials[-1].user_attrs[attributes.LAUNCH_ID]}`" in text
 
 
+def test_a_trials_note_has_the_range_of_its_step_times(view: StudyView) -> None:
+    assert view.best is not None
+    launches = [row for row in view.reports[view.best.trial.number] if row.purpose == "trial"]
+    times = view.step_times[launches[0].report.launch_id]
+    assert len(times) == view.spec.end_profile_step - view.spec.start_profile_step + 1
+    assert sum(times) <= launches[0].report.measured_s
+    low, high = (metric_in_words("latency", value) for value in (min(times), max(times)))
+    assert f"| {low} to {high} |" in trial_note(view, view.best.trial)
+
+
 def test_a_study_with_nothing_measured_has_a_note(bench: ReportedStudyBench) -> None:
     bench.store.create_study("s", bench.spec().model_dump(mode="json"))
     text = study_note(bench.view())

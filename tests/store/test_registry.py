@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import optuna
 import pytest
 from optuna.study import StudyDirection
@@ -144,6 +146,15 @@ def test_launches_and_steps_come_back_as_they_were(store: Store) -> None:
     assert launch.report.outcome is Outcome.OUT_OF_MEMORY
     assert store.steps(record.uuid, "trial-0000") == (step(0, 1), step(0, 2, loss=None), step(1, 2))
     assert store.steps(record.uuid, "trial-0001") == ()
+
+
+def test_a_steps_time_is_that_of_its_slowest_rank(store: Store) -> None:
+    record = store.create_study("llama", SPEC)
+    times = {(0, 1): 9.0, (1, 1): 9.0, (0, 2): 0.25, (1, 2): 0.5, (0, 3): 0.75, (1, 3): 0.5}
+    events = [replace(step(rank, number), latency_s=latency_s) for (rank, number), latency_s in times.items()]
+    store.record_steps(record.uuid, "trial-0000", events)
+    store.record_steps(record.uuid, "trial-0001", [step(0, 1)])
+    assert store.step_times(record.uuid, from_step=2) == {"trial-0000": (0.5, 0.75)}
 
 
 def test_many_steps_are_stored(store: Store) -> None:
