@@ -8,7 +8,7 @@ from typing import Any
 
 from optuna_dsat.errors import ConfigError
 
-__all__ = ["Autotuning", "options_of", "parse_autotuning", "positive_int"]
+__all__ = ["Autotuning", "parse_autotuning", "positive_int"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,70 +77,6 @@ def parse_autotuning(config: Mapping[str, Any], *, path: str = "<config>") -> Au
         ignored=tuple(sorted(_IGNORED & section.keys())),
         unknown=tuple(sorted(section.keys() - known - _RENAMED.keys() - _IGNORED)),
     )
-
-
-_METRICS = {
-    "flops": "FLOPS_per_gpu",
-    "throughput": "throughput",
-    "latency": "latency",
-    "forward": "forward",
-    "backward": "backward",
-    "step": "step",
-}
-_METHODS = {"random": "random", "gridsearch": "binary", "model_based": "asha"}
-"""DeepSpeed's tuners -> the method here in their spirit: all classes in turn, or the promising ones further."""
-
-_INSTEAD = {
-    "results_dir": "--output-dir is used",
-    "exps_dir": "--output-dir is used",
-    "overwrite": "a study of the same name is continued",
-    "metric_path": "steps are timed without a file of the script's",
-    "model_info": "the profile launch measures the model",
-    "model_info_path": "the profile launch measures the model",
-    "num_tuning_micro_batch_sizes": "the method decides how many micro-batches it tries",
-    "min_train_batch_size": "give min_train_micro_batch_size_per_gpu",
-}
-
-
-def options_of(section: Autotuning) -> tuple[dict[str, Any], list[str]]:
-    """Return what an ``autotuning`` section asks for in our terms, and a line for each thing that is not honoured.
-
-    Args:
-        section: The section.
-
-    Returns:
-        Options of the command line, by field name (``method`` among them), to be used where the user gave none; and
-        lines such as ``autotuning.results_dir is not used: --output-dir is used``.
-    """
-    options: dict[str, Any] = {
-        "start_profile_step": section.start_profile_step,
-        "end_profile_step": section.end_profile_step,
-        "max_trials": section.tuner_num_trials,
-        "early_stopping": section.tuner_early_stopping,
-        "gpus_per_trial": section.num_gpus,
-    }
-    notes = [f"autotuning.{key} is not used: {_INSTEAD[key]}." for key in section.ignored]
-    notes += [f"autotuning.{key} is not used: neither DeepSpeed nor this tuner knows it." for key in section.unknown]
-    if section.enabled is False:
-        notes.append("autotuning.enabled is false; the section is honoured all the same, since you started a tuner.")
-    if section.metric is not None:
-        options["metric"] = _METRICS.get(section.metric.lower())
-        if options["metric"] is None:
-            notes.append(f"autotuning.metric is not used: {section.metric!r} is none of {', '.join(_METRICS)}.")
-    if section.tuner_type is not None:
-        options["method"] = method = _METHODS.get(section.tuner_type)
-        if method is None:
-            notes.append(f"autotuning.tuner_type is not used: {section.tuner_type!r} is none of {', '.join(_METHODS)}.")
-        elif method != section.tuner_type:
-            notes.append(f"autotuning.tuner_type {section.tuner_type} is not there: `tune` and `run` use {method}.")
-    if section.num_nodes is not None and section.num_nodes > 1:
-        notes.append(f"autotuning.num_nodes is not used: a launch runs on one machine, not on {section.num_nodes}.")
-    if section.mp_size is not None and section.mp_size > 1:
-        notes.append(
-            f"autotuning.mp_size is not used: batch sizes are those of {section.mp_size} times as many data-parallel "
-            "ranks as a model-parallel script has."
-        )
-    return {name: value for name, value in options.items() if value is not None}, notes
 
 
 def _autotuning_value(name: str, value: Any, *, where: str) -> Any:

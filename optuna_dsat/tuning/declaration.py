@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
-__all__ = ["Option", "option_of"]
+__all__ = ["Option", "option_of", "options_in"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +31,8 @@ class Option:
     """Type of the value on a command line; None for the field's."""
     parse: Callable[[Any], Any] | None = None
     """From the value of ``text_type`` to the field's; None where they are the same."""
+    autotuning: str | None = None
+    """Field of ``config.autotuning_section.Autotuning`` that gives the value if nothing else does."""
     choices: Callable[[], Iterable[str]] | None = None
     """Values that a shell completes."""
 
@@ -54,3 +56,9 @@ class Option:
 def option_of(annotation: Any) -> Option | None:
     """Return the ``Option`` in the annotation of a field; None if it has none."""
     return next((one for one in get_args(annotation)[1:] if isinstance(one, Option)), None)
+
+
+def options_in(kind: type[Any]) -> dict[str, Option]:
+    """Return the options that a class declares, by field name."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {name: option for name, hint in hints.items() if (option := option_of(hint)) is not None}

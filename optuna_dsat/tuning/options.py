@@ -128,6 +128,7 @@ class TuneOptions:
             python_help="Metric to optimise: ``FLOPS_per_gpu`` (FLOP/s), ``throughput`` (samples/s over all ranks), or "
             "a time in seconds per step: ``latency``, ``forward``, ``backward``, ``step``.",
             choices=_metrics,
+            autotuning="metric",
             panel=_WHAT,
         ),
     ] = _default("metric")
@@ -203,6 +204,7 @@ class TuneOptions:
         Option(
             help="Launches of trials.",
             python_help="Launches of trials; the profile launch and those of the finalists are not counted.",
+            autotuning="tuner_num_trials",
             panel=_BUDGET,
         ),
     ] = _default("max_trials")
@@ -249,12 +251,16 @@ class TuneOptions:
         "confirm"
     )
 
-    start_profile_step: Annotated[int, Option(help="First step that counts (from 1).", panel=_MEASURE)] = _default(
-        "start_profile_step"
-    )
+    start_profile_step: Annotated[
+        int, Option(help="First step that counts (from 1).", autotuning="start_profile_step", panel=_MEASURE)
+    ] = _default("start_profile_step")
     end_profile_step: Annotated[
         int,
-        Option(help="Last step that counts; a launch whose step time is known to 1 % ends before it.", panel=_MEASURE),
+        Option(
+            help="Last step that counts; a launch whose step time is known to 1 % ends before it.",
+            autotuning="end_profile_step",
+            panel=_MEASURE,
+        ),
     ] = _default("end_profile_step")
     adaptive_steps: Annotated[
         int | None,
@@ -266,7 +272,9 @@ class TuneOptions:
     ] = _default("adaptive_steps")
     random_seed: Annotated[int, Option(help="Seed of the search.", panel=_MEASURE)] = _default("random_seed")
 
-    gpus_per_trial: Annotated[int | None, Option(help="GPUs of one launch.", none="all", panel=_WHERE)] = None
+    gpus_per_trial: Annotated[
+        int | None, Option(help="GPUs of one launch.", none="all", autotuning="num_gpus", panel=_WHERE)
+    ] = None
     only_free_gpus: Annotated[bool, Option(help="Tune on those GPUs that are free at the start.", panel=_WHERE)] = False
     wait_for_gpus: Annotated[
         float,
@@ -375,6 +383,7 @@ class RandomOptions(TuneOptions):
             help="End after this many launches without a new best.",
             none="never",
             python_help="End after this many launches without a new best. None to go on.",
+            autotuning="tuner_early_stopping",
             panel=_METHOD,
         ),
     ] = _default("early_stopping")
@@ -453,6 +462,7 @@ class AutotuningOptions(AshaOptions, RandomOptions, GuidedOptions):
             python_help="``random``, ``binary``, ``asha`` or ``guided``. None for ``autotuning.tuner_type`` of the "
             "config, else ``asha``.",
             choices=_methods,
+            autotuning="tuner_type",
             panel=_METHOD,
         ),
     ] = None

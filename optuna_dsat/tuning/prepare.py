@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
-from optuna_dsat.config import ds_config
-from optuna_dsat.config.autotuning_section import options_of
-from optuna_dsat.config.knobs import KNOBS, NVME
-from optuna_dsat.launch.devices import detect_devices
 from optuna_dsat.study.request import StudyRequest
+from optuna_dsat.tuning.autotuning import with_autotuning
 from optuna_dsat.tuning.devices import search_devices
 from optuna_dsat.tuning.given import Given
-from optuna_dsat.tuning.options import TuneOptions
 from optuna_dsat.tuning.spec_builder import build_spec
 
-__all__ = ["Prepared", "check_storage", "prepare", "with_autotuning"]
+__all__ = ["Prepared", "check_storage", "prepare"]
 
 _DEFAULT_METHOD = "asha"
 """Method of a search for which neither an option nor the config names one."""
@@ -69,46 +63,6 @@ def _one_kind_of_device(given: Given) -> Given:
         return given
     (other,) = set(_DEVICES) - set(named)
     return given.without(other)
-
-
-def with_autotuning(given: Given) -> tuple[Given, list[str]]:
-    """Return the options, those that were not given taken from the config's ``autotuning`` section; and notes.
-
-    The notes name what of the section is not honoured.
-
-    Raises:
-        ConfigError: If the config cannot be read.
-    """
-    options = given.options
-    user = ds_config.load(Path(options.ds_config))
-    wanted, notes = options_of(user.autotuning)
-    names = {field.name for field in fields(options)}
-    offered = names - given.origins.keys()
-    gpus = wanted.pop("gpus_per_trial", None)
-    if gpus is not None and options.gpus_per_trial is None and options.cpu_ranks is None:
-        found = detect_devices()
-        available = len(found.devices) if found.kind == "cuda" else 0
-        if gpus <= available:
-            wanted["gpus_per_trial"] = gpus
-        else:
-            notes.append(f"autotuning.num_gpus is not used: it is {gpus}, and this machine offers {available} GPUs.")
-    if user.autotuning.fast:
-        wanted["no_tune"] = _kept_by_fast(options, user)
-        offered.add("no_tune")
-    if "method" in wanted and "method" not in offered:
-        del wanted["method"]
-        notes = [note for note in notes if "tuner_type" not in note]  # a method was named on the command line
-    if "early_stopping" in wanted and "early_stopping" not in names:
-        notes.append("autotuning.tuner_early_stopping is not used by this method.")
-    taken: dict[str, Any] = {name: value for name, value in wanted.items() if name in offered}
-    return given.with_values(taken, f"autotuning in {options.ds_config}"), notes
-
-
-def _kept_by_fast(options: TuneOptions, user: ds_config.UserConfig) -> list[str]:
-    """Return the knobs that ``autotuning.fast`` leaves as they are: all but the stage, listed and fixed knobs."""
-    listed = {key.split(".")[1] for key in user.lists if "." in key}
-    kept = {knob.name for knob in KNOBS if knob.name not in listed and knob.path[-1] != "stage"}
-    return sorted({*(options.no_tune or ()), *kept} - set(options.fix or ()) - {NVME})
 
 
 def check_storage(request: StudyRequest) -> None:
