@@ -1,4 +1,4 @@
-"""What the commands print on stdout: results and plans. Progress is in ``cli.live``."""
+"""Prints results and planned searches on stdout; progress is shown by ``display``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["show_plan", "show_result"]
 
 
 def show_result(result: TuneResult, *, as_json: bool) -> None:
-    """Print what a study found: for people, or as one JSON object."""
+    """Print a result as text or as one JSON object."""
     if as_json:
         print(json.dumps(asdict(result), indent=2))
         return

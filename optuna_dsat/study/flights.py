@@ -39,7 +39,7 @@ class Flight:
         return config_in_words(self.request.ds_config)
 
     @property
-    def own(self) -> bool:
+    def is_user_config(self) -> bool:
         """Whether it measures the user's own config."""
         return bool(self.trial.user_attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG)
 

@@ -12,6 +12,7 @@ from optuna_dsat.study.context import StudyContext
 from optuna_dsat.study.profile import ProfileAttempt, Profiled, measure_profile
 from optuna_dsat.study.progress import ProfileFinished, ProfileStarted
 from optuna_dsat.study.space import largest_micro_batches, objective
+from optuna_dsat.study.stored import attributes_of, has_trials
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import differences_in_words
 
@@ -85,10 +86,8 @@ class ProfileTurn:
 
         A study that is resumed keeps its profile, even if a file beside the script has changed.
         """
-        storage = self._store.storage
-        study_id = storage.get_study_id_from_name(self._spec.name)
-        own = storage.get_study_user_attrs(study_id).get(attributes.FINGERPRINT)
-        if own is not None and own != self.fingerprint and storage.get_n_trials(study_id) > 0:
+        own = attributes_of(self._store, self._spec.name).get(attributes.FINGERPRINT)
+        if own is not None and own != self.fingerprint and has_trials(self._store, self._spec.name):
             stored = self._store.find_profile(own)
             if stored is not None:
                 self._context.say(

@@ -23,7 +23,16 @@ from optuna_dsat.study.standing import Standing, speed_up_over
 from optuna_dsat.study.user_config import follow_trainer
 from optuna_dsat.trials import attributes
 
-__all__ = ["StoredStudy", "check_study", "open_study", "read_stored", "record_of", "spec_of"]
+__all__ = [
+    "StoredStudy",
+    "attributes_of",
+    "check_study",
+    "has_trials",
+    "open_study",
+    "read_stored",
+    "record_of",
+    "spec_of",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +69,11 @@ class StoredStudy:
     def measured(self) -> Sequence[FrozenTrial]:
         """The measured trials, best first."""
         return attributes.best_trials(self.trials, maximize=self.maximize)
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Key of the study's profile in the store; None before the profile launch."""
+        return self.attributes.get(attributes.FINGERPRINT)
 
     @property
     def trainer(self) -> ScriptTrainer | None:
@@ -145,7 +159,7 @@ def check_study(store: Store, spec: StudySpec) -> None:
     if found is None:
         return
     stored = spec_of(found)
-    begun = store.storage.get_n_trials(store.storage.get_study_id_from_name(spec.name)) > 0
+    begun = has_trials(store, spec.name)
     differing = _differences(stored.identity(), spec.identity())
     if differing and (begun or stored.direction != spec.direction):
         raise StudyConflictError(
@@ -183,6 +197,16 @@ def spec_of(record: StudyRecord) -> StudySpec:
     return StudySpec.model_validate(dict(record.spec))
 
 
+def attributes_of(store: Store, name: str) -> Mapping[str, Any]:
+    """Return the user attributes of a study."""
+    return store.storage.get_study_user_attrs(store.storage.get_study_id_from_name(name))
+
+
+def has_trials(store: Store, name: str) -> bool:
+    """Whether any trial of a study was asked for."""
+    return store.storage.get_n_trials(store.storage.get_study_id_from_name(name)) > 0
+
+
 def read_stored(store: Store, name: str) -> StoredStudy:
     """Read a study from the store.
 
@@ -190,9 +214,8 @@ def read_stored(store: Store, name: str) -> StoredStudy:
         UsageError: As ``record_of``.
     """
     record = record_of(store, name)
-    study_id = store.storage.get_study_id_from_name(name)
-    told = store.storage.get_study_user_attrs(study_id)
-    fingerprint = told.get(attributes.FINGERPRINT)
+    user_attrs = attributes_of(store, name)
+    fingerprint = user_attrs.get(attributes.FINGERPRINT)
     stored = None if fingerprint is None else store.find_profile(str(fingerprint))
     profiled = None if stored is None else Profiled.from_json(stored.profile)
     spec = spec_of(record)
@@ -200,7 +223,7 @@ def read_stored(store: Store, name: str) -> StoredStudy:
         record=record,
         stored_spec=spec,
         spec=spec if profiled is None else follow_trainer(spec, profiled.trainer),
-        trials=tuple(store.storage.get_all_trials(study_id, deepcopy=False)),
-        attributes=told,
+        trials=tuple(store.storage.get_all_trials(store.storage.get_study_id_from_name(name), deepcopy=False)),
+        attributes=user_attrs,
         profiled=profiled,
     )

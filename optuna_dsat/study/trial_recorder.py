@@ -140,7 +140,7 @@ class TrialRecorder:
 
     def _raise_script_failure(self, flight: Flight, report: LaunchReport) -> None:
         """Raise ``ScriptFailedError`` if further launches would fail like this one."""
-        if report.outcome is Outcome.OUT_OF_DATA and flight.own:
+        if report.outcome is Outcome.OUT_OF_DATA and flight.is_user_config:
             raise ScriptFailedError(
                 f"With your own config {report.message}. Give it more data or more steps, or measure fewer: "
                 "--start-profile-step 1 --end-profile-step 2.",
@@ -168,7 +168,7 @@ class TrialRecorder:
                 best=bool(best) and best[0].number == flight.trial.number,
                 message=report.message,
                 launched=attributes.launches_used(trials),
-                own=flight.own,
+                own=flight.is_user_config,
                 best_so_far=_best_so_far(trials, maximize=self._maximize),
                 user_value=None if baseline is None else baseline.values[0],
             )

@@ -180,7 +180,7 @@ class Tuner:
         if step.step < self._spec.start_profile_step:
             return
         flight.trial.report(self._recorder.metrics(flight)[self._recorder.metric], step.step)
-        if flight.own or step.step >= flight.request.end_profile_step:
+        if flight.is_user_config or step.step >= flight.request.end_profile_step:
             return  # everything is compared with the user's own config, so that is measured to its end
         launch_id = flight.request.launch_id
         if self._study.pruner.prune(self._study, frozen(self._study, flight.trial)):

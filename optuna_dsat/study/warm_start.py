@@ -6,9 +6,8 @@ resumed run plans with the same, and deleting the earlier study changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import optuna
 from optuna.trial import FrozenTrial
@@ -20,7 +19,7 @@ from optuna_dsat.store import Store
 from optuna_dsat.study.methods import make_planner
 from optuna_dsat.study.profile import Profiled
 from optuna_dsat.study.spec import StudySpec
-from optuna_dsat.study.stored import read_stored
+from optuna_dsat.study.stored import attributes_of, read_stored
 from optuna_dsat.trials import attributes
 
 __all__ = ["check_warm_start", "gather", "prior_knowledge_of"]
@@ -72,7 +71,7 @@ def check_warm_start(store: Store, spec: StudySpec) -> None:
     """
     named = spec.options.warm_start
     if named is None or (
-        store.find_study(spec.name) is not None and attributes.WARM_START in _attributes(store, spec.name)
+        store.find_study(spec.name) is not None and attributes.WARM_START in attributes_of(store, spec.name)
     ):
         return
     if spec.options.no_warm_start:
@@ -123,23 +122,19 @@ def _others(store: Store, name: str) -> Iterator[_Earlier]:
             yield earlier
 
 
-def _attributes(store: Store, name: str) -> Mapping[str, Any]:
-    """Return the user attributes of a study."""
-    return store.storage.get_study_user_attrs(store.storage.get_study_id_from_name(name))
-
-
 def _read(store: Store, name: str) -> _Earlier | None:
     """Return a study with its profile and finished trials; None if nothing of it was measured."""
     if store.find_study(name) is None:
         return None
     study = read_stored(store, name)
     trials = [trial for trial in study.trials if trial.state.is_finished()]
-    if study.profiled is None or not any(attributes.METRICS in trial.user_attrs for trial in trials):
+    measured = any(attributes.METRICS in trial.user_attrs for trial in trials)
+    if not measured or study.profiled is None or study.fingerprint is None:
         return None
     return _Earlier(
         spec=study.spec,
         profiled=study.profiled,
-        fingerprint=str(study.attributes[attributes.FINGERPRINT]),
+        fingerprint=study.fingerprint,
         space=study.space,
         trials=trials,
     )

@@ -1,6 +1,6 @@
-"""Runs a prepared study on this machine: opens the store, starts the launcher, cleans up behind both.
+"""Runs a study request on this machine: opens the store, starts the launcher, and closes both.
 
-The commands and ``optuna_dsat.tune`` share it, so both search alike and differ only in how they show what came out.
+Shared by the commands and ``optuna_dsat.tune``, which differ only in how they show the result.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class StudyRun:
     interrupted: bool
     """Whether Ctrl-C ended it."""
     storage: str
-    """The storage's URL without a password; empty where the run was interrupted before the study was opened."""
+    """The storage's URL without a password; empty if the run was interrupted before the study was opened."""
 
 
 def run_study(request: StudyRequest, *, observer: Observer) -> StudyRun:
