@@ -1,11 +1,11 @@
-"""torchrun, tied to the life of the tuner, and leaving a record of its ranks' exit codes.
+"""torchrun that ends with the tuner and records its ranks' exit codes.
 
     python -m optuna_dsat.launch.agent RECORD TUNER_PID TORCHRUN_ARGUMENTS...
 
-The same as ``python -m torch.distributed.run TORCHRUN_ARGUMENTS...``, with three differences. The kernel kills it when
-the thread that started it ends, and so with the tuner, by ``kill -9`` too. And where ranks fail, it writes their exit
-codes and signals to RECORD as JSON: torchrun itself only logs them, and an outcome is never read from a log. It serves
-one machine, so it does not wait for others. And it never asks CUDA anything (``launch/cuda_state.py``).
+The same as ``python -m torch.distributed.run TORCHRUN_ARGUMENTS...``, with four differences. The kernel kills it when
+the thread that started it ends, and so with the tuner, also if that is killed. If ranks fail, it writes their exit
+codes and signals to RECORD as JSON: torchrun itself only logs them, and outcomes are not read from logs. It serves one
+machine, so it does not wait for others. It never calls CUDA (``launch/cuda_state.py``).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def _write_record(path: Path, failures: Mapping[int, Any]) -> None:
 
 
 def _hasten_rendezvous() -> None:
-    """Leave out of the rendezvous what one machine does not need: together some 0.3 s of a launch.
+    """Remove what one machine does not need from the rendezvous, together some 0.3 s of a launch.
 
-    That is a random delay, so that nodes do not meet the store at once, and the name of the calling function, found by
-    a look at all modules, for a record of events that goes nowhere. Another version of torch may have neither.
+    That is a random delay, which spreads nodes in time, and the search through all modules for the name of the calling
+    function, recorded for events that are not used. Another version of torch may have neither.
     """
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
@@ -56,10 +56,10 @@ def _hasten_rendezvous() -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Run torchrun with the arguments behind the first two; return the exit code."""
+    """Run torchrun with the arguments after the first two; return the exit code."""
     record, parent_pid, arguments = Path(argv[0]), int(argv[1]), argv[2:]
     die_with_parent()
-    if os.getppid() != parent_pid:  # the tuner ended before this process could ask
+    if os.getppid() != parent_pid:  # the tuner ended before this process was tied to it
         return 1
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -1,7 +1,8 @@
-"""Locks that a killed launch leaves in torch's folder of compiled extensions.
+"""Removal of locks that a killed launch leaves in torch's folder of compiled extensions.
 
-DeepSpeed compiles its operators on first use. torch guards a build with a lock *file* and waits for it without limit,
-so a rank that is killed while it builds (a prune, a time limit, ``kill -9``) would make every later launch hang.
+DeepSpeed compiles its operators on first use. torch guards a build with a lock *file*, whose existence is the lock
+(``torch.utils.file_baton``), and waits for its removal without limit, so a rank that is killed while it builds would
+make every later launch hang.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from pathlib import Path
 __all__ = ["extensions_dir", "remove_stale_locks"]
 
 _ABANDONED_S = 600.0
-"""A lock that no process of this machine holds and that is this old is nobody's: builds take 30 to 90 s."""
+"""Age from which a lock that no process of this machine has open is stale: builds take 30 to 90 s."""
 
 
 def extensions_dir(environ: Mapping[str, str]) -> Path:
-    """Return the folder where torch compiles extensions under an environment (``torch.utils.cpp_extension``)."""
+    """Return torch's folder of compiled extensions for an environment (``torch.utils.cpp_extension``)."""
     if chosen := environ.get("TORCH_EXTENSIONS_DIR"):
         return Path(chosen)
     cache = environ.get("XDG_CACHE_HOME")
@@ -27,13 +28,13 @@ def extensions_dir(environ: Mapping[str, str]) -> Path:
 def remove_stale_locks(environ: Mapping[str, str], *, made_after: float | None = None) -> tuple[Path, ...]:
     """Remove build locks that no living process holds; return them.
 
-    torch keeps the lock file open while it builds, so an open file shows a living builder. A home directory may be
-    shared with other machines, whose processes cannot be seen: a lock goes only if it was made during a launch of ours
-    that is over, or is ten minutes old.
+    torch keeps the lock file open while it builds, so an open file has a living builder. A home directory may be shared
+    with other machines, whose processes are invisible here: a lock is removed only if it was made during a launch of
+    this tuner that is over, or is ten minutes old.
 
     Args:
         environ: Environment of the launch.
-        made_after: Unix time at which the launch that is over began; None if there was none.
+        made_after: Unix time at which the launch that is over began; None if there is none.
     """
     root = extensions_dir(environ)
     stale: list[Path] = []

@@ -1,23 +1,23 @@
-"""What became of a launch: pure functions from what was observed to an outcome.
+"""The outcome of a launch: pure functions of what was observed.
 
-Nothing here reads a log. What counts, in this order:
+Nothing here reads a log. The rules, in order of precedence:
 
-1. An ``out_of_memory`` record of any rank: it explains the communication errors of the others, and is knowledge even
-   when the launch was being stopped at that moment. Then a ``host_out_of_memory`` record.
-2. That the launch was stopped: by the pruner, for its time limit, because all ranks were silent, or because the step
-   time was known well enough (then rules 8 and 9 decide).
-3. A rank that the kernel killed for want of host memory: SIGKILL that we did not send and no record. The kernel's own
-   count of such kills decides. Where the count cannot be read, SIGKILL means ``host_out_of_memory``, since nothing else
-   commonly sends it; where it can be read and has not moved, somebody else sent it, and it is a ``script_error``.
+1. An ``out_of_memory`` record of any rank: it explains the communication errors of the others, and holds even if the
+   launch was being stopped at that moment. Then a ``host_out_of_memory`` record.
+2. A stop of the launch: by the pruner, at its time limit, because all ranks were silent, or because the step time was
+   known well enough (then rules 8 and 9 decide).
+3. A rank that the kernel killed for lack of host memory: SIGKILL not sent by the launcher, and no record. The kernel's
+   count of such kills decides. If it cannot be read, SIGKILL means ``host_out_of_memory``, since nothing else commonly
+   sends it; if it has not changed, another process sent it, and it is a ``script_error``.
 4. An ``invalid_config`` record, then a ``script_error`` record.
 5. A rank that ended without a record: by a signal, or with an exit code of its own (``script_error``). SIGABRT and
    SIGTERM rank below a communication error: NCCL and gloo abort processes, and torchrun ends the siblings of a failed
    rank with SIGTERM.
 6. A ``communication_error`` record, or ranks that never started.
-7. A rank that left before the profile steps were done: ``out_of_data`` where the script ended by itself while it
+7. A rank that ended before the profile steps were done: ``out_of_data`` if the script ended by itself while it
    trained, else ``script_error``.
 8. All profile steps done, but the engine was fed another batch than the configured one (``invalid_config``).
-9. Else the launch is measured.
+9. Otherwise the launch is measured.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from optuna_dsat.runtime.events import EngineReady, Event, RankFailed, RankFinis
 __all__ = ["LaunchFacts", "StopReason", "Verdict", "classify", "observed_micro_batch"]
 
 _EXCERPT_LINES = 20
-"""Last lines of a traceback that a report carries."""
+"""Most lines of a traceback in a report, the last ones."""
 
 _QUIET_SIGNALS = frozenset({signal.SIGABRT, signal.SIGTERM})
 """Signals that are more often the consequence of another rank's failure than a cause."""
@@ -40,7 +40,7 @@ _QUIET_SIGNALS = frozenset({signal.SIGABRT, signal.SIGTERM})
 
 @dataclass(frozen=True, kw_only=True)
 class StopReason:
-    """Why the launcher ended a launch itself."""
+    """Outcome and message of a launch that the launcher ended itself."""
 
     outcome: Outcome
     message: str
@@ -48,40 +48,41 @@ class StopReason:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchFacts:
-    """All that is known of a launch that is over."""
+    """Observations of a launch that is over."""
 
     slots: int
     end_profile_step: int
     start_profile_step: int
     micro_batch: int | None
-    """Configured ``train_micro_batch_size_per_gpu``, None where the config leaves it open."""
+    """Configured ``train_micro_batch_size_per_gpu``; None if the config leaves it open."""
     events: Mapping[int, Sequence[Event]]
-    """By rank, in the order written."""
+    """Rank -> events in the order written."""
     exit_codes: Mapping[int, int] = field(default_factory=dict)
-    """Ranks that torchrun saw fail by themselves: exit code, negative for a signal. Without those that were killed."""
+    """Rank -> exit code (negative: signal) of those that torchrun saw fail and the launcher did not kill."""
     agent_exit_code: int | None = None
-    """Exit code of torchrun, negative for a signal, None where the launcher ended it."""
+    """Exit code of torchrun (negative: signal); None if the launcher ended it."""
     stop: StopReason | None = None
+    """None if the launcher did not end the launch."""
     oom_kills: int | None = None
-    """How often the kernel killed a process for want of memory during the launch, None where it cannot be read."""
+    """Processes that the kernel killed for lack of memory during the launch; None if unknown."""
     config_path: str = "ds_config.json"
-    """The user's own DeepSpeed config, for the remedy in messages."""
+    """Path of the user's DeepSpeed config, for the remedy in messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What became of a launch, in the terms of a report."""
+    """Outcome of a launch with what a report says of it."""
 
     outcome: Outcome
     message: str
     error_excerpt: str = ""
     missing_bytes: int | None = None
     rank: int = 0
-    """The rank whose log tells most."""
+    """Rank whose log is the most informative."""
 
 
 def classify(facts: LaunchFacts) -> Verdict:
-    """Return what became of a launch. See the module's docstring for the rules."""
+    """Return the outcome of a launch by the rules of the module's docstring."""
     rules = (
         _out_of_memory,
         _stopped,
@@ -99,9 +100,9 @@ def classify(facts: LaunchFacts) -> Verdict:
 
 
 def observed_micro_batch(facts: LaunchFacts) -> int | None:
-    """Return the largest batch that an engine was fed in a counted step, None where none could be seen.
+    """Return the largest batch that an engine was fed in a counted step; None if none was observed.
 
-    The largest, since the last batch of an epoch may be a smaller one.
+    The last batch of an epoch may be smaller.
     """
     seen = [
         event.observed_micro_batch
@@ -121,7 +122,7 @@ def observed_micro_batch(facts: LaunchFacts) -> int | None:
 
 
 def _failures(facts: LaunchFacts, *outcomes: Outcome) -> list[RankFailed]:
-    """Return the failure records that speak for one of ``outcomes``, the earliest first."""
+    """Return the failure records with one of ``outcomes``, the earliest first."""
     found = [
         event
         for events in facts.events.values()
@@ -186,7 +187,7 @@ def _stopped(facts: LaunchFacts) -> Verdict | None:
 
 
 def _deaths(facts: LaunchFacts) -> dict[int, int]:
-    """Return the exit codes of the ranks that left no record of their end."""
+    """Return rank -> exit code of the ranks that left no record of their end."""
     return {
         rank: code
         for rank, code in sorted(facts.exit_codes.items())

@@ -30,7 +30,8 @@ __all__ = [
 ]
 
 _OWN_PREFIXES = ("OPTUNA_DSAT_", "PET_", "TORCHELASTIC_")
-"""Variables of the tuner, or of a torchrun above it, that a launch must not inherit (PET_*: torchrun's defaults)."""
+"""Prefixes of variables of the tuner, or of a torchrun above it, that a launch must not inherit (PET_*: torchrun's
+defaults)."""
 
 RANK_VARIABLES = frozenset(
     {
@@ -47,7 +48,7 @@ RANK_VARIABLES = frozenset(
         "WORLD_SIZE",
     }
 )
-"""What torchrun tells its ranks: a stale value would tie a launch to another job or to a port in use."""
+"""Variables that torchrun sets for its ranks; a stale value would tie a launch to another job or a port in use."""
 
 _QUIET_TRACKERS = {
     "CLEARML_OFFLINE_MODE": "1",
@@ -61,8 +62,8 @@ _QUIET_TRACKERS = {
     "WANDB_MODE": "offline",
     "WANDB_SILENT": "true",
 }
-"""Experiment trackers keep what a trial logs on this machine; what a script reads (models, data sets) it still reads. A
-value of "disabled" that the user set is left alone."""
+"""Settings that keep what a trial logs to experiment trackers on this machine; downloads of models and data sets still
+work. A value of "disabled" set by the user is kept."""
 
 
 _TRACKER_PLACES: dict[str, Callable[[Path], str]] = {
@@ -71,19 +72,19 @@ _TRACKER_PLACES: dict[str, Callable[[Path], str]] = {
     "TENSORBOARD_LOGGING_DIR": lambda folder: str(folder / "tensorboard"),
     "WANDB_DIR": str,
 }
-"""Variable that names a tracker's place -> that place in a launch's own folder for trackers."""
+"""Variable with a tracker's location -> that location in the launch's folder for trackers."""
 
 TRACKER_FOLDERS = frozenset(_TRACKER_PLACES)
-"""Variables that name another folder for each launch."""
+"""Variables whose value is a folder of the launch."""
 
 
 def torchrun_command(
     request: LaunchRequest, *, directory: RunDirectory, python: str = sys.executable
 ) -> tuple[str, ...]:
-    """Return the launch's command as plain torchrun, as one would type it.
+    """Return the launch's command as plain torchrun.
 
-    A rendezvous on port 0 lets the operating system choose, so that launches side by side never clash; the ranks' own
-    store shares that port.
+    A rendezvous on port 0 lets the operating system choose the port, so that concurrent launches do not clash; the
+    ranks' own store shares that port.
     """
     script = request.command
     target = ("--module", script.script) if script.is_module else (script.script,)
@@ -106,7 +107,7 @@ def torchrun_command(
 
 
 def agent_command(command: Sequence[str], *, record: Path, tuner_pid: int) -> list[str]:
-    """Return ``command`` (from ``torchrun_command``) run by ``launch/agent.py``, tied to the life of ``tuner_pid``."""
+    """Return ``command`` (from ``torchrun_command``) run by ``launch/agent.py``, which ends with ``tuner_pid``."""
     python, _, _, *arguments = command
     return [python, "-P", "-m", "optuna_dsat.launch.agent", str(record), str(tuner_pid), *arguments]
 
@@ -127,15 +128,15 @@ def launch_environment(
 
     Args:
         base: The tuner's own environment.
-        request: The launch; its ``env`` is laid over everything but what the launch itself needs.
+        request: The launch; its ``env`` overrides ``base``, but not what the launch itself needs.
         directory: Its run directory.
         devices: Its devices.
         kind: ``cuda`` or ``cpu``.
         total_slots: Ranks that may run at once on this machine, over all launches.
-        mark: What marks the launch's processes.
-        cores: CPU cores to share out; None for those this process may use.
+        mark: Mark of the launch's processes.
+        cores: CPU cores to share; None for those this process may use.
         python: Interpreter of the launch. Its folder is added to the end of ``PATH``: DeepSpeed looks there for ninja
-            when it compiles its operators, also where the virtual environment is not activated.
+            when it compiles its operators, and the virtual environment may not be activated.
     """
     environ = {
         name: value
@@ -150,7 +151,7 @@ def launch_environment(
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(device.visible_id for device in devices)
     else:
         environ["LOCAL_SIZE"] = str(len(devices))
-    # Said to started and forked ranks alike: torchrun's own default is one thread, a fork's that of its parent.
+    # Set for started and forked ranks alike: torchrun's default is one thread, a fork's that of its parent.
     cores = len(os.sched_getaffinity(0)) if cores is None else cores
     environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // max(1, total_slots))))
     environ[LAUNCH_ENV] = str(directory.launch)
@@ -159,7 +160,7 @@ def launch_environment(
 
 
 def device_environment(base: Mapping[str, str], *, kind: str, python: str = sys.executable) -> dict[str, str]:
-    """Return ``base`` with what makes DeepSpeed use devices of a kind (``cuda`` or ``cpu``), and find its compilers."""
+    """Return ``base`` with variables that make DeepSpeed use a kind of device (``cuda`` or ``cpu``) and find ninja."""
     environ = dict(base)
     if kind == "cuda":
         environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
@@ -185,9 +186,9 @@ def package_dir() -> Path:
 
 @functools.cache
 def needs_python_path(python: str = sys.executable) -> bool:
-    """Whether a fresh interpreter finds another optuna_dsat than the running one, or none.
+    """Whether a fresh interpreter finds no optuna_dsat or another than the running one.
 
-    That is so when the package was found through the working directory or a changed ``sys.path``.
+    That is so if the package was found through the working directory or a changed ``sys.path``.
     """
     code = "import optuna_dsat; print(optuna_dsat.__file__)"
     answer = subprocess.run([python, "-P", "-c", code], capture_output=True, text=True, check=False, cwd="/")

@@ -1,8 +1,7 @@
-"""Ranks that torchrun forks from a process with the heavy modules imported, where it would start interpreters.
+"""Ranks that torchrun forks from a process with the heavy modules imported, instead of starting interpreters.
 
-Everything else stays torchrun's: environment of the ranks, rendezvous, and what it does when one fails. A forked rank
-is made to look like a fresh interpreter: standard streams, environment, signals, ``sys.path``, open files and random
-state.
+All else stays torchrun's: environment of the ranks, rendezvous, handling of failures. A forked rank is given the state
+of a fresh interpreter: standard streams, environment, signals, ``sys.path``, open files and random state.
 """
 
 from __future__ import annotations
@@ -20,37 +19,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from optuna_dsat.launch.cuda_state import driver_is_initialised, show_cuda
+from optuna_dsat.launch.cuda_state import driver_is_initialised, restore_cuda
 
-__all__ = ["Origin", "become_agent", "fork_child", "forked_ranks"]
+__all__ = ["ParentState", "become_agent", "fork_child", "forked_ranks"]
 
 _RUNTIME = "optuna_dsat.runtime"
 
 _EXIT_CANNOT_FORK = 71
-"""Exit code of a child that could not be made what it was to be (``EX_OSERR`` of ``sysexits.h``)."""
+"""Exit code of a child whose setup failed (``EX_OSERR`` of ``sysexits.h``)."""
 
 _PR_SET_NAME = 15
 """``linux/prctl.h``."""
 
 _FRESH_SIGNALS: dict[int, signal.Handlers] = {signal.SIGPIPE: signal.SIG_IGN, signal.SIGXFSZ: signal.SIG_IGN}
-"""What Python itself does with signals at its start, beside Ctrl-C; all others are the system's."""
+"""Signal handlers that Python sets at its start, beside that of Ctrl-C; the others are the system's defaults."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Origin:
-    """What a forked process takes over from the parent, noted before the parent did anything of its own."""
+class ParentState:
+    """State of the fork server after the imports, which forked processes keep or restore."""
 
     descriptors: frozenset[int]
-    """Open files: those of the imported modules. All others are closed in a child."""
+    """Files opened by the imported modules; all others are closed in a child."""
     environment: Mapping[str, str | None]
-    """Variables that the imports have set, None for those that they removed."""
+    """Environment variables that the imports set; None for those that they removed."""
 
     @classmethod
-    def of_this_process(cls, *, without: Sequence[int], started_with: Mapping[str, str]) -> Origin:
-        """Note the state of this process.
+    def capture(cls, *, without: Sequence[int], started_with: Mapping[str, str]) -> ParentState:
+        """Capture the state of this process.
 
         Args:
-            without: Descriptors that are its own affair.
+            without: Its own descriptors, which children do not keep.
             started_with: Its environment before the imports.
         """
         names = {n for n in os.environ.keys() | started_with.keys() if os.environ.get(n) != started_with.get(n)}
@@ -59,8 +58,8 @@ class Origin:
             environment={name: os.environ.get(name) for name in names},
         )
 
-    def repeat_changes(self) -> None:
-        """Do to the environment what the imports did, as they would in a fresh interpreter."""
+    def apply_environment_changes(self) -> None:
+        """Apply the imports' changes to the environment, as they would in a fresh interpreter."""
         for name, value in self.environment.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -68,7 +67,7 @@ class Origin:
                 os.environ[name] = value
 
     def restore(self) -> None:
-        """Put signals, open files and the thread's name of this process back."""
+        """Reset signals, open files and the thread's name of this process."""
         for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
             if signal.getsignal(number) is signal.SIG_IGN:
                 continue  # a started process keeps what is ignored, as a background shell ignores Ctrl-C
@@ -86,32 +85,34 @@ def _open_descriptors() -> frozenset[int]:
 
 
 def fork_child(run: Callable[[], object]) -> int:
-    """Fork a child that runs ``run``, which is to end it; return its process number."""
+    """Fork a child that calls ``run``, which must not return; return its process number."""
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
         try:
             run()
-        except BaseException:  # noqa: BLE001 - whatever it is, this is not the parent's code any more
+        except BaseException:  # noqa: BLE001 - nothing may propagate into the parent's code
             traceback.print_exc()
         finally:
             os._exit(_EXIT_CANNOT_FORK)
     return pid
 
 
-def become_agent(run: Callable[[], int], *, origin: Origin, environ: Mapping[str, str], cwd: str, log: str) -> NoReturn:
-    """Make this forked process a launch's agent: run ``run`` and end with the exit code that it returns.
+def become_agent(
+    run: Callable[[], int], *, parent_state: ParentState, environ: Mapping[str, str], cwd: str, log: str
+) -> NoReturn:
+    """Turn this forked process into a launch's agent: call ``run`` and exit with the code that it returns.
 
     Args:
-        run: What the agent does.
-        origin: The parent's state at its start.
+        run: The agent.
+        parent_state: State of the fork server after the imports.
         environ: The launch's environment.
         cwd: Working directory.
-        log: File for everything that is printed.
+        log: File for standard output and error.
     """
     os.setsid()
-    origin.restore()
+    parent_state.restore()
     _replace_environment(environ)
     os.chdir(cwd)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -131,7 +132,7 @@ def _replace_environment(environ: Mapping[str, str]) -> None:
 
 
 class _ForkedProcess:
-    """A forked child with the part of ``subprocess.Popen`` that torchrun uses."""
+    """A forked child with the interface of ``subprocess.Popen`` that torchrun uses."""
 
     def __init__(self, run: Callable[[], object]) -> None:
         self.returncode: int | None = None
@@ -160,16 +161,16 @@ class _ForkedProcess:
 
 
 @contextlib.contextmanager
-def forked_ranks(origin: Origin) -> Iterator[None]:
-    """Within this context, torchrun in this process forks its ranks, unless it has initialised CUDA itself."""
+def forked_ranks(parent_state: ParentState) -> Iterator[None]:
+    """Within this context, torchrun in this process forks its ranks unless this process has initialised CUDA."""
     from torch.distributed.elastic.multiprocessing import api
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
     class Handler(SubprocessHandler):  # type: ignore[misc,unused-ignore]
         def _popen(self, args: Sequence[str], env: Mapping[str, str]) -> Any:
-            if driver_is_initialised():  # a fork could not use CUDA; the rank says that it was started
+            if driver_is_initialised():  # a fork could not use CUDA; the rank records that it was started
                 return super()._popen(tuple(args), dict(env))
-            return _ForkedProcess(lambda: _become_rank(args, env, origin))
+            return _ForkedProcess(lambda: _become_rank(args, env, parent_state))
 
     names: Any = api
     original = names.get_subprocess_handler
@@ -184,30 +185,30 @@ def forked_ranks(origin: Origin) -> Iterator[None]:
         names.get_subprocess_handler = original
 
 
-def _become_rank(command: Sequence[str], environ: Mapping[str, str], origin: Origin) -> NoReturn:
-    """Make this forked process what ``command`` would have started, ``python -u -m optuna_dsat.runtime ...``."""
+def _become_rank(command: Sequence[str], environ: Mapping[str, str], parent_state: ParentState) -> NoReturn:
+    """Turn this forked process into what ``command``, ``python -u -m optuna_dsat.runtime ...``, would start."""
     from optuna_dsat.runtime.__main__ import run
 
     os.setsid()
-    origin.restore()
+    parent_state.restore()
     _replace_environment(environ)
-    origin.repeat_changes()
+    parent_state.apply_environment_changes()
     argv = list(command[command.index(_RUNTIME) + 1 :])
     sys.argv = [_RUNTIME, *argv]
     sys.orig_argv = list(command)
     safe_path = bool(environ.get("PYTHONSAFEPATH"))
     if not safe_path:
         sys.path.insert(0, str(Path.cwd()))
-    _forget_random_state()
-    show_cuda()
-    _forget_devices()
+    _reseed()
+    restore_cuda()
+    _reset_device_queries()
     run(argv, safe_path=safe_path, forked=True)
 
 
-def _forget_random_state() -> None:
-    """Seed NumPy and torch anew, as their imports would have; ``random`` does so by itself.
+def _reseed() -> None:
+    """Reseed NumPy and torch as their imports would; ``random`` does so by itself after a fork.
 
-    torch starts with a seed of its own on the CPU alone; on a GPU it is fixed.
+    torch draws its seed on the CPU only; on a GPU it is constant.
     """
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if numpy is not None:
@@ -216,10 +217,10 @@ def _forget_random_state() -> None:
         torch.default_generator.seed()
 
 
-def _forget_devices() -> None:
-    """Have torch count the GPUs anew, for the parent may have seen more than this launch may use, and NVML begin anew.
+def _reset_device_queries() -> None:
+    """Drop torch's cached GPU count, which may exceed this launch's GPUs, and reinitialise NVML.
 
-    DeepSpeed's CUDA accelerator initialises NVML at its import; what NVML makes of a fork is not documented.
+    DeepSpeed's CUDA accelerator initialises NVML at its import; NVML's behaviour after a fork is not documented.
     """
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch.cuda, "_cached_device_count"):

@@ -1,7 +1,7 @@
-"""From the steps that ranks measured to the metrics of a launch: pure functions.
+"""Metrics of a launch from the steps that its ranks measured: pure functions.
 
 Throughput is end to end: samples of the counted steps over all the wall time between their boundaries, data loading
-included. What the engine's own phases add up to is kept beside it as ``engine_throughput``.
+included. ``engine_throughput`` counts the engine's phases only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _T_975 = (
 """97.5 % quantile of Student's t for 1, 2, ... degrees of freedom (NIST/SEMATECH e-Handbook, 1.3.6.7.2)."""
 
 _FEWEST_STEPS = 3
-"""Two steps that happen to be alike say nothing."""
+"""Fewest steps for a step time to be certain: two may agree by chance."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,15 +52,16 @@ class GlobalStep:
     peak_reserved_bytes: int
     rss_bytes: int
     loss: float | None
+    """Mean over the ranks that reported a finite loss; None if none did."""
 
 
 def merge_ranks(steps: Sequence[StepMeasured], *, data_parallel_size: int, configured_samples: int) -> GlobalStep:
-    """Merge what all ranks measured of one global step.
+    """Merge the measurements of one global step over all ranks.
 
     Args:
         steps: The same step, once per rank.
         data_parallel_size: Ranks that consume different samples; ranks of one model-parallel group see the same.
-        configured_samples: The engine's train batch size, used where no rank could see its input.
+        configured_samples: The engine's train batch size, used if no rank observed its input.
 
     Raises:
         ValueError: If ``steps`` is empty or mixes different steps.
@@ -154,8 +155,8 @@ def confidence_interval(
 def step_time_uncertainty(steps: Sequence[GlobalStep]) -> float:
     """Return half the width of the 95 % confidence interval of the mean step time, relative to that mean.
 
-    Student's t interval, as if steps were independent: a drift over the steps makes it wider, an equal delay of all of
-    them is not seen. Infinite for fewer than two steps.
+    Student's t interval, for independent steps: a drift over the steps widens it, an equal delay of all steps does not.
+    Infinite for fewer than two steps.
     """
     if len(steps) < 2:
         return math.inf
@@ -176,7 +177,7 @@ def is_certain(steps: Sequence[GlobalStep], *, tolerance: float) -> bool:
 
 
 class LaunchRecord:
-    """What the ranks of one launch said so far, merged over ranks step by step.
+    """Events of one launch so far, steps merged over ranks.
 
     Args:
         world_size: Ranks of the launch.
@@ -201,11 +202,11 @@ class LaunchRecord:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak memory of the worst rank over all steps, in bytes; 0 before the first step."""
+        """Peak allocated bytes of the worst rank over all steps; 0 before the first step."""
         return max((step.peak_allocated_bytes for step in self.steps), default=0)
 
     def add(self, event: Event) -> GlobalStep | None:
-        """Take in an event; return the global step that it completes, if it does."""
+        """Add an event; return the global step that it completes, None if it completes none."""
         if isinstance(event, EngineReady):
             self.engine = self.engine or event
         elif isinstance(event, TrainerFound):
@@ -230,9 +231,9 @@ class LaunchRecord:
         return None
 
     def data_at_most(self, batch: int) -> int:
-        """Return the most samples that the script's data can hold for one rank, where it ended before it was stopped.
+        """Return an upper bound on one rank's samples in the script's data, for a script that ended by itself.
 
-        A last step of fewer samples used them up; else less than one further step was left.
+        If the last step had fewer samples than a full one, they were used up; else less than one further step was left.
 
         Args:
             batch: Samples of one global step on one rank, as configured.
@@ -247,7 +248,7 @@ class LaunchRecord:
 
 
 def _worst_profile(known: ProfileMeasured | None, new: ProfileMeasured) -> ProfileMeasured:
-    """Ranks differ little; the one that keeps the most activations decides, for it is the first to run out."""
+    """Return the profile with the most activation bytes: that rank is the first to run out of memory."""
     if known is None or new.activation_bytes_per_sample > known.activation_bytes_per_sample:
         return new
     return known

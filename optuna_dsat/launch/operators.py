@@ -1,9 +1,9 @@
-"""Compiles DeepSpeed's operators before the first trial, so that no measurement holds a compiler's minute.
+"""Compiles DeepSpeed's operators before the first trial, so that no measurement includes compilation.
 
     python -P -m optuna_dsat.launch.operators BUILDER...
 
-prints one line of JSON: builder -> why it could not be compiled, empty where it was. A process of its own, for on a GPU
-the compilation asks CUDA for the device's capability.
+prints one line of JSON: builder -> why it could not be compiled, empty if it was. A process of its own, since on a GPU
+the compilation queries CUDA for the device's capability.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LIMIT_S = 900.0
 
 
 def compile_operators(builders: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Compile operators, where that has not been done; return what could not be compiled, and why.
+    """Compile the operators that are not compiled yet; return builder -> reason for those that failed.
 
     Args:
         builders: Class names of DeepSpeed's builders.
@@ -47,15 +47,15 @@ def _compile(name: str) -> str:
     try:
         builder = get_accelerator().create_op_builder(name)
         if builder is None or builder.NAME == "deepspeed_not_implemented":
-            return ""  # no such operator for this device: DeepSpeed does without
+            return ""  # this device has no such operator, nor needs it
         builder.load(verbose=False)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the user is told
+    except Exception as error:  # noqa: BLE001 - any error is reported to the user
         return (str(error).strip().splitlines() or [type(error).__name__])[0]
     return ""
 
 
 def main(builders: Sequence[str]) -> None:
-    """Compile and print the answer; what compilers print goes to the standard error."""
+    """Compile and print the result; the compilers' output goes to standard error."""
     answer = os.dup(1)
     os.dup2(2, 1)
     found = {name: _compile(name) for name in builders}

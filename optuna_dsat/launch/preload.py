@@ -1,11 +1,11 @@
-"""What the parent of warm launches imports, and how it finds out what must not be imported before a fork.
+"""The modules that the fork server imports, and the detection of those that must not be imported before a fork.
 
-A module is left to the ranks themselves if its import
+The ranks import a module themselves if its import
 
-- reads a variable that differs from rank to rank or launch to launch, or that the script changes before the import:
-  what it read would hold for every rank;
-- starts threads: they are not in the child, and what they hold locked stays locked. OpenBLAS's are an exception: it
-  ends them before a fork and starts them again after it;
+- reads a variable that differs between ranks or launches, or that the script changes before the import: every rank
+  would inherit the value that was read;
+- starts threads: a fork does not copy them, and their locks stay locked. OpenBLAS's are an exception: it ends them
+  before a fork and starts them again after it;
 - initialises CUDA, which does not survive a fork;
 - imports a module of which one of these is true.
 """
@@ -26,10 +26,10 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
-from optuna_dsat.launch.cuda_state import cuda_named, driver_is_initialised, show_cuda
+from optuna_dsat.launch.cuda_state import driver_is_initialised, restore_cuda, use_named_gpu_count
 from optuna_dsat.runtime.events import ModulesImported
 
-__all__ = ["BASE_MODULES", "Loaded", "Preload", "load"]
+__all__ = ["BASE_MODULES", "Preload", "PreloadResult", "load"]
 
 BASE_MODULES = (
     "numpy",
@@ -41,33 +41,33 @@ BASE_MODULES = (
     "deepspeed",
     "deepspeed.runtime.zero.muon.original_muon",
 )
-"""Every launch needs these. NumPy goes first: the threads that its OpenBLAS starts are counted then."""
+"""Modules that every launch needs. NumPy is first, so that the threads of its OpenBLAS can be counted."""
 
 _OWN = "optuna_dsat"
 
 _READ_BY_NATIVE_CODE = ("GOMP_", "KMP_", "MKL_", "OMP_", "OPENBLAS_", "PYTORCH_ALLOC", "PYTORCH_CUDA_ALLOC")
-"""Beginnings of variables that libraries of torch and NumPy read as they are loaded, where no import hook sees it."""
+"""Prefixes of variables that libraries of torch and NumPy read as they are loaded, unseen by an import hook."""
 
 _THREAD_END_S = 0.25
-"""Time for a thread that was joined to leave the kernel's list, too."""
+"""Longest time for a joined thread to leave the kernel's list."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preload:
-    """What to have imported before ranks are forked."""
+    """Modules to import before ranks are forked."""
 
     modules: tuple[str, ...] = BASE_MODULES
-    """In the order of their import. One that cannot be imported is skipped: the rank that needs it says so."""
+    """In the order of import. One that cannot be imported is skipped: the rank that needs it reports the error."""
     operators: tuple[str, ...] = ()
     """Names of compiled operators of DeepSpeed (``deepspeed_shm_comm``)."""
     left_out: tuple[str, ...] = ()
-    """Packages that are never imported, nor what imports them."""
+    """Packages that are not imported, nor modules that import them."""
     environment: tuple[str, ...] = ()
-    """Variables that the script changes: no import may read them before it does."""
+    """Environment variables that the script changes, which no import may read before that."""
 
     @classmethod
     def learned(cls, imported: ModulesImported) -> Preload:
-        """Return what a profile launch was seen to import, after what every launch needs."""
+        """Return ``BASE_MODULES`` and the modules that a profile launch imported."""
         return cls(
             modules=(*BASE_MODULES, *imported.modules),
             operators=tuple(imported.operators),
@@ -75,7 +75,7 @@ class Preload:
         )
 
     def changed(self, *, added: Sequence[str], left_out: Sequence[str]) -> Preload:
-        """Return the same with modules added and packages left out."""
+        """Return a copy with modules added and packages left out."""
         return replace(self, modules=(*self.modules, *added), left_out=(*self.left_out, *left_out))
 
     def to_json(self) -> dict[str, list[str]]:
@@ -99,75 +99,69 @@ class Preload:
 
 
 @dataclass(kw_only=True)
-class Loaded:
-    """What came of a preload."""
+class PreloadResult:
+    """Result of a preload."""
 
-    modules: list[str] = field(default_factory=list)
-    """Those that were imported by name; what they import themselves is not listed."""
     refused: dict[str, str] = field(default_factory=dict)
-    """Package -> why no rank may inherit it. Not empty: this process must not fork."""
+    """Package -> why no rank may inherit it. If not empty, this process must not fork."""
     read: set[str] = field(default_factory=set)
-    """Environment variables that the imports have read."""
+    """Environment variables that the imports read."""
 
 
-def load(preload: Preload, *, watched: frozenset[str]) -> Loaded:
-    """Import ``preload`` into this process, watching what the imports do.
+def load(preload: Preload, *, watched: frozenset[str]) -> PreloadResult:
+    """Import modules into this process and report which of them spoil a fork.
 
     Args:
-        preload: What to import.
-        watched: Environment variables that differ between launches: no import may read them.
+        preload: The modules.
+        watched: Environment variables that differ between launches, which no import may read.
     """
-    loaded = Loaded()
+    result = PreloadResult()
     threads = _Threads()
     initialised = False
     if native := sorted(name for name in preload.environment if name.startswith(_READ_BY_NATIVE_CODE)):
-        loaded.refused["torch"] = f"the script changes {native[0]}, which libraries of torch read as they are loaded"
+        result.refused["torch"] = f"the script changes {native[0]}, which libraries of torch read as they are loaded"
     watched |= frozenset(preload.environment)
-    with _reads_of(watched, loaded.read) as reads, _without_collections(), _refusing(preload.left_out) as missed:
+    with _reads_of(watched, result.read) as reads, _without_collections(), _refusing(preload.left_out) as missed:
         for name in preload.modules:
             package = name.partition(".")[0]
-            if package in preload.left_out or package in loaded.refused or name in sys.modules:
+            if package in preload.left_out or package in result.refused or name in sys.modules:
                 continue
             if (torch := sys.modules.get("torch")) is not None:
-                cuda_named(torch)
-            if _import(name):
-                loaded.modules.append(name)
+                use_named_gpu_count(torch)
+            _import(name)
             if missed:
-                loaded.refused[package] = f"it imports {missed[0]}, which every rank imports for itself"
+                result.refused[package] = f"it imports {missed[0]}, which every rank imports for itself"
                 missed.clear()
             for reader, variable in reads:
                 when = "the script changes" if variable in preload.environment else "differs between launches"
                 why = f"its import reads {variable}, which {when}"
-                loaded.refused |= {reader: why, package: why}
+                result.refused |= {reader: why, package: why}
             reads.clear()
             if not initialised and (initialised := driver_is_initialised()):
-                loaded.refused[package] = "its import initialises CUDA, which no fork survives"
+                result.refused[package] = "its import initialises CUDA, which no fork survives"
             if threads.started(name):
-                loaded.refused[package] = "its import starts threads, which a fork does not copy"
-    show_cuda()
+                result.refused[package] = "its import starts threads, which a fork does not copy"
+    restore_cuda()
     _load_operators(preload.operators)
     gc.collect()
-    gc.freeze()  # a collection in a child would write to, and so copy, pages that all of them share
-    return loaded
+    gc.freeze()  # a collection in a child would write to shared pages, and so copy them
+    return result
 
 
-def _import(name: str) -> bool:
-    try:
+def _import(name: str) -> None:
+    with contextlib.suppress(Exception):  # the rank that needs the module meets the same error
         importlib.import_module(name)
-    except Exception:  # noqa: BLE001 - whatever it is, the rank that needs the module meets it, too
-        return False
-    return True
 
 
 class _Refusal(MetaPathFinder, Loader):
-    """Finds the packages that are left out, and refuses to load them; notes the attempts."""
+    """Import hook that finds the packages left out, refuses to load them and records the attempts."""
 
     def __init__(self, packages: Sequence[str], missed: list[str]) -> None:
         self._packages = frozenset(packages)
         self._missed = missed
 
     def find_spec(self, fullname: str, _path: Any, _target: ModuleType | None = None) -> ModuleSpec | None:
-        # Found, so that who only asks whether it is installed learns that it is.
+        # Found, so that code that only asks whether the package is installed learns that it is.
         return ModuleSpec(fullname, self) if fullname.partition(".")[0] in self._packages else None
 
     def create_module(self, spec: ModuleSpec) -> NoReturn:
@@ -180,7 +174,7 @@ class _Refusal(MetaPathFinder, Loader):
 
 @contextlib.contextmanager
 def _refusing(packages: Sequence[str]) -> Iterator[list[str]]:
-    """Let nothing import these packages within the context; the list yielded names those that something tried to."""
+    """Refuse imports of these packages within the context; yield the list of those that were attempted."""
     missed: list[str] = []
     finder = _Refusal(packages, missed)
     sys.meta_path.insert(0, finder)
@@ -192,7 +186,7 @@ def _refusing(packages: Sequence[str]) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """Look for no garbage: of heavy imports it takes a third of the time, and they leave little."""
+    """Disable garbage collection: it takes a third of the time of heavy imports, and they leave little."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -204,12 +198,12 @@ def _without_collections() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _reads_of(watched: frozenset[str], names: set[str]) -> Iterator[list[tuple[str, str]]]:
-    """Note who reads the watched variables: (package, variable), and in ``names`` all variables that are read."""
+    """Yield the list of reads of watched variables, (package, variable); add every variable read to ``names``."""
     reads: list[tuple[str, str]] = []
     environ_class: Any = type(os.environ)
     original = environ_class.__getitem__
 
-    def __getitem__(environ: Any, name: Any) -> Any:  # noqa: N807 - takes the place of one
+    def __getitem__(environ: Any, name: Any) -> Any:  # noqa: N807 - replaces one
         names.add(name)
         if name in watched:
             reads.append((_reader(sys._getframe(1)), name))
@@ -223,7 +217,7 @@ def _reads_of(watched: frozenset[str], names: set[str]) -> Iterator[list[tuple[s
 
 
 def _reader(frame: FrameType | None) -> str:
-    """Return the package outside the standard library that a frame was called from."""
+    """Return the first package outside the standard library on the call stack; empty if there is none."""
     while frame is not None:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if package not in sys.stdlib_module_names and package not in ("", "__main__", "importlib", _OWN):
@@ -233,7 +227,7 @@ def _reader(frame: FrameType | None) -> str:
 
 
 class _Threads:
-    """Counts threads; those of OpenBLAS are allowed, as many for each copy of it as NumPy's started."""
+    """Counts threads started by imports; each loaded copy of OpenBLAS may start as many as NumPy's copy."""
 
     def __init__(self) -> None:
         self._count = _thread_count()
@@ -241,7 +235,7 @@ class _Threads:
         self._each = 0
 
     def started(self, imported: str) -> bool:
-        """Whether the last import started threads that a fork would lose."""
+        """Whether the last import, of module ``imported``, started threads that a fork would lose."""
         before, known = self._count, self._copies
         self._copies = _openblas_copies()
         if imported == "numpy":
@@ -265,9 +259,9 @@ def _openblas_copies() -> int:
 
 
 def _load_operators(names: Sequence[str]) -> None:
-    """Load operators as DeepSpeed does, compiling those that are not yet; on the CPU alone.
+    """Load operators as DeepSpeed does, compiled if necessary; does nothing on a GPU.
 
-    On a GPU even the look at an operator may ask CUDA for the device's capability.
+    There, loading an operator may query CUDA for the device's capability.
     """
     if not names or "deepspeed" not in sys.modules:
         return
@@ -278,5 +272,5 @@ def _load_operators(names: Sequence[str]) -> None:
         return
     for name in names:
         if name in ALL_OPS:
-            with contextlib.suppress(Exception):  # the rank that needs it meets what is wrong with it
+            with contextlib.suppress(Exception):  # the rank that needs it meets the same error
                 ALL_OPS[name].load(verbose=False)

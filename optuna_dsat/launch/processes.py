@@ -1,9 +1,9 @@
-"""The processes of a launch: marked, found and ended, also after the tuner itself was killed.
+"""The processes of a launch: marked, found and ended, even after the tuner was killed.
 
 torchrun puts every rank into a session of its own, a rank may start data loaders, and orphans are re-parented, so
-neither a process group nor a parent says what belongs to a launch. An environment variable does: it is inherited by
-every descendant and readable in ``/proc`` (Linux). Its value names the tuner, so that another process can tell whether
-a launch has lost its tuner.
+neither process groups nor parents identify the processes of a launch. An environment variable does: every descendant
+inherits it, and ``/proc`` shows it (Linux). Its value names the tuner, so that another process can find launches whose
+tuner is gone.
 """
 
 from __future__ import annotations
@@ -37,16 +37,15 @@ MARK_ENV = "OPTUNA_DSAT_LAUNCH_ID"
 """Environment variable that marks every process of a launch: ``<uuid>:<pid of the tuner>:<its start time>``."""
 
 _START_TIME_FIELD = 19
-"""Index of the start time (clock ticks since boot) behind the command's name in ``/proc/PID/stat``: proc(5)."""
-
+"""Index of the start time (clock ticks since boot) after the command's name in ``/proc/PID/stat``: proc(5)."""
 
 _ENV_START_FIELD = 47
-"""Index of the address of the initial environment behind the command's name in ``/proc/PID/stat``: proc(5)."""
+"""Index of the address of the initial environment after the command's name in ``/proc/PID/stat``: proc(5)."""
 
 
 @dataclass(frozen=True)
 class ProcessKey:
-    """A process that is never mistaken for a later one with the same number."""
+    """Identity of a process, distinct from a later one with the same number."""
 
     pid: int
     start_ticks: int
@@ -54,7 +53,7 @@ class ProcessKey:
 
     @classmethod
     def of(cls, pid: int) -> ProcessKey | None:
-        """Return the key of a living process, None where there is none (a zombie is dead)."""
+        """Return the key of a living process; None if there is none (a zombie is dead)."""
         try:
             text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         except OSError:
@@ -88,18 +87,17 @@ class LaunchProcess:
 
 
 def new_mark() -> str:
-    """Return a unique mark for a launch of this process."""
+    """Return a unique mark for a launch started by this process."""
     own = ProcessKey.of(os.getpid())
     start = own.start_ticks if own is not None else 0
     return f"{uuid.uuid4()}:{os.getpid()}:{start}"
 
 
 def take_mark(mark: str) -> None:
-    """Make this process carry another mark of the same tuner, as if it had been started with it.
+    """Replace this process's mark by another one of the same tuner.
 
-    ``/proc`` shows the environment that a process was *started* with, as it lies in the process's own memory; a fork
-    has that of its parent, so the new mark is written over the old one there (proc(5): ``environ``, field 50 of
-    ``stat``).
+    ``/proc`` shows the environment that a process was *started* with, read from the process's own memory; a fork has
+    that of its parent, so the old mark is overwritten there (proc(5): ``environ``, field 50 of ``stat``).
 
     Raises:
         ValueError: If this process has no mark, or one of another length.
@@ -120,7 +118,7 @@ def take_mark(mark: str) -> None:
 
 
 def find_marked(mark: str | None = None) -> list[LaunchProcess]:
-    """Return the living processes of this user that carry ``mark`` (any mark for None), this one left out."""
+    """Return the living processes of this user, except this one, with ``mark`` (any mark for None)."""
     prefix = f"{MARK_ENV}=".encode()
     found: list[LaunchProcess] = []
     for entry in os.scandir("/proc"):
@@ -163,10 +161,10 @@ def end_processes(keys: Iterable[ProcessKey]) -> None:
 
 
 def kernel_oom_kills() -> int | None:
-    """Return how often the kernel has killed a process for want of memory, None where it does not say.
+    """Return how many processes the kernel has killed for lack of memory; None if it is not known.
 
-    Counted for this process's control group where version 2 is in use (``memory.events``), else for the whole machine
-    (``/proc/vmstat``, Linux 4.13 or newer). Two readings tell whether it happened in between.
+    Counted for this process's control group if version 2 is in use (``memory.events``), else for the whole machine
+    (``/proc/vmstat``, Linux 4.13 or newer).
     """
     candidates: list[Path] = []
     with contextlib.suppress(OSError):
@@ -188,16 +186,16 @@ def kernel_oom_kills() -> int | None:
 
 
 def kill_leftovers(mark: str | None = None, *, timeout_s: float = 10.0) -> tuple[int, ...]:
-    """End every process that carries ``mark``, or for None those of all launches whose tuner is gone.
+    """Kill every process with ``mark``, or for None those of all launches whose tuner is gone.
 
-    The search is repeated until nothing is found, since a process may start another while it is being ended.
+    Repeats until none is found, since a process may start another while it is killed.
 
     Args:
         mark: Mark of a launch.
-        timeout_s: Longest time to go on.
+        timeout_s: Longest time to repeat, in seconds.
 
     Returns:
-        The process numbers that were ended.
+        The numbers of the killed processes.
 
     Raises:
         TimeoutError: If some still run after ``timeout_s``, which only an uninterruptible wait in the kernel explains.

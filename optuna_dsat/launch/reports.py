@@ -1,4 +1,4 @@
-"""What a launch on this machine is reported as, once it is known what became of it."""
+"""Reports of launches on this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from optuna_dsat.runtime.rank_process import EXIT_EVENTS_LOST
 __all__ = ["complete_report", "report_of", "report_of_unstarted", "write_report"]
 
 _EXPLAINED_BY_LOG = frozenset({Outcome.COMMUNICATION_ERROR, Outcome.SCRIPT_ERROR, Outcome.STALLED, Outcome.TIMEOUT})
-"""Outcomes for which a report quotes the end of the log where no rank recorded a traceback: shown, never read."""
+"""Outcomes for which a report quotes the end of the log if no rank recorded a traceback."""
 
 _FULL_DISK_BYTES = 2**20
 """Free space below which a rank that died without a record is taken to have found the disk full."""
@@ -34,13 +34,13 @@ def report_of(launch: RunningLaunch, facts: LaunchFacts, verdict: Verdict, *, no
 
     Args:
         launch: The launch.
-        facts: All that is known of it.
-        verdict: What became of it.
-        note: What the message adds.
-        exit_s: From the last event of a rank to the end, in seconds.
+        facts: Observations of it.
+        verdict: Its outcome.
+        note: Text added to the message.
+        exit_s: Seconds from the last event of a rank to the end.
     """
-    told = [event for events in facts.events.values() for event in events]
-    boundaries = [event.time for event in told if isinstance(event, StepMeasured)]
+    recorded = [event for events in facts.events.values() for event in events]
+    boundaries = [event.time for event in recorded if isinstance(event, StepMeasured)]
     ended = time.time()
     log = _log_of(launch.directory, verdict.rank)
     return LaunchReport(
@@ -57,7 +57,7 @@ def report_of(launch: RunningLaunch, facts: LaunchFacts, verdict: Verdict, *, no
         pids=launch.pids,
         started_at=launch.started_unix,
         startup_s=max(0.0, min(boundaries, default=ended) - launch.started_unix),
-        measured_s=max(event.time for event in told) - min(boundaries) if boundaries else 0.0,
+        measured_s=max(event.time for event in recorded) - min(boundaries) if boundaries else 0.0,
         exit_s=exit_s,
     )
 
@@ -106,7 +106,7 @@ def write_report(report: LaunchReport, directory: RunDirectory, *, facts: Launch
     Args:
         report: The report.
         directory: The launch's run directory.
-        facts: All that is known of it.
+        facts: Observations of the launch.
         output_dir: Folder of the run directories.
 
     Raises:
@@ -129,7 +129,7 @@ def write_report(report: LaunchReport, directory: RunDirectory, *, facts: Launch
 
 
 def _log_of(directory: RunDirectory, rank: int) -> Path:
-    """Return the log that tells most: the rank's errors, else its output, else torchrun's own."""
+    """Return the most informative log: the rank's standard error, else its output, else torchrun's own."""
     for path in (directory.stderr(rank), directory.stdout(rank)):
         if path.exists() and path.stat().st_size:
             return path

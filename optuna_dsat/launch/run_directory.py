@@ -1,20 +1,20 @@
-"""Every path of a launch's directory, in one class; whatever is written here is written atomically.
+"""All paths of a launch's directory, in one class; its files are written atomically.
 
 The directory of one launch:
 
     trial-0007/
       ds_config.json      the launch's whole DeepSpeed config, ready to train with
-      overlay.json        what is laid over the config that the script passes itself
+      overlay.json        laid over the config that the script passes to DeepSpeed
       launch.json         the launch description that every rank reads
       command.json        the command, its working directory, its devices
       command.txt         the command as one line for a shell
-      env.json            environment variables that matter, by an allow-list
-      agent.json          what torchrun saw of its ranks: exit codes and signals
-      report.json         what became of the launch
-      events/rank0.jsonl  what rank 0 reported
+      env.json            environment variables, by an allow-list
+      agent.json          exit codes and signals of failed ranks, as seen by torchrun
+      report.json         the launch's report
+      events/rank0.jsonl  events of rank 0
       logs/agent.log      output of torchrun itself
       logs/rank0.stdout.log, logs/rank0.stderr.log
-      trackers/           what experiment trackers and TensorBoard would have sent away or written elsewhere
+      trackers/           output of experiment trackers and TensorBoard
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _is_secret_name(name: str) -> bool:
 def without_secrets(command: Sequence[str]) -> tuple[str, ...]:
     """Return the command with the values of secret-looking options and passwords in URLs replaced by ``***``.
 
-    An option is taken for a secret by its name: ``--hf-token X``, ``--api_key=X``, ``--password X``.
+    An option counts as a secret by its name: ``--hf-token X``, ``--api_key=X``, ``--password X``.
     """
     shown: list[str] = []
     hide_next = False
@@ -107,7 +107,7 @@ def without_secrets(command: Sequence[str]) -> tuple[str, ...]:
 
 
 def recorded_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that may be written down: an allow-list, so that no secret is stored."""
+    """Return the environment variables on the allow-list, which holds no secret."""
     return {
         name: environ[name]
         for name in sorted(environ)
@@ -129,17 +129,17 @@ def _readable_errors(path: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """The directory of one launch. Knows all its paths; nobody else builds one of them."""
+    """The directory of one launch and all paths in it."""
 
     root: Path
 
     @classmethod
     def create(cls, output_dir: Path, launch_id: str) -> RunDirectory:
-        """Make an empty directory for a launch; one left by an earlier launch of that name is moved aside.
+        """Create an empty directory for a launch; that of an earlier launch of the same name is renamed.
 
         Raises:
             ValueError: If ``launch_id`` cannot be a directory's name.
-            OutputError: If the directory cannot be made.
+            OutputError: If the directory cannot be created.
         """
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", launch_id):
             raise ValueError(f"launch_id names a directory: letters, digits, '.', '_' and '-' only; got {launch_id!r}.")
@@ -163,7 +163,7 @@ class RunDirectory:
 
     @property
     def overlay(self) -> Path:
-        """What is laid over the script's config."""
+        """The overlay of the script's config."""
         return self.root / "overlay.json"
 
     @property
@@ -173,32 +173,32 @@ class RunDirectory:
 
     @property
     def command_json(self) -> Path:
-        """The command for programs."""
+        """The command as JSON."""
         return self.root / "command.json"
 
     @property
     def command_text(self) -> Path:
-        """The command for people."""
+        """The command as a line for a shell."""
         return self.root / "command.txt"
 
     @property
     def environment(self) -> Path:
-        """Environment variables that matter."""
+        """Recorded environment variables."""
         return self.root / "env.json"
 
     @property
     def agent_record(self) -> Path:
-        """Exit codes of the ranks, as torchrun saw them; missing where it was killed."""
+        """Exit codes of the ranks, as seen by torchrun; missing if it was killed."""
         return self.root / "agent.json"
 
     @property
     def report(self) -> Path:
-        """What became of the launch."""
+        """The launch's report."""
         return self.root / "report.json"
 
     @property
     def trackers_dir(self) -> Path:
-        """Where experiment trackers put what they would otherwise send away."""
+        """Folder of experiment trackers' output, which they would otherwise upload."""
         return self.root / "trackers"
 
     @property
@@ -208,7 +208,7 @@ class RunDirectory:
 
     @property
     def log_dir(self) -> Path:
-        """Folder of all output."""
+        """Folder of all logs."""
         return self.root / "logs"
 
     @property
@@ -218,12 +218,12 @@ class RunDirectory:
 
     @property
     def torchrun_dir(self) -> Path:
-        """Folder that torchrun makes for logs of its own; ours take their place, so it stays without files."""
+        """Folder that torchrun creates for logs of its own; stays without files, since ranks write to ``log_dir``."""
         return self.log_dir / "torchrun"
 
     @property
     def python_path(self) -> Path:
-        """Folder that makes the package importable where it is not installed; holds one link, so shadows nothing."""
+        """Folder with a link to the package, for ``PYTHONPATH`` if the package is not installed."""
         return self.root / "pythonpath"
 
     def events(self, rank: int) -> Path:
@@ -271,7 +271,7 @@ class RunDirectory:
         self.write_text(self.command_text, f"cd {shlex.quote(cwd)}\nenv {settings} {shlex.join(shown)}\n")
 
     def write_report(self, report: LaunchReport) -> None:
-        """Write what became of the launch.
+        """Write the launch's report.
 
         Raises:
             OutputError: If it cannot be written.
@@ -279,7 +279,7 @@ class RunDirectory:
         self.write_json(self.report, asdict(report))
 
     def link_package(self, package_dir: Path) -> Path:
-        """Make the package at ``package_dir`` importable through ``python_path``, alone; return ``python_path``."""
+        """Link the package at ``package_dir`` into ``python_path``; return ``python_path``."""
         with _readable_errors(self.python_path):
             self.python_path.mkdir()
             (self.python_path / package_dir.name).symlink_to(package_dir, target_is_directory=True)

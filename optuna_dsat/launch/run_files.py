@@ -1,4 +1,4 @@
-"""What lies ready before a launch starts: its run directory, command and environment."""
+"""Run directory, command and environment of a launch, written before it starts."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ __all__ = ["PreparedLaunch", "prepare_launch", "write_run_directory"]
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedLaunch:
-    """A launch that is ready to be started: its run directory is written."""
+    """Command and environment of a launch whose run directory is written."""
 
     directory: RunDirectory
     argv: list[str]
-    """What is started."""
+    """Command to start."""
     arguments: tuple[str, ...]
-    """torchrun's, behind ``python -m torch.distributed.run``."""
+    """torchrun's arguments, without ``python -m torch.distributed.run``."""
     shown: tuple[str, ...]
-    """The same as plain torchrun, without secrets."""
+    """The command as plain torchrun, without secrets."""
     environ: dict[str, str]
 
 
 def write_run_directory(request: LaunchRequest, output_dir: Path) -> RunDirectory:
-    """Make the run directory of a launch, with all that does not depend on its slots.
+    """Create the run directory of a launch with the files that do not depend on its slots.
 
     Raises:
         OutputError: If it cannot be written.
@@ -58,7 +58,19 @@ def prepare_launch(
     base_env: Mapping[str, str],
     mark: str,
 ) -> PreparedLaunch:
-    """Make the command and the environment of a launch on these slots, and write them down."""
+    """Return command and environment of a launch on its slots, after writing both to the run directory.
+
+    Args:
+        request: The launch.
+        directory: Its run directory.
+        lease: Its slots.
+        pool: The pool they are from.
+        base_env: Environment to inherit from.
+        mark: Mark of the launch's processes.
+
+    Raises:
+        OutputError: If they cannot be written.
+    """
     command = torchrun_command(request, directory=directory)
     environ = launch_environment(
         base_env,

@@ -1,4 +1,4 @@
-"""One launch in flight on this machine: its events, its limits, and how it is brought to its end."""
+"""One launch in flight on this machine: its events, its limits and its termination."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from optuna_dsat.launch.activity import MOST_SILENCES, WorkWatch, read_processes
+from optuna_dsat.launch.activity import MAX_STALL_LIMITS, ActivityMonitor, read_usage
 from optuna_dsat.launch.agent_handle import AgentHandle
 from optuna_dsat.launch.classify import LaunchFacts, StopReason
 from optuna_dsat.launch.preload import Preload
@@ -30,31 +30,31 @@ from optuna_dsat.runtime.events import (
 __all__ = ["EventTail", "FailedFork", "RunningLaunch", "first_failure_code", "read_exit_codes"]
 
 _EXIT_GRACE_S = 1.0
-"""After all ranks have said that they are done: time for a clean exit, before they are killed."""
+"""Time for a clean exit after all ranks are done, before they are killed."""
 
 _FAILURE_GRACE_S = 2.0
-"""After one rank has failed for a reason that may lie with another: time for the others to leave a record."""
+"""Time for the other ranks to leave a record, after one failed for a reason that may lie with another."""
 
 _EXPLAINED_GRACE_S = 0.3
-"""After one rank has recorded a failure of its own: the same ranks fail together, and another's may say more."""
+"""The same after a rank failed for a reason of its own: others fail alike, and their record may say more."""
 
 _AGENT_GRACE_S = 1.0
-"""After a rank died without a record: time for torchrun to write down the exit codes it saw."""
+"""Time for torchrun to record exit codes, after a rank died without a record."""
 
 _LAST_RANK_S = 30.0
-"""After one rank has said that it is done: longest silence of the others, which leave at the same step."""
+"""Longest silence of the other ranks after one is done: all end at the same step."""
 
 
-_WORDS = {
+_EVENT_WORDS = {
     RankStarted: "the start of the script",
     EngineReady: "the end of deepspeed.initialize",
     StepMeasured: "a step",
 }
-"""What the events mean that a launch may fall silent after."""
+"""Type of an event -> words for it, for those that a launch may stall after."""
 
 
 class EventTail:
-    """Reads the events that a rank appends to its file, as they come. A line not finished yet waits for its end."""
+    """Reads events as a rank appends them to its file; an incomplete line is kept for the next read."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -86,7 +86,7 @@ def _load_failures(record: Path) -> list[Mapping[str, float]]:
 
 
 def read_exit_codes(record: Path, *, without: Sequence[int] = ()) -> dict[int, int]:
-    """Return the exit codes that the agent recorded, by rank; processes in ``without`` are left out."""
+    """Return rank -> exit code as recorded by the agent, except of the processes in ``without``."""
     return {
         int(failure["rank"]): int(failure["exit_code"])
         for failure in _load_failures(record)
@@ -95,10 +95,10 @@ def read_exit_codes(record: Path, *, without: Sequence[int] = ()) -> dict[int, i
 
 
 def first_failure_code(record: Path) -> int | None:
-    """Return the exit code of the rank that failed first (negative: signal), None where the agent recorded none.
+    """Return the exit code (negative: signal) of the rank that failed first; None if the agent recorded none.
 
-    torchrun counts in whole seconds, and lists the siblings that it ended itself (SIGTERM) beside the cause. Of two
-    that ended in the same second, the one that was killed is the cause: the other lost its connection to it.
+    torchrun counts in whole seconds and also lists the ranks that it ended itself (SIGTERM). Of two that ended in the
+    same second, one that was killed by a signal is the cause: the other lost its connection to it.
     """
 
     def order(failure: Mapping[str, float]) -> tuple[bool, float, bool]:
@@ -112,16 +112,16 @@ def first_failure_code(record: Path) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class FailedFork:
-    """A forked launch that failed before it trained, and none with the same modules imported had trained yet."""
+    """A forked launch that failed before it trained, when none with the same modules imported had trained."""
 
     preloaded: Preload
     message: str
-    """How it ended."""
+    """Message of its outcome."""
 
 
 @dataclass(kw_only=True)
 class RunningLaunch:
-    """One launch in flight: follows its events and brings it to its end. Times are monotonic unless named otherwise."""
+    """One launch in flight: reads its events and ends its processes. Times are monotonic unless named otherwise."""
 
     request: LaunchRequest
     directory: RunDirectory
@@ -133,16 +133,16 @@ class RunningLaunch:
     started_unix: float
     oom_kills_before: int | None
     preloaded: Preload | None = None
-    """What the process had imported that it was forked from; None for a launch by plain torchrun."""
+    """Imports of the process that it was forked from; None for a launch by plain torchrun."""
     repeats: FailedFork | None = None
-    """The forked launch that this one repeats plainly, to see whether the forking was the cause."""
+    """The failed forked launch that this one repeats plainly, to find out whether the fork was the cause."""
 
     gone_at: float | None = field(default=None, init=False)
-    """When the last process was seen to be gone."""
+    """When the last process was seen to be gone; None while any lives."""
     last_event: float = field(init=False)
     stop_reason: StopReason | None = field(default=None, init=False)
     settled_as: LaunchReport | None = field(default=None, init=False)
-    """What became of it, once that is known."""
+    """Its report once the outcome is final; None before."""
     events: dict[int, list[Event]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -154,13 +154,13 @@ class RunningLaunch:
         self._agent_key = ProcessKey.of(self.agent.pid)
         self._kill_ranks_at: float | None = None
         self._sweeping = False
-        self._watch = WorkWatch(limit_s=self.request.stall_s, started=self.started)
+        self._watch = ActivityMonitor(limit_s=self.request.stall_s, started=self.started)
         if self._agent_key is not None:
             self._known.add(self._agent_key)
 
     @property
     def known(self) -> frozenset[ProcessKey]:
-        """All processes of the launch that were ever seen."""
+        """All processes of the launch ever seen."""
         return frozenset(self._known)
 
     @property
@@ -170,10 +170,10 @@ class RunningLaunch:
         return (self.agent.pid, *ranks)
 
     def advance(self, now: float) -> list[Event]:
-        """Follow the launch for a moment: read its events, watch its limits, end what must end."""
+        """Read new events and return them; check the limits and end what must end."""
         dead = {rank for rank, key in self._ranks.items() if not key.alive}
         agent_ended = self.agent.poll() is not None
-        events = self._read(now)  # after the look at the processes: what they wrote before they died is in
+        events = self._read(now)  # after the processes were checked, so that it includes what the dead ones wrote
         if agent_ended:
             self._sweeping = True
         elif not self._sweeping:
@@ -186,20 +186,17 @@ class RunningLaunch:
 
     @property
     def has_trained(self) -> bool:
-        """Whether any rank has done a step."""
+        """Whether any rank has completed a step."""
         return any(isinstance(event, StepMeasured) for events in self.events.values() for event in events)
 
     @property
     def is_forked(self) -> bool:
-        """Whether no rank so far was started, rather than forked with the heavy modules imported."""
+        """Whether all ranks so far were forked."""
         return all(e.forked for events in self.events.values() for e in events if isinstance(e, RankStarted))
 
     @property
     def settled(self) -> bool:
-        """Whether nothing that may still happen changes what became of it.
-
-        All steps are done, it was stopped, or it is being ended for want of memory, which outranks all else.
-        """
+        """Whether the outcome is final: all steps are done, it was stopped, or it is being ended out of memory."""
         if self.stop_reason is not None or (self._sweeping and self._is_out_of_memory()):
             return True
         return len(_done(self._ends())) == self.request.slots
@@ -209,13 +206,13 @@ class RunningLaunch:
         return any(failure.outcome == Outcome.OUT_OF_MEMORY for failure in failures)
 
     def end(self, reason: StopReason) -> None:
-        """Kill the launch now; does not wait. A launch that is already ending keeps its first reason."""
+        """Kill the launch without waiting; one that is already ending keeps its first reason."""
         if self.stop_reason is None and not self._sweeping:
             self.stop_reason = reason
             self._start_sweep()
 
     def facts(self, oom_kills_after: int | None) -> LaunchFacts:
-        """Return all that is known of the launch, once it is over."""
+        """Return the observations of the launch, once it is over or settled."""
         micro_batch = self.request.ds_config.get("train_micro_batch_size_per_gpu")
         before = self.oom_kills_before
         agent_killed = self.agent.pid in self._killed
@@ -250,7 +247,7 @@ class RunningLaunch:
         return sorted(fresh, key=lambda event: event.time)
 
     def _ends(self) -> dict[int, RankFailed | RankFinished]:
-        """Return the record that each rank left of its end."""
+        """Return rank -> record of its end, for the ranks that left one."""
         return {
             rank: event
             for rank, events in self.events.items()
@@ -262,7 +259,7 @@ class RunningLaunch:
         ends = self._ends()
         done = _done(ends)
         if len(ends) == self.request.slots and dead >= set(ends):
-            self._start_sweep()  # all have said how they ended, and are gone: torchrun has nothing to add
+            self._start_sweep()  # all have left a record and are gone: torchrun has nothing to add
             return
         if len(done) == self.request.slots:
             self._kill_by(now + _EXIT_GRACE_S)
@@ -275,12 +272,12 @@ class RunningLaunch:
             if not unexplained or now >= self._kill_ranks_at + _AGENT_GRACE_S:
                 self._start_sweep()
             else:
-                self._kill(self._descendants_of_agent())
+                self._kill(self._all_descendants())
 
     def _grace_s(self, ends: Mapping[int, RankFailed | RankFinished], dead: set[int]) -> float:
-        """Return how long the other ranks have to leave a record, after one has ended too early."""
+        """Return the time that the other ranks have to leave a record, after one has ended too early."""
         if self._is_out_of_memory():
-            return 0.0  # outranks whatever the others may say
+            return 0.0  # takes precedence over all other records
         if dead - set(ends):
             return _FAILURE_GRACE_S
         own = (Outcome.SCRIPT_ERROR, Outcome.INVALID_CONFIG, Outcome.HOST_OUT_OF_MEMORY)
@@ -294,53 +291,53 @@ class RunningLaunch:
     def _check_limits(self, now: float, some_done: bool) -> None:
         request = self.request
         if request.timeout_s is not None and now - self.started > request.timeout_s:
-            text = f"longer than the limit of {request.timeout_s:g} s (--trial-timeout); {self._progress()}"
+            text = f"longer than the limit of {request.timeout_s:g} s (--trial-timeout); {self._progress_in_words()}"
             self.end(StopReason(outcome=Outcome.TIMEOUT, message=text))
             return
         stall_s = min(request.stall_s, _LAST_RANK_S) if some_done else request.stall_s
-        last_sign = self.last_event if some_done else self._last_sign(now)
-        if now - last_sign > stall_s:
+        last_activity = self.last_event if some_done else self._last_activity(now)
+        if now - last_activity > stall_s:
             option = " (--stall-timeout)" if stall_s == request.stall_s else ""
             text = f"no sign of life from any rank for {stall_s:g} s{option}"
-            if now - self.last_event > MOST_SILENCES * stall_s:
-                text = f"processes work, but no event came for {MOST_SILENCES} times --stall-timeout ({stall_s:g} s)"
-            text += f"; {self._progress()}; {self._last_seen(now)}"
+            if now - self.last_event > MAX_STALL_LIMITS * stall_s:
+                text = f"processes work, but no event came for {MAX_STALL_LIMITS} times --stall-timeout ({stall_s:g} s)"
+            text += f"; {self._progress_in_words()}; {self._last_seen_in_words(now)}"
             self.end(StopReason(outcome=Outcome.STALLED, message=text))
 
-    def _last_sign(self, now: float) -> float:
-        """Return when the last event came, or processes of the launch were last seen to work."""
+    def _last_activity(self, now: float) -> float:
+        """Return the time of the last event or of the last activity of the launch's processes."""
         if self._watch.is_due(now, last_event=self.last_event):
             ranks = set(self._ranks.values())
-            readings = read_processes(self._below_agent() | ranks)
+            readings = read_usage(self._agent_descendants() | ranks)
             self._watch.look(readings, now, last_event=self.last_event, ranks=ranks, trained=self.has_trained)
-        return self._watch.last_sign(self.last_event)
+        return self._watch.last_activity(self.last_event)
 
-    def _last_seen(self, now: float) -> str:
-        """Return what the launch last gave a sign of life with."""
+    def _last_seen_in_words(self, now: float) -> str:
+        """Return the last event and activity of the launch, in words."""
         events = [event for of_rank in self.events.values() for event in of_rank]
         words = "its start"
         if events:
             last = max(events, key=lambda event: event.time)
-            words = f"{_WORDS.get(type(last), last.kind)} (rank {last.rank})"
+            words = f"{_EVENT_WORDS.get(type(last), last.kind)} (rank {last.rank})"
         text = f"last seen: {words} {now - self.last_event:.0f} s ago"
         worked = self._watch.last_work
         if worked is not None and worked > self.last_event:
             text += f", processes at work {now - worked:.0f} s ago"
         return text
 
-    def _progress(self) -> str:
+    def _progress_in_words(self) -> str:
         steps = [e.step for events in self.events.values() for e in events if isinstance(e, StepMeasured)]
         if steps:
             return f"the last step was {max(steps)} of {self.request.end_profile_step}"
         return "no step was finished"
 
-    def _below_agent(self) -> set[ProcessKey]:
-        """Return the living processes below torchrun; where a rank was parted from it, those below the rank, too."""
+    def _agent_descendants(self) -> set[ProcessKey]:
+        """Return the living descendants of torchrun, and of ranks that were re-parented."""
         found: set[ProcessKey] = children_of(() if self._agent_key is None else (self._agent_key,))
         return found | children_of(set(self._ranks.values()) - found)
 
-    def _descendants_of_agent(self) -> set[ProcessKey]:
-        found = self._below_agent() | set(self._ranks.values())
+    def _all_descendants(self) -> set[ProcessKey]:
+        found = self._agent_descendants() | set(self._ranks.values())
         self._known |= found
         return found
 
@@ -351,15 +348,15 @@ class RunningLaunch:
         end_processes(alive)
 
     def _start_sweep(self) -> None:
-        """Kill torchrun first, so that it starts nothing and signals nobody, then all below it."""
+        """Kill torchrun first, so that it neither starts nor signals ranks, then all its descendants."""
         self._sweeping = True
-        below = self._descendants_of_agent()
+        below = self._all_descendants()
         if self._agent_key is not None:
             self._kill({self._agent_key})
         self._kill(below)
 
     def _sweep(self, now: float) -> None:
-        """Kill whatever is left, wherever it was re-parented to; called again until nothing is."""
+        """Kill the remaining processes, re-parented ones included; called repeatedly until none is left."""
         self.agent.poll()  # reaps it
         left = {process.key for process in find_marked(self.mark)}
         left |= children_of(left) | {key for key in self._known if key.alive}
@@ -370,5 +367,5 @@ class RunningLaunch:
 
 
 def _done(ends: Mapping[int, RankFailed | RankFinished]) -> set[int]:
-    """Return the ranks that have done all profile steps."""
+    """Return the ranks that have completed all profile steps."""
     return {rank for rank, end in ends.items() if isinstance(end, RankFinished) and end.reason == "profile_done"}

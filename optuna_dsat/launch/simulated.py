@@ -1,6 +1,6 @@
-"""A launcher that answers from a landscape: whole searches in seconds, without a GPU, in virtual time.
+"""A launcher that simulates launches from a landscape: whole searches in seconds, without a GPU, in virtual time.
 
-A landscape says what would become of a configuration. Any object with the two methods of ``Landscape`` will do:
+A landscape maps a configuration to the result of its launch. Any object with the two methods of ``Landscape`` will do:
 
     class Hill:
         '''ZeRO 1 is fastest, throughput saturates with the micro-batch, 40 samples fit.'''
@@ -70,7 +70,7 @@ _EPOCH_S = 1_700_000_000.0
 """Unix time at which virtual time starts, so that simulated events look like real ones."""
 
 _EXIT_S = 0.5
-"""From the last event of a launch, or the order to stop it, to its end."""
+"""Time from the last event of a launch, or its stop, to its end."""
 
 _RECORDED_FAILURES = frozenset(
     {
@@ -81,19 +81,19 @@ _RECORDED_FAILURES = frozenset(
         Outcome.SCRIPT_ERROR,
     }
 )
-"""Outcomes of which a rank leaves a record; the others are seen by the launcher alone."""
+"""Outcomes recorded by a rank; the others are determined by the launcher."""
 
 SIMULATED_DEVICES = Devices(
     kind="cuda",
     devices=(Device(index=0, visible_id="0", name="simulated", memory_bytes=2**36),),
     host_memory_bytes=2**40,
 )
-"""Devices to name in a study's request; a simulated launch uses those of its landscape."""
+"""Devices for a study's request; a simulated launch uses those of its landscape."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedProfile:
-    """What a profile launch would teach: the fields of ``ProfileMeasured``, in the same units."""
+    """Result of a profile launch: fields of ``ProfileMeasured``, in the same units."""
 
     params: int
     trainable_params: int
@@ -110,22 +110,20 @@ class SimulatedProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedResult:
-    """What would become of a configuration, without noise."""
+    """Result of a configuration's launch, without noise. Durations of phases are those of one global step."""
 
     outcome: Outcome = Outcome.MEASURED
     startup_s: float = 0.0
-    """From the start of the launch to the first step; for a failure to its end."""
+    """From the start of the launch to the first step, of a failed launch to its end."""
     forward_s: float = 0.0
-    """Of one global step (all its micro-batches)."""
+    """Of all micro-batches of the step."""
     backward_s: float = 0.0
-    """Of one global step."""
     step_s: float = 0.0
-    """Of one global step."""
     other_s: float = 0.0
-    """Of one global step, outside the three: data loading and the like."""
+    """Outside the three phases, such as data loading."""
     peak_bytes: int = 0
     missing_bytes: int | None = None
-    """Bytes that could not be allocated."""
+    """Bytes of the failed allocation; None if there is none."""
     failed_at_step: int = 1
     """Global step (from 1) in which a failure occurs."""
     message: str = ""
@@ -137,19 +135,19 @@ class SimulatedResult:
 
 
 class Landscape(Protocol):
-    """What would become of any configuration of one model on one machine. Answers do not vary: noise is added later."""
+    """Results of all configurations of one model on one machine; deterministic, since noise is added later."""
 
     def profile(self, slots: int) -> SimulatedProfile:
         """Return what a profile launch on ``slots`` devices would measure."""
         ...
 
     def run(self, ds_config: Mapping[str, Any], slots: int) -> SimulatedResult:
-        """Return what would become of a launch of the whole DeepSpeed config on ``slots`` devices."""
+        """Return the result of a launch of a whole DeepSpeed config on ``slots`` devices."""
         ...
 
 
 @dataclass
-class _Flight:
+class _SimulatedLaunch:
     """One simulated launch."""
 
     request: LaunchRequest
@@ -160,14 +158,14 @@ class _Flight:
 
 
 class SimulatedLauncher:
-    """Answers launches from a landscape, in virtual time. Implements the ``Launcher`` protocol.
+    """Simulates launches from a landscape, in virtual time. Implements the ``Launcher`` protocol.
 
     Args:
-        landscape: What would become of each configuration.
+        landscape: Result of each configuration.
         total_slots: Devices of the simulated machine.
-        noise: Relative standard deviation of a step's times. The same factor applies to all steps of a launch, as
-            differences from run to run are mostly of that kind; a fifth of it varies from step to step.
-        seed: With the configuration and how often this launcher has run it before, decides the noise.
+        noise: Relative standard deviation of the step time between launches of one configuration; between steps of a
+            launch it is a fifth of that.
+        seed: Determines the noise, together with the configuration and the number of its earlier launches.
 
     Raises:
         ValueError: If ``total_slots`` is less than 1 or ``noise`` is negative.
@@ -183,7 +181,7 @@ class SimulatedLauncher:
         self._seed = seed
         self._free = list(range(total_slots))
         self._total = total_slots
-        self._flights: dict[str, _Flight] = {}
+        self._running: dict[str, _SimulatedLaunch] = {}
         self._attempts: Counter[str] = Counter()
         self._queue: list[tuple[float, int, LaunchUpdate]] = []
         self._order = itertools.count()
@@ -197,7 +195,7 @@ class SimulatedLauncher:
 
     @property
     def busy_s(self) -> float:
-        """Virtual seconds of all launches that are over, added up (not slot-seconds)."""
+        """Virtual seconds of all launches that are over, summed (not slot-seconds)."""
         return self._busy_s
 
     @property
@@ -212,15 +210,15 @@ class SimulatedLauncher:
 
     @property
     def waiting(self) -> Collection[str]:
-        """None: slots are free as soon as a launch is over."""
+        """Always empty: slots are free as soon as a launch is over."""
         return ()
 
     def holders(self) -> Sequence[Holder]:
-        """Return nobody: launches of this launcher alone take slots."""
+        """Return no holders: only launches of this launcher take slots."""
         return ()
 
     def prepare(self, preload: Preload, *, operators: Sequence[str] = ()) -> None:
-        """Nothing is imported or compiled in a simulation."""
+        """Do nothing: a simulation imports and compiles nothing."""
 
     def start(self, request: LaunchRequest) -> None:
         """Start a launch.
@@ -231,7 +229,7 @@ class SimulatedLauncher:
         """
         if request.purpose == "full":
             raise ValueError("A landscape cannot train: the purpose 'full' is not simulated.")
-        if request.launch_id in self._flights:
+        if request.launch_id in self._running:
             raise ValueError(f"launch_id is unique; {request.launch_id!r} is running.")
         if not 1 <= request.slots <= len(self._free):
             raise SlotsBusyError(
@@ -239,36 +237,36 @@ class SimulatedLauncher:
             )
         devices = tuple(self._free[: request.slots])
         del self._free[: request.slots]
-        flight = _Flight(request, self._now_s, devices)
-        self._flights[request.launch_id] = flight
+        launch = _SimulatedLaunch(request, self._now_s, devices)
+        self._running[request.launch_id] = launch
         result = self._landscape.run(request.ds_config, request.slots)
         key = json.dumps(request.ds_config, sort_keys=True, default=str)
         digest = hashlib.sha256(f"{self._seed}/{key}/{self._attempts[key]}".encode()).digest()
         self._attempts[key] += 1
-        self._schedule(flight, result, random.Random(digest))
+        self._schedule(launch, result, random.Random(digest))
 
-    def _schedule(self, flight: _Flight, result: SimulatedResult, rng: random.Random) -> None:
-        """Put all updates of a launch into the queue."""
-        request = flight.request
-        script = _Script(request, result, rng, self._noise)
+    def _schedule(self, launch: _SimulatedLaunch, result: SimulatedResult, rng: random.Random) -> None:
+        """Queue all updates of a launch."""
+        request = launch.request
+        timeline = _RankTimeline(request, result, rng, self._noise)
         profile = self._landscape.profile(request.slots) if request.purpose == "profile" else None
         end_s = 0.0
-        for offset_s, event in script.events(profile):
+        for offset_s, event in timeline.events(profile):
             if request.timeout_s is not None and offset_s > request.timeout_s:
                 break
             end_s = offset_s
-            self._push(flight.started_s + offset_s, Observed(launch_id=request.launch_id, event=event))
+            self._push(launch.started_s + offset_s, Observed(launch_id=request.launch_id, event=event))
             if isinstance(event, StepMeasured):
-                flight.first_boundary_s = offset_s if flight.first_boundary_s is None else flight.first_boundary_s
-                flight.last_boundary_s = offset_s
-        outcome, message, end_s = script.ending(end_s)
-        self._finish_at(flight, flight.started_s + end_s + _EXIT_S, outcome, message, result)
+                launch.first_boundary_s = offset_s if launch.first_boundary_s is None else launch.first_boundary_s
+                launch.last_boundary_s = offset_s
+        outcome, message, end_s = timeline.ending(end_s)
+        self._finish_at(launch, launch.started_s + end_s + _EXIT_S, outcome, message, result)
 
     def _finish_at(
-        self, flight: _Flight, time_s: float, outcome: Outcome, message: str, result: SimulatedResult | None
+        self, launch: _SimulatedLaunch, time_s: float, outcome: Outcome, message: str, result: SimulatedResult | None
     ) -> None:
-        request = flight.request
-        measured = flight.first_boundary_s is not None and flight.last_boundary_s is not None
+        request = launch.request
+        measured = launch.first_boundary_s is not None and launch.last_boundary_s is not None
         report = LaunchReport(
             launch_id=request.launch_id,
             outcome=outcome,
@@ -279,11 +277,11 @@ class SimulatedLauncher:
             log_path="",
             command=("simulated", request.command.script, *request.command.args),
             host="simulated",
-            devices=flight.devices,
+            devices=launch.devices,
             pids=(),
-            started_at=_EPOCH_S + flight.started_s,
-            startup_s=(flight.first_boundary_s or 0.0) if measured else time_s - flight.started_s,
-            measured_s=(flight.last_boundary_s or 0.0) - (flight.first_boundary_s or 0.0),
+            started_at=_EPOCH_S + launch.started_s,
+            startup_s=(launch.first_boundary_s or 0.0) if measured else time_s - launch.started_s,
+            measured_s=(launch.last_boundary_s or 0.0) - (launch.first_boundary_s or 0.0),
             exit_s=_EXIT_S,
         )
         self._push(time_s, Finished(launch_id=request.launch_id, report=report))
@@ -295,7 +293,7 @@ class SimulatedLauncher:
         heapq.heappush(self._queue, (time_s, next(self._order), update))
 
     def poll(self, timeout_s: float) -> Sequence[LaunchUpdate]:  # noqa: ARG002 - virtual time never waits
-        """Advance the clock to the next thing that happens; return all that happens at that moment."""
+        """Advance the clock to the next update; return all updates of that moment."""
         if not self._queue:
             return ()
         self._now_s = self._queue[0][0]
@@ -308,34 +306,34 @@ class SimulatedLauncher:
         return updates
 
     def _release(self, launch_id: str) -> None:
-        flight = self._flights.pop(launch_id)
-        self._free = sorted((*self._free, *flight.devices))
-        self._busy_s += self._now_s - flight.started_s
+        launch = self._running.pop(launch_id)
+        self._free = sorted((*self._free, *launch.devices))
+        self._busy_s += self._now_s - launch.started_s
 
     def stop(self, launch_id: str, *, outcome: Outcome = Outcome.PRUNED, message: str = "") -> None:
         """End a launch; its ``Finished`` comes half a virtual second later. Unknown launches are ignored."""
-        flight = self._flights.get(launch_id)
-        if flight is None:
+        launch = self._running.get(launch_id)
+        if launch is None:
             return
         self._queue = [entry for entry in self._queue if entry[2].launch_id != launch_id]
         heapq.heapify(self._queue)
-        elapsed_s = self._now_s - flight.started_s
-        if flight.last_boundary_s is not None:
-            flight.last_boundary_s = min(flight.last_boundary_s, elapsed_s)
-        if flight.first_boundary_s is not None and flight.first_boundary_s > elapsed_s:
-            flight.first_boundary_s = flight.last_boundary_s = None
+        elapsed_s = self._now_s - launch.started_s
+        if launch.last_boundary_s is not None:
+            launch.last_boundary_s = min(launch.last_boundary_s, elapsed_s)
+        if launch.first_boundary_s is not None and launch.first_boundary_s > elapsed_s:
+            launch.first_boundary_s = launch.last_boundary_s = None
         text = message or f"stopped: {outcome.value}"
-        self._finish_at(flight, self._now_s + _EXIT_S, outcome, text, None)
+        self._finish_at(launch, self._now_s + _EXIT_S, outcome, text, None)
 
     def close(self) -> None:
         """End everything still running."""
-        for launch_id in list(self._flights):
+        for launch_id in list(self._running):
             self._release(launch_id)
         self._queue.clear()
 
 
-class _Script:
-    """What the ranks of one simulated launch report, and when."""
+class _RankTimeline:
+    """Events of the ranks of one simulated launch, with their times."""
 
     def __init__(self, request: LaunchRequest, result: SimulatedResult, rng: random.Random, noise: float) -> None:
         self._request = request

@@ -1,7 +1,7 @@
-"""Warm launches: the tuner's end of ``launch/warm_process.py``.
+"""Warm launches: the tuner's end of the fork server (``launch/warm_process.py``).
 
-A process that has imported torch, DeepSpeed and whatever else the script was seen to import forks torchrun's agent for
-each launch, and the agent forks the ranks. What a launch costs beside its steps is then mostly the script's own.
+The fork server has imported torch, DeepSpeed and the other modules of the script. It forks torchrun's agent for each
+launch, and the agent forks the ranks, so that start-up time is mostly the script's own.
 """
 
 from __future__ import annotations
@@ -35,67 +35,67 @@ _ANSWER_LIMIT_S = 30.0
 """Longest wait for a fork."""
 
 _RESTARTS = 5
-"""Times the parent is started anew without what it must not import, or after it died."""
+"""Most restarts of the server, without packages that it must not import or after it died."""
 
 _PER_LAUNCH = frozenset({LAUNCH_ENV, MARK_ENV, "CUDA_VISIBLE_DEVICES", "PYTHONPATH", *TRACKER_FOLDERS})
-"""What may differ between the environments of two launches of a study."""
+"""Environment variables that may differ between launches of a study."""
 
 _WATCHED = RANK_VARIABLES | TRACKER_FOLDERS
-"""What no import may read before a fork. The parent's environment has none of them, so that who copies all of it is not
-taken for a reader."""
+"""Environment variables that no import may read before a fork. The server has none of them, so that code that copies
+its whole environment does not count as a reader."""
 
 
 class WarmUnavailableError(RuntimeError):
-    """Launches cannot be forked here; the message says why. Plain torchrun takes their place."""
+    """Launches cannot be forked here, for the reason in the message; plain torchrun is used instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WarmOrder:
-    """One launch, as the parent needs it."""
+    """A launch to fork."""
 
     launch_id: str
     mark: str
     arguments: Sequence[str]
-    """torchrun's, behind ``python -m torch.distributed.run``."""
+    """torchrun's arguments, without ``python -m torch.distributed.run``."""
     environ: Mapping[str, str]
     cwd: str
     directory: RunDirectory
 
 
 def can_fork() -> bool:
-    """Whether this platform has what warm launches need: ``/proc``, and pidfds to wait for processes."""
+    """Whether this platform supports warm launches: it has ``/proc`` and pidfds."""
     return sys.platform.startswith("linux") and hasattr(os, "pidfd_open")
 
 
 class WarmAgent:
-    """A torchrun that the parent has forked (an ``AgentHandle``).
+    """A torchrun forked by the server (an ``AgentHandle``).
 
     Attributes:
         preload: What its ranks find imported.
     """
 
-    def __init__(self, parent: _Parent, launch_id: str, preload: Preload) -> None:
-        self._parent = parent
+    def __init__(self, server: _ForkServer, launch_id: str, preload: Preload) -> None:
+        self._server = server
         self._launch_id = launch_id
         self.preload = preload
-        self.pid = parent.await_start(launch_id)
+        self.pid = server.await_start(launch_id)
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
         """Check whether it has ended; return the exit code, None while it runs."""
         if self.returncode is None:
-            self.returncode = self._parent.exit_code(self._launch_id)
+            self.returncode = self._server.exit_code(self._launch_id)
         return self.returncode
 
     def wait(self) -> int:
         """Wait for its end and return the exit code."""
         while (code := self.poll()) is None:
-            self._parent.receive(0.1)
+            self._server.receive(0.1)
         return code
 
 
-class _Parent:
-    """The process that launches are forked from."""
+class _ForkServer:
+    """The process that launches are forked from, and the connection to it."""
 
     def __init__(self, environ: Mapping[str, str], log: Path) -> None:
         ours, theirs = socket.socketpair()
@@ -122,7 +122,7 @@ class _Parent:
         self._dead = False
 
     def order(self, **order: Any) -> None:
-        """Send an order.
+        """Send a request.
 
         Raises:
             WarmUnavailableError: If the process has ended.
@@ -137,7 +137,7 @@ class _Parent:
         return WarmUnavailableError(f"the process that launches are forked from has ended; see {self.log}")
 
     def receive(self, timeout_s: float) -> None:
-        """Take in what the process has to tell, waiting up to ``timeout_s`` for it."""
+        """Read the process's events, waiting up to ``timeout_s`` seconds for one."""
         if self._dead or not select.select([self._socket], [], [], timeout_s)[0]:
             return
         data = b""
@@ -146,29 +146,29 @@ class _Parent:
         self._dead = not data
         *lines, self._partial = (self._partial + data).split(b"\n")
         for line in lines:
-            news = json.loads(line)
-            if news["news"] == "ready":
-                self._ready.append(news)
-            elif news["news"] == "started":
-                self._pids[news["launch_id"]] = news["pid"]
-                self._running.add(news["launch_id"])
-            elif news["news"] == "refused":
-                self._refusals[news["launch_id"]] = news["why"]
+            answer = json.loads(line)
+            if answer["event"] == "ready":
+                self._ready.append(answer)
+            elif answer["event"] == "started":
+                self._pids[answer["launch_id"]] = answer["pid"]
+                self._running.add(answer["launch_id"])
+            elif answer["event"] == "refused":
+                self._refusals[answer["launch_id"]] = answer["why"]
             else:
-                self._codes[news["launch_id"]] = news["exit_code"]
-                self._running.discard(news["launch_id"])
+                self._codes[answer["launch_id"]] = answer["exit_code"]
+                self._running.discard(answer["launch_id"])
 
     def await_ready(self) -> Mapping[str, Any]:
-        """Wait for the end of the imports and return what came of them.
+        """Wait for the end of the imports and return the ``ready`` event.
 
         Raises:
-            WarmUnavailableError: If the process ended, or takes too long.
+            WarmUnavailableError: If the process ended or takes too long.
         """
         self._await(lambda: bool(self._ready), _PRELOAD_LIMIT_S)
         return self._ready.pop(0)
 
     def await_start(self, launch_id: str) -> int:
-        """Wait until a launch was forked and return its process number.
+        """Wait until a launch is forked and return its process number.
 
         Raises:
             WarmUnavailableError: If the process ended, takes too long, or cannot fork.
@@ -192,19 +192,19 @@ class _Parent:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing that was forked from it runs."""
+        """Whether no launch forked from it runs."""
         self.receive(0.0)
         return self._dead or not self._running
 
     def exit_code(self, launch_id: str) -> int | None:
-        """Return a launch's exit code, None while it runs; launches of a dead parent were killed with it."""
+        """Return a launch's exit code, None while it runs; a launch of a dead server was killed (SIGKILL)."""
         self.receive(0.0)
         if launch_id in self._codes:
             return self._codes[launch_id]
         return -signal.SIGKILL if self._dead else None
 
     def close(self) -> None:
-        """End the process, and with it all that it has forked."""
+        """Kill the process, and with it all launches forked from it."""
         self._socket.close()
         self._dead = True
         self.process.kill()
@@ -212,30 +212,30 @@ class _Parent:
 
 
 class WarmLaunches:
-    """Starts launches by forking; says why where it cannot.
+    """Starts launches by forking, or raises ``WarmUnavailableError``.
 
     Args:
-        log: File for what the imports print.
+        log: File for the output of the imports.
     """
 
     def __init__(self, log: Path) -> None:
         self._log = log
-        self._parent: _Parent | None = None
-        self._retired: list[_Parent] = []
-        """Parents of launches in flight from which nothing more is forked."""
+        self._server: _ForkServer | None = None
+        self._retired: list[_ForkServer] = []
+        """Servers of launches in flight that fork no more."""
         self._environ: dict[str, str] = {}
         self._preload = Preload()
-        self._pending = 0
-        """Preloads that the parent has not answered yet."""
+        self._preloads_pending = 0
+        """Preloads that the server has not finished."""
         self._restarts = 0
         self._read: set[str] = set()
-        """Environment variables that the parent's imports have read."""
+        """Environment variables that the server's imports have read."""
         self._proven: Preload | None = None
-        """What a forked launch had imported that trained."""
+        """What a forked launch had imported that has trained; None if there is none."""
 
     @property
     def preload(self) -> Preload:
-        """What the parent imports, or has imported."""
+        """What the server imports."""
         return self._preload
 
     def has_proven(self, preload: Preload) -> bool:
@@ -247,7 +247,7 @@ class WarmLaunches:
         self._proven = preload
 
     def retreat(self) -> bool:
-        """Go back to the modules that are proven, others having turned out to spoil forks; False if there are none."""
+        """Return to the modules that are proven to survive a fork; False if there are none or they are in use."""
         if self._proven is None or self._proven == self._preload:
             return False
         self.retire()
@@ -255,63 +255,63 @@ class WarmLaunches:
         return True
 
     def retire(self) -> None:
-        """Fork nothing more from the present parent; it is ended once the launches that it has forked are over."""
-        if self._parent is not None:
-            self._retired.append(self._parent)
-            self._parent = None
-        for parent in [parent for parent in self._retired if parent.is_idle]:
-            self._retired.remove(parent)
-            parent.close()
+        """Fork no more from the present server; it is ended once the launches forked from it are over."""
+        if self._server is not None:
+            self._retired.append(self._server)
+            self._server = None
+        for server in [server for server in self._retired if server.is_idle]:
+            self._retired.remove(server)
+            server.close()
 
     def wait(self) -> None:
-        """Wait until the parent has imported what it can.
+        """Wait until the server has finished its imports.
 
         Raises:
             WarmUnavailableError: If nothing can be forked from it.
         """
-        self._ready_parent(self._environ)
+        self._ready_server(self._environ)
 
     def prepare(self, preload: Preload) -> None:
-        """Say what launches have in common; imported at once where the parent is there, else with the first launch."""
+        """Set what launches share; imported at once if the server runs, else with the first launch."""
         self._preload = replace(preload, left_out=tuple(sorted({*self._preload.left_out, *preload.left_out})))
-        if self._parent is not None and (self._pending or self._read & set(preload.environment)):
-            self.retire()  # it has read what the script changes, or may yet: another one is watched from its start on
-        elif self._parent is not None:
-            self._order_preload(self._parent)
+        if self._server is not None and (self._preloads_pending or self._read & set(preload.environment)):
+            self.retire()  # it may have read what the script changes: another one is watched from its start
+        elif self._server is not None:
+            self._order_preload(self._server)
 
     def begin(self, environ: Mapping[str, str]) -> None:
-        """Start the parent for launches in ``environ`` and let it import; does not wait.
+        """Start the server for launches in ``environ``, if it does not run, and its imports; does not wait.
 
         Raises:
-            WarmUnavailableError: If this platform does not allow it.
+            WarmUnavailableError: If this platform does not support it.
         """
-        if self._parent is not None:
+        if self._server is not None:
             return
         if not can_fork():
             raise WarmUnavailableError("it needs Linux 5.3 or newer")
         self._environ = dict(environ)
         hidden = _WATCHED | {LAUNCH_ENV, *self._preload.environment}
         own = {name: value for name, value in environ.items() if name not in hidden}
-        own[MARK_ENV] = new_mark()  # it outlives the launch whose environment this is
-        self._parent = _Parent(own, self._log)
-        self._pending = 0
+        own[MARK_ENV] = new_mark()  # it outlives the launch that ``environ`` belongs to
+        self._server = _ForkServer(own, self._log)
+        self._preloads_pending = 0
         self._read = set()
-        self._order_preload(self._parent)
+        self._order_preload(self._server)
 
-    def _order_preload(self, parent: _Parent) -> None:
-        parent.order(do="preload", preload=self._preload.to_json(), watched=sorted(_WATCHED))
-        self._pending += 1
+    def _order_preload(self, server: _ForkServer) -> None:
+        server.order(do="preload", preload=self._preload.to_json(), watched=sorted(_WATCHED))
+        self._preloads_pending += 1
 
     def start(self, order: WarmOrder) -> WarmAgent:
-        """Fork a launch; the first one waits for the imports.
+        """Fork a launch; waits for the imports if they are not finished.
 
         Raises:
             WarmUnavailableError: If it cannot be forked.
         """
         self.begin(order.environ)
         self._check_environment(order.environ)
-        parent = self._ready_parent(order.environ)
-        parent.order(
+        server = self._ready_server(order.environ)
+        server.order(
             do="launch",
             launch_id=order.launch_id,
             mark=order.mark,
@@ -321,7 +321,7 @@ class WarmLaunches:
             cwd=order.cwd,
             log=str(order.directory.agent_log),
         )
-        return WarmAgent(parent, order.launch_id, self._preload)
+        return WarmAgent(server, order.launch_id, self._preload)
 
     def _check_environment(self, environ: Mapping[str, str]) -> None:
         changed = {
@@ -332,28 +332,32 @@ class WarmLaunches:
         if changed:
             raise WarmUnavailableError(f"the environment of this launch differs in {', '.join(sorted(changed))}")
 
-    def _ready_parent(self, environ: Mapping[str, str]) -> _Parent:
+    def _ready_server(self, environ: Mapping[str, str]) -> _ForkServer:
         while True:
-            if self._parent is None:
+            if self._server is None:
                 self.begin(environ)
-            if (parent := self._parent) is None:
+            if (server := self._server) is None:
                 raise WarmUnavailableError("there is no process to fork from")
             refused: dict[str, str] = {}
             try:
-                while self._pending:
-                    ready = parent.await_ready()
-                    self._pending -= 1
+                while self._preloads_pending:
+                    ready = server.await_ready()
+                    self._preloads_pending -= 1
                     refused |= ready["refused"]
                     self._read |= set(ready["read"])
             except WarmUnavailableError:
                 self.close()
                 raise
             if not refused:
-                return parent
-            self._start_anew_without(refused)
+                return server
+            self._restart_without(refused)
 
-    def _start_anew_without(self, refused: Mapping[str, str]) -> None:
-        """End the parent; the next one leaves to the ranks what must not be imported before a fork."""
+    def _restart_without(self, refused: Mapping[str, str]) -> None:
+        """End the server; the next one does not import the refused packages.
+
+        Raises:
+            WarmUnavailableError: If one of them is essential, or there were too many restarts.
+        """
         self.retire()
         self._restarts += 1
         essential = {"torch", "deepspeed", "numpy"} & refused.keys()
@@ -363,9 +367,9 @@ class WarmLaunches:
         self._preload = replace(self._preload, left_out=tuple(sorted({*self._preload.left_out, *refused})))
 
     def close(self) -> None:
-        """End the parent, and with it all launches that were forked."""
-        for parent in (self._parent, *self._retired):
-            if parent is not None:
-                parent.close()
-        self._parent = None
+        """End all servers, and with them all forked launches."""
+        for server in (self._server, *self._retired):
+            if server is not None:
+                server.close()
+        self._server = None
         self._retired.clear()

@@ -1,10 +1,10 @@
-"""The parent of warm launches: imports what all launches need, once, and forks an agent for each of them.
+"""The fork server of warm launches: imports what all launches need, once, and forks an agent for each of them.
 
     python -P -u -m optuna_dsat.launch.warm_process CONTROL_FD TUNER_PID
 
-It has one thread, computes nothing and touches no device. Over its control socket it takes lines of JSON,
-``{"do": "preload", ...}`` and ``{"do": "launch", ...}``, and answers with ``ready``, ``started`` (or ``refused``) and
-``ended`` (``launch/warm.py`` is the other end). It ends when the tuner does.
+It has one thread, computes nothing and uses no device. Over its control socket it receives lines of JSON,
+``{"do": "preload", ...}`` and ``{"do": "launch", ...}``, and sends the events ``ready``, ``started`` (or ``refused``)
+and ``ended`` (``launch/warm.py`` is the other end). It ends with the tuner.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ import os
 import selectors
 import socket
 import sys
-import time
 from collections.abc import Mapping
 from typing import Any
 
 from optuna_dsat.launch import agent
 from optuna_dsat.launch.cuda_state import driver_is_initialised
-from optuna_dsat.launch.forked import Origin, become_agent, fork_child, forked_ranks
+from optuna_dsat.launch.forked import ParentState, become_agent, fork_child, forked_ranks
 from optuna_dsat.launch.preload import Preload, load
 from optuna_dsat.launch.processes import take_mark
 from optuna_dsat.runtime.rank_process import die_with_parent
@@ -29,14 +28,14 @@ from optuna_dsat.runtime.rank_process import die_with_parent
 __all__ = ["main"]
 
 
-class _Parent:
+class _ForkServer:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ)
         self._partial = b""
         self._started_with = dict(os.environ)
-        self._origin: Origin | None = None
+        self._parent_state: ParentState | None = None
 
     def run(self) -> None:
         """Serve until the tuner closes its end."""
@@ -60,61 +59,60 @@ class _Parent:
         else:
             self._launch(order)
 
-    def _tell(self, **news: Any) -> None:
-        self._control.sendall(json.dumps(news).encode() + b"\n")
+    def _send(self, **event: Any) -> None:
+        self._control.sendall(json.dumps(event).encode() + b"\n")
 
     def _preload(self, order: Mapping[str, Any]) -> None:
-        started = time.monotonic()
-        # Counting GPUs through NVML leaves CUDA alone; by the driver it could not be used after a fork. DeepSpeed sets
-        # the same when it is imported.
+        # GPUs are counted through NVML, for a query to the driver would spoil forks. DeepSpeed sets the same when it is
+        # imported.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         loaded = load(Preload.from_json(order["preload"]), watched=frozenset(order["watched"]))
         own = [self._control.fileno(), self._selector.fileno()]
-        self._origin = Origin.of_this_process(without=own, started_with=self._started_with)
-        self._tell(
-            news="ready",
-            modules=loaded.modules,
+        self._parent_state = ParentState.capture(without=own, started_with=self._started_with)
+        self._send(
+            event="ready",
             refused=loaded.refused,
             read=sorted(loaded.read),
-            seconds=time.monotonic() - started,
         )
 
     def _launch(self, order: Mapping[str, Any]) -> None:
-        origin = self._origin
-        if origin is None:
+        parent_state = self._parent_state
+        if parent_state is None:
             raise RuntimeError("a launch was ordered before the preload")
         if driver_is_initialised():
-            self._tell(news="refused", launch_id=order["launch_id"], why="something that was imported initialised CUDA")
+            self._send(
+                event="refused", launch_id=order["launch_id"], why="something that was imported initialised CUDA"
+            )
             return
-        pid = fork_child(lambda: self._become_agent(order, origin))
+        pid = fork_child(lambda: self._become_agent(order, parent_state))
         descriptor = os.pidfd_open(pid)
         self._selector.register(descriptor, selectors.EVENT_READ, (order["launch_id"], pid))
-        self._tell(news="started", launch_id=order["launch_id"], pid=pid)
+        self._send(event="started", launch_id=order["launch_id"], pid=pid)
 
-    def _become_agent(self, order: Mapping[str, Any], origin: Origin) -> None:
+    def _become_agent(self, order: Mapping[str, Any], parent_state: ParentState) -> None:
         def run() -> int:
             take_mark(order["mark"])
-            with forked_ranks(origin):
+            with forked_ranks(parent_state):
                 return agent.main([order["record"], str(os.getppid()), *order["arguments"]])
 
-        become_agent(run, origin=origin, environ=order["environ"], cwd=order["cwd"], log=order["log"])
+        become_agent(run, parent_state=parent_state, environ=order["environ"], cwd=order["cwd"], log=order["log"])
 
     def _reap(self, key: selectors.SelectorKey) -> None:
         launch_id, pid = key.data
         self._selector.unregister(key.fileobj)
         os.close(key.fd)
         _, status = os.waitpid(pid, 0)
-        self._tell(news="ended", launch_id=launch_id, exit_code=os.waitstatus_to_exitcode(status))
+        self._send(event="ended", launch_id=launch_id, exit_code=os.waitstatus_to_exitcode(status))
 
 
 def main(argv: list[str]) -> int:
     """Serve the tuner at the other end of the socket; return the exit code."""
     control, tuner = socket.socket(fileno=int(argv[0])), int(argv[1])
     die_with_parent()
-    if os.getppid() != tuner:  # it ended before this process could ask
+    if os.getppid() != tuner:  # it ended before this process was tied to it
         return 1
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the tuner is gone
-        _Parent(control).run()
+        _ForkServer(control).run()
     return 0
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from optuna_dsat.launch.activity import MOST_SILENCES, Reading, WorkWatch, read_processes
+from optuna_dsat.launch.activity import MAX_STALL_LIMITS, ActivityMonitor, ProcessUsage, read_usage
 from optuna_dsat.launch.processes import MARK_ENV, ProcessKey, kill_leftovers, new_mark
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.launch.running import RunningLaunch
@@ -27,14 +27,14 @@ LIMIT_S = 40.0
 """Looks are 5 seconds apart: a busy process takes a quarter of a second of CPU time between them."""
 
 
-def watch() -> WorkWatch:
-    return WorkWatch(limit_s=LIMIT_S, started=0.0)
+def watch() -> ActivityMonitor:
+    return ActivityMonitor(limit_s=LIMIT_S, started=0.0)
 
 
 def look(
-    watched: WorkWatch,
+    watched: ActivityMonitor,
     now: float,
-    readings: dict[ProcessKey, Reading],
+    readings: dict[ProcessKey, ProcessUsage],
     *,
     trained: bool = False,
     last_event: float = 0.0,
@@ -45,24 +45,24 @@ def look(
 @pytest.mark.parametrize(
     ("key", "done", "before_training", "after"),
     [
-        (RANK, Reading(cpu_s=10.0, ended_cpu_s=1.0, io_bytes=MIB), False, False),  # nothing since the look before
-        (RANK, Reading(cpu_s=10.2, ended_cpu_s=1.0, io_bytes=MIB), False, False),
-        (RANK, Reading(cpu_s=10.3, ended_cpu_s=1.0, io_bytes=MIB), True, False),
-        (RANK, Reading(cpu_s=10.0, ended_cpu_s=1.0, io_bytes=MIB + 4096), False, False),
-        (RANK, Reading(cpu_s=10.0, ended_cpu_s=1.0, io_bytes=3 * MIB), True, False),
-        (RANK, Reading(cpu_s=10.0, ended_cpu_s=1.3, io_bytes=MIB), True, True),
-        (COMPILER, Reading(cpu_s=0.3), True, True),
-        (COMPILER, Reading(cpu_s=0.1), False, False),
-        (COMPILER, Reading(ended_cpu_s=0.3), True, True),
-        (COMPILER, Reading(io_bytes=MIB), True, True),
+        (RANK, ProcessUsage(cpu_s=10.0, ended_cpu_s=1.0, io_bytes=MIB), False, False),  # nothing since the look before
+        (RANK, ProcessUsage(cpu_s=10.2, ended_cpu_s=1.0, io_bytes=MIB), False, False),
+        (RANK, ProcessUsage(cpu_s=10.3, ended_cpu_s=1.0, io_bytes=MIB), True, False),
+        (RANK, ProcessUsage(cpu_s=10.0, ended_cpu_s=1.0, io_bytes=MIB + 4096), False, False),
+        (RANK, ProcessUsage(cpu_s=10.0, ended_cpu_s=1.0, io_bytes=3 * MIB), True, False),
+        (RANK, ProcessUsage(cpu_s=10.0, ended_cpu_s=1.3, io_bytes=MIB), True, True),
+        (COMPILER, ProcessUsage(cpu_s=0.3), True, True),
+        (COMPILER, ProcessUsage(cpu_s=0.1), False, False),
+        (COMPILER, ProcessUsage(ended_cpu_s=0.3), True, True),
+        (COMPILER, ProcessUsage(io_bytes=MIB), True, True),
     ],
 )
 def test_work_is_more_than_a_trickle_and_a_rank_that_trains_may_spin(
-    key: ProcessKey, done: Reading, before_training: bool, after: bool
+    key: ProcessKey, done: ProcessUsage, before_training: bool, after: bool
 ) -> None:
     for trained, works in ((False, before_training), (True, after)):
         watched = watch()
-        before = Reading(cpu_s=10.0, ended_cpu_s=1.0, io_bytes=MIB)
+        before = ProcessUsage(cpu_s=10.0, ended_cpu_s=1.0, io_bytes=MIB)
         look(watched, 5.0, {RANK: before}, trained=trained)
         assert watched.last_work is None, "one look compares with nothing"
         look(watched, 10.0, {RANK: before, key: done}, trained=trained)
@@ -71,18 +71,18 @@ def test_work_is_more_than_a_trickle_and_a_rank_that_trains_may_spin(
 
 def test_a_process_that_has_gone_is_no_work() -> None:
     watched = watch()
-    look(watched, 5.0, {RANK: Reading(cpu_s=10.0), COMPILER: Reading(cpu_s=99.0)})
-    look(watched, 10.0, {RANK: Reading(cpu_s=10.0)})
+    look(watched, 5.0, {RANK: ProcessUsage(cpu_s=10.0), COMPILER: ProcessUsage(cpu_s=99.0)})
+    look(watched, 10.0, {RANK: ProcessUsage(cpu_s=10.0)})
     look(watched, 15.0, {})
     assert watched.last_work is None
 
 
 def test_what_was_done_before_the_silence_is_no_work_in_it() -> None:
     watched = watch()
-    look(watched, 5.0, {RANK: Reading(cpu_s=1.0)})
-    look(watched, 60.0, {RANK: Reading(cpu_s=50.0)}, last_event=55.0)
+    look(watched, 5.0, {RANK: ProcessUsage(cpu_s=1.0)})
+    look(watched, 60.0, {RANK: ProcessUsage(cpu_s=50.0)}, last_event=55.0)
     assert watched.last_work is None
-    look(watched, 65.0, {RANK: Reading(cpu_s=51.0)}, last_event=55.0)
+    look(watched, 65.0, {RANK: ProcessUsage(cpu_s=51.0)}, last_event=55.0)
     assert watched.last_work == 65.0
 
 
@@ -93,18 +93,18 @@ def test_looks_are_taken_in_silence_alone_and_some_seconds_apart() -> None:
     look(watched, 5.0, {})
     assert not watched.is_due(9.0, last_event=0.0)
     assert not watched.is_due(12.0, last_event=8.0)
-    assert WorkWatch(limit_s=4.0, started=0.0).is_due(1.0, last_event=0.0), "a short limit has its looks, too"
+    assert ActivityMonitor(limit_s=4.0, started=0.0).is_due(1.0, last_event=0.0), "a short limit has its looks, too"
 
 
 def test_work_without_an_event_counts_for_some_limits_alone() -> None:
     watched, worked_s = watch(), 0.0
-    assert watched.last_sign(3.0) == 3.0
+    assert watched.last_activity(3.0) == 3.0
     for now in range(5, 1000, 5):
-        look(watched, now, {RANK: Reading(cpu_s=now)})
-        if now - watched.last_sign(0.0) <= LIMIT_S:
+        look(watched, now, {RANK: ProcessUsage(cpu_s=now)})
+        if now - watched.last_activity(0.0) <= LIMIT_S:
             worked_s = now
-    assert worked_s == MOST_SILENCES * LIMIT_S
-    assert watched.last_sign(990.0) == 995.0, "an event starts the count anew"
+    assert worked_s == MAX_STALL_LIMITS * LIMIT_S
+    assert watched.last_activity(990.0) == 995.0, "an event starts the count anew"
 
 
 def test_readings_are_taken_of_living_processes_and_of_what_they_ended() -> None:
@@ -116,12 +116,12 @@ def test_readings_are_taken_of_living_processes_and_of_what_they_ended() -> None
     key = ProcessKey.of(process.pid)
     assert key is not None
     gone = ProcessKey(process.pid, key.start_ticks + 1)
-    found = read_processes([key, gone, ProcessKey(2**22 + 1, 0)])
+    found = read_usage([key, gone, ProcessKey(2**22 + 1, 0)])
     assert list(found) == [key]
     assert found[key].ended_cpu_s > 0.0
     assert found[key].io_bytes > 4096
     process.communicate("\n")
-    assert read_processes([key]) == {}
+    assert read_usage([key]) == {}
 
 
 SPIN = "while :; do :; done"

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.launch.cuda_state import cuda_named, show_cuda
+from optuna_dsat.launch.cuda_state import restore_cuda, use_named_gpu_count
 from optuna_dsat.launch.devices import Device, Devices
 from optuna_dsat.launch.nvml import GpuUse
 from optuna_dsat.launch.preload import BASE_MODULES, Preload
@@ -173,9 +173,9 @@ def test_imports_before_a_fork_find_the_gpus_that_are_named(
     before = dict(vars(cuda))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setitem(sys.modules, "torch", torch)
-    cuda_named(torch)
+    use_named_gpu_count(torch)
     assert (cuda.is_available(), cuda.device_count()) == (count > 0, count)
-    show_cuda()
+    restore_cuda()
     assert vars(cuda) == before
 
 
