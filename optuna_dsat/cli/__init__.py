@@ -1,4 +1,7 @@
-"""The ``optuna-dsat`` command. Importing it pulls in neither torch nor Optuna; each command imports what it runs."""
+"""The ``optuna-dsat`` command.
+
+Importing it imports neither torch nor Optuna: each command imports what it runs when it runs.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ from optuna_dsat.errors import DsatError, ScriptFailedError
 __all__ = ["app", "main"]
 
 EXIT_NO_READER = 1
-"""What typer exits with where it notices first."""
+"""Exit code if nobody reads stdout any more; typer's own."""
 
 app = typer.Typer(
     name="optuna-dsat",
@@ -102,17 +105,17 @@ def main(argv: list[str] | None = None) -> NoReturn:
     try:
         arguments = lift_option(spread_numbers(arguments, "--zero-stages"), "--options")
         code = app(args=arguments, standalone_mode=False)
-        sys.stdout.flush()  # a reader that is gone is noticed here rather than when the interpreter ends
+        sys.stdout.flush()  # a closed pipe raises here rather than at the interpreter's exit
     except DsatError as error:
         _report(error)
         sys.exit(error.exit_code)
     except TyperException as error:
-        context = getattr(error, "ctx", None)  # usage errors have one
+        context = getattr(error, "ctx", None)  # only usage errors have one
         remedy = "" if context is None else f" See {context.command_path} --help."
-        if error.format_message():  # empty where the help was shown instead
+        if error.format_message():  # empty if the help was shown instead
             sys.stderr.write(f"optuna-dsat: {error.format_message().rstrip('.')}.{remedy}\n")
         sys.exit(error.exit_code)
-    except BrokenPipeError:  # whoever reads our output, such as `head`, has had enough
+    except BrokenPipeError:  # the reader of stdout, such as `head`, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_NO_READER)
     except (KeyboardInterrupt, typer.Abort):

@@ -1,4 +1,4 @@
-"""From classes of options to a command, and what is done to the arguments before they are parsed."""
+"""Commands made from classes of options, and the rewriting of arguments before they are parsed."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _completion(option: Option) -> Callable[[str], list[str]] | None:
 
 
 def origins_of(context: typer.Context, names: Iterable[str]) -> dict[str, str]:
-    """Return where each of ``names`` that was given comes from: the command line, a variable's name, a file's name."""
+    """Return the origin of each of ``names`` that was given: ``command line``, a variable's name or a file's."""
     variables = {param.name: param.envvar for param in context.command.params}
     origins = {}
     for name in names:
@@ -104,7 +104,7 @@ def origins_of(context: typer.Context, names: Iterable[str]) -> dict[str, str]:
         if source is None or source.name == "DEFAULT":
             continue
         if source.name == "DEFAULT_MAP":
-            origins[name] = str(context.find_root().obj)  # the file that main's callback read
+            origins[name] = str(context.find_root().obj)  # the file that the callback of all commands read
         elif source.name == "ENVIRONMENT":
             origins[name] = str(variables[name])
         else:
@@ -113,9 +113,9 @@ def origins_of(context: typer.Context, names: Iterable[str]) -> dict[str, str]:
 
 
 def spread_numbers(argv: list[str], option: str) -> list[str]:
-    """Return ``argv`` with ``option 1 2 3`` written as ``option 1,2,3``, which click understands.
+    """Return ``argv`` with ``option 1 2 3`` written as ``option 1,2,3``: an option takes one value.
 
-    Only what stands before ``--`` is touched.
+    Arguments after ``--`` stay.
     """
     result: list[str] = []
     tokens = iter(enumerate(argv))
@@ -137,9 +137,9 @@ def spread_numbers(argv: list[str], option: str) -> list[str]:
 
 
 def lift_option(argv: list[str], option: str) -> list[str]:
-    """Return ``argv`` with ``option VALUE`` at its front, where options of all commands are parsed.
+    """Return ``argv`` with ``option VALUE`` moved to the front, where options of all commands are parsed.
 
-    Only what stands before ``--`` is touched.
+    Arguments after ``--`` stay.
     """
     end = argv.index("--") if "--" in argv else len(argv)
     front: list[str] = []

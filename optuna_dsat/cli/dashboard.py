@@ -1,4 +1,4 @@
-"""The command that shows a study in the browser."""
+"""``dashboard``: show a study in the browser."""
 
 from __future__ import annotations
 

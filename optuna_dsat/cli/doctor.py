@@ -1,4 +1,4 @@
-"""The command that says what this machine offers and what is wrong with it."""
+"""``doctor``: what this machine offers, and what is wrong with it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MARKS = {
     "problem": ("problem", "yellow"),
     "fatal": ("FATAL", "red"),
 }
-"""Status -> how it is marked, and its colour."""
+"""Status of a finding -> its mark and colour."""
 
 
 def doctor(

@@ -1,7 +1,7 @@
-"""Options that are always the same: the ``[tool.optuna-dsat]`` table of ``pyproject.toml``, or a file of one's own.
+"""Files of options: the ``[tool.optuna-dsat]`` table of ``pyproject.toml``, or the file of ``--options``.
 
-Keys are the long names of options. A key at the top holds for every command that has the option (but not for the budget
-of a study that is resumed); a table named after a command holds for that command alone::
+Keys are the long names of options. A key at the top holds for every command that has the option, except the budget of
+``resume``; a table named after a command holds for that command only::
 
     [tool.optuna-dsat]
     storage = "postgresql://me@db/studies"
@@ -30,28 +30,28 @@ from optuna_dsat.errors import UsageError
 __all__ = ["OptionsFile", "find_options", "read_options"]
 
 _TABLE = "optuna-dsat"
-_COMMANDS_OWN = frozenset({("resume", "max_trials")})
-"""(command, option) that a key for all commands does not reach: ``resume`` goes on with what the study has."""
+_NOT_SHARED = frozenset({("resume", "max_trials")})
+"""(command, option) that a key for all commands does not set: ``resume`` keeps the study's own value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptionsFile:
-    """A file of options, as it was read."""
+    """The options of one file, not checked yet."""
 
     path: Path
     table: Mapping[str, Any]
 
     def default_map(self, root: TyperGroup, context: typer.Context) -> dict[str, Any]:
-        """Return the defaults of every command, checked, in the form that the parser takes (nested by command).
+        """Return the checked values as a ``default_map``: command -> option -> value, groups of commands nested.
 
         Args:
-            root: The command whose sub-commands they are for.
-            context: Its context.
+            root: The group of all commands.
+            context: The group's context.
 
         Raises:
-            UsageError: If a key is no option, or a value not one that the option takes; names the file and the key.
+            UsageError: If a key is not an option, or a value is not valid for it; names the file and the key.
         """
-        every, by_command = self._parted(self.table, root.commands)
+        every, by_command = self._split_tables(self.table, root.commands)
         commands = dict(_walk(root))
         for name in every:
             if not any(_find(command, name) for command in commands.values()):
@@ -71,23 +71,25 @@ class OptionsFile:
                 for name, value in values.items()
                 if value is not None
                 and (option := _find(command, name)) is not None
-                and (name in own or (path[-1], option.name) not in _COMMANDS_OWN)
+                and (name in own or (path[-1], option.name) not in _NOT_SHARED)
             }
         return defaults
 
-    def _parted(self, table: Mapping[str, Any], commands: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the options of a table, and the tables of commands in it."""
+    def _split_tables(
+        self, table: Mapping[str, Any], commands: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the options of a table and, separately, its tables of commands."""
         inner = {key: value for key, value in table.items() if key in commands and isinstance(value, dict)}
         return {key: value for key, value in table.items() if key not in inner}, inner
 
     def _of_command(self, tables: Mapping[str, Any], path: tuple[str, ...], root: TyperGroup) -> dict[str, Any]:
-        """Return the options that the tables hold for one command (``("db", "upgrade")``: group and command)."""
+        """Return the options in the tables of one command, given by its path, such as ``("db", "upgrade")``."""
         options: dict[str, Any] = {}
         group: Any = root
         for part in path:
             group = group.commands[part]
             here = tables.get(part, {})
-            own, tables = self._parted(here, getattr(group, "commands", {}))
+            own, tables = self._split_tables(here, getattr(group, "commands", {}))
             options |= own
         return options
 
@@ -99,7 +101,11 @@ class OptionsFile:
         return UsageError(f"{self.path}: {name!r} is {what}.{hint}")
 
     def _checked(self, name: str, value: Any, option: TyperOption, context: typer.Context) -> Any:
-        """Return a value in the form in which the option takes it from a command line."""
+        """Return a value in the form that the option's parser takes.
+
+        Raises:
+            UsageError: If the value is not valid; names the file and the key.
+        """
         if isinstance(value, dict) and option.multiple:
             value = [f"{key}={one if isinstance(one, str) else json.dumps(one)}" for key, one in value.items()]
         elif option.multiple:
@@ -118,19 +124,21 @@ class OptionsFile:
 def find_options(folder: Path) -> OptionsFile | None:
     """Return the ``[tool.optuna-dsat]`` table of the nearest ``pyproject.toml`` that has one, upwards from a folder.
 
+    Returns None if there is none.
+
     Raises:
-        UsageError: If such a file on the way is not TOML, or the table is no table.
+        UsageError: If a ``pyproject.toml`` that names the table is not TOML, or the table is not a table.
     """
     for parent in (folder, *folder.parents):
         path = parent / "pyproject.toml"
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
-            continue  # none there, or none that TOML allows: a tool of ours wrote neither
+            continue  # absent, unreadable or not UTF-8, as TOML has to be: not a file with our table
         if _TABLE in text:
             table = _parse_toml(path, text).get("tool", {}).get(_TABLE)
             if table is not None:
-                return _made(path, table)
+                return _options_file(path, table)
     return None
 
 
@@ -138,7 +146,7 @@ def read_options(path: Path) -> OptionsFile:
     """Return the options of a file: YAML, JSON, or TOML (all of it, or its ``[tool.optuna-dsat]`` table).
 
     Raises:
-        UsageError: If it cannot be read, or holds no table of options.
+        UsageError: If it cannot be read, or is not a table of options.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -146,11 +154,11 @@ def read_options(path: Path) -> OptionsFile:
         raise UsageError(f"--options {path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
     if path.suffix.lower() == ".toml":
         table = _parse_toml(path, text)
-        return _made(path, table.get("tool", {}).get(_TABLE, {}) if "tool" in table else table)
+        return _options_file(path, table.get("tool", {}).get(_TABLE, {}) if "tool" in table else table)
     import yaml
 
     try:
-        return _made(path, yaml.safe_load(text) or {})
+        return _options_file(path, yaml.safe_load(text) or {})
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = "" if mark is None else f" (line {mark.line + 1})"
@@ -166,14 +174,14 @@ def _parse_toml(path: Path, text: str) -> dict[str, Any]:
         raise UsageError(f"{path} is not TOML: {error}.") from None
 
 
-def _made(path: Path, table: Any) -> OptionsFile:
+def _options_file(path: Path, table: Any) -> OptionsFile:
     if not isinstance(table, dict) or not all(isinstance(key, str) for key in table):
         raise UsageError(f"{path} holds no table of options, such as `max-trials: 30`.")
     return OptionsFile(path=path, table=table)
 
 
 def _walk(group: TyperGroup, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], TyperCommand]]:
-    """Yield every command below a group with the names that lead to it."""
+    """Yield every command below a group with its path of names."""
     for name, command in group.commands.items():
         if isinstance(command, TyperGroup):
             yield from _walk(command, (*path, name))
@@ -186,7 +194,7 @@ def _options(command: TyperCommand) -> list[TyperOption]:
 
 
 def _flag(option: TyperOption) -> str:
-    """Return the name of an option in a file: its longest, without dashes."""
+    """Return the key of an option in a file: its longest spelling, without leading dashes."""
     return max((name.lstrip("-") for name in option.opts), key=len)
 
 

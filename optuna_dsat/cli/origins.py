@@ -1,4 +1,4 @@
-"""Where the options of a search come from, as ``--dry-run`` shows it."""
+"""The table of ``--dry-run``: which options were given, and their origins."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _POSITIONAL = frozenset({"script", "ds_config", "script_args"})
 
 
 def show_options(given: Given) -> None:
-    """Print the options that were given, and where: the rest have their defaults."""
+    """Print each option that was given, with its value and origin."""
     table = Table(title="Options that are not left at their defaults", title_justify="left")
     for heading in ("option", "value", "from"):
         table.add_column(heading, overflow="fold")
@@ -30,7 +30,7 @@ def show_options(given: Given) -> None:
 
 
 def _in_words(name: str, value: Any) -> str:
-    """Return a value as a command line has it, without a storage's password."""
+    """Return a value as on a command line; the password in a storage URL is masked."""
     from optuna_dsat.store import display_url
 
     if name == "storage":

@@ -1,4 +1,4 @@
-"""Parameters that several commands share, and how the shell completes them."""
+"""Parameters shared by several commands, with their shell completion."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["DEFAULT_STORAGE", "Json", "Name", "Quiet", "Storage", "complete_stud
 
 
 def complete_studies(context: typer.Context, incomplete: str) -> list[str]:
-    """Return the names of the stored studies that begin with what was typed; none if the storage does not answer."""
+    """Return the names of stored studies with this prefix; empty if the storage does not answer."""
     try:
         from optuna_dsat.store import Store
 
         with Store.open(_storage_of(context), create=False, retry_limit_s=0.0) as store:
             return [study.name for study in store.list_studies() if study.name.startswith(incomplete)]
     except DsatError:
-        return []  # a shell has no place for a message
+        return []  # a completion cannot show a message
 
 
 def _storage_of(context: typer.Context) -> str:

@@ -1,4 +1,4 @@
-"""Keeps a database password off the process list, where every user of the machine could read it."""
+"""Keeps a database password out of the process list, which every user of the machine can read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OPTION = "--storage"
 def without_password(command: Sequence[str]) -> tuple[list[str], str | None]:
     """Return a command without a storage URL that holds a password, and that URL; None if no URL holds one.
 
-    Only what stands before ``--`` is read: the rest are the script's own arguments.
+    Arguments after ``--`` are the script's and stay.
     """
     kept: list[str] = []
     secret: str | None = None

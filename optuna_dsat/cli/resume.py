@@ -1,4 +1,4 @@
-"""``resume`` and ``worker``: go on with a stored study."""
+"""``resume`` and ``worker``: continue a stored study, or join it."""
 
 from __future__ import annotations
 

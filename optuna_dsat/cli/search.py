@@ -1,4 +1,4 @@
-"""``random``, ``binary``, ``asha``, ``guided``, ``tune`` and ``run``: check the options, search, show the result."""
+"""``random``, ``binary``, ``asha``, ``guided``, ``tune`` and ``run``: check options, search, show the result."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["OutputOptions", "add_searches", "run", "run_request"]
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """What a search takes as a command, beside what it takes as a function."""
+    """Options of a search that only a command has."""
 
     dry_run: Annotated[
         bool,

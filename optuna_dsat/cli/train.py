@@ -1,4 +1,4 @@
-"""``train``: train a ``DeepSpeedTrial`` for real, with a config that a search found or any other."""
+"""``train``: train a ``DeepSpeedTrial`` to the end, with a config that a search found or any other."""
 
 from __future__ import annotations
 
