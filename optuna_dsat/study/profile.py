@@ -20,6 +20,7 @@ from optuna_dsat.launch.preload import Preload
 from optuna_dsat.launch.protocol import Launcher, LaunchReport
 from optuna_dsat.launch.waiting import SlotWait
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.events import EngineReady, ProfileMeasured
 from optuna_dsat.script.trainer import ScriptTrainer
 from optuna_dsat.study.launch_requests import launch_request
 from optuna_dsat.study.spec import StudySpec
@@ -161,16 +162,7 @@ def measure_profile(
         record, report = follow(launcher, request, wait=wait)
         on_report(report, record)
         if report.outcome is Outcome.MEASURED and record.profile is not None and record.engine is not None:
-            return Profiled(
-                profile=ModelProfile.from_event(record.profile),
-                measured_with=attempt.words,
-                pipeline=record.engine.pipeline,
-                device=record.engine.device,
-                data_parallel_size=record.engine.data_parallel_size,
-                takes_local_rank=record.engine.takes_local_rank,
-                trainer=None if record.trainer is None else ScriptTrainer.from_event(record.trainer),
-                preload=Preload() if record.imported is None else Preload.learned(record.imported),
-            )
+            return _profiled(attempt, record, record.profile, record.engine)
         if not report.outcome.infeasible:
             raise _failure(spec, report)
         pipeline = record.engine is not None and record.engine.pipeline
@@ -179,6 +171,19 @@ def measure_profile(
     raise NothingRunnableError(
         "The model does not fit at micro-batch 1. Tried: " + "; ".join(tried) + ". "
         "Free device memory, allow more ZeRO stages with --zero-stages, use more GPUs, or make the model smaller."
+    )
+
+
+def _profiled(attempt: ProfileAttempt, record: LaunchRecord, profile: ProfileMeasured, engine: EngineReady) -> Profiled:
+    return Profiled(
+        profile=ModelProfile.from_event(profile),
+        measured_with=attempt.words,
+        pipeline=engine.pipeline,
+        device=engine.device,
+        data_parallel_size=engine.data_parallel_size,
+        takes_local_rank=engine.takes_local_rank,
+        trainer=None if record.trainer is None else ScriptTrainer.from_event(record.trainer),
+        preload=Preload() if record.imported is None else Preload.learned(record.imported),
     )
 
 

@@ -131,11 +131,15 @@ class StoredStudy:
 def open_study(store: Store, spec: StudySpec, *, relocated: bool = False) -> tuple[StudyRecord, StudySpec]:
     """Return the study's record and its spec; create the study if it does not exist.
 
-    Budgets of ``spec`` win over the stored ones, so a study can be given more. A study without any trial takes the new
-    spec whole. A ``relocated`` spec is the stored one with this machine's paths: it is neither compared nor stored.
+    The budgets of ``spec`` replace the stored ones. A study without trials takes the whole of ``spec``.
+
+    Args:
+        store: The database.
+        spec: The requested study.
+        relocated: Whether ``spec`` is the stored one with this machine's paths: it is neither compared nor stored.
 
     Raises:
-        StudyConflictError: If a study of this name exists for something else; says what differs.
+        StudyConflictError: If a study of this name has other settings; says what differs.
     """
     found = store.find_study(spec.name)
     if found is None:
@@ -150,7 +154,7 @@ def open_study(store: Store, spec: StudySpec, *, relocated: bool = False) -> tup
 
 
 def check_study(store: Store, spec: StudySpec) -> None:
-    """Refuse a spec whose name belongs to a study of something else.
+    """Refuse a spec whose name belongs to a study with other settings; budgets may differ.
 
     Raises:
         StudyConflictError: Says what differs.

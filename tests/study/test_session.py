@@ -253,7 +253,7 @@ def test_a_resumed_study_goes_on_with_its_own_profile_when_a_file_changes(bench:
     assert any(isinstance(news, Message) and "its own profile" in news.text for news in bench.news)
 
 
-def test_the_ladder_climbs_zero_1_where_no_higher_stage_is_searched(bench: StudyBench) -> None:
+def test_the_profile_tries_zero_1_where_no_higher_stage_is_searched(bench: StudyBench) -> None:
     def needs_offload(config: Mapping[str, Any]) -> SimulatedResult | None:
         zero = config["zero_optimization"]
         if zero.get("offload_optimizer") and zero["reduce_bucket_size"] < 5e8:
