@@ -85,7 +85,7 @@ class PacedLauncher(SimulatedLauncher):
 
     def poll(self, timeout_s: float) -> Sequence[LaunchUpdate]:
         time.sleep(self._options.poll_s)
-        if self._flights and self._trials == self._options.held and not self._go_on.exists():
+        if self._running and self._trials == self._options.held and not self._go_on.exists():
             time.sleep(timeout_s)
             return ()
         return super().poll(timeout_s)
