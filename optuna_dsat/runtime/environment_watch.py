@@ -24,7 +24,7 @@ imported (observed with torch 2.13)."""
 class EnvironmentWatch:
     """Records variables that are set or deleted, except by installed modules during their import.
 
-    Changes by imports are replayed in a forked rank (``launch/forked.py: Origin``). A variable that has its original
+    Changes by imports are replayed in a forked rank (``launch/forked.py``). A variable that has its original
     value again when ``changed`` is called counts as unchanged: accelerate clears the environment temporarily.
     """
 
