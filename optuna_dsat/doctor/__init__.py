@@ -1,7 +1,7 @@
-"""What this machine offers a search, what is wrong with it, and what to do about it.
+"""Checks whether this machine can run launches: capabilities, problems and remedies.
 
-``examination`` looks at everything and gives ``finding.Finding`` s; ``libraries`` asks torch and DeepSpeed in a process
-of their own, so that this one neither imports them nor touches a device; ``machine`` looks at GPUs, memory and disks,
-``nvme`` measures one, ``offloads`` says which offloads can work, ``launchers`` which launcher is used, ``database``
-whether a storage can be reached.
+``examination`` runs all checks and returns ``finding.Finding`` objects. ``libraries`` queries torch and DeepSpeed in a
+subprocess (``probe``), so that this process neither imports them nor initializes a device; ``machine`` checks GPUs,
+memory, disks and compiler; ``nvme`` measures a drive; ``offloads`` lists usable offloads; ``launchers`` the launcher
+that would be used; ``storage`` whether a study's database can be opened.
 """

@@ -1,4 +1,4 @@
-"""Looks at everything that a search needs."""
+"""Runs all checks of the doctor."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def examine(
     """Return all findings, area by area.
 
     Args:
-        output_dir: Where launches would write.
-        storage: Database to reach, None for none.
-        nvme_path: Folder whose drive is measured for offload, None for none.
-        environ: Environment of launches, this process's for None.
-        nvml: NVML to ask, the machine's for None.
-        ask: Asks torch and DeepSpeed.
+        output_dir: Output directory of launches.
+        storage: Storage URL to check; None to skip.
+        nvme_path: Folder whose drive is measured for offload; None to skip.
+        environ: Environment of launches; None for this process's.
+        nvml: NVML to query; None for the machine's.
+        ask: Queries torch and DeepSpeed.
     """
     environ = os.environ if environ is None else environ
     gpus = find_gpus(environ=environ, nvml=nvml)

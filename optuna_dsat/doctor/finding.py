@@ -1,4 +1,4 @@
-"""What an examination finds."""
+"""Findings of the doctor, their exit code and JSON form."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from typing import Any
 __all__ = ["EXIT_NOTHING_RUNS", "Finding", "Status", "exit_code", "to_json"]
 
 EXIT_NOTHING_RUNS = 3
-"""Exit code of the command where no launch can run; it is that of a search that finds nothing runnable."""
+"""Exit code if no launch can run; the same as that of a search that finds no runnable configuration."""
 
 
 class Status(StrEnum):
-    """How good or bad a finding is."""
+    """Severity of a finding."""
 
     FINE = "fine"
     NOTE = "note"
-    """Worth knowing; nothing is wrong."""
+    """Information; no problem."""
     PROBLEM = "problem"
-    """Something will not work, or not well; launches run."""
+    """A feature fails or performs poorly; launches can run."""
     FATAL = "fatal"
-    """No launch can run before this is mended."""
+    """No launch can run until this is fixed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that was looked at."""
+    """Result of one check."""
 
     area: str
     """``devices``, ``software``, ``host``, ``launches``, ``offload`` or ``database``."""
     name: str
-    """What was looked at, unique within its area."""
+    """Name of the check, unique within its area."""
     status: Status
     text: str
-    """What was found, in plain words."""
+    """The result, for display."""
     remedy: str = ""
-    """What to do about it; empty where nothing is to be done."""
+    """How to fix the problem; empty if there is none."""
     data: Mapping[str, Any] = field(default_factory=dict)
-    """The same as JSON values, with units in the names."""
+    """The result as JSON values, with units in the names."""
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
-    """Return 0 where launches can run, else ``EXIT_NOTHING_RUNS``."""
+    """Return 0 if launches can run, else ``EXIT_NOTHING_RUNS``."""
     return EXIT_NOTHING_RUNS if any(finding.status is Status.FATAL for finding in findings) else 0
 
 

@@ -1,8 +1,4 @@
-"""Which launcher a search would use.
-
-``LAUNCHERS`` is the place where a launcher gets its entry: the first one that can work is used unless the user names
-another.
-"""
+"""Determines which launcher a search would use: the first usable one of ``LAUNCHERS``."""
 
 from __future__ import annotations
 
@@ -16,14 +12,14 @@ __all__ = ["LAUNCHERS", "finding"]
 
 
 def _torchrun(libraries: Libraries) -> str | None:
-    """Return why torchrun cannot start launches, None where it can."""
+    """Return why torchrun cannot start launches; None if it can."""
     if "error" in libraries.torch:
         return "torch cannot be imported"
     return None if libraries.torch["torchrun"] else "this build of torch has no torch.distributed.run"
 
 
 def _warm(libraries: Libraries) -> str | None:
-    """Return why launches cannot be forked, None where they can: what the script imports decides in the end."""
+    """Return why launches cannot be forked; None if they can, unless the script's imports prevent it."""
     if why := _torchrun(libraries):
         return why
     return None if can_fork() else "it needs Linux 5.3 or newer"
@@ -37,11 +33,11 @@ LAUNCHERS: Mapping[str, tuple[str, Callable[[Libraries], str | None]]] = {
     ),
     "torchrun": ("every launch is a torchrun of its own on this machine", _torchrun),
 }
-"""Name -> what it does, and a function that says why it cannot work (None where it can); in order of preference."""
+"""Name -> (description, function that returns why it is unusable, or None if usable); in order of preference."""
 
 
 def finding(libraries: Libraries) -> Finding:
-    """Return which launcher would be used."""
+    """Return the finding on which launcher would be used."""
     why_not = {name: check(libraries) for name, (_, check) in LAUNCHERS.items()}
     usable = [name for name, why in why_not.items() if why is None]
     data = {"launcher": usable[0] if usable else None, "why_not": {k: v for k, v in why_not.items() if v is not None}}

@@ -1,4 +1,4 @@
-"""torch and DeepSpeed of this environment, asked in a process of their own."""
+"""Checks torch and DeepSpeed of this environment, queried in a subprocess."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from optuna_dsat.doctor.finding import Finding, Status
 
 __all__ = ["Libraries", "ask", "findings"]
 
-_PATIENCE_S = 180.0
-"""A cold file system may take a minute for the imports."""
+_PROBE_TIMEOUT_S = 180.0
+"""The imports may take a minute on a cold file system."""
 _AREA = "software"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Libraries:
-    """What ``probe`` told."""
+    """Results of ``probe``; a mapping with ``error`` stands for a package that cannot be imported."""
 
     torch: Mapping[str, Any]
     deepspeed: Mapping[str, Any]
@@ -32,27 +32,27 @@ class Libraries:
         return "error" not in self.torch and "error" not in self.deepspeed
 
     def operator(self, name: str) -> tuple[bool, str]:
-        """Return whether an operator of DeepSpeed can be built, and why not."""
+        """Return whether an operator of DeepSpeed can be built, and the reason if not."""
         found = self.deepspeed.get("operators", {}).get(name, {"compatible": False, "why_not": "not known"})
         return bool(found["compatible"]), str(found["why_not"])
 
 
 def ask(*, cpu: bool, environ: Mapping[str, str] | None = None) -> Libraries:
-    """Ask torch and DeepSpeed what they can do.
+    """Query versions and capabilities of torch and DeepSpeed in a subprocess.
 
     Args:
-        cpu: Whether launches run on the CPU; DeepSpeed then looks for no GPU.
-        environ: Environment of the process, this one's for None.
+        cpu: Whether launches run on the CPU; DeepSpeed then does not look for GPUs.
+        environ: Environment of the subprocess; None for this process's.
     """
     base = dict(os.environ if environ is None else environ)
     if cpu:
         base.setdefault("DS_ACCELERATOR", "cpu")
     command = [sys.executable, "-m", "optuna_dsat.doctor.probe"]
     try:
-        done = subprocess.run(command, env=base, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
+        done = subprocess.run(command, env=base, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=False)
         facts = json.loads(done.stdout)
     except subprocess.TimeoutExpired:
-        facts = {"torch": {"error": f"importing torch and DeepSpeed took longer than {_PATIENCE_S:g} s"}}
+        facts = {"torch": {"error": f"importing torch and DeepSpeed took longer than {_PROBE_TIMEOUT_S:g} s"}}
     except ValueError:
         last = done.stderr.strip().splitlines()
         facts = {"torch": {"error": f"the process that imports it died (exit code {done.returncode}): {last[-1:]}"}}
@@ -60,11 +60,11 @@ def ask(*, cpu: bool, environ: Mapping[str, str] | None = None) -> Libraries:
 
 
 def findings(libraries: Libraries, *, gpus: int) -> Iterator[Finding]:
-    """Yield what is to be said of torch, DeepSpeed and how ranks talk.
+    """Yield the findings on torch, DeepSpeed and the communication backend.
 
     Args:
-        libraries: What was asked.
-        gpus: GPUs that launches would use; 0 for the CPU.
+        libraries: Results of the query.
+        gpus: Number of GPUs that launches would use; 0 for the CPU.
     """
     yield _torch(libraries.torch, gpus)
     yield _deepspeed(libraries.deepspeed)
@@ -103,7 +103,7 @@ def _torch(torch: Mapping[str, Any], gpus: int) -> Finding:
 
 
 def _unsupported(torch: Mapping[str, Any]) -> list[str]:
-    """Return the GPUs' compute capabilities for which torch holds no code: neither binary nor one to be compiled."""
+    """Return the GPUs' compute capabilities for which torch has neither a compatible binary (sm) nor PTX (compute)."""
     names = [str(name).rpartition("_") for name in torch.get("architectures", [])]
     known = [(kind, int("".join(filter(str.isdigit, number)) or 0)) for kind, _, number in names]
     missing = []
@@ -136,7 +136,7 @@ def _deepspeed(deepspeed: Mapping[str, Any]) -> Finding:
 
 
 def _nvcc(torch: Mapping[str, Any]) -> Finding:
-    """Return whether the CUDA toolkit compiles DeepSpeed's operators: one of the same major version as torch's does."""
+    """Return whether the CUDA toolkit can compile DeepSpeed's operators: its major version must equal torch's."""
     toolkit, wanted = torch["toolkit"], str(torch["cuda"])
     found = toolkit["version"]
     if found is not None and found.split(".")[0] == wanted.split(".")[0]:

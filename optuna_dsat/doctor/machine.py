@@ -1,4 +1,4 @@
-"""GPUs, memory, disks and compiler of this machine."""
+"""Checks GPUs, memory, disks and compiler of this machine."""
 
 from __future__ import annotations
 
@@ -25,36 +25,37 @@ __all__ = ["Gpus", "compiler", "device_findings", "find_gpus", "host_findings"]
 
 _GIB = 2**30
 _LEAST_SHM_BYTES = 2**30
-"""NCCL, DeepSpeed's operator for the CPU and data loaders' workers share memory here; containers often have 64 MiB."""
+"""NCCL, DeepSpeed's CPU operator and data loader workers use shared memory; containers often have only 64 MiB."""
 _LEAST_DISK_BYTES = 2 * _GIB
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpus:
-    """The devices that launches would use, and what NVML says."""
+    """The devices that launches would use."""
 
     devices: Devices | None
-    """None where the driver does not answer."""
+    """None if the driver does not respond."""
     nvml: Nvml | None
-    """None where there is none."""
+    """None if NVML is unavailable."""
     hidden: int
-    """GPUs of the machine that this process may not use."""
+    """GPUs of the machine that are hidden from this process."""
     error: str = ""
+    """Why the driver does not respond; empty if it does."""
     refused: str = ""
-    """Why a search would be refused on this machine before it looks for GPUs; empty where it would not."""
+    """Why a search would be rejected before it looks for GPUs; empty if it would not."""
 
     @property
     def count(self) -> int:
-        """GPUs that launches would use."""
+        """Number of GPUs that launches would use."""
         return len(self.devices.devices) if self.devices is not None and self.devices.kind == "cuda" else 0
 
 
 def find_gpus(*, environ: Mapping[str, str] | None = None, nvml: Nvml | None = None) -> Gpus:
-    """Return the devices that launches would use, found as a search finds them.
+    """Return the devices that launches would use, detected as a search does.
 
     Args:
-        environ: Environment to read, this process's for None.
-        nvml: NVML to ask, the machine's for None.
+        environ: Environment to read; None for this process's.
+        nvml: NVML to query; None for the machine's.
     """
     total = 0
     with contextlib.suppress(NvmlError):
@@ -71,7 +72,7 @@ def find_gpus(*, environ: Mapping[str, str] | None = None, nvml: Nvml | None = N
 
 
 def device_findings(gpus: Gpus) -> Iterator[Finding]:
-    """Yield what is to be said of GPUs and driver."""
+    """Yield the findings on GPUs and driver."""
     if gpus.devices is None:
         text, _, remedy = gpus.error.partition(" Repair ")
         remedy = f"Repair {remedy}" if remedy else ""
@@ -81,7 +82,7 @@ def device_findings(gpus: Gpus) -> Iterator[Finding]:
         yield _driver(gpus.nvml)
         for device in gpus.devices.devices:
             yield _gpu(device, gpus.nvml)
-        yield from _names(gpus.devices)
+        yield from _uuid_names(gpus.devices)
     for number, notice in enumerate(gpus.devices.notices, start=1):
         yield Finding(area="devices", name=f"notice {number}", status=Status.PROBLEM, text=notice)
     if gpus.refused:
@@ -99,7 +100,7 @@ def device_findings(gpus: Gpus) -> Iterator[Finding]:
         )
 
 
-def _names(devices: Devices) -> Iterator[Finding]:
+def _uuid_names(devices: Devices) -> Iterator[Finding]:
     """Yield a finding if GPUs are named by UUID (see ``support_uuid_visible_devices`` in the runtime)."""
     named = [device for device in devices.devices if not device.visible_id.isdigit()]
     if named:
@@ -167,12 +168,12 @@ def _gpu(device: Device, nvml: Nvml) -> Finding:
             remedy="Launches leave it alone while it is in use: end what runs there, or go on without it.",
             data=data,
         )
-    how = _how_use_is_seen(use)
+    how = _use_uncertainty(use)
     return Finding(area="devices", name=name, status=Status.FINE, text=f"{text}, free{how}", data=data)
 
 
-def _how_use_is_seen(use: GpuUse) -> str:
-    """Return what is less certain than usual about whether a GPU is free."""
+def _use_uncertainty(use: GpuUse) -> str:
+    """Return a note if NVML reports a GPU's use incompletely; empty if it is complete."""
     if use.processes is None and use.used_bytes is None:
         return ", as far as can be seen: NVML tells neither its processes nor its memory"
     if use.processes is None:
@@ -181,12 +182,12 @@ def _how_use_is_seen(use: GpuUse) -> str:
 
 
 def host_findings(*, output_dir: Path, environ: Mapping[str, str], shm: Path = Path("/dev/shm")) -> Iterator[Finding]:
-    """Yield what is to be said of memory, shared memory, disks and compiler.
+    """Yield the findings on memory, shared memory, disks and compiler.
 
     Args:
-        output_dir: Where launches would write.
+        output_dir: Output directory of launches.
         environ: Environment of launches.
-        shm: Where shared memory is mounted.
+        shm: Mount point of shared memory.
     """
     yield _memory()
     if shm.is_dir():
@@ -247,7 +248,7 @@ def _disk(output_dir: Path) -> Finding:
 
 
 def compiler(environ: Mapping[str, str]) -> tuple[str | None, bool]:
-    """Return the C++ compiler that DeepSpeed's operators would be built with, and whether ninja is there."""
+    """Return the C++ compiler that DeepSpeed would build operators with (None if none), and whether ninja works."""
     path = environ.get("PATH")
     wanted = environ.get("CXX", "c++")
     found = next((one for name in (wanted, "g++", "clang++") if (one := shutil.which(name, path=path))), None)

@@ -1,4 +1,4 @@
-"""How fast a folder's drive is: what NVMe offload would get of it."""
+"""Measures the speed of a folder's drive, for NVMe offload."""
 
 from __future__ import annotations
 
@@ -19,29 +19,30 @@ __all__ = ["Speed", "examine", "file_system", "measure"]
 
 _BLOCK_BYTES = 8 * 2**20
 _THREADS = 4
-"""Requests in flight: an NVMe drive needs several to show its speed."""
+"""Concurrent requests; an NVMe drive needs several to reach its speed."""
 _SIZE_BYTES = 2**30
 _SHARE = 0.1
-"""At most this share of the free space is written."""
+"""Maximum fraction of the free space that is written."""
 _SLOW_BYTES_PER_S = 10**9
-"""NVMe drives read 2 to 7 GB/s, SATA drives 0.5, disks 0.2."""
+"""NVMe drives read 2 to 7 GB/s, SATA SSDs 0.5, hard disks 0.2."""
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 _REMOTE = frozenset({"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "lustre", "beegfs"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Sequential speed of large blocks, several at once."""
+    """Sequential throughput of large blocks, with several requests in flight."""
 
     write_bytes_per_s: float
     read_bytes_per_s: float
     size_bytes: int
+    """Bytes written and read."""
     direct: bool
-    """Whether the page cache was bypassed; else a read may have come from memory."""
+    """Whether the page cache was bypassed; otherwise reads may have come from memory."""
 
 
 def file_system(folder: Path) -> str:
-    """Return the type of the file system that holds a folder, empty where that is not known."""
+    """Return the type of the file system that contains a folder; empty if unknown."""
     resolved = folder.resolve()
     best, found = -1, ""
     for partition in psutil.disk_partitions(all=True):
@@ -52,15 +53,15 @@ def file_system(folder: Path) -> str:
 
 
 def measure(folder: Path, *, size_bytes: int = _SIZE_BYTES, threads: int = _THREADS) -> Speed:
-    """Write a file into a folder, read it back, remove it; return how fast that was.
+    """Write a file into a folder, read it back and remove it; return the throughput.
 
     Args:
-        folder: Where offloaded states would lie.
+        folder: Folder for offloaded states.
         size_bytes: Size of the file.
-        threads: Requests in flight.
+        threads: Concurrent requests.
 
     Raises:
-        OSError: If the folder cannot be written to, or there is no room.
+        OSError: If the folder cannot be written to, or the disk is full.
     """
     blocks = max(threads, size_bytes // _BLOCK_BYTES)
     descriptor, name = tempfile.mkstemp(dir=folder, prefix=".optuna-dsat-speed-")
@@ -81,7 +82,7 @@ def measure(folder: Path, *, size_bytes: int = _SIZE_BYTES, threads: int = _THRE
 
 
 def _open(name: str) -> tuple[int, bool]:
-    """Open a file past the page cache where the file system allows it; return whether it did."""
+    """Open a file, bypassing the page cache if the file system allows it; return descriptor and whether it does."""
     try:
         return os.open(name, os.O_RDWR | os.O_DIRECT), True
     except OSError:
@@ -90,9 +91,9 @@ def _open(name: str) -> tuple[int, bool]:
 
 def _time(file: int, blocks: int, threads: int, *, write: bool) -> float:
     def work(first: int) -> None:
-        with mmap.mmap(-1, _BLOCK_BYTES) as buffer:  # aligned to a page, as direct access wants it
+        with mmap.mmap(-1, _BLOCK_BYTES) as buffer:  # page-aligned, as direct I/O requires
             if write:
-                buffer.write(os.urandom(_BLOCK_BYTES))  # a drive may compress what repeats
+                buffer.write(os.urandom(_BLOCK_BYTES))  # incompressible, since drives may compress
             for block in range(first, blocks, threads):
                 done = 0
                 while done < _BLOCK_BYTES:
@@ -109,7 +110,7 @@ def _time(file: int, blocks: int, threads: int, *, write: bool) -> float:
 
 
 def examine(folder: Path, *, size_bytes: int = _SIZE_BYTES) -> Finding:
-    """Return what is to be said of a folder for NVMe offload, its speed measured."""
+    """Return the finding on a folder for NVMe offload, including its measured speed."""
     data: dict[str, object] = {"path": str(folder)}
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         return Finding(

@@ -1,4 +1,4 @@
-"""Which offloads can work here, and why not."""
+"""Checks which offloads can work in this environment."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _TORCH_ADAM = 'Or let the optimizer be torch\'s: "torch_adam": true in its param
 
 
 def findings(libraries: Libraries, *, nvme: Path | None) -> Iterator[Finding]:
-    """Yield which offloads can work.
+    """Yield the findings on each kind of offload.
 
     Args:
-        libraries: What torch and DeepSpeed can do.
-        nvme: Folder for NVMe offload, None where none was given.
+        libraries: Capabilities of torch and DeepSpeed.
+        nvme: Folder for NVMe offload; None if none was given.
     """
     if not libraries.usable:
         return
@@ -48,7 +48,7 @@ def _optimizer(libraries: Libraries) -> Finding:
         area=_AREA,
         name="optimizer to the CPU",
         status=Status.PROBLEM,
-        text=f"Optimizer offload to the CPU cannot use DeepSpeedCPUAdam, which cannot be built{_because(why)}.",
+        text=f"Optimizer offload to the CPU cannot use DeepSpeedCPUAdam, which cannot be built{_reason_suffix(why)}.",
         remedy=f"Install a C++ compiler and ninja; on a GPU, the CUDA toolkit that torch was built with. {_TORCH_ADAM}",
         data={"works": False, "why_not": why},
     )
@@ -62,7 +62,7 @@ def _to_nvme(libraries: Libraries, nvme: Path | None) -> Finding:
             area=_AREA,
             name="to NVMe",
             status=Status.NOTE if nvme is None else Status.PROBLEM,
-            text=f"Offload to NVMe cannot work: DeepSpeed's operator async_io cannot be built{_because(why)}.",
+            text=f"Offload to NVMe cannot work: DeepSpeed's operator async_io cannot be built{_reason_suffix(why)}.",
             remedy="apt install libaio-dev",
             data=data,
         )
@@ -83,5 +83,5 @@ def _to_nvme(libraries: Libraries, nvme: Path | None) -> Finding:
     )
 
 
-def _because(why: str) -> str:
+def _reason_suffix(why: str) -> str:
     return f" ({why.rstrip('.')})" if why else ""

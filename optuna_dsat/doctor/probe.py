@@ -1,6 +1,6 @@
-"""Prints what torch and DeepSpeed of this environment can do: ``python -m optuna_dsat.doctor.probe``, a line of JSON.
+"""Prints versions and capabilities of torch and DeepSpeed as one line of JSON (``python -m optuna_dsat.doctor.probe``).
 
-Run in a process of its own: it imports both, which takes seconds, and asks CUDA whether it works.
+Runs in a process of its own: it imports both, which takes seconds, and initializes CUDA.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 __all__ = ["main", "probe"]
 
 _OPERATORS = ("CPUAdamBuilder", "FusedAdamBuilder", "AsyncIOBuilder", "ShareMemCommBuilder")
-_NVCC_PATIENCE_S = 30.0
+_NVCC_TIMEOUT_S = 30.0
 
 
 def probe() -> dict[str, Any]:
-    """Return versions and abilities as JSON values; an ``error`` where a package cannot be imported."""
+    """Return versions and capabilities as JSON values; ``error`` for a package that cannot be imported."""
     facts: dict[str, Any] = {"torch": _torch()}
     facts["deepspeed"] = _deepspeed() if "error" not in facts["torch"] else {"error": "torch cannot be imported"}
     return facts
@@ -60,7 +60,7 @@ def _torch() -> dict[str, Any]:
 
 
 def _toolkit() -> dict[str, Any]:
-    """Return where torch looks for the CUDA toolkit, and its compiler's version; why not, where there is none."""
+    """Return the folder of the CUDA toolkit that torch uses and the version of its nvcc, or why there is none."""
     facts: dict[str, Any] = {"home": None, "version": None, "why_not": ""}
     try:
         from torch.utils.cpp_extension import CUDA_HOME
@@ -69,10 +69,10 @@ def _toolkit() -> dict[str, Any]:
         if CUDA_HOME is None:
             return {**facts, "why_not": "there is no CUDA toolkit: no CUDA_HOME, nvcc or /usr/local/cuda"}
         command = [str(Path(CUDA_HOME, "bin", "nvcc")), "--version"]
-        told = subprocess.run(command, capture_output=True, text=True, timeout=_NVCC_PATIENCE_S, check=True).stdout
+        output = subprocess.run(command, capture_output=True, text=True, timeout=_NVCC_TIMEOUT_S, check=True).stdout
     except Exception as error:  # noqa: BLE001 - likewise
         return {**facts, "why_not": _reason(error)}
-    release = re.search(r"release (\d+(?:\.\d+)*)", told)
+    release = re.search(r"release (\d+(?:\.\d+)*)", output)
     return {**facts, "version": release and release.group(1), "why_not": "" if release else "nvcc tells no version"}
 
 
@@ -104,13 +104,13 @@ def _why_not(builder: Any) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Return an error's first line with its kind."""
+    """Return an error's type and the first line of its message."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0] if text else ''}".rstrip(": ")
 
 
 def main() -> None:
-    """Print the facts on the real stdout; what the libraries print goes nowhere."""
+    """Print the result to the real stdout; output of the libraries is discarded."""
     out = os.dup(1)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         silent = os.open(os.devnull, os.O_WRONLY)
@@ -118,7 +118,7 @@ def main() -> None:
         os.dup2(silent, 2)
         facts = probe()
     os.write(out, f"{json.dumps(facts)}\n".encode())
-    os._exit(0)  # without the teardown of native libraries
+    os._exit(0)  # skips the teardown of native libraries
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Whether a study's storage can be reached and used. Nothing is created or changed."""
+"""Checks whether a study's storage can be opened, without creating or changing anything."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from optuna_dsat.store import database_exists, display_url
 
 __all__ = ["examine"]
 
-_PATIENCE_S = 5.0
-"""How long a database that is away is waited for."""
+_RETRY_LIMIT_S = 5.0
+"""Seconds for which connecting to the database is retried."""
 
 
 def examine(url: str) -> Finding:
-    """Return what is to be said of a storage; its password is never shown."""
+    """Return the finding for a storage URL; the URL's password is masked."""
     from optuna_dsat.store import migrate
     from optuna_dsat.store.database import Database
 
@@ -28,7 +28,7 @@ def examine(url: str) -> Finding:
                 text=f"{shown} is not there yet; the first study makes it.",
                 data=data,
             )
-        database = Database(url, create=False, retry_limit_s=_PATIENCE_S)
+        database = Database(url, create=False, retry_limit_s=_RETRY_LIMIT_S)
         try:
             migrate.require_usable(database)
             state = migrate.check(database)

@@ -1,4 +1,4 @@
-"""Locks between processes that end with the process that holds them."""
+"""Locks between processes, which are released when the holding process ends."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def _timed_out(*, purpose: str, timeout_s: float) -> StorageError:
 
 @contextmanager
 def file_lock(path: Path, *, purpose: str, timeout_s: float) -> Iterator[None]:
-    """Hold a lock file against other processes and other threads.
+    """Hold a lock file against other processes and threads.
 
     Args:
-        path: The lock file, created where missing. Never the database itself: closing any descriptor of an
+        path: The lock file, created if missing. Must not be the database itself: closing any descriptor of an
             SQLite file drops the locks that SQLite holds on it (https://www.sqlite.org/howtocorrupt.html,
             section 2.2).
-        purpose: What it is held for, as a verb, for the message.
-        timeout_s: Longest wait, in seconds.
+        purpose: Purpose as a verb phrase, for the error message.
+        timeout_s: Maximum wait, in seconds.
 
     Raises:
-        StorageError: The lock was not free in time.
-        OSError: The file cannot be created.
+        StorageError: If the lock was not free in time.
+        OSError: If the file cannot be created.
     """
     lock = FileLock(path, timeout=timeout_s, poll_interval=_PAUSE_S, fallback_to_soft=False)
     try:
@@ -55,19 +55,19 @@ def file_lock(path: Path, *, purpose: str, timeout_s: float) -> Iterator[None]:
 
 @contextmanager
 def advisory_lock(engine: Engine, *, purpose: str, timeout_s: float) -> Iterator[None]:
-    """Hold a PostgreSQL advisory lock in a session of its own; the server frees it when the session ends.
+    """Hold a PostgreSQL advisory lock in a session of its own; the server releases it when the session ends.
 
-    A restart of the server frees it too, while the holder still works: what is done under it must stay
-    correct, if not tidy, when two do it at once.
+    A server restart releases it too, while the holder still works: work under the lock must stay correct even if
+    two processes do it concurrently.
 
     Args:
         engine: An engine on the database.
-        purpose: What it is held for, as a verb, for the message.
-        timeout_s: Longest wait, in seconds.
+        purpose: Purpose as a verb phrase, for the error message.
+        timeout_s: Maximum wait, in seconds.
 
     Raises:
-        StorageError: The lock was not free in time.
-        sqlalchemy.exc.DBAPIError: The server cannot be reached.
+        StorageError: If the lock was not free in time.
+        sqlalchemy.exc.DBAPIError: If the server is unreachable.
     """
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         deadline = time.monotonic() + timeout_s
@@ -78,5 +78,5 @@ def advisory_lock(engine: Engine, *, purpose: str, timeout_s: float) -> Iterator
         try:
             yield
         finally:
-            # Ending the session frees the lock, and cannot fail when the server has gone away meanwhile.
+            # Ends the session, which releases the lock; does not fail if the server has become unreachable.
             connection.invalidate()
