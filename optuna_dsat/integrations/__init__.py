@@ -1,1 +1,4 @@
-"""Helpers for scripts that want to take part; none of them is needed to be tuned."""
+"""Optional helpers for scripts: Hugging Face Trainer and Determined's ``DeepSpeedTrial`` API.
+
+Imports the runtime and, for model definitions, ``script.trial_class``; user scripts import it.
+"""

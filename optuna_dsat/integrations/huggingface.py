@@ -1,8 +1,8 @@
-"""For scripts that train with the Hugging Face Trainer and want to say so.
+"""Optional helpers for scripts that train with the Hugging Face Trainer.
 
-A script needs none of this: in a launch of optuna-dsat the runtime sets the batch sizes of ``TrainingArguments`` and
-keeps the Trainer from evaluating and saving. These are for scripts that also run elsewhere with a configuration laid
-over their own, and for those that came from Determined's ``dsat``.
+In a launch of optuna-dsat the runtime already sets the batch sizes of ``TrainingArguments`` and keeps the Trainer from
+evaluating and saving. These helpers are for scripts that merge another configuration into their own outside of a
+launch, and for scripts written for Determined's ``dsat``.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _CONFIG = "deepspeed_config"
 
 
 def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any] | None = None) -> list[str]:
-    """Return a script's arguments with those that the Trainer shares with the DeepSpeed config set to what it says.
+    """Return a script's arguments with the options that the Trainer shares with the DeepSpeed config set to its values.
 
-    ``--per_device_train_batch_size`` and ``--gradient_accumulation_steps`` are overridden where they are given, else
-    added; so is ``--deepspeed``, which gets the whole config.
+    ``--per_device_train_batch_size``, ``--gradient_accumulation_steps`` and ``--deepspeed`` (which gets the whole
+    config) are overridden if given, else appended.
 
     Args:
         args: The script's arguments, without its name.
         hparams: ``deepspeed_config`` (a path, or the config itself) and, as Determined's ``dsat`` passes them,
-            ``overwrite_deepspeed_args``, which are laid over it. None for the configuration of the launch that this
-            process belongs to; outside of any launch the arguments are then returned as they are.
+            ``overwrite_deepspeed_args``, which are merged into it. None for the configuration of the current launch;
+            outside of a launch the arguments are then returned unchanged.
 
     Raises:
         ValueError: If ``hparams`` names no config, or one that cannot be read.
@@ -57,7 +57,7 @@ def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any] 
             result = _with_option(result, f"--{field}", str(config[key]))
     named = hparams[_CONFIG]
     if overwrites or isinstance(named, Mapping):
-        # Base64 is what every version of transformers takes in the place of a path.
+        # Every version of transformers accepts Base64 instead of a path.
         value = base64.urlsafe_b64encode(json.dumps(config).encode()).decode()
     else:
         value = str(Path(named))
@@ -65,13 +65,13 @@ def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any] 
 
 
 class DsatCallback(TrainerCallback):  # type: ignore[misc]  # the library's types are not checked here
-    """Makes sure that a Trainer trains with the batch sizes of the launch it is part of, and with nothing beside.
+    """Checks that a Trainer uses the batch sizes of the current launch, and disables evaluation and saving.
 
-    In a launch of optuna-dsat that measures, it keeps the Trainer from evaluating and saving. Outside of any launch it
-    does nothing, so it can stay in the script.
+    Evaluation and saving are disabled in launches that measure. Outside of a launch the callback does nothing, so it
+    can stay in the script.
 
     Args:
-        plan: The launch; None for the one that this process belongs to, if any.
+        plan: The launch; None for the current one, if any.
     """
 
     def __init__(self, plan: LaunchPlan | None = None) -> None:
@@ -81,7 +81,7 @@ class DsatCallback(TrainerCallback):  # type: ignore[misc]  # the library's type
         """Compare the batch sizes of ``TrainingArguments`` with the launch's.
 
         Raises:
-            ValueError: If they differ: the launch would measure another configuration than its own.
+            ValueError: If they differ, since the launch would measure another configuration than its own.
         """
         del state, control, kwargs
         for key, field in TRAINER_FIELDS.items() if self._plan is not None else ():
@@ -105,7 +105,7 @@ class DsatCallback(TrainerCallback):  # type: ignore[misc]  # the library's type
 
 
 def _with_option(args: Sequence[str], option: str, value: str) -> list[str]:
-    """Return the arguments with an option (in either spelling: ``--a_b``, ``--a-b``) set to a value."""
+    """Return the arguments with an option (spelled ``--a_b`` or ``--a-b``) set to a value."""
     spellings = (option, option.replace("_", "-"))
     result: list[str] = []
     rest = iter(args)

@@ -1,20 +1,20 @@
-"""``DeepSpeedTrial`` without a cluster: a model definition is a class with five methods, and this package runs it.
+"""Runs model definitions written for Determined's ``DeepSpeedTrial`` API, without a cluster.
 
-A definition written for Determined's class of this name changes its imports alone. It is tuned with
-``optuna-dsat asha NAME:CLASS ds_config.json`` and trained with ``optuna-dsat train NAME:CLASS ds_config.json``; nothing
-but torchrun stands between the command and the class. ``docs/migrate-from-determined.md`` compares the two.
+A model definition is a class that derives from ``DeepSpeedTrial``; one written for Determined only needs its imports
+changed. Tune it with ``optuna-dsat asha NAME:CLASS ds_config.json`` and train it with ``optuna-dsat train NAME:CLASS
+ds_config.json``; torchrun runs the class on each rank. ``docs/migrate-from-determined.md`` compares the two APIs.
 
-    trial            what a definition implements
-    context          what it is given
-    model_parallel   which ranks hold the same data, build loaders, report
-    engines          what is checked of an engine; a pipeline's default data
-    loaders, streams data, sharded by rank, and where training stands in it
-    reducers         metrics over ranks
-    metrics          the averages of a period
-    training         the loop
-    checkpoints      whole or not at all
-    state            seeds and the states of random generators
-    __main__         what torchrun starts on each rank
+    trial            base class of model definitions
+    context          ``DeepSpeedTrialContext``, which a definition receives
+    model_parallel   which ranks share data, build data loaders and report metrics
+    engines          validation of engines; default data of pipeline engines
+    loaders, streams data sharded by rank, and resumable iteration over it
+    reducers         custom metrics over ranks
+    period_metrics   metrics averaged over a period and over ranks
+    training         the training loop
+    checkpoints      atomic checkpoints
+    state            seeding, and states of random number generators
+    __main__         entry point that torchrun starts on each rank
 """
 
 from optuna_dsat.integrations.deepspeed_trial.context import (

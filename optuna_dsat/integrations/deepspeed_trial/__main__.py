@@ -1,4 +1,4 @@
-"""``torchrun ... -m optuna_dsat.integrations.deepspeed_trial NAME:CLASS --deepspeed_config FILE``: one rank."""
+"""Entry point of a rank: ``python -m optuna_dsat.integrations.deepspeed_trial NAME:CLASS --deepspeed_config FILE``."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from optuna_dsat.script.trial_class import Hparams, Length, overwrites_of
 
 
 def main(argv: Sequence[str]) -> None:
-    """Build the definition and train it; in a launch of a search until the runtime ends the process.
+    """Build the model definition and train it; in a search's launch until the runtime ends the process.
 
     Raises:
         SystemExit: With code 2, if the arguments cannot be parsed.
-        TypeError: If the name is not that of a definition.
-        UsageError: If the hyperparameters cannot be used.
+        TypeError: If the named class is not a model definition.
+        UsageError: If the hyperparameters are invalid.
     """
     arguments = _parse(argv)
     trial_class = _class(arguments.entry)
     plan = current_plan()
     measuring = plan is not None and plan.measures
     hparams = Hparams.load(arguments.hparams) if arguments.hparams else Hparams(hyperparameters={}, data={})
-    # The config of a launch holds the overwrites already, under what the launch lays over them.
+    # The config of a launch already contains the overwrites, below the launch's overlay.
     keep = plan is None and bool(overwrites_of(hparams, arguments.deepspeed_config, Path.cwd()))
     if not initializes_distributed_manually():
         import deepspeed
@@ -84,7 +84,7 @@ def _length(text: str) -> Length:
 def _class(entry: str) -> Any:
     module, _, name = entry.partition(":")
     here = str(Path.cwd())
-    if here not in sys.path:  # the launch's own interpreter may be told to leave it out
+    if here not in sys.path:  # absent if the interpreter runs with -P
         sys.path.insert(0, here)
     found = getattr(importlib.import_module(module), name, None)
     if not (isinstance(found, type) and issubclass(found, DeepSpeedTrial)):

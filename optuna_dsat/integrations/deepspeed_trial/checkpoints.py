@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there: written beside, then renamed."""
+"""Atomic checkpoints: written to a temporary folder, which is then renamed."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _PREFIX, _PARTIAL, _STATE = "batches-", ".partial", "state.json"
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the complete checkpoint with the most batches, None where there is none."""
+    """Return the complete checkpoint with the most batches; None if there is none."""
     found = [path for path in folder.glob(f"{_PREFIX}*") if path.name.removeprefix(_PREFIX).isdigit()]
     complete = [path for path in found if (path / _STATE).is_file()]
     return max(complete, key=lambda path: int(path.name.removeprefix(_PREFIX)), default=None)
 
 
 class Checkpoints:
-    """The checkpoints of one training. A folder without the ending ``.partial`` is complete.
+    """The checkpoints of one training. A folder without the suffix ``.partial`` is complete.
 
     Args:
-        folder: Holds them; on a file system that all ranks share.
+        folder: Contains the checkpoints; on a file system that all ranks share.
         rank: Global rank.
     """
 
@@ -37,20 +37,22 @@ class Checkpoints:
         self._rank = rank
         if rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            for left in folder.glob(f"{_PREFIX}*{_PARTIAL}"):  # of a training that was killed
+            for left in folder.glob(f"{_PREFIX}*{_PARTIAL}"):  # incomplete ones of a killed training
                 shutil.rmtree(left)
 
-    def save(self, batches: int, *, write: Callable[[Path], None], own: Any, state: Mapping[str, Any]) -> Path:
-        """Write a checkpoint; every rank calls this. One that is there already stays as it is.
+    def save(
+        self, batches: int, *, write: Callable[[Path], None], rank_state: Any, shared_state: Mapping[str, Any]
+    ) -> Path:
+        """Write a checkpoint unless it exists; collective, every rank calls it.
 
         Args:
-            batches: Whole batches that are over.
-            write: Writes engines into a folder, on all ranks together.
-            own: What this rank alone keeps.
-            state: What is the same on all ranks.
+            batches: Completed global batches.
+            write: Writes the engines into a folder; collective.
+            rank_state: State of this rank only.
+            shared_state: State that is equal on all ranks.
 
         Returns:
-            Its folder.
+            The checkpoint's folder.
         """
         target = self.folder / f"{_PREFIX}{batches:08d}"
         if (target / _STATE).is_file():
@@ -60,22 +62,22 @@ class Checkpoints:
             partial.mkdir()
         torch.distributed.barrier()
         write(partial)
-        torch.save(own, partial / f"rank-{self._rank}.pt")
+        torch.save(rank_state, partial / f"rank-{self._rank}.pt")
         torch.distributed.barrier()
         if self._rank == 0:
             with (partial / _STATE).open("w", encoding="utf-8") as file:
-                json.dump({"batches": batches, **state}, file, indent=2)
+                json.dump({"batches": batches, **shared_state}, file, indent=2)
                 file.flush()
                 os.fsync(file.fileno())
             partial.rename(target)
         torch.distributed.barrier()
         return target
 
-    def read_state(self, checkpoint: Path) -> dict[str, Any]:
-        """Return what is the same on all ranks, ``batches`` included."""
+    def read_shared_state(self, checkpoint: Path) -> dict[str, Any]:
+        """Return the state that is equal on all ranks, including ``batches``."""
         state: dict[str, Any] = json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
         return state
 
-    def read_own(self, checkpoint: Path) -> Any:
-        """Return what this rank alone kept."""
+    def read_rank_state(self, checkpoint: Path) -> Any:
+        """Return the state of this rank only."""
         return torch.load(checkpoint / f"rank-{self._rank}.pt", map_location="cpu", weights_only=False)

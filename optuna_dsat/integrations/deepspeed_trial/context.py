@@ -1,4 +1,4 @@
-"""What a model definition is given: hyperparameters, its place among the ranks, and where it registers things."""
+"""Context of a model definition: hyperparameters, ranks, and registration of engines and reducers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from optuna_dsat.integrations.deepspeed_trial.engines import check_engine, feed_pipeline
 from optuna_dsat.integrations.deepspeed_trial.loaders import Shard
-from optuna_dsat.integrations.deepspeed_trial.model_parallel import ModelParallelUnit, unit_of
+from optuna_dsat.integrations.deepspeed_trial.model_parallel import ModelParallelUnit, model_parallel_unit
 from optuna_dsat.integrations.deepspeed_trial.reducers import FunctionReducer, MetricReducer, RegisteredReducer
 from optuna_dsat.runtime.meter import is_pipeline
 from optuna_dsat.runtime.overlay import merge, read_config
@@ -20,7 +20,7 @@ __all__ = ["AttrDict", "DeepSpeedTrialContext", "DistributedContext", "overwrite
 
 
 class AttrDict(dict[str, Any]):
-    """A dict whose entries are attributes too, nested ones included, as the package ``attrdict`` has it."""
+    """A dict whose entries, also nested ones, are accessible as attributes, like ``attrdict.AttrDict``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__({key: _attributes(value) for key, value in dict(*args, **kwargs).items()})
@@ -36,10 +36,10 @@ class AttrDict(dict[str, Any]):
 
 
 class DistributedContext:
-    """This process among the others, under the names that Determined gives.
+    """Rank and size of the process group, with Determined's method names.
 
     Args:
-        world: From the environment.
+        world: Rank and size, read from the environment.
     """
 
     def __init__(self, world: World) -> None:
@@ -51,7 +51,7 @@ class DistributedContext:
         return self.rank
 
     def get_size(self) -> int:
-        """Return the ranks of the launch."""
+        """Return the number of ranks."""
         return self.size
 
     def get_local_rank(self) -> int:
@@ -59,19 +59,19 @@ class DistributedContext:
         return self.local_rank
 
     def get_local_size(self) -> int:
-        """Return the ranks on this host."""
+        """Return the number of ranks on this host."""
         return self.local_size
 
 
 class DeepSpeedTrialContext:
-    """Given to a ``DeepSpeedTrial``.
+    """Context passed to a ``DeepSpeedTrial``.
 
     Args:
-        hparams: Hyperparameters; ``deepspeed_config`` leads to the config of this launch.
-        data_config: The ``data`` section of an experiment configuration.
-        world: This process among the others.
-        seed: Seed of order and initialisation.
-        measuring: Whether this is a launch of a search: no evaluation, no checkpoint, no report.
+        hparams: Hyperparameters; ``deepspeed_config`` is the path of this launch's config.
+        data_config: The ``data`` section of an experiment configuration; None for an empty one.
+        world: Rank and size of the process group.
+        seed: Seed of data order and initialization.
+        measuring: Whether this is a search's launch, without evaluation, checkpoints and metrics.
     """
 
     def __init__(
@@ -89,9 +89,9 @@ class DeepSpeedTrialContext:
         self.automatic_accumulation = True
         self.checks_loaders = True
         self.batches: Iterator[Any] | None = None
-        """What ``train_batch()`` and ``eval_batch()`` of a pipeline engine read where they are given nothing."""
+        """Iterator that ``train_batch()`` and ``eval_batch()`` of a pipeline engine read if they get none."""
         self.finished_batches = 0
-        """Whole batches that are over; kept by the training loop."""
+        """Completed global batches; updated by the training loop."""
         self._hparams = AttrDict(hparams)
         self._data_config = dict(data_config or {})
         self._seed = seed
@@ -99,21 +99,21 @@ class DeepSpeedTrialContext:
         self._unit: ModelParallelUnit | None = None
 
     def get_hparams(self) -> AttrDict:
-        """Return the hyperparameters; ``deepspeed_config`` leads to this launch's config, in a search the trial's."""
+        """Return the hyperparameters; ``deepspeed_config`` is the path of this launch's config."""
         return AttrDict(self._hparams)
 
     def get_hparam(self, name: str) -> Any:
         """Return a hyperparameter.
 
         Raises:
-            KeyError: If there is none of this name.
+            KeyError: If there is no hyperparameter of this name.
         """
         if name not in self._hparams:
             raise KeyError(f"There is no hyperparameter {name!r}; there are {', '.join(self._hparams) or 'none'}.")
         return self._hparams[name]
 
     def get_data_config(self) -> dict[str, Any]:
-        """Return the ``data`` section of an experiment configuration, empty where there is none."""
+        """Return the ``data`` section of an experiment configuration; empty if there is none."""
         return dict(self._data_config)
 
     def get_trial_seed(self) -> int:
@@ -128,35 +128,39 @@ class DeepSpeedTrialContext:
         return torch.device(get_accelerator().current_device_name())
 
     def to_device(self, data: Any) -> Any:
-        """Return data with every tensor in it on this rank's device; mappings, lists and tuples are looked into."""
+        """Return data with all tensors moved to this rank's device, also those in mappings, lists and tuples."""
         return _moved(data, self.device)
 
     def wrap_model_engine(self, model: Any) -> Any:
-        """Register an engine and return it. The first decides what a batch is; the others share its data.
+        """Register an engine and return it. The first one defines the batch size; the others share its data.
 
         Args:
-            model: What ``deepspeed.initialize`` returned first.
+            model: The engine, i.e. the first return value of ``deepspeed.initialize``.
 
         Raises:
-            TypeError: If it is no engine.
-            ValueError: If DeepSpeed cannot train so, or the engine shares data between other ranks than the first.
+            TypeError: If ``model`` is not an engine.
+            ValueError: If DeepSpeed does not support its configuration, or its data parallelism differs from the
+                first engine's.
         """
         check_engine(model, measuring=self._measuring)
         if self.engines:
-            self._check_further(model)
+            self._check_same_parallelism(model)
         elif self._unit is None:
-            self._unit = unit_of(model, rank=self.distributed.rank, world_size=self.distributed.size)
+            self._unit = model_parallel_unit(model, rank=self.distributed.rank, world_size=self.distributed.size)
         if is_pipeline(model):
             feed_pipeline(model, lambda: self.batches)
         self.engines.append(model)
         return model
 
     def set_mpu(self, mpu: ModelParallelUnit) -> None:
-        """Say which ranks share data, build loaders and report, where the engine does not know.
+        """Set which ranks share data, build data loaders and report metrics, if the engine does not define it.
+
+        Args:
+            mpu: The model parallelism of this rank.
 
         Raises:
-            TypeError: If it is no ``ModelParallelUnit``.
-            ValueError: If there are more shares of the data than ranks.
+            TypeError: If it is not a ``ModelParallelUnit``.
+            ValueError: If its data-parallel size exceeds the number of ranks.
         """
         if not isinstance(mpu, ModelParallelUnit):
             raise TypeError(f"set_mpu takes a ModelParallelUnit; got {mpu!r}.")
@@ -168,10 +172,10 @@ class DeepSpeedTrialContext:
 
     @property
     def mpu(self) -> ModelParallelUnit:
-        """The model parallelism that was set, else the first engine's.
+        """The model parallelism set by ``set_mpu``, else the first engine's.
 
         Raises:
-            RuntimeError: If neither is there yet.
+            RuntimeError: If neither exists yet.
         """
         if self._unit is None:
             raise RuntimeError("No engine is known yet: call context.wrap_model_engine in the trial's __init__ first.")
@@ -184,16 +188,17 @@ class DeepSpeedTrialContext:
         for_training: bool = True,
         for_validation: bool = True,
     ) -> Any:
-        """Register a reducer and return it; of a function, an object with ``update(value)``.
+        """Register a reducer and return it; for a function, return a reducer with ``update(value)``.
 
         Args:
-            reducer: A ``MetricReducer``, or a function of all values given to ``update`` on the ranks that report.
-            name: Name of the metric; None where the reducer returns metrics by name.
+            reducer: A ``MetricReducer``, or a function of the list of values passed to ``update`` on all reporting
+                ranks.
+            name: Name of the metric; None if the reducer returns a mapping of metrics.
             for_training: Whether its metric is reported in training.
             for_validation: Whether its metric is reported in validation.
 
         Raises:
-            TypeError: If it is neither.
+            TypeError: If ``reducer`` is neither.
         """
         if not isinstance(reducer, MetricReducer):
             if not callable(reducer):
@@ -205,36 +210,42 @@ class DeepSpeedTrialContext:
         return reducer
 
     def disable_auto_grad_accumulation(self) -> None:
-        """Have ``train_batch`` called once per batch: it accumulates gradients by itself."""
+        """Call ``train_batch`` once per global batch; it must accumulate gradients itself."""
         self.automatic_accumulation = False
 
     def disable_dataset_reproducibility_checks(self) -> None:
-        """Take any loader, also the one that ``deepspeed.initialize`` returned; sharding is left to it."""
+        """Accept any data loader, e.g. that of ``deepspeed.initialize``; it must shard the data itself."""
         self.checks_loaders = False
 
     @property
     def use_pipeline_parallel(self) -> bool:
-        """Whether the first engine is a pipeline."""
+        """Whether the first engine is a pipeline engine."""
         return bool(self.engines) and is_pipeline(self.engines[0])
 
     def get_train_micro_batch_size_per_gpu(self) -> int:
-        """Return the samples of a micro-batch on one rank: the first engine's, before there is one the config's.
+        """Return the samples per micro-batch and rank: the first engine's or, before one is registered, the config's.
 
         Raises:
-            ValueError: If there is neither engine nor config, or the config leaves it open.
+            ValueError: If there is no engine and the config does not determine it.
         """
         return int(self.engines[0].train_micro_batch_size_per_gpu()) if self.engines else self._batch_sizes()[0]
 
     def get_num_micro_batches_per_slot(self) -> int:
-        """Return the micro-batches of a batch (``gradient_accumulation_steps``), known as the micro-batch is."""
+        """Return the micro-batches per global batch (``gradient_accumulation_steps``).
+
+        The first engine's or, before one is registered, the config's.
+
+        Raises:
+            ValueError: If there is no engine and the config does not determine it.
+        """
         return int(self.engines[0].gradient_accumulation_steps()) if self.engines else self._batch_sizes()[1]
 
     def current_train_batch(self) -> int:
-        """Return the whole batches that are over."""
+        """Return the number of completed global batches."""
         return self.finished_batches
 
     def shard(self) -> Shard:
-        """Return which part of the data this rank reads."""
+        """Return the shard of the data that this rank reads."""
         return Shard(
             rank=self.mpu.data_parallel_rank,
             size=self.mpu.data_parallel_world_size,
@@ -242,7 +253,7 @@ class DeepSpeedTrialContext:
             whole_batches=self.use_pipeline_parallel,
         )
 
-    def _check_further(self, engine: Any) -> None:
+    def _check_same_parallelism(self, engine: Any) -> None:
         first = self.engines[0]
         same = int(engine.dp_world_size) == int(first.dp_world_size) and is_pipeline(engine) == is_pipeline(first)
         if not same:
@@ -253,7 +264,7 @@ class DeepSpeedTrialContext:
             )
 
     def _batch_sizes(self) -> tuple[int, int]:
-        """Return micro-batch and accumulation of the config, before there is an engine."""
+        """Return micro-batch size and accumulation steps of the config."""
         named = self._hparams.get("deepspeed_config")
         base = self._hparams if named is None else read_config(named)
         config = trial_config(merge(base, self._hparams.get("overwrite_deepspeed_args") or {}))
@@ -273,14 +284,14 @@ class DeepSpeedTrialContext:
 def overwrite_deepspeed_config(
     base_ds_config: str | Mapping[str, Any], source_ds_dict: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return a DeepSpeed config with settings laid over it; in a trial of a search with the trial's over both.
+    """Return a DeepSpeed config with settings merged into it; in a search's trial also the trial's settings.
 
     Args:
         base_ds_config: Path of a (H)JSON file, or the config itself.
-        source_ds_dict: Laid over it: objects merge key by key, None removes a key.
+        source_ds_dict: Settings that are merged into it key by key; None removes a key.
 
     Raises:
-        ValueError: If the base is no config.
+        ValueError: If the base config cannot be read.
     """
     return trial_config(merge(read_config(base_ds_config), source_ds_dict))
 

@@ -1,4 +1,4 @@
-"""What is checked of an engine, and where a pipeline's data comes from."""
+"""Validation of engines, and default data of pipeline engines."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ __all__ = ["check_engine", "feed_pipeline"]
 
 
 def check_engine(engine: Any, *, measuring: bool) -> None:
-    """Refuse what DeepSpeed cannot do, and settings that it would pass over in silence.
+    """Reject configurations that DeepSpeed does not support or silently ignores.
 
-    Held against DeepSpeed 0.19: a pipeline runs without ZeRO, too; the optimizer is offloaded at ZeRO 1 as well; to
-    NVMe only at ZeRO 3.
+    Verified with DeepSpeed 0.19: pipelines run with ZeRO 0 and 1; the optimizer is offloaded to the CPU at ZeRO 1 to
+    3, to NVMe only at ZeRO 3.
 
     Args:
-        engine: What ``deepspeed.initialize`` returned.
-        measuring: Whether this is a launch of a search. Its ZeRO stages differ from the user's, so offloads that
-            a stage does not use are no mistake there.
+        engine: The first return value of ``deepspeed.initialize``.
+        measuring: Whether this is a search's launch. A search varies the ZeRO stage, so offloads that a stage does
+            not use are allowed there.
 
     Raises:
-        TypeError: If it is no engine.
-        ValueError: If the configuration is one of these.
+        TypeError: If it is not an engine.
+        ValueError: If the configuration is not supported.
     """
     if not all(hasattr(engine, name) for name in ("train_batch_size", "zero_optimization_stage", "module")):
         raise TypeError(f"wrap_model_engine takes the engine that deepspeed.initialize returns first; got {engine!r}.")
@@ -53,11 +53,11 @@ def check_engine(engine: Any, *, measuring: bool) -> None:
 
 
 def feed_pipeline(engine: Any, batches: Callable[[], Iterator[Any] | None]) -> None:
-    """Have ``train_batch()`` and ``eval_batch()`` of a pipeline engine read the trial's data where none is given.
+    """Make ``train_batch()`` and ``eval_batch()`` of a pipeline engine read the trial's data if they get no iterator.
 
     Args:
         engine: A pipeline engine; its methods are wrapped on the instance.
-        batches: Returns the iterator of the phase that is under way.
+        batches: Returns the iterator of the current phase (training or validation).
     """
     train, evaluate = engine.train_batch, engine.eval_batch
 

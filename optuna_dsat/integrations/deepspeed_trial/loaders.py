@@ -1,4 +1,4 @@
-"""Data, sharded by rank in an order that a seed decides."""
+"""Data loaders, sharded by rank in an order determined by a seed."""
 
 from __future__ import annotations
 
@@ -16,39 +16,41 @@ __all__ = ["BatchPlan", "DataLoader", "Shard", "set_epoch"]
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """Which part of the data a rank reads."""
+    """The part of the data that a rank reads."""
 
     rank: int
     """Data-parallel rank, from 0."""
     size: int
-    """Data-parallel ranks."""
+    """Number of data-parallel ranks."""
     seed: int = 0
-    """Seed of the order; the same on all ranks."""
+    """Seed of the order; equal on all ranks."""
     whole_batches: bool = False
-    """Whether batches that are not full are left out: pipelines need all of one shape."""
+    """Whether incomplete batches are dropped; pipelines need batches of equal shape."""
 
 
 class DataLoader:
-    """A loader that every rank can shard, and that resumes where it stopped.
+    """A data loader that is sharded by rank and resumes at any batch.
 
-    Takes what ``torch.utils.data.DataLoader`` takes, for datasets with an index and a length. The order depends on the
-    seed and the epoch alone; all ranks draw the same one and take turns in it. A sampler of one's own yields the order
-    of the whole dataset on every rank; torch's generator is seeded around it.
+    Accepts the arguments of ``torch.utils.data.DataLoader``, for map-style datasets. The order depends only on the
+    seed and the epoch; all ranks compute the same order and take its elements round-robin. A custom sampler yields the
+    order of the whole dataset on every rank; torch's random generator is seeded while it is iterated.
 
     Args:
         dataset: Has ``__getitem__`` and ``__len__``.
-        batch_size: Samples of a batch on one rank.
-        shuffle: Whether each epoch has an order of its own.
-        sampler: Yields indices, instead of ``shuffle``; has a length.
-        batch_sampler: Yields lists of indices, instead of all these; ranks take whole batches in turns.
-        num_workers: Processes that load.
-        collate_fn: Makes samples into a batch.
+        batch_size: Samples per batch and rank.
+        shuffle: Whether to shuffle in each epoch.
+        sampler: Yields indices, instead of ``shuffle``; must have a length.
+        batch_sampler: Yields lists of indices, instead of ``batch_size``, ``shuffle`` and ``sampler``; ranks take
+            whole batches round-robin. Must have a length.
+        num_workers: Number of loading processes.
+        collate_fn: Merges samples into a batch; None for torch's default.
         pin_memory: As torch's.
-        drop_last: Whether an incomplete last batch of an epoch is left out in training.
-        options: What else torch's loader takes (``timeout``, ``worker_init_fn``, ``prefetch_factor``, ...).
+        drop_last: Whether to drop an incomplete last batch of a training epoch.
+        options: Other arguments of torch's loader (``timeout``, ``worker_init_fn``, ``prefetch_factor``, ...).
 
     Raises:
-        ValueError: If arguments exclude each other, or the dataset has no length.
+        ValueError: If arguments are mutually exclusive, the batch size is not positive, or dataset or sampler have no
+            length.
     """
 
     def __init__(
@@ -90,25 +92,25 @@ class DataLoader:
         }
 
     def training(self, shard: Shard, *, epoch: int = 0, offset: int = 0) -> TorchLoader[Any]:
-        """Return an endless loader of a rank's training batches, from batch ``offset`` of an epoch on."""
+        """Return an infinite loader of a rank's training batches, starting at batch ``offset`` of an epoch."""
         return self._loader(_Endless(BatchPlan(self, shard), epoch, offset), shard)
 
     def validation(self, shard: Shard) -> TorchLoader[Any]:
-        """Return a loader of a rank's validation batches: as many as on every other rank."""
+        """Return a loader of a rank's validation batches; their number is equal on all ranks."""
         return self._loader(BatchPlan(self, shard).validation(), shard)
 
     def _loader(self, batches: Any, shard: Shard) -> TorchLoader[Any]:
-        # A generator of its own: starting to load must not move torch's.
+        # A separate generator, so that creating an iterator does not advance torch's global one.
         generator = self._options.get("generator") or torch.Generator().manual_seed(shard.seed)
         return TorchLoader(self.dataset, batch_sampler=batches, **{**self._options, "generator": generator})  # type: ignore[arg-type]
 
 
 class BatchPlan:
-    """Which samples a rank's batches hold.
+    """Assigns samples to the batches of a rank.
 
     Args:
-        loader: The whole data.
-        shard: The rank's part of it.
+        loader: Loader of the whole data.
+        shard: The rank's part of the data.
     """
 
     def __init__(self, loader: DataLoader, shard: Shard) -> None:
@@ -116,17 +118,19 @@ class BatchPlan:
         self._shard = shard
 
     def __len__(self) -> int:
-        """Return the training batches of one epoch, the same on all ranks."""
+        """Return the number of training batches per epoch and rank; equal on all ranks."""
         if self._loader.yields_batches:
             return len(self._loader.order) // self._shard.size  # type: ignore[arg-type]
         own, size = self._samples() // self._shard.size, self._loader.batch_size
         return own // size if self._drops_last() else -(-own // size)
 
     def training(self, epoch: int) -> list[list[int]]:
-        """Return the batches of a training epoch. What the ranks cannot share out evenly is left out.
+        """Return the batches (lists of indices) of a training epoch.
+
+        The remainder that cannot be divided equally among the ranks is dropped.
 
         Raises:
-            ValueError: If not every rank gets a batch.
+            ValueError: If there are too few samples for one batch per rank.
         """
         if len(self) == 0:
             raise ValueError(
@@ -141,13 +145,14 @@ class BatchPlan:
         return [own[start : start + size] for start in range(0, len(own), size)][: len(self)]
 
     def validation(self) -> list[list[int]]:
-        """Return the batches of a validation, as many on each rank: at ZeRO 3 the ranks meet in every one.
+        """Return the batches (lists of indices) of a validation; their number is equal on all ranks.
 
-        Samples are neither repeated nor, where batches may differ in size, left out. Where they may not (``batch_size``
-        1, whole batches, a ``batch_sampler``), those that the ranks cannot share out evenly are.
+        At ZeRO 3 every batch contains collectives, so the ranks need equally many. Samples are never repeated. If
+        batches may differ in size, none is dropped; otherwise (``batch_size`` 1, whole batches, a ``batch_sampler``)
+        the remainder that cannot be divided equally is dropped.
 
         Raises:
-            ValueError: If not every rank gets a batch.
+            ValueError: If there are too few samples for one batch per rank.
         """
         rank, ranks, size = self._shard.rank, self._shard.size, self._loader.batch_size
         order = self._order(0)
@@ -157,7 +162,7 @@ class BatchPlan:
         elif self._shard.whole_batches:
             batches = [own[start : start + size] for start in range(0, least - size + 1, size)]
         else:
-            count = -(-len(order) // (ranks * size))  # batches of the rank with the most samples
+            count = -(-len(order) // (ranks * size))  # number of batches on the rank with the most samples
             if count > least:
                 count, own = least, own[:least]
             batches = _split(own, count)
@@ -189,7 +194,7 @@ class BatchPlan:
 
 
 class _Endless(Sampler[list[int]]):
-    """Yields the batches of one epoch after another."""
+    """Yields the batches of consecutive epochs."""
 
     def __init__(self, plan: BatchPlan, epoch: int, offset: int) -> None:
         self._plan, self._epoch, self._offset = plan, epoch, offset
@@ -201,13 +206,13 @@ class _Endless(Sampler[list[int]]):
 
 
 def set_epoch(sampler: Any, epoch: int) -> None:
-    """Tell a sampler, or the one within a batch sampler, which epoch begins, if it wants to know."""
+    """Call ``set_epoch`` of a sampler and of the sampler within a batch sampler, if they have it."""
     for candidate in (sampler, getattr(sampler, "sampler", None)):
         if candidate is not None and hasattr(candidate, "set_epoch"):
             candidate.set_epoch(epoch)
 
 
 def _split(indices: list[int], count: int) -> list[list[int]]:
-    """Return ``count`` lists of nearly the same length."""
+    """Split indices into ``count`` lists whose lengths differ by at most 1."""
     ends = [len(indices) * number // count for number in range(count + 1)] if count else []
     return [indices[start:end] for start, end in itertools.pairwise(ends)]

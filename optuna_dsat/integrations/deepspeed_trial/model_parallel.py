@@ -1,4 +1,4 @@
-"""Which ranks hold the same data, build the loaders and report."""
+"""Roles of ranks under model parallelism: sharing data, building data loaders, reporting metrics."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from typing import Any
 
 from optuna_dsat.runtime.meter import is_pipeline
 
-__all__ = ["ModelParallelUnit", "unit_of"]
+__all__ = ["ModelParallelUnit", "model_parallel_unit"]
 
 
 @dataclass(frozen=True, init=False)
 class ModelParallelUnit:
-    """What a rank is to its model: with the ranks of one data-parallel rank it holds one copy.
+    """Role of a rank; ranks with the same data-parallel rank together hold one copy of the model.
 
     Args:
-        data_parallel_rank: Which share of the data is this rank's, from 0.
-        data_parallel_world_size: Shares of the data.
-        should_report_metrics: Whether what ``train_batch`` and ``evaluate_batch`` return here counts.
-        should_build_data_loader: Whether this rank reads data. The name ``should_build_dataloader`` is taken too.
+        data_parallel_rank: Index of this rank's shard of the data, from 0.
+        data_parallel_world_size: Number of shards of the data.
+        should_report_metrics: Whether the metrics that this rank's ``train_batch`` and ``evaluate_batch`` return are
+            included.
+        should_build_data_loader: Whether this rank reads data. The name ``should_build_dataloader`` is accepted too.
 
     Raises:
-        ValueError: If the rank is none of the world's.
+        ValueError: If the data-parallel rank is not below the data-parallel size.
         TypeError: If none or both of the two names are given.
     """
 
@@ -53,18 +54,18 @@ class ModelParallelUnit:
         object.__setattr__(self, "should_build_data_loader", bool(given[0]))
 
 
-def unit_of(engine: Any, *, rank: int, world_size: int) -> ModelParallelUnit:
-    """Return what an engine says of its model parallelism.
+def model_parallel_unit(engine: Any, *, rank: int, world_size: int) -> ModelParallelUnit:
+    """Return this rank's role, derived from an engine.
 
-    Every rank has data of its own and reports, unless the model is a pipeline (first and last stage read data, the last
+    Every rank reads its own data and reports, unless the model is a pipeline (first and last stage read data, the last
     reports) or ``deepspeed.initialize`` was given an ``mpu`` (the first rank of each model-parallel group reports).
 
     Raises:
-        ValueError: If ranks share data in a way that the engine does not tell.
+        ValueError: If ranks share data and the engine does not define how.
     """
     mpu: Any = engine.mpu
     if is_pipeline(engine):
-        # With tensor parallelism inside the stages, each rank of a slice reads the same data.
+        # With tensor parallelism within stages, all ranks of a slice read the same data.
         first_of_slice = mpu.get_slice_parallel_rank() == 0
         return ModelParallelUnit(
             mpu.get_data_parallel_rank(),

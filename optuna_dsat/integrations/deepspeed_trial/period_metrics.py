@@ -1,10 +1,9 @@
-"""The averages of a period, over ranks; lines of JSON."""
+"""Metrics averaged over a period and over ranks, and their output as JSON lines."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,34 +13,36 @@ import torch
 import torch.distributed
 
 from optuna_dsat.integrations.deepspeed_trial.reducers import RegisteredReducer, cross_reduced
+from optuna_dsat.runtime.atomic_write import write_text_atomic
 
 __all__ = ["Averages", "MetricsFile", "gathered", "reduced"]
 
 
 def gathered(value: Any) -> list[Any]:
-    """Return what every rank passes, in the order of ranks."""
+    """Return the values of all ranks, ordered by rank; collective, every rank calls it."""
     values: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(values, value)
     return values
 
 
 class Averages:
-    """Weighted sums of metrics on one rank; nothing waits for the device before they are read."""
+    """Weighted sums of metrics on one rank; the device is not synchronized until they are read."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Any] = {}
         self._weights: dict[str, float] = {}
 
     def add(self, metrics: Any, *, weight: float = 1.0, where: str) -> None:
-        """Add metrics as a definition returns them.
+        """Add metrics returned by a model definition.
 
         Args:
-            metrics: By name; a tensor alone is ``loss``.
-            weight: What they count.
-            where: The method that returned them, for messages.
+            metrics: Mapping of name -> value; a single tensor is the metric ``loss``.
+            weight: Weight of the values in the average.
+            where: Name of the method that returned them, for error messages.
 
         Raises:
-            TypeError: If they are not by name, or one is neither a number nor a tensor of one element.
+            TypeError: If ``metrics`` is neither a mapping nor a tensor, or a value is neither a number nor a tensor of
+                one element.
         """
         named = {"loss": metrics} if isinstance(metrics, torch.Tensor) else metrics
         if not isinstance(named, Mapping):
@@ -54,20 +55,20 @@ class Averages:
             self._weights[name] = self._weights.get(name, 0.0) + weight
 
     def read(self) -> dict[str, tuple[float, float]]:
-        """Return name -> sum and weight, and start over."""
+        """Return name -> (weighted sum, total weight), and reset."""
         read = {name: (float(value), self._weights[name]) for name, value in self._sums.items()}
         self._sums, self._weights = {}, {}
         return read
 
 
 def reduced(averages: Averages, reducers: list[RegisteredReducer], *, training: bool, reports: bool) -> dict[str, Any]:
-    """Return the metrics of a period over all ranks that report; every rank calls this.
+    """Return the metrics of a period, reduced over all reporting ranks; collective, every rank calls it.
 
     Args:
-        averages: Of this rank; starts over.
-        reducers: All that are registered; those that serve are made use of.
-        training: Whether it is a period of training.
-        reports: Whether this rank's metrics count.
+        averages: Metrics of this rank; reset by the call.
+        reducers: All registered reducers; those for the kind of period are applied.
+        training: Whether it is a training period, else a validation.
+        reports: Whether this rank's metrics are included.
     """
     serving = [registered for registered in reducers if registered.serves(training=training)]
     own = (averages.read(), [registered.reducer.per_slot_reduce() for registered in serving])
@@ -82,20 +83,18 @@ def reduced(averages: Averages, reducers: list[RegisteredReducer], *, training: 
 
 
 class MetricsFile:
-    """Prints records as lines of JSON, and appends them to a file where there is one.
+    """Prints records as JSON lines and appends them to a file.
 
     Args:
-        path: The file, or None.
-        batches: Where training starts; records of an earlier run past it are dropped.
+        path: The file; None to print only.
+        batches: Completed batches at the start of training; later records of a previous run are removed.
     """
 
     def __init__(self, path: Path | None, *, batches: int) -> None:
         self._path = path
         if path is not None and path.exists():
             kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _is_before(line, batches)]
-            temporary = path.with_name(f".{path.name}.{os.getpid()}")
-            temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-            temporary.replace(path)
+            write_text_atomic(path, "".join(f"{line}\n" for line in kept))
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Write a record."""
@@ -117,12 +116,12 @@ def _number(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return a metric as JSON has it; what is not finite becomes text, such as ``nan``."""
+    """Return a metric as JSON values; non-finite numbers become text, such as ``nan``."""
     if isinstance(value, Mapping):
         return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    if hasattr(value, "tolist"):  # a tensor, an array, or a number of NumPy's
+    if hasattr(value, "tolist"):  # a tensor, a NumPy array or a NumPy scalar
         return _plain(value.tolist())
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
@@ -132,5 +131,5 @@ def _plain(value: Any) -> Any:
 def _is_before(line: str, batches: int) -> bool:
     try:
         return bool(json.loads(line)["batches"] <= batches)
-    except (ValueError, KeyError, TypeError):  # cut short by the end of the process
+    except (ValueError, KeyError, TypeError):  # truncated when the process was killed
         return False

@@ -1,4 +1,4 @@
-"""Metrics that are no averages: what all ranks saw, made into one value."""
+"""Custom metrics: values collected on all ranks and reduced to one result."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ __all__ = ["FunctionReducer", "MetricReducer", "RegisteredReducer", "cross_reduc
 
 
 class MetricReducer(ABC):
-    """Collects on every rank, then makes what the ranks collected into one value."""
+    """Collects values on every rank and reduces them over the ranks."""
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget what was collected; called before each period of training and each validation."""
+        """Discard collected values; called before each training period and each validation."""
 
     @abstractmethod
     def per_slot_reduce(self) -> Any:
-        """Return what this rank collected, as something that can be pickled."""
+        """Return the values collected on this rank, as a picklable object."""
 
     @abstractmethod
     def cross_slot_reduce(self, per_slot_metrics: list[Any]) -> Any:
-        """Return the metric.
+        """Return the metric over all ranks.
 
         Args:
-            per_slot_metrics: What ``per_slot_reduce`` returned on each rank that reports, in the order of ranks.
+            per_slot_metrics: Results of ``per_slot_reduce`` on each reporting rank, ordered by rank.
         """
 
 
 class FunctionReducer(MetricReducer):
-    """Collects values; the function gets those of all ranks as one list.
+    """Applies a function to the values collected on all ranks.
 
     Args:
-        function: Makes the list into the metric.
+        function: Returns the metric, given the list of all values.
     """
 
     def __init__(self, function: Callable[[list[Any]], Any]) -> None:
@@ -42,42 +42,46 @@ class FunctionReducer(MetricReducer):
         self._values: list[Any] = []
 
     def update(self, value: Any) -> None:
-        """Collect a value."""
+        """Add a value."""
         self._values.append(value.detach() if hasattr(value, "detach") else value)
 
     def reset(self) -> None:
-        """Forget the values."""
+        """Discard the values."""
         self._values = []
 
     def per_slot_reduce(self) -> list[Any]:
-        """Return the values, tensors on the CPU."""
+        """Return the values, with tensors moved to the CPU."""
         return [value.cpu() if hasattr(value, "cpu") else value for value in self._values]
 
     def cross_slot_reduce(self, per_slot_metrics: list[list[Any]]) -> Any:
-        """Return the function of all values."""
+        """Return the function's result for the values of all ranks."""
         return self._function([value for values in per_slot_metrics for value in values])
 
 
 @dataclass(frozen=True, kw_only=True)
 class RegisteredReducer:
-    """A reducer and what it is for."""
+    """A reducer, and when it is applied."""
 
     reducer: MetricReducer
     name: str | None
-    """Name of its metric; None where it returns several by name."""
+    """Name of its metric; None if it returns a mapping of metrics."""
     for_training: bool
     for_validation: bool
 
     def serves(self, *, training: bool) -> bool:
-        """Return whether it takes part in training or in validation."""
+        """Return whether it is applied in training, else in validation."""
         return self.for_training if training else self.for_validation
 
 
 def cross_reduced(registered: RegisteredReducer, per_slot: list[Any]) -> dict[str, Any]:
-    """Return the metrics of a reducer by name.
+    """Return name -> metric of a reducer.
+
+    Args:
+        registered: The reducer.
+        per_slot: Results of ``per_slot_reduce`` on each reporting rank, ordered by rank.
 
     Raises:
-        TypeError: If a reducer without a name returns no mapping.
+        TypeError: If a reducer without a name does not return a mapping.
     """
     value = registered.reducer.cross_slot_reduce(per_slot)
     if registered.name is not None:

@@ -1,4 +1,4 @@
-"""Seeds, and the states of the random generators of this process."""
+"""Seeding and saving of this process's random number generators."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["random_states", "restore_random_states", "seed_everything"]
 
 
 def seed_everything(seed: int) -> None:
-    """Seed ``random``, NumPy and torch (all devices); the same on all ranks, so that they build the same model."""
+    """Seed ``random``, NumPy and torch (all devices); use the same seed on all ranks so that their models are equal."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def random_states() -> dict[str, Any]:
-    """Return the states of these generators, and of the accelerator's."""
+    """Return the states of the generators of ``random``, NumPy, torch and the accelerator."""
     return {
         "random": random.getstate(),
         "numpy": np.random.get_state(),
@@ -29,7 +29,7 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
-    """Restore what ``random_states`` returned."""
+    """Restore states returned by ``random_states``."""
     random.setstate(states["random"])
     np.random.set_state(states["numpy"])
     _accelerator().set_rng_state(states["device"])

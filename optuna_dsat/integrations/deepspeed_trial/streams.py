@@ -1,4 +1,4 @@
-"""The iterators that a model definition is given, and where training stands in them."""
+"""Iterators that a model definition receives, and their positions for resuming."""
 
 from __future__ import annotations
 
@@ -15,29 +15,34 @@ __all__ = ["EndlessBatches", "PlainBatches", "ShardedBatches", "ValidationBatche
 
 @dataclass(kw_only=True)
 class Position:
-    """Batches of this rank that are over."""
+    """Position in this rank's training data."""
 
     epoch: int = 0
+    """Completed epochs."""
     offset: int = 0
-    """Batches of the epoch."""
+    """Completed batches of the current epoch."""
     states: dict[str, Any] | None = None
-    """States of the random generators at the epoch's start, where the order came from them."""
+    """States of the random generators at the epoch's start; None if the order does not depend on them."""
 
 
 class EndlessBatches(Iterator[Any]):
-    """Training batches without end. ``per_epoch`` are the batches of an epoch, None where the loader does not say."""
+    """Infinite iterator over training batches.
+
+    Args:
+        per_epoch: Batches per epoch; None if the loader has no length.
+    """
 
     def __init__(self, per_epoch: int | None) -> None:
         self.per_epoch = per_epoch
         self.position = Position()
 
     def restore(self, position: Position) -> None:
-        """Go to a position; the random generators are as at its epoch's start then, where it holds their states."""
+        """Move to a position; restores the random states of its epoch's start if it holds them."""
         raise NotImplementedError
 
 
 class ShardedBatches(EndlessBatches):
-    """Of a ``DataLoader`` of this package: samples before the position are not loaded again."""
+    """Batches of this package's ``DataLoader``; restoring a position does not load skipped samples."""
 
     def __init__(self, loader: DataLoader, shard: Shard) -> None:
         super().__init__(len(BatchPlan(loader, shard)))
@@ -45,7 +50,7 @@ class ShardedBatches(EndlessBatches):
         self._batches: Iterator[Any] | None = None
 
     def restore(self, position: Position) -> None:
-        """Go to a position."""
+        """Move to a position."""
         self.position, self._batches = position, None
 
     def __next__(self) -> Any:
@@ -60,16 +65,16 @@ class ShardedBatches(EndlessBatches):
 
 
 class PlainBatches(EndlessBatches):
-    """Of any loader, epoch after epoch; what was read before a position is read again on the way there."""
+    """Batches of any loader, epoch after epoch; restoring a position reads skipped batches again."""
 
     def __init__(self, loader: Any) -> None:
-        # DeepSpeed's RepeatingLoader hides the ends of epochs.
+        # DeepSpeed's RepeatingLoader hides the end of an epoch.
         self._loader = loader.loader if type(loader).__name__ == "RepeatingLoader" else loader
         super().__init__(_length(self._loader))
         self._batches: Iterator[Any] | None = None
 
     def restore(self, position: Position) -> None:
-        """Go to a position."""
+        """Move to a position."""
         if position.states is not None:
             restore_random_states(position.states)
         self.position = Position(epoch=position.epoch)
@@ -81,7 +86,7 @@ class PlainBatches(EndlessBatches):
         if self._batches is None:
             self._begin()
         try:
-            batch = next(self._batches)  # type: ignore[arg-type]  # begun
+            batch = next(self._batches)  # type: ignore[arg-type]  # set by _begin
         except StopIteration:
             self.position = Position(epoch=self.position.epoch + 1)
             self._begin()
@@ -97,16 +102,16 @@ class PlainBatches(EndlessBatches):
 
     def _first(self) -> Any:
         try:
-            return next(self._batches)  # type: ignore[arg-type]  # begun
+            return next(self._batches)  # type: ignore[arg-type]  # set by _begin
         except StopIteration:
             raise ValueError("The training data loader yields no batch, or can be iterated over once only.") from None
 
 
 class ValidationBatches(Iterator[Any]):
-    """The batches of one validation; counts the samples that they hold.
+    """Iterator over the batches of one validation that counts their samples.
 
     Args:
-        loader: Is iterated over once.
+        loader: Iterated once.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -119,7 +124,7 @@ class ValidationBatches(Iterator[Any]):
         return batch
 
     def taken(self) -> int:
-        """Return the samples since the last call, 0 where none were seen."""
+        """Return the number of samples since the last call; 0 if none were observed."""
         samples, self._samples = self._samples, 0
         return samples
 
@@ -132,5 +137,5 @@ def training_batches(loader: Any, shard: Shard) -> EndlessBatches:
 def _length(loader: Any) -> int | None:
     try:
         return len(loader)
-    except TypeError:  # an iterable dataset has none
+    except TypeError:  # an iterable dataset without length
         return None

@@ -1,4 +1,4 @@
-"""The loop: batches, periods, validations, checkpoints."""
+"""The training loop: batches, reporting periods, validations and checkpoints."""
 
 from __future__ import annotations
 
@@ -30,27 +30,28 @@ METRICS = "metrics.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class Periods:
-    """How long to train and what to do how often."""
+    """Length of the training and periods of its actions."""
 
     max_length: Length
     report: Length
+    """Period of reporting training metrics."""
     validation: Length | None = None
-    """None for the end alone, which is validated in any case."""
+    """Period of validations; None for only the one after the last batch."""
     checkpoint: Length | None = None
-    """None for the end alone, which is kept in any case where there is a folder."""
+    """Period of checkpoints; None for only the one after the last batch."""
 
 
 class Training:
-    """Trains a definition. Make it on all ranks, after the definition itself.
+    """Trains a model definition. Construct it on all ranks (collective), after the definition.
 
     Args:
         trial: The definition.
-        context: What it was given.
+        context: The context passed to the definition.
 
     Raises:
         RuntimeError: If the definition registered no engine.
-        TypeError: If a loader is none that can be sharded, and checks were not disabled.
-        ValueError: If no rank reports or reads data, or the ranks' loaders do not fit.
+        TypeError: If a loader cannot be sharded and checks were not disabled.
+        ValueError: If no rank reports or none reads data, or the ranks disagree on the data-parallel size.
     """
 
     def __init__(self, trial: DeepSpeedTrial, context: DeepSpeedTrialContext) -> None:
@@ -73,22 +74,23 @@ class Training:
         self._batches = 0
 
     def measure(self) -> None:
-        """Train without end; the runtime ends the process after the last profile step."""
+        """Train indefinitely; the runtime ends the process after the last profile step."""
         self._reset(training=True)
         while True:
             self._train_batch(counts=False)
 
     def run(self, periods: Periods, *, folder: Path | None = None, resume: bool = False) -> None:
-        """Train to the end; a validation and a checkpoint follow the last batch.
+        """Train to the end, followed by a validation and a checkpoint.
 
         Args:
-            periods: How long, and what to do how often.
-            folder: Of checkpoints and ``metrics.jsonl``; None for none.
-            resume: Whether to go on from the newest checkpoint, if there is one.
+            periods: Length of the training and periods of its actions.
+            folder: Folder of checkpoints and ``metrics.jsonl``; None to write neither.
+            resume: Whether to resume from the newest checkpoint, if there is one.
 
         Raises:
-            FileExistsError: If the folder holds checkpoints and they are not to be resumed from.
-            ValueError: If a length counts epochs and the loader has no length, or the checkpoint is another training's.
+            FileExistsError: If the folder contains checkpoints and ``resume`` is False.
+            ValueError: If a length is in epochs and the loader has no length, or the checkpoint was saved by a training
+                with other settings.
         """
         total, report = self._length(periods.max_length), self._length(periods.report)
         validate, save = self._optional(periods.validation, total), self._optional(periods.checkpoint, total)
@@ -104,7 +106,7 @@ class Training:
             ends = self._batches == total
             validates, saves = ends or self._batches % validate == 0, ends or self._batches % save == 0
             if validates or saves or self._batches % report == 0:
-                # A period never spans a checkpoint: what is reported after it is the same whoever goes on.
+                # Periods never span a checkpoint, so that a resumed training reports the same metrics.
                 self._report(output, "training", self._reduced(training=True))
                 self._reset(training=True)
             if validates:
@@ -125,7 +127,7 @@ class Training:
         self._context.finished_batches = self._batches
 
     def _validate(self) -> dict[str, Any]:
-        """Return the metrics of a validation; the random generators are as before, so that training does not notice."""
+        """Run a validation and return its metrics; restores the random states, so that training is unaffected."""
         self._reset(training=False)
         states = random_states()
         batches = None if self._validation is None else ValidationBatches(self._validation)
@@ -162,30 +164,30 @@ class Training:
         checkpoints.save(
             self._batches,
             write=lambda path: self._trial.save(self._context, path),
-            own={"position": position, "states": random_states()},
-            state=self._identity(),
+            rank_state={"position": position, "states": random_states()},
+            shared_state=self._identity(),
         )
 
     def _resume(self, checkpoints: Checkpoints, *, wanted: bool) -> None:
         newest = newest_checkpoint(checkpoints.folder)
-        gathered(None)  # all ranks have looked before one of them writes
+        gathered(None)  # barrier: all ranks have looked before one of them writes
         if newest is None:
             return
         if not wanted:
             raise FileExistsError(f"{checkpoints.folder} holds checkpoints: resume from them, or name another folder.")
-        state = checkpoints.read_state(newest)
+        state = checkpoints.read_shared_state(newest)
         for key, value in self._identity().items():
             if state.get(key) != value:
                 raise ValueError(f"{newest} was saved with {key} {state.get(key)}, and this training has {value}.")
         self._trial.load(self._context, newest)
-        own = checkpoints.read_own(newest)
-        if self._stream is not None and own["position"] is not None:
-            self._stream.restore(Position(**own["position"]))
-        restore_random_states(own["states"])
+        rank_state = checkpoints.read_rank_state(newest)
+        if self._stream is not None and rank_state["position"] is not None:
+            self._stream.restore(Position(**rank_state["position"]))
+        restore_random_states(rank_state["states"])
         self._batches = self._context.finished_batches = int(state["batches"])
 
     def _identity(self) -> dict[str, Any]:
-        """Return what a checkpoint and the training that goes on from it have in common."""
+        """Return the settings that must be equal between a checkpoint and a training that resumes from it."""
         return {
             "world_size": self._context.distributed.size,
             "engines": len(self._context.engines),
@@ -195,7 +197,7 @@ class Training:
         }
 
     def _length(self, length: Length) -> int:
-        """Return a length in batches, the same on all ranks."""
+        """Return a length in global batches; equal on all ranks."""
         if self._micro_batches_per_epoch is None and length.unit == "epochs":
             raise ValueError("The training data loader has no length: give lengths in batches or records, not epochs.")
         per_epoch = max(1, (self._micro_batches_per_epoch or 1) // self._accumulation)
@@ -222,10 +224,10 @@ class Training:
         return training_batches(self._loader("build_training_data_loader"), self._context.shard())
 
     def _build_validation(self) -> None:
-        """Build the validation data and agree on its batches.
+        """Build the validation data and agree on the number of its batches; collective.
 
         Raises:
-            ValueError: If it has no length, or too few batches for one evaluation.
+            ValueError: If the loader has no length, or too few batches for one evaluation.
         """
         count: int | None = None
         if self._unit.should_build_data_loader:
@@ -260,7 +262,7 @@ class Training:
         return loader
 
     def _agreed(self, count: int | None) -> int | None:
-        """Return the least count among the ranks that read data, None where one of them does not know."""
+        """Return the minimum count of the ranks that read data; None if one of them has None; collective."""
         counts = gathered((self._unit.should_build_data_loader, count))
         known = [number for builds, number in counts if builds]
         return None if None in known else min(known)
