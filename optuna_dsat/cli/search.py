@@ -97,7 +97,7 @@ def run(method: str | None, given: Given, output: OutputOptions) -> None:
         DsatError: With the exit code that the command leaves with.
     """
     from optuna_dsat.cli.origins import show_options
-    from optuna_dsat.cli.show import show_plan
+    from optuna_dsat.cli.show import show_preview
     from optuna_dsat.tuning.prepare import check_storage, prepare
 
     prepared = prepare(method, given)
@@ -106,7 +106,7 @@ def run(method: str | None, given: Given, output: OutputOptions) -> None:
         sys.stderr.write(f"{note}\n")
     if output.dry_run:
         check_storage(request)
-        show_plan(request.spec)
+        show_preview(request.spec)
         show_options(prepared.given)
         return
     run_request(request, quiet=options.quiet, as_json=output.json_output, run_full=options.run_full_experiment)

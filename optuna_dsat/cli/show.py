@@ -12,7 +12,7 @@ from optuna_dsat.study.result import TuneResult
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.words import metric_in_words
 
-__all__ = ["show_plan", "show_result"]
+__all__ = ["show_preview", "show_result"]
 
 
 def show_result(result: TuneResult, *, as_json: bool) -> None:
@@ -52,37 +52,26 @@ def show_result(result: TuneResult, *, as_json: bool) -> None:
         print(result.advice)
 
 
-def show_plan(spec: StudySpec) -> None:
-    """Print the space, the profile launch and the first configurations of a study that is not started."""
-    import optuna
-
-    from optuna_dsat.config import ds_config
-    from optuna_dsat.study.profile import profile_attempts
-    from optuna_dsat.study.space import space_of
-    from optuna_dsat.study.user_config import user_config
+def show_preview(spec: StudySpec) -> None:
+    """Print the space, the profile launch and sample configurations of a study that is not started."""
+    from optuna_dsat.tuning.preview import preview
     from optuna_dsat.words import config_in_words
 
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    space = space_of(spec, None)
+    found = preview(spec)
     console = Console(highlight=False)
     table = Table(title="Search space (bucket sizes are capped by the model's size after the profile launch)")
     for heading in ("knob", "", "where it applies", "choices"):
         table.add_column(heading, overflow="fold")
-    for row in space.describe():
+    for row in found.space.describe():
         table.add_row(row.knob, row.role, row.where, ", ".join(str(choice) for choice in row.choices))
     console.print(table)
-    console.print(f"{space.classes()} classes of configurations beside the micro-batch.")
-    words = [attempt.words for attempt in profile_attempts(spec)]
+    console.print(f"{found.space.classes()} classes of configurations beside the micro-batch.")
+    first, *rest = found.profile_attempts
     console.print(
         f"Profile launch: {spec.slots_per_trial} {'GPUs' if spec.device == 'cuda' else 'CPU ranks'}, micro-batch 1, "
-        f"{words[0]}; while memory is short: {', then '.join(words[1:]) or 'nothing else'}."
+        f"{first}; while memory is short: {', then '.join(rest) or 'nothing else'}."
     )
-    config, _ = user_config(spec)
-    console.print(f"Your own config: {config_in_words(config)}")
-    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=spec.random_seed))
+    console.print(f"Your own config: {config_in_words(found.user_config)}")
     console.print("Configurations such as these follow, their micro-batch bounded by memory:")
-    for _ in range(3):
-        params = space.suggest(study.ask())
-        sample = ds_config.merge(ds_config.effective(spec.ds_config), space.overlay(params))
-        sample.pop(ds_config.MICRO_BATCH, None)
+    for sample in found.samples:
         console.print_json(json.dumps(sample["zero_optimization"]))

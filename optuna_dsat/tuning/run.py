@@ -23,7 +23,7 @@ from optuna_dsat.study.request import StudyRequest
 from optuna_dsat.study.result import TuneResult
 from optuna_dsat.study.session import Session
 
-__all__ = ["StudyRun", "fill_dashboard", "run_study", "train_with_best"]
+__all__ = ["StudyRun", "fill_dashboard", "quiet_optuna", "run_study", "train_with_best"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ def run_study(request: StudyRequest, *, observer: Observer) -> StudyRun:
     )
     shown, result, interrupted = "", None, False
     try:
-        with _quiet_optuna(), Store.open(request.storage) as store:
+        with quiet_optuna(), Store.open(request.storage) as store:
             shown = store.url
             session = Session(request, store=store, launcher=launcher, observer=observer)
             result = session.run()
@@ -110,8 +110,8 @@ def fill_dashboard(store: Store, name: str, observer: Observer) -> None:
 
 
 @contextmanager
-def _quiet_optuna() -> Iterator[None]:
-    """Silence Optuna's lines within the block: they would repeat ours."""
+def quiet_optuna() -> Iterator[None]:
+    """Silence Optuna's log lines within the block; the display shows the same events."""
     before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:

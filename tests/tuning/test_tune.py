@@ -19,12 +19,15 @@ import pytest
 import optuna_dsat
 from docs.generate.options import commands
 from optuna_dsat.errors import NothingRunnableError, ScriptFailedError, StorageUrlError, UsageError
+from optuna_dsat.launch.devices import DEFAULT_CPU_RANKS
 from optuna_dsat.launch.simulated import SimulatedResult
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.study.spec import MethodOptions, StudySpec
+from optuna_dsat.study.request import StudyRequest
+from optuna_dsat.study.spec import METHODS, MethodOptions, StudySpec
 from optuna_dsat.tuning import run, tune
+from optuna_dsat.tuning.declaration import options_in
 from optuna_dsat.tuning.given import Given
-from optuna_dsat.tuning.options import AutotuningOptions, spec_field
+from optuna_dsat.tuning.options import AutotuningOptions, TuneOptions, methods_of, spec_field
 from optuna_dsat.tuning.prepare import Prepared, prepare
 from tests.harness.entry_points import DS_CONFIG, EntryPointBench, bench
 from tests.harness.landscapes import GIB, Hill
@@ -55,6 +58,15 @@ def test_what_options_and_spec_both_have_has_one_default() -> None:
         for name, field in model.model_fields.items():
             if name in filled and not field.is_required() and filled[name] is not None:
                 assert filled[name] == field.default, name
+    request = {one.name: one.default for one in dataclasses.fields(StudyRequest)}
+    assert (defaults["profile_reuse"], defaults["check_loss"]) == (request["reuse_profile"], request["check_loss"])
+    assert options_in(AutotuningOptions)["cpu_ranks"].none == str(DEFAULT_CPU_RANKS)
+
+
+def test_every_option_of_methods_says_which_read_it() -> None:
+    shared = {one.name for one in dataclasses.fields(TuneOptions)}
+    for name in {one.name for one in dataclasses.fields(AutotuningOptions)} - shared - {"method"}:
+        assert set(methods_of(name)) & set(METHODS), name
 
 
 def test_every_keyword_is_typed_and_documented() -> None:

@@ -1,0 +1,53 @@
+"""What a search would do, without a launch: its space, its profile launch and configurations such as it would try."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optuna
+
+from optuna_dsat.config import ds_config
+from optuna_dsat.config.search_space import SearchSpace
+from optuna_dsat.study.profile import profile_attempts
+from optuna_dsat.study.space import space_of
+from optuna_dsat.study.spec import StudySpec
+from optuna_dsat.study.user_config import user_config
+from optuna_dsat.tuning.run import quiet_optuna
+
+__all__ = ["Preview", "preview"]
+
+_SAMPLES = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preview:
+    """A search that is not started."""
+
+    space: SearchSpace
+    """Bucket sizes are not capped by the model's size yet."""
+    profile_attempts: Sequence[str]
+    """ZeRO structures of the profile launch, in words: the first, then those tried while memory is short."""
+    user_config: Mapping[str, Any]
+    """The user's DeepSpeed config as it would be measured."""
+    samples: Sequence[Mapping[str, Any]]
+    """DeepSpeed configs drawn at random from the space, without a micro-batch."""
+
+
+def preview(spec: StudySpec) -> Preview:
+    """Return what the search of a spec would do."""
+    space = space_of(spec, None)
+    own, _ = user_config(spec)
+    with quiet_optuna():
+        study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=spec.random_seed))
+        drawn = [space.overlay(space.suggest(study.ask())) for _ in range(_SAMPLES)]
+    samples = [ds_config.merge(ds_config.effective(spec.ds_config), overlay) for overlay in drawn]
+    for sample in samples:
+        sample.pop(ds_config.MICRO_BATCH, None)
+    return Preview(
+        space=space,
+        profile_attempts=[attempt.words for attempt in profile_attempts(spec)],
+        user_config=own,
+        samples=samples,
+    )
