@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,11 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
+from optuna_dsat.launch.agent_record import first_failure_code
 from optuna_dsat.launch.devices import Devices, Nvml
 from optuna_dsat.launch.processes import kill_leftovers, new_mark
 from optuna_dsat.launch.protocol import LaunchRequest, SlotsBusyError
 from optuna_dsat.launch.run_files import prepare_launch, write_run_directory
-from optuna_dsat.launch.running import first_failure_code
 from optuna_dsat.launch.slots import SlotLease, SlotPool
 from optuna_dsat.launch.waiting import DEFAULT_LIMIT_S, SlotWait
 
@@ -60,30 +61,19 @@ def run_full(
     """
     if request.purpose != "full":
         raise ValueError(f"Only a launch of purpose 'full' runs in the foreground; got {request.purpose!r}.")
-    if output_dir is None:
-        with tempfile.TemporaryDirectory(prefix="optuna-dsat-") as temporary:
-            return run_full(
-                request,
-                devices=devices,
-                output_dir=temporary,
-                nvml=nvml,
-                max_slots=max_slots,
-                stdout=stdout,
-                wait_for_gpus_s=wait_for_gpus_s,
-                on_notice=on_notice,
-            )
     pool, mark = SlotPool(devices, max_slots=max_slots, nvml=nvml, on_notice=on_notice), new_mark()
     wait = SlotWait(pool.holders, slots=request.slots, limit_s=wait_for_gpus_s, on_notice=on_notice)
     lease = _take(pool, request.slots, wait)
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(pool.give_back, lease)
+        if output_dir is None:
+            output_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="optuna-dsat-"))
+        stack.callback(kill_leftovers, mark)
         directory = write_run_directory(request, Path(output_dir))
         prepared = prepare_launch(request, directory, lease, pool=pool, base_env=os.environ, mark=mark)
         agent = subprocess.Popen(prepared.argv, cwd=request.command.cwd, env=prepared.environ, stdout=stdout)
         interrupted = _wait_in_foreground(agent)
-        code = first_failure_code(prepared.directory.agent_record)
-    finally:
-        kill_leftovers(mark)
-        pool.give_back(lease)
+        code = first_failure_code(directory.agent_record)
     if interrupted:
         return 128 + signal.SIGINT
     code = agent.returncode if code is None else code

@@ -1,0 +1,134 @@
+"""The events of one launch, read from the files of its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from optuna_dsat.launch.run_directory import RunDirectory
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.events import (
+    EngineReady,
+    Event,
+    RankFailed,
+    RankFinished,
+    RankStarted,
+    StepMeasured,
+    decode_event,
+)
+
+__all__ = ["EventLog", "EventTail"]
+
+_EVENT_WORDS = {
+    RankStarted: "the start of the script",
+    EngineReady: "the end of deepspeed.initialize",
+    StepMeasured: "a step",
+}
+"""Type of an event -> words for it, for those that a launch may stall after."""
+
+
+class EventTail:
+    """Reads events as a rank appends them to its file; an incomplete line is kept for the next read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._partial = b""
+
+    def read(self) -> list[Event]:
+        """Return the events appended since the last call."""
+        try:
+            if self._path.stat().st_size <= self._offset:
+                return []
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        self._offset += len(data)
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        decoded = (decode_event(line.decode("utf-8", errors="replace")) for line in lines)
+        return [event for event in decoded if event is not None]
+
+
+class EventLog:
+    """Events of all ranks so far.
+
+    Args:
+        directory: The launch's run directory.
+        slots: Ranks of the launch.
+        started: Start of the launch. All times are monotonic.
+    """
+
+    def __init__(self, directory: RunDirectory, *, slots: int, started: float) -> None:
+        self.events: dict[int, list[Event]] = {}
+        """Rank -> its events in the order written."""
+        self.last_event = started
+        """Time at which events were last read; the start before the first."""
+        self._tails = {rank: EventTail(directory.events(rank)) for rank in range(slots)}
+
+    def read(self, now: float) -> list[Event]:
+        """Return the new events of all ranks in the order of their times."""
+        fresh: list[Event] = []
+        for rank, tail in self._tails.items():
+            read = tail.read()
+            if read:
+                self.events.setdefault(rank, []).extend(read)
+                fresh += read
+        if fresh:
+            self.last_event = now
+        return sorted(fresh, key=lambda event: event.time)
+
+    def _all(self) -> list[Event]:
+        return [event for events in self.events.values() for event in events]
+
+    @property
+    def starts(self) -> list[RankStarted]:
+        """Start records of the ranks."""
+        return [event for event in self._all() if isinstance(event, RankStarted)]
+
+    @property
+    def ends(self) -> Mapping[int, RankFailed | RankFinished]:
+        """Rank -> record of its end, for the ranks that left one."""
+        return {
+            rank: event
+            for rank, events in self.events.items()
+            for event in events
+            if isinstance(event, RankFailed | RankFinished)
+        }
+
+    @property
+    def done(self) -> set[int]:
+        """Ranks that have completed all profile steps."""
+        return {
+            rank for rank, end in self.ends.items() if isinstance(end, RankFinished) and end.reason == "profile_done"
+        }
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether any rank has completed a step."""
+        return any(isinstance(event, StepMeasured) for event in self._all())
+
+    @property
+    def is_out_of_memory(self) -> bool:
+        """Whether a rank has recorded that it ran out of device memory."""
+        return self.has_failed_with(Outcome.OUT_OF_MEMORY)
+
+    def has_failed_with(self, *outcomes: Outcome) -> bool:
+        """Return whether a rank's last record is a failure with one of ``outcomes``."""
+        return any(isinstance(end, RankFailed) and end.outcome in outcomes for end in self.ends.values())
+
+    def progress_in_words(self, *, end_profile_step: int) -> str:
+        """Return how many steps were completed."""
+        steps = [event.step for event in self._all() if isinstance(event, StepMeasured)]
+        if steps:
+            return f"the last step was {max(steps)} of {end_profile_step}"
+        return "no step was finished"
+
+    def last_event_in_words(self, now: float) -> str:
+        """Return what the last event was, and how long ago."""
+        words = "its start"
+        if events := self._all():
+            last = max(events, key=lambda event: event.time)
+            words = f"{_EVENT_WORDS.get(type(last), last.kind)} (rank {last.rank})"
+        return f"last seen: {words} {now - self.last_event:.0f} s ago"

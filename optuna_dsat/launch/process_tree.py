@@ -1,0 +1,91 @@
+"""The processes of one launch: torchrun, the ranks and their descendants."""
+
+from __future__ import annotations
+
+from optuna_dsat.launch.agent_handle import AgentHandle
+from optuna_dsat.launch.processes import ProcessKey, children_of, end_processes, find_marked
+
+__all__ = ["ProcessTree"]
+
+
+class ProcessTree:
+    """Finds and kills the processes of a launch.
+
+    Args:
+        agent: torchrun.
+        mark: Mark of the launch's processes.
+    """
+
+    def __init__(self, agent: AgentHandle, *, mark: str) -> None:
+        self._agent = agent
+        self._mark = mark
+        self._agent_key = ProcessKey.of(agent.pid)
+        self._ranks: dict[int, ProcessKey] = {}
+        self._known: set[ProcessKey] = set() if self._agent_key is None else {self._agent_key}
+        self._killed: set[int] = set()
+
+    @property
+    def known(self) -> frozenset[ProcessKey]:
+        """All processes of the launch ever seen."""
+        return frozenset(self._known)
+
+    @property
+    def ranks(self) -> set[ProcessKey]:
+        """The ranks seen so far."""
+        return set(self._ranks.values())
+
+    @property
+    def killed(self) -> tuple[int, ...]:
+        """Numbers of the processes that were killed here."""
+        return tuple(self._killed)
+
+    def add_rank(self, rank: int, pid: int) -> None:
+        """Note the process of a rank, if it lives."""
+        key = ProcessKey.of(pid)
+        if key is not None:
+            self._known.add(key)
+            self._ranks[rank] = key
+
+    def dead_ranks(self) -> set[int]:
+        """Return the ranks whose process has ended."""
+        return {rank for rank, key in self._ranks.items() if not key.alive}
+
+    def descendants(self) -> set[ProcessKey]:
+        """Return the living descendants of torchrun, and of ranks that were re-parented."""
+        found: set[ProcessKey] = children_of(() if self._agent_key is None else (self._agent_key,))
+        return found | children_of(self.ranks - found)
+
+    def _descendants_and_ranks(self) -> set[ProcessKey]:
+        found = self.descendants() | self.ranks
+        self._known |= found
+        return found
+
+    def kill_ranks(self) -> None:
+        """Kill everything but torchrun."""
+        self._kill(self._descendants_and_ranks())
+
+    def kill_all(self) -> None:
+        """Kill torchrun first, so that it neither starts nor signals ranks, then all its descendants."""
+        below = self._descendants_and_ranks()
+        if self._agent_key is not None:
+            self._kill({self._agent_key})
+        self._kill(below)
+
+    def sweep(self) -> bool:
+        """Kill the remaining processes, re-parented ones included; return whether none was left and torchrun is reaped.
+
+        Called repeatedly, since a process may start another while it is killed.
+        """
+        self._agent.poll()
+        left = {process.key for process in find_marked(self._mark)}
+        left |= children_of(left) | {key for key in self._known if key.alive}
+        if left:
+            self._kill(left)
+            return False
+        return self._agent.returncode is not None
+
+    def _kill(self, keys: set[ProcessKey]) -> None:
+        alive = {key for key in keys if key.alive}
+        self._known |= alive
+        self._killed |= {key.pid for key in alive}
+        end_processes(alive)
