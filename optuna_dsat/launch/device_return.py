@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from optuna_dsat.launch.nvml import DeviceError
 from optuna_dsat.launch.running import RunningLaunch
@@ -19,10 +20,12 @@ class DeviceReturn:
 
     Args:
         pool: The slots.
+        clock: Monotonic time in seconds.
     """
 
-    def __init__(self, pool: SlotPool) -> None:
+    def __init__(self, pool: SlotPool, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._pool = pool
+        self._clock = clock
         self._withheld: list[RunningLaunch] = []
 
     def release(self, launch: RunningLaunch, *, gone_at: float) -> str | None:
@@ -38,7 +41,7 @@ class DeviceReturn:
         if self._pool.is_free(launch.lease, launch.known):
             self._pool.give_back(launch.lease)
             return ""
-        if time.monotonic() - gone_at < _FREE_DEADLINE_S:
+        if self._clock() - gone_at < _FREE_DEADLINE_S:
             return None
         self._withheld.append(launch)
         return f" (not free after {_FREE_DEADLINE_S:g} s: {self._pool.describe_use(launch.lease)})"

@@ -119,7 +119,7 @@ class RunningLaunch:
         elif not self._sweeping:
             self._decide(now, dead)
         if self._sweeping and self._processes.sweep():
-            self.gone_at = now
+            self.gone_at = now if self.gone_at is None else self.gone_at
             events += self._read(now)
         return events
 
