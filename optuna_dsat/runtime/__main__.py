@@ -14,13 +14,13 @@ from optuna_dsat.runtime.rank_process import FailedExit, exit_as_python, exit_co
 def main(argv: list[str], *, safe_path: bool, forked: bool = False) -> int:
     """Run the script as this rank; return its exit code (2 if the command or the launch description is invalid)."""
     try:
-        target = parse_command(argv)
+        command = parse_command(argv)
         rank = Rank.from_environment()
         plan = LaunchPlan.load(rank.launch_path)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    return run_rank(plan, rank, target, safe_path=safe_path, forked=forked)
+    return run_rank(plan, rank, command, safe_path=safe_path, forked=forked)
 
 
 def run(argv: list[str], *, safe_path: bool, forked: bool = False) -> NoReturn:

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Target", "parse_command", "point_to_config"]
+__all__ = ["ScriptCommand", "parse_command", "replace_config_paths"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
+class ScriptCommand:
     """The user's script or module with its arguments."""
 
     name: str
@@ -36,31 +36,31 @@ class Target:
         runpy.run_path(self.name, run_name="__main__")
 
 
-def parse_command(argv: Sequence[str]) -> Target:
+def parse_command(argv: Sequence[str]) -> ScriptCommand:
     """Parse ``SCRIPT ARGS...`` or ``--module PKG.MOD ARGS...``.
 
     Raises:
         ValueError: If neither a script nor a module is named.
     """
     if argv and argv[0] == "--module" and len(argv) > 1:
-        return Target(name=argv[1], is_module=True, args=tuple(argv[2:]))
+        return ScriptCommand(name=argv[1], is_module=True, args=tuple(argv[2:]))
     if not argv or argv[0].startswith("-"):
         raise ValueError(
             f"python -m optuna_dsat.runtime takes SCRIPT ARGS... or --module PKG.MOD ARGS...; got {list(argv)}."
         )
-    return Target(name=argv[0], is_module=False, args=tuple(argv[1:]))
+    return ScriptCommand(name=argv[0], is_module=False, args=tuple(argv[1:]))
 
 
-def point_to_config(args: Sequence[str], *, user_config: str, config: str) -> tuple[str, ...]:
+def replace_config_paths(args: Sequence[str], *, user_config: str, config: str) -> tuple[str, ...]:
     """Return the arguments, with paths of the user's config file replaced by the trial's config file.
 
     An argument matches if it is the same text or refers to the same file, alone or as the value of
     ``--flag=path``.
     """
-    return tuple(_pointed(arg, user_config, config) for arg in args)
+    return tuple(_replaced(arg, user_config, config) for arg in args)
 
 
-def _pointed(arg: str, user_config: str, config: str) -> str:
+def _replaced(arg: str, user_config: str, config: str) -> str:
     if _same_file(arg, user_config):
         return config
     flag, equals, value = arg.partition("=")

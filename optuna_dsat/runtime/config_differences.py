@@ -38,24 +38,26 @@ def config_differences(
         launch: The launch's config file: the user's with the overlay.
         world_size: Number of ranks, which divide the global batch size.
     """
-    ours, theirs = flatten(_batches(script, world_size)), flatten(_batches(user, world_size))
-    launched = flatten(_batches(launch, world_size))
-    found = {}
-    for key in sorted({**ours, **theirs}):
-        mine, original, current = ours.get(key), theirs.get(key), launched.get(key)
-        if key.partition(".")[0] in _IGNORED_KEYS or _agree(mine, original) or _agree(mine, current):
+    flat_script, flat_user, flat_launch = (
+        flatten(_normalized_batches(config, world_size)) for config in (script, user, launch)
+    )
+    differences = {}
+    for key in sorted({**flat_script, **flat_user}):
+        value, user_value = flat_script.get(key), flat_user.get(key)
+        if key.partition(".")[0] in _IGNORED_KEYS:
             continue
-        found[key] = [mine, original]
-    return found
+        if not _agree(value, user_value) and not _agree(value, flat_launch.get(key)):
+            differences[key] = [value, user_value]
+    return differences
 
 
-def _agree(mine: Any, other: Any) -> bool:
-    if mine == other or _AUTO in (mine, other):
+def _agree(value: Any, file_value: Any) -> bool:
+    if value == file_value or _AUTO in (value, file_value):
         return True
-    return isinstance(other, list) and mine in other
+    return isinstance(file_value, list) and value in file_value
 
 
-def _batches(config: Mapping[str, Any], world_size: int) -> dict[str, Any]:
+def _normalized_batches(config: Mapping[str, Any], world_size: int) -> dict[str, Any]:
     """Return the config with its batch sizes expressed as micro-batch and accumulation steps."""
     rest = {key: value for key, value in config.items() if key not in (_TRAIN, _MICRO, _ACCUMULATION)}
     train, micro, accumulation = config.get(_TRAIN), config.get(_MICRO), config.get(_ACCUMULATION)

@@ -38,14 +38,14 @@ class EnvironmentWatch:
         environ_class: Any = type(os.environ)
         set_item, delete_item = environ_class.__setitem__, environ_class.__delitem__
 
-        def __setitem__(environ: Any, name: Any, value: Any) -> None:  # noqa: N807 - takes the place of one
+        def __setitem__(environ: Any, name: Any, value: Any) -> None:  # noqa: N807 - replaces the method
             if (before := environ.get(name)) != value:
-                self._note(name, value, before, sys._getframe(1))
+                self._record(name, value, before, sys._getframe(1))
             set_item(environ, name, value)
 
-        def __delitem__(environ: Any, name: Any) -> None:  # noqa: N807 - takes the place of one
+        def __delitem__(environ: Any, name: Any) -> None:  # noqa: N807 - replaces the method
             if (before := environ.get(name)) is not None:
-                self._note(name, "", before, sys._getframe(1))
+                self._record(name, "", before, sys._getframe(1))
             delete_item(environ, name)
 
         environ_class.__setitem__, environ_class.__delitem__ = __setitem__, __delitem__
@@ -54,16 +54,16 @@ class EnvironmentWatch:
         """Return the sorted names of variables whose value differs from the original."""
         return sorted(name for name, value in self._before.items() if os.environ.get(name) != value)
 
-    def _note(self, name: str, value: str, before: str | None, frame: FrameType | None) -> None:
+    def _record(self, name: str, value: str, before: str | None, frame: FrameType | None) -> None:
         if name in _ALLOCATOR and "backend" not in value:
             return
-        by_other = False
+        below_other_package = False
         while frame is not None:
             module = str(frame.f_globals.get("__name__", ""))
             package = module.partition(".")[0]
-            if package == _OWN_PACKAGE and not by_other:
+            if package == _OWN_PACKAGE and not below_other_package:
                 return  # the runtime itself
-            by_other |= package not in sys.stdlib_module_names
+            below_other_package |= package not in sys.stdlib_module_names
             imported = frame.f_code.co_name == "<module>" and module != "__main__"
             if imported and frame.f_code.co_filename.startswith(self._folders):
                 return

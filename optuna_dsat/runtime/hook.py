@@ -264,7 +264,7 @@ class DeepSpeedHook:
         signature = inspect.signature(original)
 
         @functools.wraps(original)
-        def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: N807 - takes the place of one
+        def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: N807 - replaces the method
             before, self._state.phase = self._state.phase, "initialize"
             bound = signature.bind(*args, **kwargs)
             # DeepSpeed's precedence.

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from optuna_dsat.runtime.arguments import Target, point_to_config
+from optuna_dsat.runtime.arguments import ScriptCommand, replace_config_paths
 from optuna_dsat.runtime.config_redirect import reads_redirected
 from optuna_dsat.runtime.device_memory import unlink_shared_buffers
 from optuna_dsat.runtime.environment_watch import EnvironmentWatch
@@ -39,7 +39,7 @@ _LOCAL_RANKS_TIMEOUT_S = 2.0
 """Maximum wait for the other ranks of this host, which may still be communicating with this one."""
 
 
-def run_rank(plan: LaunchPlan, rank: Rank, target: Target, *, safe_path: bool, forked: bool = False) -> int:
+def run_rank(plan: LaunchPlan, rank: Rank, command: ScriptCommand, *, safe_path: bool, forked: bool = False) -> int:
     """Run the script as this rank of the launch; return the exit code of a script that ran to its end.
 
     Does not return if the rank ends early: after the last profile step (exit code 0) or on an exception (1).
@@ -51,7 +51,7 @@ def run_rank(plan: LaunchPlan, rank: Rank, target: Target, *, safe_path: bool, f
     if plan.log_dir:
         redirect_output(Path(plan.log_dir), rank.rank)
     try:
-        return _RankProcess(plan, rank, forked=forked).run(target, safe_path=safe_path)
+        return _RankProcess(plan, rank, forked=forked).run(command, safe_path=safe_path)
     except EventWriteError as error:
         print(error, file=sys.stderr)
         end_process(EXIT_EVENTS_LOST)
@@ -66,7 +66,7 @@ class _RankProcess:
         self._state = RankState()
         self._writer = EventWriter(events_path(plan.events_dir, rank.rank))
 
-    def run(self, target: Target, *, safe_path: bool) -> int:
+    def run(self, command: ScriptCommand, *, safe_path: bool) -> int:
         rank, plan = self._rank, self._plan
         self._writer.write(
             RankStarted(
@@ -87,10 +87,10 @@ class _RankProcess:
         hook.install()
         set_current_trial(hook)
         default_local_rank(rank.local_rank, on_found=self._takes_local_rank)
-        args = point_to_config(target.args, user_config=plan.user_config_path, config=plan.config_path)
+        args = replace_config_paths(command.args, user_config=plan.user_config_path, config=plan.config_path)
         try:
             with reads_redirected(user_config=plan.user_config_path, config=plan.config_path):
-                Target(name=target.name, is_module=target.is_module, args=args).run(safe_path=safe_path)
+                ScriptCommand(name=command.name, is_module=command.is_module, args=args).run(safe_path=safe_path)
         except SystemExit as end:
             self._finish("script_end" if end.code in (None, 0) else f"exit_code_{exit_code(end)}")
             raise

@@ -61,7 +61,7 @@ def redirect_tensorboard(writer_class: Any, folder: Path) -> None:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: N807 - takes the place of one
+    def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: N807 - replaces the method
         bound = signature.bind(*args, **kwargs)
         wanted = bound.arguments.get("log_dir")
         bound.arguments["log_dir"] = str(folder / Path(str(wanted)).name if wanted else folder)

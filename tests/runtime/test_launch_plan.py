@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.runtime.arguments import parse_command, point_to_config
+from optuna_dsat.runtime.arguments import parse_command, replace_config_paths
 from optuna_dsat.runtime.events import RankFinished, decode_event
 from optuna_dsat.runtime.launch_plan import LAUNCH_ENV, LaunchPlan
 from optuna_dsat.runtime.rank import Rank
@@ -110,7 +110,7 @@ def test_arguments_that_name_the_config_are_pointed_to_the_trials_own(tmp_path: 
     roundabout = f"{tmp_path}/../{tmp_path.name}/ds.json"
     args = ["--deepspeed", str(user), f"--config={roundabout}", str(tmp_path / "link.json"), "ds.json=x", ""]
     args += ["other.json", "--a=b=c", "x\0y"]
-    assert point_to_config(args, user_config=str(user), config="/t/own.json") == (
+    assert replace_config_paths(args, user_config=str(user), config="/t/own.json") == (
         "--deepspeed",
         "/t/own.json",
         "--config=/t/own.json",
@@ -122,7 +122,7 @@ def test_arguments_that_name_the_config_are_pointed_to_the_trials_own(tmp_path: 
         "x\0y",
     )
     user.unlink()
-    assert point_to_config([str(user)], user_config=str(user), config="own") == ("own",)
+    assert replace_config_paths([str(user)], user_config=str(user), config="own") == ("own",)
 
 
 def test_events_are_appended_line_by_line(tmp_path: Path) -> None:
