@@ -28,7 +28,7 @@ SEARCHES = FOLDER / "searches.json"
 LANDSCAPE = "zero-3-larger-batch"
 BUDGET, SEED, NOISE = 32, 0, 0.02
 STAGES = {0: "#56B4E9", 1: "#0072B2", 2: "#009E73", 3: "#D55E00"}
-"""ZeRO stage -> colour; those of Okabe and Ito (2008), told apart by colour-blind readers."""
+"""ZeRO stage -> colour; those of Okabe and Ito (2008), distinguishable with colour blindness."""
 
 
 def search(method: str) -> list[dict[str, Any]]:
@@ -54,7 +54,7 @@ def _row(launch: Launch) -> dict[str, Any]:
 
 
 def draw(method: str, launches: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw what a search launched: the micro-batch of every launch above, the best so far below."""
+    """Draw the launches of a search: micro-batch of each above, best so far below."""
     import matplotlib as mpl
     import matplotlib.ticker
     from matplotlib.figure import Figure
@@ -100,7 +100,7 @@ def _best_so_far(launches: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def main() -> None:
-    """Search with every method, keep what was launched, draw it."""
+    """Search with every method, store the launches, draw them."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     FOLDER.mkdir(exist_ok=True)
     found = {method: search(method) for method in METHODS}

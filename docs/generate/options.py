@@ -18,7 +18,7 @@ __all__ = ["PAGE", "commands", "main", "page"]
 
 PAGE = Path(__file__).resolve().parents[1] / "options.md"
 SEARCHES = ("random", "binary", "asha", "guided", "tune", "run")
-"""Commands that search: what all of them take is written once."""
+"""Commands that search; the options that they share get one section."""
 
 _HEAD = """# Commands and options
 
@@ -107,14 +107,14 @@ def _table(options: Sequence[TyperOption]) -> str:
 
 
 def _names(option: TyperOption) -> str:
-    """Return all spellings of an option, with what stands for its value."""
+    """Return all spellings of an option with the placeholder of its value."""
     value = "" if option.is_flag else f" {option.metavar or _VALUES.get(option.bare_type(), 'TEXT')}"
     spellings = sorted(option.opts, key=len) + list(option.secondary_opts)
     return ", ".join(f"`{name}{value}`" for name in spellings)
 
 
 _VALUES = {"int": "N", "float": "X", "Path": "PATH", "ExportFormat": "FORMAT"}
-"""Type of an option -> what stands for its value."""
+"""Type of an option -> placeholder of its value."""
 _STATED_DEFAULT = re.compile(r"\s*\\?\[(default[^:]*): (.*)\]$")
 
 
@@ -136,7 +136,7 @@ def _default(option: TyperOption) -> str:
 
 
 def _text(text: str) -> str:
-    """Return help text as Markdown: what it says literally stays literal."""
+    """Return help text as Markdown, its special characters escaped."""
     return re.sub(r"([*_|<>\[\]])", r"\\\1", " ".join(text.replace("\\[", "[").split()))
 
 

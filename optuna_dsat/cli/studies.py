@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["add_commands"]
 
 _UNBOUNDED = 10_000
-"""Columns of a table that no terminal limits."""
+"""Columns of a table if stdout is not a terminal, so that no line is wrapped."""
 
 
 class ExportFormat(StrEnum):

@@ -87,7 +87,7 @@ def train(options: TrainOptions) -> None:
 
 
 def _runner_arguments(options: TrainOptions) -> tuple[str, ...]:
-    """Return the arguments of the runner beside the model definition and its config.
+    """Return the runner's arguments after the model definition and its config.
 
     Raises:
         UsageError: If a length cannot be read, or the folder of checkpoints not be used.

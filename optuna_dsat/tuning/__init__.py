@@ -1,4 +1,4 @@
-"""The one door: options, what they come to, and the run. The command line and Python both come through here.
+"""From options to a finished search; entry point of both the command line and Python.
 
 Imports: everything but cli. Called by: cli, the public names.
 """

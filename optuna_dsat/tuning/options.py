@@ -81,7 +81,7 @@ StrPath = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """What every search method takes."""
+    """Options of every method."""
 
     script: Annotated[
         StrPath,
@@ -372,7 +372,7 @@ class TuneOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RandomOptions(TuneOptions):
-    """What ``random`` takes beside."""
+    """Options of ``random``, with those of every method."""
 
     trials_per_random_config: Annotated[
         int, Option(help="Launches of one class of configurations at most.", panel=_METHOD)
@@ -391,7 +391,7 @@ class RandomOptions(TuneOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class BinaryOptions(TuneOptions):
-    """What ``binary`` takes beside."""
+    """Options of ``binary``, with those of every method."""
 
     search_range_factor: Annotated[
         float, Option(help="Factor on the largest micro-batch that the memory model predicts.", panel=_METHOD)
@@ -400,7 +400,7 @@ class BinaryOptions(TuneOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class AshaOptions(BinaryOptions):
-    """What ``asha`` takes beside."""
+    """Options of ``asha``: those of ``binary``, and its own."""
 
     max_rungs: Annotated[int, Option(help="Rungs.", panel=_METHOD)] = _default("max_rungs")
     min_binary_search_trials: Annotated[
@@ -422,7 +422,7 @@ class AshaOptions(BinaryOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class GuidedOptions(TuneOptions):
-    """What ``guided`` takes beside."""
+    """Options of ``guided``, with those of every method."""
 
     memory_margin: Annotated[
         float, Option(help="Share of the device's memory that a launch is expected to leave free.", panel=_METHOD)
@@ -452,7 +452,7 @@ class GuidedOptions(TuneOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class AutotuningOptions(AshaOptions, RandomOptions, GuidedOptions):
-    """What ``tune`` and ``run`` take: the options of all methods, of which each reads its own."""
+    """Options of ``tune`` and ``run``: those of all methods, of which each reads its own."""
 
     method: Annotated[
         str | None,
