@@ -9,7 +9,8 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.space_builder import SpaceRequest, build_space
-from optuna_dsat.cost.memory import Correction, ModelProfile, estimate, largest_micro_batch
+from optuna_dsat.cost.memory import ModelProfile, estimate, largest_micro_batch
+from optuna_dsat.cost.memory_fit import CorrectionFit
 from optuna_dsat.study.methods import Ceiling
 from optuna_dsat.study.profile import Profiled
 from optuna_dsat.study.space import hardware_of
@@ -98,7 +99,9 @@ def measured(spec: StudySpec, number: int, chance: random.Random) -> FrozenTrial
 
 def expected(spec: StudySpec, params: dict[str, Any], trials: Sequence[FrozenTrial]) -> int:
     hardware = hardware_of(spec, PROFILED)
-    correction = Correction.fit(attributes.measured_peaks(trials), PROFILED.profile, hardware)
+    fit = CorrectionFit(PROFILED.profile, hardware)
+    fit.add(attributes.measured_peaks(trials))
+    correction = fit.correction()
     config = ds_config.merge(ds_config.effective(spec.ds_config), SPACE.overlay({**params, MICRO_BATCH: 1}))
     return max(1, largest_micro_batch(PROFILED.profile, config, hardware=hardware, correction=correction))
 
