@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import shlex
-import time
-from collections import Counter
 from collections.abc import Sequence
 
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.cost import memory
-from optuna_dsat.launch.run_directory import without_secrets
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.report.facts import (
+    cli_command,
+    created,
+    outcome_counts,
+    ranks_of_a_launch,
+    script_command_line,
+    slot_name,
+    versions,
+)
 from optuna_dsat.report.markdown import code, fenced, json_block, table
 from optuna_dsat.report.meanings import MEANING
 from optuna_dsat.report.memory_table import memory_table
@@ -40,11 +45,12 @@ def study_note(view: StudyView) -> str:
 
 
 def _progress(view: StudyView) -> str:
-    used = attributes.launches_used(view.trials)
     running = f", {view.running} running" if view.running else ""
-    slots = "GPU" if view.spec.device == "cuda" else "CPU-rank"
-    seconds = sum(row.report.held_s * len(row.report.devices) for row in view.launches)
-    return f"{used} of {view.spec.max_trials} launches made{running}; {seconds / 60:.1f} {slots} minutes in all."
+    minutes = sum(row.report.held_s * len(row.report.devices) for row in view.launches) / 60
+    return (
+        f"{view.launches_used} of {view.spec.max_trials} launches made{running}; "
+        f"{minutes:.1f} {slot_name(view.spec.device)} minutes in all."
+    )
 
 
 def _value(view: StudyView, standing: Standing) -> str:
@@ -70,7 +76,7 @@ def _best(view: StudyView) -> str:
         lines.append("Your own config was not measured, so there is no speed-up to show.")
     if view.end_reason is None:
         lines.append("The search has not ended: this is the best so far, not yet confirmed with more steps.")
-    first = attributes.best_trials(view.trials, maximize=view.maximize)[0]
+    first = view.measured[0]
     if first.number != best.trial.number:
         lines.append(
             f"optuna-dashboard calls trial {first.number} the best: it goes by the few steps of the search. "
@@ -86,24 +92,20 @@ def _times(ratio: float | None) -> str:
 
 def _tuned(view: StudyView) -> str:
     spec = view.spec
-    target = ["-m", spec.script.script] if spec.script.is_module else [spec.script.script]
-    ranks = f"{spec.slots_per_trial} {'GPUs' if spec.device == 'cuda' else 'CPU ranks'}"
-    limit = f", {bytes_in_words(spec.device_memory_bytes)} each" if spec.device_memory_bytes else ""
-    versions = ", ".join(f"{name} {version}" for name, version in sorted(view.record.versions.items()))
     metric = view.metric
     if metric != spec.metric:
         metric += f" (FLOPs could not be counted, so not {spec.metric}; both rank alike)"
     rows = [
-        ("script", code(shlex.join(without_secrets((*target, *spec.script.args))))),
+        ("script", code(script_command_line(view))),
         ("working directory", code(spec.script.cwd)),
         ("DeepSpeed config", code(spec.script.config_path)),
         ("method", spec.method),
         ("metric", f"{metric}, {'larger' if view.maximize else 'smaller'} is better"),
         ("steps counted", f"{spec.start_profile_step} to {spec.end_profile_step}"),
-        ("one launch", ranks + limit),
+        ("one launch", ranks_of_a_launch(view)),
         ("files", code(str(spec.study_dir))),
-        ("created", time.strftime("%Y-%m-%d %H:%M", time.localtime(view.record.created_at))),
-        ("versions", versions),
+        ("created", created(view)),
+        ("versions", versions(view)),
     ]
     return table(("", ""), rows)
 
@@ -169,28 +171,26 @@ def _memory(view: StudyView) -> str:
 
 
 def _outcomes(view: StudyView) -> str:
-    counts = Counter(t.user_attrs[attributes.OUTCOME] for t in view.trials if attributes.OUTCOME in t.user_attrs)
-    if not counts:
+    rows = [(outcome.value, count, MEANING[outcome][0]) for outcome, count in outcome_counts(view)]
+    if not rows:
         return "No launch has ended yet."
-    rows = [(name, count, MEANING[Outcome(name)][0]) for name, count in counts.most_common()]
     return table(("outcome", "trials", "meaning"), rows)
 
 
 def _commands(view: StudyView) -> str:
-    name, storage = shlex.quote(view.spec.name), f"--storage {shlex.quote(view.storage_url)}"
-    more = f" --max-trials {2 * view.spec.max_trials}" if view.end_reason is not None else ""
+    more = ("--max-trials", 2 * view.spec.max_trials) if view.end_reason is not None else ()
     lines = [
         "# search on, with more launches" if more else "# continue",
-        f"optuna-dsat resume {name} {storage}{more}",
+        cli_command(view, "resume", *more),
         "# the best config, ready to train with",
-        f"optuna-dsat best {name} {storage} -o {BEST_CONFIG}",
+        cli_command(view, "best", "-o", BEST_CONFIG),
         "# all trials as a table",
-        f"optuna-dsat export {name} {storage} --format csv",
+        cli_command(view, "export", "--format", "csv"),
     ]
     winner = winner_of(view)
     if winner is not None and winner.confirmed:
-        told = "# train" if winner.command_names_config else f"# train, once the script reads {BEST_CONFIG}"
-        lines += [told, winner.command]
+        purpose = "# train" if winner.command_names_config else f"# train, once the script reads {BEST_CONFIG}"
+        lines += [purpose, winner.command]
     return fenced("\n".join(lines), "sh")
 
 

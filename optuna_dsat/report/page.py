@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import json
-import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -16,9 +15,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from optuna_dsat import __version__
-from optuna_dsat.launch.run_directory import without_secrets
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report import figures
+from optuna_dsat.report.facts import (
+    cli_command,
+    created,
+    outcome_counts,
+    ranks_of_a_launch,
+    script_command_line,
+    slot_name,
+    versions,
+)
 from optuna_dsat.report.meanings import MEANING
 from optuna_dsat.report.memory_table import memory_table
 from optuna_dsat.report.slot_time import account
@@ -198,7 +205,7 @@ def _facts(view: StudyView) -> dict[str, Any]:
 
 
 def _status(view: StudyView) -> str:
-    used, budget = attributes.launches_used(view.trials), view.spec.max_trials
+    used, budget = view.launches_used, view.spec.max_trials
     flying = f" {view.running} in flight are not drawn." if view.running else ""
     if used == 0 and not view.trials:
         return "Nothing has been launched for this study yet."
@@ -231,20 +238,18 @@ def _cards(view: StudyView, winner: Winner | None) -> Iterator[tuple[str, str, s
     again = f", {counts['confirm']} to measure finalists again" if counts["confirm"] else ""
     yield (
         "Launches",
-        f"{attributes.launches_used(view.trials)} of {view.spec.max_trials}",
+        f"{view.launches_used} of {view.spec.max_trials}",
         f"and {counts['profile']} to profile{again}",
     )
     if spent.wall_s > 0:
-        slots = "GPU" if view.spec.device == "cuda" else "CPU-rank"
         total = sum(spent.seconds.values())
-        remark = f"{total / 60:.1f} {slots} minutes, {spent.seconds['idle'] / total:.0%} idle"
+        remark = f"{total / 60:.1f} {slot_name(view.spec.device)} minutes, {spent.seconds['idle'] / total:.0%} idle"
         yield "Time", duration_in_words(spent.wall_s), remark
 
 
 def _speed_up(view: StudyView, winner: Winner) -> tuple[str, str]:
     if winner.is_own:
-        first = attributes.best_trials(view.trials, maximize=view.maximize)[0]
-        if first.number != winner.standing.trial.number:
+        if view.measured[0].number != winner.standing.trial.number:
             return "none", "no faster configuration could be confirmed"
         return "none", "your own config is the best that was measured"
     if winner.speed_up is None:
@@ -259,19 +264,16 @@ def _speed_up(view: StudyView, winner: Winner) -> tuple[str, str]:
 
 def _tuned(view: StudyView) -> Iterator[tuple[str, str]]:
     spec = view.spec
-    target = ["-m", spec.script.script] if spec.script.is_module else [spec.script.script]
-    ranks = f"{spec.slots_per_trial} {'GPUs' if spec.device == 'cuda' else 'CPU ranks'}"
-    limit = f", {bytes_in_words(spec.device_memory_bytes)} each" if spec.device_memory_bytes else ""
-    yield "Script", shlex.join(without_secrets((*target, *spec.script.args)))
+    yield "Script", script_command_line(view)
     yield "Method", spec.method
     yield "Metric", f"{view.metric}, {'larger' if view.maximize else 'smaller'} is better"
-    yield "One launch", f"{ranks}{limit}; steps {spec.start_profile_step} to {spec.end_profile_step} count"
+    yield "One launch", f"{ranks_of_a_launch(view)}; steps {spec.start_profile_step} to {spec.end_profile_step} count"
     if view.profiled is not None:
         profile = view.profiled.profile
         yield "Model", f"{profile.params / 1e6:.4g} million parameters"
         yield "Device", f"{profile.device_name or view.profiled.device}, {bytes_in_words(profile.device_memory_bytes)}"
-    yield "Begun", time.strftime("%Y-%m-%d %H:%M", time.localtime(view.record.created_at))
-    yield "Versions", ", ".join(f"{name} {version}" for name, version in sorted(view.record.versions.items()))
+    yield "Begun", created(view)
+    yield "Versions", versions(view)
 
 
 def _unconfirmed(view: StudyView) -> Iterator[tuple[int, str, str]]:
@@ -285,10 +287,9 @@ def _unconfirmed(view: StudyView) -> Iterator[tuple[int, str, str]]:
 
 def _outcomes(view: StudyView) -> Iterator[tuple[str, int, str, str]]:
     """Yield each outcome that occurred: its name, its count, what it means and what to do."""
-    counts = Counter(t.user_attrs[attributes.OUTCOME] for t in view.trials if attributes.OUTCOME in t.user_attrs)
-    for name, count in counts.most_common():
-        what, advice = MEANING[Outcome(name)]
-        yield name.replace("_", " "), count, what, advice
+    for outcome, count in outcome_counts(view):
+        what, advice = MEANING[outcome]
+        yield outcome.value.replace("_", " "), count, what, advice
 
 
 def _launches(view: StudyView) -> Iterator[Mapping[str, Any]]:
@@ -310,19 +311,14 @@ def _launches(view: StudyView) -> Iterator[Mapping[str, Any]]:
 
 def _commands(view: StudyView, winner: Winner | None) -> Iterator[tuple[str, str]]:
     """Yield the purpose of a command, and the command."""
-    name, storage = shlex.quote(view.spec.name), f"--storage {shlex.quote(view.storage_url)}"
     if winner is not None and winner.confirmed:
-        told = (
-            "Train with the best config" if winner.command_names_config else "Train, once the script reads the config"
-        )
-        yield told, winner.command
-        yield (
-            "Search on, with more launches",
-            f"optuna-dsat resume {name} {storage} --max-trials {2 * view.spec.max_trials}",
-        )
+        named = winner.command_names_config
+        yield ("Train with the best config" if named else "Train, once the script reads the config"), winner.command
+        more = ("--max-trials", 2 * view.spec.max_trials)
+        yield "Search on, with more launches", cli_command(view, "resume", *more)
     else:
-        yield "Continue the search", f"optuna-dsat resume {name} {storage}"
+        yield "Continue the search", cli_command(view, "resume")
     if winner is not None:
-        yield "Write the best config to a file", f"optuna-dsat best {name} {storage} -o {BEST_CONFIG}"
-    yield "All trials as a table", f"optuna-dsat export {name} {storage} --format csv"
-    yield "Make this report again", f"optuna-dsat report {name} {storage}"
+        yield "Write the best config to a file", cli_command(view, "best", "-o", BEST_CONFIG)
+    yield "All trials as a table", cli_command(view, "export", "--format", "csv")
+    yield "Make this report again", cli_command(view, "report")

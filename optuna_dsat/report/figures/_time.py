@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from optuna_dsat.report.facts import slot_name
 from optuna_dsat.report.figures._style import NEUTRAL, PHASE_COLOURS, empty_figure, lay_out, new_figure
 from optuna_dsat.report.slot_time import PHASES, Slot, SlotTime, Span, account
 from optuna_dsat.store import StoredLaunch
@@ -150,7 +151,7 @@ def time_spent_figure(launches: Sequence[StoredLaunch], *, device: str) -> go.Fi
     import plotly.graph_objects as go
 
     title = "Where the search's time went"
-    slots = "GPU" if device == "cuda" else "CPU-rank"
+    slots = slot_name(device)
     spent = account(launches)
     total = sum(spent.seconds.values())
     if total <= 0:

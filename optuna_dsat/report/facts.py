@@ -1,0 +1,69 @@
+"""Facts of a study that its notes and its HTML report both state."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections import Counter
+
+from optuna_dsat.launch.run_directory import without_secrets
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.report.view import StudyView
+from optuna_dsat.trials import attributes
+from optuna_dsat.words import bytes_in_words
+
+__all__ = [
+    "cli_command",
+    "created",
+    "outcome_counts",
+    "ranks_of_a_launch",
+    "script_command_line",
+    "slot_name",
+    "versions",
+]
+
+
+def script_command_line(view: StudyView) -> str:
+    """Return the script with its arguments, without secrets."""
+    script = view.spec.script
+    target = ("-m", script.script) if script.is_module else (script.script,)
+    return shlex.join(without_secrets((*target, *script.args)))
+
+
+def ranks_of_a_launch(view: StudyView) -> str:
+    """Return the slots of one launch, such as ``8 GPUs`` or ``2 CPU ranks, 1.00 GiB each``."""
+    spec = view.spec
+    limit = f", {bytes_in_words(spec.device_memory_bytes)} each" if spec.device_memory_bytes else ""
+    return f"{spec.slots_per_trial} {'GPUs' if spec.device == 'cuda' else 'CPU ranks'}{limit}"
+
+
+def slot_name(device: str) -> str:
+    """Return what a slot is called in front of a unit of time, for the device ``cuda`` or ``cpu``."""
+    return "GPU" if device == "cuda" else "CPU-rank"
+
+
+def created(view: StudyView) -> str:
+    """Return the local time at which the study was created."""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(view.record.created_at))
+
+
+def versions(view: StudyView) -> str:
+    """Return the versions of the libraries that the study was created with."""
+    return ", ".join(f"{name} {version}" for name, version in sorted(view.record.versions.items()))
+
+
+def outcome_counts(view: StudyView) -> list[tuple[Outcome, int]]:
+    """Return each outcome that occurred with its number of trials, most frequent first."""
+    found = Counter(t.user_attrs[attributes.OUTCOME] for t in view.trials if attributes.OUTCOME in t.user_attrs)
+    return [(Outcome(name), count) for name, count in found.most_common()]
+
+
+def cli_command(view: StudyView, name: str, *arguments: object) -> str:
+    """Return a command line of optuna-dsat for the study.
+
+    Args:
+        view: The study.
+        name: The command, such as ``resume``.
+        arguments: Further arguments.
+    """
+    return shlex.join(["optuna-dsat", name, view.spec.name, "--storage", view.storage_url, *map(str, arguments)])
