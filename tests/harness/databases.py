@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import shutil
+import sqlite3
 import subprocess
 import tempfile
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
-from sqlalchemy import create_engine, make_url, text
+from alembic.util import pyfiles
+from sqlalchemy import Engine, create_engine, event, make_url, text
 
 EXTERNAL = "OPTUNA_DSAT_TEST_POSTGRES_URL"
 """Environment variable with the URL of a server to test against, whose user may create databases."""
@@ -38,6 +42,33 @@ class Server:
         with engine.connect() as connection:
             connection.execute(text(statement))
         engine.dispose()
+
+
+@event.listens_for(Engine, "connect")
+def _do_not_wait_for_the_disk(connection: object, _record: object) -> None:
+    """Let no commit to SQLite wait for the disk, which a test has no use for; our own stores then say otherwise."""
+    if isinstance(connection, sqlite3.Connection):
+        connection.execute("PRAGMA synchronous=OFF")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _revisions_are_loaded_once() -> Iterator[None]:
+    """Load each migration once a process: alembic does for every database that is opened, at most of its cost."""
+    load = pyfiles.load_module_py
+
+    @cache
+    def load_once(module_id: str, path: str, changed_ns: int) -> ModuleType:  # noqa: ARG001 - part of the key
+        return load(module_id, path)
+
+    def load_revision(module_id: str, path: str | os.PathLike[str]) -> ModuleType:
+        file = Path(path)
+        if file.parent.name != "versions":
+            return load(module_id, path)  # env.py, which does what it is loaded for
+        return load_once(module_id, str(file), file.stat().st_mtime_ns)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pyfiles, "load_module_py", load_revision)
+        yield
 
 
 @pytest.fixture(scope="session")

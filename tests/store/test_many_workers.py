@@ -1,4 +1,4 @@
-"""What several processes do to one database at once."""
+"""Several processes that use one database concurrently."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_four_workers_start_on_an_empty_database(url: str, actor: ActorFactory) 
 
 
 def test_eight_workers_claim_overlapping_configurations(url: str, actor: ActorFactory) -> None:
-    actors = [actor("claims", url, "25", "200") for _ in range(8)]
+    actors = [actor("claims", url, "12", "96") for _ in range(8)]
     start_together(actors)
     won = [key for one in actors for key in json.loads(one.answer())]
     assert len(won) == len(set(won))
@@ -61,8 +61,8 @@ def test_eight_workers_claim_overlapping_configurations(url: str, actor: ActorFa
             assert store.claim(record.uuid, trial.user_attrs["key"], trial.number)
         assert sorted(trial.number for trial in study.trials) == list(range(len(study.trials)))
         assert not study.get_trials(states=(TrialState.RUNNING,))
-    # The last keys of one worker may all be gone to others by then: nothing is lost where every key is taken.
-    assert len(won) == 200
+    # A worker may claim fewer than its share at the end, but in total every key is claimed.
+    assert len(won) == 96
 
 
 def test_enqueued_trials_are_taken_once(url: str, actor: ActorFactory) -> None:
@@ -109,7 +109,7 @@ def test_a_killed_workers_trial_is_enqueued_once_by_two_that_look(url: str, acto
 def test_the_server_restarts_in_the_middle(postgres_server: Any, postgres_url: str, actor: ActorFactory) -> None:
     if postgres_server.restart is None:
         pytest.skip("the server given by the environment is not ours to restart")
-    actors = [actor("claims", postgres_url, "150", "300") for _ in range(2)]
+    actors = [actor("claims", postgres_url, "75", "150") for _ in range(2)]
     start_together(actors)
     with Store.open(postgres_url) as store:
         while store.find_study(STUDY) is None or len(load(store).trials) < 20:
@@ -122,7 +122,7 @@ def test_the_server_restarts_in_the_middle(postgres_server: Any, postgres_url: s
         complete = study.get_trials(states=(TrialState.COMPLETE,))
         assert len(study.trials) > before, "the restart came after the work was done"
         assert sorted(trial.user_attrs["key"] for trial in complete) == sorted(won)
-        assert len(won) == len(set(won)) == 300
+        assert len(won) == len(set(won)) == 150
 
 
 def test_a_file_locked_for_twenty_seconds_is_waited_for(sqlite_url: str) -> None:
