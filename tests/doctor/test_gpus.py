@@ -1,4 +1,4 @@
-"""What the doctor says of GPUs that answer oddly, of other makers' devices, and of the CUDA toolkit."""
+"""The doctor's findings on faulty GPUs, other vendors' devices and the CUDA toolkit."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_a_definition_is_tuned_up_to_the_command_that_trains_it(folder: Path) ->
     ]
     trial = next((folder / "optuna-dsat-output" / "sums").glob("trial-*"))
     steps = [event for event in lines(trial / "events" / "rank0.jsonl") if event["kind"] == "step_measured"]
-    # What reached the engine are the batches that the definition took from context and hyperparameters.
+    # The engine's batch sizes are those that the definition read from context and hyperparameters.
     assert {(step["samples"], step["observed_micro_batch"]) for step in steps} == {(6, 3)}
 
 
@@ -95,7 +95,7 @@ def test_training_goes_on_after_a_kill_with_the_same_losses(folder: Path) -> Non
 
 @pytest.fixture(scope="module")
 def scenarios(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run ``scenarios.py`` once; return the folder with what it found."""
+    """Run ``scenarios.py`` once; return the folder with its results."""
     folder = tmp_path_factory.mktemp("scenarios")
     environ: Mapping[str, str] = {
         **os.environ,
@@ -156,7 +156,7 @@ def test_the_first_of_several_engines_counts(scenarios: Path, found: dict[str, A
 
 
 def test_a_definition_that_accumulates_by_itself_is_called_once_a_batch(scenarios: Path, found: dict[str, Any]) -> None:
-    assert found["ByItself"] == found["Plain"]  # its micro-batches, by way of its own loop
+    assert found["ByItself"] == found["Plain"]  # the same micro-batches, in its own loop
     own, plain = metrics(scenarios, "ByItself"), metrics(scenarios, "Plain")
     assert [line["loss"] for line in own] == pytest.approx([line["loss"] for line in plain])
 
@@ -190,7 +190,7 @@ def test_a_model_parallel_unit_says_who_reads_and_who_reports(scenarios: Path, f
     reader, other = found["OneCopy"]
     assert (reader["iterators"], other["iterators"]) == ([True], [False])
     assert reader["rows"] == other["rows"]
-    # One share of the data: both ranks' rows of the data-parallel run, in turns.
+    # One shard of the data: both ranks' rows of the data-parallel run, interleaved.
     plain = [rank["rows"] for rank in found["Plain"]]
     assert reader["rows"] == [row for pair in zip(*plain, strict=True) for row in pair][:24]
     [validation] = metrics(scenarios, "OneCopy", "validation")

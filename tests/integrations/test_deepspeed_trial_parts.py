@@ -1,4 +1,4 @@
-"""The parts of the ``DeepSpeedTrial`` API that need no other rank."""
+"""Parts of the ``DeepSpeedTrial`` API that need a single rank."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_constraints_are_given_with_their_reasons(settings: dict[str, Any], mess
 @pytest.mark.parametrize(
     "settings",
     [
-        {"stage": 1, "optimizer": "cpu"},  # the guide says 2 and 3; DeepSpeed today takes 1
+        {"stage": 1, "optimizer": "cpu"},  # the guide says 2 and 3; current DeepSpeed accepts 1
         {"stage": 0, "kind": "PipelineEngine"},  # the guide says 1
         {"stage": 3, "param": "nvme", "optimizer": "nvme"},
         {"stage": 1, "param": "none", "optimizer": "none"},
@@ -215,7 +215,7 @@ def test_hyperparameters_are_attributes_too() -> None:
         "ds.json",
         False,
     )
-    copied = copy.copy(args)  # as it goes through deepspeed.initialize(args=...)
+    copied = copy.copy(args)  # as deepspeed.initialize(args=...) does
     copied.deepspeed_config = None
     assert (args.deepspeed_config, copied["deepspeed_config"]) == ("ds.json", None)
     args.width = {"a": 2}

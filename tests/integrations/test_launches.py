@@ -37,7 +37,7 @@ def printed(launch: Launch) -> Any:
 
 
 def check(launch: Launch, *, stage: int, micro_batch: int, accumulation: int, steps: int = 5) -> None:
-    """Check that the launch ran what the overlay says, to the last step that is measured, on both ranks."""
+    """Check that both ranks ran the overlay's settings up to the last measured step."""
     assert launch.exit_code == 0, launch.output + launch.log("stderr")
     for rank in RANKS:
         engine = launch.of(EngineReady, rank)[0]
@@ -64,7 +64,7 @@ def test_a_trainer_set_up_in_code_runs_the_trial_and_nothing_beside(tmp_path: Pa
         "zero_3": True,
         "partitioned": True,
         "stage": 3,
-        "bucket": "auto",  # the Trainer fills it in, once it knows the model
+        "bucket": "auto",  # the Trainer fills it in from the model
         "batch": [3, 2],
         "report_to": [],
         "evaluated": ["eval_loss"],

@@ -1,4 +1,4 @@
-"""The runtime around scripts that need neither torch nor DeepSpeed: stubs stand for them."""
+"""The runtime with scripts that import stubs instead of torch and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class SummaryWriter:
 def test_summaries_go_to_the_trials_folder(start: Starter, redirected: bool) -> None:
     package = "from .writer import SummaryWriter\n"
     files = {"": "", "utils/": "", "utils/tensorboard/": package, "utils/tensorboard/writer.py": WRITER}
-    for name, text in files.items():  # torch itself wants TensorBoard installed
+    for name, text in files.items():  # torch itself requires TensorBoard
         path = start.folder / "stubs" / "torch" / (name if name.endswith(".py") else f"{name}__init__.py")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

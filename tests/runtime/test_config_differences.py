@@ -1,4 +1,4 @@
-"""Where the script's config differs from the file, and what a launch refuses."""
+"""Differences between the script's config and the file, and configurations that a launch rejects."""
 
 from __future__ import annotations
 

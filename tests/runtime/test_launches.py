@@ -37,7 +37,7 @@ def test_a_dict_config_gets_the_overlay_and_every_step_is_recorded(start: Starte
         assert (engine.zero_stage, engine.train_batch_size) == (0, 12)
         steps = launch.of(StepMeasured, rank)
         assert [step.step for step in steps] == [1, 2, 3, 4, 5]
-        assert {step.samples for step in steps} == {6}  # evaluation's 7 are none of them
+        assert {step.samples for step in steps} == {6}  # without the 7 of evaluation
         assert {step.observed_micro_batch for step in steps} == {3}
         for step in steps:
             assert 0 < step.forward_s + step.backward_s + step.step_s <= step.latency_s
@@ -105,7 +105,7 @@ def test_a_real_lack_of_memory_is_recorded_as_one(start: Starter) -> None:
     assert starved
     assert {failure.outcome for failure in failures} <= {"out_of_memory", "communication_error"}
     assert starved[0].missing_bytes == 20000 * 2048 * 4
-    assert starved[0].phase in ("between", "forward")  # the batch itself, or what the first layer makes of it
+    assert starved[0].phase in ("between", "forward")  # the batch itself, or the first layer's output
 
 
 def test_the_scripts_own_mistake_is_recorded_and_ends_the_launch(start: Starter) -> None:

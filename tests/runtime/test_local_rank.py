@@ -9,7 +9,7 @@ from optuna_dsat.runtime.local_rank import default_local_rank
 
 @pytest.fixture(autouse=True)
 def _own_parser(monkeypatch: pytest.MonkeyPatch) -> None:
-    # put back after the test
+    # restored after the test
     monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", argparse.ArgumentParser.parse_known_args)
 
 

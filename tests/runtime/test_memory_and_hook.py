@@ -69,7 +69,7 @@ def test_the_cuda_peak_counts_from_the_engine_on() -> None:
 
 
 class FakeTorch:
-    """As much of torch as the limit on CUDA memory uses, with two devices of 1000 bytes."""
+    """Stub of torch for the limit on CUDA memory, with two devices of 1000 bytes."""
 
     def __init__(self) -> None:
         self.queued: list[Any] = []
@@ -90,7 +90,7 @@ class FakeTorch:
 def test_cuda_memory_is_limited_once_cuda_starts(budget: int, local_rank: int, limit: tuple[float, int]) -> None:
     torch = FakeTorch()
     limit_cuda_memory(torch, budget, local_rank)
-    assert torch.limits == []  # CUDA is not started for it
+    assert torch.limits == []  # does not initialize CUDA
     torch.queued[0]()
     assert torch.limits == [limit]
 
@@ -110,7 +110,7 @@ def test_a_torch_without_cuda_is_left_alone() -> None:
 def test_free_memory_is_found_where_gpus_are_named_by_uuid(
     visible: str, free: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """DeepSpeed's own accelerator is asked; NVML and CUDA answer with different figures."""
+    """DeepSpeed's own accelerator is queried; NVML and CUDA return different values."""
     module = importlib.import_module("deepspeed.accelerator.cuda_accelerator")
     memory = SimpleNamespace(free=111)
     nvml = SimpleNamespace(nvmlDeviceGetHandleByIndex=lambda _: 0, nvmlDeviceGetMemoryInfo=lambda _: memory)

@@ -1,4 +1,4 @@
-"""The meter on stub engines, with a clock that moves when told."""
+"""The meter on stub engines, with a manually advanced clock."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_rank_leaves_after_the_last_profile_step_and_not_before() -> None:
 
 
 class Optimizer:
-    """What steps inside the engine, and is stepped by scripts that go past it."""
+    """Optimizer of an engine, which some scripts step directly."""
 
     def __init__(self, clock: FakeClock) -> None:
         self.clock = clock
@@ -65,7 +65,7 @@ def test_an_optimizer_that_the_script_steps_itself_ends_a_step() -> None:
     bench.engine.optimizer.step()
     [step] = bench.steps
     assert (step.samples, step.step_s, step.latency_s) == (4, 0.5, 3.5)
-    assert bench.engine.optimizer.step.__func__ is not None  # a bound method, as torch's schedulers want it
+    assert bench.engine.optimizer.step.__func__ is not None  # torch's schedulers require a bound method
 
 
 def test_the_engines_own_call_of_its_optimizer_is_part_of_its_step() -> None:
@@ -108,7 +108,7 @@ def test_evaluation_is_no_training() -> None:
         bench.engine(torch.ones(32, 2))
     bench.micro_step()
     assert (bench.steps[0].samples, bench.steps[0].forward_s) == (4, 1.0)
-    assert bench.steps[0].latency_s == 5.25  # but it takes time all the same
+    assert bench.steps[0].latency_s == 5.25  # but it takes time
 
 
 def test_a_backward_on_the_loss_itself_is_what_lies_between_forward_and_step() -> None:

@@ -1,4 +1,4 @@
-"""What the profile launch takes for activations on a GPU: a stand-in for the accelerator accounts memory."""
+"""Activations measured in the profile launch on a GPU; a stub accelerator accounts for memory."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from optuna_dsat.study.spec import make_spec
 WORKSPACE, ACTIVATIONS = 32 * 2**20, 4608
 
 
-class AskedError(Exception):
-    """The launch that was asked for."""
+class RequestedError(Exception):
+    """Raised with the requested launch."""
 
     def __init__(self, request: LaunchRequest) -> None:
         super().__init__(request.launch_id)
         self.request = request
 
 
-class Asking:
-    """A launcher that launches nothing."""
+class RequestRecorder:
+    """Launcher that raises instead of launching."""
 
     free_slots = 8
     waiting: tuple[str, ...] = ()
@@ -43,12 +43,12 @@ class Asking:
         return ()
 
     def start(self, request: LaunchRequest) -> None:
-        raise AskedError(request)
+        raise RequestedError(request)
 
 
 @pytest.fixture
 def plan(tmp_path: Path) -> LaunchPlan:
-    """What the ranks of a study's first profile launch are told."""
+    """Return the launch description of a study's first profile launch."""
     spec = make_spec(
         name="s",
         method="random",
@@ -58,14 +58,14 @@ def plan(tmp_path: Path) -> LaunchPlan:
         slots_per_trial=1,
         output_dir=str(tmp_path),
     )
-    launcher: Any = Asking()
-    with pytest.raises(AskedError) as asked:
+    launcher: Any = RequestRecorder()
+    with pytest.raises(RequestedError) as requested:
         measure_profile(spec, launcher, on_attempt=lambda _: None, on_report=lambda *_: None)
-    return LaunchPlan.load(write_run_directory(asked.value.request, tmp_path).launch)
+    return LaunchPlan.load(write_run_directory(requested.value.request, tmp_path).launch)
 
 
 class Engine(torch.nn.Module):
-    """Allocates on a device that is only accounted: a workspace for good at first, activations until backward."""
+    """Stub module: allocates a persistent workspace in the first forward, and activations until backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Engine(torch.nn.Module):
 
 
 class GatheringEngine(Engine):
-    """Gathers its parameters in forward and lets them go in backward, as ZeRO 3 does from the second step on."""
+    """Gathers its parameters in forward and releases them in backward, as ZeRO 3 does from the second step on."""
 
     def __init__(self, *, alone: bool) -> None:
         super().__init__()
@@ -119,11 +119,11 @@ class GatheringEngine(Engine):
 
 
 class LeftError(Exception):
-    """The rank has left."""
+    """Raised when the rank exits."""
 
 
 def profile_of(engine: Engine, plan: LaunchPlan, batches: int = 9) -> list[ProfileMeasured]:
-    """Train until the rank leaves or its data ends; return the profiles that it wrote."""
+    """Train until the rank exits or its data ends; return the profiles that it recorded."""
     accelerator = SimpleNamespace(
         device_name=lambda: "cuda", memory_allocated=lambda: engine.allocated, total_memory=lambda: 2**30
     )

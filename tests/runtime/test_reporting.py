@@ -1,4 +1,4 @@
-"""What a script may call itself: outside a trial, in one, and around steps that are seen or not."""
+"""The functions that scripts may call: outside a trial, in a trial, and around observed and unobserved steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.harness.ranks import ROOT, Starter, script
 
 
 class Unseen(Engine):
-    """An engine that counts its steps as DeepSpeed does, and whose methods are called past the wrapped ones."""
+    """Engine that counts its steps as DeepSpeed does, and whose unwrapped methods are called."""
 
     def __init__(self, clock: FakeClock, accumulation: int = 1) -> None:
         super().__init__(clock, accumulation)

@@ -1,4 +1,4 @@
-"""Workers for the tests, each run in a process of its own: ``actor.py ROLE URL [NUMBER]``.
+"""Worker processes for the tests: ``actor.py ROLE URL [NUMBER]``.
 
 Every role prints ``ready`` once its imports are done, waits for a line on stdin, and prints JSON when it is done.
 """
@@ -31,14 +31,14 @@ def open_study(store: Store) -> tuple[str, optuna.Study]:
 
 
 def opens(url: str) -> object:
-    """Open an empty database and create the study, at the same instant as others."""
+    """Open an empty database and create the study, concurrently with other workers."""
     wait()
     with Store.open(url) as store:
         return open_study(store)[0]
 
 
 def claims(url: str, count: int, keys: int) -> object:
-    """Claim configurations that the other workers want too, and tell a trial for each."""
+    """Claim configurations in competition with other workers, and complete a trial for each."""
     wait()
     won: list[str] = []
     with Store.open(url) as store:
@@ -80,7 +80,7 @@ def takes(url: str, count: int) -> object:
 
 
 def holds(url: str) -> object:
-    """Run a trial until somebody kills this process."""
+    """Run a trial until this process is killed."""
     with Store.open(url) as store:
         study_uuid, study = open_study(store)
         trial = study.ask()
@@ -94,7 +94,7 @@ def holds(url: str) -> object:
 
 
 def reclaims(url: str) -> object:
-    """Look for lost trials for two seconds."""
+    """Reclaim lost trials for two seconds."""
     with Store.open(url, heartbeat_interval_s=0.2, grace_s=1.0) as store:
         _, study = open_study(store)
         wait()

@@ -1,4 +1,4 @@
-"""Stores to test, and workers in processes of their own."""
+"""Fixtures: stores, and workers in separate processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _quiet_optuna() -> Iterator[None]:
 
 
 class Actor:
-    """A worker in a process of its own; its answer is the last line it prints."""
+    """A worker in a separate process; its result is the last line it prints."""
 
     def __init__(self, *arguments: str) -> None:
         self.process = subprocess.Popen(

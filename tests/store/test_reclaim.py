@@ -35,7 +35,7 @@ def run_trial(store: Store, study: optuna.Study, study_uuid: str) -> optuna.Tria
 
 
 def pretend(store: Store, **columns: object) -> None:
-    """Change the heartbeats of the store, as if they were another worker's."""
+    """Overwrite columns of all heartbeats, to simulate another worker's."""
     store.heartbeat.close()
     with store._database.engine.begin() as connection:
         connection.execute(update(HeartbeatRow).values(**columns))

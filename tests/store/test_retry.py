@@ -28,7 +28,7 @@ FULL = sqlite_error(13, "database or disk is full")
 
 
 class PostgresError(Exception):
-    """Stands for an error of psycopg, which carries an SQLSTATE where the server gave one."""
+    """Stub of a psycopg error; its SQLSTATE is None if the server sent none."""
 
     def __init__(self, sqlstate: str | None) -> None:
         super().__init__("server closed the connection unexpectedly\n\tThis probably means trouble.")
@@ -99,7 +99,7 @@ def test_a_reason_has_one_line_without_sql() -> None:
 
 
 class LosesAcknowledgements(InMemoryStorage):
-    """Does what it is told, and then says that it could not, once per method."""
+    """Storage that raises a transient error once per method, after the operation was committed."""
 
     def __init__(self) -> None:
         super().__init__()
