@@ -12,16 +12,14 @@ from filelock import BaseFileLock
 
 from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.devices import Device, Devices
-from optuna_dsat.launch.holders import another_tuner, foreign_holders, holders_in_words, label
-from optuna_dsat.launch.nvml import DeviceError, GpuUse, Nvml, NvmlError
+from optuna_dsat.launch.gpu_monitor import GpuMonitor
+from optuna_dsat.launch.holders import holders_in_words, label
+from optuna_dsat.launch.nvml import DeviceError, Nvml, NvmlError
 from optuna_dsat.launch.processes import ProcessKey
 from optuna_dsat.launch.protocol import Holder, SlotsBusyError
 from optuna_dsat.launch.slot_locks import lock, lock_owner, lock_path, unlock
 
 __all__ = ["SlotLease", "SlotPool", "only_free"]
-
-_TOLERANCE_BYTES = 64 * 2**20
-"""Memory that may stay in use above the baseline: drivers keep a few MiB, a CUDA context takes 200 or more."""
 
 _SURVEY_S = 1.0
 """Time for which a survey of the GPUs used by other processes is reused."""
@@ -79,30 +77,21 @@ class SlotPool:
         self._leases: list[SlotLease] = []
         self._lock_dir = Path(tempfile.gettempdir()) if lock_dir is None else lock_dir
         self._clock = clock
-        self._on_notice = on_notice
         self._survey: tuple[float, frozenset[int]] | None = None
-        self._silent: dict[int, str] = {}
-        """Index of each GPU that does not answer -> NVML's error."""
-        self._indices_shifted = False
-        """Whether a GPU was ever missing, after which CUDA may number the others differently."""
-        self._nvml = nvml
         if devices.kind == "cuda" and nvml is None:
             try:
-                self._nvml = Nvml()
+                nvml = Nvml()
             except NvmlError as error:
                 raise DeviceError(
                     f"NVML does not answer ({error}); GPUs cannot be shared safely without it."
                 ) from error
+        self._gpus = None if nvml is None else GpuMonitor(nvml, on_notice=on_notice)
+        """None on the CPU."""
 
     @property
     def kind(self) -> str:
         """``cuda`` or ``cpu``."""
         return self._devices.kind
-
-    @property
-    def devices(self) -> Devices:
-        """All devices, taken or free."""
-        return self._devices
 
     @property
     def total(self) -> int:
@@ -120,37 +109,13 @@ class SlotPool:
     def _available(self) -> list[Device]:
         taken = {index for lease in self._leases for index in lease.indices}
         rest = [device for device in self._devices.devices if device.index not in taken]
-        if self._nvml is None:
+        if self._gpus is None:
             return rest
         now = self._clock()
         if self._survey is None or now - self._survey[0] > _SURVEY_S:
-            busy = frozenset(device.index for device in rest if self._in_use(device))
+            busy = frozenset(device.index for device in rest if self._gpus.is_unavailable(device))
             self._survey = (now, busy)
         return [device for device in rest if device.index not in self._survey[1]]
-
-    def _in_use(self, device: Device) -> bool:
-        """Whether a GPU held by no launch of ours cannot be taken: others compute on it or it does not answer."""
-        if self._nvml is None:
-            return False
-        use = self._use(device)
-        return use is None or bool(foreign_holders(device, use, self._nvml))
-
-    def _use(self, device: Device) -> GpuUse | None:
-        """Return a GPU's use; None if it does not answer, which is reported when it starts."""
-        if self._nvml is None:
-            return GpuUse(used_bytes=None, processes={})
-        name = label(device, kind=self.kind)
-        try:
-            use = self._nvml.use(device.nvml_id)
-        except NvmlError as error:
-            if device.index not in self._silent:
-                self._on_notice(f"{name} does not answer any more ({error}): launches leave it out.")
-            self._silent[device.index] = str(error)
-            self._indices_shifted = True
-            return None
-        if self._silent.pop(device.index, None) is not None:
-            self._on_notice(f"{name} answers again.")
-        return use
 
     def holders(self) -> tuple[Holder, ...]:
         """Return the holders of the slots that are not free, measured now, in the order of the slots."""
@@ -160,15 +125,9 @@ class SlotPool:
         name = label(device, kind=self.kind)
         if any(device.index in lease.indices for lease in self._leases):
             return [Holder(device=name, who="a launch of this search", own=True)]
-        if self._nvml is None:
+        if self._gpus is None:
             return []
-        use = self._use(device)
-        owner = lock_owner(self._lock_path(device))
-        if owner is not None:
-            return [another_tuner(device, owner, use)]
-        if use is None:
-            return [Holder(device=name, who=f"it does not answer ({self._silent[device.index]})")]
-        return foreign_holders(device, use, self._nvml)
+        return self._gpus.holders(device, lock_owner(self._lock_path(device)))
 
     def _lock_path(self, device: Device) -> Path:
         return lock_path(self._lock_dir, device.uuid or device.visible_id)
@@ -185,11 +144,11 @@ class SlotPool:
             raise SlotsBusyError(f"A launch asks for {slots} slots; {self.free} of {self.total} are free.")
         chosen, locks = self._lock(candidates, slots)
         self._survey = None
-        if self._indices_shifted:
+        if self._gpus is not None and self._gpus.indices_shifted:
             chosen = [replace(device, visible_id=device.certain_id) for device in chosen]
         lease = SlotLease(
             devices=tuple(chosen),
-            baseline_bytes={device.index: _unattributed_bytes(self._use(device), ()) for device in chosen},
+            baseline_bytes={} if self._gpus is None else {d.index: self._gpus.baseline_bytes(d) for d in chosen},
             locks=tuple(locks),
         )
         self._leases.append(lease)
@@ -197,7 +156,7 @@ class SlotPool:
 
     def _lock(self, candidates: list[Device], slots: int) -> tuple[list[Device], list[BaseFileLock]]:
         """Lock ``slots`` of the candidates against other tuners; CPU ranks need no lock."""
-        if self._nvml is None:
+        if self._gpus is None:
             return candidates[:slots], []
         chosen: list[Device] = []
         locks: list[BaseFileLock] = []
@@ -223,31 +182,21 @@ class SlotPool:
         host; no memory is attributed to those. CPU ranks are free once their processes are gone, which the caller
         ensures.
         """
+        if self._gpus is None:
+            return True
         pids = {key.pid for key in own}
-        for device in lease.devices if self._nvml is not None else ():
-            use = self._use(device)
-            if use is None:
-                continue  # it is left out until it answers
-            if pids & (use.processes or {}).keys():
-                return False
-            if _unattributed_bytes(use, pids) - lease.baseline_bytes[device.index] > _TOLERANCE_BYTES:
-                return False
-        return True
+        return all(
+            self._gpus.is_free_of(device, pids, baseline_bytes=lease.baseline_bytes[device.index])
+            for device in lease.devices
+        )
 
     def describe_use(self, lease: SlotLease) -> str:
         """Return what still uses the devices of a launch, in words."""
-        if self._nvml is None:
+        if self._gpus is None:
             return "nothing"
-        return "; ".join(self._use_in_words(device, lease.baseline_bytes[device.index]) for device in lease.devices)
-
-    def _use_in_words(self, device: Device, baseline_bytes: int) -> str:
-        use, name = self._use(device), label(device, kind=self.kind)
-        if use is None:
-            return f"{name} does not answer"
-        used = "memory in use not known" if use.used_bytes is None else f"{use.used_bytes / 2**30:.1f} GiB in use"
-        return (
-            f"{name}: {used}, {baseline_bytes / 2**30:.1f} GiB before the launch, "
-            f"processes {sorted(use.processes or ()) or 'not listed'}"
+        return "; ".join(
+            self._gpus.use_in_words(device, baseline_bytes=lease.baseline_bytes[device.index])
+            for device in lease.devices
         )
 
     def give_back(self, lease: SlotLease) -> None:
@@ -281,13 +230,3 @@ def only_free(devices: Devices, *, nvml: Nvml | None = None, lock_dir: Path | No
     names = ", ".join(str(device.index) for device in free)
     notice = f"Tuning on GPU {names} (--only-free-gpus). Not free: {holders_in_words(held)}."
     return replace(devices, devices=free, notices=(*devices.notices, notice))
-
-
-def _unattributed_bytes(use: GpuUse | None, own: Collection[int]) -> int:
-    """Return the memory in use that no living process of others accounts for; 0 if unknown."""
-    if use is None or use.used_bytes is None:
-        return 0
-    others = sum(
-        used for pid, used in (use.processes or {}).items() if pid not in own and ProcessKey.of(pid) is not None
-    )
-    return max(0, use.used_bytes - others)

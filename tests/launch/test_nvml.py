@@ -43,7 +43,7 @@ def test_without_a_list_of_processes_memory_tells_who_uses_a_gpu(machine: Machin
         f"refuse {GRAPHICS} {code}",
     )
     pool = machine.pool()
-    assert pool.devices.notices == ()
+    assert machine.detect().notices == ()
     assert (pool.total, pool.free) == (2, 1)
     lease = pool.take(1)
     assert lease.indices == (0,)
@@ -73,7 +73,7 @@ def test_a_package_of_another_version_is_no_end_either(machine: Machine, monkeyp
         monkeypatch.delattr(machine.pynvml(), function)
     monkeypatch.setattr(machine.pynvml(), GRAPHICS, lambda: None)  # takes no argument: a TypeError
     pool = machine.pool("1")
-    assert [(d.index, d.visible_id, d.name) for d in pool.devices.devices] == [(1, "1", "NVIDIA GPU")]
+    assert [(d.index, d.visible_id, d.name) for d in machine.detect("1").devices] == [(1, "1", "NVIDIA GPU")]
     assert pool.take(1).indices == (1,)
 
 
@@ -106,7 +106,7 @@ def test_where_no_gpu_answers_the_error_names_each_of_them(machine: Machine) -> 
 def test_a_gpu_that_shares_the_hosts_memory_is_judged_by_its_processes(machine: Machine) -> None:
     machine.has(f"gpu {uuid(0)} - - NVIDIA GB10", f"refuse {MEMORY} {NOT_SUPPORTED}")
     pool = machine.pool()
-    (device,) = pool.devices.devices
+    (device,) = machine.detect().devices
     assert (device.name, device.memory_bytes) == ("NVIDIA GB10", host_memory_bytes())
     lease = pool.take(1)
     machine.gets("process 0 compute 4711 900")
