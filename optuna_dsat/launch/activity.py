@@ -21,9 +21,9 @@ MAX_STALL_LIMITS = 3
 their first step for ever.
 """
 
-_LOOK_S = 5.0
+_READING_INTERVAL_S = 5.0
 """Time between two readings; each takes some milliseconds."""
-_LOOKS_PER_LIMIT = 4
+_READINGS_PER_LIMIT = 4
 """Fewest readings within a stall limit."""
 _BUSY_CORES = 0.05
 """Cores above which a process counts as active. A rank that waits on a socket, with its helper threads, takes less than
@@ -54,9 +54,9 @@ class ActivityMonitor:
     """
 
     def __init__(self, *, limit_s: float, started: float) -> None:
-        self._interval_s = min(_LOOK_S, limit_s / _LOOKS_PER_LIMIT)
+        self._interval_s = min(_READING_INTERVAL_S, limit_s / _READINGS_PER_LIMIT)
         self._work_counts_s = (MAX_STALL_LIMITS - 1) * limit_s
-        self._looked = started
+        self._read_at = started
         self._readings: Mapping[ProcessKey, ProcessUsage] | None = None
         self.last_work: float | None = None
         """Time of the last activity seen; None if never."""
@@ -68,9 +68,9 @@ class ActivityMonitor:
 
     def is_due(self, now: float, *, last_event: float) -> bool:
         """Return whether a reading is due: long enough after the last event and the last reading."""
-        return now - max(self._looked, last_event) >= self._interval_s
+        return now - max(self._read_at, last_event) >= self._interval_s
 
-    def look(
+    def update(
         self,
         readings: Mapping[ProcessKey, ProcessUsage],
         now: float,
@@ -88,11 +88,11 @@ class ActivityMonitor:
             ranks: The ranks among ``readings``.
             trained: Whether a step was measured, after which the ranks' own activity does not count.
         """
-        before, looked = self._readings, self._looked
-        self._readings, self._looked = readings, now
-        if before is None or looked < last_event:
+        before, read_at = self._readings, self._read_at
+        self._readings, self._read_at = readings, now
+        if before is None or read_at < last_event:
             return
-        since_s = now - looked
+        since_s = now - read_at
         for key, new in readings.items():
             old = before.get(key, ProcessUsage())
             ended_s = new.ended_cpu_s - old.ended_cpu_s

@@ -56,7 +56,7 @@ _QUIET_TRACKERS = {
     "COMET_START_ONLINE": "0",
     "DISABLE_TELEMETRY": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
-    "MLFLOW_ALLOW_FILE_STORE": "true",  # MLflow 3.13 takes a folder no more unless told so
+    "MLFLOW_ALLOW_FILE_STORE": "true",  # else MLflow 3.13 and newer refuse a folder
     "NEPTUNE_MODE": "offline",
     "SWANLAB_MODE": "offline",
     "WANDB_MODE": "offline",

@@ -141,7 +141,7 @@ def cpu_devices(ranks: int) -> Devices:
 def detect_devices(
     *, environ: Mapping[str, str] | None = None, nvml: Nvml | None = None, cpu_ranks: int | None = None
 ) -> Devices:
-    """Return the GPUs that this process may use, or CPU ranks where there is none.
+    """Return the GPUs that this process may use, CPU ranks if there is none.
 
     ``CUDA_VISIBLE_DEVICES`` is honoured. Its numbers are taken in the order of the PCI bus, which is also the order
     given to launches (``CUDA_DEVICE_ORDER=PCI_BUS_ID``); CUDA's own default differs only between unlike GPUs. A GPU
@@ -150,7 +150,7 @@ def detect_devices(
     Args:
         environ: Environment to read, this process's for None.
         nvml: NVML to ask, the machine's for None.
-        cpu_ranks: Ranks to offer where there is no GPU; None for 2.
+        cpu_ranks: CPU ranks if there is no GPU; None for 2.
 
     Raises:
         DeviceError: If the NVIDIA driver is loaded but neither it nor any GPU that is named answers.

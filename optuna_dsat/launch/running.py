@@ -219,5 +219,5 @@ class RunningLaunch:
         if self._activity.is_due(now, last_event=self.last_event):
             ranks = self._processes.ranks
             usage = read_usage(self._processes.descendants() | ranks)
-            self._activity.look(usage, now, last_event=self.last_event, ranks=ranks, trained=self.has_trained)
+            self._activity.update(usage, now, last_event=self.last_event, ranks=ranks, trained=self.has_trained)
         return self._activity.last_activity(self.last_event)

@@ -89,7 +89,7 @@ def _resolve(entry: str, first: str, uuids: Sequence[str]) -> tuple[str | None, 
 def _by_uuid(entry: str, uuids: Sequence[str]) -> tuple[str | None, str]:
     matching = [index for index, uuid in enumerate(uuids) if uuid and uuid.startswith(entry)]
     if not matching and not all(uuids):
-        return entry, ""  # perhaps that of a GPU which does not tell its own
+        return entry, ""  # possibly that of a GPU which does not report its own
     if not matching:
         return None, f"{entry!r} is none of this machine's GPUs"
     if len(matching) > 1:

@@ -53,7 +53,7 @@ class SlotWait:
         self._begun: float | None = None
         self._changed = 0.0
         self._state: frozenset[tuple[str, str, float]] | None = None
-        self._told: frozenset[tuple[str, str]] | None = None
+        self._reported: frozenset[tuple[str, str]] | None = None
 
     def check(self) -> None:
         """Note that slots are still missing.
@@ -73,9 +73,9 @@ class SlotWait:
             self._state, self._changed = state, now
         if now - self._changed >= self._limit_s:
             raise DeviceError(self._at_the_limit(holders))
-        told = frozenset((holder.device, holder.who) for holder in holders)
-        if told != self._told and now - self._begun >= _QUIET_S:
-            self._told = told
+        reported = frozenset((holder.device, holder.who) for holder in holders)
+        if reported != self._reported and now - self._begun >= _QUIET_S:
+            self._reported = reported
             self._on_notice(
                 f"Waiting for {self._needed()}, for {self._limit_s:g} s at most while this does not change "
                 f"(--wait-for-gpus). {_sentence(holders)}"
@@ -83,7 +83,7 @@ class SlotWait:
 
     def reset(self) -> None:
         """Note that no slots are missing."""
-        self._begun = self._state = self._told = None
+        self._begun = self._state = self._reported = None
 
     def _needed(self) -> str:
         return "a free slot" if self._slots == 1 else f"{self._slots} free slots"

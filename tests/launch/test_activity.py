@@ -39,7 +39,7 @@ def look(
     trained: bool = False,
     last_event: float = 0.0,
 ) -> None:
-    watched.look(readings, now, last_event=last_event, ranks={RANK}, trained=trained)
+    watched.update(readings, now, last_event=last_event, ranks={RANK}, trained=trained)
 
 
 @pytest.mark.parametrize(
