@@ -9,12 +9,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from optuna_dsat.launch.simulated import Landscape
 from optuna_dsat.report.view import StudyView, read_view
+from optuna_dsat.study.result import TuneResult
+from optuna_dsat.study.spec import StudySpec
+from optuna_dsat.tuning.run import fill_dashboard
 from tests.harness.studies import StudyBench
 
 
 class ReportedStudyBench(StudyBench):
     """A bench whose study left the logs that real launches leave."""
+
+    def run(self, spec: StudySpec, landscape: Landscape, *, slots: int = 2, noise: float = 0.0) -> TuneResult | None:
+        result = super().run(spec, landscape, slots=slots, noise=noise)
+        fill_dashboard(self.store, spec.name, self.news.append)  # as a run by the commands does
+        return result
 
     @property
     def url(self) -> str:
