@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from optuna.pruners import BasePruner
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial
 
-from optuna_dsat.pruners._common import chosen_by_user, lineage_of
+from optuna_dsat.pruners._common import LineagePruner, chosen_by_user, lineage_of
 from optuna_dsat.pruners._inflight import below_rung, cannot_win, reports_of
 from optuna_dsat.pruners._rungs import Rungs, build_rungs
 from optuna_dsat.trials.bisection import ended
@@ -20,32 +19,30 @@ from optuna_dsat.trials.lineage_index import Lineages, StructureGroup, best_scor
 __all__ = ["AshaPruner"]
 
 
-class AshaPruner(BasePruner):
-    """Gives more launches to the lineages that do well.
+class AshaPruner(LineagePruner):
+    """Allocates more launches to the lineages with better metrics.
 
     Asynchronous successive halving (Li et al. 2018, arXiv:1810.05934) with lineages as the candidates and
     launches as the resource. A lineage completes rung k when it has ``min_binary_search_trials * divisor **
     (asha_early_stopping + k)`` launches, or when its search ended earlier. Of the n lineages that completed a
     rung the best ``n // divisor`` go on to the next; the others wait, and go on later if they are among the
-    best of a rung that has grown. The top rung, ``max_rungs - 1``, is never left. Launches that failed by
-    accident do not count.
+    best of a rung that has grown. The top rung, ``max_rungs - 1``, is never left. Launches that failed for
+    reasons unrelated to the configuration do not count.
 
-    Used with ``BinarySearchSampler`` this is the search of Determined AI's ``dsat asha``: the sampler asks
-    which lineages go on, the highest rung first, and opens a new one when all wait. With other samplers, a
-    trial of a lineage that waits is pruned before it is launched; enqueued trials and copies of lost ones
-    never are.
+    With ``BinarySearchSampler`` this is the search of Determined AI's ``dsat asha``: the sampler asks which lineages go
+    on, the highest rung first, and opens a new one if all wait. With other samplers, a trial of a waiting lineage is
+    pruned before it is launched; enqueued trials and copies of lost ones never are.
 
-    Within a launch the same rule is applied to the reported steps: after ``divisor ** (asha_early_stopping +
-    k)`` reports a job must be among the best ``1 / divisor`` of all trials at that step. It is not stopped
-    while it is within ``stop_margin`` (or three standard errors) of the best, so that noise does not decide
-    between good configurations.
+    Within a launch the same rule applies to the reported steps: after ``divisor ** (asha_early_stopping + k)`` reports
+    a job must be among the best ``1 / divisor`` of all trials at that step. It is not stopped while it is within
+    ``stop_margin`` (or three standard errors) of the best, so that noise does not decide between good configurations.
 
     Args:
         max_rungs: Number of rungs.
         min_binary_search_trials: Launches of the lowest rung (``r`` in the paper).
         divisor: One lineage in ``divisor`` goes on (``eta`` in the paper).
         asha_early_stopping: Raises all rungs by this power of the divisor (``s`` in the paper).
-        stop_margin: Least distance from the best, relative to it, that stops a job in flight.
+        stop_margin: Least relative distance from the best at which a job in flight is stopped.
         micro_batch: Name of the micro-batch's parameter.
 
     Raises:
@@ -87,7 +84,7 @@ class AshaPruner(BasePruner):
         return self.reason(study, trial) is not None
 
     def reason(self, study: Study, trial: FrozenTrial) -> str | None:
-        """Return why a trial should not be launched, None if it should."""
+        """Return why a trial should not be launched, None if it should be."""
         if chosen_by_user(trial):
             return None
         lineages = read_history(study, micro_batch=self._micro_batch, without=trial.number).lineages
@@ -98,32 +95,28 @@ class AshaPruner(BasePruner):
             return "this configuration failed whatever its micro-batch"
         return f"other configurations did better with {len(lineage.conclusive)} launches"
 
-    def held_back(self, study: Study, lineages: Mapping[str, Lineage]) -> frozenset[str]:
-        """Return the keys of the lineages that wait, or left the race."""
-        return frozenset(lineages) - frozenset(self.continuable(study, lineages))
-
     def continuable(self, study: Study, lineages: Mapping[str, Lineage]) -> Sequence[str]:
-        """Return the keys of the lineages that may go on: the highest rung first, then the longest."""
+        """Return the keys of the lineages that may go on: the highest rung first, then the most launches."""
         known, direction = Lineages.of(lineages), study.direction
-        return known.derived(("continuable", self._rungs, direction), lambda: self._climbing(known, direction))
+        return known.derived(("continuable", self._rungs, direction), lambda: self._continuing(known, direction))
 
-    def _climbing(self, lineages: Lineages, direction: StudyDirection) -> list[str]:
+    def _continuing(self, lineages: Lineages, direction: StudyDirection) -> list[str]:
         best = best_score(lineages, direction)
-        split = [_split(kind, direction, self._rungs.size(0), best) for kind in lineages.structures.values()]
-        beginners = [ranked for below, _ in split for ranked in below]
-        climbers = {o.key: o for o in sorted((o for _, on in split for o in on), key=lambda o: o.first_number)}
-        over = frozenset(key for key, lineage in climbers.items() if ended(lineage, direction, best))
-        ladder = build_rungs(climbers, rungs=self._rungs, direction=direction, ended=over)
-        going_on = []
-        for key, lineage in climbers.items():
+        split = [_split(group, direction, self._rungs.size(0), best) for group in lineages.structures.values()]
+        newcomers = [ranked for below, _ in split for ranked in below]
+        started = {o.key: o for o in sorted((o for _, on in split for o in on), key=lambda o: o.first_number)}
+        over = frozenset(key for key, lineage in started.items() if ended(lineage, direction, best))
+        rungs = build_rungs(started, rungs=self._rungs, direction=direction, ended=over)
+        continuing = []
+        for key, lineage in started.items():
             done = len(lineage.conclusive)
-            rung = next((k for k, r in enumerate(ladder) if key not in r.promoted), 0)
+            rung = next((k for k, r in enumerate(rungs) if key not in r.promoted), 0)
             if key not in over and done < self._rungs.size(rung):
-                going_on.append((-rung, -done, lineage.first_number, key))
-        return [key for *_, key in sorted([*going_on, *beginners])]
+                continuing.append((-rung, -done, lineage.first_number, key))
+        return [key for *_, key in sorted([*continuing, *newcomers])]
 
     def hopeless(self, study: Study, lineages: Mapping[str, Lineage]) -> Sequence[Mapping[str, Any]]:
-        """Return no structures: every new lineage may build_rungs."""
+        """Return no structures: every new lineage starts at the lowest rung."""
         del study, lineages
         return ()
 
@@ -141,22 +134,22 @@ class AshaPruner(BasePruner):
 
 
 _Ranked = tuple[int, int, int, str]
-"""Rung and launches, both negative, number of the first trial and key: the most urgent first."""
+"""Negative rung, negative launches, number of the first trial, key: sorts the most urgent lineage first."""
 
 
 def _split(
-    kind: StructureGroup, direction: StudyDirection, least: int, best_of_study: float | None
+    group: StructureGroup, direction: StudyDirection, least: int, best: float | None
 ) -> tuple[Sequence[_Ranked], Sequence[Lineage]]:
-    """Return the lineages of a kind that have not completed the lowest rung, of ``least`` launches, and the others."""
+    """Return the lineages of a group below the lowest rung, which holds ``least`` launches, and the others."""
 
     def find() -> tuple[list[_Ranked], list[Lineage]]:
         below, on = [], []
-        for lineage in kind.members.values():
+        for lineage in group.members.values():
             done = len(lineage.conclusive)
-            if done >= least or ended(lineage, direction, best_of_study):
+            if done >= least or ended(lineage, direction, best):
                 on.append(lineage)
             else:
                 below.append((0, -done, lineage.first_number, lineage.key))
         return sorted(below), on
 
-    return kind.derived(("split", direction, least, best_of_study), find)
+    return group.derived(("split", direction, least, best), find)

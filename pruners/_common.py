@@ -1,23 +1,43 @@
-"""What the pruners share: whose trial it is, and which lineage it belongs to."""
+"""Code shared by the pruners: their base class, who chose a trial, and which lineage it belongs to."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import abc
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from optuna.pruners import BasePruner
+from optuna.study import Study
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.trials.lineage import RETRY_ATTR, Lineage, group
 
-__all__ = ["chosen_by_user", "lineage_of"]
+__all__ = ["LineagePruner", "chosen_by_user", "lineage_of"]
+
+
+class LineagePruner(BasePruner):
+    """Base of the pruners over lineages; implements ``optuna_dsat.trials.lineage.LineageGate``."""
+
+    @abc.abstractmethod
+    def continuable(self, study: Study, lineages: Mapping[str, Lineage]) -> Sequence[str]:
+        """Return the keys of the lineages that may get another launch, the most urgent first."""
+
+    @abc.abstractmethod
+    def hopeless(self, study: Study, lineages: Mapping[str, Lineage]) -> Sequence[Mapping[str, Any]]:
+        """Return the structures (partial knobs) of which no new lineage can win."""
+
+    def held_back(self, study: Study, lineages: Mapping[str, Lineage]) -> frozenset[str]:
+        """Return the keys of the lineages that may get no launch now."""
+        return frozenset(lineages) - frozenset(self.continuable(study, lineages))
 
 
 def chosen_by_user(trial: FrozenTrial) -> bool:
-    """Return whether a trial was enqueued or repeats a lost one: it is launched whatever a pruner knows."""
+    """Return whether a trial was enqueued or repeats a lost one; pruners never veto such a trial."""
     return bool(trial.system_attrs.get("fixed_params")) or RETRY_ATTR in trial.system_attrs
 
 
 def lineage_of(trial: FrozenTrial, lineages: Mapping[str, Lineage], *, micro_batch: str) -> Lineage | None:
-    """Return the lineage a trial belongs to, without trials if it is the first; None for a foreign trial."""
+    """Return the lineage of a trial, without trials if it is the first; None if the trial has no micro-batch."""
     own = next(iter(group([trial], micro_batch=micro_batch).values()), None)
     if own is None:
         return None

@@ -1,4 +1,4 @@
-"""Stops lineages that cannot win, by knowledge of DeepSpeed and of the search so far."""
+"""Stops lineages that cannot win, from knowledge of DeepSpeed and the search's history."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from enum import StrEnum
 from functools import partial
 from typing import Any
 
-from optuna.pruners import BasePruner
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial
 
-from optuna_dsat.pruners._common import chosen_by_user, lineage_of
+from optuna_dsat.pruners._common import LineagePruner, chosen_by_user, lineage_of
 from optuna_dsat.pruners._inflight import cannot_win, reports_of
 from optuna_dsat.trials.bisection import ended
 from optuna_dsat.trials.extrapolation import optimistic_bound
@@ -25,41 +24,40 @@ from optuna_dsat.trials.lineage_index import Lineages, StructureGroup, best_scor
 __all__ = ["DeepSpeedPruner"]
 
 _NOISE = 0.03
-"""Metrics of one lineage closer than this, relative to each other, are taken as equal."""
+"""Relative difference up to which metrics of one lineage count as equal."""
 _SPREAD = 0.2
-"""How much other buckets and flags may add, at most, to what lineages of the same structure showed."""
-_WITNESSES = 2
-"""Lineages of a structure that must be judged before all of it is called hopeless."""
+"""Largest relative gain expected of other buckets and flags within a structure."""
+_MIN_JUDGED = 2
+"""Lineages of a structure that must be judged before the structure counts as hopeless."""
 
 
-class DeepSpeedPruner(BasePruner):
+class DeepSpeedPruner(LineagePruner):
     """Stops lineages and jobs that cannot win.
 
-    Before a launch (nothing reported) it vetoes a trial when
+    Before a launch (nothing reported) it vetoes a trial if
 
-    - its lineage failed at the smallest micro-batch, or whatever the micro-batch;
+    - its lineage failed at the smallest micro-batch, or at any micro-batch;
     - its lineage had ``trials_per_random_config`` launches;
     - its lineage ran out of memory, and another one of the same structure (ZeRO stage and offload) ran a micro-batch
-      as large as this one can still reach, no slower than this one can plausibly become;
-    - its lineage cannot catch up with the best metric of the study on the micro-batches that it has left;
-    - it opens a lineage of a structure that cannot win: at least two of its lineages were judged, and the best that
-      any of them showed or promises is over 20 % worse than the study's best, which is more than buckets and flags
-      are expected to make up.
+      at least as large as this one can still reach, at no lower metric than this one's optimistic bound;
+    - the optimistic bound of its lineage on the remaining micro-batches is worse than the best metric of the study;
+    - it opens a lineage of a structure that cannot win: at least two of its lineages were judged, and the best metric
+      or optimistic bound of any of them is over 20 % worse than the study's best, which is more than buckets and flags
+      are expected to gain.
 
-    The last two replace the rule of Determined AI's ``dsat random`` that drops ZeRO 3 as soon as ZeRO 1 or 2
-    ran: a higher stage or an offload pays communication for memory, so it loses where a cheaper one holds the
-    same micro-batch, but it may win through a larger one. What a lineage can plausibly become is an
-    optimistic extrapolation of what it measured, see ``optuna_dsat.trials.extrapolation``; a lineage not measured yet
-    is not judged by it.
+    The last two replace the rule of Determined AI's ``dsat random`` that drops ZeRO 3 as soon as ZeRO 1 or 2 ran: a
+    higher stage or an offload pays communication for memory, so it loses if a cheaper one holds the same micro-batch,
+    but it may win through a larger one. See ``optuna_dsat.trials.extrapolation`` for the optimistic bound; it is not
+    applied to lineages without measurements.
 
-    In flight it stops a job whose mean over the reported steps is worse than that of the study's best trial
-    at the same steps by more than ``stop_margin`` and three standard errors. Enqueued trials and copies of
-    lost ones are never vetoed.
+    In flight it stops a job whose mean over the reported steps is worse than that of the study's best trial at the same
+    steps by more than ``stop_margin`` and three standard errors. Enqueued trials and copies of lost ones are never
+    vetoed.
 
     Args:
-        trials_per_random_config: Most launches of one lineage that may teach something.
-        warmup_reports: Reports a job makes before it may be stopped, at least 1.
-        stop_margin: Least distance from the best, relative to it, that stops a job in flight.
+        trials_per_random_config: Largest number of conclusive launches of one lineage.
+        warmup_reports: Reports of a job before it may be stopped, at least 1.
+        stop_margin: Least relative distance from the best at which a job in flight is stopped.
         micro_batch: Name of the micro-batch's parameter.
 
     Raises:
@@ -96,19 +94,15 @@ class DeepSpeedPruner(BasePruner):
         return cannot_win(trial, reports, direction=study.direction, margin=self._stop_margin)
 
     def reason(self, study: Study, trial: FrozenTrial) -> str | None:
-        """Return why a trial should not be launched, None if it should."""
+        """Return why a trial should not be launched, None if it should be."""
         if chosen_by_user(trial):
             return None
         lineages = read_history(study, micro_batch=self._micro_batch, without=trial.number).lineages
         lineage = lineage_of(trial, lineages, micro_batch=self._micro_batch)
         if lineage is None:
             return None
-        verdict = self._judge(lineage, lineages, study.direction)
-        return None if verdict is None else self._explain(verdict, lineage, lineages, study.direction)
-
-    def held_back(self, study: Study, lineages: Mapping[str, Lineage]) -> frozenset[str]:
-        """Return the keys of the lineages that cannot win any more."""
-        return frozenset(lineages) - frozenset(self.continuable(study, lineages))
+        veto = self._veto_reason(lineage, lineages, study.direction)
+        return None if veto is None else self._explain(veto, lineage, lineages, study.direction)
 
     def continuable(self, study: Study, lineages: Mapping[str, Lineage]) -> Sequence[str]:
         """Return the keys of the lineages that may get another launch, the oldest first."""
@@ -117,117 +111,121 @@ class DeepSpeedPruner(BasePruner):
         def find() -> list[str]:
             hopeless = hopeless_structures(known, direction=direction, budget=self._budget)
             best = best_score(known, direction)
-            going_on: list[tuple[int, str]] = []
-            for kind in known.structures.values():
-                is_hopeless = kind.params in hopeless
-                going_on += kind.derived(
+            continuing: list[tuple[int, str]] = []
+            for group in known.structures.values():
+                is_hopeless = group.params in hopeless
+                continuing += group.derived(
                     ("going on", self._budget, direction, best, is_hopeless),
-                    partial(self._going_on, kind, known, direction),
+                    partial(self._continuing, group, known, direction),
                 )
-            return [key for _, key in sorted(going_on)]
+            return [key for _, key in sorted(continuing)]
 
         return known.derived(("continuable", self._budget, direction), find)
 
-    def _going_on(self, kind: StructureGroup, lineages: Lineages, direction: StudyDirection) -> list[tuple[int, str]]:
-        """Return the lineages of a kind that may get another launch: number of the first trial, and key."""
-        return [(o.first_number, o.key) for o in kind.members.values() if self._judge(o, lineages, direction) is None]
+    def _continuing(
+        self, group: StructureGroup, lineages: Lineages, direction: StudyDirection
+    ) -> list[tuple[int, str]]:
+        """Return the lineages of a group that may get another launch: number of the first trial, and key."""
+        return [
+            (o.first_number, o.key) for o in group.members.values() if self._veto_reason(o, lineages, direction) is None
+        ]
 
     def hopeless(self, study: Study, lineages: Mapping[str, Lineage]) -> Sequence[Mapping[str, Any]]:
         """Return the structures (ZeRO stage and offload) of which no lineage can win."""
         return hopeless_structures(Lineages.of(lineages), direction=study.direction, budget=self._budget)
 
-    def _judge(self, lineage: Lineage, lineages: Lineages, direction: StudyDirection) -> Verdict | None:
+    def _veto_reason(self, lineage: Lineage, lineages: Lineages, direction: StudyDirection) -> VetoReason | None:
         if not lineage.conclusive:
             hopeless = hopeless_structures(lineages, direction=direction, budget=self._budget)
             if lineage.structure in hopeless:
-                return Verdict.HOPELESS
-        return judge(lineage, lineages, direction=direction, budget=self._budget)
+                return VetoReason.HOPELESS
+        return veto_reason(lineage, lineages, direction=direction, budget=self._budget)
 
-    def _explain(self, verdict: Verdict, lineage: Lineage, lineages: Lineages, direction: StudyDirection) -> str:
-        """Return a verdict in words; of the configurations that overtook this one, the earliest is named."""
-        _, high, promise = _outlook(lineage, direction)
-        kind = lineages.structure_group(lineage.params)
+    def _explain(self, veto: VetoReason, lineage: Lineage, lineages: Lineages, direction: StudyDirection) -> str:
+        """Return the text of a veto; it names the earliest of the configurations that overtook this one."""
+        _, high, bound = _remaining(lineage, direction)
+        group = lineages.structure_group(lineage.params)
         overtakers = [
             other
-            for other in (kind.members.values() if kind is not None else ())
-            if verdict is Verdict.OVERTAKEN
+            for other in (group.members.values() if group is not None else ())
+            if veto is VetoReason.OVERTAKEN
             and other.key != lineage.key
             and (other.largest_fit or 0) >= high
             and (theirs := other.best_score(direction)) is not None
-            and _overtaken(lineage, promise, theirs, direction)
+            and _overtaken(lineage, bound, theirs, direction)
         ]
         earliest = min(overtakers, key=lambda other: other.first_number, default=lineage)
-        return verdict.value.format(
+        return veto.value.format(
             launches=self._budget,
             structure=", ".join(f"{name} {value}" for name, value in lineage.structure.items()) or "the same structure",
             larger=earliest.largest_fit,
             high=high,
-            promise=promise,
+            bound=bound,
             best=best_score(lineages, direction) or 0.0,
         )
 
 
-class Verdict(StrEnum):
+class VetoReason(StrEnum):
     """Why a lineage gets no further launch."""
 
     BROKEN = "this configuration failed whatever its micro-batch"
     DEAD = "this configuration does not fit at the smallest micro-batch"
     SPENT = "this configuration had its {launches} launches"
     OVERTAKEN = "another configuration of {structure} ran micro-batch {larger}, this one can reach {high} at most"
-    BEHIND = "at most {promise:.4g} can be expected of this configuration, the best so far is {best:.4g}"
+    BEHIND = "at most {bound:.4g} can be expected of this configuration, the best so far is {best:.4g}"
     HOPELESS = "{structure} cannot reach the best result so far, by what its trials measured"
 
 
-def judge(lineage: Lineage, lineages: Lineages, *, direction: StudyDirection, budget: int) -> Verdict | None:
-    """Return why a lineage should get no further launch, None if it may.
+def veto_reason(lineage: Lineage, lineages: Lineages, *, direction: StudyDirection, budget: int) -> VetoReason | None:
+    """Return why a lineage should get no further launch, None if it may get one.
 
     Args:
         lineage: The lineage.
         lineages: All lineages of the study.
-        direction: What is better.
-        budget: Most launches of one lineage that may teach something.
+        direction: Direction of the metric.
+        budget: Largest number of conclusive launches of one lineage.
     """
     if lineage.broken:
-        return Verdict.BROKEN
+        return VetoReason.BROKEN
     if lineage.dead:
-        return Verdict.DEAD
+        return VetoReason.DEAD
     if len(lineage.conclusive) >= budget:
-        return Verdict.SPENT
-    low, high, promise = _outlook(lineage, direction)
+        return VetoReason.SPENT
+    low, high, bound = _remaining(lineage, direction)
     if low > high:
         return None
     if lineage.smallest_too_large is not None:
-        rival = _best_of_larger(lineage, lineages, high, direction)
-        if rival is not None and _overtaken(lineage, promise, rival, direction):
-            return Verdict.OVERTAKEN
+        rival = _best_of_larger_fits(lineage, lineages, high, direction)
+        if rival is not None and _overtaken(lineage, bound, rival, direction):
+            return VetoReason.OVERTAKEN
     best = lineages.derived(("best score", direction), lambda: best_score(lineages, direction))
-    if best is not None and lineage.points() and _worse(promise, best, direction, _NOISE):
-        return Verdict.BEHIND
+    if best is not None and lineage.points() and _worse(bound, best, direction, _NOISE):
+        return VetoReason.BEHIND
     return None
 
 
 def hopeless_structures(lineages: Lineages, *, direction: StudyDirection, budget: int) -> Sequence[Mapping[str, Any]]:
     """Return the structures (ZeRO stage and offload) of which no lineage can win.
 
-    That is: at least two of its lineages were judged, and what any lineage showed or promises is worse than the
-    best metric of the study by more than ``_SPREAD``. A lineage is judged when it ended, spent its budget, or was
-    measured at two micro-batches. While one of a structure is not, the structure is not hopeless.
+    A structure is hopeless if at least two of its lineages were judged, and the metric and the optimistic bound of each
+    lineage are worse than the best metric of the study by more than ``_SPREAD``. A lineage is judged if it ended, spent
+    its budget, or was measured at two micro-batches; the bound of any other lineage is unlimited.
 
     Args:
         lineages: All lineages of the study.
-        direction: What is better.
-        budget: Most launches of one lineage that may teach something.
+        direction: Direction of the metric.
+        budget: Largest number of conclusive launches of one lineage.
     """
 
     def find() -> list[Mapping[str, Any]]:
         best = best_score(lineages, direction)
         if best is None:
             return []
-        found = ((_outlook_of_kind(kind, direction, budget), kind) for kind in lineages.structures.values())
+        found = ((_structure_bound(group, direction, budget), group) for group in lineages.structures.values())
         bad = [
-            (outlook.first, kind.params)
-            for outlook, kind in found
-            if outlook.lineages >= _WITNESSES and _worse(outlook.promise, best, direction, _SPREAD)
+            (bound.first_number, group.params)
+            for bound, group in found
+            if bound.lineages >= _MIN_JUDGED and _worse(bound.bound, best, direction, _SPREAD)
         ]
         return [params for _, params in sorted(bad, key=lambda one: one[0])]
 
@@ -235,32 +233,33 @@ def hopeless_structures(lineages: Lineages, *, direction: StudyDirection, budget
 
 
 @dataclass(frozen=True, kw_only=True)
-class _KindOutlook:
-    """What the lineages of a structure that taught something promise."""
+class _StructureBound:
+    """Optimistic bound on the metric of a structure, over its lineages with conclusive launches."""
 
     lineages: int
-    promise: float
-    """The best metric that any of them showed or may still show."""
-    first: int
-    """Number of the first trial of the earliest of them."""
+    """Number of these lineages."""
+    bound: float
+    """Best of their metrics and optimistic bounds, NaN without lineages."""
+    first_number: int
+    """Number of the earliest trial of any of them, -1 without lineages."""
 
 
-def _outlook_of_kind(kind: StructureGroup, direction: StudyDirection, budget: int) -> _KindOutlook:
+def _structure_bound(group: StructureGroup, direction: StudyDirection, budget: int) -> _StructureBound:
     better = max if direction == StudyDirection.MAXIMIZE else min
 
-    def find() -> _KindOutlook:
-        known = [lineage for lineage in kind.members.values() if lineage.conclusive]
-        return _KindOutlook(
-            lineages=len(known),
-            promise=better((_promise(lineage, direction, budget) for lineage in known), default=math.nan),
-            first=min((lineage.first_number for lineage in known), default=-1),
+    def find() -> _StructureBound:
+        launched = [lineage for lineage in group.members.values() if lineage.conclusive]
+        return _StructureBound(
+            lineages=len(launched),
+            bound=better((_lineage_bound(lineage, direction, budget) for lineage in launched), default=math.nan),
+            first_number=min((lineage.first_number for lineage in launched), default=-1),
         )
 
-    return kind.derived(("outlook", direction, budget), find)
+    return group.derived(("bound", direction, budget), find)
 
 
-def _promise(lineage: Lineage, direction: StudyDirection, budget: int) -> float:
-    """Return the best metric that a lineage showed or may still show."""
+def _lineage_bound(lineage: Lineage, direction: StudyDirection, budget: int) -> float:
+    """Return the better of a lineage's best metric and the optimistic bound of its remaining micro-batches."""
 
     def find() -> float:
         nothing = -math.inf if direction == StudyDirection.MAXIMIZE else math.inf
@@ -270,51 +269,51 @@ def _promise(lineage: Lineage, direction: StudyDirection, budget: int) -> float:
             return shown
         if len({size for size, _ in lineage.points()}) < 2:
             return -nothing
-        _, _, left = _outlook(lineage, direction)
+        _, _, left = _remaining(lineage, direction)
         return left if _worse(shown, left, direction, 0.0) else shown
 
-    return lineage.derived(("promise", direction, budget), find)
+    return lineage.derived(("bound", direction, budget), find)
 
 
-def _outlook(lineage: Lineage, direction: StudyDirection) -> tuple[int, int, float]:
-    """Return the micro-batches (low, high) that a lineage has left, and the best metric it can show there."""
+def _remaining(lineage: Lineage, direction: StudyDirection) -> tuple[int, int, float]:
+    """Return the remaining micro-batches (low, high) of a lineage, and the optimistic bound on their metric."""
 
     def find() -> tuple[int, int, float]:
-        low, high = _reach(lineage)
+        low, high = _remaining_interval(lineage)
         return low, high, optimistic_bound(lineage.points(), low, high, direction=direction, margin=_NOISE)
 
-    return lineage.derived(("outlook", direction), find)
+    return lineage.derived(("remaining", direction), find)
 
 
-def _reach(lineage: Lineage) -> tuple[int, int]:
+def _remaining_interval(lineage: Lineage) -> tuple[int, int]:
     distribution = lineage.distribution
     if distribution is None:
         return 1, 0
     low, high = search_interval(lineage, lineage.ceiling or distribution.high, floor=distribution.low)
     if low > high and lineage.smallest_too_large is None:
-        high = min(low, distribution.high)  # the ceiling was too low: nothing speaks against the next one
+        high = min(low, distribution.high)  # the ceiling was too low: the next one may fit
     return low, high
 
 
-def _best_of_larger(lineage: Lineage, lineages: Lineages, high: int, direction: StudyDirection) -> float | None:
-    """Return the best metric of the other lineages of the same structure that ran ``high`` or more."""
-    kind = lineages.structure_group(lineage.params)
-    if kind is None:
+def _best_of_larger_fits(lineage: Lineage, lineages: Lineages, high: int, direction: StudyDirection) -> float | None:
+    """Return the best metric of other lineages of the structure that ran ``high`` or more, None if there is none."""
+    group = lineages.structure_group(lineage.params)
+    if group is None:
         return None
-    sizes, best_two = kind.derived(("larger", direction), lambda: _best_by_size(kind, direction))
+    sizes, best_two = group.derived(("larger", direction), lambda: _best_by_size(group, direction))
     above = bisect_right(sizes, -high)  # the first ``above`` lineages ran high or more
     return next((found for found, key in best_two[above] if key != lineage.key), None)
 
 
-def _best_by_size(kind: StructureGroup, direction: StudyDirection) -> tuple[list[int], list[list[tuple[float, str]]]]:
-    """Return the largest micro-batches of a kind's lineages, negative and ascending, with the best two up to each.
+def _best_by_size(group: StructureGroup, direction: StudyDirection) -> tuple[list[int], list[list[tuple[float, str]]]]:
+    """Return the negative largest micro-batches of a group's lineages, ascending, and the best two lineages up to each.
 
     Item n of the second list holds the best two (metric, key) of the n lineages with the largest micro-batches.
     """
     maximize = direction == StudyDirection.MAXIMIZE
     shown = [
         (-(o.largest_fit or 0), best, o.key)
-        for o in kind.members.values()
+        for o in group.members.values()
         if (best := o.best_score(direction)) is not None
     ]
     shown.sort()
@@ -324,8 +323,8 @@ def _best_by_size(kind: StructureGroup, direction: StudyDirection) -> tuple[list
     return [size for size, _, _ in shown], best_two
 
 
-def _overtaken(lineage: Lineage, promise: float, rival: float, direction: StudyDirection) -> bool:
-    return not lineage.points() or _worse(promise, rival, direction, 0.0)
+def _overtaken(lineage: Lineage, bound: float, rival: float, direction: StudyDirection) -> bool:
+    return not lineage.points() or _worse(bound, rival, direction, 0.0)
 
 
 def _worse(value: float, than: float, direction: StudyDirection, margin: float) -> bool:

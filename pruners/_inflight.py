@@ -1,4 +1,4 @@
-"""Stopping a job in flight, by the metrics that trials reported step by step."""
+"""Rules that stop a job in flight, from the metrics that trials report per step."""
 
 from __future__ import annotations
 
@@ -21,48 +21,48 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 _SIGMAS = 3.0
-"""A job is given the benefit of this many standard errors."""
-_MOST_QUESTIONS = 128
-"""Answers that are kept up to date, of each kind; those not asked for lately are dropped."""
+"""Standard errors within which a job is not stopped."""
+_MAX_CACHED = 128
+"""Results of each kind that are kept up to date; the least recently used are dropped."""
 
 
 class Reports:
-    """What finished trials reported.
+    """Statistics over the reports of finished trials.
 
-    Each answer is kept and brought up to date by the trials that finished since it was asked for last.
+    Each result is cached and updated with the trials that finished since the last query.
 
     Args:
-        finished: Finished trials; more may be appended to the sequence.
+        finished: Finished trials; the sequence may grow.
     """
 
     def __init__(self, finished: Sequence[FrozenTrial]) -> None:
         self._finished = finished
         self._noise: list[float] = []
-        self._noise_of = 0
-        """Trials that ``_noise`` covers; likewise below."""
+        self._noise_read = 0
+        """Number of trials that ``_noise`` covers."""
         self._best: OrderedDict[tuple[StudyDirection, tuple[int, ...]], tuple[float | None, int]] = OrderedDict()
-        self._shown: OrderedDict[int, tuple[list[float], int]] = OrderedDict()
+        self._at_step: OrderedDict[int, tuple[list[float], int]] = OrderedDict()
 
     def noise(self) -> float:
         """Return the noise of one step: the median over completed trials of (standard deviation / mean).
 
-        Trials with fewer than two finite reports tell nothing; without any, the noise is 0.
+        Trials with fewer than two finite reports are left out; without any others, the noise is 0.
         """
-        for trial in self._finished[self._noise_of :]:
+        for trial in self._finished[self._noise_read :]:
             if trial.state == TrialState.COMPLETE:
                 values = [value for value in trial.intermediate_values.values() if math.isfinite(value)]
                 mean = statistics.fmean(values) if len(values) > 1 else 0.0
                 if mean:
                     insort(self._noise, statistics.stdev(values) / abs(mean))
-        self._noise_of = len(self._finished)
+        self._noise_read = len(self._finished)
         middle = self._noise[(len(self._noise) - 1) // 2 : len(self._noise) // 2 + 1]
         return statistics.median(middle) if middle else 0.0
 
     def best(self, steps: tuple[int, ...], direction: StudyDirection) -> float | None:
-        """Return the best mean that a completed trial reported at these steps, None where none reported all."""
-        best, seen = self._best.pop((direction, steps), (None, 0))
+        """Return the best mean of a completed trial's reports at these steps, None if none reported all of them."""
+        best, read = self._best.pop((direction, steps), (None, 0))
         better = max if direction == StudyDirection.MAXIMIZE else min
-        for trial in self._finished[seen:]:
+        for trial in self._finished[read:]:
             if trial.state == TrialState.COMPLETE:
                 values = [trial.intermediate_values.get(step, math.nan) for step in steps]
                 if all(map(math.isfinite, values)):
@@ -71,20 +71,20 @@ class Reports:
         _keep(self._best, (direction, steps), (best, len(self._finished)))
         return best
 
-    def shown(self, step: int) -> Sequence[float]:
-        """Return what trials that fit reported at a step, ascending, without NaN."""
-        values, seen = self._shown.pop(step, ([], 0))
-        for trial in self._finished[seen:]:
+    def at_step(self, step: int) -> Sequence[float]:
+        """Return the reports at a step of trials that fit, ascending, without NaN."""
+        values, read = self._at_step.pop(step, ([], 0))
+        for trial in self._finished[read:]:
             value = trial.intermediate_values.get(step, math.nan)
             if not math.isnan(value) and feasibility(trial) is Feasibility.FITS:
                 insort(values, value)
-        _keep(self._shown, step, (values, len(self._finished)))
+        _keep(self._at_step, step, (values, len(self._finished)))
         return values
 
 
 def reports_of(history: StudyHistory) -> Reports:
-    """Return what the finished trials of a history reported."""
-    return history.kept(Reports, lambda: Reports(history.finished))
+    """Return the statistics of a history's finished trials, cached with it."""
+    return history.cached(Reports, lambda: Reports(history.finished))
 
 
 def cannot_win(trial: FrozenTrial, reports: Reports, *, direction: StudyDirection, margin: float) -> bool:
@@ -96,9 +96,9 @@ def cannot_win(trial: FrozenTrial, reports: Reports, *, direction: StudyDirectio
 
     Args:
         trial: The running trial.
-        reports: What other trials reported.
-        direction: What is better.
-        margin: Least relative distance from the best that stops a job.
+        reports: Statistics of other trials.
+        direction: Direction of the metric.
+        margin: Least relative distance from the best at which a job is stopped.
     """
     mine = {step: value for step, value in trial.intermediate_values.items() if math.isfinite(value)}
     rival = reports.best(tuple(sorted(mine)), direction) if mine else None
@@ -119,18 +119,18 @@ def below_rung(
     divisor: int,
     early_stopping: int,
 ) -> bool:
-    """Return whether a job fell out of successive halving over its steps.
+    """Return whether successive halving over its steps stops a job.
 
     The resource is the number of reports: a job is judged after ``divisor ** (early_stopping + k)`` of them,
     for k = 0, 1, ... It stays while it is among the best ``1 / divisor`` of all trials that reported the same
-    step, itself included (Li et al. 2018, arXiv:1810.05934). With fewer than ``divisor`` trials there is no
-    judgement. Trials that ran out of memory later do not count.
+    step, itself included (Li et al. 2018, arXiv:1810.05934). With fewer than ``divisor`` trials it is not
+    stopped. Trials that ran out of memory later do not count.
 
     Args:
         trial: The running trial.
-        reports: What finished trials reported.
-        pending: The others in flight, which count as well.
-        direction: What is better.
+        reports: Statistics of finished trials.
+        pending: Other trials in flight, which count as well.
+        direction: Direction of the metric.
         divisor: ``eta`` of the paper.
         early_stopping: ``s`` of the paper.
     """
@@ -144,16 +144,16 @@ def below_rung(
     mine = trial.intermediate_values[step]
     if math.isnan(mine):
         return False
-    shown = reports.shown(step)
+    finished = reports.at_step(step)
     running = [_report(t.intermediate_values, step) for t in pending if t.state == TrialState.RUNNING]
     running = [value for value in running if not math.isnan(value)]
-    count = len(shown) + len(running) + 1
+    count = len(finished) + len(running) + 1
     if count < divisor:
         return False
     if direction == StudyDirection.MAXIMIZE:
-        better = len(shown) - bisect_right(shown, mine) + sum(value > mine for value in running)
+        better = len(finished) - bisect_right(finished, mine) + sum(value > mine for value in running)
     else:
-        better = bisect_left(shown, mine) + sum(value < mine for value in running)
+        better = bisect_left(finished, mine) + sum(value < mine for value in running)
     return better >= max(count // divisor, 1)
 
 
@@ -161,7 +161,7 @@ def _report(reports: Mapping[int, float], step: int) -> float:
     return reports.get(step, math.nan)
 
 
-def _keep(answers: OrderedDict[K, V], question: K, answer: V) -> None:
-    answers[question] = answer
-    if len(answers) > _MOST_QUESTIONS:
-        answers.popitem(last=False)
+def _keep(cache: OrderedDict[K, V], key: K, value: V) -> None:
+    cache[key] = value
+    if len(cache) > _MAX_CACHED:
+        cache.popitem(last=False)

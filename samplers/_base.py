@@ -1,4 +1,4 @@
-"""What the samplers over lineages share: which lineage a trial continues, and how a new one is drawn."""
+"""Base of the samplers over lineages: which lineage a trial continues, and how a new one is drawn."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from optuna_dsat.trials.lineage import (
     middle,
     unused_micro_batches,
 )
-from optuna_dsat.trials.lineage_cache import StudyHistory, notes_of, read_history
+from optuna_dsat.trials.lineage_cache import StudyHistory, read_history, trial_notes
 from optuna_dsat.trials.lineage_index import Lineages
 
 __all__ = ["LineageSampler", "MaxMicroBatch", "Proposal"]
 
 MaxMicroBatch = Callable[[Mapping[str, Any], Sequence[FrozenTrial]], int]
-"""Largest micro-batch worth trying: (knobs of a lineage, trials of the study) -> samples per GPU."""
+"""Largest micro-batch worth a launch: (knobs of a lineage, trials of the study) -> samples per GPU."""
 
 _SEED_ATTR = "dsat:sampler_seed"
 _PLAN_ATTEMPTS = 3
@@ -44,7 +44,7 @@ _MISSING = object()
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """A micro-batch to try next, and the bounds it was drawn from."""
+    """The next micro-batch of a lineage, and the interval it was drawn from."""
 
     micro_batch: int
     low: int
@@ -52,32 +52,30 @@ class Proposal:
 
 
 @dataclass(kw_only=True)
-class _Own:
-    """What a worker knows of the trial it suggests, so that it is not read again for each parameter."""
+class _TrialNotes:
+    """Data on the trial that a worker suggests for, so that it is not read again for each parameter."""
 
     plan: Mapping[str, Any]
     """As stored under ``PLAN_ATTR``."""
     seed: int | None = None
-    """The study's seed."""
+    """The study's seed, None until it was read."""
 
 
 class LineageSampler(BaseSampler):
     """Base of the samplers that tune the micro-batch inside lineages.
 
-    ``before_trial`` decides: the trial continues a lineage that can progress, or opens a new one. The
-    decision is stored on the trial before any parameter is suggested, so that other workers do not take the
-    same. All decisions are functions of the study's history; random draws depend on ``(seed, number of the
-    trial, name of the parameter)``. A trial that repeats a lost one draws what that one drew, and repeats do
-    not shift the draws of later trials. So a study that is stopped and resumed, by whatever worker, goes on
-    as if never stopped.
+    ``before_trial`` decides whether the trial continues a lineage or opens a new one, and stores the decision on the
+    trial before any parameter is suggested, so that other workers do not choose the same. All decisions are functions
+    of the study's history; random draws depend on ``(seed, number of the trial, name of the parameter)``. A trial that
+    repeats a lost one draws the same values, and repeats do not shift the draws of later trials. A study that is
+    stopped and resumed, by whatever worker, therefore goes on as if never stopped.
 
-    A lineage with a trial in flight is left alone, since its next micro-batch depends on the answer: k
-    workers work on up to k lineages. Lineages that the study's pruner holds back (see ``LineageGate``) are
-    not continued.
+    A lineage with a trial in flight is left alone, since its next micro-batch depends on the result: k workers work on
+    up to k lineages. Lineages that the study's pruner holds back (see ``LineageGate``) are not continued.
 
     Args:
         search_range_factor: Multiplies ``max_micro_batch``.
-        max_micro_batch: Largest micro-batch worth trying for given knobs; None for the high end of the
+        max_micro_batch: Largest micro-batch worth a launch for given knobs; None for the upper end of the
             micro-batch's distribution, which is always respected.
         usual: Values of the knobs in the first lineage of each structure (ZeRO stage and offload); None to draw
             these like all others.
@@ -121,17 +119,17 @@ class LineageSampler(BaseSampler):
         history: Sequence[FrozenTrial],
         rng: random.Random,
     ) -> Proposal | None:
-        """Return the next micro-batch of a lineage (one without trials is new), None if it is finished."""
+        """Return the next micro-batch of a lineage (a new one has no trials), None if the lineage is finished."""
 
     def exhausted(self, study: Study, classes: int | None = None) -> bool:
-        """Return whether the search is over because the space is: nothing in flight, nothing left to propose.
+        """Return whether the space is exhausted: nothing in flight, and nothing left to propose.
 
-        What the study's pruner calls hopeless is not left to propose.
+        Structures that the study's pruner calls hopeless do not count.
 
         Args:
             study: The study.
-            classes: Number of lineages of the space. None to read the space off the trials, which finds the end of a
-                purely categorical space all of whose lineages were opened.
+            classes: Number of lineages of the space; None to infer the space from the trials, which detects the end of
+                a purely categorical space once all its lineages were opened.
         """
         history = read_history(study, micro_batch=self._name)
         if history.pending:
@@ -148,28 +146,28 @@ class LineageSampler(BaseSampler):
         return (classes is not None and opened >= classes) or lineages.tree.closed({}, _hopeless(study, lineages))
 
     def before_trial(self, study: Study, trial: FrozenTrial) -> None:
-        """Decide which lineage the trial continues, or that it opens one, and store that on the trial."""
+        """Decide which lineage the trial continues, or that it opens a new one, and store that on the trial."""
         if len(study.directions) > 1:
             return  # refused with a message as soon as a parameter is suggested
-        own = self._own(study, trial, begin=True)
+        notes = self._notes(study, trial, begin=True)
         fixed = {**(trial.system_attrs.get("fixed_params") or {}), **trial.params}
         if self._name in fixed or PLAN_ATTR in trial.system_attrs:
-            return  # enqueued with its micro-batch, or the copy of a lost trial: it runs what it was made for
+            return  # enqueued with its micro-batch, or the copy of a lost trial: its configuration is given
         for _ in range(_PLAN_ATTEMPTS):
             plan = self._plan(study, trial, self._history(study, trial), fixed)
-            self._store_plan(study, trial, own, plan)
+            self._store_plan(study, trial, notes, plan)
             if "lineage" not in plan or not self._taken(plan["lineage"], trial, self._history(study, trial)):
                 return
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        """Return no parameters: all are sampled one by one."""
+        """Return no parameters: all are sampled independently."""
         del study, trial
         return {}
 
     def sample_relative(
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        """Return no parameters: all are sampled one by one."""
+        """Return no parameters: all are sampled independently."""
         del trial, search_space
         self._raise_error_if_multi_objective(study)
         return {}
@@ -177,10 +175,10 @@ class LineageSampler(BaseSampler):
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
-        """Return the planned value of a parameter, or draw it."""
+        """Return the planned value of a parameter, or a drawn one."""
         self._raise_error_if_multi_objective(study)
-        own = self._own(study, trial)
-        plan = own.plan
+        notes = self._notes(study, trial)
+        plan = notes.plan
         sizes = micro_batches_of(param_distribution) if param_name == self._name else None
         is_micro_batch = sizes is not None
         planned = plan.get("micro_batch") if is_micro_batch else plan.get("lineage", {}).get(param_name, _MISSING)
@@ -188,9 +186,9 @@ class LineageSampler(BaseSampler):
             planned = _MISSING
         if planned is not _MISSING and _holds(param_distribution, planned):
             return planned
-        rng = generator(self._study_seed(study, own), plan.get("draw", trial.number), param_name)
+        rng = generator(self._study_seed(study, notes), plan.get("draw", trial.number), param_name)
         if sizes is not None:
-            return self._sample_micro_batch(study, trial, sizes, own, rng)
+            return self._sample_micro_batch(study, trial, sizes, notes, rng)
         if not isinstance(param_distribution, CategoricalDistribution):
             return draw(rng, param_distribution)
         history = self._history(study, trial, again=False)
@@ -207,13 +205,13 @@ class LineageSampler(BaseSampler):
         )
 
     def reseed_rng(self) -> None:
-        """Do nothing: draws depend on the study alone, so workers cannot repeat each other's."""
+        """Do nothing: draws depend on the trial's number, so workers do not repeat each other's."""
 
     def _plan(
         self, study: Study, trial: FrozenTrial, history: StudyHistory, fixed: Mapping[str, Any]
     ) -> dict[str, Any]:
         number = _draw_number(trial, history)
-        rng = generator(self._study_seed(study, self._own(study, trial)), number, self._name)
+        rng = generator(self._study_seed(study, self._notes(study, trial)), number, self._name)
         for lineage in self._ready(study, history, fixed):
             if lineage.distribution is None:
                 continue
@@ -226,23 +224,23 @@ class LineageSampler(BaseSampler):
 
     def _ready(self, study: Study, history: StudyHistory, fixed: Mapping[str, Any]) -> Iterator[Lineage]:
         """Yield the lineages that another trial may continue, the most urgent first."""
-        gate = study.pruner
+        pruner = study.pruner
         lineages = history.lineages
-        keys = gate.continuable(study, lineages) if isinstance(gate, LineageGate) else list(lineages)
-        missed = history.unreachable
+        keys = pruner.continuable(study, lineages) if isinstance(pruner, LineageGate) else list(lineages)
+        unreachable = history.unreachable
         for key in keys:
             found = lineages[key]
-            free = found.complete and not found.running and not found.broken and key not in missed
+            free = found.complete and not found.running and not found.broken and key not in unreachable
             if free and agrees(found.params, fixed):
                 yield found
 
     def _taken(self, planned: Mapping[str, Any], trial: FrozenTrial, others: StudyHistory) -> bool:
-        """Return whether an earlier trial in flight planned the same lineage at the same time."""
-        rivals = [t for t in others.pending if t.number < trial.number]
-        return lineage_key(planned, micro_batch=self._name) in group(rivals, micro_batch=self._name)
+        """Return whether an earlier trial in flight plans the same lineage."""
+        earlier = [t for t in others.pending if t.number < trial.number]
+        return lineage_key(planned, micro_batch=self._name) in group(earlier, micro_batch=self._name)
 
     def _follows(self, trial: FrozenTrial, plan: Mapping[str, Any]) -> bool:
-        """Return whether a trial got the knobs that were planned for it."""
+        """Return whether a trial has the knobs that were planned for it."""
         if "lineage" not in plan:
             return False
         planned = lineage_key(plan["lineage"], micro_batch=self._name)
@@ -253,7 +251,7 @@ class LineageSampler(BaseSampler):
         study: Study,
         trial: FrozenTrial,
         distribution: IntDistribution,
-        own: _Own,
+        notes: _TrialNotes,
         rng: random.Random,
     ) -> int:
         params = _without(trial.params, self._name)
@@ -266,11 +264,11 @@ class LineageSampler(BaseSampler):
         )
         if proposal is None:
             return self._leftover(lineage, distribution, history.trials)
-        self._store_plan(study, trial, own, {**own.plan, **_bounds_of(proposal)})
+        self._store_plan(study, trial, notes, {**notes.plan, **_bounds_of(proposal)})
         return proposal.micro_batch
 
     def _leftover(self, lineage: Lineage, distribution: IntDistribution, history: Sequence[FrozenTrial]) -> int:
-        """Return an unused micro-batch of a lineage that has nothing to learn, any if all were used."""
+        """Return an unused micro-batch of a finished lineage, or any if all were used."""
         top = self._ceiling(lineage.params, history, distribution)
         if lineage.smallest_too_large is not None:
             top = min(top, lineage.smallest_too_large - 1)
@@ -278,47 +276,47 @@ class LineageSampler(BaseSampler):
         return middle(unused or unused_micro_batches(distribution.low, distribution.high, distribution))
 
     def _ceiling(self, params: Mapping[str, Any], history: Sequence[FrozenTrial], distribution: IntDistribution) -> int:
-        """Return the largest micro-batch worth trying, within the distribution."""
+        """Return the largest micro-batch worth a launch, within the distribution."""
         largest = distribution.high if self._max_micro_batch is None else self._max_micro_batch(params, history)
         return int(min(distribution.high, max(distribution.low, self._factor * largest)))
 
     def _likely(self, lineage: Lineage, low: int, high: int) -> int:
-        """Return the low end of what is left to try, raised to the upper half where the memory model is likely right.
+        """Return the lower end of the interval to try, raised to its upper half while the memory model is trusted.
 
-        The model is seldom wrong by half. It is trusted until a micro-batch of the upper half has fitted, or two were
-        too large.
+        The model seldom errs by a factor of two. It is trusted until a micro-batch of the upper half has fitted, or two
+        were too large.
         """
         if self._max_micro_batch is None or lineage.feasibilities.count(Feasibility.TOO_LARGE) > 1:
             return low
         return max(low, high // 2 + 1)
 
-    def _study_seed(self, study: Study, own: _Own) -> int:
+    def _study_seed(self, study: Study, notes: _TrialNotes) -> int:
         if self._seed is not None:
             return self._seed
-        if own.seed is None:
+        if notes.seed is None:
             stored = study._storage.get_study_system_attrs(study._study_id).get(_SEED_ATTR)
             if stored is None:
                 study._storage.set_study_system_attr(study._study_id, _SEED_ATTR, secrets.randbits(32))
                 stored = study._storage.get_study_system_attrs(study._study_id)[_SEED_ATTR]
-            own.seed = int(stored)
-        return own.seed
+            notes.seed = int(stored)
+        return notes.seed
 
     def _history(self, study: Study, trial: FrozenTrial, *, again: bool = True) -> StudyHistory:
         return read_history(study, micro_batch=self._name, without=trial.number, again=again)
 
-    def _own(self, study: Study, trial: FrozenTrial, *, begin: bool = False) -> _Own:
-        """Return what is known of a trial that is being suggested, read from the study where it is not."""
-        return notes_of(
+    def _notes(self, study: Study, trial: FrozenTrial, *, begin: bool = False) -> _TrialNotes:
+        """Return the notes on a trial that is being suggested for, created from the study if there are none."""
+        return trial_notes(
             study,
             trial,
-            lambda: _Own(plan=trial.system_attrs.get(PLAN_ATTR) or {}),
+            lambda: _TrialNotes(plan=trial.system_attrs.get(PLAN_ATTR) or {}),
             micro_batch=self._name,
             begin=begin,
         )
 
-    def _store_plan(self, study: Study, trial: FrozenTrial, own: _Own, plan: dict[str, Any]) -> None:
+    def _store_plan(self, study: Study, trial: FrozenTrial, notes: _TrialNotes, plan: dict[str, Any]) -> None:
         study._storage.set_trial_system_attr(trial._trial_id, PLAN_ATTR, plan)
-        own.plan = plan
+        notes.plan = plan
 
 
 def _without(params: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -326,15 +324,15 @@ def _without(params: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _draw_number(trial: FrozenTrial, history: StudyHistory) -> int:
-    """Return the number that draws depend on: the trial's own, less the copies of lost trials before it."""
+    """Return the number that draws depend on: the trial's, less the copies of lost trials before it."""
     number = int(trial.system_attrs.get(RETRY_ATTR, trial.number))
-    return number - history.copies_before(number)
+    return number - history.retries_before(number)
 
 
 def _hopeless(study: Study, lineages: Lineages) -> Sequence[Mapping[str, Any]]:
-    """Return the structures of which no lineage can win, by the study's pruner."""
-    gate = study.pruner
-    return gate.hopeless(study, lineages) if isinstance(gate, LineageGate) else ()
+    """Return the structures of which no lineage can win according to the study's pruner."""
+    pruner = study.pruner
+    return pruner.hopeless(study, lineages) if isinstance(pruner, LineageGate) else ()
 
 
 def _bounds_of(proposal: Proposal) -> dict[str, int]:

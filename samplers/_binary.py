@@ -20,35 +20,35 @@ __all__ = ["BinarySearchSampler"]
 class BinarySearchSampler(LineageSampler):
     """Draws lineages at random and bisects the micro-batch inside each.
 
-    A lineage starts with ``low = 1`` and ``high = search_range_factor * max_micro_batch`` (within the
-    parameter's distribution). A micro-batch that fits sets ``low = micro-batch + 1``, one that does not fit sets
-    ``high = micro-batch - 1``. The oldest lineage that can go on is continued first; when none can, a new one is
-    drawn. Micro-batches that were vetoed or failed by accident are passed over for their neighbours.
+    A lineage starts with ``low = 1`` and ``high = search_range_factor * max_micro_batch`` (within the parameter's
+    distribution). A micro-batch that fits sets ``low = micro-batch + 1``, one that does not fit sets ``high =
+    micro-batch - 1``. The oldest lineage that can go on is continued first; if none can, a new one is drawn.
+    Micro-batches that were vetoed or failed for unrelated reasons are replaced by their neighbours.
 
-    Where the interval is divided depends on what is known:
+    The interval is divided
 
-    - nothing: in the middle;
-    - a memory model (``max_micro_batch``): in the middle of the upper half, until a micro-batch of it has fitted or
-      two were too large. Models are seldom wrong by half;
-    - a measured lineage of the same structure (ZeRO stage and offload): a new lineage starts with the best one's
-      micro-batch, so that both are compared like with like, and an eighth lower where that is too large. It goes no
-      further than what was too large, or slower, for the others.
+    - in the middle, by default;
+    - with a memory model (``max_micro_batch``), in the middle of its upper half, until a micro-batch of that half has
+      fitted or two were too large: models seldom err by a factor of two;
+    - if a lineage of the same structure (ZeRO stage and offload) was measured: a new lineage starts with the best one's
+      micro-batch, so that both are compared at the same size, and an eighth lower if that is too large. It goes no
+      further than micro-batches that were too large, or slower, for the others.
 
-    A bisection ends when ``low > high``, and a rate (a metric to maximize) is looked for no longer than it can pay:
-    until less than a twentieth of the micro-batch is left, and while the lineage may still become the best of the
-    study, as its rate grows at most in proportion to the micro-batch (``optuna_dsat.trials.bisection``).
+    A bisection ends when ``low > high``. For a rate (a metric to maximize) it also ends when less than a twentieth of
+    the micro-batch is left, or when the lineage cannot become the best of the study, as a rate grows at most in
+    proportion to the micro-batch (``optuna_dsat.trials.bisection``).
 
-    The largest micro-batch is not always the fastest. Where a rate was measured to fall with a larger micro-batch,
-    the edge is of no interest any more: the gaps beside the best micro-batch are halved instead, until they are
-    narrower than a tenth of it (``optuna_dsat.trials.lineage.peak_gap``). A duration grows with the micro-batch
-    anyway, so a metric to minimize is treated so only after the edge was found.
+    The largest micro-batch is not always the fastest. If a rate was measured to decrease with a larger micro-batch, the
+    gaps beside the best micro-batch are bisected instead of the edge, until they are narrower than a tenth of it
+    (``optuna_dsat.trials.lineage.peak_gap``). Durations grow with the micro-batch in any case, so a metric to minimize
+    is treated so only after the edge was found.
 
     This is the search of Determined AI's ``dsat binary``, which bisects from the plain middle and down to the last
-    sample. With ``AshaPruner`` as the study's pruner it is the search of ``dsat asha``: the pruner then tells which
+    sample. With ``AshaPruner`` as the study's pruner it is the search of ``dsat asha``: the pruner then decides which
     lineages go on, and in which order.
 
-    Knobs are drawn in turn rather than by pure chance or taken over from the best lineage, and offloading and stages
-    that do not fit or do badly become rare; see ``optuna_dsat.samplers._draw``.
+    Knobs are balanced over the choices drawn before or taken over from the best lineage, and offloading and stages that
+    do not fit or perform badly become rare; see ``optuna_dsat.samplers._draw``.
 
     Example:
         .. code-block:: python
@@ -59,7 +59,7 @@ class BinarySearchSampler(LineageSampler):
 
     Args:
         search_range_factor: Multiplies ``max_micro_batch``.
-        max_micro_batch: Largest micro-batch worth trying for given knobs; None for the high end of the
+        max_micro_batch: Largest micro-batch worth a launch for given knobs; None for the upper end of the
             micro-batch's distribution, which is always respected.
         usual: Values of the knobs in the first lineage of each structure (ZeRO stage and offload); None to draw
             these like all others.
@@ -82,14 +82,19 @@ class BinarySearchSampler(LineageSampler):
             return None
         direction = study.direction
         best = best_score(lineages, direction)
-        if lineage.derived(("climbs", direction, distribution), lambda: _climbs(lineage, distribution, direction)):
-            rival = _best_alike(lineage, lineages, direction)
+        if lineage.derived(
+            ("edge left", direction, distribution), lambda: _has_edge_left(lineage, distribution, direction)
+        ):
+            best_other = _best_other(lineage, lineages, direction)
             ceiling = self._ceiling(lineage.params, history, distribution)
-            limits = (structure_edge(lineage, lineages), None if rival is None else _before_fall(rival, direction))
+            limits = (
+                structure_edge(lineage, lineages),
+                None if best_other is None else _first_slower(best_other, direction),
+            )
             ceiling = min([ceiling, *(limit for limit in limits if limit is not None)])
             bounds = edge_interval(lineage, ceiling, distribution, direction=direction, best=best)
             if bounds is not None:
-                size = self._pick(lineage, rival, *bounds, distribution, direction)
+                size = self._pick(lineage, best_other, *bounds, distribution, direction)
                 return Proposal(micro_batch=size, low=bounds[0], high=bounds[1])
         gap = lineage.derived(
             ("gap", direction, distribution, best),
@@ -100,45 +105,45 @@ class BinarySearchSampler(LineageSampler):
     def _pick(
         self,
         lineage: Lineage,
-        rival: Lineage | None,
+        best_other: Lineage | None,
         low: int,
         high: int,
         distribution: IntDistribution,
         direction: StudyDirection,
     ) -> int:
-        """Return where to divide what is left: at first where a lineage alike did best, then in the middle."""
+        """Return where to divide the interval: first at the best of another lineage's, then in the middle."""
         left = unused_micro_batches(low, high, distribution, used=lineage.used)
-        best = None if rival is None else rival.best(direction)
-        if rival is not None and best is not None and lineage.largest_fit is None:
-            goal = rival.size(best)
-            if goal > high:
-                goal = high - high // 8
-            return min(left, key=lambda size: (abs(size - goal), size))
+        best = None if best_other is None else best_other.best(direction)
+        if best_other is not None and best is not None and lineage.largest_fit is None:
+            target = best_other.size(best)
+            if target > high:
+                target = high - high // 8
+            return min(left, key=lambda size: (abs(size - target), size))
         likely = unused_micro_batches(self._likely(lineage, low, high), high, distribution, used=lineage.used)
         return middle(likely or left)
 
 
-def _climbs(lineage: Lineage, distribution: IntDistribution, direction: StudyDirection) -> bool:
-    """Return whether a high enough ceiling would leave a micro-batch to try in the search for the edge."""
+def _has_edge_left(lineage: Lineage, distribution: IntDistribution, direction: StudyDirection) -> bool:
+    """Return whether the search for the edge has micro-batches left, regardless of the ceiling."""
     if direction == StudyDirection.MAXIMIZE and past_peak(lineage, direction):
         return False
     low, high = search_interval(lineage, distribution.high, floor=distribution.low)
     return bool(unused_micro_batches(low, high, distribution, used=lineage.used))
 
 
-def _best_alike(lineage: Lineage, lineages: Lineages, direction: StudyDirection) -> Lineage | None:
-    """Return the best other lineage of the same structure that was measured, the earliest of equals."""
-    kind = lineages.structure_group(lineage.params)
-    if kind is None or direction == StudyDirection.MINIMIZE:
+def _best_other(lineage: Lineage, lineages: Lineages, direction: StudyDirection) -> Lineage | None:
+    """Return the best other lineage of the same structure, the earliest of ties; None if none was measured."""
+    group = lineages.structure_group(lineage.params)
+    if group is None or direction == StudyDirection.MINIMIZE:
         return None
-    best = best_lineage(kind, direction)
+    best = best_lineage(group, direction)
     if best is not None and best.key == lineage.key:
         return None
     return best
 
 
-def _before_fall(lineage: Lineage, direction: StudyDirection) -> int | None:
-    """Return the next measured micro-batch above the best one, which was seen to be slower; None without one."""
+def _first_slower(lineage: Lineage, direction: StudyDirection) -> int | None:
+    """Return the first measured micro-batch above the peak, None if no larger one was measured to be slower."""
     best = lineage.best(direction)
     if best is None or not past_peak(lineage, direction):
         return None

@@ -1,4 +1,4 @@
-"""Launches the configuration that a fitted cost model and memory model promise most of."""
+"""Sampler that launches the configuration with the largest expected improvement under fitted cost models."""
 
 from __future__ import annotations
 
@@ -19,25 +19,24 @@ __all__ = ["GuidedSampler"]
 
 
 class GuidedSampler(BinarySearchSampler):
-    """Plans every launch from what is known of DeepSpeed and of the launches before.
+    """Plans every launch from models of DeepSpeed's memory and step time, fitted to all launches so far.
 
-    After the profile launch the landscape is known but for a few coefficients: memory is nearly linear in the
-    micro-batch, the step time is computation plus communication plus the optimizer step. Each launch measures peak
-    memory and the phases of a step; the coefficients are fitted to these, what the formulas miss is learnt per
-    structure (ZeRO stage and offload), knob and lineage, and of all configurations the one with the largest expected
-    improvement per second is launched, the risk to run out of memory priced in. The formulas and their sources are in
-    ``optuna_dsat.guided.planner`` (which launch is next), ``optuna_dsat.cost.step_time`` (times) and
-    ``optuna_dsat.cost.memory_posterior`` (memory).
+    After the profile launch only a few coefficients are unknown: memory is nearly linear in the micro-batch, the step
+    time is computation plus communication plus the optimizer step. Each launch measures peak memory and the phases of a
+    step. The coefficients are fitted to these, the error of the formulas is estimated per structure (ZeRO stage and
+    offload), knob and lineage, and the configuration with the largest expected improvement per second is launched,
+    weighted by its probability to fit in memory. The formulas and their sources are in ``optuna_dsat.guided.planner``
+    (choice of the next launch), ``optuna_dsat.cost.step_time`` (times) and ``optuna_dsat.cost.memory_posterior``
+    (memory).
 
-    Nothing is drawn at random: the plan follows from the study's trials alone, so a study that is resumed goes on as if
-    never stopped. A launch in flight counts as if measured as foreseen, and its lineage is left alone. Trials of
-    lineages outside the space, and whatever failed for a reason that is not the configuration's, are passed over.
+    Nothing is drawn at random: the plan depends on the study's trials only, so a study that is resumed goes on as if
+    never stopped. A launch in flight counts as if measured at its predicted metric, and its lineage is left alone.
+    Trials of lineages outside the space, and those that failed for unrelated reasons, are ignored.
 
     Trials are read through the user attributes ``metrics`` and ``peak_memory_bytes``
-    (``optuna_dsat.trials.attributes``). Where they are not set, the value alone teaches: less, but enough to go on.
+    (``optuna_dsat.trials.attributes``). If these are not set, the models are fitted to the values only, less precisely.
 
-    Without a ``planner`` there is nothing to plan with, and lineages are bisected as ``BinarySearchSampler`` does; so
-    are those that the planner does not know.
+    Without a ``planner``, and outside the planner's space, lineages are bisected as by ``BinarySearchSampler``.
 
     Example:
         .. code-block:: python
@@ -48,12 +47,13 @@ class GuidedSampler(BinarySearchSampler):
             params = space.suggest(trial)
 
     Args:
-        planner: The space with its theory; its micro-batch has the name ``train_micro_batch_size_per_gpu``.
+        planner: The planner of the space; its micro-batch has the name ``train_micro_batch_size_per_gpu``. None to
+            bisect.
         search_range_factor: See ``BinarySearchSampler``.
-        max_micro_batch: Likewise.
-        usual: Likewise.
+        max_micro_batch: See ``BinarySearchSampler``.
+        usual: See ``BinarySearchSampler``.
         micro_batch: Name of the micro-batch's parameter.
-        seed: Seed of the draws where nothing is foreseen.
+        seed: Seed of the draws for lineages that the planner does not plan.
 
     Raises:
         ValueError: If the micro-batch has another name than the planner's.
@@ -81,11 +81,11 @@ class GuidedSampler(BinarySearchSampler):
         self._planner = planner
 
     def exhausted(self, study: Study, classes: int | None = None) -> bool:
-        """Return whether nothing is foreseen to be worth a launch, with what is in flight taken as measured.
+        """Return whether no candidate is worth a launch, with launches in flight counted as measured.
 
         Args:
             study: The study.
-            classes: Number of lineages of the space, for a sampler without a planner.
+            classes: Number of lineages of the space; used without a planner only.
         """
         if self._planner is None:
             return super().exhausted(study, classes)

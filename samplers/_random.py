@@ -1,4 +1,4 @@
-"""Random lineages with micro-batches drawn around the middle of their bounds."""
+"""Random lineages with micro-batches drawn around the middle of their interval."""
 
 from __future__ import annotations
 
@@ -28,27 +28,25 @@ __all__ = ["LineageRandomSampler"]
 class LineageRandomSampler(LineageSampler):
     """Draws lineages at random and a few micro-batches in each, around the middle of its bounds.
 
-    The micro-batch is ``low + Binomial(high - low, 1/2)``. One that fits sets ``low = micro-batch + 1`` (and
-    raises ``high`` by a quarter where the bounds were too low, within the distribution), one that does not fit
-    sets ``high = micro-batch - 1``. A lineage ends after ``trials_per_random_config`` answers or when ``low >
-    high``.
+    The micro-batch is ``low + Binomial(high - low, 1/2)``. One that fits sets ``low = micro-batch + 1`` (and raises
+    ``high`` by a quarter if the interval is then empty, within the distribution), one that does not fit sets ``high =
+    micro-batch - 1``. A lineage ends after ``trials_per_random_config`` conclusive launches or when ``low > high``.
 
-    A new lineage starts between 1 and ``high = search_range_factor * max_micro_batch``; with a memory model, in
-    the upper half of that. Where a lineage of the same structure (ZeRO stage and offload) was measured, with its
-    best at micro-batch ``b``:
+    A new lineage starts between 1 and ``high = search_range_factor * max_micro_batch``; with a memory model, in the
+    upper half of that. If a lineage of the same structure (ZeRO stage and offload) was measured, with its best at
+    micro-batch ``b``:
 
-    - if larger micro-batches may pay, half of the new lineages start above, between ``b + 1`` and ``high``, as
-      Determined AI's ``dsat random`` does for all. It does not do so here where the best lineage is known not to
-      hold more, or to be slower with more: those launches teach nothing;
-    - the others start at ``b`` itself, which compares their knobs with the best ones at the same micro-batch, or,
-      where larger micro-batches were slower, between the neighbours of ``b`` that the best lineage measured.
+    - half of the new lineages start above, between ``b + 1`` and ``high``, as Determined AI's ``dsat random`` does for
+      all, unless the best lineage is known to be slower or not to fit there: such launches are not informative;
+    - the others start at ``b`` itself, which compares their knobs with the best ones at the same micro-batch, or, if
+      larger micro-batches were slower, between the neighbours of ``b`` that the best lineage measured.
 
     Meant for use with ``DeepSpeedPruner``, which ends lineages that cannot win.
 
     Args:
-        trials_per_random_config: Most launches that may teach something of one lineage.
+        trials_per_random_config: Largest number of conclusive launches of one lineage.
         search_range_factor: Multiplies ``max_micro_batch``.
-        max_micro_batch: Largest micro-batch worth trying for given knobs; None for the high end of the
+        max_micro_batch: Largest micro-batch worth a launch for given knobs; None for the upper end of the
             micro-batch's distribution, which is always respected.
         usual: Values of the knobs in the first lineage of each structure (ZeRO stage and offload); None to draw
             these like all others.
@@ -99,33 +97,33 @@ class LineageRandomSampler(LineageSampler):
         opened = _opening_bounds(lineage) is not None
         ceiling = distribution.high if opened else self._ceiling(lineage.params, history, distribution)
         if not lineage.trials:
-            best = _best_alike(study, lineage, lineages)
+            best = _best_measured(study, lineage, lineages)
             if best is None:
-                return self._draw_likely(lineage, distribution.low, ceiling, distribution, rng)
-            return _open(lineage, distribution, ceiling, best, edge, rng)
+                return self._draw_upper_half(lineage, distribution.low, ceiling, distribution, rng)
+            return _first_proposal(lineage, distribution, ceiling, best, edge, rng)
         low, high = lineage.derived(
-            ("bounds", ceiling, distribution, edge), lambda: replay(lineage, ceiling, distribution, edge=edge)
+            ("bounds", ceiling, distribution, edge), lambda: bounds_left(lineage, ceiling, distribution, edge=edge)
         )
-        return self._draw_likely(lineage, low, high, distribution, rng)
+        return self._draw_upper_half(lineage, low, high, distribution, rng)
 
-    def _draw_likely(
+    def _draw_upper_half(
         self, lineage: Lineage, low: int, high: int, distribution: IntDistribution, rng: random.Random
     ) -> Proposal | None:
         likely = _draw_between(self._likely(lineage, low, high), high, distribution, lineage, rng)
         return likely or _draw_between(low, high, distribution, lineage, rng)
 
 
-def replay(
+def bounds_left(
     lineage: Lineage, ceiling: int, distribution: IntDistribution, *, edge: int | None = None
 ) -> tuple[int, int]:
-    """Return the bounds (low, high) that the answers of a lineage leave, from those it was opened with.
+    """Return the interval (low, high) left by the launches of a lineage, from the one it was opened with.
 
     Args:
-        lineage: The lineage; one opened by someone else starts with [low end of the distribution, ceiling].
-        ceiling: Largest micro-batch worth trying by the memory model. It is soft: a success there raises it.
-        distribution: Of the micro-batch; its high end is a hard limit.
-        edge: Smallest micro-batch that was too large for a lineage alike. It is raised no further: other
-            buckets and flags may just make room for it, but not for much more.
+        lineage: The lineage; one without a plan starts with [lower end of the distribution, ceiling].
+        ceiling: Largest micro-batch worth a launch by the memory model; a soft limit, which success raises.
+        distribution: Distribution of the micro-batch; its upper end is a hard limit.
+        edge: Smallest micro-batch too large for the structure, None if there is none. ``high`` is raised no further:
+            other buckets and flags may free enough memory for it, but not for much more.
     """
     low, high = _opening_bounds(lineage) or (distribution.low, ceiling)
     limit = distribution.high
@@ -142,7 +140,7 @@ def replay(
     return low, high
 
 
-def _open(
+def _first_proposal(
     lineage: Lineage,
     distribution: IntDistribution,
     ceiling: int,
@@ -151,13 +149,13 @@ def _open(
     rng: random.Random,
 ) -> Proposal | None:
     """Return the first micro-batch of a new lineage."""
-    rival, trial = best
-    size = rival.size(trial)
-    largest = max(rival.largest_fit or size, size)
+    best_other, trial = best
+    size = best_other.size(trial)
+    largest = max(best_other.largest_fit or size, size)
     hard = distribution.high if edge is None else edge - 1
     high = min(max(largest, ceiling), hard)
     if largest > size:
-        others = {found for found, _ in rival.points()} - {size}
+        others = {found for found, _ in best_other.points()} - {size}
         below = max((found for found in others if found < size), default=distribution.low - 1)
         above = min((found for found in others if found > size), default=high + 1)
         if rng.random() < 0.5:
@@ -178,22 +176,22 @@ def _draw_between(
     return Proposal(micro_batch=min(left, key=lambda value: (abs(value - drawn), value)), low=low, high=high)
 
 
-def _best_alike(study: Study, lineage: Lineage, lineages: Lineages) -> tuple[Lineage, FrozenTrial] | None:
-    """Return the best measured trial of the same ZeRO stage and offload, with its lineage."""
-    kind = lineages.structure_group(lineage.params)
-    if kind is None:
+def _best_measured(study: Study, lineage: Lineage, lineages: Lineages) -> tuple[Lineage, FrozenTrial] | None:
+    """Return the best measured trial of the same structure with its lineage, None if none was measured."""
+    group = lineages.structure_group(lineage.params)
+    if group is None:
         return None
     sign = 1.0 if study.direction.name == "MINIMIZE" else -1.0
 
     def find() -> tuple[Lineage, FrozenTrial] | None:
-        measured = [(o, trial) for o in kind.members.values() if (trial := o.best(study.direction)) is not None]
+        measured = [(o, trial) for o in group.members.values() if (trial := o.best(study.direction)) is not None]
         return min(measured, key=lambda pair: (sign * (score(pair[1]) or 0.0), pair[0].first_number), default=None)
 
-    return kind.derived(("best trial", study.direction), find)
+    return group.derived(("best trial", study.direction), find)
 
 
 def _opening_bounds(lineage: Lineage) -> tuple[int, int] | None:
-    """Return the bounds the lineage was opened with, None where no sampler of this kind opened it."""
+    """Return the interval that a lineage was opened with, None if its first trial has no plan."""
     if not lineage.trials:
         return None
     plan = lineage.trials[0].system_attrs.get(PLAN_ATTR) or {}

@@ -1,11 +1,12 @@
-"""A study's history as samplers and pruners read it, without doing the same work twice.
+"""A study's history as samplers and pruners read it, with results cached between decisions.
 
-Finished trials never change, so what follows from them is kept between decisions: which lineage each belongs to, and
-whatever else was derived from them. Every reading asks the study for its trials anew; only trials that are new or
-were unfinished before are looked at. All of it is derived: a fresh process finds the same and decides the same.
+Finished trials never change, so everything derived from them is kept between decisions: the lineage of each, and
+whatever samplers and pruners compute. Each reading gets the study's trials anew, but only trials that are new or were
+unfinished before are processed. The cache holds derived data only: a fresh process computes the same and decides the
+same.
 
-What is kept belongs to a thread and to a storage object, and goes with them; of each storage the studies used last
-are kept. A study that was deleted and made again is noticed by its trials.
+Caches belong to a thread and to a storage object and are dropped with them; per storage, those of the studies used last
+are kept. A study that was deleted and created again is detected by its trials.
 """
 
 from __future__ import annotations
@@ -24,66 +25,66 @@ from optuna.trial import FrozenTrial, TrialState
 from optuna_dsat.trials.lineage import MICRO_BATCH, RETRY_ATTR, Lineage, group, unreachable, visible_params
 from optuna_dsat.trials.lineage_index import Lineages
 
-__all__ = ["StudyHistory", "notes_of", "read_history", "same_trial"]
+__all__ = ["StudyHistory", "read_history", "same_trial", "trial_notes"]
 
 T = TypeVar("T")
 
-_MOST_STUDIES = 4
-"""Studies of one storage whose history is kept."""
-_MOST_NOTES = 256
-"""Trials of a study of which a sampler's notes are kept."""
+_MAX_STUDIES = 4
+"""Studies per storage whose history is kept."""
+_MAX_NOTES = 256
+"""Trials per study whose notes are kept."""
 
 
 class StudyHistory:
-    """The trials of a study at one moment, without the trial that asks.
+    """The trials of a study at one moment, without the trial to decide on.
 
-    What is derived from them is up to date until the same thread reads the study's history again; after that it is
-    derived anew, from these trials alone.
+    Derived data is up to date until the same thread reads the study's history again; after that it is derived anew from
+    these trials only.
 
     Args:
         trials: The trials, by number.
         pending: Those among them that are not finished.
-        ledger: What is known of the study.
+        cache: Cache of the study.
     """
 
-    def __init__(self, trials: Sequence[FrozenTrial], pending: Sequence[FrozenTrial], ledger: _Ledger) -> None:
+    def __init__(self, trials: Sequence[FrozenTrial], pending: Sequence[FrozenTrial], cache: _StudyCache) -> None:
         self.trials = trials
         self.pending = pending
-        self._latest = ledger
-        self._reading = ledger.readings
+        self._latest = cache
+        self._reading = cache.readings
 
     @property
-    def _ledger(self) -> _Ledger:
+    def _cache(self) -> _StudyCache:
         if self._latest.readings != self._reading:
-            self._latest = _Ledger(self._latest.micro_batch)
+            self._latest = _StudyCache(self._latest.micro_batch)
             self._latest.read(self.trials, None, dense=False)
             self._reading = self._latest.readings
         return self._latest
 
     @property
     def lineages(self) -> Lineages:
-        """The lineages, those of trials in flight included; see ``optuna_dsat.trials.lineage.group``."""
-        self._ledger.place(self.pending)
-        return self._ledger.lineages
+        """The lineages, including those of trials in flight; see ``optuna_dsat.trials.lineage.group``."""
+        self._cache.place(self.pending)
+        return self._cache.lineages
 
     @property
     def finished(self) -> Sequence[FrozenTrial]:
-        """The finished trials in the order in which they were seen; the sequence only ever grows at its end."""
-        return self._ledger.finished
+        """The finished trials in the order in which they were read; the sequence only grows at its end."""
+        return self._cache.finished
 
     @property
     def unreachable(self) -> frozenset[str]:
-        """Keys of lineages that became another one once suggested; see ``optuna_dsat.trials.lineage.unreachable``."""
-        return self._ledger.missed | unreachable(self.pending, micro_batch=self._ledger.micro_batch)
+        """Keys of lineages that turned into another when suggested; see ``optuna_dsat.trials.lineage.unreachable``."""
+        return self._cache.unreachable_keys | unreachable(self.pending, micro_batch=self._cache.micro_batch)
 
-    def copies_before(self, number: int) -> int:
-        """Return how many trials below a number repeat lost ones."""
+    def retries_before(self, number: int) -> int:
+        """Return the number of trials below ``number`` that repeat lost ones."""
         in_flight = sum(RETRY_ATTR in trial.system_attrs for trial in self.pending if trial.number < number)
-        return in_flight + bisect_left(self._ledger.copies, number)
+        return in_flight + bisect_left(self._cache.retries, number)
 
-    def kept(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return what ``make`` made for this study and key; it lives as long as ``finished`` does."""
-        return self._ledger.kept(key, make)
+    def cached(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return ``make()``, cached by ``key`` as long as ``finished``."""
+        return self._cache.cached(key, make)
 
 
 def read_history(
@@ -94,46 +95,46 @@ def read_history(
     Args:
         study: The study.
         micro_batch: Name of the micro-batch's parameter.
-        without: Number of a trial to leave out: the one that asks.
-        again: False to be content with the last reading, where that was one for the same trial with ``again=False``
-            too. So the knobs of one new lineage are drawn from one history.
+        without: Number of a trial to leave out: the one to decide on.
+        again: False to reuse the last reading if it was for the same trial with ``again=False`` as well, so that all
+            knobs of a new lineage are drawn from one history.
     """
-    ledger = _ledger_of(study, micro_batch)
-    last = ledger.last
+    cache = _cache_of(study, micro_batch)
+    last = cache.last
     if not again and without is not None and last is not None and last[0] == without:
         return last[1]
     trials = study.get_trials(deepcopy=False)
-    history = ledger.read(trials, without)
+    history = cache.read(trials, without)
     if history is None:
         others = [trial for trial in trials if trial.number != without]
-        history = _Ledger(micro_batch).read(others, None, dense=False)
+        history = _StudyCache(micro_batch).read(others, None, dense=False)
     if history is None:
-        raise RuntimeError("a new ledger takes any trials")
-    ledger.last = None if again or without is None else (without, history)
+        raise RuntimeError("a new cache accepts any trials")
+    cache.last = None if again or without is None else (without, history)
     return history
 
 
-def notes_of(study: Study, trial: FrozenTrial, make: Callable[[], T], *, micro_batch: str, begin: bool) -> T:
-    """Return this thread's notes on a trial that it suggests parameters for.
+def trial_notes(study: Study, trial: FrozenTrial, make: Callable[[], T], *, micro_batch: str, begin: bool) -> T:
+    """Return this thread's notes on a trial for which it suggests parameters.
 
     Args:
         study: The study.
         trial: The trial.
-        make: Makes the notes where there are none.
+        make: Creates the notes if there are none.
         micro_batch: Name of the micro-batch's parameter.
-        begin: Whether to begin anew, as for a trial just made.
+        begin: Whether to create them anew, as for a trial just created.
     """
-    notes = _ledger_of(study, micro_batch).notes
+    notes = _cache_of(study, micro_batch).notes
     if begin or trial._trial_id not in notes:
         notes[trial._trial_id] = make()
-        if len(notes) > _MOST_NOTES:
+        if len(notes) > _MAX_NOTES:
             del notes[next(iter(notes))]
     found: T = notes[trial._trial_id]
     return found
 
 
-class _Ledger:
-    """What is known of one study, in one thread."""
+class _StudyCache:
+    """Cached data on one study, in one thread."""
 
     def __init__(self, micro_batch: str) -> None:
         self.micro_batch = micro_batch
@@ -145,83 +146,83 @@ class _Ledger:
     def _reset(self) -> None:
         self.lineages = Lineages()
         self.finished: list[FrozenTrial] = []
-        self.missed: frozenset[str] = frozenset()
-        self.copies: list[int] = []
-        self._kept: dict[Hashable, Any] = {}
-        self._seen = 0
-        """Trials below this number were looked at."""
-        self._open: list[int] = []
-        """Numbers below ``_seen`` that were not finished."""
-        self._placed: dict[int, tuple[str, _Seen]] = {}
-        """Trials in flight that ``lineages`` holds, by number: the key of their lineage, and what they said."""
+        self.unreachable_keys: frozenset[str] = frozenset()
+        self.retries: list[int] = []
+        self._cached: dict[Hashable, Any] = {}
+        self._read_count = 0
+        """Trials below this number were read."""
+        self._unfinished: list[int] = []
+        """Numbers below ``_read_count`` of trials that were not finished."""
+        self._placed: dict[int, tuple[str, _Snapshot]] = {}
+        """Trials in flight that ``lineages`` holds, by number: key of the lineage, and snapshot."""
 
-    def kept(self, key: Hashable, make: Callable[[], T]) -> T:
-        if key not in self._kept:
-            self._kept[key] = make()
-        found: T = self._kept[key]
+    def cached(self, key: Hashable, make: Callable[[], T]) -> T:
+        if key not in self._cached:
+            self._cached[key] = make()
+        found: T = self._cached[key]
         return found
 
     def read(self, trials: Sequence[FrozenTrial], without: int | None, *, dense: bool = True) -> StudyHistory | None:
-        """Take note of new and newly finished trials; None for a history that cannot be continued.
+        """Process new and newly finished trials; return None if they do not continue the cached history.
 
         Args:
             trials: The trials of the study, by number.
             without: Number of a trial to leave out.
-            dense: Whether the numbers are those of the positions, as a study's are.
+            dense: Whether numbers equal positions, as they do in a study.
         """
         if not self._continues(trials):
             self._reset()
-        looked_at = [*(trials[n] for n in self._open), *trials[self._seen :]]
-        if dense and any(trial.number != n for trial, n in zip(looked_at, self._numbers(len(trials)), strict=True)):
+        unread = [*(trials[n] for n in self._unfinished), *trials[self._read_count :]]
+        if dense and any(trial.number != n for trial, n in zip(unread, self._numbers(len(trials)), strict=True)):
             return None
         done: list[FrozenTrial] = []
         pending: list[FrozenTrial] = []
-        for trial in looked_at:  # one look at each: another thread may finish it meanwhile
+        for trial in unread:  # read the state once: another thread may finish the trial meanwhile
             (done if trial.state.is_finished() else pending).append(trial)
         if without is not None and without < len(trials) and trials[without].state.is_finished():
             return None
         self.readings += 1
-        self._open = [trial.number for trial in pending]
-        self._seen = len(trials)
-        self._absorb(done)
+        self._unfinished = [trial.number for trial in pending]
+        self._read_count = len(trials)
+        self._add_finished(done)
         others = list(trials) if without is None else [*trials[:without], *trials[without + 1 :]]
         return StudyHistory(others, [trial for trial in pending if trial.number != without], self)
 
     def _numbers(self, count: int) -> Iterable[int]:
-        return [*self._open, *range(self._seen, count)]
+        return [*self._unfinished, *range(self._read_count, count)]
 
     def _continues(self, trials: Sequence[FrozenTrial]) -> bool:
-        """Return whether these are the trials seen before, and perhaps more."""
-        if len(trials) < self._seen:
+        """Return whether these are the trials read before, possibly with new ones."""
+        if len(trials) < self._read_count:
             return False
         return all(same_trial(known, trials[known.number]) for known in (*self.finished[:1], *self.finished[-1:]))
 
-    def _absorb(self, done: Sequence[FrozenTrial]) -> None:
-        """Add finished trials for good."""
+    def _add_finished(self, done: Sequence[FrozenTrial]) -> None:
+        """Add finished trials permanently."""
         if not done:
             return
         self.finished.extend(done)
         for trial in done:
             if RETRY_ATTR in trial.system_attrs:
-                insort(self.copies, trial.number)
-        missed = unreachable(done, micro_batch=self.micro_batch)
-        if missed:
-            self.missed |= missed
+                insort(self.retries, trial.number)
+        unreachable_keys = unreachable(done, micro_batch=self.micro_batch)
+        if unreachable_keys:
+            self.unreachable_keys |= unreachable_keys
         added = [(key, trial) for trial in done if (key := self._key(trial)) is not None]
         self._change(added, [number for trial in done if (number := trial.number) in self._placed])
 
     def place(self, pending: Sequence[FrozenTrial]) -> None:
-        """Make the trials in flight among ``lineages`` these."""
+        """Replace the trials in flight within ``lineages`` by these."""
         wanted = {trial.number: trial for trial in pending}
-        gone = [number for number, (_, said) in self._placed.items() if said != _said(wanted.get(number))]
-        kept = self._placed.keys() - set(gone)
-        new = [trial for trial in pending if trial.number not in kept]
+        gone = [number for number, (_, snapshot) in self._placed.items() if snapshot != _snapshot(wanted.get(number))]
+        remaining = self._placed.keys() - set(gone)
+        new = [trial for trial in pending if trial.number not in remaining]
         added = [(key, trial) for trial in new if (key := self._key(trial)) is not None]
         self._change(added, gone)
-        self._placed |= {trial.number: (key, _said(trial)) for key, trial in added}
+        self._placed |= {trial.number: (key, _snapshot(trial)) for key, trial in added}
 
     def _change(self, added: Sequence[tuple[str, FrozenTrial]], gone: Sequence[int]) -> None:
-        """Add trials to lineages, and take out those in flight of the given numbers."""
+        """Add trials to lineages, and remove those in flight with the given numbers."""
         groups: dict[str, list[FrozenTrial]] = {}
         out = set(gone)
         for key in [*(self._placed.pop(number)[0] for number in gone), *(key for key, _ in added)]:
@@ -247,12 +248,12 @@ class _Ledger:
         return Lineage(key=key, params=params, trials=tuple(trials), micro_batch=self.micro_batch)
 
     def _key(self, trial: FrozenTrial) -> str | None:
-        """Return the key of a trial's lineage, None for a foreign trial."""
+        """Return the key of a trial's lineage, None if it has no micro-batch."""
         return next(iter(group([trial], micro_batch=self.micro_batch)), None)
 
 
 def same_trial(known: FrozenTrial, trial: FrozenTrial | None) -> bool:
-    """Return whether a finished trial is the one that was seen before under its number."""
+    """Return whether a finished trial is the one read before under its number."""
     return trial is known or (
         trial is not None
         and (trial._trial_id, trial.number, trial.state) == (known._trial_id, known.number, known.state)
@@ -261,28 +262,28 @@ def same_trial(known: FrozenTrial, trial: FrozenTrial | None) -> bool:
     )
 
 
-_Seen = tuple[TrialState, dict[str, Any], dict[str, Any]] | None
+_Snapshot = tuple[TrialState, dict[str, Any], dict[str, Any]] | None
 
 
-def _said(trial: FrozenTrial | None) -> _Seen:
-    """Return a copy of what an unfinished trial says of its lineage: some storages change trials in place."""
+def _snapshot(trial: FrozenTrial | None) -> _Snapshot:
+    """Return a copy of an unfinished trial's data on its lineage: some storages change trials in place."""
     return None if trial is None else (trial.state, dict(trial.params), dict(trial.system_attrs))
 
 
 _LOCAL = threading.local()
 
 
-def _ledger_of(study: Study, micro_batch: str) -> _Ledger:
-    """Return this thread's ledger of a study."""
-    storages: weakref.WeakKeyDictionary[BaseStorage, OrderedDict[Hashable, _Ledger]] | None
+def _cache_of(study: Study, micro_batch: str) -> _StudyCache:
+    """Return this thread's cache of a study."""
+    storages: weakref.WeakKeyDictionary[BaseStorage, OrderedDict[Hashable, _StudyCache]] | None
     storages = getattr(_LOCAL, "storages", None)
     if storages is None:
         storages = _LOCAL.storages = weakref.WeakKeyDictionary()
-    ledgers = storages.setdefault(study._storage, OrderedDict())
+    caches = storages.setdefault(study._storage, OrderedDict())
     key = (study._study_id, micro_batch)
-    if key not in ledgers:
-        ledgers[key] = _Ledger(micro_batch)
-        if len(ledgers) > _MOST_STUDIES:
-            ledgers.popitem(last=False)
-    ledgers.move_to_end(key)
-    return ledgers[key]
+    if key not in caches:
+        caches[key] = _StudyCache(micro_batch)
+        if len(caches) > _MAX_STUDIES:
+            caches.popitem(last=False)
+    caches.move_to_end(key)
+    return caches[key]

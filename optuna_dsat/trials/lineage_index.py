@@ -1,7 +1,7 @@
-"""All lineages of a study as one mapping that is cheap to keep up to date, and answers questions over all of them.
+"""All lineages of a study as one mapping with incremental updates, indexed by structure.
 
-Samplers and pruners take any mapping of lineages. Given a plain one, they make a ``Lineages`` of it; given one that
-was kept since the last decision, they repeat no work that the new trials leave as it was.
+Samplers and pruners take any mapping of lineages. A plain one is converted to a ``Lineages``; one that was kept since
+the last decision retains all cached results that new trials do not affect.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ __all__ = ["Lineages", "StructureGroup", "best_lineage", "best_score", "best_str
 T = TypeVar("T")
 
 
-class _Derived:
-    """Remembers what was derived from an object until it changes."""
+class _Memoised:
+    """Caches values derived from an object until it changes."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, Any] = {}
+        self._cache: dict[Hashable, Any] = {}
 
     def derived(self, key: Hashable, compute: Callable[[], T]) -> T:
-        """Return what ``compute`` derives from this object alone; computed once for each ``key`` and change."""
-        if key not in self._known:
-            self._known[key] = compute()
-        found: T = self._known[key]
+        """Return ``compute()``, which depends on this object only; cached by ``key`` until the object changes."""
+        if key not in self._cache:
+            self._cache[key] = compute()
+        found: T = self._cache[key]
         return found
 
-    def _changed(self) -> None:
-        self._known.clear()
+    def _invalidate(self) -> None:
+        self._cache.clear()
 
 
-class StructureGroup(_Derived):
+class StructureGroup(_Memoised):
     """The lineages of one structure (ZeRO stage and offload)."""
 
     def __init__(self, params: Mapping[str, Any]) -> None:
@@ -46,24 +46,24 @@ class StructureGroup(_Derived):
         self.params = params
         """The structure."""
         self.members: dict[str, Lineage] = {}
-        """By key, in no particular order."""
+        """Lineages by key, unordered."""
         self.complete = 0
-        """Lineages of which a trial has suggested all parameters."""
+        """Number of complete lineages, see ``Lineage.complete``."""
         self._choices: Counter[Choice] = Counter()
 
     def count(self, name: str, value: Any) -> int:
-        """Return how many complete lineages have this value of a knob."""
+        """Return the number of complete lineages with this value of a knob."""
         return self._choices[choice_of(name, value)]
 
     def put(self, lineage: Lineage) -> None:
-        """Add a lineage, or replace the one of its key."""
+        """Add a lineage, or replace the one with its key."""
         self.drop(lineage.key)
         self.members[lineage.key] = lineage
         self._count(lineage, 1)
 
     def drop(self, key: str) -> None:
-        """Take a lineage out, if it is here."""
-        self._changed()
+        """Remove a lineage, if present."""
+        self._invalidate()
         lineage = self.members.pop(key, None)
         if lineage is not None:
             self._count(lineage, -1)
@@ -75,11 +75,11 @@ class StructureGroup(_Derived):
                 self._choices[choice_of(*knob)] += by
 
 
-class Lineages(_Derived, Mapping[str, Lineage]):
+class Lineages(_Memoised, Mapping[str, Lineage]):
     """Lineages by key, ordered by their first trial.
 
     Args:
-        lineages: To begin with.
+        lineages: Initial lineages.
     """
 
     def __init__(self, lineages: Iterable[Lineage] = ()) -> None:
@@ -93,7 +93,7 @@ class Lineages(_Derived, Mapping[str, Lineage]):
 
     @classmethod
     def of(cls, lineages: Mapping[str, Lineage]) -> Lineages:
-        """Return the mapping itself where it is one of these, else one made of it."""
+        """Return the mapping itself if it is of this class, else a new one."""
         return lineages if isinstance(lineages, Lineages) else cls(lineages.values())
 
     def __getitem__(self, key: str) -> Lineage:
@@ -119,21 +119,21 @@ class Lineages(_Derived, Mapping[str, Lineage]):
 
     @property
     def structures(self) -> Mapping[str, StructureGroup]:
-        """The structures that lineages have, by their keys."""
+        """Groups of lineages by the key of their structure."""
         return MappingProxyType(self._structures)
 
     def structure_group(self, params: Mapping[str, Any]) -> StructureGroup | None:
-        """Return the structure of some knobs, None where no lineage has it."""
+        """Return the lineages with the structure of some knobs, None if there are none."""
         return self._structures.get(lineage_key(structure(params)))
 
     @property
     def tree(self) -> Tree:
-        """The space, as far as complete lineages show it."""
+        """The space as a tree, as far as complete lineages show it."""
         return self._tree
 
     def put(self, lineage: Lineage) -> None:
-        """Add a lineage, or replace the one of its key, which has the same knobs."""
-        self._changed()
+        """Add a lineage, or replace the one with its key (and hence its knobs)."""
+        self._invalidate()
         old = self._all.get(lineage.key)
         if old is None:
             last = next(reversed(self._all.values()), None)
@@ -151,62 +151,62 @@ class Lineages(_Derived, Mapping[str, Lineage]):
             self._tree.add(lineage)
 
     def drop(self, key: str) -> None:
-        """Take a lineage out."""
-        self._changed()
+        """Remove a lineage."""
+        self._invalidate()
         lineage = self._all[key]
         if lineage.complete:
             self._tree.drop(lineage)
         del self._all[key]
-        kind = self._structures[lineage.structure_key]
-        kind.drop(key)
-        if not kind.members:
+        group = self._structures[lineage.structure_key]
+        group.drop(key)
+        if not group.members:
             del self._structures[lineage.structure_key]
 
 
 def best_score(lineages: Lineages, direction: StudyDirection) -> float | None:
-    """Return the best metric that any lineage showed, None where none did."""
-    shown = [s for kind in lineages.structures.values() if (s := best_structure_score(kind, direction)) is not None]
+    """Return the best metric of all lineages, None if none was measured."""
+    shown = [s for group in lineages.structures.values() if (s := best_structure_score(group, direction)) is not None]
     return _best(shown, direction)
 
 
-def best_structure_score(kind: StructureGroup, direction: StudyDirection) -> float | None:
-    """Return the best metric that a lineage of a structure showed, None where none did."""
+def best_structure_score(group: StructureGroup, direction: StudyDirection) -> float | None:
+    """Return the best metric of a structure's lineages, None if none was measured."""
 
     def find() -> float | None:
-        return _best([s for o in kind.members.values() if (s := o.best_score(direction)) is not None], direction)
+        return _best([s for o in group.members.values() if (s := o.best_score(direction)) is not None], direction)
 
-    return kind.derived(("best score", direction), find)
+    return group.derived(("best score", direction), find)
 
 
-def best_lineage(kind: StructureGroup, direction: StudyDirection) -> Lineage | None:
-    """Return the lineage of a structure with the best metric, the earliest of equals; None where none has one."""
+def best_lineage(group: StructureGroup, direction: StudyDirection) -> Lineage | None:
+    """Return the lineage of a structure with the best metric, the earliest of ties; None if none was measured."""
 
     def find() -> Lineage | None:
-        best = best_structure_score(kind, direction)
-        holders = [o for o in kind.members.values() if best is not None and o.best_score(direction) == best]
+        best = best_structure_score(group, direction)
+        holders = [o for o in group.members.values() if best is not None and o.best_score(direction) == best]
         return min(holders, key=lambda lineage: lineage.first_number, default=None)
 
-    return kind.derived(("best member", direction), find)
+    return group.derived(("best member", direction), find)
 
 
 def structure_edge(lineage: Lineage, lineages: Lineages) -> int | None:
-    """Return the smallest micro-batch that was too large for a lineage of the same structure and fitted none.
+    """Return the smallest micro-batch that was too large for a lineage of the same structure and fitted none of them.
 
-    What fits is decided by the ZeRO stage and offload almost alone.
+    None if there is no such micro-batch. Memory use depends almost only on the ZeRO stage and offload.
     """
-    kind = lineages.structure_group(lineage.params)
-    if kind is None:
+    group = lineages.structure_group(lineage.params)
+    if group is None:
         return None
-    alike = kind.members.values()
+    members = group.members.values()
 
     def find() -> int | None:
-        fits = max((other.largest_fit for other in alike if other.largest_fit is not None), default=0)
+        fits = max((other.largest_fit for other in members if other.largest_fit is not None), default=0)
         return min(
-            (o.smallest_too_large for o in alike if o.smallest_too_large is not None and o.smallest_too_large > fits),
+            (o.smallest_too_large for o in members if o.smallest_too_large is not None and o.smallest_too_large > fits),
             default=None,
         )
 
-    return kind.derived("edge", find)
+    return group.derived("edge", find)
 
 
 def _best(scores: Sequence[float], direction: StudyDirection) -> float | None:

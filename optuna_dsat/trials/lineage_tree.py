@@ -1,8 +1,8 @@
-"""The tree of a conditional space, read off the lineages that were opened, and kept up to date with them.
+"""The tree of a conditional space, inferred from the lineages that were opened, with incremental updates.
 
-It answers one question, for samplers that open no lineage twice: was everything below these knobs opened before?
-A node stands for partial knobs and holds the lineages that extend them. Nodes are split on demand, so the work of
-adding a lineage is proportional to the number of knobs, not to the number of lineages.
+Samplers that open no lineage twice ask it whether all lineages below some partial knobs were opened already. A node
+represents partial knobs and holds the lineages that extend them. Nodes are split on demand, so that adding a lineage
+costs time in proportion to the number of knobs, not of lineages.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from optuna_dsat.trials.lineage import Lineage, agrees, canonical
 __all__ = ["Choice", "Tree", "choice_of"]
 
 Choice = tuple[str, bool, Any]
-"""A knob with its value, as a key: equal where ``agrees`` says so."""
+"""A knob with its value, as a key: equal if ``agrees`` holds."""
 
-_MOST_NODES = 50_000
-"""Nodes after which the tree is split anew: those of draws long ago are dropped."""
-_MOST_ANSWERS = 8
-"""Answers a node remembers, one for each set of hopeless structures."""
+_MAX_NODES = 50_000
+"""Number of nodes above which the tree is rebuilt, which drops nodes of past draws."""
+_MAX_CACHED = 8
+"""Results that a node caches, one per set of hopeless structures."""
 
 
 def choice_of(name: str, value: Any) -> Choice:
@@ -31,47 +31,47 @@ def choice_of(name: str, value: Any) -> Choice:
     value = canonical(value)
     try:
         hash(value)
-    except TypeError:  # Optuna warns of choices of other types, but takes them
+    except TypeError:  # Optuna warns of choices of other types, but accepts them
         value = repr(value)
     return name, isinstance(value, bool), value
 
 
 class _Node:
-    """The lineages that extend some knobs."""
+    """The lineages that extend some partial knobs."""
 
-    __slots__ = ("answers", "first", "members", "names", "splits", "whole")
+    __slots__ = ("cached", "complete_here", "first", "members", "names", "splits")
 
     def __init__(self) -> None:
         self.members: dict[str, int] = {}
-        """Keys of the lineages, with the number of their first trial."""
+        """Key of each lineage -> number of its first trial."""
         self.first: str | None = None
-        """The lineage whose first trial is the earliest."""
+        """Key of the lineage with the earliest first trial, None without members."""
         self.names: Counter[str] = Counter()
-        """How many members have a knob."""
-        self.whole = 0
-        """Members that have no further knob."""
+        """Knob -> number of members that have it."""
+        self.complete_here = 0
+        """Number of members without further knobs."""
         self.splits: dict[str, dict[Choice, _Node]] = {}
-        """Knob -> choice -> the members with that choice."""
-        self.answers: dict[Any, bool] = {}
-        """What ``Tree.closed`` found, by hopeless structures, until a member changes."""
+        """Knob -> choice -> node of the members with that choice."""
+        self.cached: dict[Any, bool] = {}
+        """Results of ``Tree.closed`` by hopeless structures, until a member changes."""
 
     def add(self, lineage: Lineage, depth: int) -> None:
         self.members[lineage.key] = lineage.first_number
         self.names.update(lineage.params.keys())
-        self.whole += len(lineage.params) == depth
+        self.complete_here += len(lineage.params) == depth
         if self.first is None or lineage.first_number < self.members[self.first]:
             self.first = lineage.key
 
     def drop(self, lineage: Lineage, depth: int) -> None:
         del self.members[lineage.key]
         self.names.subtract(lineage.params.keys())
-        self.whole -= len(lineage.params) == depth
+        self.complete_here -= len(lineage.params) == depth
         if self.first == lineage.key:
             self.first = min(self.members, key=self.members.__getitem__, default=None)
 
 
 class Tree:
-    """The tree over ``lineages``, which its owner changes together with it."""
+    """The tree over ``lineages``; its owner updates both together."""
 
     def __init__(self, lineages: Mapping[str, Lineage]) -> None:
         self._lineages = lineages
@@ -79,57 +79,57 @@ class Tree:
         self._nodes = 1
 
     def add(self, lineage: Lineage) -> None:
-        """Add a lineage; ``lineages`` holds it already."""
+        """Add a lineage that ``lineages`` already holds."""
         for node, depth in self._path(lineage, create=True):
             node.add(lineage, depth)
 
     def drop(self, lineage: Lineage) -> None:
-        """Take a lineage out."""
+        """Remove a lineage."""
         for node, depth in self._path(lineage):
             node.drop(lineage, depth)
 
     def touch(self, lineage: Lineage) -> None:
-        """Note that trials of a lineage changed, but not its knobs."""
+        """Invalidate cached results after a change of a lineage's trials."""
         for _ in self._path(lineage):
             pass
 
     def closed(self, params: Mapping[str, Any], hopeless: Sequence[Mapping[str, Any]] = ()) -> bool:
-        """Return whether every lineage that extends partial knobs was opened before, or is hopeless.
+        """Return whether every lineage that extends partial knobs was opened already or is hopeless.
 
-        Below ``params``, the next knob is one that all lineages found there share, and its distribution tells
-        the other choices.
+        Below ``params``, the next knob is one that all lineages found there share; its distribution gives the other
+        choices.
 
         Args:
             params: Partial knobs; empty for the whole space.
             hopeless: Structures (partial knobs) of which no lineage can win.
         """
-        if self._nodes > _MOST_NODES:
-            self._forget()
+        if self._nodes > _MAX_NODES:
+            self._rebuild()
         node: _Node | None = self._root
         for depth, (name, value) in enumerate(params.items(), start=1):
             node = None if node is None else self._branches(node, name, depth).get(choice_of(name, value))
-        case = frozenset(frozenset(choice_of(*knob) for knob in kind.items()) for kind in hopeless)
-        return self._closed(dict(params), node, hopeless, case)
+        cache_key = frozenset(frozenset(choice_of(*knob) for knob in one.items()) for one in hopeless)
+        return self._closed(dict(params), node, hopeless, cache_key)
 
     def _closed(
-        self, params: dict[str, Any], node: _Node | None, hopeless: Sequence[Mapping[str, Any]], case: Any
+        self, params: dict[str, Any], node: _Node | None, hopeless: Sequence[Mapping[str, Any]], cache_key: Any
     ) -> bool:
-        if any(agrees(params, kind, strict=True) for kind in hopeless):
+        if any(agrees(params, one, strict=True) for one in hopeless):
             return True
         if node is None or node.first is None:
             return False
-        if node.whole:
+        if node.complete_here:
             return True
-        answer = node.answers.get(case)
-        if answer is None:
-            answer = self._all_closed(params, node, hopeless, case)
-            if len(node.answers) >= _MOST_ANSWERS:
-                node.answers.clear()
-            node.answers[case] = answer
-        return answer
+        closed = node.cached.get(cache_key)
+        if closed is None:
+            closed = self._all_closed(params, node, hopeless, cache_key)
+            if len(node.cached) >= _MAX_CACHED:
+                node.cached.clear()
+            node.cached[cache_key] = closed
+        return closed
 
     def _all_closed(
-        self, params: dict[str, Any], node: _Node, hopeless: Sequence[Mapping[str, Any]], case: Any
+        self, params: dict[str, Any], node: _Node, hopeless: Sequence[Mapping[str, Any]], cache_key: Any
     ) -> bool:
         first = self._lineages[node.first or ""]
         for name in first.params:
@@ -139,13 +139,13 @@ class Tree:
             if isinstance(distribution, CategoricalDistribution):
                 branches = self._branches(node, name, len(params) + 1)
                 return all(
-                    self._closed({**params, name: value}, branches.get(choice_of(name, value)), hopeless, case)
+                    self._closed({**params, name: value}, branches.get(choice_of(name, value)), hopeless, cache_key)
                     for value in distribution.choices
                 )
         return False
 
     def _branches(self, node: _Node, name: str, depth: int) -> dict[Choice, _Node]:
-        """Return the members of a node by their choice of a knob; ``depth`` is the number of knobs then known."""
+        """Return the members of a node by their choice of a knob; ``depth`` is the number of knobs that these fix."""
         if name not in node.splits:
             branches: dict[Choice, _Node] = {}
             for key in node.members:
@@ -162,11 +162,11 @@ class Tree:
         return branches[choice]
 
     def _path(self, lineage: Lineage, *, create: bool = False) -> Iterator[tuple[_Node, int]]:
-        """Yield the nodes that hold a lineage, with their depths; what they answered is out of date."""
+        """Yield the nodes that hold a lineage, with their depths, and clear their cached results."""
         stack = [(self._root, 0)]
         while stack:
             node, depth = stack.pop()
-            node.answers.clear()
+            node.cached.clear()
             yield node, depth
             for name, branches in node.splits.items():
                 if name in lineage.params:
@@ -176,7 +176,7 @@ class Tree:
                     if choice in branches:
                         stack.append((branches[choice], depth + 1))
 
-    def _forget(self) -> None:
+    def _rebuild(self) -> None:
         members: Iterable[str] = self._root.members
         self._root, self._nodes = _Node(), 1
         for key in members:

@@ -34,7 +34,7 @@ def test_answers_kept_are_those_worked_out_from_nothing(direction: StudyDirectio
         assert kept.noise() == fresh.noise()
         for steps in ((3,), (3, 4), (4,), (3, 4, 5)):
             assert kept.best(steps, direction) == fresh.best(steps, direction)
-        assert kept.shown(4) == fresh.shown(4)
+        assert kept.at_step(4) == fresh.at_step(4)
         running = reported(TrialState.RUNNING, {3: chance.uniform(40, 110)})
         others = [reported(TrialState.RUNNING, {3: chance.uniform(40, 110)}) for _ in range(2)]
         verdict = (

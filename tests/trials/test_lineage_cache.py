@@ -98,7 +98,7 @@ def check(history: StudyHistory, trials: Sequence[FrozenTrial]) -> None:
     assert history.unreachable == unreachable(trials)
     for number in (0, 5, 50):
         expected = sum(RETRY_ATTR in t.system_attrs for t in trials if t.number < number)
-        assert history.copies_before(number) == expected
+        assert history.retries_before(number) == expected
 
 
 @pytest.mark.parametrize("seed", range(3))
