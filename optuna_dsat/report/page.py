@@ -158,11 +158,10 @@ def sections_of(view: StudyView) -> tuple[Section, ...]:
 def _section(id: str, heading: str, lead: str, plot: Callable[[StudyView], go.Figure], view: StudyView) -> Section:
     figure = plot(view)
     missing = figures.missing(figure)
-    title = str(figure.layout.title.text or "")
-    _, _, note = title.partition("<br><sub>")
+    note = figures.note_of(figure)
     drawn = None
     if missing is None:
-        figure.update_layout(title=None)
+        figure.update_layout(title=None, meta=None)
         drawn = json.loads(figure.to_json())
         drawn["layout"].pop("template", None)
     return Section(
@@ -170,7 +169,7 @@ def _section(id: str, heading: str, lead: str, plot: Callable[[StudyView], go.Fi
         heading=heading,
         lead=lead,
         missing=missing,
-        note=_sentence(note.removesuffix("</sub>")),
+        note=_sentence(note),
         figure=drawn,
     )
 

@@ -27,7 +27,7 @@ from optuna_dsat.report.figures._memory import PREDICTED_AS_MEASURED, memory_fig
 from optuna_dsat.report.figures._metric import BEST, EDGE, USER, metric_figure
 from optuna_dsat.report.figures._search import micro_batches_figure, outcomes_figure, progress_figure, rungs_figure
 from optuna_dsat.report.figures._source import Source, history_of, view_of
-from optuna_dsat.report.figures._style import INK, empty_figure, missing
+from optuna_dsat.report.figures._style import INK, empty_figure, missing, note_of
 from optuna_dsat.report.figures._time import time_spent_figure, timeline_figure
 from optuna_dsat.report.view import StudyView
 
@@ -44,6 +44,7 @@ __all__ = [
     "memory_figure",
     "metric_figure",
     "missing",
+    "note_of",
     "plot_finalists",
     "plot_importances",
     "plot_memory",

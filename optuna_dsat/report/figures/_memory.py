@@ -66,8 +66,8 @@ def memory_figure(trials: Sequence[FrozenTrial], *, spec: StudySpec, profiled: P
         )
     _add_guides(figure, points, limit=profiled.profile.device_memory_bytes / _GIB)
     error = statistics.median(abs(p.measured - p.predicted) / p.measured for p in points)
-    told = f"half of the {len(points)} predictions are within {error:.0%} of what was measured"
-    lay_out(figure, title=f"{title}<br><sub>{told}</sub>", x="predicted (GiB)", y="measured (GiB)")
+    note = f"half of the {len(points)} predictions are within {error:.0%} of what was measured"
+    lay_out(figure, title=title, note=note, x="predicted (GiB)", y="measured (GiB)")
     figure.update_xaxes(rangemode="tozero")
     figure.update_yaxes(rangemode="tozero")
     return figure

@@ -201,8 +201,8 @@ def micro_batches_figure(trials: Sequence[FrozenTrial]) -> go.Figure:
     _add_intervals(figure, rows)
     for says, (name, symbol, colour) in _MARKS.items():
         _add_tries(figure, rows, says, name=name, symbol=symbol, colour=colour)
-    told = "" if len(rows) == len(launched) else f"<br><sub>the {len(rows)} of {len(launched)} with most launches</sub>"
-    lay_out(figure, title=title + told, x=x_title, y="", height=170 + 50 * len(rows))
+    note = "" if len(rows) == len(launched) else f"the {len(rows)} of {len(launched)} with most launches"
+    lay_out(figure, title=title, note=note, x=x_title, y="", height=170 + 50 * len(rows))
     sizes = [one.size(t) for one in rows for t in one.launches]
     figure.update_xaxes(type="log", tickvals=micro_batch_ticks(sizes))
     figure.update_yaxes(
@@ -319,8 +319,7 @@ def _draw_rungs(
         if points:
             figure.add_trace(_rung_trace(one, words, points, palette, sizes, metric, named=words not in named))
             named.add(words)
-    told = "<br><sub>filled: goes on to the next rung; open: waits, or the top</sub>"
-    lay_out(figure, title=title + told, x=x, y=y)
+    lay_out(figure, title=title, note="filled: goes on to the next rung; open: waits, or the top", x=x, y=y)
     figure.update_xaxes(
         tickvals=list(range(len(rungs))),
         ticktext=[

@@ -34,6 +34,7 @@ __all__ = [
     "lineage_words",
     "missing",
     "new_figure",
+    "note_of",
     "scale_of",
     "shown",
     "wrapped",
@@ -147,10 +148,20 @@ def new_figure() -> go.Figure:
     return go.Figure()
 
 
-def lay_out(figure: go.Figure, *, title: str, x: str, y: str, **layout: Any) -> go.Figure:
-    """Set title, axis titles and the common look of a figure; return it."""
+def lay_out(figure: go.Figure, *, title: str, x: str, y: str, note: str = "", **layout: Any) -> go.Figure:
+    """Set title, axis titles and the common look of a figure; return it.
+
+    Args:
+        figure: The figure.
+        title: Its title.
+        x: Title of the horizontal axis.
+        y: Title of the vertical axis.
+        note: Subtitle; empty for none.
+        layout: Further settings of plotly's layout.
+    """
     figure.update_layout(
-        title={"text": title, "font": {"size": 15}},
+        title={"text": f"{title}<br><sub>{note}</sub>" if note else title, "font": {"size": 15}},
+        meta={"note": note} if note else None,
         template="none",
         legend={"font": {"size": 11}},
         hovermode="closest",
@@ -167,6 +178,12 @@ def empty_figure(why: str, *, title: str, x: str = "", y: str = "") -> go.Figure
     figure = lay_out(new_figure(), title=title, x=x, y=y, meta={"missing": why})
     figure.add_annotation(text=wrapped(why, 60), x=0.5, y=0.5, xref="paper", yref="paper", showarrow=False)
     return figure
+
+
+def note_of(figure: go.Figure) -> str:
+    """Return the subtitle of a figure; empty if it has none."""
+    meta = figure.layout.meta
+    return str(meta.get("note", "")) if isinstance(meta, dict) else ""
 
 
 def missing(figure: go.Figure) -> str | None:
