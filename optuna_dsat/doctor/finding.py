@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-__all__ = ["EXIT_NOTHING_RUNS", "Finding", "Status", "exit_code", "to_json"]
+from optuna_dsat.errors import NothingRunnableError
 
-EXIT_NOTHING_RUNS = 3
-"""Exit code if no launch can run; the same as that of a search that finds no runnable configuration."""
+__all__ = ["Finding", "Status", "exit_code", "to_json"]
 
 
 class Status(StrEnum):
@@ -43,8 +42,8 @@ class Finding:
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
-    """Return 0 if launches can run, else ``EXIT_NOTHING_RUNS``."""
-    return EXIT_NOTHING_RUNS if any(finding.status is Status.FATAL for finding in findings) else 0
+    """Return 0 if launches can run, else the exit code of a search that finds no runnable configuration."""
+    return NothingRunnableError.exit_code if any(finding.status is Status.FATAL for finding in findings) else 0
 
 
 def to_json(findings: Sequence[Finding]) -> dict[str, Any]:

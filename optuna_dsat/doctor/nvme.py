@@ -15,7 +15,7 @@ import psutil
 
 from optuna_dsat.doctor.finding import Finding, Status
 
-__all__ = ["Speed", "examine", "file_system", "measure"]
+__all__ = ["Speed", "examine", "measure"]
 
 _BLOCK_BYTES = 8 * 2**20
 _THREADS = 4
@@ -41,7 +41,7 @@ class Speed:
     """Whether the page cache was bypassed; otherwise reads may have come from memory."""
 
 
-def file_system(folder: Path) -> str:
+def _file_system(folder: Path) -> str:
     """Return the type of the file system that contains a folder; empty if unknown."""
     resolved = folder.resolve()
     best, found = -1, ""
@@ -121,7 +121,7 @@ def examine(folder: Path, *, size_bytes: int = _SIZE_BYTES) -> Finding:
             remedy="Give --nvme a folder on the drive that optimizer states and parameters shall be offloaded to.",
             data=data,
         )
-    kind = file_system(folder)
+    kind = _file_system(folder)
     try:
         speed = measure(folder, size_bytes=int(min(size_bytes, _SHARE * shutil.disk_usage(folder).free)))
     except OSError as error:

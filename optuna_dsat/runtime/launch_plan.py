@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LAUNCH_ENV", "PURPOSES", "LaunchPlan"]
+__all__ = ["LAUNCH_ENV", "LaunchPlan"]
 
 LAUNCH_ENV = "OPTUNA_DSAT_LAUNCH"
 """Environment variable that holds the path of ``launch.json``."""
 
-PURPOSES = ("profile", "trial", "confirm", "full")
+_PURPOSES = ("profile", "trial", "confirm", "full")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +43,9 @@ class LaunchPlan:
     """Memory limit of one rank; None for no limit."""
 
     def __post_init__(self) -> None:
-        if self.purpose not in PURPOSES:
+        if self.purpose not in _PURPOSES:
             raise ValueError(
-                f"purpose is one of {', '.join(PURPOSES)}; launch {self.launch_id!r} has {self.purpose!r}."
+                f"purpose is one of {', '.join(_PURPOSES)}; launch {self.launch_id!r} has {self.purpose!r}."
             )
         if not 1 <= self.start_profile_step <= self.end_profile_step:
             raise ValueError(

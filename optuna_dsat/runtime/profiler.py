@@ -24,15 +24,10 @@ from optuna_dsat.runtime.events import Event, ProfileMeasured
 from optuna_dsat.runtime.launch_plan import LaunchPlan
 from optuna_dsat.runtime.rank import Rank
 
-__all__ = ["Profiler", "count_parameters", "profiled_step"]
+__all__ = ["Profiler", "count_parameters"]
 
 _BLOCK_BYTES = 512
 """Block size to which torch's CUDA allocator rounds up (``kMinBlockSize``, c10/cuda/CUDACachingAllocator.cpp)."""
-
-
-def profiled_step(plan: LaunchPlan) -> int:
-    """Return the step that is profiled: the launch's last."""
-    return plan.end_profile_step
 
 
 def count_parameters(module: Any) -> tuple[int, int]:
@@ -78,7 +73,7 @@ class Profiler:
         self._rank = rank
         self._memory = memory
         self._write = write
-        self._step = profiled_step(plan)
+        self._step = plan.end_profile_step
         self._flops = 0
         self._flops_known = True
         self._activations = 0

@@ -34,7 +34,7 @@ from optuna_dsat.store.upsert import insert_or_skip
 from optuna_dsat.store.worker import Worker
 from optuna_dsat.trials import attributes
 
-__all__ = ["GRACE_S", "LOSSES", "MAX_LOSSES", "Reclaimer"]
+__all__ = ["GRACE_S", "MAX_LOSSES", "Reclaimer"]
 
 GRACE_S = 60.0
 """Age from which a heartbeat is stale, in seconds."""
@@ -42,7 +42,7 @@ GRACE_S = 60.0
 MAX_LOSSES = 3
 """Maximum times that a configuration is requeued after its worker died, since it may be what crashes machines."""
 
-LOSSES = "dsat_losses"
+_LOSSES = "dsat_losses"
 """System attribute of a copy: number of workers that died running its configuration."""
 
 _RETRY_HISTORY = "retry_history"
@@ -235,7 +235,7 @@ class Reclaimer:
         attrs = {key: value for key, value in lost.user_attrs.items() if key not in _LAUNCH_ATTRIBUTES}
         if not (lost.params or attrs or _FIXED_PARAMS in lost.system_attrs):
             return  # the worker died before suggesting parameters: there is nothing to repeat
-        losses = int(lost.system_attrs.get(LOSSES, 0)) + counts
+        losses = int(lost.system_attrs.get(_LOSSES, 0)) + counts
         if losses > self._max_losses:
             return
         if any(_origin(trial) == lost.number for trial in study.get_trials(deepcopy=False)):
@@ -245,7 +245,7 @@ class Reclaimer:
             **lost.system_attrs,
             _FAILED_TRIAL: lost.system_attrs.get(_FAILED_TRIAL, lost.number),
             _RETRY_HISTORY: [*lost.system_attrs.get(_RETRY_HISTORY, []), lost.number],
-            LOSSES: losses,
+            _LOSSES: losses,
         }
         study.add_trial(
             optuna.create_trial(

@@ -16,7 +16,7 @@ from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, Pending
 
 from optuna_dsat.errors import StorageError
 
-__all__ = ["RETRY_LIMIT_S", "database_error", "is_transient", "one_line_reason", "retrying"]
+__all__ = ["RETRY_LIMIT_S", "is_transient", "one_line_reason", "retrying"]
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ deadlock, too many connections, lock not available, shutdown by an administrator
 connect now."""
 
 
-def database_error(error: BaseException) -> DBAPIError | None:
+def _database_error(error: BaseException) -> DBAPIError | None:
     """Return the database driver's error that caused an error; None if there is none.
 
     Optuna wraps driver errors. It may also query again while handling a broken connection; the driver's error is then
@@ -51,7 +51,7 @@ def database_error(error: BaseException) -> DBAPIError | None:
 
 def is_transient(error: BaseException) -> bool:
     """Return whether the work that raised ``error`` may succeed when retried."""
-    found = database_error(error)
+    found = _database_error(error)
     if found is None:
         return False
     if found.connection_invalidated:
@@ -70,7 +70,7 @@ def is_transient(error: BaseException) -> bool:
 
 def one_line_reason(error: BaseException) -> str:
     """Return the first line of the driver's message, without SQL, parameters or passwords."""
-    found = database_error(error)
+    found = _database_error(error)
     cause: BaseException | None = found.orig if found is not None else error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     return lines[0].rstrip(".") if lines else type(cause).__name__
@@ -96,7 +96,7 @@ def retrying(work: Callable[[], T], *, database: str, limit_s: float = RETRY_LIM
         try:
             return work()
         except Exception as error:
-            if database_error(error) is None:
+            if _database_error(error) is None:
                 raise
             if not is_transient(error):
                 raise StorageError(
