@@ -1,6 +1,6 @@
 """Errors that optuna-dsat raises for its users.
 
-The tree, with what the command exits with::
+The tree, with the exit code of the command::
 
     DsatError                    base class: one clear line for the user, an exit code for the shell
     ├── UsageError               something the user gave cannot be used (exit 2)
@@ -40,35 +40,35 @@ class DsatError(Exception):
 
 
 class UsageError(DsatError):
-    """Something the user gave cannot be used: it is refused before anything is launched or written."""
+    """Invalid input of the user, refused before anything is launched or written."""
 
     exit_code = 2
 
 
 class ConfigError(UsageError):
-    """A DeepSpeed config cannot be used; the message names the file or key, the value and the rule."""
+    """An invalid DeepSpeed config; the message names the file or key, the value and the rule."""
 
 
 class StudyConflictError(UsageError):
-    """A study of this name exists, but for another script, config or search space."""
+    """A study of this name exists for another script, config or search space."""
 
 
 class StorageUrlError(UsageError):
-    """The storage URL cannot be parsed, reached or is of an unsupported kind. Never shows a password."""
+    """The storage URL is invalid, unreachable or of an unsupported kind; the message never contains a password."""
 
 
 class NothingRunnableError(DsatError):
-    """No configuration of the space runs on this hardware; the message says what was tried."""
+    """No configuration of the space runs on this hardware; the message names the attempts."""
 
     exit_code = 3
 
 
 class ScriptFailedError(DsatError):
-    """The user's script fails for a reason that no configuration changes.
+    """The user's script fails for a reason that is independent of the configuration.
 
     Attributes:
-        traceback_tail: The script's own last traceback lines.
-        log_path: The full log of the rank that failed first.
+        traceback_tail: Last lines of the script's traceback; empty if unknown.
+        log_path: Path of the full log of the rank that failed first; empty if unknown.
     """
 
     exit_code = 4
@@ -80,6 +80,6 @@ class ScriptFailedError(DsatError):
 
 
 class StorageError(DsatError):
-    """The database failed while the study ran and did not come back in time; the study can be resumed."""
+    """The database failed during the study and did not recover in time; the study can be resumed."""
 
     exit_code = 5

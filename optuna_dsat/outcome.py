@@ -1,4 +1,4 @@
-"""What became of a launch."""
+"""Outcomes of launches."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ __all__ = ["Outcome"]
 
 
 class Outcome(StrEnum):
-    """What became of a launch. The value is what is stored and shown."""
+    """Outcome of a launch; its value is stored and shown."""
 
     MEASURED = "measured"
-    """All profile steps were run; the metric is the trial's value."""
+    """All profile steps ran; the metric is the trial's value."""
     OUT_OF_MEMORY = "out_of_memory"
-    """The device (or a CPU rank's limit) had too little memory: knowledge, not a failure."""
+    """The device (or a CPU rank's limit) had too little memory: a result, not a failure."""
     HOST_OUT_OF_MEMORY = "host_out_of_memory"
     """The host had too little memory (offload, pinned buffers, or the kernel's OOM killer)."""
     OUT_OF_DATA = "out_of_data"
-    """The script ended by itself before the last profile step: too little data for steps of this batch."""
+    """The script ended by itself before the last profile step: too little data for this batch size."""
     INVALID_CONFIG = "invalid_config"
-    """DeepSpeed refused the configuration, or the script did not follow it (observed batch differs)."""
+    """DeepSpeed refused the configuration, or the script did not apply it (observed batch differs)."""
     SCRIPT_ERROR = "script_error"
-    """The script raised for a reason of its own, or left without training."""
+    """The script raised an error of its own, or exited without training."""
     COMMUNICATION_ERROR = "communication_error"
-    """Rendezvous, NCCL or gloo failed and no rank had a cause of its own."""
+    """Rendezvous, NCCL or gloo failed, and no rank reported another cause."""
     STALLED = "stalled"
     """No sign of life from any rank for longer than ``--stall-timeout``."""
     TIMEOUT = "timeout"
     """The launch took longer than ``--trial-timeout``."""
     PRUNED = "pruned"
-    """Stopped in flight by the pruner (or returned to the study by the user)."""
+    """Stopped in flight by the pruner, or returned to the study by the user."""
     LOST = "lost"
-    """Its worker died."""
+    """The worker that ran the launch died."""
 
     @property
     def infeasible(self) -> bool:
-        """Whether the configuration did not fit in memory: never retried, samplers learn from it."""
+        """Whether the configuration did not fit in memory; it is never retried, and samplers use the result."""
         return self in (Outcome.OUT_OF_MEMORY, Outcome.HOST_OUT_OF_MEMORY)
 
     @property

@@ -1,4 +1,4 @@
-"""Configurations, sizes and durations in words, for people."""
+"""Configurations, sizes, durations and metrics as text for users."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def config_in_words(config: Mapping[str, Any]) -> str:
 
 
 def differences_in_words(differences: Mapping[str, Sequence[Any]], *, file: str) -> str:
-    """Return one line on a script that passes another DeepSpeed config than the file that is tuned.
+    """Return one line on a script that passes a DeepSpeed config that differs from the tuned file.
 
     Args:
         differences: ``EngineReady.config_differences``: dotted key -> (the script's value, the file's).

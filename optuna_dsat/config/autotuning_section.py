@@ -1,4 +1,4 @@
-"""The ``autotuning`` section of a DeepSpeed config: what DeepSpeed's own autotuner reads, as far as it is honoured."""
+"""The ``autotuning`` section of a DeepSpeed config, as far as it is honoured."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["Autotuning", "parse_autotuning", "positive_int"]
 
 @dataclass(frozen=True, kw_only=True)
 class Autotuning:
-    """The ``autotuning`` section of a config, as far as it is honoured here. None: not given."""
+    """The honoured keys of an ``autotuning`` section; None if a key is not given."""
 
     enabled: bool | None = None
     fast: bool | None = None
-    """Whether ZeRO stage and micro-batch alone are tuned."""
+    """Whether only ZeRO stage and micro-batch are tuned."""
     start_profile_step: int | None = None
     """Also read from ``start_step``."""
     end_profile_step: int | None = None
@@ -33,14 +33,14 @@ class Autotuning:
     tuner_num_trials: int | None = None
     tuner_early_stopping: int | None = None
     num_gpus: int | None = None
-    """Largest where a list is given."""
+    """The largest of a list."""
     num_nodes: int | None = None
-    """Largest where a list is given."""
+    """The largest of a list."""
     mp_size: int | None = None
     ignored: tuple[str, ...] = ()
-    """Keys of DeepSpeed's autotuner that mean nothing here (folders, ``model_info``...)."""
+    """Keys of DeepSpeed's autotuner that have no meaning here (folders, ``model_info``...)."""
     unknown: tuple[str, ...] = ()
-    """Keys that DeepSpeed's autotuner does not know either."""
+    """Keys that are unknown to DeepSpeed's autotuner as well."""
 
 
 _RENAMED = {"start_step": "start_profile_step", "end_step": "end_profile_step", "num_trials": "tuner_num_trials"}
@@ -57,7 +57,7 @@ _MAY_BE_LISTS = frozenset({"num_gpus", "num_nodes", "mp_size"})
 
 
 def parse_autotuning(config: Mapping[str, Any], *, path: str = "<config>") -> Autotuning:
-    """Read the ``autotuning`` section of a config; absent, it is all defaults.
+    """Read the ``autotuning`` section of a config; all defaults if it is absent.
 
     Raises:
         ConfigError: If a value has the wrong type, or bounds contradict each other.
@@ -96,10 +96,10 @@ def _autotuning_value(name: str, value: Any, *, where: str) -> Any:
 
 
 def positive_int(value: Any, key: str, *, where: str = "") -> int:
-    """Return a count that may be written as ``8`` or ``8.0``.
+    """Return a positive integer, which may be written as ``8`` or ``8.0``.
 
     Raises:
-        ConfigError: If it is no whole number of at least 1; ``where`` and ``key`` say which value is meant.
+        ConfigError: If it is not an integer of at least 1; ``where`` and ``key`` name the value in the message.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < 1:
         raise ConfigError(f"{where}{key} is {value!r}; it must be a whole number of at least 1.")

@@ -1,10 +1,8 @@
 """Reading, checking, merging and writing DeepSpeed configs. Pure: imports neither torch nor DeepSpeed.
 
-A user's config may hold three things that DeepSpeed itself does not accept, and that are taken out before it
-sees the
-config: lists as values of knobs (the user's narrowing of the search), the word ``"all"`` in their place, and
-the ``autotuning`` section. ``"auto"`` (filled in by Hugging Face) stays as it is until something is laid over
-it.
+A user's config may contain three things that DeepSpeed itself does not accept and that are removed before it sees
+the config: lists as values of knobs (the user's narrowing of the search), the word ``"all"`` in their place, and the
+``autotuning`` section. ``"auto"`` (filled in by Hugging Face) stays until an overlay replaces it.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ __all__ = [
 ]
 
 AUTO = "auto"
-"""Value that Hugging Face's integration replaces; for everyone else it means: not given."""
+"""Value that Hugging Face's integration replaces; without it, it means that no value is given."""
 ALL = "all"
 """Value that stands for every choice of a knob, as in DeepSpeed's own autotuner."""
 
@@ -68,7 +66,7 @@ _ZERO_ALIASES = {
     "max_live_parameters": "stage3_max_live_parameters",
     "max_reuse_distance": "stage3_max_reuse_distance",
 }
-"""Field names of ``DeepSpeedZeroConfig`` that DeepSpeed accepts beside the documented keys."""
+"""Field name of ``DeepSpeedZeroConfig``, which DeepSpeed accepts as well -> documented key."""
 
 _ZERO_DEFAULTS: Mapping[str, Any] = {
     "stage": 0,
@@ -83,8 +81,8 @@ _ZERO_DEFAULTS: Mapping[str, Any] = {
     "stage3_max_live_parameters": 1_000_000_000,
     "stage3_max_reuse_distance": 1_000_000_000,
 }
-"""Defaults of ``deepspeed.runtime.zero.config.DeepSpeedZeroConfig`` 0.19.8; ``overlap_comm`` depends on the
-stage.
+"""Defaults of ``deepspeed.runtime.zero.config.DeepSpeedZeroConfig`` 0.19.8, but that of ``overlap_comm``, which
+depends on the stage.
 """
 
 _STAGE3_KEYS = frozenset(
@@ -99,19 +97,17 @@ class UserConfig:
     """A DeepSpeed config file as the user wrote it."""
 
     path: str
-    """As given."""
+    """Path of the file as given by the user."""
     raw: Mapping[str, Any]
     """The whole config, lists and ``autotuning`` section included."""
     autotuning: Autotuning
     lists: Mapping[str, tuple[Any, ...]]
-    """Dotted key -> the values listed there, for every knob the user narrowed; ``("all",)`` for the word
-    ``"all"``.
-    """
+    """Dotted key -> the values listed there, for every knob that the user narrowed; ``("all",)`` for ``"all"``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchTriangle:
-    """Batch sizes that fit together: train = micro x accumulation x data-parallel ranks."""
+    """Consistent batch sizes: train = micro x accumulation x data-parallel ranks."""
 
     train_batch_size: int
     micro_batch: int
@@ -192,7 +188,7 @@ def _kind(value: Any) -> str:
 
 
 def _check_shape(raw: Mapping[str, Any], path: str) -> None:
-    """Refuse what no later step could make sense of."""
+    """Refuse values whose type no later step accepts."""
     zero = raw.get(ZERO, {})
     if not isinstance(zero, dict | bool):
         raise ConfigError(f"{path}: {ZERO} is {_kind(zero)}; it must be an object.")
@@ -218,7 +214,7 @@ def _check_shape(raw: Mapping[str, Any], path: str) -> None:
 
 
 def _lists(raw: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Return the lists (and ``"all"``) the user wrote in the place of a knob's value, under dotted keys."""
+    """Return dotted key -> the list (or ``"all"``) that the user wrote in place of a knob's value."""
     found: dict[str, tuple[Any, ...]] = {}
 
     def note(key: str, value: Any) -> None:
@@ -237,10 +233,10 @@ def _lists(raw: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
 
 
 def zero_section(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``zero_optimization`` section in today's form.
+    """Return the ``zero_optimization`` section in its current form.
 
-    ``true`` (once short for stage 1) becomes an object, ``cpu_offload`` and ``cpu_offload_param`` the offload
-    sections that DeepSpeed itself makes of them, and field names of ``DeepSpeedZeroConfig`` the documented
+    ``true`` (formerly short for stage 1) becomes an object, ``cpu_offload`` and ``cpu_offload_param`` become the
+    offload sections that DeepSpeed itself derives from them, and field names of ``DeepSpeedZeroConfig`` the documented
     keys.
     """
     section = config.get(ZERO) or {}
@@ -255,47 +251,48 @@ def zero_section(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def zero_default(key: str, *, stage: Any) -> Any:
-    """Return DeepSpeed's default of a key of ``zero_optimization``, None where there is none here."""
+    """Return DeepSpeed's default of a key of ``zero_optimization``, None if it is not a tuned key."""
     return stage == 3 if key == "overlap_comm" else _ZERO_DEFAULTS.get(key)
 
 
 def size_limit(key: str, params_count: int) -> int:
-    """Return the size (in elements) from which on larger values of a key behave alike.
+    """Return the size, in elements, from which on all larger values of a key are equivalent.
 
-    No bucket ever holds more than all parameters. ``stage3_max_reuse_distance`` counts the way to a
-    parameter's next use, which leads through the forward and the backward pass, hence twice the parameters.
+    No bucket holds more than all parameters. ``stage3_max_reuse_distance`` counts the elements until a parameter's next
+    use, across the forward and the backward pass, hence twice the parameters.
     """
     return 2 * params_count if key == "stage3_max_reuse_distance" else params_count
 
 
 def effective(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the user's present config means to DeepSpeed: lists resolved, tuning taken out.
+    """Return the user's config as DeepSpeed reads it, ready to train with: lists resolved, tuning keys removed.
 
-    A list stands for its first element, ``"all"`` for DeepSpeed's default (the key goes), deprecated offload
-    keys for their successors. ``"auto"`` stays. The input is left as it is.
+    A list is replaced by its first element, ``"all"`` by DeepSpeed's default (the key is removed), deprecated offload
+    keys by their successors; keys with None and the ``autotuning`` section are removed. ``"auto"`` stays. The input is
+    not changed.
     """
     result = {key: value for key, value in config.items() if key != _AUTOTUNING and value is not None}
     if MICRO_BATCH in result:
-        _settle(result, MICRO_BATCH)
+        _resolve_list(result, MICRO_BATCH)
     if ZERO not in result:
         return _copied(result)
     zero = zero_section(config)
     for key in list(zero):
-        _settle(zero, key)
+        _resolve_list(zero, key)
     for key in ("offload_optimizer", "offload_param"):
         section = zero.get(key)
         if isinstance(section, str):
             section = {"device": section}
         if isinstance(section, dict):
             section = dict(section)
-            _settle(section, "device")
+            _resolve_list(section, "device")
             zero[key] = section
     result[ZERO] = zero
     return _copied(result)
 
 
-def _settle(section: dict[str, Any], key: str) -> None:
-    """Replace a list by its first element; drop ``"all"``."""
+def _resolve_list(section: dict[str, Any], key: str) -> None:
+    """Replace a list by its first element; remove ``"all"``."""
     value = section.get(key)
     if isinstance(value, list):
         value = value[0] if value else ALL
@@ -305,9 +302,9 @@ def _settle(section: dict[str, Any], key: str) -> None:
 
 
 def merge(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay ``overlay`` over ``base``: objects are merged key by key, anything else replaces, None removes.
+    """Return ``base`` with ``overlay`` merged over it: objects key by key, other values replace, None removes a key.
 
-    Neither argument is changed, and the result shares nothing with them.
+    Neither argument is changed, and the result shares no objects with them.
     """
     result = {key: value for key, value in base.items() if key not in overlay}
     for key, value in overlay.items():
@@ -334,16 +331,15 @@ def _copied_value(value: Any) -> Any:
 def batch_triangle(config: Mapping[str, Any], *, world_size: int) -> BatchTriangle:
     """Complete the batch sizes of a config as ``deepspeed.runtime.config.DeepSpeedConfig`` does.
 
-    Accumulation that is not given is 1, unless the other two determine it. Where neither batch size is given
-    (all ``"auto"``), the micro-batch is 1; DeepSpeed itself would refuse such a config, the search fills it
-    in.
+    Accumulation defaults to 1 unless the other two determine it. If neither batch size is given (all ``"auto"``), the
+    micro-batch is 1; DeepSpeed itself refuses such a config, the search completes it.
 
     Args:
-        config: A DeepSpeed config; a list of micro-batches stands for its first.
+        config: A DeepSpeed config; of a list of micro-batches the first counts.
         world_size: Data-parallel ranks of one launch.
 
     Raises:
-        ConfigError: If the numbers given cannot hold together; says which one to change, and to what.
+        ConfigError: If the given numbers contradict each other; the message says which one to change, and to what.
     """
     train, micro, accumulation = (_given(config, key) for key in _BATCH_KEYS)
     if train is None:
@@ -389,16 +385,15 @@ def _contradiction(config: Mapping[str, Any], *, train: int, world_size: int) ->
 def canonical_key(config: Mapping[str, Any], *, params_count: int | None = None) -> str:
     """Return a key that configs share when DeepSpeed would behave the same (32 hexadecimal digits, SHA-256).
 
-    Key order and the spelling of numbers (``5e8``) do not matter, nor do values equal to DeepSpeed's
-    defaults, offload to ``none``, knobs the stage does not read, or bucket sizes beyond the number of
-    parameters.
+    Ignored are key order, the spelling of numbers (``5e8``), values equal to DeepSpeed's defaults, offload to ``none``,
+    knobs that the stage does not read, and bucket sizes beyond the number of parameters.
 
     Args:
         config: A DeepSpeed config without lists (they are resolved as :func:`effective` does).
-        params_count: Parameters of the model; sizes above it are equal to it.
+        params_count: Parameters of the model, to which sizes are limited; None if unknown.
     """
-    plain = _normal(effective(config))
-    zero = _normal_zero(plain.pop(ZERO, {}), params_count)
+    plain = _canonical(effective(config))
+    zero = _canonical_zero(plain.pop(ZERO, {}), params_count)
     if plain.get(GRADIENT_ACCUMULATION) == 1 and MICRO_BATCH in plain:
         del plain[GRADIENT_ACCUMULATION]
     if zero:
@@ -407,17 +402,17 @@ def canonical_key(config: Mapping[str, Any], *, params_count: int | None = None)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _normal(value: Any) -> Any:
+def _canonical(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _normal(one) for key, one in value.items() if one is not None}
+        return {key: _canonical(one) for key, one in value.items() if one is not None}
     if isinstance(value, list):
-        return [_normal(one) for one in value]
+        return [_canonical(one) for one in value]
     if isinstance(value, float) and value.is_integer():
         return int(value)
     return value
 
 
-def _normal_zero(zero: Mapping[str, Any], params_count: int | None) -> dict[str, Any]:
+def _canonical_zero(zero: Mapping[str, Any], params_count: int | None) -> dict[str, Any]:
     stage = zero.get("stage", 0)
     if stage == 0:
         return {key: value for key, value in zero.items() if key not in _ZERO_STAGE_KEYS | {"stage"}}

@@ -1,8 +1,7 @@
-"""The knobs: every DeepSpeed setting the search may change, where it is used, and its default choices.
+"""The knobs: every DeepSpeed setting that the search may change, its condition, and its default choices.
 
-Where a knob applies was read in DeepSpeed's source (``used_by`` names the place) and the contested cases were
-run. A knob is sampled only where it changes what DeepSpeed does; elsewhere it would only multiply
-configurations that behave alike.
+The condition of a knob was read in DeepSpeed's source (``used_by`` names the place), and doubtful cases were tested. A
+knob is sampled only if it changes DeepSpeed's behaviour; otherwise it would multiply equivalent configurations.
 """
 
 from __future__ import annotations
@@ -41,21 +40,20 @@ _BUCKETS = tuple(n * 10**m for m in range(6, 10) for n in (1, 5))
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """What decides, beside the params drawn so far, whether a knob applies."""
+    """Facts, besides the params drawn so far, on which the conditions of knobs depend."""
 
     pipeline: bool = False
-    """The script trains a pipeline module."""
+    """Whether the script trains a pipeline module."""
     bf16_optimizer: bool = False
-    """bf16 with fp32 gradient accumulation: ZeRO 1 then runs ``BF16_Optimizer``, unless the optimizer is
-    offloaded.
-    """
+    """Whether bf16 is used with fp32 gradient accumulation: ZeRO 1 then runs ``BF16_Optimizer`` without offload."""
     prescaled: bool = False
-    """``prescale_gradients`` or a ``gradient_predivide_factor``: ZeRO 2 and 3 then refuse ``reduce_scatter``.
+    """Whether gradients are prescaled (``prescale_gradients``, ``gradient_predivide_factor``): ZeRO 2 and 3 then refuse
+    ``reduce_scatter``.
     """
     sequential: bool = False
-    """``stage3_allgather_sequential``: ZeRO 3 then sets its prefetch bucket to 1."""
+    """Whether ``stage3_allgather_sequential`` is set: ZeRO 3 then sets its prefetch bucket to 1."""
     nvme_only: bool = False
-    """The optimizer may be offloaded to NVMe only, which ZeRO 1 and 2 cannot."""
+    """Whether the optimizer may be offloaded to NVMe only, which ZeRO 1 and 2 do not support."""
 
 
 Condition = Callable[[Mapping[str, Any], Site], bool]
@@ -69,27 +67,27 @@ def _offloads(params: Mapping[str, Any]) -> bool:
     return bool(params.get(OFFLOAD_OPTIMIZER, "none") != "none")
 
 
-def _reduces(params: Mapping[str, Any], site: Site) -> bool:
+def _zero_reduces_gradients(params: Mapping[str, Any], site: Site) -> bool:
     """Whether ZeRO's own gradient reduction runs."""
     stage = _stage(params)
     return stage >= 2 or (stage == 1 and not (site.bf16_optimizer and not _offloads(params)))
 
 
-def _picks_contiguous(params: Mapping[str, Any], site: Site) -> bool:
-    return _reduces(params, site) and (_stage(params) == 3 or not _offloads(params))
+def _contiguous_applies(params: Mapping[str, Any], site: Site) -> bool:
+    return _zero_reduces_gradients(params, site) and (_stage(params) == 3 or not _offloads(params))
 
 
 def _is_contiguous(params: Mapping[str, Any], site: Site) -> bool:
-    return not _picks_contiguous(params, site) or bool(params.get("contiguous_gradients", True))
+    return not _contiguous_applies(params, site) or bool(params.get("contiguous_gradients", True))
 
 
-def _picks_scatter(params: Mapping[str, Any], site: Site) -> bool:
-    if not _reduces(params, site) or not _is_contiguous(params, site):
+def _scatter_applies(params: Mapping[str, Any], site: Site) -> bool:
+    if not _zero_reduces_gradients(params, site) or not _is_contiguous(params, site):
         return False
     return not (site.prescaled and _stage(params) >= 2)
 
 
-def _third(params: Mapping[str, Any], _: Site) -> bool:
+def _is_stage3(params: Mapping[str, Any], _: Site) -> bool:
     return _stage(params) == 3
 
 
@@ -100,17 +98,18 @@ class Knob:
     name: str
     """Name of the Optuna parameter: DeepSpeed's own key."""
     path: tuple[str, ...]
-    """Where the value stands in a DeepSpeed config."""
+    """Keys of the value in a DeepSpeed config, outermost first."""
     kind: Kind
     choices: tuple[Any, ...]
-    """Default choices, in rising order."""
+    """Default choices, ascending."""
     where: str
-    """Where it applies, for people."""
+    """Text on where it applies, shown to users."""
     used_by: str
-    """The place in DeepSpeed 0.19.8 that uses it, and why it applies where it does."""
+    """Text on the place in DeepSpeed 0.19.8 that uses it and the reason for its condition."""
     applies: Condition
+    """Whether it changes DeepSpeed's behaviour, given the params drawn before."""
     inert: bool = False
-    """DeepSpeed takes the value and does nothing with it: sampled only if the user lists values."""
+    """Whether DeepSpeed accepts the value without using it: sampled only if the user lists values."""
 
 
 def _zero(name: str, key: str | None = None) -> tuple[str, ...]:
@@ -159,7 +158,7 @@ KNOBS: tuple[Knob, ...] = (
         choices=("none", "cpu"),
         where="ZeRO 3",
         used_by="zero.stage3.DeepSpeedZeroOptimizer_Stage3._configure_offloading; stages below 3 never look at it.",
-        applies=_third,
+        applies=_is_stage3,
     ),
     Knob(
         name="contiguous_gradients",
@@ -171,7 +170,7 @@ KNOBS: tuple[Knob, ...] = (
             "stage_1_and_2.DeepSpeedZeroOptimizer.setup_buckets and copy_grads_in_partition; its __init__ sets it with "
             "optimizer offload, whatever the config says. stage3._setup_for_real_optimizer allocates the bucket by it."
         ),
-        applies=_picks_contiguous,
+        applies=_contiguous_applies,
     ),
     Knob(
         name="overlap_comm",
@@ -184,7 +183,7 @@ KNOBS: tuple[Knob, ...] = (
             "stage3.reduce_and_partition_stream and DeepSpeedZeRoOffload's all-gather stream. "
             "engine._configure_zero_optimizer turns it off for pipelines."
         ),
-        applies=lambda params, site: _reduces(params, site) and not site.pipeline,
+        applies=lambda params, site: _zero_reduces_gradients(params, site) and not site.pipeline,
     ),
     Knob(
         name="reduce_scatter",
@@ -196,7 +195,7 @@ KNOBS: tuple[Knob, ...] = (
             "stage_1_and_2.DeepSpeedZeroOptimizer.average_tensor and stage3.__reduce_and_partition_ipg_grads read it "
             "for contiguous buckets only. Stages 2 and 3 refuse it with prescale_gradients or a predivide factor."
         ),
-        applies=_picks_scatter,
+        applies=_scatter_applies,
     ),
     Knob(
         name="reduce_bucket_size",
@@ -208,7 +207,7 @@ KNOBS: tuple[Knob, ...] = (
             "stage_1_and_2.reduce_independent_p_g_buckets_and_remove_grads, stage3.reduce_independent_p_g_buckets. "
             "ZeRO 1 with bf16 and fp32 gradient accumulation runs BF16_Optimizer, which has no buckets."
         ),
-        applies=_reduces,
+        applies=_zero_reduces_gradients,
     ),
     Knob(
         name="allgather_bucket_size",
@@ -261,7 +260,7 @@ KNOBS: tuple[Knob, ...] = (
         choices=(100_000_000, 1_000_000_000),
         where="ZeRO 3",
         used_by="PartitionedParameterCoordinator.__params_to_release: keeps what is used again within the distance.",
-        applies=_third,
+        applies=_is_stage3,
     ),
     Knob(
         name="stage3_param_persistence_threshold",
@@ -270,7 +269,7 @@ KNOBS: tuple[Knob, ...] = (
         choices=(10_000, 100_000, 1_000_000),
         where="ZeRO 3",
         used_by="zero.parameter_offload.DeepSpeedZeRoOffload.mark_persistent_parameters.",
-        applies=_third,
+        applies=_is_stage3,
     ),
     Knob(
         name="sub_group_size",
@@ -279,13 +278,13 @@ KNOBS: tuple[Knob, ...] = (
         choices=(100_000_000, 1_000_000_000),
         where="ZeRO 3",
         used_by="stage3.DeepSpeedZeroOptimizer_Stage3._create_fp16_sub_groups: elements updated at a time.",
-        applies=_third,
+        applies=_is_stage3,
     ),
 )
-"""In the order they are suggested: a condition reads only knobs that come before."""
+"""In the order of suggestion: a condition reads only preceding knobs."""
 
 _MINIMUM = {"reduce_bucket_size": 1, "allgather_bucket_size": 2}
-"""Smallest value DeepSpeed accepts, 0 for the sizes not named."""
+"""Smallest value that DeepSpeed accepts; 0 for the other sizes."""
 
 
 def known_names() -> str:
@@ -294,9 +293,9 @@ def known_names() -> str:
 
 
 def normalise(name: str, kind: Kind, value: Any) -> Any:
-    """Return a knob's value in the form it is suggested in: ``5e8`` becomes 500000000, ``"true"`` true.
+    """Return a knob's value in its suggested form: ``5e8`` becomes 500000000, ``"true"`` becomes True.
 
-    Text is read as JSON would be, so that values from a command line can be passed as they are.
+    Text is read like JSON, so values from a command line can be passed unchanged.
 
     Raises:
         ConfigError: If the value has the wrong type or DeepSpeed would refuse it.

@@ -1,4 +1,4 @@
-"""Which of DeepSpeed's compiled operators the configurations of a search need."""
+"""DeepSpeed's compiled operators that the configurations of a search need."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ON_HOST = {
     "adamw": "CPUAdamBuilder",
     "lion": "CPULionBuilder",
 }
-"""Optimizer of the config -> builder of its operator where the optimizer is offloaded."""
+"""Optimizer of the config -> builder of its operator if the optimizer is offloaded."""
 
 _ON_DEVICE = {
     "adam": "FusedAdamBuilder",
@@ -24,14 +24,14 @@ _ON_DEVICE = {
     "lamb": "FusedLambBuilder",
     "lion": "FusedLionBuilder",
 }
-"""Optimizer of the config -> builder of its operator where the optimizer is on the device."""
+"""Optimizer of the config -> builder of its operator if the optimizer is on the device."""
 
 
 def operators_of(ds_config: Mapping[str, Any], space: SearchSpace) -> tuple[str, ...]:
     """Return the names of the operator builders that launches of a search may need.
 
-    As ``DeepSpeedEngine._configure_basic_optimizer`` of DeepSpeed 0.19.8 chooses them. An optimizer that the script
-    builds itself brings its operator along.
+    As chosen by ``DeepSpeedEngine._configure_basic_optimizer`` of DeepSpeed 0.19.8. An optimizer that the script builds
+    itself provides its operator.
 
     Args:
         ds_config: The user's config.

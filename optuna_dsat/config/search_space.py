@@ -1,4 +1,4 @@
-"""A search space in use: drawing params from it, and translating between params and DeepSpeed configs."""
+"""Search spaces: suggesting params, and translating between params and DeepSpeed configs."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _STAGE3_OFFLOAD_KEYS = ("ratio", "super_offload", "cpuadam_cores_perc")
 
 
 class Role(StrEnum):
-    """What becomes of a knob in a search."""
+    """Role of a knob in a search."""
 
     PARAMETER = "searched"
     FIXED = "fixed"
-    """Held by ``fix``: laid over the user's config where it applies."""
+    """Held by ``fix``: merged over the user's config where it applies."""
     KEPT = "kept"
-    """Left as the user's config has it (``no_tune``)."""
+    """Left as in the user's config (``no_tune``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TunedKnob:
-    """A knob of this space with the values it may take."""
+    """A knob of a space with the values that it may take."""
 
     knob: Knob
     choices: tuple[Any, ...]
@@ -52,10 +52,10 @@ class KnobRow:
     role: str
     """``searched``, ``fixed``, ``kept`` or ``without effect``."""
     where: str
-    """Where it applies."""
+    """Text on where it applies."""
     choices: tuple[Any, ...]
     used_by: str
-    """The place in DeepSpeed that uses it."""
+    """Text on the place in DeepSpeed that uses it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,28 +63,28 @@ class SearchSpace:
     """A search space; build it with :func:`build_space`."""
 
     knobs: tuple[TunedKnob, ...]
-    """In the order they are suggested, without the micro-batch."""
+    """In the order of suggestion, without the micro-batch."""
     micro_batches: tuple[int, int]
     """Smallest and largest micro-batch."""
     micro_batch_values: tuple[int, ...] | None = None
-    """The only micro-batches allowed, ascending; None for all between the smallest and the largest."""
+    """Allowed micro-batches, ascending; None for all between the smallest and the largest."""
     site: Site
     device: str
     """``cuda`` or ``cpu``."""
     params: int | None = None
-    """Parameter count that caps sizes."""
+    """Parameters of the model, which limit sizes; None if unknown."""
     nvme_path: str | None = None
     gradient_accumulation_steps: int = 1
     samples_per_rank: int | None = None
-    """Samples of one global step on one rank, where they are held: accumulation makes up what the micro-batch lacks."""
+    """Samples per rank and global step, kept by the accumulation; None if the global batch follows the micro-batch."""
     max_samples_per_rank: int | None = None
-    """Most samples of one global step on one rank: larger micro-batches accumulate less."""
+    """Largest number of samples per rank and global step: larger micro-batches accumulate less; None if unbounded."""
     user_zero: Mapping[str, Any] = field(default_factory=dict)
-    """The user's own ``zero_optimization`` section, in today's form and without lists."""
+    """The user's own ``zero_optimization`` section in its current form, lists resolved."""
     legacy_keys: tuple[str, ...] = ()
-    """Other spellings of knobs in the user's section."""
+    """Deprecated spellings of knobs in the user's section, which overlays remove."""
     allow_untested_optimizer: bool = False
-    """Whether overlays must say ``zero_allow_untested_optimizer``."""
+    """Whether overlays must set ``zero_allow_untested_optimizer``."""
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -92,7 +92,7 @@ class SearchSpace:
         return self.knobs[0].choices
 
     def suggest(self, trial: optuna.trial.BaseTrial) -> dict[str, Any]:
-        """Draw a configuration: only the knobs that apply, the micro-batch last.
+        """Suggest a configuration: only the knobs that apply, the micro-batch last.
 
         Args:
             trial: An Optuna trial, live or fixed.
@@ -116,7 +116,7 @@ class SearchSpace:
         return params
 
     def accumulation(self, micro_batch: int) -> int:
-        """Return the gradient accumulation steps that go with a micro-batch."""
+        """Return the gradient accumulation steps of a micro-batch."""
         if self.samples_per_rank is not None:
             return self.samples_per_rank // micro_batch
         if self.max_samples_per_rank is not None:
@@ -124,7 +124,7 @@ class SearchSpace:
         return self.gradient_accumulation_steps
 
     def _settings(self, pick: Callable[[TunedKnob], Any]) -> Iterator[tuple[TunedKnob, Any]]:
-        """Walk the knobs that apply, with their values: picked for parameters, held ones as they are."""
+        """Yield the knobs that apply with their values: ``pick`` chooses those of parameters, others are given."""
         settings: dict[str, Any] = {}
         for tuned in self.knobs:
             if tuned.knob.applies(settings, self.site):
@@ -133,20 +133,19 @@ class SearchSpace:
                 yield tuned, value
 
     def overlay(self, params: Mapping[str, Any], *, gradient_accumulation_steps: int | None = None) -> dict[str, Any]:
-        """Return what to lay over the user's config to run ``params``; a value of None removes a key.
+        """Return the overlay over the user's config that runs ``params``; a value of None removes a key.
 
-        Sub-keys of the user's own offload sections (``pin_memory``, ``buffer_count``...) are kept. Knobs that
-        do not apply are removed, or they would be inherited: an ``offload_param`` is meaningless below ZeRO
-        3, and an ``offload_optimizer`` without ZeRO makes DeepSpeed build a CPU optimizer for parameters on
-        the GPU. With ZeRO and an optimizer that is not in DeepSpeed's list of tested ones (or the script's
-        own, which cannot be seen), ``zero_allow_untested_optimizer`` is set unless the user's config says
-        something: DeepSpeed otherwise refuses ZeRO with it, and the assertion is all that the key changes.
-        ``reduce_scatter`` is turned off at stages 2 and 3 where gradients are prescaled, because its default
-        would be refused there.
+        Sub-keys of the user's own offload sections (``pin_memory``, ``buffer_count``...) are kept. Knobs that do not
+        apply are removed, as they would be inherited otherwise: an ``offload_param`` is meaningless below ZeRO 3, and
+        an ``offload_optimizer`` without ZeRO makes DeepSpeed build a CPU optimizer for parameters on the GPU. With ZeRO
+        and an optimizer that is not in DeepSpeed's list of tested ones (or the script's own, which is unknown),
+        ``zero_allow_untested_optimizer`` is set unless the user's config sets it: DeepSpeed otherwise refuses ZeRO with
+        it, and the key changes nothing but that assertion. ``reduce_scatter`` is disabled at stages 2 and 3 if
+        gradients are prescaled, because DeepSpeed refuses its default there.
 
         Args:
             params: As :meth:`suggest` returned them.
-            gradient_accumulation_steps: Replaces what goes with the micro-batch (see :meth:`accumulation`).
+            gradient_accumulation_steps: Accumulation steps; None for :meth:`accumulation` of the micro-batch.
 
         Raises:
             ConfigError: If a param that applies is missing.
@@ -179,7 +178,7 @@ class SearchSpace:
         return result
 
     def _written(self, tuned: TunedKnob, values: Mapping[str, Any]) -> Any:
-        """Return a knob's value as it stands in a DeepSpeed config."""
+        """Return a knob's value in the form of a DeepSpeed config."""
         value = values[tuned.name]
         if tuned.knob.kind != "device":
             return value
@@ -199,10 +198,10 @@ class SearchSpace:
         return section
 
     def params_of(self, ds_config: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return a DeepSpeed config as params of this space, None where it lies outside.
+        """Return a DeepSpeed config as params of this space, None if it lies outside.
 
-        The config must give its micro-batch as a number. Values that are not given are DeepSpeed's defaults;
-        sizes beyond the number of parameters are taken as the largest choice.
+        The config must give its micro-batch as a number. Missing values are DeepSpeed's defaults; sizes beyond the
+        number of parameters are mapped to the largest choice.
         """
         zero = configs.effective({ZERO: {}, **ds_config})[ZERO]
         try:
@@ -237,15 +236,15 @@ class SearchSpace:
         return tuned.choices[-1] if value >= limit and tuned.choices[-1] >= limit else value
 
     def usual(self, name: str, params: Mapping[str, Any]) -> Any:
-        """Return what the user's config says of a knob, else DeepSpeed's default at the stage of ``params``."""
+        """Return the value of a knob in the user's config, else DeepSpeed's default at the stage of ``params``."""
         tuned = next(tuned for tuned in self.knobs if tuned.name == name)
         return self._read(tuned, {**self.user_zero, "stage": params[ZERO_STAGE]})
 
     def completed(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the lineage that has the wanted values where they apply, and the user's or a default's elsewhere.
+        """Return the lineage with the wanted values where they apply, and the user's or default values elsewhere.
 
         Args:
-            wanted: Knobs; those that do not apply, or whose value is no choice, are passed over.
+            wanted: Knobs; those that do not apply, or whose value is not a choice, are ignored.
         """
         params: dict[str, Any] = {}
 
@@ -261,7 +260,7 @@ class SearchSpace:
         return params
 
     def describe(self) -> list[KnobRow]:
-        """Return one row per knob: what is searched, held or left out, where it applies and who uses it."""
+        """Return one row per knob: its role, choices, where it applies and where DeepSpeed uses it."""
         ours = {tuned.name: tuned for tuned in self.knobs}
         rows = []
         for knob in KNOBS:
@@ -286,11 +285,11 @@ class SearchSpace:
         return [*rows, micro]
 
     def classes(self) -> int:
-        """Return the number of lineages: combinations of all params but the micro-batch."""
+        """Return the number of lineages: combinations of all params except the micro-batch."""
         return self._count({}, 0)
 
     def lineages(self) -> Iterator[dict[str, Any]]:
-        """Yield the params of every lineage: all but the micro-batch, in the order of the knobs' choices."""
+        """Yield the params of every lineage, without the micro-batch, in the order of the knobs' choices."""
         yield from self._complete({}, {}, 0)
 
     def _complete(self, settings: Mapping[str, Any], params: Mapping[str, Any], index: int) -> Iterator[dict[str, Any]]:
@@ -323,7 +322,7 @@ def device_of(zero: Mapping[str, Any], name: str) -> str:
 
 
 def present(knob: Knob, zero: Mapping[str, Any]) -> Any:
-    """Return a knob's value in a config, DeepSpeed's default where it is not given."""
+    """Return a knob's value in a config, DeepSpeed's default if it is not given."""
     if knob.kind == "device":
         return device_of(zero, knob.name)
     value = zero.get(knob.path[1])
@@ -333,7 +332,7 @@ def present(knob: Knob, zero: Mapping[str, Any]) -> Any:
 
 
 def capped(name: str, value: int, params: int | None) -> int:
-    """Return ``value``, or the parameter count rounded up to two digits where larger sizes behave alike."""
+    """Return ``value``, or if it is beyond ``size_limit``, that limit rounded up to two significant digits."""
     if params is None:
         return value
     limit = configs.size_limit(name, params)

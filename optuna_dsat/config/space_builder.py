@@ -1,14 +1,13 @@
-"""The search space: which knobs are searched, over which choices, under which conditions; params <-> config.
+"""Builds search spaces: the knobs to search, their choices and conditions.
 
-A configuration is a dict of *params*, named after DeepSpeed's keys: ``zero_stage`` first, then the knobs that
-apply, ``train_micro_batch_size_per_gpu`` last. All but the micro-batch are categorical.
+A configuration is a dict of *params*, named after DeepSpeed's keys: ``zero_stage`` first, then the knobs that apply,
+``train_micro_batch_size_per_gpu`` last. All except the micro-batch are categorical.
 
 - A list in the user's config narrows a knob to these values.
-- ``fix`` holds a knob at one value: it is no parameter, but is laid over the user's config where it applies.
-- ``no_tune`` leaves a knob as the user's config has it.
-- ``zero_stage`` and the micro-batch stay parameters even when held: they then have one value.
-- The user's present value is always among the choices, unless a list, ``fix`` or the stages asked for say
-  otherwise.
+- ``fix`` holds a knob at one value: it is not a parameter, but merged over the user's config where it applies.
+- ``no_tune`` leaves a knob as in the user's config.
+- ``zero_stage`` and the micro-batch remain parameters even if held: they then have one value.
+- The user's own value is always among the choices, unless a list, ``fix`` or the requested stages exclude it.
 """
 
 from __future__ import annotations
@@ -55,9 +54,7 @@ _LEGACY = MappingProxyType({
     "max_live_parameters": "stage3_max_live_parameters",
     "max_reuse_distance": "stage3_max_reuse_distance",
 })  # fmt: skip
-"""Other spellings of knobs that DeepSpeed accepts: removed where we set the knob, or there would be two
-values.
-"""
+"""Deprecated spelling of a knob, which DeepSpeed accepts -> the knob; overlays remove it if they set the knob."""
 _TESTED_OPTIMIZERS = frozenset({"adam", "adamw", "adagrad", "lion", "muon"})
 """Config names whose classes are in ``deepspeed.runtime.zero.utils.ZERO_SUPPORTED_OPTIMIZERS``."""
 
@@ -165,11 +162,11 @@ class _Builder:
                 raise ConfigError(f"{ZERO}.{key} is a list, but not a knob. The knobs are {known_names()}.")
 
     def _named(self, knob: Knob) -> bool:
-        """Whether the user asks for this knob by name: a list in the config, or ``fix``."""
+        """Whether the user names this knob: by a list in the config, or by ``fix``."""
         return knob.name in self._request.fix or self._listed(knob) is not None
 
     def _listed(self, knob: Knob) -> tuple[Any, ...] | None:
-        """Return the values the user lists for a knob, None where there is no list."""
+        """Return the values that the user lists for a knob, None if there is no list."""
         zero = configs.zero_section(self._request.ds_config)
         value = zero.get(knob.path[1])
         if knob.kind == "device" and isinstance(value, Mapping):
@@ -279,23 +276,24 @@ class _Builder:
         return low, max(low, min(high, cap))
 
     def _micro_batch_values(self, low: int, high: int) -> tuple[int, ...] | None:
-        """Return the only micro-batches allowed: those listed, and those that divide the held global batch."""
+        """Return the allowed micro-batches: those listed, or divisors of a kept global batch; None for all."""
         listed = self._request.ds_config.get(MICRO_BATCH)
         held = MICRO_BATCH in self._request.fix or MICRO_BATCH in self._no_tune
         allowed: Iterable[int] | None = None
         if isinstance(listed, list) and not held:
             allowed = [normalise(MICRO_BATCH, "count", value) for value in listed]
-        if self._request.samples_per_rank is not None:
-            of_batch = range(1, self._request.samples_per_rank + 1) if allowed is None else allowed
-            allowed = [value for value in of_batch if self._request.samples_per_rank % value == 0]
+        held_samples = self._request.samples_per_rank
+        if held_samples is not None:
+            of_batch = range(1, held_samples + 1) if allowed is None else allowed
+            allowed = [value for value in of_batch if held_samples % value == 0]
         if allowed is None:
             return None
         values = tuple(sorted({value for value in allowed if low <= value <= high}))
-        if not values and listed and not self._request.samples_per_rank:
+        if not values and listed and not held_samples:
             values = (min(normalise(MICRO_BATCH, "count", value) for value in listed),)
         if not values:
             raise ConfigError(
-                f"No {MICRO_BATCH} is left to search: --train-batch-size gives each rank {self._request.samples_per_rank} "
+                f"No {MICRO_BATCH} is left to search: --train-batch-size gives each rank {held_samples} "
                 f"samples, and none {'of the list in the config' if listed else 'that is allowed'} divides them."
             )
         return values
@@ -313,7 +311,7 @@ _DTYPES = MappingProxyType({"float16": "fp16", "half": "fp16", "bfloat16": "bf16
 
 
 def _types(config: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the types of model and accumulated gradients: ``fp16``, ``bf16`` or ``fp32``."""
+    """Return the data types of model and accumulated gradients: ``fp16``, ``bf16`` or ``fp32``."""
     enabled = [key for key in ("fp16", "bf16") if (config.get(key) or {}).get("enabled") is True]
     model = enabled[0] if enabled else "fp32"
     given = (config.get("data_types") or {}).get("grad_accum_dtype")
@@ -343,7 +341,7 @@ def _needs_permission(plain: Mapping[str, Any]) -> bool:
 
 
 def _distinct(name: str, sizes: Iterable[int], params: int | None) -> Iterable[int]:
-    """Return the sizes that behave differently: of those that no model's parameters fill, the smallest."""
+    """Return the sizes that differ in effect: of those at or above ``size_limit`` only the smallest."""
     if params is None:
         return sizes
     limit = configs.size_limit(name, params)

@@ -1,8 +1,8 @@
-"""What GPUs can do, by their makers' data sheets, and how much of that training reaches.
+"""Performance of GPUs by their makers' data sheets, and the share of it that training reaches.
 
-All figures are NVIDIA's: memory, peak dense FLOPS of tensor cores in half precision with fp32 accumulation (data sheets
-that state them "with sparsity" are halved), bandwidth of the memory, of all NVLinks of a GPU (both directions
-together) and of the PCIe slot (both directions together).
+All figures are NVIDIA's: memory, peak dense FLOPS of tensor cores in half precision with fp32 accumulation (figures
+"with sparsity" are halved), bandwidth of the memory, of all NVLinks of a GPU (sum of both directions) and of the PCIe
+slot (sum of both directions).
 
 Sources, by name of the document:
 
@@ -24,9 +24,9 @@ Sources, by name of the document:
 - rtx4090: "NVIDIA Ada GPU Architecture" white paper, appendix (165.2 TFLOPS with fp32 accumulation, 24 GB, 1008 GB/s,
   PCIe 4.0).
 
-Memory is what the driver leaves of the nominal size: measured values of ``torch.cuda.get_device_properties`` are a few
-per cent below it (an A100 of 80 GB shows 79.2 GiB, one of 40 GB 39.4 GiB, a T4 14.6 to 15 GiB); nominal sizes stand
-here in GiB less ``_RESERVED``.
+The driver reserves a part of the nominal memory: ``torch.cuda.get_device_properties`` reports a few per cent less (79.2
+GiB on an A100 of 80 GB, 39.4 GiB on one of 40 GB, 14.6 to 15 GiB on a T4). The table holds nominal sizes in GiB, from
+which ``_RESERVED`` is subtracted.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from optuna_dsat.errors import UsageError
 __all__ = ["CPU_PRIORS", "GPUS", "GpuSpec", "Priors", "find_gpu", "gpu_of_device", "machine_priors", "priors_of_device"]
 
 Priors = Mapping[str, tuple[float, float]]
-"""Coefficient of the step theory -> median and spread (standard deviation of the logarithm)."""
+"""Coefficient of the step-time model -> median and spread (standard deviation of the logarithm)."""
 
 _RESERVED = 0.015
-"""Share of the nominal memory that driver and error correction keep."""
+"""Share of the nominal memory reserved by driver and error correction."""
 _REACHED_FLOPS = 0.45
 """Share of the peak that large transformers reach in training: 0.3 to 0.57 in Narayanan et al. (arXiv:2104.04473,
 table 1: 44 to 52 % on A100) and Chowdhery et al. (arXiv:2204.02311, table 3: 21 to 46 %).
@@ -53,36 +53,36 @@ _REACHED_NVLINK, _REACHED_PCIE, _REACHED_MEMORY = 0.75, 0.6, 0.8
 """Shares of one direction's bandwidth that collectives and copies reach; nccl-tests shows 230 of 300 GB/s on A100."""
 _REACHED_NETWORK = 0.8
 _MESSAGE_S, _HOP_S = 2e-5, 4e-6
-"""Seconds to start a collective, and for each rank that a ring passes through: nccl-tests show 30 to 60 us for the
-smallest all-gathers over 8 GPUs of a host, and milliseconds over hundreds of GPUs.
+"""Seconds to start a collective, and per rank of its ring: nccl-tests show 30 to 60 us for the smallest all-gathers
+over 8 GPUs of a host, and milliseconds over hundreds of GPUs.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuSpec:
-    """One GPU by its data sheet."""
+    """Data sheet of one GPU."""
 
     name: str
     memory_gib: float
-    """Nominal."""
+    """Nominal size."""
     tflops: float
     """Peak dense tensor FLOPS in half precision with fp32 accumulation, in 10**12."""
     memory_gb_per_s: float
     pcie_gb_per_s: float
-    """Both directions together."""
+    """Sum of both directions."""
     nvlink_gb_per_s: float = 0
-    """Both directions together; 0 where GPUs of a host talk over PCIe."""
+    """Sum of both directions; 0 if GPUs of a host communicate over PCIe."""
     bf16: bool = True
-    """Whether tensor cores take bfloat16 (Ampere and newer)."""
+    """Whether tensor cores support bfloat16 (Ampere and newer)."""
 
     @property
     def memory_bytes(self) -> int:
-        """What a process can use."""
+        """Bytes that processes can use."""
         return int(self.memory_gib * (1 - _RESERVED) * 2**30)
 
     @property
     def link_bytes_per_s(self) -> float:
-        """What a collective within a host reaches per GPU."""
+        """Bandwidth per GPU that a collective within a host reaches."""
         if self.nvlink_gb_per_s:
             return _REACHED_NVLINK * self.nvlink_gb_per_s / 2 * 1e9
         return _REACHED_PCIE * self.pcie_gb_per_s / 2 * 1e9
@@ -101,7 +101,7 @@ def _gpu(name: str, gib: float, tflops: float, memory: float, pcie: float, nvlin
 
 
 _ALL = (
-    _gpu("t4", 15, 65, 320, 32),  # a sixteenth of its memory goes to error correction
+    _gpu("t4", 15, 65, 320, 32),  # error correction takes a sixteenth of its memory
     _gpu("v100-16g", 16, 125, 900, 32, 300),
     _gpu("v100-32g", 32, 125, 900, 32, 300),
     _gpu("a10", 22.5, 125, 600, 64),  # likewise
@@ -121,7 +121,7 @@ _ALL = (
 )
 
 GPUS: Mapping[str, GpuSpec] = MappingProxyType({gpu.name: gpu for gpu in _ALL})
-"""By name."""
+"""GPUs by name."""
 
 CPU_PRIORS: Priors = MappingProxyType(
     {
@@ -133,7 +133,7 @@ CPU_PRIORS: Priors = MappingProxyType(
         "hooks": (5e-3, 1.2),
     }
 )
-"""What is expected of a rank on the CPU: round figures of a virtual machine, with wide spreads."""
+"""Prior for a rank on the CPU: round figures of a virtual machine, with wide spreads."""
 
 _DEVICE_NAMES: Mapping[str, str] = MappingProxyType(
     {
@@ -156,15 +156,15 @@ _DEVICE_NAMES: Mapping[str, str] = MappingProxyType(
         "GeForce RTX 4090": "rtx4090",
     }
 )
-"""What CUDA calls a whole GPU, without its brand -> name. Whole names alone count: ``GH200 480GB``, ``H200 NVL``, a
-virtual GPU (``A100-40C``) and a part of one (``H100 80GB HBM3 MIG 1g.10gb``) are other machines.
+"""CUDA's device name without the brand -> name. Only full matches count: ``GH200 480GB``, ``H200 NVL``, a virtual GPU
+(``A100-40C``) and a part of one (``H100 80GB HBM3 MIG 1g.10gb``) are other devices.
 """
 
 _BRAND = re.compile(r"(NVIDIA|Tesla) ", re.IGNORECASE)
 
 
 def find_gpu(name: str) -> GpuSpec:
-    """Return the GPU of this name.
+    """Return the GPU with this name.
 
     Raises:
         UsageError: If it is not in the table.
@@ -176,21 +176,21 @@ def find_gpu(name: str) -> GpuSpec:
 
 
 def gpu_of_device(device_name: str) -> GpuSpec | None:
-    """Return the GPU that CUDA calls by this name, or that is in the table under it; None where there is none."""
+    """Return the GPU with this CUDA device name or table name, None if it is not in the table."""
     name = _DEVICE_NAMES.get(_BRAND.sub("", device_name.strip(), count=1), device_name)
     return GPUS.get(name)
 
 
 def machine_priors(gpu: GpuSpec, *, ranks: int, nodes: int = 1, network_gbit_per_s: float = 100.0) -> Priors:
-    """Return what a data sheet tells of the step theory's coefficients.
+    """Return the prior of the step-time model's coefficients that follows from a data sheet.
 
-    A ring over several hosts passes through each host's network once, so its bandwidth is the slower of the two.
+    A ring over several hosts passes through each host's network once, so its bandwidth is the lower of the two.
 
     Args:
         gpu: The GPU.
-        ranks: GPUs of all hosts.
-        nodes: Hosts.
-        network_gbit_per_s: Of one host, in 10**9 bits per second and direction.
+        ranks: Number of GPUs on all hosts.
+        nodes: Number of hosts.
+        network_gbit_per_s: Network bandwidth of one host, in 10**9 bits per second and direction.
 
     Raises:
         UsageError: If the network's bandwidth is not positive.
@@ -210,12 +210,12 @@ def machine_priors(gpu: GpuSpec, *, ranks: int, nodes: int = 1, network_gbit_per
 
 
 def priors_of_device(device_name: str, *, device: str, ranks: int) -> Priors:
-    """Return what is known beforehand of the machine that a launch runs on; nothing for a GPU that is not in the table.
+    """Return the prior for the machine that a launch runs on; empty for a GPU that is not in the table.
 
     Args:
-        device_name: What CUDA calls the device.
+        device_name: CUDA's name of the device.
         device: ``cuda`` or ``cpu``.
-        ranks: Ranks of the launch, all of one host.
+        ranks: Ranks of the launch, all on one host.
     """
     if device == "cpu":
         return CPU_PRIORS
