@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +20,9 @@ from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest, ScriptCommand
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.launch.torchrun import TorchrunLauncher
+from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import EngineReady, Event, ProfileMeasured, StepMeasured
+from tests.harness.launches import DS_CONFIG, request
 
 ROOT = Path(__file__).parents[2]
 CONFIG = "ds_config.json"
@@ -81,50 +84,65 @@ def copy_example(name: str, folder: Path) -> Path:
     return Path(shutil.copytree(ROOT / "examples" / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")))
 
 
-@pytest.fixture
-def launch(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
-    """Launch a script of the example on two ranks, to the end of its profile steps."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+def environment() -> dict[str, str]:
+    """Return this process's environment with what a launch on the CPU needs."""
     extensions = os.environ.get("TORCH_EXTENSIONS_DIR", str(ROOT / ".cache" / "torch_extensions"))
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", extensions)
-    with closing(TorchrunLauncher(tmp_path / "out", devices=cpu_devices(RANKS))) as launcher:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": extensions}
 
-        def run(
-            script: str,
-            *args: str,
-            overlay: dict[str, Any],
-            arg_mappings: Mapping[str, str] | None = None,
-            **changes: Any,
-        ) -> Launched:
-            config = ds_config.load(example / CONFIG).raw
-            before, events = contents(example), list[Event]()
-            request = LaunchRequest(
-                command=ScriptCommand(
-                    script=str(example / script),
-                    args=args,
-                    cwd=str(example),
-                    config_path=str(example / CONFIG),
-                    arg_mappings=arg_mappings or {},
-                ),
-                ds_config=ds_config.merge(config, overlay),
-                overlay=overlay,
-                slots=RANKS,
-                **{
-                    "launch_id": "trial-0000",
-                    "purpose": "trial",
-                    "start_profile_step": 2,
-                    "end_profile_step": 3,
-                    **changes,
-                },
-            )
-            record, report = follow(launcher, request, events.append)
-            after = contents(example)
-            return Launched(
-                report=report,
-                record=record,
-                events=events,
-                directory=launcher.run_directory(request.launch_id),
-                changed={name for name in after if after[name] != before.get(name)} | (before.keys() - after.keys()),
-            )
 
-        yield run
+@pytest.fixture(scope="session")
+def warm_launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchrunLauncher]:
+    """Return the launcher of all examples' launches, forked as those of a search are; one has trained already."""
+    folder = tmp_path_factory.mktemp("examples")
+    (folder / "user_config.json").write_text(json.dumps(DS_CONFIG), encoding="utf-8")
+    (folder / "out").mkdir()
+    launcher = TorchrunLauncher(folder / "out", devices=cpu_devices(RANKS), base_env=environment(), warm=True)
+    with closing(launcher):
+        _, report = follow(launcher, request(folder, launch_id="first"), lambda _: None)
+        assert report.outcome is Outcome.MEASURED, report
+        yield launcher
+
+
+@pytest.fixture
+def launch(example: Path, warm_launcher: TorchrunLauncher) -> Launch:
+    """Launch a script of the example on two ranks, to the end of its profile steps."""
+
+    def run(
+        script: str,
+        *args: str,
+        overlay: dict[str, Any],
+        arg_mappings: Mapping[str, str] | None = None,
+        **changes: Any,
+    ) -> Launched:
+        config = ds_config.load(example / CONFIG).raw
+        before, events = contents(example), list[Event]()
+        asked = LaunchRequest(
+            command=ScriptCommand(
+                script=str(example / script),
+                args=args,
+                cwd=str(example),
+                config_path=str(example / CONFIG),
+                arg_mappings=arg_mappings or {},
+            ),
+            ds_config=ds_config.merge(config, overlay),
+            overlay=overlay,
+            slots=RANKS,
+            **{
+                "launch_id": "trial-0000",
+                "purpose": "trial",
+                "start_profile_step": 2,
+                "end_profile_step": 3,
+                **changes,
+            },
+        )
+        record, report = follow(warm_launcher, asked, events.append)
+        after = contents(example)
+        return Launched(
+            report=report,
+            record=record,
+            events=events,
+            directory=warm_launcher.run_directory(asked.launch_id),
+            changed={name for name in after if after[name] != before.get(name)} | (before.keys() - after.keys()),
+        )
+
+    return run

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import os
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from optuna_dsat.config import ds_config
-from optuna_dsat.launch.devices import cpu_devices
 from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.launch.torchrun import TorchrunLauncher
 from optuna_dsat.study.loss_check import check_loss
 from optuna_dsat.study.spec import make_spec
 
-from .conftest import CONFIG, RANKS, ROOT
+from .conftest import CONFIG, RANKS
 
 pytestmark = pytest.mark.torchrun
 EXAMPLE = "plain"
 
 
 def test_zero_3_with_offload_trains_as_zero_1_does(
-    example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    example: Path, tmp_path: Path, warm_launcher: TorchrunLauncher
 ) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    extensions = os.environ.get("TORCH_EXTENSIONS_DIR", str(ROOT / ".cache" / "torch_extensions"))
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", extensions)
     parts = example / "parts.py"
     seeded = parts.read_text(encoding="utf-8") + "\n\ntorch.manual_seed(0)\n"
     parts.write_text(seeded, encoding="utf-8")
@@ -48,17 +42,16 @@ def test_zero_3_with_offload_trains_as_zero_1_does(
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "stage3_param_persistence_threshold": 0}
     best = ds_config.merge(user, {"zero_optimization": zero, "train_micro_batch_size_per_gpu": 16})
     reports: list[LaunchReport] = []
-    with closing(TorchrunLauncher(spec.study_dir, devices=cpu_devices(RANKS))) as launcher:
-        check = check_loss(
-            spec,
-            best,
-            data_parallel_size=RANKS,
-            launcher=launcher,
-            on_report=lambda report, _: reports.append(report),
-        )
+    check = check_loss(
+        spec,
+        best,
+        data_parallel_size=RANKS,
+        launcher=warm_launcher,
+        on_report=lambda report, _: reports.append(report),
+    )
     assert check.agrees, check.message
     assert [report.launch_id for report in reports] == ["loss-user", "loss-user-again", "loss-best"]
     assert len(set(check.losses["best"])) == 5  # it did learn
-    laid_over = ds_config.load(launcher.run_directory("loss-best").config).raw
+    laid_over = ds_config.load(warm_launcher.run_directory("loss-best").config).raw
     assert laid_over["zero_optimization"]["stage"] == 3
     assert laid_over["train_micro_batch_size_per_gpu"] == user["train_micro_batch_size_per_gpu"]

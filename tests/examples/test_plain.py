@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ from optuna_dsat.config.space_builder import SpaceRequest, build_space
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import EngineReady
 
-from .conftest import CONFIG, Launch
+from .conftest import CONFIG, Launch, environment
 
 pytestmark = pytest.mark.torchrun
 EXAMPLE = "plain"
@@ -25,7 +24,7 @@ PARAMETERS = 16 * 32 + 32 + 32 * 32 + 32 + 32 + 1
 def test_the_flags_of_deepspeed_and_a_checkpoint_that_is_loaded_and_kept(example: Path, launch: Launch) -> None:
     plain = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "by_flag.py"]
     flags = ("--deepspeed", "--deepspeed_config", CONFIG)
-    environ = {**os.environ, "DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "2"}
+    environ = {**environment(), "DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "2"}
     subprocess.run([*plain, *flags, "--steps", "2"], cwd=example, env=environ, check=True, capture_output=True)
     assert (example / "checkpoints" / "latest").read_text() == "global_step2"
     overlay = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 2}}

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from optuna_dsat.runtime.events import EngineReady, RankFinished, StepMeasured, TrainerFound
-from tests.harness.ranks import Launch, Starter
+from tests.harness.ranks import Launch, Starter, WarmRanks, warm_ranks
+
+__all__ = ["warm_ranks"]
 
 pytestmark = pytest.mark.torchrun
 
@@ -78,7 +80,9 @@ def test_a_trainer_set_up_in_code_runs_the_trial_and_nothing_beside(tmp_path: Pa
 
 
 @pytest.mark.parametrize("by", ["environment", "code"])
-def test_accelerates_plugin_follows_the_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+def test_accelerates_plugin_follows_the_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str, warm_ranks: WarmRanks
+) -> None:
     start = Starter(tmp_path, config_of("accelerate"))
     arguments = ["--batch-size", "4", "--samples", "256"]
     if by == "environment":
@@ -89,17 +93,20 @@ def test_accelerates_plugin_follows_the_trial(tmp_path: Path, monkeypatch: pytes
         arguments += ["--zero-stage", "2", "--accumulate", "1"]
     chosen = overlay(stage=1, micro_batch=4, accumulation=3)
     chosen["zero_optimization"]["reduce_bucket_size"] = 5000
-    launch = start.torchrun(EXAMPLES / "accelerate" / "train.py", *arguments, overlay=chosen)
+    launch = start.torchrun(
+        EXAMPLES / "accelerate" / "train.py", *arguments, overlay=chosen, warm=warm_ranks if by == "code" else None
+    )
     check(launch, stage=1, micro_batch=4, accumulation=3)
     assert not (tmp_path / "checkpoint").exists()
 
 
-def test_lightnings_trainer_follows_the_trial(tmp_path: Path) -> None:
+def test_lightnings_trainer_follows_the_trial(tmp_path: Path, warm_ranks: WarmRanks) -> None:
     start = Starter(tmp_path, config_of("lightning"))
     launch = start.torchrun(
         EXAMPLES / "lightning" / "train.py",
         *("--config", str(start.user_config), "--samples", "16", "--accumulate", "2"),
         overlay=overlay(stage=3, micro_batch=4, accumulation=1),
+        warm=warm_ranks,
     )
     check(launch, stage=3, micro_batch=4, accumulation=1)
     for rank in RANKS:
@@ -108,11 +115,11 @@ def test_lightnings_trainer_follows_the_trial(tmp_path: Path) -> None:
     assert not (tmp_path / "lightning_logs").exists()
 
 
-def test_fabrics_strategy_follows_the_trial(tmp_path: Path) -> None:
+def test_fabrics_strategy_follows_the_trial(tmp_path: Path, warm_ranks: WarmRanks) -> None:
     config = {key: value for key, value in config_of("lightning").items() if key != "optimizer"}
     start = Starter(tmp_path, config)
     launch = start.torchrun(
-        "fabric.py", str(start.user_config), overlay=overlay(stage=3, micro_batch=4, accumulation=1)
+        "fabric.py", str(start.user_config), overlay=overlay(stage=3, micro_batch=4, accumulation=1), warm=warm_ranks
     )
     check(launch, stage=3, micro_batch=4, accumulation=1)
     assert printed(launch) == {"partitioned": True}

@@ -14,7 +14,9 @@ from optuna_dsat.runtime.events import (
     RankStarted,
     StepMeasured,
 )
-from tests.harness.ranks import Starter
+from tests.harness.ranks import Starter, WarmRanks, warm_ranks
+
+__all__ = ["warm_ranks"]
 
 pytestmark = pytest.mark.torchrun
 
@@ -81,8 +83,9 @@ def test_a_profile_of_zero_3_with_offload_by_args_and_a_client_optimizer(start: 
     assert json.loads(launch.log("stdout").splitlines()[-1])["deepspeed_config"] is True
 
 
-def test_throughput_of_a_script_that_waits_for_data_is_the_known_truth(start: Starter) -> None:
-    launch = start.torchrun("sleepy.py", str(start.user_config), "0.8", overlay={"zero_optimization": {"stage": 1}})
+def test_throughput_of_a_script_that_waits_for_data_is_the_known_truth(start: Starter, warm_ranks: WarmRanks) -> None:
+    overlay = {"zero_optimization": {"stage": 1}}
+    launch = start.torchrun("sleepy.py", str(start.user_config), "0.8", overlay=overlay, warm=warm_ranks)
     assert launch.exit_code == 0, launch.output
     counted = [[step for step in launch.of(StepMeasured, rank) if step.step >= 3] for rank in RANKS]
     samples = sum(step.samples for steps in counted for step in steps)
@@ -90,7 +93,7 @@ def test_throughput_of_a_script_that_waits_for_data_is_the_known_truth(start: St
     assert samples / elapsed == pytest.approx(2 * 2 / 0.8, rel=0.05)
 
 
-def test_a_real_lack_of_memory_is_recorded_as_one(start: Starter) -> None:
+def test_a_real_lack_of_memory_is_recorded_as_one(start: Starter, warm_ranks: WarmRanks) -> None:
     launch = start.torchrun(
         "configured.py",
         "--width=2048",
@@ -98,6 +101,7 @@ def test_a_real_lack_of_memory_is_recorded_as_one(start: Starter) -> None:
         f"--deepspeed_config={start.user_config}",
         overlay={"zero_optimization": {"stage": 0}},
         device_memory_bytes=300 * 2**20,
+        warm=warm_ranks,
     )
     assert launch.exit_code == 1
     failures = [failure for rank in RANKS for failure in launch.of(RankFailed, rank)]
@@ -121,9 +125,9 @@ def test_the_scripts_own_mistake_is_recorded_and_ends_the_launch(start: Starter)
     assert launch.events(0)[0].kind == "rank_started"
 
 
-def test_a_pipeline_is_measured_batch_by_batch(start: Starter) -> None:
+def test_a_pipeline_is_measured_batch_by_batch(start: Starter, warm_ranks: WarmRanks) -> None:
     overlay = {"gradient_accumulation_steps": 3, "zero_optimization": {"stage": 0}}
-    launch = start.torchrun("pipeline.py", str(start.user_config), overlay=overlay, purpose="profile")
+    launch = start.torchrun("pipeline.py", str(start.user_config), overlay=overlay, purpose="profile", warm=warm_ranks)
     assert launch.exit_code == 0, launch.output + launch.log("stderr")
     for rank in RANKS:
         assert launch.of(EngineReady, rank)[0].pipeline
