@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import TYPE_CHECKING
 
 from optuna_dsat.cli.parameters import DEFAULT_STORAGE, Json, Name, Storage
+from optuna_dsat.cli.tables import print_table
 
 if TYPE_CHECKING:
     from optuna_dsat.report.explanation import Contribution, Explanation
 
 __all__ = ["explain"]
-
-_WIDTH = 160
-"""Columns of the table where it is piped."""
 
 
 def explain(
@@ -61,17 +58,12 @@ def _largest_first(explanation: Explanation) -> list[tuple[str, float]]:
 
 
 def _print_contributions(contributions: tuple[Contribution, ...]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     if not contributions:
         return
-    table = Table(show_edge=False, pad_edge=False)
-    for heading in ("knob", "yours", "winner's", "factor", "19 of 20", "by"):
-        table.add_column(heading, overflow="fold")
+    rows = []
     for one in contributions:
         factor = "" if one.factor is None else f"{one.factor:.3f}"
         spread = "" if one.low is None or one.high is None else f"{one.low:.3f} to {one.high:.3f}"
         by = f"{one.pairs} measured pair{'s' * (one.pairs > 1)}" if one.source == "measured" else "model"
-        table.add_row(one.knob, str(one.user), str(one.winner), factor, spread, one.note or by)
-    Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH).print(table)
+        rows.append((one.knob, str(one.user), str(one.winner), factor, spread, one.note or by))
+    print_table(("knob", "yours", "winner's", "factor", "19 of 20", "by"), rows)

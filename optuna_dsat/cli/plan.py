@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from optuna_dsat.cli.commands import with_options
+from optuna_dsat.cli.tables import print_table
 from optuna_dsat.errors import UsageError
 from optuna_dsat.tuning.options import DEFAULT_OUTPUT_DIR, DEFAULT_STORAGE, OUTPUT_DIR_ENV, STORAGE_ENV, TuneOptions
 from optuna_dsat.words import bytes_in_words
@@ -26,8 +26,7 @@ _MACHINE = "Without a launch: the machine"
 _LAUNCH = "With a launch"
 _GPUS = 8
 """GPUs of a host if ``--gpus`` is not given and nothing is launched."""
-_WIDTH = 160
-"""Columns of the table where it is piped."""
+_HEADINGS = ("", "GPU at 1", "micro-batch", "largest", "GPU", "host", "step", "samples/s", "bound by")
 _SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
@@ -260,7 +259,7 @@ def _print_text(plan: Plan) -> None:
 
     for line in plan.about:
         print(line)
-    _print_table(plan.rows)
+    print_table(_HEADINGS, map(_cells, plan.rows), right=_HEADINGS[1:-1])
     print(
         "Memory is the peak of torch's allocator at the micro-batch shown, of "
         f"{bytes_in_words(plan.subject.usable_bytes)} that it may reach; nine steps of ten are expected within the "
@@ -268,19 +267,6 @@ def _print_text(plan: Plan) -> None:
     )
     for text in advise(plan):
         print(f"- {text}")
-
-
-def _print_table(rows: Sequence[PlannedRow]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(show_edge=False, pad_edge=False)
-    headings = ("", "GPU at 1", "micro-batch", "largest", "GPU", "host", "step", "samples/s", "bound by")
-    for heading in headings:
-        table.add_column(heading, overflow="fold", justify="left" if heading in ("", "bound by") else "right")
-    for row in rows:
-        table.add_row(*_cells(row))
-    Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH).print(table)
 
 
 def _cells(row: PlannedRow) -> tuple[str, ...]:

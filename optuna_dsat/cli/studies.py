@@ -6,7 +6,6 @@ import csv
 import json
 import sys
 import time
-from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from optuna_dsat.cli.parameters import DEFAULT_STORAGE, Json, Name, Storage
+from optuna_dsat.cli.tables import UNBOUNDED, print_table
 from optuna_dsat.errors import NothingRunnableError, UsageError
 
 if TYPE_CHECKING:
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from optuna_dsat.study.stored import StoredStudy
 
 __all__ = ["add_commands"]
-
-_UNBOUNDED = 10_000
-"""Columns of a table if stdout is not a terminal, so that no line is wrapped."""
 
 
 class ExportFormat(StrEnum):
@@ -44,19 +41,6 @@ def _read(storage: str, name: str) -> StoredStudy:
 
     with _open(storage) as store:
         return read_stored(store, name)
-
-
-def _print_table(headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(show_edge=False, pad_edge=False)
-    for heading in headings:
-        table.add_column(heading, overflow="fold")
-    for row in rows:
-        table.add_row(*("" if cell is None else str(cell) for cell in row))
-    width = None if sys.stdout.isatty() else _UNBOUNDED  # what reads a pipe wants whole lines
-    Console(highlight=False, width=width).print(table)
 
 
 def studies(storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
@@ -82,7 +66,7 @@ def studies(storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
     else:
         headings = ("study", "method", "script", "launches", "metric", "best", "created")
         shown = [{**row, "best": _value_in_words(row["metric"], row["best"])} for row in rows]
-        _print_table(headings, [[row[heading] for heading in headings] for row in shown])
+        print_table(headings, [[row[heading] for heading in headings] for row in shown], piped_width=UNBOUNDED)
 
 
 def _value_in_words(metric: Any, value: Any) -> str | None:
@@ -140,7 +124,7 @@ def trials(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: Json = False
         }
         for row in rows
     ]
-    _print_table(headings, [[row[heading] for heading in headings] for row in shown])
+    print_table(headings, [[row[heading] for heading in headings] for row in shown], piped_width=UNBOUNDED)
 
 
 def best(
