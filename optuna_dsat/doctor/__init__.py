@@ -4,4 +4,6 @@
 subprocess (``probe``), so that this process neither imports them nor initializes a device; ``machine`` checks GPUs,
 memory, disks and compiler; ``nvme`` measures a drive; ``offloads`` lists usable offloads; ``launchers`` the launcher
 that would be used; ``storage`` whether a study's database can be opened.
+
+May import ``launch`` and ``store``; used by ``cli``.
 """

@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from optuna_dsat.runtime.hugging_face import TRAINER_FIELDS
+from optuna_dsat.runtime.hugging_face_hook import TRAINER_FIELDS
 from optuna_dsat.runtime.launch_plan import LaunchPlan
 from optuna_dsat.runtime.overlay import effective_config, read_config
 from optuna_dsat.runtime.rank import current_plan

@@ -5,8 +5,8 @@
     launch_plan, rank   input from the launcher (``launch.json``) and from torchrun (environment)
     arguments           the script's command line
     hook                waits for ``import deepspeed`` and wraps ``deepspeed.initialize``
-    hugging_face        applies the launch's config to transformers and accelerate, which read it earlier
-    lightning           the same for Lightning
+    hugging_face_hook   applies the launch's config to transformers and accelerate, which read it earlier
+    lightning_hook      the same for Lightning
     overlay             merges the trial's settings into the script's DeepSpeed config
     trial_config        applies the overlay and rejects invalid combinations
     config_redirect     redirects reads of the user's config file to the launch's
@@ -26,4 +26,5 @@
 
 Imports only ``outcome`` from the rest of optuna-dsat, and never Optuna; torch and deepspeed only after the
 script has imported them.
+Started by ``launch``; other folders use its events, overlay and file helpers.
 """

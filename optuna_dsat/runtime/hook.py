@@ -36,9 +36,9 @@ from optuna_dsat.runtime.device_memory import (
 )
 from optuna_dsat.runtime.events import EngineReady, Event
 from optuna_dsat.runtime.failure import diagnose
-from optuna_dsat.runtime.hugging_face import HuggingFaceHook
+from optuna_dsat.runtime.hugging_face_hook import HuggingFaceHook
 from optuna_dsat.runtime.launch_plan import LaunchPlan
-from optuna_dsat.runtime.lightning import LightningHook
+from optuna_dsat.runtime.lightning_hook import LightningHook
 from optuna_dsat.runtime.meter import Meter, RankState, is_pipeline
 from optuna_dsat.runtime.profiler import Profiler, count_parameters
 from optuna_dsat.runtime.rank import Rank

@@ -3,6 +3,9 @@
 ``urls`` parses storage URLs, ``database`` opens them; ``tables`` and ``migrate`` define our schema; ``registry``,
 ``claims``, ``profiles`` and ``launches`` read and write it; ``worker``, ``heartbeat`` and ``reclaim`` detect dead
 workers and requeue their trials; ``retry`` and ``retrying_storage`` retry after transient database errors.
+
+May import ``launch`` (for its reports), ``trials`` and ``runtime``; used by ``study``, ``report``, ``plan``,
+``doctor``, ``tuning`` and ``cli``.
 """
 
 from optuna_dsat.store.launches import StoredLaunch
