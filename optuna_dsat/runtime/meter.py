@@ -215,7 +215,7 @@ class Meter:
 
         Phases and steps within the context that the wrapped methods observe are recorded by them. Otherwise the
         context is one ``batch`` phase, as a pipeline's, and the step ends with the context in which the engine's
-        ``global_steps`` increased.
+        ``global_steps`` increased, or with every context if the engine does not count steps.
         """
         self._hook_module_input()
         steps, counted, spans = self._state.steps, _global_steps(self._engine), len(self._step.spans)
