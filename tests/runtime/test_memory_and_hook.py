@@ -55,17 +55,46 @@ def test_process_memory_is_read_from_the_system() -> None:
     assert host_memory_bytes() > after.resident
 
 
+class CachingAllocator:
+    """Counts as torch's does, in bytes: what is freed stays reserved; a peak starts anew from what is there."""
+
+    def __init__(self) -> None:
+        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
+
+    def allocate(self, size: int) -> None:
+        self.allocated += size
+        self.reserved = max(self.reserved, self.allocated)
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+
+    def free(self, size: int) -> None:
+        self.allocated -= size
+
+    def reset_peak_memory_stats(self) -> None:
+        self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
+
+    def max_memory_allocated(self) -> int:
+        return self.peak_allocated
+
+    def max_memory_reserved(self) -> int:
+        return self.peak_reserved
+
+
 def test_the_cuda_peak_counts_from_the_engine_on() -> None:
-    calls: list[str] = []
-    accelerator = SimpleNamespace(
-        reset_peak_memory_stats=lambda: calls.append("reset"),
-        max_memory_allocated=lambda: 7,
-        max_memory_reserved=lambda: 9,
-    )
-    memory = CudaMemory(accelerator)
+    device = CachingAllocator()
+    memory = CudaMemory(device)
+    device.allocate(1000)  # while the engine is built
+    device.free(400)
     memory.engine_ready()
-    assert calls == ["reset"]
-    assert (memory.peaks().allocated, memory.peaks().reserved) == (7, 9)
+    device.allocate(100)
+    device.free(100)
+    memory.sample()
+    assert (memory.peaks().allocated, memory.peaks().reserved) == (700, 1000)
+    device.allocate(500)
+    device.free(500)
+    peaks = memory.peaks()
+    assert (peaks.allocated, peaks.reserved) == (1100, 1100)
+    assert peaks.resident == read_process_memory().peak_resident
 
 
 class FakeTorch:

@@ -124,7 +124,9 @@ def test_a_search_returns_what_the_command_would_print_and_prints_nothing(
 def test_the_result_leads_to_the_optuna_study_and_its_trials(capfd: pytest.CaptureFixture[str]) -> None:
     result = optuna_dsat.tune("train.py", "ds.json", **QUICK)
     study = result.optuna_study()
-    assert study.best_trial.number == result.trial or study.best_value > 0
+    assert study.best_trial.number == result.trial
+    micro_batch = "train_micro_batch_size_per_gpu"
+    assert study.trials[result.trial].params[micro_batch] == result.config[micro_batch]
     study.set_user_attr("mine", 1)
     assert result.optuna_study().user_attrs["mine"] == 1
     rows = result.trials()
