@@ -13,7 +13,7 @@ from typing import TypeVar
 import psutil
 import pytest
 
-pytest_plugins = ["tests.harness.databases"]
+pytest_plugins = ["tests.harness.databases", "tests.harness.ranks"]
 
 T = TypeVar("T")
 

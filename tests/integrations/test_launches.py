@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from optuna_dsat.runtime.events import EngineReady, RankFinished, StepMeasured, TrainerFound
-from tests.harness.ranks import Launch, Starter, WarmRanks, warm_ranks
-
-__all__ = ["warm_ranks"]
+from tests.harness.ranks import Launch, Starter, WarmRanks
 
 pytestmark = pytest.mark.torchrun
 

@@ -14,9 +14,7 @@ from optuna_dsat.runtime.events import (
     RankStarted,
     StepMeasured,
 )
-from tests.harness.ranks import Starter, WarmRanks, warm_ranks
-
-__all__ = ["warm_ranks"]
+from tests.harness.ranks import Starter, WarmRanks
 
 pytestmark = pytest.mark.torchrun
 
