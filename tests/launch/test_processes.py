@@ -69,6 +69,7 @@ def test_a_launch_with_a_living_tuner_is_no_leftover(tree: tuple[str, int]) -> N
 @pytest.mark.parametrize(
     ("mark", "orphaned"),
     [("id:4194305:1", True), (f"id:{os.getpid()}:1", True), (new_mark(), False), ("", False), ("id:x:y", False)],
+    ids=["gone", "another-of-its-number", "alive", "none", "no-numbers"],
 )
 def test_a_mark_tells_whether_its_tuner_lives(mark: str, orphaned: bool) -> None:
     assert LaunchProcess(ProcessKey(1, 1), mark).orphaned is orphaned
