@@ -33,6 +33,7 @@ __all__ = [
     "batch_overlay",
     "batch_triangle",
     "canonical_key",
+    "canonical_number",
     "effective",
     "flatten",
     "load",
@@ -407,9 +408,12 @@ def _canonical(value: Any) -> Any:
         return {key: _canonical(one) for key, one in value.items() if one is not None}
     if isinstance(value, list):
         return [_canonical(one) for one in value]
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    return value
+    return canonical_number(value)
+
+
+def canonical_number(value: Any) -> Any:
+    """Return an integral float as an int (5e7 as 50000000), any other value unchanged."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _canonical_zero(zero: Mapping[str, Any], params_count: int | None) -> dict[str, Any]:

@@ -1,10 +1,13 @@
-"""Where model states live: the ZeRO stage and what is offloaded, with its words, its config and the order of tries."""
+"""Structures: ZeRO stage and offloads of a configuration, as text and as config, and the order to try them in."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+
+from optuna_dsat.config.ds_config import ZERO
+from optuna_dsat.config.knobs import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM
 
 __all__ = ["GUIDE_ORDER", "STRUCTURES", "Structure"]
 
@@ -17,15 +20,15 @@ class Structure:
 
     stage: int
     offload_optimizer: str = _NONE
-    """Device of the optimizer's states: ``none`` (the accelerator), ``cpu`` or ``nvme``."""
+    """Target of the optimizer's states: ``cpu``, ``nvme``, or ``none`` if they stay on the accelerator."""
     offload_param: str = _NONE
-    """Device of the parameters; as above."""
+    """Target of the parameters, likewise."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Structure:
-        """Return the structure of a DeepSpeed config; ZeRO 0 without offload where it has no ZeRO section."""
-        zero = config.get("zero_optimization") or {}
-        devices = {key: (zero.get(key) or {}).get("device", _NONE) for key in ("offload_optimizer", "offload_param")}
+        """Return the structure of a DeepSpeed config; ZeRO 0 without offload if it has no ZeRO section."""
+        zero = config.get(ZERO) or {}
+        devices = {key: (zero.get(key) or {}).get("device", _NONE) for key in (OFFLOAD_OPTIMIZER, OFFLOAD_PARAM)}
         return cls(stage=zero.get("stage", 0), **devices)
 
     @property
@@ -34,7 +37,7 @@ class Structure:
         return self.offload_optimizer != _NONE or self.offload_param != _NONE
 
     def on_nvme(self) -> Structure:
-        """Return the structure with what it offloads on NVMe."""
+        """Return the structure with its offloads moved to NVMe."""
         return replace(
             self,
             offload_optimizer=_NONE if self.offload_optimizer == _NONE else _NVME,
@@ -43,7 +46,7 @@ class Structure:
 
     @property
     def words(self) -> str:
-        """What people read, such as ``ZeRO 2 + optimizer offload``."""
+        """The structure in words, such as ``ZeRO 2 + optimizer offload``."""
         parts = [
             f"{word} offload" + (" to NVMe" if device == _NVME else "")
             for word, device in (("parameter", self.offload_param), ("optimizer", self.offload_optimizer))
@@ -52,13 +55,13 @@ class Structure:
         return f"ZeRO {self.stage}" + (f" + {' and '.join(parts)}" if parts else "")
 
     def zero_section(self, *, nvme_path: str | None = None) -> dict[str, Any]:
-        """Return ``zero_optimization`` with stage and offloads alone; None removes an offload that a config sets.
+        """Return a ``zero_optimization`` section with only stage and offloads; None removes an offload of the base.
 
         Args:
-            nvme_path: Folder for what is offloaded to NVMe.
+            nvme_path: Folder on NVMe; needed for an offload to ``nvme``.
         """
         section: dict[str, Any] = {"stage": self.stage}
-        for key, device in (("offload_optimizer", self.offload_optimizer), ("offload_param", self.offload_param)):
+        for key, device in ((OFFLOAD_OPTIMIZER, self.offload_optimizer), (OFFLOAD_PARAM, self.offload_param)):
             section[key] = None if device == _NONE else {"device": device}
             if device == _NVME:
                 section[key]["nvme_path"] = nvme_path
@@ -76,9 +79,7 @@ STRUCTURES = (
     Structure(stage=3, offload_param=_CPU),
     Structure(stage=3, offload_param=_CPU, offload_optimizer=_CPU),
 )
-"""Every structure that offloads to the CPU at most, in rising order of the device memory that it saves."""
+"""All structures without NVMe, by the device memory that they save, least first."""
 
 GUIDE_ORDER = tuple(one for one in STRUCTURES if one != Structure(stage=3, offload_optimizer=_CPU))
-"""The order of tries of the DeepSpeed configuration guide, fastest first: at ZeRO 3 it offloads the parameters before
-the optimizer.
-"""
+"""Order of the DeepSpeed configuration guide, fastest first: at ZeRO 3 it offloads parameters before the optimizer."""

@@ -25,7 +25,6 @@ from optuna_dsat.trials.lineage import (
     MICRO_BATCH,
     STRUCTURE,
     Feasibility,
-    canonical,
     feasibility,
     lineage_key,
     score,
@@ -146,7 +145,10 @@ class CandidateTable:
         names = [tuned.name for tuned in self._space.knobs if tuned.name not in (*STRUCTURE, NVME)]
         values: list[dict[Any, int]] = [{} for _ in names]
         codes = [
-            [ids.setdefault(canonical(params.get(name)), len(ids)) for name, ids in zip(names, values, strict=True)]
+            [
+                ids.setdefault(ds_config.canonical_number(params.get(name)), len(ids))
+                for name, ids in zip(names, values, strict=True)
+            ]
             for params in self.lineages
         ]
         return np.array(codes, dtype=np.int64).reshape(len(self.lineages), len(names))

@@ -22,7 +22,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, IntD
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-from optuna_dsat.config.ds_config import MICRO_BATCH
+from optuna_dsat.config.ds_config import MICRO_BATCH, canonical_number
 from optuna_dsat.config.knobs import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, ZERO_STAGE
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.trials.attributes import OUTCOME, VETOED
@@ -42,7 +42,6 @@ __all__ = [
     "LineageGate",
     "MicroBatchSet",
     "agrees",
-    "canonical",
     "feasibility",
     "group",
     "lineage_key",
@@ -332,7 +331,7 @@ def group(trials: Iterable[FrozenTrial], *, micro_batch: str = MICRO_BATCH) -> d
 
 def lineage_key(params: Mapping[str, Any], *, micro_batch: str = MICRO_BATCH) -> str:
     """Return the canonical text of knobs: sorted, without the micro-batch; 5e7 equals 50000000."""
-    knobs = {name: canonical(value) for name, value in params.items() if name != micro_batch}
+    knobs = {name: canonical_number(value) for name, value in params.items() if name != micro_batch}
     return json.dumps(knobs, sort_keys=True, default=repr)
 
 
@@ -349,7 +348,7 @@ def agrees(params: Mapping[str, Any], other: Mapping[str, Any], *, strict: bool 
         if found is missing:
             if strict:
                 return False
-        elif canonical(found) != canonical(value) or isinstance(found, bool) != isinstance(value, bool):
+        elif canonical_number(found) != canonical_number(value) or isinstance(found, bool) != isinstance(value, bool):
             return False
     return True
 
@@ -462,8 +461,3 @@ def _best(trials: Sequence[FrozenTrial], direction: StudyDirection) -> FrozenTri
         return None
     sign = -1.0 if direction == StudyDirection.MAXIMIZE else 1.0
     return min(trials, key=lambda t: (sign * (score(t) or 0.0), t.number))
-
-
-def canonical(value: Any) -> Any:
-    """Return a knob's value in canonical form: 5e7 as 50000000."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -13,7 +13,8 @@ from typing import Any
 
 from optuna.distributions import CategoricalDistribution
 
-from optuna_dsat.trials.lineage import Lineage, agrees, canonical
+from optuna_dsat.config.ds_config import canonical_number
+from optuna_dsat.trials.lineage import Lineage, agrees
 
 __all__ = ["Choice", "Tree", "choice_of"]
 
@@ -28,7 +29,7 @@ _MAX_CACHED = 8
 
 def choice_of(name: str, value: Any) -> Choice:
     """Return a knob's choice as a key of a dictionary."""
-    value = canonical(value)
+    value = canonical_number(value)
     try:
         hash(value)
     except TypeError:  # Optuna warns of choices of other types, but accepts them

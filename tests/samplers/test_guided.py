@@ -155,7 +155,7 @@ def test_a_search_ends_where_nothing_can_win_any_more(kit: SimpleNamespace) -> N
 
 
 def test_a_search_ends_where_little_is_expected_to_be_gained(kit: SimpleNamespace) -> None:
-    """Long before everything is tried, and with what is in flight taken as foreseen."""
+    """Long before the space is exhausted, and with launches in flight counted as predicted."""
     launches = {}
     for least in (0.01, 0.002):
         planner = GuidedPlanner(

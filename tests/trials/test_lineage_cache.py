@@ -148,7 +148,7 @@ def test_a_shared_reading_serves_one_trial_until_another_reads() -> None:
 
 
 def everything_opened(params: Mapping[str, Any], lineages: Sequence[Lineage], hopeless: Sequence[Any]) -> bool:
-    """What ``Tree.closed`` answers, worked out from nothing."""
+    """The result of ``Tree.closed``, computed from scratch."""
     if any(agrees(params, kind, strict=True) for kind in hopeless):
         return True
     below = [lineage for lineage in lineages if agrees(lineage.params, params, strict=True)]
