@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "guided": GROUND | PURE,
     "samplers": {"trials", "guided"},
     "integrations": {"errors", "runtime", "script"},
-    "launch": GROUND | {"runtime", "script"},
+    "launch": GROUND | {"config", "runtime", "script"},
     "store": GROUND | {"runtime", "trials", "launch"},
     "study": GROUND | PURE | {"runtime", "script", "samplers", "pruners", "guided", "launch", "store"},
     "report": GROUND | PURE | {"runtime", "pruners", "guided", "launch", "store", "study"},

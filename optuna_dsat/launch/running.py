@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from optuna_dsat.config.ds_config import MICRO_BATCH
 from optuna_dsat.launch.activity import MAX_STALL_LIMITS, ActivityMonitor, read_usage
 from optuna_dsat.launch.agent_handle import AgentHandle
 from optuna_dsat.launch.agent_record import read_exit_codes
@@ -142,7 +143,7 @@ class RunningLaunch:
         Args:
             oom_kills_after: The kernel's present count of processes killed for lack of memory; None if unknown.
         """
-        micro_batch = self.request.ds_config.get("train_micro_batch_size_per_gpu")
+        micro_batch = self.request.ds_config.get(MICRO_BATCH)
         before, killed = self.oom_kills_before, self._processes.killed
         return LaunchFacts(
             slots=self.request.slots,

@@ -42,6 +42,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH
 from optuna_dsat.launch.devices import Device, Devices
 from optuna_dsat.launch.preload import Preload
 from optuna_dsat.launch.protocol import (
@@ -342,8 +343,8 @@ class _RankTimeline:
         self._noise = noise
         self._run_factor = max(0.1, rng.gauss(1.0, noise))
         config = request.ds_config
-        self._micro_batch = int(config.get("train_micro_batch_size_per_gpu", 1))
-        self._accumulation = int(config.get("gradient_accumulation_steps", 1))
+        self._micro_batch = int(config.get(MICRO_BATCH, 1))
+        self._accumulation = int(config.get(GRADIENT_ACCUMULATION, 1))
         self._stage = int(config.get("zero_optimization", {}).get("stage", 0))
         self._failed = result.outcome is not Outcome.MEASURED
         self._last_step = request.end_profile_step
