@@ -1,4 +1,4 @@
 """Reads and writes DeepSpeed configs: the batch triangle, the knobs, the search space over them.
 
-Imports: errors, runtime.flattening. Called by: everything above.
+Imports: errors, runtime.flattening. Called by: all folders that handle configurations.
 """

@@ -1,4 +1,4 @@
 """Pure functions over frozen Optuna trials: attributes, lineages, bisection state and optimistic bounds.
 
-Imports: Optuna, outcome. Called by: samplers, pruners, guided, store, study, report.
+Imports: Optuna, config, outcome. Called by: samplers, pruners, guided, store, study, report.
 """

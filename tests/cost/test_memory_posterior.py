@@ -62,7 +62,7 @@ def test_two_peaks_tell_the_edge_to_a_sample() -> None:
     assert known.largest(loads([0]), 11 * GIB)[0] == 0
 
 
-def test_running_out_of_memory_lowers_what_is_believed_to_fit() -> None:
+def test_running_out_of_memory_lowers_the_probability_to_fit() -> None:
     before = posterior()
     before.observe(loads([10]), peaks([10]), NONE)
     after = posterior()

@@ -65,7 +65,7 @@ def test_steps_on_another_machine_are_learnt_from_three_launches() -> None:
     assert np.trace(fitted.covariance) < np.trace(THEORY.fit(NOTHING).covariance)
 
 
-def test_the_whole_step_alone_teaches_too() -> None:
+def test_coefficients_are_fitted_to_whole_steps_without_phases() -> None:
     other = PRIOR + 0.7
     known = timings([1, 8, 32], other)
     fitted = THEORY.fit(replace(known, phases=np.full((4, 3), np.nan)))

@@ -1,4 +1,4 @@
-"""A small model on a small machine whose memory and times are known, with a foresight for it."""
+"""A small model on a small machine with known memory use and step times, and a planner for it."""
 
 from __future__ import annotations
 

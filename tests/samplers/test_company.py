@@ -65,7 +65,7 @@ def test_trials_asked_but_not_yet_suggested_are_known_to_others(kit: SimpleNames
 
 
 @methods
-def test_an_enqueued_trial_runs_first_and_teaches(kit: SimpleNamespace, method: Method) -> None:
+def test_an_enqueued_trial_runs_first_and_informs_later_ones(kit: SimpleNamespace, method: Method) -> None:
     study = create(kit, method)
     own = {"zero_stage": 2, "offload_optimizer": "none", "reduce_bucket_size": int(5e7), MICRO_BATCH: 16}
     study.enqueue_trial(own)
