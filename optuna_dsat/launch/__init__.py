@@ -1,7 +1,7 @@
 """Launchers: start the user's script for one trial, follow it, stop it, report its outcome.
 
-Imports: outcome, errors, metrics, words, config, runtime, script. Called by: store, study, report, plan, doctor, tuning,
-cli.
+Imports: outcome, errors, metrics, words, config, runtime, script. Called by: store, study, report, plan, doctor,
+tuning, cli.
 """
 
 from optuna_dsat.launch.protocol import (
