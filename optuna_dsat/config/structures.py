@@ -1,4 +1,4 @@
-"""Structures: ZeRO stage and offloads of a configuration, as text and as config, and the order to try them in."""
+"""Structures: ZeRO stage and offloads of a configuration, in words, as config, and in their order of tries."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def _structures(subject: Subject) -> Iterator[Structure]:
 
 
 def _config(subject: Subject, structure: Structure) -> dict[str, Any]:
-    """Return the user's config at a structure, without batch sizes; what it says of an offload besides is kept."""
+    """Return the user's config at a structure, without batch sizes; its other offload settings are kept."""
     base = ds_config.effective(subject.config)
     own = base.get("zero_optimization") or {}
     zero = structure.zero_section()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.space_builder import Role, SearchSpace, SpaceRequest, build_space
+from optuna_dsat.config.structures import Structure
 from optuna_dsat.cost import memory
 from optuna_dsat.errors import ConfigError
 from optuna_dsat.study.profile import Profiled
@@ -54,9 +55,9 @@ def largest_micro_batches(spec: StudySpec, profiled: Profiled) -> dict[tuple[int
     result = {}
     for stage in spec.zero_stages:
         for offloaded in (False, True) if stage > 0 else (False,):
-            cpu = {"device": "cpu"} if offloaded else None
-            zero = {**sizes, "stage": stage, "offload_optimizer": cpu, "offload_param": cpu if stage == 3 else None}
-            config = ds_config.merge(base, {"zero_optimization": zero})
+            device = "cpu" if offloaded else "none"
+            structure = Structure(stage=stage, offload_optimizer=device, offload_param=device if stage == 3 else "none")
+            config = ds_config.merge(base, {"zero_optimization": {**sizes, **structure.zero_section()}})
             result[stage, offloaded] = memory.largest_micro_batch(profiled.profile, config, hardware=hardware)
     return result
 
