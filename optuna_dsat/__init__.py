@@ -10,13 +10,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from optuna_dsat import errors
+from optuna_dsat.version import __version__
 
 if TYPE_CHECKING:
     from optuna_dsat.integrations.huggingface import DsatCallback, get_hf_args_with_overwrites
     from optuna_dsat.runtime.reporting import dsat_reporting_context, get_ds_config_from_hparams
     from optuna_dsat.tuning.tune import SearchInterrupted, TuneResult, tune
-
-__version__ = "0.1.0"
 
 _PUBLIC: dict[str, str] = {
     "SearchInterrupted": "optuna_dsat.tuning.tune",

@@ -20,6 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "outcome": set(),
     "metrics": set(),
+    "version": set(),
     "runtime": {"outcome"},
     "config": {"errors", "runtime"},
     "words": {"config"},
@@ -33,12 +34,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "launch": GROUND | {"config", "runtime", "script"},
     "store": GROUND | {"runtime", "trials", "launch"},
     "study": GROUND | PURE | {"runtime", "script", "samplers", "pruners", "guided", "launch", "store"},
-    "report": GROUND | PURE | {"runtime", "pruners", "guided", "launch", "store", "study"},
+    "report": {"version"} | GROUND | PURE | {"runtime", "pruners", "guided", "launch", "store", "study"},
     "plan": GROUND | PURE | {"launch", "store", "study"},
     "display": GROUND | {"study"},
     "doctor": GROUND | {"launch", "store"},
     "tuning": GROUND | PURE | {"script", "launch", "store", "study", "display", "report"},
-    "cli": GROUND | PURE | {"script", "launch", "store", "study", "report", "plan", "display", "doctor", "tuning"},
+    "cli": GROUND
+    | PURE
+    | {"version", "script", "launch", "store", "study", "report", "plan", "display", "doctor", "tuning"},
 }
 """Folder or module at the top of ``optuna_dsat`` -> what of it may be imported there, beside itself; from the ground
 up: a row names only rows above it.

@@ -15,7 +15,6 @@ import typer
 from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
-from optuna_dsat import __version__
 from optuna_dsat.cli import database, resume, studies
 from optuna_dsat.cli.commands import lift_option, spread_numbers, with_options
 from optuna_dsat.cli.dashboard import dashboard
@@ -29,6 +28,7 @@ from optuna_dsat.cli.search import add_searches
 from optuna_dsat.cli.train import train
 from optuna_dsat.display.stopping import EXIT_INTERRUPTED
 from optuna_dsat.errors import DsatError, ScriptFailedError
+from optuna_dsat.version import __version__
 
 __all__ = ["app", "main"]
 

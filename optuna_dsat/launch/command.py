@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import optuna_dsat
 from optuna_dsat.launch.devices import Device
 from optuna_dsat.launch.processes import MARK_ENV
 from optuna_dsat.launch.protocol import LaunchRequest
@@ -181,7 +180,7 @@ def _tracker_settings(environ: Mapping[str, str], directory: RunDirectory) -> di
 
 def package_dir() -> Path:
     """Return the folder of the running optuna_dsat package."""
-    return Path(optuna_dsat.__file__).resolve().parent
+    return Path(__file__).resolve().parents[1]
 
 
 @functools.cache

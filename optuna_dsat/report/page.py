@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from optuna_dsat import __version__
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report import figures
 from optuna_dsat.report.facts import (
@@ -34,6 +33,7 @@ from optuna_dsat.report.winner import Winner, winner_of
 from optuna_dsat.study.result import BEST_CONFIG
 from optuna_dsat.study.standing import Standing
 from optuna_dsat.trials import attributes
+from optuna_dsat.version import __version__
 from optuna_dsat.words import bytes_in_words, config_in_words, duration_in_words, metric_in_words
 
 if TYPE_CHECKING:
