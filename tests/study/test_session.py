@@ -1,22 +1,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import optuna
 import pytest
 from optuna.trial import TrialState
 
-from benchmarks.ours import quick_store
 from optuna_dsat.config import ds_config
 from optuna_dsat.errors import NothingRunnableError, ScriptFailedError, StudyConflictError
 from optuna_dsat.launch.protocol import LaunchRequest
 from optuna_dsat.launch.simulated import SimulatedLauncher, SimulatedResult
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.store import Store
 from optuna_dsat.study.progress import FinalistMeasured, Message, ProfileFinished, ProfileStarted, TrialFinished
 from optuna_dsat.trials import attributes
 from tests.harness.landscapes import GIB, Hill
@@ -28,16 +25,7 @@ IN_THE_DATABASE = frozenset(
         "test_a_second_run_of_a_finished_study_launches_no_trial_again",
     }
 )
-"""Tests whose trials are in SQLite; those of the others are in memory, which halves what a session takes."""
-
-
-@pytest.fixture
-def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StudyBench]:
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    (tmp_path / "train.py").write_text("")
-    real = request.function.__name__ in IN_THE_DATABASE
-    with Store.open(f"sqlite:///{tmp_path / 'study.db'}") if real else quick_store(tmp_path) as store:
-        yield StudyBench(tmp_path, store)
+"""Tests whose trials are in SQLite."""
 
 
 def keys_of(configs: list[dict[str, Any]]) -> list[str]:

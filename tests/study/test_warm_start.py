@@ -18,6 +18,14 @@ from optuna_dsat.trials import attributes
 from tests.harness.landscapes import Hill
 from tests.harness.studies import StudyBench
 
+IN_THE_DATABASE = frozenset(
+    {
+        "test_a_second_study_of_the_same_begins_with_what_the_first_learnt",
+        "test_a_resumed_study_plans_with_the_same_knowledge_though_its_source_is_gone",
+    }
+)
+"""Tests whose trials are in SQLite."""
+
 KEEP = (
     "contiguous_gradients", "reduce_scatter", "stage3_prefetch_bucket_size", "stage3_max_live_parameters",
     "stage3_max_reuse_distance", "stage3_param_persistence_threshold", "sub_group_size", "offload_param",
