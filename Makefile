@@ -38,7 +38,7 @@ demo: operators
 
 # Real launches take turns in one of the two processes, the other tests are shared out. TEST_ARGS="tests/launch" runs some.
 test: operators
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations=10 $(TEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=10 $(TEST_ARGS)
 
 # The CUDA path end to end, on a machine without a GPU: tests/cuda, with a CUDA build of torch and a stand-in for the driver
 # (CONTRIBUTING.md says what it downloads). `===` takes no build with a suffix, such as "+cpu" from a folder or an index

@@ -7,8 +7,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
+from importlib import import_module
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 import pytest
@@ -33,13 +35,20 @@ PATIENCE_S = 2.0
 """How long a thread or process that is on its way out may take."""
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Group the tests for ``--dist loadgroup``: launches together, all others by file, for their fixtures' sake."""
-    for item in items:
-        file = item.path.relative_to(ROOT).as_posix()
-        launches = item.get_closest_marker("torchrun") is not None or file in WITH_LAUNCHES
-        item.add_marker(pytest.mark.xdist_group(LAUNCHES if launches else file))
+@cache
+def group_of(file: str) -> str:
+    """Return the group that a file of tests is in, for one process of xdist to run: launches, or the file alone."""
+    path = ROOT / file
+    launches = file in WITH_LAUNCHES or (path.is_file() and "pytest.mark.torchrun" in path.read_text(encoding="utf-8"))
+    return LAUNCHES if launches else file
+
+
+@pytest.hookimpl(optionalhook=True, tryfirst=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Share the tests out by these groups; xdist's own ``loadgroup`` groups nothing under pytest 9."""
+    scheduling: Any = import_module("xdist.scheduler").LoadScopeScheduling(config, log)
+    scheduling._split_scope = lambda name: group_of(name.partition("::")[0])
+    return scheduling
 
 
 def environment() -> dict[str, str]:
