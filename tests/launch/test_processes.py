@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from optuna_dsat.launch.agent_record import first_failure_code, read_exit_codes
-from optuna_dsat.launch.event_log import EventTail
 
+from optuna_dsat.launch.agent_record import first_failure_code, read_exit_codes
 from optuna_dsat.launch.build_locks import extensions_dir, remove_stale_locks
+from optuna_dsat.launch.event_log import EventTail
 from optuna_dsat.launch.processes import (
     MARK_ENV,
     LaunchProcess,
