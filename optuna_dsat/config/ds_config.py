@@ -7,6 +7,7 @@ the config: lists as values of knobs (the user's narrowing of the search), the w
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
@@ -116,13 +117,15 @@ class BatchTriangle:
     gradient_accumulation_steps: int
 
 
-def load(path: str | Path) -> UserConfig:
-    """Read a user's DeepSpeed config.
+def load(path: str | Path | None) -> UserConfig:
+    """Read a user's DeepSpeed config; an empty one if there is no file.
 
     Raises:
         ConfigError: If the file is missing, a directory, unreadable, empty, not UTF-8, not JSON, no object,
             or names a key twice; the message gives the file, and line and column where they are known.
     """
+    if path is None:
+        return UserConfig(path="", raw={}, autotuning=parse_autotuning({}), lists={})
     try:
         data = Path(path).read_bytes()
     except FileNotFoundError:
@@ -153,7 +156,10 @@ def parse(text: str, *, path: str = "<config>") -> UserConfig:
     try:
         raw = json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, path), parse_constant=_no_constant)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}, line {error.lineno}, column {error.colno}: not JSON ({error.msg}).") from None
+        raw = _hjson(text)
+        if not isinstance(raw, dict):
+            where = f"{path}, line {error.lineno}, column {error.colno}"
+            raise ConfigError(f"{where}: not JSON ({error.msg}), nor HJSON.") from None
     except RecursionError:
         raise ConfigError(f"{path}: nested too deeply to be a DeepSpeed config.") from None
     except _BadConstantError as error:
@@ -162,6 +168,16 @@ def parse(text: str, *, path: str = "<config>") -> UserConfig:
         raise ConfigError(f"{path}: a DeepSpeed config is a JSON object, this is {_kind(raw)}.")
     _check_shape(raw, path)
     return UserConfig(path=path, raw=raw, autotuning=parse_autotuning(raw, path=path), lists=_lists(raw))
+
+
+def _hjson(text: str) -> Any:
+    """Return what HJSON text holds, as DeepSpeed reads a config with comments; None if it is not HJSON."""
+    import hjson
+
+    try:
+        return json.loads(hjson.dumpsJSON(hjson.loads(text)))
+    except (ValueError, RecursionError):
+        return None
 
 
 class _BadConstantError(Exception):
@@ -263,6 +279,28 @@ def size_limit(key: str, params_count: int) -> int:
     use, across the forward and the backward pass, hence twice the parameters.
     """
     return 2 * params_count if key == "stage3_max_reuse_distance" else params_count
+
+
+def with_values(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config with other values at dotted keys; None removes a key.
+
+    Args:
+        config: The config; it stays as it is.
+        values: Dotted key -> value.
+    """
+    result = copy.deepcopy(dict(config))
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        section: Any = result
+        for one in sections:
+            if not isinstance(section.get(one), dict):
+                section[one] = {}
+            section = section[one]
+        if value is None:
+            section.pop(name, None)
+        else:
+            section[name] = value
+    return result
 
 
 def effective(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -100,7 +100,7 @@ def _parse(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
-        import hjson  # type: ignore[import-untyped]  # DeepSpeed's dependency, for configs with comments
+        import hjson  # DeepSpeed's dependency, for configs with comments
 
         return json.loads(hjson.dumpsJSON(hjson.loads(text)))
 

@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "ds.json").write_text(json.dumps(GOOD))
     (tmp_path / "broken.py").write_text("def oops(:\n")
     (tmp_path / "empty.json").write_text("")
-    (tmp_path / "text.json").write_text("stage: 2")
+    (tmp_path / "text.json").write_text("stage 2, offload")
     (tmp_path / "twice.json").write_text('{"bf16": {}, "bf16": {}}')
     (tmp_path / "list.json").write_text("[1]")
     (tmp_path / "triangle.json").write_text(

@@ -24,7 +24,7 @@ def read(tmp_path: Path, text: str | bytes) -> ds_config.UserConfig:
         ("", "is empty"),
         ("  \n ", "is empty"),
         ("{", "line 1, column 2"),
-        ('{\n "a": 1,\n}', "line 3, column 1"),
+        ('{\n "a": 1,\n', "line 3, column 1"),
         ('{"a": 1, "a": 2}', "'a' is given twice"),
         ('{"zero_optimization": {"stage": 1, "stage": 2}}', "'stage' is given twice"),
         ("[1]", "this is a list"),
@@ -264,3 +264,27 @@ def test_the_file_gets_the_usual_mode(tmp_path: Path) -> None:
     target = tmp_path / "best.json"
     ds_config.write_json_atomic(target, [1])
     assert target.stat().st_mode & 0o777 == 0o644
+
+
+def test_hjson_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text("""{
+      // a comment
+      train_micro_batch_size_per_gpu: 4, # another
+      "bf16": {enabled: true},
+      "zero_optimization": {"stage": 2,},
+    }""")
+    raw = ds_config.load(path).raw
+    assert raw == {
+        "train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2}
+    }  # fmt: skip
+
+
+def test_without_a_file_the_config_is_empty() -> None:
+    assert ds_config.load(None).raw == {}
+
+
+def test_values_are_set_and_removed_at_dotted_keys() -> None:
+    config = {"a": {"b": 1, "c": 2}, "d": 3}
+    assert ds_config.with_values(config, {"a.b": None, "a.x.y": 5, "d": 4}) == {"a": {"c": 2, "x": {"y": 5}}, "d": 4}
+    assert config == {"a": {"b": 1, "c": 2}, "d": 3}
