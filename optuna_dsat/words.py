@@ -40,8 +40,7 @@ def differences_in_words(differences: Mapping[str, Sequence[Any]], *, file: str)
         parts.append(f"and {len(differences) - _SHOWN_DIFFERENCES} more")
     return (
         f"The script passes a DeepSpeed config of its own, which differs from {file}: {', '.join(parts)}. "
-        "What the search does not set is measured as the script has it, and exported as the file has it: "
-        f"let the script read {file}, or give the file the script's values."
+        "The script's values are the baseline, and the best config has them where the search sets no others."
     )
 
 

@@ -92,14 +92,15 @@ class Posterior:
     Args:
         problem: Model, machine, space and metric.
         observations: The trials.
-        samples_limit: Samples per rank and step at which the script's data is exhausted; None if unknown.
+        samples_limit: Largest number of samples per rank and step for which the script's data last; None if unknown.
     """
 
     def __init__(self, problem: Problem, observations: Observations, *, samples_limit: int | None) -> None:
         self._problem = problem
         self._table = problem.table
         self._observations = observations
-        self._samples_limit = samples_limit
+        self._largest = _largest_size(problem, samples_limit)
+        """Largest micro-batch that the script's data allow."""
         self._memory = MemoryPosterior(
             device_bytes=problem.device_bytes,
             bytes_per_sample=problem.profile.activation_bytes_per_sample,
@@ -209,7 +210,8 @@ class Posterior:
         problem, low = self._problem, int(self._problem.sizes[0])
         limit = min(self._memory.limit, problem.allowed_bytes)
         edge = self._memory.largest(self._table.memory_inputs(rows, np.zeros(len(rows))), limit)
-        edge = np.clip(np.maximum(edge, self._largest_fit[rows]), low, self._smallest_too_large[rows] - 1)
+        highest = np.minimum(self._smallest_too_large[rows] - 1, self._largest)
+        edge = np.clip(np.maximum(edge, self._largest_fit[rows]), low, np.maximum(low, highest))
         shares = np.maximum(np.outer(_COARSE_SHARES, edge), low)
         size = problem.sizes[problem.size_index(shares)]
         every = np.broadcast_to(rows, size.shape).ravel()
@@ -253,9 +255,7 @@ class Posterior:
         spread = np.linspace(problem.sizes[0], edge, _GRID_POINTS)
         wanted = np.concatenate([near, spread, spread // 8 * 8, [edge // 8 * 8, edge // 8 * 8 + 8]])
         found = np.unique(problem.sizes[problem.size_index(wanted)])
-        found = found[found < self._smallest_too_large[row]]
-        if self._samples_limit is not None:
-            found = found[found * problem.accumulation(found) < self._samples_limit]
+        found = found[(found < self._smallest_too_large[row]) & (found <= self._largest)]
         return np.setdiff1d(found, list(self._observations.used.get(row, ())))
 
     def predict(self, rows: Numbers, sizes: Numbers) -> list[Prediction]:
@@ -321,6 +321,14 @@ class Posterior:
         sound = np.bincount(self._table.structure[observations.row[observations.fits]], minlength=count)
         found: Numbers = ((1 + sound) / (1 + sound + broken))[self._table.structure[rows]]
         return found
+
+
+def _largest_size(problem: Problem, samples_limit: int | None) -> int:
+    """Return the largest micro-batch within a number of samples per rank and step, the smallest of all if none is."""
+    if samples_limit is None:
+        return int(problem.sizes[-1])
+    within = problem.sizes[problem.sizes * problem.accumulation(problem.sizes) <= samples_limit]
+    return int(within[-1] if len(within) else problem.sizes[0])
 
 
 def _most_informative(observations: Observations) -> Numbers:

@@ -27,7 +27,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.runtime.events import EngineReady, Event, RankFailed, RankFinished, RankStarted, StepMeasured
+from optuna_dsat.runtime.events import (
+    BatchSourcesFound,
+    EngineReady,
+    Event,
+    RankFailed,
+    RankFinished,
+    RankStarted,
+    StepMeasured,
+)
 
 __all__ = ["LaunchFacts", "StopReason", "Verdict", "classify", "observed_micro_batch"]
 
@@ -318,6 +326,12 @@ def _batch_differs(facts: LaunchFacts) -> Verdict | None:
     if facts.micro_batch is None or observed is None or observed == facts.micro_batch:
         return None
     if observed < facts.micro_batch:
+        samples = _training_samples(facts)
+        if samples is not None and samples < facts.micro_batch:
+            return Verdict(
+                outcome=Outcome.OUT_OF_DATA,
+                message=f"the data give a rank {samples} samples, fewer than the micro-batch of {facts.micro_batch}",
+            )
         return Verdict(
             outcome=Outcome.INVALID_CONFIG,
             message=(
@@ -335,6 +349,19 @@ def _batch_differs(facts: LaunchFacts) -> Verdict | None:
             "config, or name its own option: --arg-mapping train_micro_batch_size_per_gpu=--OPTION"
         ),
     )
+
+
+def _training_samples(facts: LaunchFacts) -> int | None:
+    """Return the samples of one rank in an epoch of the data loader that feeds the engine; None if unknown."""
+    sizes = [
+        loader["samples"]
+        for events in facts.events.values()
+        for event in events
+        if isinstance(event, BatchSourcesFound)
+        for loader in event.loaders
+        if loader["trains"] and loader["samples"]
+    ]
+    return min(sizes, default=None)
 
 
 def _measured_message(facts: LaunchFacts) -> str:

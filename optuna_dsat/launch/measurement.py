@@ -13,7 +13,15 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from optuna_dsat.runtime.events import EngineReady, Event, ModulesImported, ProfileMeasured, StepMeasured, TrainerFound
+from optuna_dsat.runtime.events import (
+    BatchSourcesFound,
+    EngineReady,
+    Event,
+    ModulesImported,
+    ProfileMeasured,
+    StepMeasured,
+    TrainerFound,
+)
 
 __all__ = [
     "GlobalStep",
@@ -191,6 +199,7 @@ class LaunchRecord:
         self.profile: ProfileMeasured | None = None
         self.trainer: TrainerFound | None = None
         self.imported: ModulesImported | None = None
+        self.batch_sources: BatchSourcesFound | None = None
         self.steps: list[GlobalStep] = []
         self.events: list[StepMeasured] = []
         self._waiting: dict[int, list[StepMeasured]] = defaultdict(list)
@@ -199,6 +208,12 @@ class LaunchRecord:
     def counted(self) -> list[GlobalStep]:
         """Steps after the warm-up."""
         return [step for step in self.steps if step.step >= self.start_profile_step]
+
+    @property
+    def observed_micro_batch(self) -> int | None:
+        """Largest batch that an engine was fed, in samples per rank and forward pass; None if none was seen."""
+        seen = [event.observed_micro_batch for event in self.events if event.observed_micro_batch is not None]
+        return max(seen, default=None)
 
     @property
     def peak_bytes(self) -> int:
@@ -213,6 +228,8 @@ class LaunchRecord:
             self.trainer = self.trainer or event
         elif isinstance(event, ModulesImported):
             self.imported = event
+        elif isinstance(event, BatchSourcesFound):
+            self.batch_sources = event
         elif isinstance(event, ProfileMeasured):
             self.profile = _worst_profile(self.profile, event)
         elif isinstance(event, StepMeasured):

@@ -41,6 +41,8 @@ class ScriptCommand:
     """The user's DeepSpeed config file; an argument that names it is replaced by the path of the trial's own."""
     arg_mappings: Mapping[str, str] = field(default_factory=dict)
     """Key of the DeepSpeed config -> option of the script that is set to its value."""
+    batch_source: Mapping[str, Any] = field(default_factory=dict)
+    """What the script's batch size follows by, apart from its options: see ``optuna_dsat.runtime.batch_sources``."""
 
 
 @dataclass(frozen=True, kw_only=True)

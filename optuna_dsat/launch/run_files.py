@@ -104,6 +104,7 @@ def _plan(request: LaunchRequest, directory: RunDirectory) -> dict[str, object]:
         user_config_path=request.command.config_path,
         trackers_dir="" if request.purpose == "full" else str(directory.trackers_dir),
         overlay=dict(request.overlay),
+        batch_source=dict(request.command.batch_source),
         start_profile_step=request.start_profile_step,
         end_profile_step=request.end_profile_step,
         device_memory_bytes=request.device_memory_bytes,

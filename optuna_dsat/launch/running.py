@@ -144,6 +144,8 @@ class RunningLaunch:
             oom_kills_after: The kernel's present count of processes killed for lack of memory; None if unknown.
         """
         micro_batch = self.request.ds_config.get(MICRO_BATCH)
+        if self.request.purpose == "profile" and not self.request.command.arg_mappings:
+            micro_batch = None  # any batch will do: what is measured is divided by the samples seen
         before, killed = self.oom_kills_before, self._processes.killed
         return LaunchFacts(
             slots=self.request.slots,

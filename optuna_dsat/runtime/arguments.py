@@ -70,7 +70,7 @@ def _replaced(arg: str, user_config: str, config: str) -> str:
 
 
 def _same_file(candidate: str, path: str) -> bool:
-    if not candidate:
+    if not candidate or not path:
         return False
     if candidate == path:
         return True

@@ -7,11 +7,12 @@ Durations are in seconds, sizes in bytes, times are Unix times. This module impo
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar
 
 __all__ = [
+    "BatchSourcesFound",
     "EngineReady",
     "Event",
     "ModulesImported",
@@ -69,6 +70,23 @@ class TrainerFound(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class BatchSourcesFound(Event):
+    """Whole numbers that may set the script's batch size, noted until the first step of a profile launch."""
+
+    kind: ClassVar[str] = "batch_sources"
+
+    options: Mapping[str, int]
+    """Option of the script's command line -> parsed value; an option that ends with ``=`` is an override of Hydra's."""
+    defaults: Mapping[str, int] = field(default_factory=dict)
+    """Option -> its default in the script's parser."""
+    settings: Sequence[Mapping[str, Any]] = ()
+    """``file`` (absolute path), ``key`` (dotted) and ``value`` of numbers in settings files that the script read."""
+    loaders: Sequence[Mapping[str, Any]] = ()
+    """``batch_size``, ``file`` and ``line`` of the data loaders, ``samples`` of one rank in an epoch (None if unknown),
+    and whether it ``trains``: the engine was fed while it was iterated."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineReady(Event):
     """``deepspeed.initialize`` returned an engine with these properties."""
 
@@ -99,6 +117,8 @@ class EngineReady(Event):
     """Startup phases -> [Unix time of start, seconds]: ``imports`` (from the rank's start until DeepSpeed was
     imported), ``init_distributed``, ``initialize``. ``initialize`` may contain ``init_distributed``.
     """
+    config_option: str = ""
+    """The script's option for its DeepSpeed config, if it was not given and got the launch's file by default."""
     takes_local_rank: bool = False
     """Whether the script has an option ``--local_rank``, which only the ``deepspeed`` launcher sets."""
     host_threads: int = 0
@@ -216,6 +236,7 @@ _KINDS: dict[str, type[Event]] = {
     for cls in (
         RankStarted,
         TrainerFound,
+        BatchSourcesFound,
         EngineReady,
         ProfileMeasured,
         ModulesImported,

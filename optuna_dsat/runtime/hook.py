@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.batch_sources import BatchSources
 from optuna_dsat.runtime.clock import Clock, DeviceClock, HostClock
 from optuna_dsat.runtime.device_memory import (
     CpuMemory,
@@ -49,6 +50,8 @@ from optuna_dsat.runtime.writer import EventWriter
 __all__ = ["DeepSpeedHook", "ImportWatch"]
 
 _SHM_OPERATOR = "deepspeed_shm_comm"
+_MOST_STEPS_WITHOUT_ENGINE = 3
+"""Optimizer steps before ``deepspeed.initialize`` at which a script is taken to train without it."""
 _TRAINERS = (HuggingFaceHook, LightningHook)
 """Hooks of libraries that read the config before ``deepspeed.initialize`` does."""
 
@@ -124,8 +127,13 @@ class DeepSpeedHook:
         self._engine: Any = None
         self._meter: Meter | None = None
         self._config = TrialConfig(plan, world_size=rank.world_size)
+        self._batch_sources = BatchSources(
+            micro_batch=self._config.micro_batch, follow=plan.batch_source, fed=lambda: state.fed, repeat=True
+        )
         self._differences: dict[str, list[Any]] = {}
         """Differences of the config that the script got from ``get_ds_config_from_hparams``."""
+        self._steps_without_engine = 0
+        self._unwatch_optimizers: Callable[[], None] = lambda: None
         self._buffers_unlinked = False
         self._started = time.time()
         self._spans: dict[str, list[float]] = {}
@@ -138,6 +146,10 @@ class DeepSpeedHook:
         }
         for kind in _TRAINERS:
             watched |= kind(plan=self._plan, rank=self._rank, write=self._writer.write).callbacks()
+        if self._plan.measures:
+            self._batch_sources.install()
+            watched |= self._batch_sources.callbacks()
+            watched["torch.optim.optimizer"] = self._optimizers_imported
         if self._plan.trackers_dir:
             watched["torch.utils.tensorboard.writer"] = self._tensorboard_imported
         ImportWatch(watched).install()
@@ -145,6 +157,26 @@ class DeepSpeedHook:
     @property
     def _accelerator(self) -> Any:
         return self._deepspeed.accelerator.get_accelerator()
+
+    def _optimizers_imported(self, optimizer: ModuleType) -> None:
+        register = getattr(optimizer, "register_optimizer_step_post_hook", None)
+        if register is not None:
+            self._unwatch_optimizers = register(self._stepped_without_engine).remove
+
+    def _stepped_without_engine(self, *_: Any) -> None:
+        """Stop a script that trains past DeepSpeed before it has trained to its end.
+
+        Raises:
+            RuntimeError: At the last of a few optimizer steps before any engine was made.
+        """
+        self._steps_without_engine += 1
+        if self._steps_without_engine >= _MOST_STEPS_WITHOUT_ENGINE:
+            self._unwatch_optimizers()
+            raise RuntimeError(
+                "the script trains without DeepSpeed: its optimizer stepped, and deepspeed.initialize was not called. "
+                "Tune the command that trains with DeepSpeed, such as `optuna-dsat guided accelerate launch ...`; a "
+                'Trainer takes the config by its argument deepspeed=, Lightning by strategy="deepspeed"'
+            )
 
     def _torch_imported(self, torch: ModuleType) -> None:
         if self._plan.device_memory_bytes is not None:
@@ -211,6 +243,7 @@ class DeepSpeedHook:
         @functools.wraps(original)
         def initialize(*args: Any, **kwargs: Any) -> Any:
             before, self._state.phase = self._state.phase, "initialize"
+            self._unwatch_optimizers()
             bound = signature.bind(*args, **kwargs)
             differences = self._apply_overlay(bound.arguments)
             started = time.time()
@@ -226,8 +259,8 @@ class DeepSpeedHook:
     def _apply_overlay(self, arguments: dict[str, Any]) -> dict[str, list[Any]]:
         """Replace the config among the arguments of ``deepspeed.initialize`` without mutating the script's objects.
 
-        The overlay applies to every engine of a script; only the first is measured. If the script passes no config,
-        or two, the arguments stay unchanged for DeepSpeed to reject.
+        The overlay applies to every engine of a script; only the first is measured. A script that passes no
+        config gets the user's file; if it passes two, the arguments stay unchanged for DeepSpeed to reject.
 
         Args:
             arguments: Bound arguments by name; changed in place.
@@ -242,6 +275,10 @@ class DeepSpeedHook:
         args = arguments.get("args")
         names = ("deepspeed_config", "deepscale_config")
         on_args = [name for name in names if getattr(args, name, None) is not None]
+        if given and [getattr(args, name) for name in on_args] == [self._plan.config_path]:
+            # The option's default, which is ours (see ``local_rank``): the script's own config counts.
+            arguments["args"] = args = copy.copy(args)
+            setattr(args, on_args.pop(), None)
         if given and not on_args:
             # DeepSpeed reads ``config_params`` only without ``config``.
             source = arguments[given[0]]
@@ -250,6 +287,8 @@ class DeepSpeedHook:
             arguments["args"] = args = copy.copy(args)
             for name in on_args:
                 setattr(args, name, None)
+        elif not given and self._plan.user_config_path:
+            source = self._plan.config_path  # the script passes none: it gets the file that is tuned
         else:
             return {}
         arguments.pop("config_params", None)
@@ -332,9 +371,12 @@ class DeepSpeedHook:
             exit_process=self._exit_process,
             observer=profiler,
         )
+        self._unwatch_optimizers()
         self._meter.attach()
 
     def _write_step(self, event: Event) -> None:
+        if self._rank.rank == 0 and self._state.steps == self._plan.end_profile_step:
+            self._writer.write(self._batch_sources.event(rank=0))  # by now the training loader is known
         self._writer.write(event)
         if not self._buffers_unlinked:  # all ranks have taken part in a collective by now
             self._buffers_unlinked = True
@@ -361,6 +403,7 @@ class DeepSpeedHook:
             config_differences=differences,
             spans=self._spans,
             takes_local_rank=self._state.takes_local_rank,
+            config_option=self._state.config_option,
             host_threads=int(torch.get_num_threads()),
         )
 

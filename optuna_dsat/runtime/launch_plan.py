@@ -35,6 +35,8 @@ class LaunchPlan:
     """Folder for logs of torch's ``SummaryWriter``; empty to keep the script's own folder."""
     overlay: Mapping[str, Any] = field(default_factory=dict)
     """Merged into the config that the script passes to ``deepspeed.initialize``; None removes a key."""
+    batch_source: Mapping[str, Any] = field(default_factory=dict)
+    """What the script's batch size follows by, apart from its options: see ``optuna_dsat.runtime.batch_sources``."""
     start_profile_step: int = 3
     """First measured global step, counted from 1."""
     end_profile_step: int = 5

@@ -39,6 +39,10 @@ class RankState:
     """Whether this rank's host memory is limited."""
     takes_local_rank: bool = False
     """Whether the script has an option ``--local_rank``."""
+    config_option: str = ""
+    """The script's option for its DeepSpeed config whose default is the launch's; empty if there is none."""
+    fed: int = 0
+    """Inputs that the engine, or its module, was fed in training."""
 
 
 class StepObserver(Protocol):
@@ -62,6 +66,8 @@ class _Step:
     samples: int = 0
     micro_batch: int | None = None
     """Largest leading dimension of an input; None if not observed."""
+    direct: int = 0
+    """Largest batch that the module itself was fed since the last backward pass."""
     loss: Any = None
     """Loss tensor of the last micro-batch; None if not observed."""
     forward_end: Any = None
@@ -127,6 +133,7 @@ class Meter:
             self._engine.backward = self._wrap_backward(self._engine.backward)
             self._engine.step = self._wrap_step(self._engine.step)
             self._wrap_optimizer_step()
+            self._hook_module_input()
         self._state.phase = "between"
         self._clock.synchronize()
         self._boundary_s = self._clock.now()
@@ -154,6 +161,7 @@ class Meter:
         def backward(loss: Any, *args: Any, **kwargs: Any) -> Any:
             with self._phase("backward"):
                 result = original(loss, *args, **kwargs)
+            self._close_direct()
             self._step.forward_end = None
             self._step.loss = _scalar(loss)
             return result
@@ -193,6 +201,7 @@ class Meter:
         optimizer.step = types.MethodType(step, optimizer)  # torch's schedulers require a bound method
 
     def _close_backward(self) -> None:
+        self._close_direct()
         if self._step.forward_end is not None:
             # The script called loss.backward(): the time between forward and step counts as backward.
             self._step.spans.append(("backward", self._step.forward_end, self._clock.mark()))
@@ -228,6 +237,7 @@ class Meter:
             yield
         self._end_observation = None
         self._state.phase = "between"
+        self._close_direct()
         if self._state.steps > steps:
             return
         if len(self._step.spans) == spans:
@@ -244,7 +254,7 @@ class Meter:
 
     def _on_module_input(self, _module: Any, args: Any, kwargs: Any) -> None:
         if not self._in_forward and self._is_training():
-            self._count_samples((args, kwargs))
+            self._count_direct_samples((args, kwargs))
 
     def _on_pipeline_input(self, module: Any, args: Any, kwargs: Any) -> None:
         if module.training:
@@ -258,6 +268,24 @@ class Meter:
     def _count_samples(self, batch: Any) -> None:
         size = leading_dimension(batch)
         if size is not None:
+            self._state.fed += 1
+            self._step.samples += size
+            self._step.micro_batch = max(size, self._step.micro_batch or 0)
+
+    def _count_direct_samples(self, batch: Any) -> None:
+        """Count a batch that the script fed the module itself, past the engine.
+
+        If it is fed several times before a backward pass, as the discriminator of a GAN is, the largest batch counts.
+        """
+        size = leading_dimension(batch)
+        if size is not None:
+            self._state.fed += 1
+            self._step.direct = max(size, self._step.direct)
+
+    def _close_direct(self) -> None:
+        """Count what the module itself was fed since the last backward pass."""
+        size, self._step.direct = self._step.direct, 0
+        if size:
             self._step.samples += size
             self._step.micro_batch = max(size, self._step.micro_batch or 0)
 
@@ -279,6 +307,7 @@ class Meter:
         self._state.phase = "between"
 
     def _finish_step(self) -> None:
+        self._close_direct()
         self._clock.synchronize()
         now = self._clock.now()
         step, self._step = self._step, _Step()

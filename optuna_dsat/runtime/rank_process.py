@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from optuna_dsat.runtime.arguments import ScriptCommand, replace_config_paths
+from optuna_dsat.runtime.config_option import default_config_option
 from optuna_dsat.runtime.config_redirect import reads_redirected
 from optuna_dsat.runtime.device_memory import unlink_shared_buffers
 from optuna_dsat.runtime.environment_watch import EnvironmentWatch
@@ -87,6 +88,8 @@ class _RankProcess:
         hook.install()
         set_current_trial(hook)
         default_local_rank(rank.local_rank, on_found=self._takes_local_rank)
+        if plan.user_config_path:
+            default_config_option(plan.config_path, on_found=self._takes_config_option)
         args = replace_config_paths(command.args, user_config=plan.user_config_path, config=plan.config_path)
         try:
             with reads_redirected(user_config=plan.user_config_path, config=plan.config_path):
@@ -105,6 +108,9 @@ class _RankProcess:
     def _reports_imports(self) -> bool:
         """Whether this rank records the script's imports on behalf of all ranks."""
         return self._plan.purpose == "profile" and self._rank.rank == 0
+
+    def _takes_config_option(self, option: str) -> None:
+        self._state.config_option = option
 
     def _takes_local_rank(self) -> None:
         self._state.takes_local_rank = True

@@ -53,6 +53,12 @@ class TrialConfig:
             read_config(config), user=self._user, launch=self._launch, world_size=self._world_size
         )
 
+    @property
+    def micro_batch(self) -> int | None:
+        """Samples per rank and forward pass under the launch's config; None if it does not say."""
+        size = None if self._launch is None else self._launch.get("train_micro_batch_size_per_gpu")
+        return size if isinstance(size, int) else None
+
     def check_model(self, model: Any, config: Mapping[str, Any]) -> None:
         """Reject models that DeepSpeed would reject with an unclear error.
 
@@ -104,6 +110,8 @@ class TrialConfig:
 
 
 def _read(path: str) -> dict[str, Any] | None:
+    if not path:  # the script alone has a config
+        return {}
     try:
         return read_config(path)
     except ValueError as error:

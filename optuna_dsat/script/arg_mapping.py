@@ -62,6 +62,10 @@ def map_arguments(
 
 def _set_option(args: list[str], option: str, value: str) -> None:
     found = False
+    if option.endswith("="):  # an override of Hydra's
+        kept = [arg for arg in args if not arg.startswith((option, f"+{option}", f"++{option}"))]
+        args[:] = [*kept, f"{option}{value}"]
+        return
     for index, arg in enumerate(args):
         if arg == option and index + 1 < len(args):
             args[index + 1] = value

@@ -202,7 +202,7 @@ class Conclusion:
             config: The same as the script's trainer takes it.
             loss_check: Comparison of first losses; None if there is none.
         """
-        spec, trainer, trial = self._spec, self._profiled.trainer, decision.trial
+        spec, trial = self._spec, decision.trial
         launches = self._context.store.launches(self._context.study_uuid)
         metrics = decision.to_json(study=spec.name, loss_check=loss_check)
         config_path, metrics_path = write_best(spec.study_dir, config, metrics)
@@ -212,6 +212,7 @@ class Conclusion:
             config_path,
             deepspeed_launcher=self._profiled.deepspeed_launcher,
             host_threads=trial.user_attrs.get(attributes.HOST_THREADS),
+            config_option=self._profiled.config_option,
         )
         batch, user_batch = complete[ds_config.TRAIN_BATCH], self._user_batch(ranks=self._ranks(trial))
         self._study.set_user_attr(attributes.WINNER, trial.number)
@@ -237,7 +238,7 @@ class Conclusion:
             learning_rate_advice=learning_rate_advice(config, batch=batch, user_batch=user_batch),
             loss_check=loss_check,
             command_names_config=names_config,
-            advice="" if trainer is None else trainer.advice(complete),
+            advice=self._profiled.advice(complete),
             launches=dict(Counter(row.report.outcome.value for row in launches if row.purpose == "trial")),
             slot_minutes=sum(_slot_seconds(row.report) for row in launches) / 60,
         )

@@ -22,6 +22,7 @@ def script_command(spec: StudySpec) -> ScriptCommand:
         cwd=script.cwd,
         config_path=script.config_path,
         arg_mappings=script.arg_mappings,
+        batch_source=script.batch_source,
     )
 
 
@@ -56,6 +57,7 @@ def launch_request(
         start_profile_step=spec.start_profile_step if start_profile_step is None else start_profile_step,
         end_profile_step=spec.end_profile_step if end_profile_step is None else end_profile_step,
         device_memory_bytes=spec.device_memory_bytes,
+        env=spec.script.environment,
         timeout_s=spec.trial_timeout_s,
         stall_s=spec.stall_timeout_s,
     )
@@ -70,4 +72,5 @@ def full_request(spec: StudySpec, config: Mapping[str, Any]) -> LaunchRequest:
         ds_config=dict(config),
         overlay=dict(config),
         slots=spec.slots_per_trial,
+        env=spec.script.environment,
     )

@@ -6,8 +6,8 @@ order of the DeepSpeed configuration guide) before giving up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from optuna_dsat.config import ds_config
@@ -21,9 +21,12 @@ from optuna_dsat.launch.protocol import Launcher, LaunchReport
 from optuna_dsat.launch.waiting import SlotWait
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import EngineReady, ProfileMeasured
+from optuna_dsat.script.batch_rule import BatchRule, samples_per_rank
 from optuna_dsat.script.trainer import ScriptTrainer
+from optuna_dsat.study.batch_search import find_batch_rule
 from optuna_dsat.study.launch_requests import launch_request
 from optuna_dsat.study.spec import StudySpec
+from optuna_dsat.study.user_config import follow_script
 
 __all__ = ["ProfileAttempt", "Profiled", "measure_profile", "profile_attempts"]
 
@@ -74,6 +77,16 @@ class Profiled:
     """Whether the script has an option ``--local_rank``, which the ``deepspeed`` launcher passes."""
     trainer: ScriptTrainer | None = None
     """The script's trainer; None if it uses none that sets batch sizes."""
+    batch: BatchRule | None = None
+    """What the script's batch size follows by; None if it follows the DeepSpeed config."""
+    samples_per_rank: int | None = None
+    """Samples of one rank in an epoch of the data loader that feeds the engine; None if unknown."""
+    config_differences: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """Dotted key of the DeepSpeed config -> (the script's value, the file's) where they differ."""
+    option_defaults: Mapping[str, int] = field(default_factory=dict)
+    """Option of the script that the user mapped to a batch size -> its default."""
+    config_option: str = ""
+    """The script's option for its DeepSpeed config, if its arguments do not name one; empty if it has none."""
     preload: Preload = field(default_factory=Preload)
     """Modules that the script imports, for forked launches."""
 
@@ -81,6 +94,22 @@ class Profiled:
     def deepspeed_launcher(self) -> bool:
         """Whether training needs the ``deepspeed`` launcher instead of torchrun; trainers find their rank."""
         return self.takes_local_rank and self.trainer is None
+
+    def followed_by(self, spec: StudySpec) -> StudySpec:
+        """Return a spec as the script means it: its trainer's and its own batch sizes filled in and followed."""
+        return follow_script(
+            spec,
+            differences=self.config_differences,
+            trainer=self.trainer,
+            defaults=self.option_defaults,
+            batch=self.batch,
+            ranks=self.data_parallel_size,
+        )
+
+    def advice(self, config: Mapping[str, Any]) -> str:
+        """Return what to change in the script before it trains with a config; empty if nothing is."""
+        advisers = [one for one in (self.trainer, self.batch) if one is not None]
+        return " ".join(filter(None, (one.advice(config) for one in advisers)))
 
     def to_json(self) -> dict[str, Any]:
         """Return the input of ``from_json``."""
@@ -92,6 +121,11 @@ class Profiled:
             "data_parallel_size": self.data_parallel_size,
             "takes_local_rank": self.takes_local_rank,
             "trainer": None if self.trainer is None else self.trainer.to_json(),
+            "batch": None if self.batch is None else self.batch.to_json(),
+            "samples_per_rank": self.samples_per_rank,
+            "config_differences": {key: list(values) for key, values in self.config_differences.items()},
+            "option_defaults": dict(self.option_defaults),
+            "config_option": self.config_option,
             "preload": self.preload.to_json(),
         }
 
@@ -107,6 +141,11 @@ class Profiled:
             data_parallel_size=record.get("data_parallel_size"),
             takes_local_rank=record.get("takes_local_rank", False),
             trainer=None if trainer is None else ScriptTrainer.from_json(trainer),
+            batch=None if record.get("batch") is None else BatchRule.from_json(record["batch"]),
+            samples_per_rank=record.get("samples_per_rank"),
+            config_differences=record.get("config_differences", {}),
+            option_defaults=record.get("option_defaults", {}),
+            config_option=record.get("config_option", ""),
             preload=Preload.from_json(record["preload"]) if "preload" in record else Preload(),
         )
 
@@ -162,7 +201,9 @@ def measure_profile(
         record, report = follow(launcher, request, wait=wait)
         on_report(report, record)
         if report.outcome is Outcome.MEASURED and record.profile is not None and record.engine is not None:
-            return _profiled(attempt, record, record.profile, record.engine)
+            batch = find_batch_rule(spec, launcher, record, overlay=request.overlay, on_report=on_report, wait=wait)
+            found = _profiled(attempt, record, record.profile, record.engine, batch=batch)
+            return replace(found, option_defaults=_mapped_defaults(spec, record))
         if not report.outcome.infeasible:
             raise _failure(spec, report)
         pipeline = record.engine is not None and record.engine.pipeline
@@ -174,7 +215,14 @@ def measure_profile(
     )
 
 
-def _profiled(attempt: ProfileAttempt, record: LaunchRecord, profile: ProfileMeasured, engine: EngineReady) -> Profiled:
+def _profiled(
+    attempt: ProfileAttempt,
+    record: LaunchRecord,
+    profile: ProfileMeasured,
+    engine: EngineReady,
+    *,
+    batch: BatchRule | None,
+) -> Profiled:
     return Profiled(
         profile=ModelProfile.from_event(profile),
         measured_with=attempt.words,
@@ -183,8 +231,18 @@ def _profiled(attempt: ProfileAttempt, record: LaunchRecord, profile: ProfileMea
         data_parallel_size=engine.data_parallel_size,
         takes_local_rank=engine.takes_local_rank,
         trainer=None if record.trainer is None else ScriptTrainer.from_event(record.trainer),
+        batch=batch,
+        samples_per_rank=None if record.batch_sources is None else samples_per_rank(record.batch_sources),
+        config_differences=engine.config_differences,
+        config_option=engine.config_option,
         preload=Preload() if record.imported is None else Preload.learned(record.imported),
     )
+
+
+def _mapped_defaults(spec: StudySpec, record: LaunchRecord) -> dict[str, int]:
+    """Return the defaults of the script's options that the user mapped to batch sizes."""
+    known = {} if record.batch_sources is None else record.batch_sources.defaults
+    return {option: known[option] for option in spec.script.arg_mappings.values() if option in known}
 
 
 def _hint(spec: StudySpec, report: LaunchReport) -> str:

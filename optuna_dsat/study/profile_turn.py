@@ -115,5 +115,8 @@ class ProfileTurn:
     def _attempt_ended(self, report: LaunchReport, record: LaunchRecord) -> None:
         self._context.record_launch(report, record, purpose="profile")
         if record.engine is not None and record.engine.config_differences and not report.outcome.infeasible:
+            if not self._spec.script.config_path:
+                self._context.say("The config that the script passes to deepspeed.initialize is the baseline.")
+                return
             file = Path(self._spec.script.config_path).name
             self._context.say(differences_in_words(record.engine.config_differences, file=file))

@@ -216,6 +216,7 @@ def training_command(
     *,
     deepspeed_launcher: bool = False,
     host_threads: int | None = None,
+    config_option: str = "",
 ) -> tuple[str, bool]:
     """Return the shell command that trains with ``config``, written to ``config_path``, and whether it names that file.
 
@@ -229,9 +230,13 @@ def training_command(
         deepspeed_launcher: Whether to start the script with ``deepspeed``, which gives every rank ``--local_rank``,
             rather than with torchrun.
         host_threads: Host threads per rank in the measurement; None if unknown, in which case torchrun sets one.
+        config_option: The script's option for its DeepSpeed config, for arguments that do not name one.
     """
     script = spec.script
     pointed, replaced = _point_to(script, config_path)
+    if config_option and not replaced:
+        pointed, replaced = [*pointed, config_option, str(config_path)], True
+    environment = _environment(script, config_path)
     args = map_arguments(pointed, script.arg_mappings, config, world_size=spec.slots_per_trial)
     if script.script == RUNNER:
         words = train_command(args, config=str(config_path), device=spec.device, slots=spec.slots_per_trial)
@@ -244,8 +249,23 @@ def training_command(
     settings = [] if spec.device == "cuda" else ["DS_ACCELERATOR=cpu", f"LOCAL_SIZE={ranks}"]
     if host_threads:
         settings.append(f"OMP_NUM_THREADS={host_threads}")
+    settings += [f"{name}={value}" for name, value in environment.items()]
     prefix = ["env", *settings] if settings else []
-    return shlex.join([*prefix, *launcher, script.script, *args]), replaced
+    return shlex.join([*prefix, *launcher, script.script, *args]), replaced or _ACCELERATE_CONFIG in environment
+
+
+_ACCELERATE = "ACCELERATE_USE_DEEPSPEED"
+_ACCELERATE_CONFIG = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
+_ACCELERATE_FIELDS = ("ACCELERATE_DEEPSPEED_", "ACCELERATE_GRADIENT_", "ACCELERATE_CONFIG_DS_FIELDS")
+"""Variables that accelerate's plugin makes its config of; with a config file it refuses those that say the same."""
+
+
+def _environment(script: ScriptSpec, config_path: Path) -> dict[str, str]:
+    """Return the script's variables for training with a config; accelerate's plugin reads the file."""
+    if _ACCELERATE not in script.environment:
+        return dict(script.environment)
+    kept = {name: value for name, value in script.environment.items() if not name.startswith(_ACCELERATE_FIELDS)}
+    return {**kept, _ACCELERATE_CONFIG: str(config_path)}
 
 
 def _point_to(script: ScriptSpec, config_path: Path) -> tuple[list[str], bool]:
@@ -253,7 +273,7 @@ def _point_to(script: ScriptSpec, config_path: Path) -> tuple[list[str], bool]:
     args = []
     for arg in script.args:
         flag, equals, value = arg.rpartition("=")
-        if (Path(script.cwd) / value).resolve() == Path(script.config_path).resolve():
+        if script.config_path and (Path(script.cwd) / value).resolve() == Path(script.config_path).resolve():
             arg = f"{flag}{equals}{config_path}"
             replaced = True
         args.append(arg)

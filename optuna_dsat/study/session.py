@@ -25,7 +25,7 @@ from optuna_dsat.study.space import space_of
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.stored import open_study
 from optuna_dsat.study.tuner import EndReason, Tuner
-from optuna_dsat.study.user_config import enqueue_user_config, follow_trainer
+from optuna_dsat.study.user_config import enqueue_user_config
 from optuna_dsat.study.warm_start import check_warm_start, prior_knowledge_of
 from optuna_dsat.trials import attributes
 
@@ -120,7 +120,9 @@ class Session:
         profiled = turn.run()
         if profiled.trainer is not None:
             self._context.say(profiled.trainer.announcement())
-        self._context = replace(self._context, spec=follow_trainer(self.spec, profiled.trainer))
+        if profiled.batch is not None:
+            self._context.say(profiled.batch.announcement())
+        self._context = replace(self._context, spec=profiled.followed_by(self.spec))
         return profiled, turn.fingerprint
 
     def _search(self, study: optuna.Study, profiled: Profiled, space: SearchSpace, method: Method) -> EndReason:

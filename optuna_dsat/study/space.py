@@ -70,7 +70,7 @@ def micro_batch_cap(spec: StudySpec, profiled: Profiled) -> int:
     best = max(1, *largest_micro_batches(spec, profiled).values())
     wanted = max(2, int(2 * best * spec.options.search_range_factor))
     limit = ds_config.parse_autotuning(spec.ds_config).max_train_micro_batch_size_per_gpu or ds_config.MICRO_BATCH_CAP
-    return min(wanted, limit, ds_config.MICRO_BATCH_CAP)
+    return min(wanted, limit, profiled.samples_per_rank or limit, ds_config.MICRO_BATCH_CAP)
 
 
 def _max_samples_per_rank(spec: StudySpec, ranks: int) -> int | None:

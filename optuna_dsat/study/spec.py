@@ -57,9 +57,13 @@ class ScriptSpec(_Frozen):
     cwd: str
     """Absolute path of the working directory the script is run in."""
     config_path: str
-    """Absolute path of the user's DeepSpeed config."""
+    """Absolute path of the user's DeepSpeed config, empty if the script alone has one."""
     arg_mappings: dict[str, str] = Field(default_factory=dict)
     """Key of the DeepSpeed config -> option of the script that follows it."""
+    environment: dict[str, str] = Field(default_factory=dict)
+    """Variables of the environment that the script is given beside those of the tuner's own."""
+    batch_source: dict[str, Any] = Field(default_factory=dict)
+    """What the batch size follows by, apart from options: see ``optuna_dsat.runtime.batch_sources``."""
 
 
 class MethodOptions(_Frozen):
@@ -131,6 +135,8 @@ class StudySpec(_Frozen):
     """Longest wait for slots that others hold, in seconds since the holders last changed; 0 for no wait."""
     max_retries: int = Field(default=1, ge=0)
     """Most retries of a trial after a communication error, a stall or a time-out."""
+    follow_batch: bool = True
+    """Whether to find out what sets the script's batch size if that is not its DeepSpeed config."""
     random_seed: int = Field(default=42, ge=0)
     enqueue_user_config: bool = True
     launcher: Literal["warm", "torchrun"] = "warm"

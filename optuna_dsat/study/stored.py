@@ -20,7 +20,6 @@ from optuna_dsat.study.result import complete_config
 from optuna_dsat.study.space import objective, space_of
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.standing import Standing, speed_up_over
-from optuna_dsat.study.user_config import follow_trainer
 from optuna_dsat.trials import attributes
 
 __all__ = [
@@ -226,7 +225,7 @@ def read_stored(store: Store, name: str) -> StoredStudy:
     return StoredStudy(
         record=record,
         stored_spec=spec,
-        spec=spec if profiled is None else follow_trainer(spec, profiled.trainer),
+        spec=spec if profiled is None else profiled.followed_by(spec),
         trials=tuple(store.storage.get_all_trials(store.storage.get_study_id_from_name(name), deepcopy=False)),
         attributes=user_attrs,
         profiled=profiled,

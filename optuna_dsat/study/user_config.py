@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import optuna
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.space_builder import SearchSpace
+from optuna_dsat.script.batch_rule import BatchRule
 from optuna_dsat.script.trainer import ScriptTrainer
 from optuna_dsat.store import Store
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.trials import attributes
 
-__all__ = ["enqueue_user_config", "follow_trainer", "user_config"]
+__all__ = ["enqueue_user_config", "follow_batch", "follow_script", "follow_trainer", "user_config"]
 
 
 def user_config(spec: StudySpec, *, data_parallel_size: int | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -52,16 +54,24 @@ def enqueue_user_config(
             study.enqueue_trial(params, user_attrs={attributes.PURPOSE: attributes.USER_CONFIG})
 
 
-def follow_trainer(spec: StudySpec, trainer: ScriptTrainer | None) -> StudySpec:
+def follow_trainer(
+    spec: StudySpec, trainer: ScriptTrainer | None, defaults: Mapping[str, int] = MappingProxyType({})
+) -> StudySpec:
     """Return the spec with open batch sizes filled in, and the trainer's options mapped to the config.
 
     A batch size that the user's config gives stays. An open one takes the value that the user passes as an option of
-    ``--arg-mapping``, else the trainer's. The user's mappings take precedence over the trainer's options.
+    ``--arg-mapping``, else that option's default, else the trainer's. The user's mappings take precedence over the
+    trainer's options.
+
+    Args:
+        spec: The study.
+        trainer: The script's trainer; None if it has none.
+        defaults: Option of the script -> its default.
     """
     config = dict(spec.ds_config)
     if _is_open(config.get(ds_config.TRAIN_BATCH)):  # otherwise open batch sizes follow from the global batch
         for key in (ds_config.MICRO_BATCH, ds_config.GRADIENT_ACCUMULATION):
-            own = _mapped_value(spec, key) or (None if trainer is None else trainer.script_value(key))
+            own = _mapped_value(spec, key, defaults) or (None if trainer is None else trainer.script_value(key))
             if own is not None and _is_open(config.get(key)):
                 config[key] = own
     found = {} if trainer is None else trainer.options
@@ -70,12 +80,63 @@ def follow_trainer(spec: StudySpec, trainer: ScriptTrainer | None) -> StudySpec:
     return spec.model_copy(update={"ds_config": config, "script": script})
 
 
+def follow_script(
+    spec: StudySpec,
+    *,
+    differences: Mapping[str, Sequence[Any]],
+    trainer: ScriptTrainer | None,
+    defaults: Mapping[str, int],
+    batch: BatchRule | None,
+    ranks: int | None,
+) -> StudySpec:
+    """Return the spec as the script means it, by what the profile launch found of its config, trainer and batch size.
+
+    Args:
+        spec: The study.
+        differences: Dotted key of the DeepSpeed config -> (the script's value, the file's) where the script passes
+            another than the file's; the script's is the baseline, and None removes a key.
+        trainer: The script's trainer; None if it has none.
+        defaults: Option of the script -> its default.
+        batch: What the batch size follows by; None if it follows the DeepSpeed config.
+        ranks: Data-parallel ranks; None for all.
+    """
+    own = {key: values[0] for key, values in differences.items()}
+    config = ds_config.with_values(spec.ds_config, own) if own else spec.ds_config
+    followed = follow_trainer(spec.model_copy(update={"ds_config": config}), trainer, defaults)
+    return follow_batch(followed, batch, ranks=ranks or spec.slots_per_trial)
+
+
+def follow_batch(spec: StudySpec, rule: BatchRule | None, *, ranks: int) -> StudySpec:
+    """Return the spec whose launches set the script's batch size by a rule; the script's own is the baseline.
+
+    Args:
+        spec: The study.
+        rule: What the batch size follows by; None if it follows the DeepSpeed config.
+        ranks: Data-parallel ranks.
+    """
+    if rule is None:
+        return spec
+    triangle = ds_config.batch_triangle(ds_config.effective(spec.ds_config), world_size=ranks)
+    batch = ds_config.batch_overlay(rule.own, triangle.gradient_accumulation_steps)
+    config = {key: value for key, value in {**spec.ds_config, **batch}.items() if value is not None}
+    script = spec.script.model_copy(
+        update={
+            "arg_mappings": {**rule.arg_mappings, **spec.script.arg_mappings},
+            "batch_source": rule.source(ranks=ranks),
+        }
+    )
+    changes: dict[str, Any] = {"ds_config": config, "script": script}
+    if rule.kind == "held":
+        changes["fix"] = {**spec.fix, ds_config.MICRO_BATCH: rule.own}
+    return spec.model_copy(update=changes)
+
+
 def _is_open(value: Any) -> bool:
     return value in (None, ds_config.AUTO)
 
 
-def _mapped_value(spec: StudySpec, key: str) -> int | None:
-    """Return the positive integer that the user passes as the option mapped to a key; None if there is none."""
+def _mapped_value(spec: StudySpec, key: str, defaults: Mapping[str, int]) -> int | None:
+    """Return the positive integer that the option mapped to a key has, given or by default; None if there is none."""
     option = spec.script.arg_mappings.get(key)
     args = spec.script.args
     for index, arg in enumerate(args):
@@ -83,7 +144,7 @@ def _mapped_value(spec: StudySpec, key: str) -> int | None:
         text = value if equals else "".join(args[index + 1 : index + 2])
         if name == option and text.isdigit():
             return int(text) or None
-    return None
+    return None if option is None else defaults.get(option)
 
 
 def _as_given(option: str, args: Sequence[str]) -> str:

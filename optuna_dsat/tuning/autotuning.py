@@ -92,7 +92,7 @@ def with_autotuning(given: Given) -> tuple[Given, list[str]]:
         ConfigError: If the config cannot be read.
     """
     options = given.options
-    user = ds_config.load(Path(options.ds_config))
+    user = ds_config.load(None if options.ds_config is None else Path(options.ds_config))
     wanted, notes = options_of(user.autotuning)
     names = {field.name for field in fields(options)}
     offered = names - given.origins.keys()

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from optuna_dsat.study.spec import METHODS, MethodOptions, StudySpec
 from optuna_dsat.tuning.declaration import Option
-from optuna_dsat.tuning.parse import split_fixed, split_mappings, split_stages
+from optuna_dsat.tuning.parse import named_config, split_environment, split_fixed, split_mappings, split_stages
 
 __all__ = [
     "DEFAULT_OUTPUT_DIR",
@@ -94,8 +94,15 @@ class TuneOptions:
         ),
     ]
     ds_config: Annotated[
-        StrPath, Option(help="The script's DeepSpeed config (JSON).", metavar="DS_CONFIG", text_type=Path)
-    ]
+        StrPath | None,
+        Option(
+            help="The script's DeepSpeed config (JSON, or JSON with comments).",
+            none="what the script passes to deepspeed.initialize",
+            metavar="[DS_CONFIG]",
+            text_type=Path | None,
+            parse=named_config,
+        ),
+    ] = None
     script_args: Annotated[
         Sequence[str] | None,
         Option(
@@ -174,6 +181,24 @@ class TuneOptions:
             '``{"train_micro_batch_size_per_gpu": "--batch-size"}``.',
             text_type=list[str] | None,
             parse=split_mappings,
+            panel=_WHAT,
+        ),
+    ] = None
+    follow_batch: Annotated[
+        bool,
+        Option(
+            help="Find out what sets the script's batch size if its DeepSpeed config does not, and have it follow.",
+            flags=("--follow-batch/--no-follow",),
+            panel=_WHAT,
+        ),
+    ] = _default("follow_batch")
+    env: Annotated[
+        Mapping[str, str] | None,
+        Option(
+            help="Give the script this variable: NAME=VALUE (repeatable); it is stored with the study.",
+            python_help="Variables of the environment that the script is given; stored with the study.",
+            text_type=list[str] | None,
+            parse=split_environment,
             panel=_WHAT,
         ),
     ] = None

@@ -5,11 +5,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from optuna_dsat.errors import UsageError
 
-__all__ = ["split_fixed", "split_mappings", "split_stages"]
+__all__ = ["NO_CONFIG", "named_config", "split_environment", "split_fixed", "split_mappings", "split_stages"]
+
+NO_CONFIG = "-"
+"""Word on a command line for a DeepSpeed config that only the script has."""
+
+
+def named_config(path: Path | None) -> Path | None:
+    """Return the DeepSpeed config that a command line names; None for ``NO_CONFIG``."""
+    return None if path is None or str(path) == NO_CONFIG else path
 
 
 def split_stages(texts: Sequence[str] | None) -> tuple[int, ...] | None:
@@ -63,3 +72,20 @@ def split_mappings(pairs: Sequence[str] | None) -> dict[str, str] | None:
             raise UsageError(f"--arg-mapping is {pair!r}; write KEY=--OPTION.")
         mappings[key] = option
     return mappings
+
+
+def split_environment(pairs: Sequence[str] | None) -> dict[str, str] | None:
+    """Return variable -> value of ``NAME=VALUE`` texts; None if there are no texts.
+
+    Raises:
+        UsageError: If a text has no name or no ``=``.
+    """
+    if not pairs:
+        return None
+    variables: dict[str, str] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            raise UsageError(f"--env is {pair!r}; write NAME=VALUE.")
+        variables[name] = value
+    return variables

@@ -24,7 +24,7 @@ def build_spec(method: str, options: TuneOptions, devices: Devices) -> StudySpec
         UsageError: On the first thing that cannot be used.
     """
     target = find_target(options)
-    path = Path(options.ds_config)
+    path = None if options.ds_config is None else Path(options.ds_config)
     user = ds_config.load(path)
     config = ds_config.merge(user.raw, target.overwrites)
     slots = options.gpus_per_trial or devices.per_launch
@@ -41,8 +41,9 @@ def build_spec(method: str, options: TuneOptions, devices: Devices) -> StudySpec
             args=target.args,
             is_module=target.is_module,
             cwd=str(Path.cwd()),
-            config_path=str(path.resolve()),
+            config_path="" if path is None else str(path.resolve()),
             arg_mappings=parse_mappings(mappings),
+            environment=dict(options.env or {}),
         ),
         "ds_config": config,
         "device": devices.kind,

@@ -48,6 +48,8 @@ def find_target(options: TuneOptions) -> Target:
     script, hparams = Path(options.script), None if options.hparams is None else Path(options.hparams)
     entry = str(script)
     if not options.module and is_trial_class(entry) and not script.is_file():
+        if options.ds_config is None:
+            raise UsageError(f"{entry} is a model definition: name its DeepSpeed config, too.")
         return trial_target(entry, Path(options.ds_config), hparams, rest)
     if hparams is not None:
         raise UsageError("--hparams is for a DeepSpeedTrial (NAME:CLASS); a script takes its arguments after --.")

@@ -47,7 +47,7 @@ def test_a_search_that_finds_something_exits_with_0_and_stdout_holds_the_result(
 
 
 def test_a_usage_error_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert leave("random", "train.py") == 2
+    assert leave("random") == 2
     assert leave("no-such-command") == 2
     assert leave("random", "gone.py", "ds.json") == 2
     assert capsys.readouterr().out == ""

@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 
 from optuna_dsat.cli import app
 from optuna_dsat.cli.commands import lift_option, spread_numbers
+from optuna_dsat.cli.launch_prefix import unfold_command
 from optuna_dsat.cli.options_file import OptionsFile
 from tests.harness.entry_points import EntryPointBench, bench
 
@@ -46,6 +47,7 @@ def parse(arguments: list[str]) -> None:
     """Parse a command line without running anything."""
     group: Any = typer.main.get_command(app)
     arguments = lift_option(spread_numbers(arguments, "--zero-stages"), "--options")
+    arguments = unfold_command(arguments, group, cwd=ROOT)
     context = group.make_context("optuna-dsat", arguments)
     while isinstance(group, TyperGroup):
         name, command, rest = group.resolve_command(context, [*context._protected_args, *context.args])

@@ -83,8 +83,8 @@ def test_a_type_checker_knows_the_keywords() -> None:
         optuna_dsat.tune("train.py", "ds.json", max_trials="many", cpu_ranks=2)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="--launcher is 'cold'"):
         optuna_dsat.tune("train.py", "ds.json", launcher="cold", cpu_ranks=2)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="missing a required argument: 'ds_config'"):
-        optuna_dsat.tune("train.py")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="missing a required argument: 'script'"):
+        optuna_dsat.tune()  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"tune\(\) got an unexpected .* 'json_output'"):
         optuna_dsat.tune("train.py", "ds.json", json_output=True)  # type: ignore[call-arg]
 

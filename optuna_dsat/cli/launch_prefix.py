@@ -1,0 +1,126 @@
+"""A search put in front of the command that people type to train: ``optuna-dsat guided deepspeed train.py ...``.
+
+What stands after the search's own options is the command as it is typed; it is taken apart here into the arguments that
+the search has, before typer parses them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from typer.core import TyperCommand, TyperGroup, TyperOption
+
+from optuna_dsat.script.launch_command import LaunchCommand
+from optuna_dsat.tuning.parse import NO_CONFIG
+
+__all__ = ["SEARCHES", "unfold_command"]
+
+SEARCHES = frozenset({"random", "binary", "asha", "guided", "tune", "run"})
+"""Commands that take a training command."""
+_DEVICE_OPTIONS = ("--gpus-per-trial", "--cpu-ranks")
+
+
+def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> list[str]:
+    """Return the arguments with a training command taken apart into script, config, ranks and the script's arguments.
+
+    Arguments that name a script and its config directly, and those of other commands, are returned as they are. GPUs
+    that the launcher selects become ``CUDA_VISIBLE_DEVICES`` of this process. What has no effect is told on stderr.
+
+    Args:
+        argv: Arguments of ``optuna-dsat``.
+        root: The command with its sub-commands.
+        cwd: The working directory.
+
+    Raises:
+        UsageError: If the launcher refuses its options.
+    """
+    start, name = _first_positional(argv, root.params)
+    if name not in SEARCHES:
+        return list(argv)
+    search = root.commands[name]
+    assert isinstance(search, TyperCommand)
+    rest = list(argv[start + 1 :])
+    end, first = _first_positional(rest, search.params)
+    own, words = rest[:end], rest[end:]
+    if first == "--":
+        words = words[1:]
+    if first is None or not words:
+        return list(argv)
+
+    from optuna_dsat.script.launch_command import read_command
+
+    found = read_command(words, cwd=cwd)
+    if found is None and first == "--" and "-m" not in own and "--module" not in own:
+        found = LaunchCommand(script=words[0], args=tuple(words[1:]))
+    if found is None:
+        return [*argv[: start + 1], *own, *_with_config(words, search.params)]
+    for note in found.notes:
+        sys.stderr.write(f"{note}\n")
+    return [*argv[: start + 1], *own, *_arguments(found, own=own, cwd=cwd)]
+
+
+def _with_config(words: Sequence[str], params: Sequence[object]) -> list[str]:
+    """Return ``SCRIPT [options] -- ARGS`` with a word for a config that is not named: typer would take one of ARGS."""
+    if "--" not in words:
+        return list(words)
+    end = list(words).index("--")
+    between, _ = _first_positional(words[1:end], params)
+    return list(words) if 1 + between < end else [*words[:end], NO_CONFIG, *words[end:]]
+
+
+def _first_positional(argv: Sequence[str], params: Sequence[object]) -> tuple[int, str | None]:
+    """Return place and word of the first argument that is no option, nor the value of one; None if there is none."""
+    options = {
+        spelling: one for one in params if isinstance(one, TyperOption) for spelling in (*one.opts, *one.secondary_opts)
+    }
+    index = 0
+    while index < len(argv):
+        word = argv[index]
+        if word == "--" or not word.startswith("-"):
+            return index, word
+        option = options.get(word)
+        index += 2 if option is not None and not option.is_flag and not option.count else 1
+    return len(argv), None
+
+
+def _arguments(found: LaunchCommand, *, own: Sequence[str], cwd: Path) -> list[str]:
+    """Return the arguments of a search that tunes a command.
+
+    Args:
+        found: The command.
+        own: The search's own options.
+        cwd: The working directory.
+    """
+    from optuna_dsat.script.config_location import find_config
+
+    result = []
+    if not any(word.partition("=")[0] in _DEVICE_OPTIONS for word in own):
+        result += _ranks(found)
+    for name, value in found.environment.items():
+        result += ["--env", f"{name}={value}"]
+    config = found.config or find_config(found.args, cwd=cwd)
+    result += ["--module"] if found.is_module else []
+    result += [found.script, NO_CONFIG if config is None else os.path.relpath(cwd / config, cwd)]
+    return [*result, "--", *found.args]
+
+
+def _ranks(found: LaunchCommand) -> list[str]:
+    """Return the option for the ranks that a launcher starts; selects its GPUs for this process."""
+    from optuna_dsat.launch.devices import detect_devices
+
+    if found.ranks is None and found.gpus is None and found.without_gpus is None:
+        return []
+    devices = detect_devices()
+    if devices.kind != "cuda":
+        sys.stderr.write("The command is for GPUs, and this machine offers none: it is tuned on the CPU.\n")
+        return []
+    if found.gpus is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = found.gpus
+    elif found.without_gpus is not None:
+        left_out = set(found.without_gpus.split(","))
+        kept = [str(index) for index in range(len(devices.devices)) if str(index) not in left_out]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(kept)
+    return [] if found.ranks is None else ["--gpus-per-trial", str(found.ranks)]

@@ -1,0 +1,60 @@
+"""Default of the script's option for its DeepSpeed config: the launch's own file.
+
+A script that takes its config from an option of its command line, such as those of
+``deepspeed.add_config_arguments``, may be tuned by naming the config to the tuner alone. Then the option gets the file
+as its default; an explicit argument takes precedence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+__all__ = ["default_config_option"]
+
+_CONFIG = re.compile(r"--(deepspeed|deepscale|ds)([-_]?(config|cfg))([-_]?(file|path|json))?$", re.IGNORECASE)
+"""Options that name a DeepSpeed config."""
+_SWITCH = "--deepspeed"
+"""DeepSpeed's switch, or the Hugging Face Trainer's option for the config."""
+
+
+def default_config_option(config_path: str, *, on_found: Callable[[str], None]) -> None:
+    """Make ``config_path`` the default of a parser's option for the DeepSpeed config, in every parser of this process.
+
+    The default is replaced if it is empty or names no file. DeepSpeed's switch is on by default then.
+
+    Args:
+        config_path: The launch's DeepSpeed config.
+        on_found: Called with the name of an option whose default was replaced.
+    """
+    original = argparse.ArgumentParser.parse_known_args
+
+    @functools.wraps(original)
+    def parse_known_args(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
+        found = _config_action(self)
+        if found is not None and _is_open(found):
+            found.default, found.required = config_path, False
+            on_found(found.option_strings[0])
+            for action in self._actions:
+                if _SWITCH in action.option_strings and action.nargs == 0:
+                    action.default = True
+        return original(self, *args, **kwargs)
+
+    argparse.ArgumentParser.parse_known_args = parse_known_args  # type: ignore[method-assign]
+
+
+def _config_action(parser: argparse.ArgumentParser) -> argparse.Action | None:
+    """Return a parser's option for the DeepSpeed config; None if it has none."""
+    valued = [action for action in parser._actions if action.option_strings and action.nargs != 0]
+    named = [action for action in valued if any(_CONFIG.match(option) for option in action.option_strings)]
+    of_trainer = [action for action in valued if _SWITCH in action.option_strings]
+    return next(iter((*named, *of_trainer)), None)
+
+
+def _is_open(action: argparse.Action) -> bool:
+    default = action.default
+    return default in (None, "", argparse.SUPPRESS) or (isinstance(default, str) and not Path(default).is_file())

@@ -1,0 +1,107 @@
+"""Where a training command names its DeepSpeed config: an option, an argument, or a key of a settings file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["find_config", "looks_like_config"]
+
+_OPTIONS = ("--deepspeed_config", "--deepspeed-config", "--deepscale_config", "--deepspeed")
+"""Options that name it by convention: DeepSpeed's own, and the Hugging Face Trainer's."""
+_KEYS = ("deepspeed", "deepspeed_config", "deepspeed_config_file", "ds_config")
+"""Keys that name it in settings files, at any level."""
+_SURE = frozenset({"zero_optimization", "train_micro_batch_size_per_gpu"})
+_LIKELY = frozenset(
+    {
+        *("train_batch_size", "gradient_accumulation_steps", "fp16", "bf16", "optimizer", "scheduler"),
+        *("gradient_clipping", "steps_per_print", "wall_clock_breakdown", "zero_allow_untested_optimizer"),
+    }
+)
+"""Keys of a DeepSpeed config: one that is sure tells it, or two that are likely."""
+_SETTINGS = (".yaml", ".yml", ".json")
+_LARGEST_BYTES = 2**20
+
+
+def find_config(args: Sequence[str], *, cwd: Path) -> Path | None:
+    """Return the DeepSpeed config that a script's arguments lead to; None if they name none.
+
+    The options that name it by convention come first, then any argument that is such a file, then the settings files
+    among the arguments, whose paths are taken relative to the working directory and to the file itself.
+
+    Args:
+        args: The script's arguments.
+        cwd: Its working directory.
+    """
+    named = [value for option, value in _pairs(args) if option in _OPTIONS]
+    others = [value for _, value in _pairs(args)]
+    for value in (*named, *others):
+        path = cwd / value
+        if looks_like_config(path):
+            return path
+    for value in others:
+        path = cwd / value
+        if path.suffix in _SETTINGS:
+            found = _in_settings(_read(path), folders=(cwd, path.parent))
+            if found is not None:
+                return found
+    return None
+
+
+def looks_like_config(path: Path) -> bool:
+    """Whether a file holds a DeepSpeed config: JSON or HJSON with its keys."""
+    found = _read(path) if path.suffix in (".json", ".hjson", "") else None
+    if not isinstance(found, Mapping):
+        return False
+    return bool(_SURE & found.keys()) or len(_LIKELY & found.keys()) > 1
+
+
+def _pairs(args: Sequence[str]) -> Iterable[tuple[str, str]]:
+    """Yield (option, value) of ``--option value`` and ``--option=value``, and ("", argument) of what stands alone."""
+    option = ""
+    for arg in args:
+        name, equals, value = arg.partition("=")
+        if arg.startswith("-") and not equals:
+            option = arg
+        else:
+            yield (name, value) if equals else (option, arg)
+            option = ""
+
+
+def _read(path: Path) -> Any:
+    """Return what a YAML, JSON or HJSON file holds; None for any other file."""
+    try:
+        if not path.is_file() or path.stat().st_size > _LARGEST_BYTES:
+            return None
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, ValueError):
+        return None
+    if path.suffix in (".yaml", ".yml"):
+        import yaml
+
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError:
+            return None
+    import hjson
+
+    try:
+        return hjson.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _in_settings(found: Any, *, folders: Sequence[Path], depth: int = 6) -> Path | None:
+    """Return the DeepSpeed config that a settings file names."""
+    if depth == 0 or not isinstance(found, Mapping):
+        return None
+    for key, value in found.items():
+        if key in _KEYS and isinstance(value, str):
+            named = next((folder / value for folder in folders if looks_like_config(folder / value)), None)
+            if named is not None:
+                return named
+        inner = _in_settings(value, folders=folders, depth=depth - 1)
+        if inner is not None:
+            return inner
+    return None

@@ -1,0 +1,219 @@
+"""The command that people type to train: a launcher with its options, then a script or module with its own.
+
+A word is told to be a launcher by what it runs, not by its name: a Python interpreter, or an executable script that
+imports the main function of ``deepspeed``, ``torchrun`` or ``accelerate``, or one that belongs to an installed package
+(a console script). Anything else is the script itself.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from optuna_dsat.errors import UsageError
+
+__all__ = ["LaunchCommand", "as_json", "launcher_of", "read_command"]
+
+_MAINS = {
+    "deepspeed.launcher.runner": "deepspeed",
+    "deepspeed.launcher.launch": "deepspeed",
+    "torch.distributed.run": "torchrun",
+    "torch.distributed.launch": "torch.distributed.launch",
+    "accelerate.commands.accelerate_cli": "accelerate",
+    "accelerate.commands.launch": "accelerate-launch",
+}
+"""Module whose main function an executable runs -> launcher. ``python -m`` runs the same modules."""
+
+_TRAINS = {
+    ("llamafactory.cli", "train"): "llamafactory.launcher",
+    ("axolotl.cli.main", "train"): "axolotl.cli.train",
+}
+"""(Module of a console script, its first argument) -> the module that trains in each rank.
+
+From the packages' own sources: hiyouga/LLaMA-Factory ``src/llamafactory/launcher.py``, axolotl-ai-cloud/axolotl
+``src/axolotl/cli/train.py``. Others train in the module of the console script.
+"""
+_LONGEST_SCRIPT = 2**16
+"""Bytes of an executable beyond which it is no console script."""
+_PATIENCE_S = 120.0
+"""Longest wait for a launcher's parser, whose package takes seconds to import."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchCommand:
+    """What a command comes to on one machine."""
+
+    script: str
+    """Path of a Python file, or a module's name."""
+    is_module: bool = False
+    args: tuple[str, ...] = ()
+    ranks: int | None = None
+    """Ranks that it starts on this machine; None if it leaves that to the launcher."""
+    gpus: str | None = None
+    """Indices of the GPUs that it selects, as ``0,2``; None if it selects none."""
+    without_gpus: str | None = None
+    """Indices of the GPUs that it leaves out."""
+    config: str | None = None
+    """DeepSpeed config that the launcher's own options name."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that the launcher would set for the script, those of rank and rendezvous aside."""
+    notes: tuple[str, ...] = ()
+    """Sentences on what of it has no effect here."""
+
+
+def read_command(words: Sequence[str], *, cwd: Path) -> LaunchCommand | None:
+    """Return what a command comes to; None if its first word is no launcher but a script.
+
+    The launchers' own parsers read their options, in a process of its own: importing them takes seconds.
+
+    Args:
+        words: The command.
+        cwd: Where it would be run.
+
+    Raises:
+        UsageError: If the launcher refuses its options, or starts nothing that can be tuned.
+    """
+    launcher = launcher_of(words[0], cwd=cwd) if words else None
+    if launcher is None:
+        return None
+    if launcher not in {*_MAINS.values(), "python"}:
+        return _console_script(launcher, words)
+    if launcher == "python":
+        return _python(words, cwd=cwd)
+    return _launcher(launcher, words[1:], cwd=cwd)
+
+
+def launcher_of(word: str, *, cwd: Path) -> str | None:
+    """Return what a command's first word runs: ``python``, a launcher, or a console script's module; else None."""
+    path = cwd / word
+    if "/" in word or path.is_file():
+        file = path if path.is_file() else None
+    else:
+        found = shutil.which(word)
+        file = None if found is None else Path(found)
+    if file is None or file.is_dir():
+        return None
+    if _is_interpreter(file):
+        return "python"
+    main = _main_module(file)
+    if main is None or (file.suffix == ".py" and main not in _MAINS):
+        return None
+    return _MAINS.get(main, main if _is_console_script(file.name, main) else None)
+
+
+def _is_interpreter(file: Path) -> bool:
+    """Whether a file is a Python interpreter: a binary of that name, behind all links."""
+    real = file.resolve()
+    if real == Path(sys.executable).resolve():
+        return True
+    if not real.name.startswith("python"):
+        return False
+    with real.open("rb") as opened:
+        return opened.read(4) == b"\x7fELF"
+
+
+def _main_module(file: Path) -> str | None:
+    """Return the module whose function an executable script imports and calls as its end; None for any other file."""
+    try:
+        if file.stat().st_size > _LONGEST_SCRIPT:
+            return None
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return None
+    imported = {
+        alias.asname or alias.name: node.module
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+    }
+    if len(tree.body) > 8:  # more than a console script holds
+        return None
+    called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    return next((module for name, module in imported.items() if name in called), None)
+
+
+def _is_console_script(name: str, module: str) -> bool:
+    points = importlib.metadata.entry_points(group="console_scripts", name=name)
+    return any(point.module == module for point in points)
+
+
+def _console_script(module: str, words: Sequence[str]) -> LaunchCommand:
+    """Return the module that a console script trains in, with its arguments."""
+    first = words[1] if len(words) > 1 else ""
+    trains = _TRAINS.get((module, first))
+    if trains is not None:
+        return LaunchCommand(script=trains, is_module=True, args=tuple(words[2:]))
+    return LaunchCommand(script=module, is_module=True, args=tuple(words[1:]))
+
+
+_VALUED_FLAGS = frozenset({"-W", "-X"})
+"""Options of the interpreter that take the next word."""
+
+
+def _python(words: Sequence[str], *, cwd: Path) -> LaunchCommand | None:
+    """Read ``python [options] SCRIPT ...`` or ``python [options] -m MODULE ...``."""
+    rest = list(words[1:])
+    ignored = []
+    while rest and rest[0].startswith("-") and not rest[0].startswith("-m"):
+        flag = rest.pop(0)
+        if flag in ("-c", "-"):
+            raise UsageError(f"{words[0]} {flag} runs no file; give a script or a module (-m).")
+        ignored.append(flag)
+        if flag in _VALUED_FLAGS and rest:
+            ignored.append(rest.pop(0))
+    notes = (f"{' '.join(ignored)} of {words[0]} has no effect on the ranks.",) if ignored else ()
+    if not rest:
+        raise UsageError(f"{' '.join(words)} names no script.")
+    if not rest[0].startswith("-m"):
+        found = read_command(rest, cwd=cwd) if launcher_of(rest[0], cwd=cwd) in _MAINS.values() else None
+        return found or LaunchCommand(script=rest[0], args=tuple(rest[1:]), notes=notes)
+    module = rest[0].removeprefix("-m") or (rest[1] if len(rest) > 1 else "")
+    args = rest[1:] if len(rest[0]) > len("-m") else rest[2:]
+    if not module:
+        raise UsageError(f"{' '.join(words)} names no module.")
+    if module in _MAINS:
+        return _launcher(_MAINS[module], args, cwd=cwd)
+    return LaunchCommand(script=module, is_module=True, args=tuple(args), notes=notes)
+
+
+def _launcher(launcher: str, words: Sequence[str], *, cwd: Path) -> LaunchCommand:
+    """Have a launcher's own parser read its options."""
+    done = subprocess.run(
+        [sys.executable, "-m", "optuna_dsat.script.launcher_options", launcher, *words],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=_PATIENCE_S,
+        check=False,
+    )
+    answer = _last_json(done.stdout)
+    if answer is None:
+        tail = [line for line in done.stderr.strip().splitlines() if line.strip()]
+        raise UsageError(
+            f"{launcher} cannot be read: {tail[-1] if tail else f'its parser ended with {done.returncode}'}."
+        )
+    if "error" in answer:
+        raise UsageError(str(answer["error"]))
+    return LaunchCommand(**{**answer, "args": tuple(answer["args"]), "notes": tuple(answer["notes"])})
+
+
+def _last_json(text: str) -> dict[str, Any] | None:
+    lines = text.strip().splitlines()
+    try:
+        found = json.loads(lines[-1]) if lines else None
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def as_json(command: LaunchCommand) -> str:
+    """Return a command on one line, as ``read_command`` reads it from the parser's process."""
+    return json.dumps(asdict(command))

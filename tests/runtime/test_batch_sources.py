@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset, dataloader
+
+from optuna_dsat.runtime.batch_sources import BatchSources
+from optuna_dsat.runtime.config_option import default_config_option
+
+
+class Fed:
+    """How many micro-batches an engine was fed."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self) -> int:
+        return self.count
+
+
+@pytest.fixture(autouse=True)
+def libraries_stay_as_they_are() -> Iterator[None]:
+    places: list[tuple[Any, str]] = [
+        (argparse.ArgumentParser, "parse_known_args"),
+        (DataLoader, "__init__"),
+        (DataLoader, "__iter__"),
+    ]
+    places += [(json, "load"), (yaml, "load"), (yaml, "safe_load"), (yaml, "full_load"), (yaml, "unsafe_load")]
+    before = [getattr(holder, name) for holder, name in places]
+    yield
+    for (holder, name), value in zip(places, before, strict=True):
+        setattr(holder, name, value)
+
+
+def sources(follow: dict[str, Any] | None = None, *, micro_batch: int = 8, fed: Fed | None = None) -> BatchSources:
+    made = BatchSources(micro_batch=micro_batch, follow=follow or {}, fed=fed or Fed(), repeat=True)
+    made.install()
+    for name, callback in made.callbacks().items():
+        modules = {"json": json, "yaml": yaml, "torch.utils.data.dataloader": dataloader}
+        if name in modules:
+            callback(modules[name])
+    return made
+
+
+def data(count: int = 10) -> TensorDataset:
+    return TensorDataset(torch.arange(count, dtype=torch.float32))
+
+
+def sizes(loader: Any) -> list[int]:
+    return [len(batch[0]) for batch in loader]
+
+
+def test_options_are_noted_with_their_defaults() -> None:
+    made = sources()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("-b", "--batch-size", type=int, default=4)
+    parser.add_argument("--lr", type=float, default=1.0)
+    parser.add_argument("--fast", action="store_true")
+    parser.parse_args(["--batch-size", "16"])
+    event = made.event(rank=0)
+    assert event.options["--batch-size"] == 16
+    assert event.defaults["--batch-size"] == 4
+    assert not {"--lr", "--fast"} & event.options.keys()
+
+
+@pytest.mark.parametrize("kind", ["json", "yaml"])
+def test_settings_files_are_noted_and_followed(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"run.{kind}"
+    path.write_text(json.dumps({"train": {"batch": 4, "name": "x"}, "epochs": 3}))
+    read = json.load if kind == "json" else yaml.safe_load
+    follow = {"kind": "setting", "file": str(path), "key": "train.batch", "own": 4, "scale": 2}
+    made = sources(follow)
+    read = json.load if kind == "json" else yaml.safe_load
+    with path.open() as opened:
+        found = read(opened)
+    assert found == {"train": {"batch": 16, "name": "x"}, "epochs": 3}
+    noted = {one["key"]: one["value"] for one in made.event(rank=0).settings}
+    assert noted == {"train.batch": 4, "epochs": 3}
+
+
+def test_a_loader_is_noted_with_its_place_and_samples() -> None:
+    made = sources()
+    loader = DataLoader(data(), 4)
+    (found,) = made.event(rank=0).loaders
+    assert (found["batch_size"], found["samples"], found["trains"]) == (4, 10, False)
+    assert Path(found["file"]).name == Path(__file__).name
+    assert sizes(loader) == [4, 4, 2]
+
+
+@pytest.mark.parametrize("how", ["positional", "keyword", "sampler"])
+def test_loaders_of_the_scripts_own_size_follow(how: str) -> None:
+    sources({"kind": "loader", "own": 4}, micro_batch=5)
+    made = {
+        "positional": lambda: DataLoader(data(), 4),
+        "keyword": lambda: DataLoader(data(), batch_size=4, drop_last=True),
+        "sampler": lambda: DataLoader(data(), batch_sampler=BatchSampler(SequentialSampler(data()), 4, False)),
+    }[how]()
+    assert sizes(made) == [5, 5]
+
+
+def test_loaders_of_another_size_stay() -> None:
+    sources({"kind": "loader", "own": 4}, micro_batch=5)
+    assert sizes(DataLoader(data(), batch_size=2)) == [2] * 5
+    assert sizes(DataLoader(data())) == [1] * 10
+
+
+def test_a_loader_that_feeds_the_engine_begins_again_and_another_ends() -> None:
+    fed = Fed()
+    made = sources(fed=fed)
+    loader = DataLoader(data(), batch_size=5)
+    assert sizes(loader) == [5, 5]
+    taken = 0
+    for _ in loader:
+        taken += 1
+        fed.count += 1
+        if taken == 7:
+            break
+    assert taken == 7
+    assert [one["trains"] for one in made.event(rank=0).loaders] == [True]
+
+
+@pytest.mark.parametrize(
+    ("option", "given"), [("--deepspeed_config", None), ("--ds-config", None), ("--deepspeed_config", "own.json")]
+)
+def test_an_option_for_the_config_gets_the_launchs_file(tmp_path: Path, option: str, given: str | None) -> None:
+    found: list[str] = []
+    default_config_option(str(tmp_path / "trial.json"), on_found=found.append)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--deepspeed", action="store_true")
+    parser.add_argument(option, dest="config", required=True)
+    args = parser.parse_args([] if given is None else [option, given])
+    assert args.config == (given or str(tmp_path / "trial.json"))
+    assert args.deepspeed
+    assert found == [option]
+
+
+def test_a_default_that_is_there_stays(tmp_path: Path) -> None:
+    (tmp_path / "own.json").write_text("{}")
+    found: list[str] = []
+    default_config_option("trial.json", on_found=found.append)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--deepspeed_config", default=str(tmp_path / "own.json"))
+    assert parser.parse_args([]).deepspeed_config == str(tmp_path / "own.json")
+    assert found == []

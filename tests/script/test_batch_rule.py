@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from optuna_dsat.config.ds_config import MICRO_BATCH, TRAIN_BATCH
+from optuna_dsat.runtime.events import BatchSourcesFound
+from optuna_dsat.script.arg_mapping import map_arguments
+from optuna_dsat.script.batch_rule import BatchRule, guesses, held, samples_per_rank
+
+
+def found(**values: Any) -> BatchSourcesFound:
+    return BatchSourcesFound(**{"rank": 0, "time": 0.0, "options": {}, **values})
+
+
+def loader(batch_size: int = 4, *, trains: bool = True, samples: int | None = 100) -> dict[str, Any]:
+    return {"batch_size": batch_size, "file": "/a/train.py", "line": 7, "samples": samples, "trains": trains}
+
+
+def test_an_option_of_that_value_and_name_comes_first() -> None:
+    noted = found(options={"--epochs": 4, "--eval-batch-size": 4, "--batch-size": 4}, loaders=[loader()])
+    assert [rule.option or rule.kind for rule in guesses(noted, own=4, ranks=2)] == [
+        "--batch-size", "--eval-batch-size", "loader", "--epochs"
+    ]  # fmt: skip
+
+
+def test_an_option_may_count_the_samples_of_all_ranks() -> None:
+    (rule,) = guesses(found(options={"--global-batch": 8}), own=4, ranks=2)
+    assert rule.arg_mappings == {TRAIN_BATCH: "--global-batch"}
+    assert guesses(found(options={"--batch": 8}), own=4, ranks=1) == []
+
+
+@pytest.mark.parametrize("name", ["--batch-size", "--bs", "-b", "--mbs", "train.batch=", "--per_device_bsz"])
+def test_names_that_mean_a_batch_size(name: str) -> None:
+    rules = guesses(found(options={name: 4}, loaders=[loader()]), own=4, ranks=1)
+    assert [rule.kind for rule in rules] == ["option", "loader"]
+
+
+def test_a_setting_of_a_file_and_a_loader_are_told_to_the_ranks() -> None:
+    noted = found(settings=[{"file": "/a/run.yaml", "key": "train.batch", "value": 8}], loaders=[loader()])
+    setting, of_loader = guesses(noted, own=4, ranks=2)
+    assert setting.source(ranks=2) == {
+        "kind": "setting", "file": "/a/run.yaml", "key": "train.batch", "own": 4, "scale": 2
+    }  # fmt: skip
+    assert of_loader.source(ranks=2) == {"kind": "loader", "own": 4}
+    config = {MICRO_BATCH: 16, TRAIN_BATCH: 32}
+    assert setting.advice(config).startswith("Set train.batch in /a/run.yaml to 32")
+    assert of_loader.advice(config).startswith("Set the batch size at /a/train.py:7 to 16")
+    assert of_loader.advice({MICRO_BATCH: 4}) == ""
+
+
+def test_a_rule_is_stored_whole() -> None:
+    rule = BatchRule(kind="option", own=4, option="--batch-size")
+    assert BatchRule.from_json(rule.to_json()) == rule
+    assert "--batch-size (now 4)" in rule.announcement()
+    assert "the micro-batch stays 4" in held(4).announcement()
+
+
+def test_only_a_loader_that_feeds_the_engine_tells_how_much_data_there_is() -> None:
+    noted = found(loaders=[loader(trains=False, samples=10), loader(samples=None), loader(samples=70)])
+    assert samples_per_rank(noted) == 70
+    assert samples_per_rank(found()) is None
+
+
+def test_an_override_of_hydras_is_replaced() -> None:
+    mapped = map_arguments(["a=1", "train.batch=4"], {MICRO_BATCH: "train.batch="}, {MICRO_BATCH: 9}, world_size=1)
+    assert mapped == ("a=1", "train.batch=9")

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from optuna_dsat.errors import UsageError
+from optuna_dsat.script.launch_command import LaunchCommand, launcher_of, read_command
+from optuna_dsat.script.launcher_options import read_options
+
+ACCELERATE_CONFIG = """
+compute_environment: LOCAL_MACHINE
+deepspeed_config:
+  gradient_accumulation_steps: 2
+  offload_optimizer_device: cpu
+  zero_stage: 2
+distributed_type: DEEPSPEED
+mixed_precision: bf16
+num_machines: 1
+num_processes: 2
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("import deepspeed\n")
+    (tmp_path / "ds.json").write_text("{}")
+    return tmp_path
+
+
+def read(folder: Path, command: str) -> LaunchCommand | None:
+    return read_command(command.split(), cwd=folder)
+
+
+def test_a_script_is_no_launcher(folder: Path) -> None:
+    assert read(folder, "train.py --lr 1") is None
+    assert read(folder, "missing.py") is None
+
+
+def test_a_script_that_bears_a_launchers_name_is_a_script(folder: Path) -> None:
+    for name in ("deepspeed", "torchrun", "accelerate", "torchrun.py"):
+        (folder / name).write_text("import torch\nfor step in range(3):\n    print(step)\n")
+        assert launcher_of(name, cwd=folder) is None
+
+
+def test_a_launcher_under_another_name_is_a_launcher(folder: Path) -> None:
+    own = folder / "start-it"
+    own.write_text("#!/usr/bin/python\nimport sys\nfrom torch.distributed.run import main\nsys.exit(main())\n")
+    assert launcher_of("./start-it", cwd=folder) == "torchrun"
+
+
+@pytest.mark.parametrize("python", ["python", "python3", sys.executable])
+def test_python_runs_a_script_or_a_module(folder: Path, python: str) -> None:
+    assert read(folder, f"{python} train.py --lr 1") == LaunchCommand(script="train.py", args=("--lr", "1"))
+    module = read(folder, f"{python} -m package.train a")
+    assert module == LaunchCommand(script="package.train", is_module=True, args=("a",))
+    assert read(folder, f"{python} -mpackage.train a") == module
+
+
+def test_options_of_the_interpreter_are_named(folder: Path) -> None:
+    found = read(folder, "python -u -W ignore train.py")
+    assert found is not None
+    assert found.notes == ("-u -W ignore of python has no effect on the ranks.",)
+
+
+@pytest.mark.parametrize("command", ["python -c print(1)", "python", "python -m"])
+def test_what_runs_no_file_is_refused(folder: Path, command: str) -> None:
+    with pytest.raises(UsageError):
+        read(folder, command)
+
+
+def test_console_scripts_come_to_the_module_that_trains(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from importlib.metadata import EntryPoint
+
+    tool = folder / "llamafactory-cli"
+    tool.write_text("#!/usr/bin/python\nimport sys\nfrom llamafactory.cli import main\nsys.exit(main())\n")
+    points = (EntryPoint("llamafactory-cli", "llamafactory.cli:main", "console_scripts"),)
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: points)
+    found = read(folder, "./llamafactory-cli train run.yaml")
+    assert found == LaunchCommand(script="llamafactory.launcher", is_module=True, args=("run.yaml",))
+
+
+def test_deepspeeds_options_are_read() -> None:
+    found = read_options("deepspeed", ["--num_gpus", "8", "train.py", "--deepspeed_config", "ds.json", "--lr", "1e-4"])
+    assert found == LaunchCommand(script="train.py", args=("--deepspeed_config", "ds.json", "--lr", "1e-4"), ranks=8)
+    found = read_options("deepspeed", ["--include", "localhost:0,2-3", "--module", "pkg.train"])
+    assert (found.script, found.is_module, found.gpus) == ("pkg.train", True, "0,2,3")
+    assert read_options("deepspeed", ["--exclude", "localhost:1", "train.py"]).without_gpus == "1"
+
+
+def test_what_names_other_machines_is_named() -> None:
+    found = read_options("deepspeed", ["--num_nodes", "2", "--master_addr", "10.0.0.1", "train.py"])
+    assert "--num_nodes 2" in found.notes[0]
+    assert "--master_addr 10.0.0.1" in found.notes[0]
+    assert "--nnodes 2" in read_options("torchrun", ["--nnodes", "2", "--nproc_per_node", "4", "train.py"]).notes[0]
+    with pytest.raises(ValueError, match="worker-1"):
+        read_options("deepspeed", ["--include", "worker-0:1@worker-1:2", "train.py"])
+
+
+@pytest.mark.parametrize(("asked", "ranks"), [("4", 4), ("gpu", None), ("auto", None)])
+def test_torchruns_options_are_read(asked: str, ranks: int | None) -> None:
+    found = read_options("torchrun", ["--standalone", "--nproc-per-node", asked, "-m", "pkg.train", "x"])
+    assert found == LaunchCommand(script="pkg.train", is_module=True, args=("x",), ranks=ranks)
+
+
+def test_accelerates_plugin_comes_as_its_environment(folder: Path) -> None:
+    (folder / "acc.yaml").write_text(ACCELERATE_CONFIG)
+    found = read_options("accelerate", ["launch", "--config_file", "acc.yaml", "train.py", "--lr", "3"])
+    assert (found.script, found.args, found.ranks, found.config) == ("train.py", ("--lr", "3"), 2, None)
+    assert found.environment["ACCELERATE_USE_DEEPSPEED"] == "true"
+    assert found.environment["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "2"
+    assert found.environment["ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"] == "cpu"
+    assert not {name for name in found.environment if not name.startswith("ACCELERATE_")}
+
+
+@pytest.mark.usefixtures("folder")
+def test_accelerate_names_a_config_file() -> None:
+    found = read_options(
+        "accelerate",
+        ["launch", "--use_deepspeed", "--deepspeed_config_file", "ds.json", "--num_processes", "4", "train.py"],
+    )
+    assert (found.config, found.ranks) == ("ds.json", 4)
+
+
+def test_other_commands_of_accelerate_do_not_train() -> None:
+    with pytest.raises(ValueError, match="accelerate launch"):
+        read_options("accelerate", ["config"])
+
+
+def test_a_launcher_in_a_process_of_its_own_says_what_it_refuses(folder: Path) -> None:
+    with pytest.raises(UsageError, match="training_script"):
+        read(folder, "torchrun --standalone")
+    found = read(folder, "torchrun --nproc_per_node 2 train.py")
+    assert found == LaunchCommand(script="train.py", ranks=2)

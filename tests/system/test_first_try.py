@@ -1,0 +1,65 @@
+"""Scripts of the kinds that people have, tuned by the command that they type today."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness.commands import Command
+
+SCRIPTS = Path(__file__).parents[1] / "scripts" / "first_try"
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
+    "zero_optimization": {"stage": 1},
+}
+OPTIONS = (
+    *("--cpu-ranks", "1", "--zero-stages", "1", "--no-tune", "offload_optimizer", "--confirm", "0", "--json"),
+    *("--metric", "throughput", "--start-profile-step", "2", "--end-profile-step", "3", "--max-trials", "2"),
+)
+
+pytestmark = pytest.mark.torchrun
+
+
+def tuned(folder: Path, *command: str) -> tuple[dict[str, Any], str]:
+    (folder / "ds.json").write_text(json.dumps(CONFIG))
+    output, errors = Command(folder, "random", *OPTIONS, *command).finish()
+    found: dict[str, Any] = json.loads(output)
+    return found, errors
+
+
+def test_a_launchers_command_without_any_config(tmp_path: Path) -> None:
+    found, errors = tuned(
+        tmp_path, "torchrun", "--nproc_per_node", "1", str(SCRIPTS / "option.py"), "--batch-size", "3"
+    )
+    assert "batch size from --batch-size (now 3)" in errors
+    size = found["config"]["train_micro_batch_size_per_gpu"]
+    assert 1 <= size <= 24, "the data hold 24 samples"
+    assert found["config"]["optimizer"] == CONFIG["optimizer"]
+    assert found["command"].endswith(f"option.py --batch-size {size}")
+    assert found["user_train_batch_size"] == 3
+
+
+def test_a_constant_and_a_config_that_is_named_to_the_tuner_alone(tmp_path: Path) -> None:
+    found, errors = tuned(tmp_path, str(SCRIPTS / "constant.py"), "ds.json")
+    assert "its data loader (constant.py, line 14, now 4)" in errors
+    assert found["user_train_batch_size"] == 4
+    assert f"--deepspeed_config {found['config_path']}" in found["command"]
+    size = found["config"]["train_micro_batch_size_per_gpu"]
+    assert size == 4 or f"constant.py:14 to {size}" in found["advice"]
+
+
+def test_a_batch_size_that_cannot_change_is_kept(tmp_path: Path) -> None:
+    found, errors = tuned(tmp_path, str(SCRIPTS / "fixed.py"), "ds.json", "--", "ds.json")
+    assert "the micro-batch stays 2" in errors
+    assert found["config"]["train_micro_batch_size_per_gpu"] == 2
+
+
+def test_a_script_that_trains_without_deepspeed_is_stopped_and_told_why(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
+    _, errors = Command(tmp_path, "random", *OPTIONS, str(SCRIPTS / "without.py"), "ds.json").finish(code=4)
+    assert "the script trains without DeepSpeed" in errors
+    assert not (tmp_path / "model.pt").exists()
