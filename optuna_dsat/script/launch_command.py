@@ -97,8 +97,8 @@ def launcher_of(word: str, *, cwd: Path) -> str | None:
     if "/" in word or path.is_file():
         file = path if path.is_file() else None
     else:
-        found = shutil.which(word)
-        file = None if found is None else Path(found)
+        found = shutil.which(word) or shutil.which(word, path=str(Path(sys.executable).parent))
+        file = None if found is None else Path(found)  # an environment need not be activated
     if file is None or file.is_dir():
         return None
     if _is_interpreter(file):

@@ -134,3 +134,10 @@ def test_a_launcher_in_a_process_of_its_own_says_what_it_refuses(folder: Path) -
         read(folder, "torchrun --standalone")
     found = read(folder, "torchrun --nproc_per_node 2 train.py")
     assert found == LaunchCommand(script="train.py", ranks=2)
+
+
+def test_a_launcher_of_an_environment_that_is_not_activated_is_found(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(folder))
+    assert launcher_of("torchrun", cwd=folder) == "torchrun"
