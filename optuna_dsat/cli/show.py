@@ -68,8 +68,8 @@ def show_preview(spec: StudySpec) -> None:
     console.print(f"{found.space.classes()} classes of configurations beside the micro-batch.")
     first, *rest = found.profile_attempts
     console.print(
-        f"Profile launch: {spec.slots_per_trial} {'GPUs' if spec.device == 'cuda' else 'CPU ranks'}, micro-batch 1, "
-        f"{first}; while memory is short: {', then '.join(rest) or 'nothing else'}."
+        f"Profile launch: {spec.slots_per_trial} {'GPUs' if spec.device == 'cuda' else 'CPU ranks'}, "
+        f"micro-batch {found.profile_micro_batch}, {first}; while memory is short: {', then '.join(rest) or 'nothing else'}."
     )
     console.print(f"Your own config: {config_in_words(found.user_config)}")
     console.print("Configurations such as these follow, their micro-batch bounded by memory:")

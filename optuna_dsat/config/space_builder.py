@@ -43,7 +43,7 @@ from optuna_dsat.config.search_space import (
 )
 from optuna_dsat.errors import ConfigError
 
-__all__ = ["KnobRow", "Role", "SearchSpace", "SpaceRequest", "TunedKnob", "build_space"]
+__all__ = ["KnobRow", "Role", "SearchSpace", "SpaceRequest", "TunedKnob", "build_space", "smallest_micro_batch"]
 
 _BY_NAME = MappingProxyType({knob.name: knob for knob in KNOBS})
 _LEGACY = MappingProxyType({
@@ -102,6 +102,15 @@ def build_space(request: SpaceRequest) -> SearchSpace:
     return _Builder(request).build()
 
 
+def smallest_micro_batch(request: SpaceRequest) -> int:
+    """Return the smallest micro-batch that a space allows: a fixed, kept or listed one, or a lower bound; else 1.
+
+    Raises:
+        ConfigError: If the list and the bounds of the config contradict each other.
+    """
+    return _Builder(request).smallest_micro_batch()
+
+
 class _Builder:
     """Builds the space of one request, step by step."""
 
@@ -143,6 +152,11 @@ class _Builder:
             legacy_keys=self._legacy_keys(),
             allow_untested_optimizer=_needs_permission(self._plain),
         )
+
+    def smallest_micro_batch(self) -> int:
+        low, high = self._micro_batches()
+        values = self._micro_batch_values(low, high)
+        return low if values is None else values[0]
 
     def _own_accumulation(self) -> int:
         steps = self._plain.get(configs.GRADIENT_ACCUMULATION)

@@ -46,7 +46,7 @@ Sample = tuple[Config, int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile:
-    """Model and hardware as measured by one launch at micro-batch 1; fields as in ``ProfileMeasured``."""
+    """Model and hardware as measured by the profile launch; fields as in ``ProfileMeasured``."""
 
     params: int
     trainable_params: int

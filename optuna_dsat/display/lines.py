@@ -21,7 +21,7 @@ def lines_of(event: progress.ProgressEvent, metric: str) -> list[str]:
     if isinstance(event, progress.Message):
         return [event.text]
     if isinstance(event, progress.ProfileStarted):
-        return [f"Profile launch at micro-batch 1, {event.words} ..."]
+        return [f"Profile launch at micro-batch {event.micro_batch}, {event.words} ..."]
     if isinstance(event, progress.ProfileFinished):
         return _profile_lines(event)
     if isinstance(event, progress.SearchStarted):

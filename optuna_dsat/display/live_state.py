@@ -73,7 +73,7 @@ class LiveState:
         if isinstance(event, progress.ProfileStarted):
             self.rows = {
                 "profile": LaunchInFlight(
-                    name="profile", words=f"{event.words}, micro-batch 1", since=now, last_step=None
+                    name="profile", words=f"{event.words}, micro-batch {event.micro_batch}", since=now, last_step=None
                 )
             }
         elif isinstance(event, progress.ProfileFinished):

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 __all__ = [
     "BatchSourcesFound",
     "EngineReady",
+    "EnvironmentSet",
     "Event",
     "ModulesImported",
     "ProfileMeasured",
@@ -87,6 +88,16 @@ class BatchSourcesFound(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class EnvironmentSet(Event):
+    """The runtime set variables of the environment without which the script would train without DeepSpeed."""
+
+    kind: ClassVar[str] = "environment_set"
+
+    variables: Mapping[str, str]
+    """Name -> value for the command that trains; a config file is the user's."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineReady(Event):
     """``deepspeed.initialize`` returned an engine with these properties."""
 
@@ -127,7 +138,7 @@ class EngineReady(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileMeasured(Event):
-    """Model and hardware properties measured in the profile launch (one global step at micro-batch 1)."""
+    """Model and hardware properties measured in the profile launch, per sample of one global step."""
 
     kind: ClassVar[str] = "profile_measured"
 
@@ -237,6 +248,7 @@ _KINDS: dict[str, type[Event]] = {
         RankStarted,
         TrainerFound,
         BatchSourcesFound,
+        EnvironmentSet,
         EngineReady,
         ProfileMeasured,
         ModulesImported,

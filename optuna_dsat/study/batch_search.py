@@ -40,12 +40,11 @@ def find_batch_rule(
     """
     configured = int(overlay[ds_config.MICRO_BATCH])
     own, found, engine = record.observed_micro_batch, record.batch_sources, record.engine
-    if engine is None or engine.pipeline or own == configured or ds_config.MICRO_BATCH in spec.fix:
+    if engine is None or engine.pipeline or own == configured:
         return None
     if own is None:  # nothing was seen: what cannot be counted must not change
-        return held(
-            ds_config.batch_triangle(ds_config.effective(spec.ds_config), world_size=spec.slots_per_trial).micro_batch
-        )
+        present = ds_config.batch_triangle(ds_config.effective(spec.ds_config), world_size=spec.slots_per_trial)
+        return held(configured if ds_config.MICRO_BATCH in spec.fix else present.micro_batch)
     if found is None or not spec.follow_batch:
         return held(own)
     for index, guess in enumerate(guesses(found, own=own, ranks=engine.data_parallel_size)):

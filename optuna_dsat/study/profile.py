@@ -1,6 +1,6 @@
-"""The profile launch: model and hardware, measured by one launch at micro-batch 1.
+"""The profile launch: model and hardware, measured by one launch at the smallest micro-batch that is allowed.
 
-If the user's own config does not fit at micro-batch 1, structures that need less and less device memory are tried (the
+That is 1 unless the user fixes, lists or bounds the micro-batch. If the user's own config does not fit at it, structures that need less and less device memory are tried (the
 order of the DeepSpeed configuration guide) before giving up.
 """
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from optuna_dsat.config import ds_config
+from optuna_dsat.config.space_builder import SpaceRequest, smallest_micro_batch
 from optuna_dsat.config.structures import GUIDE_ORDER, Structure
 from optuna_dsat.cost.memory import ModelProfile
 from optuna_dsat.errors import DsatError, NothingRunnableError, ScriptFailedError
@@ -42,6 +43,7 @@ class ProfileAttempt:
 
     structure: Structure | None
     """None for the user's own ZeRO settings."""
+    micro_batch: int = 1
 
     @property
     def words(self) -> str:
@@ -49,8 +51,8 @@ class ProfileAttempt:
         return "your own ZeRO settings" if self.structure is None else self.structure.words
 
     def overlay(self) -> dict[str, Any]:
-        """Return the DeepSpeed settings of this attempt at micro-batch 1."""
-        batch = ds_config.batch_overlay(1)
+        """Return the DeepSpeed settings of this attempt at its micro-batch."""
+        batch = ds_config.batch_overlay(self.micro_batch)
         if self.structure is None:
             return batch
         zero = {
@@ -87,6 +89,8 @@ class Profiled:
     """Option of the script that the user mapped to a batch size -> its default."""
     config_option: str = ""
     """The script's option for its DeepSpeed config, if its arguments do not name one; empty if it has none."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the environment that the script needs to train with DeepSpeed, besides its own."""
     preload: Preload = field(default_factory=Preload)
     """Modules that the script imports, for forked launches."""
 
@@ -104,6 +108,7 @@ class Profiled:
             defaults=self.option_defaults,
             batch=self.batch,
             ranks=self.data_parallel_size,
+            environment=self.environment,
         )
 
     def advice(self, config: Mapping[str, Any]) -> str:
@@ -126,6 +131,7 @@ class Profiled:
             "config_differences": {key: list(values) for key, values in self.config_differences.items()},
             "option_defaults": dict(self.option_defaults),
             "config_option": self.config_option,
+            "environment": dict(self.environment),
             "preload": self.preload.to_json(),
         }
 
@@ -146,6 +152,7 @@ class Profiled:
             config_differences=record.get("config_differences", {}),
             option_defaults=record.get("option_defaults", {}),
             config_option=record.get("config_option", ""),
+            environment=record.get("environment", {}),
             preload=Preload.from_json(record["preload"]) if "preload" in record else Preload(),
         )
 
@@ -155,11 +162,12 @@ def profile_attempts(spec: StudySpec) -> Iterator[ProfileAttempt]:
 
     The structures are those of the guide's order at the stages that are searched; ZeRO 1 only where neither 2 nor 3 is.
     """
-    yield ProfileAttempt(structure=None)
+    smallest = smallest_micro_batch(SpaceRequest(ds_config=spec.ds_config, fix=spec.fix, no_tune=spec.no_tune))
+    yield ProfileAttempt(structure=None, micro_batch=smallest)
     least = 2 if any(stage >= 2 for stage in spec.zero_stages) else 1
     for structure in GUIDE_ORDER:
         if structure.stage in spec.zero_stages and structure.stage >= least:
-            yield ProfileAttempt(structure=structure)
+            yield ProfileAttempt(structure=structure, micro_batch=smallest)
 
 
 def measure_profile(
@@ -170,7 +178,7 @@ def measure_profile(
     on_report: Callable[[LaunchReport, LaunchRecord], None],
     wait: SlotWait | None = None,
 ) -> Profiled:
-    """Launch the script at micro-batch 1, with structures that need ever less device memory while it is short.
+    """Launch the script at the smallest micro-batch, with structures that need ever less device memory while it is short.
 
     Args:
         spec: The study.
@@ -182,7 +190,8 @@ def measure_profile(
     Raises:
         DeviceError: If others hold the slots for too long.
         ScriptFailedError: If the script fails for a reason that is not memory.
-        NothingRunnableError: If no attempt fits; says what was tried and how much memory was missing.
+        NothingRunnableError: If no attempt fits, which says what was tried and how much memory was missing; or if the
+            data are fewer than the smallest micro-batch.
     """
     tried: list[str] = []
     pipeline = False
@@ -201,6 +210,7 @@ def measure_profile(
         record, report = follow(launcher, request, wait=wait)
         on_report(report, record)
         if report.outcome is Outcome.MEASURED and record.profile is not None and record.engine is not None:
+            _check_data(record, smallest=attempt.micro_batch)
             batch = find_batch_rule(spec, launcher, record, overlay=request.overlay, on_report=on_report, wait=wait)
             found = _profiled(attempt, record, record.profile, record.engine, batch=batch)
             return replace(found, option_defaults=_mapped_defaults(spec, record))
@@ -210,9 +220,24 @@ def measure_profile(
         missing = "" if report.missing_bytes is None else f", short of {report.missing_bytes / 2**20:.0f} MiB"
         tried.append(f"{attempt.words} ({report.outcome.value}{missing})")
     raise NothingRunnableError(
-        "The model does not fit at micro-batch 1. Tried: " + "; ".join(tried) + ". "
+        f"The model does not fit at micro-batch {attempt.micro_batch}. Tried: " + "; ".join(tried) + ". "
         "Free device memory, allow more ZeRO stages with --zero-stages, use more GPUs, or make the model smaller."
     )
+
+
+def _check_data(record: LaunchRecord, *, smallest: int) -> None:
+    """Refuse data that fill no micro-batch that is allowed.
+
+    Raises:
+        NothingRunnableError: If a rank has fewer samples than the smallest micro-batch, and none of that size was fed.
+    """
+    samples = None if record.batch_sources is None else samples_per_rank(record.batch_sources)
+    fed = record.observed_micro_batch
+    if samples is not None and samples < smallest and fed is not None and fed < smallest:
+        raise NothingRunnableError(
+            f"The training data give a rank {samples} samples, fewer than the smallest micro-batch that --fix, "
+            f"--no-tune, the config's list or its autotuning section allow, {smallest}. Allow {samples} or fewer."
+        )
 
 
 def _profiled(
@@ -235,6 +260,7 @@ def _profiled(
         samples_per_rank=None if record.batch_sources is None else samples_per_rank(record.batch_sources),
         config_differences=engine.config_differences,
         config_option=engine.config_option,
+        environment=record.environment,
         preload=Preload() if record.imported is None else Preload.learned(record.imported),
     )
 

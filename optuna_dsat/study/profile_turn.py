@@ -110,7 +110,7 @@ class ProfileTurn:
         return profiled
 
     def _attempt_started(self, attempt: ProfileAttempt) -> None:
-        self._context.observer(ProfileStarted(words=attempt.words))
+        self._context.observer(ProfileStarted(words=attempt.words, micro_batch=attempt.micro_batch))
 
     def _attempt_ended(self, report: LaunchReport, record: LaunchRecord) -> None:
         self._context.record_launch(report, record, purpose="profile")

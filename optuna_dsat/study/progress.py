@@ -46,6 +46,7 @@ class ProfileStarted(ProgressEvent):
 
     words: str
     """Its ZeRO settings."""
+    micro_batch: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

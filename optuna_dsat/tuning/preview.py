@@ -27,6 +27,7 @@ class Preview:
 
     space: SearchSpace
     """Bucket sizes are not capped by the model's size yet."""
+    profile_micro_batch: int
     profile_attempts: Sequence[str]
     """ZeRO structures of the profile launch, in words: the first, then those tried while memory is short."""
     user_config: Mapping[str, Any]
@@ -45,9 +46,11 @@ def preview(spec: StudySpec) -> Preview:
     samples = [ds_config.merge(ds_config.effective(spec.ds_config), overlay) for overlay in drawn]
     for sample in samples:
         sample.pop(ds_config.MICRO_BATCH, None)
+    attempts = list(profile_attempts(spec))
     return Preview(
         space=space,
-        profile_attempts=[attempt.words for attempt in profile_attempts(spec)],
+        profile_micro_batch=attempts[0].micro_batch,
+        profile_attempts=[attempt.words for attempt in attempts],
         user_config=own,
         samples=samples,
     )

@@ -1,8 +1,12 @@
-"""The stored form of a profile."""
+"""The stored form of a profile, and the micro-batch of its launch."""
 
 from __future__ import annotations
 
-from optuna_dsat.study.profile import Profiled
+from typing import Any
+
+import pytest
+
+from optuna_dsat.study.profile import Profiled, profile_attempts
 from optuna_dsat.study.stored import read_stored
 from tests.harness.landscapes import Hill
 from tests.harness.studies import StudyBench
@@ -17,3 +21,28 @@ def test_a_profile_that_an_older_version_stored_is_read(bench: StudyBench) -> No
     older = {("rung" if key == "measured_with" else key): value for key, value in record.items()}
     assert "rung" in older
     assert Profiled.from_json(older) == profiled
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "smallest"),
+    [
+        ({}, {}, 1),
+        ({}, {"fix": {"train_micro_batch_size_per_gpu": 16}}, 16),
+        ({"train_micro_batch_size_per_gpu": [12, 6]}, {}, 6),
+        ({"train_micro_batch_size_per_gpu": 4}, {"no_tune": ("train_micro_batch_size_per_gpu",)}, 4),
+        ({"autotuning": {"min_train_micro_batch_size_per_gpu": 3}}, {}, 3),
+        (
+            {"train_micro_batch_size_per_gpu": [1, 8], "autotuning": {"min_train_micro_batch_size_per_gpu": 2}},
+            {},
+            8,
+        ),
+    ],
+)
+def test_the_profile_launch_uses_the_smallest_micro_batch_that_is_allowed(
+    bench: StudyBench, config: dict[str, Any], changes: dict[str, Any], smallest: int
+) -> None:
+    spec = bench.spec(**changes)
+    spec = spec.model_copy(update={"ds_config": {**spec.ds_config, **config}})
+    attempts = list(profile_attempts(spec))
+    assert len(attempts) > 1
+    assert {attempt.overlay()["train_micro_batch_size_per_gpu"] for attempt in attempts} == {smallest}
