@@ -143,7 +143,13 @@ def _elsewhere(name: str | Sequence[str]) -> bool:
     return _ELSEWHERE.search(name if isinstance(name, str) else name[-1]) is not None
 
 
-def samples_per_rank(found: BatchSourcesFound) -> int | None:
-    """Return the samples of one rank in an epoch of the loader that feeds the engine, None if none tells."""
-    sizes = [one["samples"] for one in found.loaders if one["trains"] and one["samples"]]
-    return min(sizes, default=None)
+def samples_per_rank(found: BatchSourcesFound, *, own: int | None = None) -> int | None:
+    """Return the samples of one rank in an epoch of the loader that feeds the engine, None if none tells.
+
+    Args:
+        found: What a launch noted.
+        own: Samples per rank and forward pass that its engine was fed; loaders of that batch size count before others.
+    """
+    told = [one for one in found.loaders if one["trains"] and one["samples"]]
+    alike = [one for one in told if one["batch_size"] == own] or told
+    return min((int(one["samples"]) for one in alike), default=None)

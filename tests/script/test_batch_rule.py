@@ -63,6 +63,12 @@ def test_only_a_loader_that_feeds_the_engine_tells_how_much_data_there_is() -> N
     assert samples_per_rank(found()) is None
 
 
+def test_of_several_loaders_that_of_the_engines_batch_tells_how_much_data_there_is() -> None:
+    noted = found(loaders=[loader(2, samples=10), loader(4, samples=70)])
+    assert samples_per_rank(noted, own=4) == 70
+    assert samples_per_rank(noted, own=3) == 10
+
+
 def test_an_override_of_hydras_is_replaced() -> None:
     mapped = map_arguments(["a=1", "train.batch=4"], {MICRO_BATCH: "train.batch="}, {MICRO_BATCH: 9}, world_size=1)
     assert mapped == ("a=1", "train.batch=9")
