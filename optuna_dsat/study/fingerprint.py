@@ -40,6 +40,8 @@ def fingerprint(spec: StudySpec, *, device_names: tuple[str, ...]) -> str:
         "script": spec.script.script if spec.script.is_module else Path(spec.script.script).name,
         "args": spec.script.args,
         "arg_mappings": spec.script.arg_mappings,
+        "environment": spec.script.environment,
+        "follow_batch": spec.follow_batch,
         "config": outside,
         "device": spec.device,
         "devices": device_names,
