@@ -18,6 +18,8 @@ __all__ = [
 ]
 
 _SHOWN_DIFFERENCES = 6
+_LIBRARYS_OWN = frozenset({"zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"})
+"""Keys that accelerate sets for whatever optimizer the script has: not worth a word."""
 
 
 def config_in_words(config: Mapping[str, Any]) -> str:
@@ -28,16 +30,21 @@ def config_in_words(config: Mapping[str, Any]) -> str:
 def differences_in_words(differences: Mapping[str, Sequence[Any]], *, file: str) -> str:
     """Return one line on a script that passes a DeepSpeed config that differs from the tuned file.
 
+    Empty if only keys differ that a library sets by itself.
+
     Args:
         differences: ``EngineReady.config_differences``: dotted key -> (the script's value, the file's).
         file: Name of the file.
     """
+    told = {key: values for key, values in differences.items() if key not in _LIBRARYS_OWN}
+    if not told:
+        return ""
     parts = [
         f"{key} is {_value_in_words(mine)} ({_value_in_words(theirs)} in the file)"
-        for key, (mine, theirs) in list(differences.items())[:_SHOWN_DIFFERENCES]
+        for key, (mine, theirs) in list(told.items())[:_SHOWN_DIFFERENCES]
     ]
-    if len(differences) > _SHOWN_DIFFERENCES:
-        parts.append(f"and {len(differences) - _SHOWN_DIFFERENCES} more")
+    if len(told) > _SHOWN_DIFFERENCES:
+        parts.append(f"and {len(told) - _SHOWN_DIFFERENCES} more")
     return (
         f"The script passes a DeepSpeed config of its own, which differs from {file}: {', '.join(parts)}. "
         "The script's values are the baseline, and the best config has them where the search sets no others."

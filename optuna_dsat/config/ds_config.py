@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -282,7 +282,7 @@ def size_limit(key: str, params_count: int) -> int:
 
 
 def with_values(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with other values at dotted keys; None removes a key.
+    """Return a config with other values at dotted keys; None removes a key, and sections that it leaves empty.
 
     Args:
         config: The config; it stays as it is.
@@ -291,16 +291,27 @@ def with_values(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[st
     result = copy.deepcopy(dict(config))
     for key, value in values.items():
         *sections, name = key.split(".")
+        if value is None:
+            _remove(result, [*sections, name])
+            continue
         section: Any = result
         for one in sections:
             if not isinstance(section.get(one), dict):
                 section[one] = {}
             section = section[one]
-        if value is None:
-            section.pop(name, None)
-        else:
-            section[name] = value
+        section[name] = value
     return result
+
+
+def _remove(section: dict[str, Any], path: Sequence[str]) -> None:
+    """Remove the key at a path, if it is there, and the sections that are empty without it."""
+    name, *below = path
+    if not below:
+        section.pop(name, None)
+    elif isinstance(section.get(name), dict):
+        _remove(section[name], below)
+        if not section[name]:
+            del section[name]
 
 
 def effective(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from optuna_dsat.runtime.hugging_face_hook import TRAINER_FIELDS
+from optuna_dsat.runtime.hugging_face_hook import TRAINER_FIELDS, note_own_options
 from optuna_dsat.runtime.launch_plan import LaunchPlan
 from optuna_dsat.runtime.overlay import effective_config, read_config
 from optuna_dsat.runtime.rank import current_plan
@@ -31,7 +31,7 @@ def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any] 
     """Return a script's arguments with the options that the Trainer shares with the DeepSpeed config set to its values.
 
     ``--per_device_train_batch_size``, ``--gradient_accumulation_steps`` and ``--deepspeed`` (which gets the whole
-    config) are overridden if given, else appended.
+    config) are overridden if given, else appended. A tuned study's baseline keeps the batch sizes that ``args`` give.
 
     Args:
         args: The script's arguments, without its name.
@@ -51,6 +51,7 @@ def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any] 
         raise ValueError(f"hparams must name the DeepSpeed config as {_CONFIG!r}; it has {sorted(hparams)}.")
     overwrites = hparams.get(_OVERWRITES) or {}
     config = effective_config(read_config(hparams[_CONFIG]), overwrites)
+    note_own_options({field: _number_of(args, f"--{field}") for field in TRAINER_FIELDS.values()})
     result = list(args)
     for key, field in TRAINER_FIELDS.items():
         if isinstance(config.get(key), int):
@@ -102,6 +103,17 @@ class DsatCallback(TrainerCallback):  # type: ignore[misc]  # the library's type
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Keep the Trainer from evaluating and saving in a launch that measures."""
         return self.on_step_end(args, state, control, **kwargs)
+
+
+def _number_of(args: Sequence[str], option: str) -> int | None:
+    """Return the whole number that the arguments give an option; None if they give none."""
+    number = None
+    for arg, following in zip(args, [*args[1:], ""], strict=False):
+        name, equals, value = arg.partition("=")
+        text = value if equals else following
+        if name in (option, option.replace("_", "-")) and text.isdigit():
+            number = int(text)  # the last one counts
+    return number
 
 
 def _with_option(args: Sequence[str], option: str, value: str) -> list[str]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from optuna_dsat.runtime.events import (
     BatchSourcesFound,
     EngineReady,
+    EnvironmentSet,
     Event,
     ModulesImported,
     ProfileMeasured,
@@ -200,6 +201,8 @@ class LaunchRecord:
         self.trainer: TrainerFound | None = None
         self.imported: ModulesImported | None = None
         self.batch_sources: BatchSourcesFound | None = None
+        self.environment: dict[str, str] = {}
+        """Variables that the runtime set for the script: name -> value."""
         self.steps: list[GlobalStep] = []
         self.events: list[StepMeasured] = []
         self._waiting: dict[int, list[StepMeasured]] = defaultdict(list)
@@ -230,6 +233,8 @@ class LaunchRecord:
             self.imported = event
         elif isinstance(event, BatchSourcesFound):
             self.batch_sources = event
+        elif isinstance(event, EnvironmentSet):
+            self.environment = dict(event.variables)
         elif isinstance(event, ProfileMeasured):
             self.profile = _worst_profile(self.profile, event)
         elif isinstance(event, StepMeasured):

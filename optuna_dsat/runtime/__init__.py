@@ -9,6 +9,7 @@
     lightning_hook      the same for Lightning
     overlay             merges the trial's settings into the script's DeepSpeed config
     trial_config        applies the overlay and rejects invalid combinations
+    accelerate_config   gives accelerate the config where the script names none
     config_redirect     redirects reads of the user's config file to the launch's
     config_differences  differences between the script's config and the user's file
     local_rank          default of the script's ``--local_rank`` option

@@ -22,13 +22,23 @@ _IGNORED_KEYS = frozenset(
 )
 """Keys that do not affect a trial's speed or memory, or that a trial removes."""
 
+_DEFAULTS = {
+    "bf16.enabled": False,
+    "fp16.enabled": False,
+    "gradient_clipping": 0.0,
+    "prescale_gradients": False,
+    "zero_optimization.stage": 0,
+}
+"""DeepSpeed's defaults, which libraries such as accelerate write into the config: no difference to a missing key."""
+
 
 def config_differences(
     script: Mapping[str, Any], *, user: Mapping[str, Any], launch: Mapping[str, Any], world_size: int
 ) -> dict[str, list[Any]]:
     """Return dotted key -> [the script's value, the file's value]; None stands for a missing key.
 
-    A script that reads the file gets the launch's, so a value that equals either is no difference. ``"auto"`` equals
+    A script that reads the file gets the launch's, so a value that equals either is no difference, nor is DeepSpeed's
+    default for a key that the file lacks. ``"auto"`` equals
     any value, a list of values to try equals each member, and batch sizes are compared after normalization to
     micro-batch and accumulation.
 
@@ -45,6 +55,8 @@ def config_differences(
     for key in sorted({**flat_script, **flat_user}):
         value, user_value = flat_script.get(key), flat_user.get(key)
         if key.partition(".")[0] in _IGNORED_KEYS:
+            continue
+        if user_value is None and value is not None and value == _DEFAULTS.get(key):
             continue
         if not _agree(value, user_value) and not _agree(value, flat_launch.get(key)):
             differences[key] = [value, user_value]

@@ -14,8 +14,8 @@ import inspect
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -323,8 +323,10 @@ class DeepSpeedHook:
     def reporting(self, engine: Any) -> AbstractContextManager[None]:
         """Return a context for one micro-batch of a loop that the hook may not observe (``runtime/reporting.py``).
 
+        Without an engine so far, the context is one around a whole training that builds its own, as a Trainer does:
+        its steps are observed by themselves. It raises ``RuntimeError`` at its end if no engine was built.
+
         Raises:
-            RuntimeError: If no engine is measured yet and ``engine`` is not one.
             ValueError: If the engine was built without the trial's config.
         """
         if not self._plan.measures:
@@ -332,16 +334,22 @@ class DeepSpeedHook:
         given = _is_engine(engine)
         if self._meter is None:
             if not given:
-                raise RuntimeError(
-                    "optuna-dsat knows no engine to measure: give dsat_reporting_context the DeepSpeed engine, or "
-                    "build it with deepspeed.initialize."
-                )
+                return self._building_engine()
             self._state.phase = "initialize"  # errors in check_engine are configuration errors
             self._config.check_engine(engine)
             self._measure_engine(engine, 0.0, self._differences)
         elif given and engine is not self._engine:
             return nullcontext()
         return nullcontext() if self._meter is None else self._meter.micro_batch()
+
+    @contextmanager
+    def _building_engine(self) -> Iterator[None]:
+        yield
+        if self._meter is None:
+            raise RuntimeError(
+                "optuna-dsat knows no engine to measure: give dsat_reporting_context the DeepSpeed engine, or "
+                "build it with deepspeed.initialize."
+            )
 
     def _measure_engine(self, engine: Any, initialize_s: float, differences: Mapping[str, list[Any]]) -> None:
         if self._memory is None:

@@ -17,12 +17,13 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
+from optuna_dsat.runtime.accelerate_config import AccelerateConfig
 from optuna_dsat.runtime.events import Event, TrainerFound
 from optuna_dsat.runtime.launch_plan import LaunchPlan
 from optuna_dsat.runtime.overlay import effective_config
 from optuna_dsat.runtime.rank import Rank
 
-__all__ = ["ACCUMULATION", "MICRO_BATCH", "TRAINER_FIELDS", "HuggingFaceHook"]
+__all__ = ["ACCUMULATION", "MICRO_BATCH", "TRAINER_FIELDS", "HuggingFaceHook", "note_own_options"]
 
 MICRO_BATCH = "train_micro_batch_size_per_gpu"
 ACCUMULATION = "gradient_accumulation_steps"
@@ -64,6 +65,23 @@ _SCHEDULE_LENGTH_KEYS = ("total_num_steps", "warmup_num_steps")
 the micro-batch, so a launch that measures uses the computed values."""
 
 
+class _OwnOptions:
+    """Batch sizes of the script's command line before ``get_hf_args_with_overwrites`` replaced them."""
+
+    values: Mapping[str, int | None] | None = None
+    """Field of ``TrainingArguments`` -> its value; None if its option is absent. None if nothing was replaced."""
+
+
+def note_own_options(values: Mapping[str, int | None]) -> None:
+    """Note the batch sizes that the user's own arguments give, before a helper replaces them; the first call counts.
+
+    Args:
+        values: Field of ``TrainingArguments`` -> its value; None if the arguments do not give it.
+    """
+    if _OwnOptions.values is None:
+        _OwnOptions.values = dict(values)
+
+
 class HuggingFaceHook:
     """Patches ``transformers`` and ``accelerate`` once the script has imported them.
 
@@ -79,6 +97,7 @@ class HuggingFaceHook:
         self._write = write
         self._parses_command_line = False
         self._found = False
+        self._accelerate = AccelerateConfig(plan=plan, rank=rank, write=write)
 
     def callbacks(self) -> dict[str, Callable[[ModuleType], None]]:
         """Return module name -> function to call with the module once it is imported."""
@@ -136,6 +155,7 @@ class HuggingFaceHook:
 
     def _accelerator_imported(self, module: Any) -> None:
         """Disable saving and loading of states: a checkpoint of another ZeRO stage cannot be loaded."""
+        self._accelerate.patch_accelerator(module)
         if self._plan.measures:
             for name in ("load_state", "save_model", "save_state"):
                 _disable_method(module.Accelerator, name)
@@ -165,7 +185,9 @@ class HuggingFaceHook:
             self._set_batch_sizes(arguments)
             if self._plan.measures:
                 self._disable_evaluation_and_saving(arguments)
+            self._accelerate.provide_for(arguments)
             original(arguments, *args, **kwargs)
+            self._accelerate.leave_optimizer_to(arguments)
 
         cls.__post_init__ = post_init
 
@@ -198,11 +220,13 @@ class HuggingFaceHook:
         cls.__init__, cls.train = patched_init, patched_train
 
     def _script_values(self, arguments: Any) -> tuple[int, int, bool]:
-        return (
-            int(arguments.per_device_train_batch_size),
-            int(arguments.gradient_accumulation_steps),
-            self._parses_command_line,
-        )
+        """Return micro-batch and accumulation steps as the script sets them, and whether by its command line."""
+        own = (_OwnOptions.values or {}) if self._parses_command_line else {}
+        sizes = []
+        for field in TRAINER_FIELDS.values():
+            value = own.get(field, getattr(arguments, field))
+            sizes.append(int(type(arguments).__dataclass_fields__[field].default if value is None else value))
+        return sizes[0], sizes[1], self._parses_command_line
 
     def _set_batch_sizes(self, arguments: Any) -> None:
         """Set the batch sizes of ``TrainingArguments`` to the launch's."""

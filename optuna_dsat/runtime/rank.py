@@ -1,4 +1,4 @@
-"""Environment variables that describe this rank; no other module of the runtime reads the environment."""
+"""Environment variables that describe this rank; no other module of the runtime reads them."""
 
 from __future__ import annotations
 

@@ -39,9 +39,10 @@ def dsat_reporting_context(engine: Any = None, op: Any = None) -> AbstractContex
     """Return a context for forward, backward and step of one micro-batch.
 
     Only needed if the loop does not call ``deepspeed.initialize`` or the engine's own methods. Steps that are observed
-    anyway are counted once. Otherwise each context must contain at most one micro-batch: a step ends with the context
-    in which the engine's ``global_steps`` increased. If the batch does not pass through the engine's ``forward``, it
-    is observed at the module that the engine wraps.
+    anyway are counted once, so a context may also contain a whole training that builds its engine itself, such as
+    ``trainer.train()`` of the Hugging Face Trainer. Otherwise each context must contain at most one micro-batch: a step
+    ends with the context in which the engine's ``global_steps`` increased. If the batch does not pass through the
+    engine's ``forward``, it is observed at the module that the engine wraps.
 
     Args:
         engine: The DeepSpeed engine. Optional, and of any type, if the script has called ``deepspeed.initialize``.
@@ -49,7 +50,7 @@ def dsat_reporting_context(engine: Any = None, op: Any = None) -> AbstractContex
         op: Ignored. Loops written for Determined pass ``(core_context, op)`` and need no change.
 
     Raises:
-        RuntimeError: In a trial, if there is no engine to measure.
+        RuntimeError: In a trial, at the end of the context, if there is no engine to measure.
         ValueError: In a trial, if the engine was built without the trial's config.
     """
     del op

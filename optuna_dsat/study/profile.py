@@ -1,7 +1,7 @@
 """The profile launch: model and hardware, measured by one launch at the smallest micro-batch that is allowed.
 
-That is 1 unless the user fixes, lists or bounds the micro-batch. If the user's own config does not fit at it, structures that need less and less device memory are tried (the
-order of the DeepSpeed configuration guide) before giving up.
+That is 1 unless the user fixes, lists or bounds the micro-batch. If the user's own config does not fit at it,
+structures that need less and less device memory are tried (the order of the DeepSpeed configuration guide) first.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def measure_profile(
     on_report: Callable[[LaunchReport, LaunchRecord], None],
     wait: SlotWait | None = None,
 ) -> Profiled:
-    """Launch the script at the smallest micro-batch, with structures that need ever less device memory while it is short.
+    """Launch the script at the smallest micro-batch, with structures of ever less device memory while it is short.
 
     Args:
         spec: The study.
@@ -231,7 +231,11 @@ def _check_data(record: LaunchRecord, *, smallest: int) -> None:
     Raises:
         NothingRunnableError: If a rank has fewer samples than the smallest micro-batch, and none of that size was fed.
     """
-    samples = None if record.batch_sources is None else samples_per_rank(record.batch_sources)
+    samples = (
+        None
+        if record.batch_sources is None
+        else samples_per_rank(record.batch_sources, own=record.observed_micro_batch)
+    )
     fed = record.observed_micro_batch
     if samples is not None and samples < smallest and fed is not None and fed < smallest:
         raise NothingRunnableError(
@@ -280,7 +284,12 @@ def _hint(spec: StudySpec, report: LaunchReport) -> str:
         )
     autos = [key for key, value in ds_config.flatten(spec.ds_config).items() if value == ds_config.AUTO]
     if report.outcome is Outcome.INVALID_CONFIG or "auto" in report.error_excerpt:
-        return f'. Only Hugging Face fills in "auto", which the config says for {", ".join(autos)}' if autos else ""
+        return (
+            f'. "auto" is filled in by the Hugging Face Trainer and, in part, by accelerate and Lightning, not by '
+            f"DeepSpeed: give {', '.join(autos)} a value"
+            if autos
+            else ""
+        )
     return ""
 
 

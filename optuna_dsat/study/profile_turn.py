@@ -119,4 +119,6 @@ class ProfileTurn:
                 self._context.say("The config that the script passes to deepspeed.initialize is the baseline.")
                 return
             file = Path(self._spec.script.config_path).name
-            self._context.say(differences_in_words(record.engine.config_differences, file=file))
+            words = differences_in_words(record.engine.config_differences, file=file)
+            if words:
+                self._context.say(words)

@@ -88,6 +88,7 @@ def follow_script(
     defaults: Mapping[str, int],
     batch: BatchRule | None,
     ranks: int | None,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> StudySpec:
     """Return the spec as the script means it, by what the profile launch found of its config, trainer and batch size.
 
@@ -99,10 +100,12 @@ def follow_script(
         defaults: Option of the script -> its default.
         batch: What the batch size follows by; None if it follows the DeepSpeed config.
         ranks: Data-parallel ranks; None for all.
+        environment: Variables that the script needs besides its own.
     """
     own = {key: values[0] for key, values in differences.items()}
     config = ds_config.with_values(spec.ds_config, own) if own else spec.ds_config
-    followed = follow_trainer(spec.model_copy(update={"ds_config": config}), trainer, defaults)
+    script = spec.script.model_copy(update={"environment": {**environment, **spec.script.environment}})
+    followed = follow_trainer(spec.model_copy(update={"ds_config": config, "script": script}), trainer, defaults)
     return follow_batch(followed, batch, ranks=ranks or spec.slots_per_trial)
 
 

@@ -287,4 +287,7 @@ def test_without_a_file_the_config_is_empty() -> None:
 def test_values_are_set_and_removed_at_dotted_keys() -> None:
     config = {"a": {"b": 1, "c": 2}, "d": 3}
     assert ds_config.with_values(config, {"a.b": None, "a.x.y": 5, "d": 4}) == {"a": {"c": 2, "x": {"y": 5}}, "d": 4}
+    optimizer = {"optimizer": {"type": "Adam", "params": {"lr": 1}}, "d": 3}
+    gone = {"optimizer.type": None, "optimizer.params.lr": None, "e.f": None}
+    assert ds_config.with_values(optimizer, gone) == {"d": 3}
     assert config == {"a": {"b": 1, "c": 2}, "d": 3}

@@ -11,6 +11,7 @@ import pytest
 
 import optuna_dsat
 from optuna_dsat.integrations.huggingface import DsatCallback, get_hf_args_with_overwrites
+from optuna_dsat.runtime.hugging_face_hook import _OwnOptions
 from optuna_dsat.runtime.launch_plan import LAUNCH_ENV, LaunchPlan
 
 CONFIG = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 1}}
@@ -100,3 +101,16 @@ def test_the_callback_leaves_a_real_training_alone(tmp_path: Path, config_path: 
 def test_the_names_are_public() -> None:
     assert optuna_dsat.DsatCallback is DsatCallback
     assert optuna_dsat.get_hf_args_with_overwrites is get_hf_args_with_overwrites
+
+
+@pytest.mark.parametrize(
+    ("args", "own"),
+    [(["--per-device-train-batch-size=3", "--per_device_train_batch_size", "9"], 9), (["--bf16"], None)],
+)
+def test_the_users_own_batch_sizes_are_noted_before_they_are_overridden(
+    config_path: str, monkeypatch: pytest.MonkeyPatch, args: list[str], own: int | None
+) -> None:
+    monkeypatch.setattr(_OwnOptions, "values", None)
+    twice = get_hf_args_with_overwrites(args, {"deepspeed_config": config_path})
+    get_hf_args_with_overwrites(twice, {"deepspeed_config": config_path})
+    assert _OwnOptions.values == {"per_device_train_batch_size": own, "gradient_accumulation_steps": None}

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.runtime.events import EngineReady, RankFinished, StepMeasured, TrainerFound
-from tests.harness.ranks import Launch, Starter, WarmRanks
+from optuna_dsat.runtime.events import EngineReady, EnvironmentSet, RankFinished, StepMeasured, TrainerFound
+from tests.harness.ranks import USER_CONFIG, Launch, Starter, WarmRanks
 
 pytestmark = pytest.mark.torchrun
 
@@ -122,3 +122,45 @@ def test_fabrics_strategy_follows_the_trial(tmp_path: Path, warm_ranks: WarmRank
     check(launch, stage=3, micro_batch=4, accumulation=1)
     assert printed(launch) == {"partitioned": True}
     assert launch.of(TrainerFound) == []
+
+
+def test_a_trainer_by_the_guide_is_measured_and_keeps_its_own_baseline(tmp_path: Path, warm_ranks: WarmRanks) -> None:
+    start = Starter(tmp_path, config_of("huggingface"))
+    launch = start.torchrun(
+        "first_try/trainer_guide.py",
+        str(start.user_config),
+        *("--output_dir", str(tmp_path / "out"), "--per_device_train_batch_size", "5", "--report_to", "none"),
+        overlay=overlay(stage=1, micro_batch=1, accumulation=1),
+        warm=warm_ranks,
+    )
+    check(launch, stage=1, micro_batch=1, accumulation=1)
+    [trainer] = launch.of(TrainerFound)
+    assert (trainer.micro_batch, trainer.gradient_accumulation_steps) == (5, 1)
+    assert set(trainer.options) == {"train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}
+
+
+@pytest.mark.parametrize("script", ["accelerated.py", "trainer_plain.py"])
+def test_what_names_no_config_trains_with_the_launchs(tmp_path: Path, script: str, warm_ranks: WarmRanks) -> None:
+    start = Starter(tmp_path, USER_CONFIG)
+    arguments = ["out"] if script == "trainer_plain.py" else ["--batch-size", "2"]
+    launch = start.torchrun(
+        f"first_try/{script}",
+        *arguments,
+        overlay=overlay(stage=2, micro_batch=2, accumulation=1),
+        warm=warm_ranks,
+        end_profile_step=3,
+    )
+    check(launch, stage=2, micro_batch=2, accumulation=1, steps=3)
+    [found] = launch.of(EnvironmentSet)
+    assert found.variables == {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(start.user_config),
+    }
+    differences = dict(launch.of(EngineReady)[0].config_differences)
+    differences.pop("zero_allow_untested_optimizer", None)
+    assert {key: values[0] for key, values in differences.items()} == {
+        "optimizer.params.lr": None,
+        "optimizer.params.torch_adam": None,
+        "optimizer.type": None,
+    }
+    assert "ACCELERATE_USE_DEEPSPEED=true" in launch.log("stderr")

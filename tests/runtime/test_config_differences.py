@@ -12,6 +12,7 @@ import pytest
 from optuna_dsat.runtime.config_differences import config_differences
 from optuna_dsat.runtime.launch_plan import LaunchPlan
 from optuna_dsat.runtime.trial_config import TrialConfig
+from optuna_dsat.words import differences_in_words
 
 USER: dict[str, Any] = {
     "train_batch_size": 16,
@@ -51,6 +52,7 @@ def test_a_script_that_reads_the_file_has_no_differences(script: dict[str, Any])
         ({"optimizer": {"type": "Adam", "params": {"lr": 0.001}}}, {"optimizer.type": ["Adam", "AdamW"]}),
         ({"bf16": {"enabled": True}}, {"bf16.enabled": [True, None]}),
         ({"fp16": {"enabled": True}}, {}),
+        ({"bf16": {"enabled": False}, "gradient_clipping": 0}, {}),  # DeepSpeed's defaults, as accelerate writes them
         ({"optimizer": {}}, {"optimizer.params.lr": [None, 0.001], "optimizer.type": [None, "AdamW"]}),
         ({"zero_optimization": {"stage": 1, "reduce_bucket_size": 1000}}, {}),
         (
@@ -67,6 +69,12 @@ def test_a_script_that_reads_the_file_has_no_differences(script: dict[str, Any])
 )  # fmt: skip
 def test_what_differs_from_both_is_told_with_both_values(changes: dict[str, Any], found: dict[str, Any]) -> None:
     assert differences({**USER, **changes}) == found
+
+
+def test_what_a_library_sets_by_itself_is_not_worth_a_word() -> None:
+    assert differences_in_words({"zero_allow_untested_optimizer": [True, None]}, file="ds.json") == ""
+    words = differences_in_words({"a": [1, None], "zero_allow_untested_optimizer": [True, None]}, file="ds.json")
+    assert "differs from ds.json: a is 1 (not set in the file). " in words
 
 
 def trial_config(folder: Path, *, purpose: str = "trial") -> TrialConfig:

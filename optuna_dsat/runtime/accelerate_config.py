@@ -1,0 +1,116 @@
+"""Gives accelerate the launch's DeepSpeed config where neither the script nor its environment names one.
+
+An ``Accelerator()`` or a Hugging Face Trainer trains with DeepSpeed only if it gets a plugin, a config or the variables
+that ``accelerate launch`` sets. A script with none of them is given these variables, and so is the command that trains
+with the best config.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from optuna_dsat.runtime.events import EnvironmentSet, Event
+from optuna_dsat.runtime.launch_plan import LaunchPlan
+from optuna_dsat.runtime.rank import Rank
+
+__all__ = ["AccelerateConfig"]
+
+_USE = "ACCELERATE_USE_DEEPSPEED"
+_CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
+_OTHER_PLUGINS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM")
+"""Variables with which ``accelerate launch`` asks for another way to train on several devices."""
+_DECIDED_IN_CODE = ("cpu", "deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin")
+"""Arguments of ``Accelerator`` by which the script decides for or against DeepSpeed itself."""
+_SECTIONS = {"optimizer": ("Optimizer", "DummyOptim"), "scheduler": ("LRScheduler", "DummyScheduler")}
+"""Section of the config -> base class of the script's own object, accelerate's class that leaves it to DeepSpeed."""
+
+
+class AccelerateConfig:
+    """Sets accelerate's variables in this rank, once.
+
+    Args:
+        plan: The launch; without a user's config nothing is set.
+        rank: This rank.
+        write: Records an event.
+    """
+
+    def __init__(self, *, plan: LaunchPlan, rank: Rank, write: Callable[[Event], None]) -> None:
+        self._plan = plan
+        self._rank = rank
+        self._write = write
+        self._provided = False
+
+    def patch_accelerator(self, module: Any) -> None:
+        """Provide the config when the script builds its first ``Accelerator``.
+
+        Args:
+            module: ``accelerate.accelerator``.
+        """
+        cls = module.Accelerator
+        init, prepare = cls.__init__, cls.prepare
+        signature = inspect.signature(init)
+
+        @functools.wraps(init)
+        def patched_init(*args: Any, **kwargs: Any) -> None:
+            given = signature.bind(*args, **kwargs).arguments
+            if not any(given.get(name) for name in _DECIDED_IN_CODE) and not module.AcceleratorState._shared_state:
+                self.provide()
+            init(*args, **kwargs)
+
+        @functools.wraps(prepare)
+        def patched_prepare(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+            plugin = accelerator.state.deepspeed_plugin if self._provided else None
+            if plugin is not None:
+                for section, (own, dummy) in _SECTIONS.items():
+                    if any(_is_a(arg, own) and not _is_a(arg, dummy) for arg in args):
+                        plugin.deepspeed_config.pop(section, None)
+            return prepare(accelerator, *args, **kwargs)
+
+        cls.__init__, cls.prepare = patched_init, patched_prepare
+
+    def provide_for(self, arguments: Any) -> None:
+        """Provide the config to ``TrainingArguments`` that name none."""
+        if not getattr(arguments, "deepspeed", None) and not getattr(arguments, "fsdp", None):
+            self.provide()
+
+    def leave_optimizer_to(self, arguments: Any) -> None:
+        """Remove the sections for which ``TrainingArguments`` of a script without a config have settings themselves."""
+        plugin = getattr(arguments, "deepspeed_plugin", None)
+        if self._provided and plugin is not None:
+            for section in _SECTIONS:
+                plugin.hf_ds_config.config.pop(section, None)
+
+    def provide(self) -> None:
+        """Set the variables, unless the environment or the script says how it trains."""
+        if self._provided or not self._plan.user_config_path or _says_how_to_train():
+            return
+        self._provided = True
+        os.environ.update({_USE: "true", _CONFIG_FILE: self._plan.config_path})
+        if self._rank.rank == 0:
+            self._write(
+                EnvironmentSet(
+                    rank=0,
+                    time=time.time(),
+                    variables={_USE: "true", _CONFIG_FILE: self._plan.user_config_path},
+                )
+            )
+            print(
+                f"optuna-dsat: the script does not say that it trains with DeepSpeed: {_USE}=true and {_CONFIG_FILE} "
+                "are set for it.",
+                file=sys.stderr,
+            )
+
+
+def _says_how_to_train() -> bool:
+    chosen = any(os.environ.get(name, "").lower() in ("1", "true", "yes") for name in (_USE, *_OTHER_PLUGINS))
+    return chosen or "deepspeed" in vars(sys.modules["__main__"])  # a script that calls DeepSpeed itself
+
+
+def _is_a(candidate: Any, name: str) -> bool:
+    return any(cls.__name__ == name for cls in type(candidate).__mro__)
