@@ -211,7 +211,9 @@ def _with_launch(options: PlanOptions) -> Plan:
             store=store,
             device_names=tuple(device.name for device in devices.devices),
             launcher=lambda: closing(TorchrunLauncher(spec.study_dir, devices=devices, max_slots=spec.max_slots)),
-            on_attempt=lambda one: print(f"Profile launch at micro-batch {one.micro_batch}, {one.words} ...", file=sys.stderr),
+            on_attempt=lambda one: print(
+                f"Profile launch at micro-batch {one.micro_batch}, {one.words} ...", file=sys.stderr
+            ),
             memory_margin=options.memory_margin,
             on_notice=lambda text: print(text, file=sys.stderr),
         )

@@ -24,7 +24,11 @@ from optuna_dsat.tuning.options import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from optuna_dsat.study.request import StudyRequest
+    from optuna_dsat.tuning.prepare import Prepared
+    from optuna_dsat.tuning.run import StudyRun
 
 __all__ = ["OutputOptions", "add_searches", "run", "run_request"]
 
@@ -98,28 +102,64 @@ def run(method: str | None, given: Given, output: OutputOptions) -> None:
     """
     from optuna_dsat.cli.origins import show_options
     from optuna_dsat.cli.show import show_preview
-    from optuna_dsat.tuning.prepare import check_storage, prepare
+    from optuna_dsat.tuning.prepare import check_storage, prepare_each
 
-    prepared = prepare(method, given)
-    options, request = prepared.given.options, prepared.request
-    for note in prepared.notes:
-        sys.stderr.write(f"{note}\n")
+    studies = prepare_each(method, given)
+    for prepared in studies:
+        sys.stderr.writelines(f"{note}\n" for note in prepared.notes)
+        if output.dry_run:
+            check_storage(prepared.request)
+            show_preview(prepared.request.spec)
+            show_options(prepared.given)
     if output.dry_run:
-        check_storage(request)
-        show_preview(request.spec)
-        show_options(prepared.given)
         return
-    run_request(request, quiet=options.quiet, as_json=output.json_output, run_full=options.run_full_experiment)
+    options = studies[0].given.options
+    if len(studies) > 1:
+        _run_each(studies, output)
+        return
+    ended = run_request(studies[0].request, quiet=options.quiet, as_json=output.json_output)
+    if options.run_full_experiment:
+        _train(ended, as_json=output.json_output)
 
 
-def run_request(request: StudyRequest, *, quiet: bool, as_json: bool, run_full: bool = False) -> None:
-    """Tune, show the result, and train with it if asked to.
+def _run_each(studies: Sequence[Prepared], output: OutputOptions) -> None:
+    """Search at each number of GPUs, show all results, and train with the best one if asked to."""
+    from optuna_dsat.cli.show import show_by_gpus, show_result
+    from optuna_dsat.tuning.gpu_counts import best_of, search_each
+
+    options, as_json = studies[0].given.options, output.json_output
+    found = list(
+        search_each(
+            studies,
+            lambda one: run_request(one.request, quiet=options.quiet, as_json=as_json, show=not as_json),
+            on_notice=lambda text: print(text, file=sys.stderr),
+        )
+    )
+    best, result = best_of(found)
+    if as_json:
+        show_result(result, as_json=True)
+    else:
+        show_by_gpus(found, best=result)
+    if options.run_full_experiment:
+        _train(best, as_json=as_json)
+
+
+def _train(ended: StudyRun, *, as_json: bool) -> None:
+    """Train with the configuration that a run found, if any, and leave with the exit code of the training."""
+    from optuna_dsat.tuning.run import train_with_best
+
+    if ended.result is not None:
+        sys.exit(train_with_best(ended, ended.result, stdout=sys.stderr if as_json else None))
+
+
+def run_request(request: StudyRequest, *, quiet: bool, as_json: bool, show: bool = True) -> StudyRun:
+    """Tune, show the result, and return how it ended.
 
     Args:
         request: What to tune, where, and how far.
         quiet: Whether to show the result alone.
         as_json: Whether to print the result as JSON.
-        run_full: Whether to train with the best config at the end.
+        show: Whether to print the result at all.
 
     Raises:
         KeyboardInterrupt: If the search was interrupted; what was found so far, and how to go on, is shown before.
@@ -128,13 +168,13 @@ def run_request(request: StudyRequest, *, quiet: bool, as_json: bool, run_full: 
     from optuna_dsat.display.live import make_observer
     from optuna_dsat.display.stopping import stopping_on_signals
     from optuna_dsat.store import display_url
-    from optuna_dsat.tuning.run import run_study, train_with_best
+    from optuna_dsat.tuning.run import run_study
 
     with stopping_on_signals() as stopping, make_observer(quiet=quiet, stopping=stopping) as observer:
         stopping.remedy = _resume_command(request, display_url(request.storage))
         ended = run_study(request, observer=observer)
     result = ended.result
-    if result is not None:
+    if result is not None and show:
         show_result(result, as_json=as_json)
     if ended.interrupted:
         if ended.storage:
@@ -143,8 +183,7 @@ def run_request(request: StudyRequest, *, quiet: bool, as_json: bool, run_full: 
     if not request.conclude and not quiet:
         name = request.spec.name
         sys.stderr.write(f"Nothing is left for this worker; `optuna-dsat show {name}` shows the study.\n")
-    if run_full and result is not None:
-        sys.exit(train_with_best(ended, result, stdout=sys.stderr if as_json else None))
+    return ended
 
 
 def _resume_command(request: StudyRequest, shown_url: str) -> str:

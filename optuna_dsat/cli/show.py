@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -12,7 +14,10 @@ from optuna_dsat.study.result import TuneResult
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.words import metric_in_words
 
-__all__ = ["show_preview", "show_result"]
+if TYPE_CHECKING:
+    from optuna_dsat.tuning.gpu_counts import AtGpus
+
+__all__ = ["show_by_gpus", "show_preview", "show_result"]
 
 
 def show_result(result: TuneResult, *, as_json: bool) -> None:
@@ -52,6 +57,19 @@ def show_result(result: TuneResult, *, as_json: bool) -> None:
         print(result.advice)
 
 
+def show_by_gpus(found: Sequence[AtGpus], *, best: TuneResult) -> None:
+    """Print a table of what the searches at several numbers of GPUs found, and the command of the best."""
+    table = Table(title="By number of GPUs")
+    for heading in ("GPUs", "samples/s in all", "samples/s per GPU", "times your own config", "study"):
+        table.add_column(heading, justify="left" if heading == "study" else "right")
+    for one in found:
+        speed_up = None if one.result is None else one.result.speed_up
+        numbers = (one.samples_per_s, one.samples_per_s_per_gpu, speed_up)
+        table.add_row(str(one.gpus), *("-" if number is None else f"{number:.4g}" for number in numbers), one.study)
+    Console(highlight=False).print(table)
+    print(f"Most samples/s in all: {best.study}. Train with it:\n  {best.command}")
+
+
 def show_preview(spec: StudySpec) -> None:
     """Print the space, the profile launch and sample configurations of a study that is not started."""
     from optuna_dsat.tuning.preview import preview
@@ -69,7 +87,8 @@ def show_preview(spec: StudySpec) -> None:
     first, *rest = found.profile_attempts
     console.print(
         f"Profile launch: {spec.slots_per_trial} {'GPUs' if spec.device == 'cuda' else 'CPU ranks'}, "
-        f"micro-batch {found.profile_micro_batch}, {first}; while memory is short: {', then '.join(rest) or 'nothing else'}."
+        f"micro-batch {found.profile_micro_batch}, "
+        f"{first}; while memory is short: {', then '.join(rest) or 'nothing else'}."
     )
     console.print(f"Your own config: {config_in_words(found.user_config)}")
     console.print("Configurations such as these follow, their micro-batch bounded by memory:")

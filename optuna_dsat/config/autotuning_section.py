@@ -34,6 +34,8 @@ class Autotuning:
     tuner_early_stopping: int | None = None
     num_gpus: int | None = None
     """The largest of a list."""
+    gpu_counts: tuple[int, ...] = ()
+    """A list of ``num_gpus`` in ascending order: a search at each; empty if it is one number or not given."""
     num_nodes: int | None = None
     """The largest of a list."""
     mp_size: int | None = None
@@ -63,7 +65,7 @@ def parse_autotuning(config: Mapping[str, Any], *, path: str = "<config>") -> Au
         ConfigError: If a value has the wrong type, or bounds contradict each other.
     """
     section: Mapping[str, Any] = config.get("autotuning") or {}
-    known = {field.name for field in fields(Autotuning)} - {"ignored", "unknown"}
+    known = {field.name for field in fields(Autotuning)} - {"ignored", "unknown", "gpu_counts"}
     values: dict[str, Any] = {}
     for key, value in section.items():
         name = _RENAMED.get(key, key)
@@ -72,8 +74,10 @@ def parse_autotuning(config: Mapping[str, Any], *, path: str = "<config>") -> Au
     low, high = values.get("min_train_micro_batch_size_per_gpu"), values.get("max_train_micro_batch_size_per_gpu")
     if low is not None and high is not None and low > high:
         raise ConfigError(f"{path}: autotuning.min_train_micro_batch_size_per_gpu is {low}, above the maximum {high}.")
+    counts = section.get("num_gpus")
     return Autotuning(
         **values,
+        gpu_counts=tuple(sorted({int(count) for count in counts})) if isinstance(counts, list) else (),
         ignored=tuple(sorted(_IGNORED & section.keys())),
         unknown=tuple(sorted(section.keys() - known - _RENAMED.keys() - _IGNORED)),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +89,9 @@ class TuneResult:
     """Outcome -> number of trial launches."""
     slot_minutes: float
     """GPU minutes (CPU-rank minutes without a GPU) of all launches, profile and finalists included."""
+    by_gpus: Mapping[int, TuneResult] = field(default_factory=dict)
+    """GPUs of a launch -> result of the search with so many, where ``autotuning.num_gpus`` lists several; then this
+    result is the one with the most samples per second. Empty otherwise."""
 
     def optuna_study(self, storage: str | None = None) -> optuna.Study:
         """Return the Optuna study, for ``optuna.visualization``, ``optuna.importance`` and whatever else reads one.

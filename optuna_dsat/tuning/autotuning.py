@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.autotuning_section import Autotuning
-from optuna_dsat.config.knobs import KNOBS, NVME
+from optuna_dsat.config.knobs import KNOBS, NVME, ZERO_STAGE
 from optuna_dsat.launch.devices import detect_devices
 from optuna_dsat.tuning.declaration import options_in
 from optuna_dsat.tuning.given import Given
 from optuna_dsat.tuning.options import AutotuningOptions, TuneOptions
 
-__all__ = ["options_of", "with_autotuning"]
+__all__ = ["options_of", "searches_by_gpus", "with_autotuning"]
 
 _METRICS = {
     "flops": "FLOPS_per_gpu",
@@ -83,10 +84,44 @@ def _not_honoured(section: Autotuning) -> list[str]:
     return notes
 
 
-def with_autotuning(given: Given) -> tuple[Given, list[str]]:
+def searches_by_gpus(given: Given) -> tuple[list[int], list[str]]:
+    """Return the numbers of GPUs at each of which a search is wanted, and a line for each that is not available.
+
+    They are those of a list in ``autotuning.num_gpus``; none if there is no such list, or an option says the number.
+
+    Raises:
+        ConfigError: If the config cannot be read.
+    """
+    options = given.options
+    if options.gpus_per_trial is not None or options.cpu_ranks is not None:
+        return [], []
+    user = ds_config.load(None if options.ds_config is None else Path(options.ds_config))
+    counts = user.autotuning.gpu_counts
+    if len(counts) < 2:
+        return [], []
+    available = _gpus_here()
+    notes = [_too_many(count, available) for count in counts if count > available]
+    return [count for count in counts if count <= available], notes
+
+
+def _gpus_here() -> int:
+    found = detect_devices()
+    return found.per_launch if found.kind == "cuda" else 0
+
+
+def _too_many(count: int, available: int) -> str:
+    return f"autotuning.num_gpus {count} is not used: this machine offers {available} GPUs."
+
+
+def with_autotuning(given: Given, *, keep_values: bool = False) -> tuple[Given, list[str]]:
     """Return the options, those that were not given taken from the config's ``autotuning`` section; and notes.
 
     The notes name what of the section is not honoured.
+
+    Args:
+        given: The options.
+        keep_values: Whether knobs that the config gives as single values stay so, as in DeepSpeed's autotuner, if
+            the config has such a section.
 
     Raises:
         ConfigError: If the config cannot be read.
@@ -98,14 +133,25 @@ def with_autotuning(given: Given) -> tuple[Given, list[str]]:
     offered = names - given.origins.keys()
     gpus = wanted.pop("gpus_per_trial", None)
     if gpus is not None and options.gpus_per_trial is None and options.cpu_ranks is None:
-        found = detect_devices()
-        available = len(found.devices) if found.kind == "cuda" else 0
+        available = _gpus_here()
         if gpus <= available:
             wanted["gpus_per_trial"] = gpus
-        else:
-            notes.append(f"autotuning.num_gpus is not used: it is {gpus}, and this machine offers {available} GPUs.")
+        elif len(user.autotuning.gpu_counts) < 2:  # those of a list are named by ``searches_by_gpus``
+            notes.append(_too_many(gpus, available))
+    kept = _single_values(options, user) if keep_values and user.raw.get("autotuning") else {}
+    if kept:
+        notes.append(
+            "Kept as your config says, as DeepSpeed's autotuner does: "
+            + ", ".join(f"{name} {value}" for name, value in kept.items())
+            + ". A list of values, or --fix and --zero-stages, says otherwise; guided and asha tune all."
+        )
+        if ZERO_STAGE in kept:
+            wanted["zero_stages"] = (kept[ZERO_STAGE],)
     if user.autotuning.fast:
         wanted["no_tune"] = _kept_by_fast(options, user)
+        offered.add("no_tune")
+    if named := kept.keys() - {ZERO_STAGE}:
+        wanted["no_tune"] = sorted({*wanted.get("no_tune", options.no_tune or ()), *named})
         offered.add("no_tune")
     if "method" in wanted and "method" not in offered:
         del wanted["method"]
@@ -114,6 +160,23 @@ def with_autotuning(given: Given) -> tuple[Given, list[str]]:
         notes.append("autotuning.tuner_early_stopping is not used by this method.")
     taken: dict[str, Any] = {name: value for name, value in wanted.items() if name in offered}
     return given.with_values(taken, f"autotuning in {options.ds_config}"), notes
+
+
+def _single_values(options: TuneOptions, user: ds_config.UserConfig) -> dict[str, Any]:
+    """Return the knobs that the config gives one value, without those that an option names: name -> value."""
+    zero = ds_config.zero_section(user.raw)
+    kept: dict[str, Any] = {}
+    for knob in KNOBS:
+        key = knob.path[1]
+        value = zero.get(key)
+        if knob.kind == "device" and isinstance(value, Mapping):
+            value = value.get("device")
+        if value is None or isinstance(value, list) or value in (ds_config.AUTO, ds_config.ALL):
+            continue
+        given = options.zero_stages if knob.name == ZERO_STAGE else None
+        if knob.name != NVME and knob.name not in (options.fix or ()) and not given:
+            kept[knob.name] = value
+    return kept
 
 
 def _kept_by_fast(options: TuneOptions, user: ds_config.UserConfig) -> list[str]:

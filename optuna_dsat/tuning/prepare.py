@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from optuna_dsat.study.request import StudyRequest
-from optuna_dsat.tuning.autotuning import with_autotuning
+from optuna_dsat.tuning.autotuning import searches_by_gpus, with_autotuning
 from optuna_dsat.tuning.devices import search_devices
 from optuna_dsat.tuning.given import Given
 from optuna_dsat.tuning.spec_builder import build_spec
 
-__all__ = ["Prepared", "check_storage", "prepare"]
+__all__ = ["Prepared", "check_storage", "prepare", "prepare_each"]
 
 _DEFAULT_METHOD = "asha"
 """Method of a search for which neither an option nor the config names one."""
@@ -31,6 +31,34 @@ class Prepared:
     """Lines for the user: what of the ``autotuning`` section is not honoured, and what is odd about the devices."""
 
 
+def prepare_each(method: str | None, given: Given) -> list[Prepared]:
+    """Check the options and return the studies that they ask for, in the order in which they run.
+
+    That is one, or one at each number of GPUs that the config's ``autotuning.num_gpus`` lists, named ``NAME-8gpu``.
+
+    Args:
+        method: Search method; None for the one that the options or the config name.
+        given: The options, and where they come from.
+
+    Raises:
+        UsageError: On the first thing that cannot be used.
+    """
+    counts, notes = searches_by_gpus(_one_kind_of_device(given))
+    if not counts:
+        only = prepare(method, given)
+        return [replace(only, notes=[*notes, *only.notes])]
+    studies = [_at_gpus(method, given, count=count) for count in counts]
+    first = replace(studies[0], notes=[*notes, *studies[0].notes])
+    return [first, *(replace(one, notes=[]) for one in studies[1:])]
+
+
+def _at_gpus(method: str | None, given: Given, *, count: int) -> Prepared:
+    """Return the study at one number of GPUs, checked."""
+    sized = given.with_values({"gpus_per_trial": count}, "autotuning.num_gpus")
+    name = prepare(method, sized).request.spec.name
+    return prepare(method, sized.with_values({"study": f"{name}-{count}gpu"}, "autotuning.num_gpus"))
+
+
 def prepare(method: str | None, given: Given) -> Prepared:
     """Check the options and return the study that they ask for.
 
@@ -41,7 +69,7 @@ def prepare(method: str | None, given: Given) -> Prepared:
     Raises:
         UsageError: On the first thing that cannot be used.
     """
-    given, notes = with_autotuning(_one_kind_of_device(given))
+    given, notes = with_autotuning(_one_kind_of_device(given), keep_values=method is None)
     options = given.options
     if method is None:
         method = getattr(options, "method", None) or _DEFAULT_METHOD

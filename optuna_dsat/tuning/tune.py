@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 from optuna_dsat.errors import NothingRunnableError, ScriptFailedError
 from optuna_dsat.study.result import TuneResult
 from optuna_dsat.tuning.given import Given
 from optuna_dsat.tuning.keywords import with_keywords
 from optuna_dsat.tuning.options import AutotuningOptions
-from optuna_dsat.tuning.prepare import prepare
+from optuna_dsat.tuning.prepare import Prepared, prepare_each
+
+if TYPE_CHECKING:
+    from optuna_dsat.tuning.run import StudyRun
 
 __all__ = ["SearchInterrupted", "TuneResult", "tune"]
 
@@ -50,21 +54,44 @@ def tune(given: Given) -> TuneResult:
         StorageError: If the database failed while the study ran; calling again continues it.
         SearchInterrupted: A ``KeyboardInterrupt`` that carries what was found until then; calling again continues.
     """
-    prepared = prepare(None, given)
-    options, study = prepared.given.options, prepared.request.spec.name
+    studies = prepare_each(None, given)
+    options = studies[0].given.options
 
+    from optuna_dsat.tuning.gpu_counts import best_of, search_each
+    from optuna_dsat.tuning.run import train_with_best
+
+    def notice(text: str) -> None:
+        if not options.quiet:
+            sys.stderr.write(f"{text}\n")
+
+    for one in studies:
+        for note in one.notes:
+            notice(note)
+    if len(studies) == 1:
+        ended, result = _search(studies[0])
+    else:
+        ended, result = best_of(list(search_each(studies, lambda one: _search(one)[0], on_notice=notice)))
+    if options.run_full_experiment and (code := train_with_best(ended, result)):
+        raise ScriptFailedError(f"Training with {result.config_path} ended with exit code {code}.")
+    return result
+
+
+def _search(prepared: Prepared) -> tuple[StudyRun, TuneResult]:
+    """Run one study and return how it ended and what it found.
+
+    Raises:
+        DsatError: As ``tune``.
+        SearchInterrupted: As ``tune``.
+    """
     from optuna_dsat.display.live import make_observer
     from optuna_dsat.display.stopping import Stopping
-    from optuna_dsat.tuning.run import run_study, train_with_best
+    from optuna_dsat.tuning.run import run_study
 
-    if not options.quiet:
-        sys.stderr.writelines(f"{note}\n" for note in prepared.notes)
-    with make_observer(quiet=options.quiet, stopping=Stopping()) as observer:
+    study = prepared.request.spec.name
+    with make_observer(quiet=prepared.given.options.quiet, stopping=Stopping()) as observer:
         ended = run_study(prepared.request, observer=observer)
     if ended.interrupted:
         raise SearchInterrupted(ended.result, study=study)
     if ended.result is None:
         raise NothingRunnableError(f"The study {study!r} has measured nothing yet.")
-    if options.run_full_experiment and (code := train_with_best(ended, ended.result)):
-        raise ScriptFailedError(f"Training with {ended.result.config_path} ended with exit code {code}.")
-    return ended.result
+    return ended, ended.result

@@ -181,11 +181,11 @@ def test_an_argument_that_is_given_wins_over_the_autotuning_section_even_if_it_i
     (bench.folder / "ds.json").write_text(json.dumps({**DS_CONFIG, "autotuning": section}))
     seen: list[Prepared] = []
 
-    def prepared(method: str | None, given: Given) -> Prepared:
+    def prepared(method: str | None, given: Given) -> list[Prepared]:
         seen.append(prepare(method, given))
         raise UsageError("seen enough")
 
-    monkeypatch.setattr(tune, "prepare", prepared)
+    monkeypatch.setattr(tune, "prepare_each", prepared)
     with pytest.raises(UsageError, match="seen enough"):
         optuna_dsat.tune("train.py", "ds.json", max_trials=64, cpu_ranks=2)
     (found,) = seen

@@ -1,0 +1,80 @@
+"""Searches at several numbers of GPUs, one after another, and their results side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from optuna_dsat.errors import NothingRunnableError
+from optuna_dsat.study.result import TuneResult
+from optuna_dsat.tuning.prepare import Prepared
+from optuna_dsat.tuning.run import StudyRun
+
+__all__ = ["AtGpus", "best_of", "search_each"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AtGpus:
+    """What the search at one number of GPUs found."""
+
+    gpus: int
+    study: str
+    run: StudyRun | None
+    """None if no configuration could be run with so many GPUs."""
+
+    @property
+    def result(self) -> TuneResult | None:
+        """What was found; None if nothing was measured."""
+        return None if self.run is None else self.run.result
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Throughput of the winner over all GPUs; None if nothing was measured."""
+        return None if self.result is None else self.result.metrics.get("throughput")
+
+    @property
+    def samples_per_s_per_gpu(self) -> float | None:
+        """The share of one GPU in it."""
+        return None if self.samples_per_s is None else self.samples_per_s / self.gpus
+
+
+def search_each(
+    studies: Sequence[Prepared], search: Callable[[Prepared], StudyRun], *, on_notice: Callable[[str], None]
+) -> Iterator[AtGpus]:
+    """Run searches one after another and yield what each found; one in which nothing fits does not end the others.
+
+    Args:
+        studies: Searches at different numbers of GPUs.
+        search: Runs one.
+        on_notice: Called with a line for each search that found nothing.
+
+    Raises:
+        DsatError: As ``search``, but for ``NothingRunnableError``.
+    """
+    for prepared in studies:
+        spec = prepared.request.spec
+        gpus = spec.slots_per_trial
+        try:
+            ended: StudyRun | None = search(prepared)
+        except NothingRunnableError as error:
+            on_notice(f"{gpus} GPU{'s' * (gpus > 1)}: {error}")
+            ended = None
+        yield AtGpus(gpus=gpus, study=spec.name, run=ended)
+        if ended is not None and ended.interrupted:
+            return
+
+
+def best_of(found: Sequence[AtGpus]) -> tuple[StudyRun, TuneResult]:
+    """Return the search with the most samples per second in all, and its result, which holds those of the others.
+
+    Of equal ones that with the fewest GPUs.
+
+    Raises:
+        NothingRunnableError: If none measured anything.
+    """
+    results = {one.gpus: one.result for one in found if one.result is not None}
+    if not results:
+        raise NothingRunnableError("No configuration could be measured at any number of GPUs that the config lists.")
+    best = max(found, key=lambda one: (one.samples_per_s or 0.0, -one.gpus))
+    assert best.run is not None
+    return best.run, replace(results[best.gpus], by_gpus=results)
