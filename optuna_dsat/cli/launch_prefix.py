@@ -13,6 +13,7 @@ from pathlib import Path
 
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
+from optuna_dsat.cli.experiment_form import is_experiment, unfold_experiment
 from optuna_dsat.script.launch_command import LaunchCommand
 from optuna_dsat.tuning.parse import NO_CONFIG
 
@@ -49,6 +50,9 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> list[
         words = words[1:]
     if first is None or not words:
         return list(argv)
+    if is_experiment(words, cwd=cwd):
+        known = frozenset(name for one in search.params if isinstance(one, TyperOption) for name in one.opts)
+        return [*argv[: start + 1], *unfold_experiment(words, own=own, known=known, cwd=cwd)]
 
     from optuna_dsat.script.launch_command import read_command
 

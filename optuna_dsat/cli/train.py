@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from optuna_dsat.errors import UsageError
-from optuna_dsat.script.trial_class import Length, is_trial_class
+from optuna_dsat.script.trial_class import DEFAULT_LENGTH, Length, is_trial_class
 
 __all__ = ["TrainOptions", "train"]
 
@@ -25,7 +25,7 @@ class TrainOptions:
     config: Annotated[Path, typer.Argument(metavar="DS_CONFIG", help="The DeepSpeed config (JSON).")]
     hparams: Annotated[Path | None, typer.Option(help="Hyperparameters (YAML or JSON).")] = None
     max_length: Annotated[str, typer.Option(metavar=_LENGTH, help="How long: 100batches, 3epochs or 5000records.")] = (
-        "1epochs"
+        DEFAULT_LENGTH
     )
     validation_period: Annotated[
         str | None, typer.Option(metavar=_LENGTH, help="Validate this often.  \\[default: at the end]")

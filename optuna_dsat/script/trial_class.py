@@ -16,17 +16,22 @@ from typing import Any
 from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH
 from optuna_dsat.errors import UsageError
 from optuna_dsat.runtime.overlay import merge, read_config
+from optuna_dsat.script.determined_names import check_imports
 from optuna_dsat.script.module_file import importable_file
 
 __all__ = [
+    "CHECKPOINTS",
+    "DEFAULT_LENGTH",
     "RUNNER",
     "Hparams",
     "Length",
     "TrialClass",
+    "complete_training",
     "find_trial_class",
     "hparams_of",
     "is_trial_class",
     "overwrites_of",
+    "read_settings",
     "runner_arguments",
     "train_command",
 ]
@@ -35,6 +40,11 @@ RUNNER = "optuna_dsat.integrations.deepspeed_trial"
 """The module that the ranks run; its first argument is ``NAME:CLASS``."""
 
 CONFIG_OPTION = "--deepspeed_config"
+LENGTH_OPTION, CHECKPOINT_OPTION = "--max-length", "--checkpoint-dir"
+DEFAULT_LENGTH = "1epochs"
+"""Length of a training for which none is given."""
+CHECKPOINTS = "checkpoints"
+"""Folder of the checkpoints of a training with the best config, in the study's folder."""
 CONFIG, OVERWRITES = "deepspeed_config", "overwrite_deepspeed_args"
 _BATCH_SIZES = (TRAIN_BATCH, MICRO_BATCH, GRADIENT_ACCUMULATION)
 _SEARCHED = frozenset({"int", "double", "log", "categorical"})
@@ -89,8 +99,8 @@ class Hparams:
     """The content of a hyperparameter file."""
 
     hyperparameters: Mapping[str, Any]
-    data: Mapping[str, Any]
-    """The ``data`` section of an experiment configuration; empty for a file of hyperparameters only."""
+    experiment: Mapping[str, Any] | None = None
+    """The experiment configuration that has them as a section; None for a file of hyperparameters only."""
 
     @classmethod
     def load(cls, path: str | Path) -> Hparams:
@@ -99,22 +109,15 @@ class Hparams:
         Raises:
             UsageError: If the file is missing or holds no mapping, or a hyperparameter has a range instead of a value.
         """
-        import yaml
-
-        try:
-            record = _read_yaml(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise UsageError(f"The hyperparameters {path} cannot be read: {error.strerror}.") from None
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise UsageError(f"{path} is neither YAML nor JSON: {' '.join(str(error).split())}.") from None
-        record = {} if record is None else record
+        record = read_settings(path, what="The hyperparameters")
         section = record.get("hyperparameters", record) if isinstance(record, dict) else None
         if not isinstance(section, dict):
             raise UsageError(f"{path} holds no hyperparameters: a mapping of names to values is expected.")
         whole = "hyperparameters" in record
-        data = record.get("data") if whole else None
         values = {str(name): _value(str(name), value, path) for name, value in section.items()}
-        return cls(hyperparameters=values, data=data if isinstance(data, dict) else {})
+        if isinstance(values.get(OVERWRITES), Mapping):
+            values[OVERWRITES] = _nested(values[OVERWRITES])
+        return cls(hyperparameters=values, experiment={**record, "hyperparameters": values} if whole else None)
 
     def with_config(self, config: str | Path, *, keep_overwrites: bool) -> dict[str, Any]:
         """Return the hyperparameters with all DeepSpeed settings taken from one config file.
@@ -180,6 +183,7 @@ def find_trial_class(entry: str, cwd: Path) -> TrialClass:
         where = f" (line {error.lineno})" if isinstance(error, SyntaxError) and error.lineno else ""
         raise UsageError(f"The module {module} is not Python{where}: {error.args[0]}.") from None
     bound = _names(tree)
+    check_imports(tree, file)
     if name not in bound and "*" not in bound:
         raise UsageError(f"{file.name} has no class {name}; it has {', '.join(_classes(tree)) or 'none'}.")
     return TrialClass(module=module, name=name, file=file)
@@ -199,6 +203,21 @@ def hparams_of(arguments: Sequence[str]) -> str | None:
     return None
 
 
+def complete_training(arguments: Sequence[str], folder: str | Path) -> list[str]:
+    """Return arguments of ``RUNNER`` with the length of the training and the folder of its checkpoints.
+
+    Args:
+        arguments: From ``runner_arguments``.
+        folder: Folder of the checkpoints if the arguments name none.
+    """
+    named = {argument.partition("=")[0] for argument in arguments}
+    completed = list(arguments)
+    for option, value in ((LENGTH_OPTION, DEFAULT_LENGTH), (CHECKPOINT_OPTION, str(folder))):
+        if option not in named:
+            completed += [option, value]
+    return completed
+
+
 def train_command(arguments: Sequence[str], *, config: str, device: str, slots: int) -> list[str]:
     """Return the command that trains with ``config`` what these arguments of ``RUNNER`` train.
 
@@ -211,6 +230,48 @@ def train_command(arguments: Sequence[str], *, config: str, device: str, slots: 
     entry, _, _, *rest = arguments
     ranks = ["--gpus" if device == "cuda" else "--cpu-ranks", str(slots)]
     return ["optuna-dsat", "train", entry, config, *rest, *ranks]
+
+
+def read_settings(path: str | Path, *, what: str) -> Any:
+    """Return the data of a YAML or JSON file; an empty mapping for an empty file.
+
+    Args:
+        path: The file.
+        what: What it holds, as the subject of a message.
+
+    Raises:
+        UsageError: If it cannot be read.
+    """
+    import yaml
+
+    try:
+        record = _read_yaml(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{what} {path} cannot be read: {error.strerror}.") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is neither YAML nor JSON: {' '.join(str(error).split())}.") from None
+    return {} if record is None else record
+
+
+def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with dotted keys as nested objects: ``{"a.b": 1}`` is ``{"a": {"b": 1}}``."""
+    result: dict[str, Any] = {}
+    for key, value in settings.items():
+        inner = _nested(value) if isinstance(value, Mapping) else value
+        for part in reversed(str(key).split(".")):
+            inner = {part: inner}
+        result = _joined(result, inner)
+    return result
+
+
+def _joined(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Return both mappings merged key by key; None stays, since it removes a key of the config."""
+    result = dict(one)
+    for key, value in other.items():
+        below = result.get(key)
+        both = isinstance(below, Mapping) and isinstance(value, Mapping)
+        result[key] = _joined(below, value) if both else value  # type: ignore[arg-type]
+    return result
 
 
 def _read_yaml(text: str) -> Any:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
+from optuna_dsat.script.trial_class import CHECKPOINTS, RUNNER, complete_training
 from optuna_dsat.study.spec import StudySpec
 
 __all__ = ["full_request", "launch_request", "script_command"]
@@ -64,11 +66,19 @@ def launch_request(
 
 
 def full_request(spec: StudySpec, config: Mapping[str, Any]) -> LaunchRequest:
-    """Return a training run to its end under a config; the limits of measured launches do not apply."""
+    """Return a training run to its end under a config; the limits of measured launches do not apply.
+
+    A ``DeepSpeedTrial`` keeps its checkpoints in the study's folder, unless its arguments name another, and goes on
+    from them.
+    """
+    command = script_command(spec)
+    if command.script == RUNNER:
+        args = complete_training(command.args, spec.study_dir / CHECKPOINTS)
+        command = replace(command, args=(*args, *([] if "--resume" in args else ["--resume"])))
     return LaunchRequest(
         launch_id="full",
         purpose="full",
-        command=script_command(spec),
+        command=command,
         ds_config=dict(config),
         overlay=dict(config),
         slots=spec.slots_per_trial,

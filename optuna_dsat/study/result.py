@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from optuna_dsat.config import ds_config
 from optuna_dsat.errors import StorageUrlError
 from optuna_dsat.script.arg_mapping import map_arguments
-from optuna_dsat.script.trial_class import RUNNER, train_command
+from optuna_dsat.script.trial_class import CHECKPOINTS, RUNNER, complete_training, train_command
 from optuna_dsat.study.spec import ScriptSpec, StudySpec
 from optuna_dsat.words import config_in_words
 
@@ -242,8 +242,10 @@ def training_command(
     environment = _environment(script, config_path)
     args = map_arguments(pointed, script.arg_mappings, config, world_size=spec.slots_per_trial)
     if script.script == RUNNER:
-        words = train_command(args, config=str(config_path), device=spec.device, slots=spec.slots_per_trial)
-        return shlex.join(words), replaced
+        completed = complete_training(args, config_path.parent / CHECKPOINTS)
+        words = train_command(completed, config=str(config_path), device=spec.device, slots=spec.slots_per_trial)
+        variables = [f"{name}={value}" for name, value in environment.items()]
+        return shlex.join([*(["env", *variables] if variables else []), *words]), replaced
     ranks = str(spec.slots_per_trial)
     if deepspeed_launcher:
         launcher = ["deepspeed", "--num_gpus", ranks, *(["--module"] if script.is_module else [])]

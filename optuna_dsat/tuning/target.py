@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from optuna_dsat.errors import UsageError
+from optuna_dsat.script.experiment import training_options
 from optuna_dsat.script.module_file import module_file
 from optuna_dsat.script.trial_class import (
     RUNNER,
@@ -50,7 +51,7 @@ def find_target(options: TuneOptions) -> Target:
     if not options.module and is_trial_class(entry) and not script.is_file():
         if options.ds_config is None:
             raise UsageError(f"{entry} is a model definition: name its DeepSpeed config, too.")
-        return trial_target(entry, Path(options.ds_config), hparams, rest)
+        return trial_target(entry, Path(options.ds_config), hparams, _with_experiment(rest, hparams))
     if hparams is not None:
         raise UsageError("--hparams is for a DeepSpeedTrial (NAME:CLASS); a script takes its arguments after --.")
     name, stem = _module(entry) if options.module else _script(script)
@@ -73,6 +74,18 @@ def trial_target(entry: str, config: Path, hparams: Path | None, rest: tuple[str
         stem=found.name,
         overwrites=overwrites,
     )
+
+
+def _with_experiment(rest: tuple[str, ...], hparams: Path | None) -> tuple[str, ...]:
+    """Return the runner's arguments with the lengths and the seed of an experiment configuration that are not given.
+
+    Raises:
+        UsageError: If the configuration cannot be read.
+    """
+    experiment = None if hparams is None else Hparams.load(hparams).experiment
+    given = {word.partition("=")[0] for word in rest}
+    wanted = training_options(experiment or {})
+    return (*rest, *(word for name, value in wanted.items() if name not in given for word in (name, value)))
 
 
 def _script(path: Path) -> tuple[str, str]:

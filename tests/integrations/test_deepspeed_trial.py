@@ -59,6 +59,7 @@ def test_a_definition_is_tuned_up_to_the_command_that_trains_it(folder: Path) ->
     assert config["optimizer"]["params"]["lr"] == 0.005, "the overwrites of the hyperparameters are not in the config"
     assert shlex.split(result["command"]) == [
         *("optuna-dsat", "train", "model_def:MyTrial", result["config_path"], "--hparams", "hparams.yaml"),
+        *("--max-length", "1epochs", "--checkpoint-dir", str(Path(result["config_path"]).parent / "checkpoints")),
         *("--cpu-ranks", "2"),
     ]
     trial = next((folder / "optuna-dsat-output" / "sums").glob("trial-*"))
@@ -203,6 +204,34 @@ def test_a_pipeline_trains_whole_batches_and_takes_its_data_by_itself(scenarios:
         assert rank["steps"] == [4]
     assert [line["records"] for line in lines(scenarios / "Pipeline" / "metrics.jsonl")] == [6, 12, 18, 24, 24]
     assert {*metrics(scenarios, "Pipeline", "validation")[0]} == {"loss"}
+
+
+def test_callbacks_are_called_and_one_rank_ends_the_training(scenarios: Path, found: dict[str, Any]) -> None:
+    for rank in found["Watched"]:
+        first, second = rank["called"]
+        assert first == [
+            ["startup", 0, None], ["workload", ["loss"], 3], ["workload", ["loss"], 3],
+            ["written", "batches-00000002"], ["shutdown"],
+        ]  # fmt: skip
+        assert second == [
+            ["startup", 2, "batches-00000002"], ["workload", ["loss"], 3], ["workload", ["loss"], 3],
+            ["outputs", True], ["written", "batches-00000004"], ["shutdown"],
+        ]  # fmt: skip
+        assert rank["restored"] == [[], ["state"]]
+    [validation] = metrics(scenarios, "Watched", "validation")
+    assert validation["added"] == 1.0
+
+
+def test_ranks_exchange_objects(found: dict[str, Any]) -> None:
+    first, second = found["Watched"]
+    assert (first["gather"], second["gather"]) == ([[0, 1], [0, 1]], [None, None])
+    assert first["allgather"] == second["allgather"] == [[0, 1], [0, 1]]
+    assert first["broadcast"] == second["broadcast"] == [0, 0]
+
+
+def test_a_batch_that_ends_within_an_accumulation_is_refused(found: dict[str, Any]) -> None:
+    assert "has trained on 1 micro-batches after 1 batches of 3" in found["refused"]["Halves"]
+    assert "after disable_auto_grad_accumulation()" in found["refused"]["Halves"]
 
 
 def test_what_cannot_train_is_refused_with_the_reason(found: dict[str, Any]) -> None:

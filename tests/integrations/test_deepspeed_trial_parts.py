@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,17 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
 
-from optuna_dsat.integrations.deepspeed_trial import AttrDict, DataLoader, DeepSpeedTrialContext, ModelParallelUnit
+from optuna_dsat.integrations.deepspeed_trial import (
+    AttrDict,
+    DataLoader,
+    DeepSpeedTrialContext,
+    DistributedContext,
+    ModelParallelUnit,
+    PyTorchCallback,
+    make_data_parallel_mpu,
+    make_deepspeed_mpu,
+)
+from optuna_dsat.integrations.deepspeed_trial.callbacks import Callbacks
 from optuna_dsat.integrations.deepspeed_trial.engines import check_engine
 from optuna_dsat.integrations.deepspeed_trial.loaders import BatchPlan, Shard
 from optuna_dsat.integrations.deepspeed_trial.period_metrics import Averages, MetricsFile
@@ -20,6 +31,7 @@ from optuna_dsat.integrations.deepspeed_trial.streams import PlainBatches, Posit
 from optuna_dsat.launch.command import launch_environment
 from optuna_dsat.launch.devices import cpu_devices
 from optuna_dsat.launch.run_directory import RunDirectory
+from optuna_dsat.runtime.failure import TooFewSamplesError
 from optuna_dsat.runtime.rank import World, initializes_distributed_manually
 from tests.harness.launches import request
 
@@ -57,7 +69,7 @@ def test_what_cannot_be_shared_out_is_left_out_where_batches_have_one_size() -> 
     assert whole == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
     with pytest.raises(ValueError, match="has 1 samples: too few for a batch on each of 2 data-parallel ranks"):
         plans(DataLoader(numbers(1)), 2)[0].validation()
-    with pytest.raises(ValueError, match="training data has 1 samples: too few for a batch of 1"):
+    with pytest.raises(TooFewSamplesError, match="training data has 1 samples: too few for a batch of 1"):
         plans(DataLoader(numbers(1)), 2)[0].training(0)
 
 
@@ -264,3 +276,65 @@ def test_either_variable_leaves_the_initialisation_to_the_definition(tmp_path: P
     )
     assert initializes_distributed_manually(environ)
     assert "OPTUNA_DSAT_STORAGE" not in environ
+
+
+def test_batch_sizes_are_attributes_as_in_determined(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2}))
+    given = context(deepspeed_config=str(tmp_path / "ds.json"))
+    assert (given.train_micro_batch_size_per_gpu, given.num_micro_batches_per_slot) == (2, 3)
+
+
+def test_an_experiment_configuration_is_there_as_a_whole_or_refused() -> None:
+    world = World(rank=0, size=1, local_rank=0, local_size=1)
+    given = DeepSpeedTrialContext({}, world=world, experiment={"data": {"root": "d"}, "name": "x"})
+    assert given.get_experiment_config() == {"data": {"root": "d"}, "name": "x"}
+    assert given.get_data_config() == {"root": "d"}
+    assert context().get_data_config() == {}
+    with pytest.raises(ValueError, match="There is no experiment configuration, only hyperparameters"):
+        context().get_experiment_config()
+
+
+def test_a_measured_launch_writes_nothing_to_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(rank=0, size=1, local_rank=0, local_size=1)
+    measured = DeepSpeedTrialContext({}, world=world, tensorboard_dir=tmp_path / "tb", measuring=True)
+    writer = measured.get_tensorboard_writer()
+    writer.add_scalar("loss", 1.0, 3)
+    assert measured.get_tensorboard_writer() is writer
+    measured.close()
+    assert measured.get_tensorboard_path() == tmp_path / "tb"
+    assert not (tmp_path / "tb").exists()
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ImportError, match="pip install tensorboard"):
+        context().get_tensorboard_writer()
+
+
+def test_a_stop_is_requested_by_a_bool() -> None:
+    given = context()
+    assert not given.get_stop_requested()
+    given.set_stop_requested(True)
+    assert given.get_stop_requested()
+    with pytest.raises(TypeError, match="takes a bool; got 'yes'"):
+        given.set_stop_requested("yes")  # type: ignore[arg-type]
+
+
+def test_callbacks_are_a_mapping_of_names() -> None:
+    with pytest.raises(TypeError, match="build_callbacks returns a mapping of names to PyTorchCallbacks"):
+        Callbacks([PyTorchCallback()])
+    called = Callbacks({"one": PyTorchCallback()})
+    called.call("on_trial_startup", 0, None)
+    assert not called.overrides("on_training_workload_end")
+
+
+@pytest.mark.parametrize(("stage", "expected"), [(0, (False, True)), (1, (False, False)), (2, (True, True))])
+def test_roles_in_a_pipeline_follow_its_grid(stage: int, expected: tuple[bool, bool]) -> None:
+    grid = SimpleNamespace(
+        get_pipe_parallel_rank=lambda: stage,
+        get_pipe_parallel_world_size=lambda: 3,
+        get_slice_parallel_rank=lambda: 0,
+        get_data_parallel_rank=lambda: 1,
+        get_data_parallel_world_size=lambda: 2,
+    )
+    assert make_deepspeed_mpu(grid) == ModelParallelUnit(1, 2, *expected)
+    alone = DistributedContext(World(rank=0, size=1, local_rank=0, local_size=1))
+    assert make_data_parallel_mpu(alone) == ModelParallelUnit(0, 1, True, True)
+    assert (alone.gather("x"), alone.allgather("x"), alone.broadcast("x")) == (["x"], ["x"], "x")

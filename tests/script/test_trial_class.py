@@ -10,6 +10,7 @@ from optuna_dsat.errors import UsageError
 from optuna_dsat.script.trial_class import (
     Hparams,
     Length,
+    complete_training,
     find_trial_class,
     hparams_of,
     is_trial_class,
@@ -79,7 +80,8 @@ def test_an_experiment_configuration_gives_hyperparameters_and_data(tmp_path: Pa
         "  optimizer: {type: Adam, lr: 1e-3, eps: 1.0e-08}\n",
     )
     assert hparams.hyperparameters == {"width": 3, "optimizer": {"type": "Adam", "lr": 1e-3, "eps": 1e-8}}
-    assert hparams.data == {"folder": "d"}
+    assert hparams.experiment is not None
+    assert hparams.experiment["data"] == {"folder": "d"}
 
 
 @pytest.mark.parametrize(
@@ -135,3 +137,17 @@ def test_arguments_lead_to_the_command_that_trains() -> None:
     assert train_command(arguments, config="best.json", device="cuda", slots=4) == [
         *("optuna-dsat", "train", "m:T", "best.json", "--hparams", "h.yaml", "--max-length", "3epochs", "--gpus", "4"),
     ]
+    assert complete_training(arguments, "runs") == [*arguments, "--checkpoint-dir", "runs"]
+    own = [*arguments, "--checkpoint-dir=x"]
+    assert complete_training(own, "runs") == own
+
+
+def test_dotted_keys_of_the_overwrites_are_nested(tmp_path: Path) -> None:
+    text = (
+        "overwrite_deepspeed_args: {zero_optimization.stage: 2, zero_optimization: {overlap_comm: true}, "
+        "fp16.enabled: 1}"
+    )
+    assert load(tmp_path, text).hyperparameters["overwrite_deepspeed_args"] == {
+        "zero_optimization": {"stage": 2, "overlap_comm": True},
+        "fp16": {"enabled": 1},
+    }

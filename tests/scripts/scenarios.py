@@ -23,6 +23,7 @@ from optuna_dsat.integrations.deepspeed_trial import (
     DeepSpeedTrialContext,
     MetricReducer,
     ModelParallelUnit,
+    PyTorchCallback,
 )
 from optuna_dsat.integrations.deepspeed_trial.period_metrics import gathered
 from optuna_dsat.integrations.deepspeed_trial.state import seed_everything
@@ -249,6 +250,63 @@ class Pipeline(Plain):
         return {"loss": self.engine.eval_batch()}
 
 
+class Watching(PyTorchCallback):
+    """Notes what it is called with; adds a metric of its own."""
+
+    def __init__(self, trial: Watched) -> None:
+        self.trial = trial
+        self.called: list[Any] = []
+        self.restored: list[str] = []
+
+    def on_trial_startup(self, first_batch_idx: int, checkpoint_uuid: str | None) -> None:
+        self.called.append(["startup", first_batch_idx, checkpoint_uuid])
+
+    def on_training_epoch_end(self, epoch_idx: int) -> None:
+        self.called.append(["epoch", epoch_idx])
+
+    def on_training_workload_end(self, avg_metrics: dict[str, Any], batch_metrics: list[dict[str, Any]]) -> None:
+        self.called.append(["workload", sorted(avg_metrics), len(batch_metrics)])
+
+    def on_validation_epoch_end(self, outputs: list[dict[str, Any]]) -> None:
+        self.called.append(["outputs", len(outputs) > 0])
+
+    def on_validation_end(self, metrics: dict[str, Any]) -> None:
+        metrics["added"] = 1.0
+
+    def on_checkpoint_write_end(self, checkpoint_dir: str) -> None:
+        self.called.append(["written", Path(checkpoint_dir).name])
+
+    def on_trial_shutdown(self) -> None:
+        self.called.append(["shutdown"])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"saved": "state"}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.restored.append(state_dict["saved"])
+
+
+class Watched(Plain):
+    """Has a callback, and one rank requests the end after the second batch."""
+
+    def build_callbacks(self) -> dict[str, PyTorchCallback]:
+        self.watching = Watching(self)
+        return {"watching": self.watching}
+
+    def train_batch(self, dataloader_iter: Iterator[Any] | None, epoch_idx: int, batch_idx: int) -> Any:
+        if batch_idx == 1 and self.context.distributed.get_rank() == 1:
+            self.context.set_stop_requested(True)
+        return super().train_batch(dataloader_iter, epoch_idx, batch_idx)
+
+
+class Halves(Plain):
+    """Trains on one micro-batch where it said that it accumulates by itself."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.context.disable_auto_grad_accumulation()
+
+
 class ShortPipeline(Pipeline):
     validation = 4
 
@@ -319,6 +377,18 @@ def main(folder: Path) -> None:
         train(kind, world, folder / name, batches=2)
         train(kind, world, folder / name, resume=True)
 
+    def watch() -> None:
+        parts = [train(Watched, world, folder / "Watched", resume=resumes) for resumes in (False, True)]
+        ranks = parts[0].context.distributed
+        own = {
+            "called": [trial.watching.called for trial in parts if isinstance(trial, Watched)],
+            "restored": [trial.watching.restored for trial in parts if isinstance(trial, Watched)],
+            "gather": [ranks.gather(world.rank), ranks.gather_local(world.rank)],
+            "allgather": [ranks.allgather(world.rank), ranks.allgather_local(world.rank)],
+            "broadcast": [ranks.broadcast(world.rank), ranks.broadcast_local(world.rank)],
+        }
+        found["Watched"] = gathered(own)
+
     def refuse(kind: type[Plain], **config: Any) -> None:
         found["refused"][kind.__name__] = refused(kind, world, folder / "refused", **config)
 
@@ -326,8 +396,10 @@ def main(folder: Path) -> None:
         run(kind)
     resume(DeepSpeedLoader)
     resume(TorchLoader)
+    watch()
     refuse(Checked)
     refuse(NoEngine)
+    refuse(Halves)
     refuse(Plain, **OFFLOAD)
     # DeepSpeed keeps a pipeline's ranks for all engines that follow in the process, so pipelines come last.
     refuse(TwoTopologies)

@@ -7,6 +7,9 @@ ds_config.json``; torchrun runs the class on each rank. ``docs/migrate-from-dete
     trial            base class of model definitions
     context          ``DeepSpeedTrialContext``, which a definition receives
     model_parallel   which ranks share data, build data loaders and report metrics
+    distributed      rank, size, and exchange of objects between ranks
+    callbacks        ``PyTorchCallback``
+    tensorboard      the writer that a definition gets
     engines          validation of engines; default data of pipeline engines
     loaders, streams data sharded by rank, and resumable iteration over it
     reducers         custom metrics over ranks
@@ -17,17 +20,25 @@ ds_config.json``; torchrun runs the class on each rank. ``docs/migrate-from-dete
     __main__         entry point that torchrun starts on each rank
 """
 
+from typing import Any
+
+from optuna_dsat.integrations.deepspeed_trial.callbacks import PyTorchCallback
 from optuna_dsat.integrations.deepspeed_trial.context import (
     AttrDict,
     DeepSpeedTrialContext,
-    DistributedContext,
     overwrite_deepspeed_config,
 )
+from optuna_dsat.integrations.deepspeed_trial.distributed import DistributedContext
 from optuna_dsat.integrations.deepspeed_trial.loaders import DataLoader
-from optuna_dsat.integrations.deepspeed_trial.model_parallel import ModelParallelUnit
+from optuna_dsat.integrations.deepspeed_trial.model_parallel import (
+    ModelParallelUnit,
+    make_data_parallel_mpu,
+    make_deepspeed_mpu,
+)
 from optuna_dsat.integrations.deepspeed_trial.reducers import MetricReducer
 from optuna_dsat.integrations.deepspeed_trial.trial import DeepSpeedTrial, TorchData
-from optuna_dsat.runtime.reporting import get_ds_config_from_hparams
+from optuna_dsat.runtime.reporting import dsat_reporting_context, get_ds_config_from_hparams
+from optuna_dsat.script.determined_names import REFUSED
 
 __all__ = [
     "AttrDict",
@@ -37,7 +48,23 @@ __all__ = [
     "DistributedContext",
     "MetricReducer",
     "ModelParallelUnit",
+    "PyTorchCallback",
     "TorchData",
+    "dsat_reporting_context",
     "get_ds_config_from_hparams",
+    "make_data_parallel_mpu",
+    "make_deepspeed_mpu",
     "overwrite_deepspeed_config",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Refuse a name that Determined has and this package has not.
+
+    Raises:
+        ImportError: If it is one; names what to write instead.
+        AttributeError: If it is any other name.
+    """
+    if name in REFUSED:
+        raise ImportError(f"{name} of Determined is not here: {REFUSED[name]}.")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

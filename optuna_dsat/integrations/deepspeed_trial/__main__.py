@@ -15,8 +15,9 @@ from optuna_dsat.integrations.deepspeed_trial.context import DeepSpeedTrialConte
 from optuna_dsat.integrations.deepspeed_trial.state import seed_everything
 from optuna_dsat.integrations.deepspeed_trial.training import Periods, Training
 from optuna_dsat.integrations.deepspeed_trial.trial import DeepSpeedTrial
+from optuna_dsat.runtime.launch_plan import LaunchPlan
 from optuna_dsat.runtime.rank import World, current_plan, initializes_distributed_manually
-from optuna_dsat.script.trial_class import Hparams, Length, overwrites_of
+from optuna_dsat.script.trial_class import DEFAULT_LENGTH, Hparams, Length, overwrites_of
 
 
 def main(argv: Sequence[str]) -> None:
@@ -31,7 +32,7 @@ def main(argv: Sequence[str]) -> None:
     trial_class = _class(arguments.entry)
     plan = current_plan()
     measuring = plan is not None and plan.measures
-    hparams = Hparams.load(arguments.hparams) if arguments.hparams else Hparams(hyperparameters={}, data={})
+    hparams = Hparams.load(arguments.hparams) if arguments.hparams else Hparams(hyperparameters={})
     # The config of a launch already contains the overwrites, below the launch's overlay.
     keep = plan is None and bool(overwrites_of(hparams, arguments.deepspeed_config, Path.cwd()))
     if not initializes_distributed_manually():
@@ -41,7 +42,8 @@ def main(argv: Sequence[str]) -> None:
     seed_everything(arguments.seed)
     context = DeepSpeedTrialContext(
         hparams.with_config(arguments.deepspeed_config, keep_overwrites=keep),
-        data_config=hparams.data,
+        experiment=hparams.experiment,
+        tensorboard_dir=_tensorboard_dir(arguments.checkpoint_dir, plan),
         world=World.from_environment(),
         seed=arguments.seed,
         measuring=measuring,
@@ -64,7 +66,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("entry", metavar="NAME:CLASS")
     parser.add_argument("--deepspeed_config", required=True)
     parser.add_argument("--hparams")
-    parser.add_argument("--max-length", type=_length, default="1epochs")
+    parser.add_argument("--max-length", type=_length, default=DEFAULT_LENGTH)
     parser.add_argument("--report-period", type=_length, default="10batches")
     parser.add_argument("--validation-period", type=_length)
     parser.add_argument("--checkpoint-period", type=_length)
@@ -72,6 +74,13 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(argv)
+
+
+def _tensorboard_dir(checkpoint_dir: Path | None, plan: LaunchPlan | None) -> Path | None:
+    """Return the folder of TensorBoard's files; None for the default."""
+    if plan is not None and plan.trackers_dir:
+        return Path(plan.trackers_dir) / "tensorboard"
+    return None if checkpoint_dir is None else checkpoint_dir / "tensorboard"
 
 
 def _length(text: str) -> Length:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from optuna_dsat.integrations.deepspeed_trial.distributed import DistributedContext
 from optuna_dsat.integrations.deepspeed_trial.engines import check_engine, feed_pipeline
 from optuna_dsat.integrations.deepspeed_trial.loaders import Shard
 from optuna_dsat.integrations.deepspeed_trial.model_parallel import ModelParallelUnit, model_parallel_unit
 from optuna_dsat.integrations.deepspeed_trial.reducers import FunctionReducer, MetricReducer, RegisteredReducer
+from optuna_dsat.integrations.deepspeed_trial.tensorboard import make_writer
 from optuna_dsat.runtime.meter import is_pipeline
 from optuna_dsat.runtime.overlay import merge, read_config
 from optuna_dsat.runtime.rank import World
 from optuna_dsat.runtime.reporting import trial_config
+from optuna_dsat.script.determined_names import ATTRIBUTES
 
-__all__ = ["AttrDict", "DeepSpeedTrialContext", "DistributedContext", "overwrite_deepspeed_config"]
+__all__ = ["AttrDict", "DeepSpeedTrialContext", "overwrite_deepspeed_config"]
 
 
 class AttrDict(dict[str, Any]):
@@ -35,40 +39,13 @@ class AttrDict(dict[str, Any]):
         self[name] = _attributes(value)
 
 
-class DistributedContext:
-    """Rank and size of the process group, with Determined's method names.
-
-    Args:
-        world: Rank and size, read from the environment.
-    """
-
-    def __init__(self, world: World) -> None:
-        self.rank, self.size = world.rank, world.size
-        self.local_rank, self.local_size = world.local_rank, world.local_size
-
-    def get_rank(self) -> int:
-        """Return the global rank, from 0."""
-        return self.rank
-
-    def get_size(self) -> int:
-        """Return the number of ranks."""
-        return self.size
-
-    def get_local_rank(self) -> int:
-        """Return the rank on this host, from 0."""
-        return self.local_rank
-
-    def get_local_size(self) -> int:
-        """Return the number of ranks on this host."""
-        return self.local_size
-
-
 class DeepSpeedTrialContext:
     """Context passed to a ``DeepSpeedTrial``.
 
     Args:
         hparams: Hyperparameters; ``deepspeed_config`` is the path of this launch's config.
-        data_config: The ``data`` section of an experiment configuration; None for an empty one.
+        experiment: The experiment configuration; None if there are hyperparameters only.
+        tensorboard_dir: Folder of TensorBoard's files; None for ``tensorboard`` in the working directory.
         world: Rank and size of the process group.
         seed: Seed of data order and initialization.
         measuring: Whether this is a search's launch, without evaluation, checkpoints and metrics.
@@ -78,7 +55,8 @@ class DeepSpeedTrialContext:
         self,
         hparams: Mapping[str, Any],
         *,
-        data_config: Mapping[str, Any] | None = None,
+        experiment: Mapping[str, Any] | None = None,
+        tensorboard_dir: Path | None = None,
         world: World,
         seed: int = 0,
         measuring: bool = False,
@@ -93,7 +71,10 @@ class DeepSpeedTrialContext:
         self.finished_batches = 0
         """Completed global batches; updated by the training loop."""
         self._hparams = AttrDict(hparams)
-        self._data_config = dict(data_config or {})
+        self._experiment = None if experiment is None else dict(experiment)
+        self._tensorboard_dir = tensorboard_dir or Path.cwd() / "tensorboard"
+        self._writer: Any = None
+        self._stop_requested = False
         self._seed = seed
         self._measuring = measuring
         self._unit: ModelParallelUnit | None = None
@@ -112,9 +93,61 @@ class DeepSpeedTrialContext:
             raise KeyError(f"There is no hyperparameter {name!r}; there are {', '.join(self._hparams) or 'none'}.")
         return self._hparams[name]
 
+    def get_experiment_config(self) -> dict[str, Any]:
+        """Return the experiment configuration.
+
+        Raises:
+            ValueError: If there are hyperparameters only.
+        """
+        if self._experiment is None:
+            raise ValueError(
+                "There is no experiment configuration, only hyperparameters: name a file with a section "
+                "hyperparameters by --hparams."
+            )
+        return dict(self._experiment)
+
     def get_data_config(self) -> dict[str, Any]:
-        """Return the ``data`` section of an experiment configuration; empty if there is none."""
-        return dict(self._data_config)
+        """Return the ``data`` section of the experiment configuration; empty if there is none."""
+        return dict((self._experiment or {}).get("data") or {})
+
+    def get_tensorboard_path(self) -> Path:
+        """Return the folder of TensorBoard's files.
+
+        It is ``tensorboard`` beside the checkpoints, else in the working directory; in a launch of a search a folder of
+        that launch.
+        """
+        return self._tensorboard_dir
+
+    def get_tensorboard_writer(self) -> Any:
+        """Return the ``SummaryWriter`` of this rank; in a launch of a search one that writes nothing.
+
+        Raises:
+            ImportError: If TensorBoard is not installed.
+        """
+        if self._writer is None:
+            self._writer = make_writer(self.get_tensorboard_path(), silent=self._measuring)
+        return self._writer
+
+    def close(self) -> None:
+        """Write what the TensorBoard writer still holds."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def set_stop_requested(self, stop_requested: bool) -> None:
+        """Request the end of the training, at the end of the current reporting period and with a checkpoint.
+
+        One rank's request ends all; it has no effect in a launch of a search.
+
+        Raises:
+            TypeError: If it is no bool.
+        """
+        if not isinstance(stop_requested, bool):
+            raise TypeError(f"set_stop_requested takes a bool; got {stop_requested!r}.")
+        self._stop_requested = stop_requested
+
+    def get_stop_requested(self) -> bool:
+        """Return whether this rank requested the end of the training."""
+        return self._stop_requested
 
     def get_trial_seed(self) -> int:
         """Return the seed of this training."""
@@ -239,6 +272,33 @@ class DeepSpeedTrialContext:
             ValueError: If there is no engine and the config does not determine it.
         """
         return int(self.engines[0].gradient_accumulation_steps()) if self.engines else self._batch_sizes()[1]
+
+    @property
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """As ``get_train_micro_batch_size_per_gpu``."""
+        return self.get_train_micro_batch_size_per_gpu()
+
+    @property
+    def num_micro_batches_per_slot(self) -> int:
+        """As ``get_num_micro_batches_per_slot``."""
+        return self.get_num_micro_batches_per_slot()
+
+    _train_micro_batch_size_per_gpu = train_micro_batch_size_per_gpu  # a public example reads it
+
+    @property
+    def models(self) -> list[Any]:
+        """The registered engines."""
+        return self.engines
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse what Determined's context has and this one has not.
+
+        Raises:
+            AttributeError: Always; names what to write instead, if Determined has the attribute.
+        """
+        if name in ATTRIBUTES:
+            raise AttributeError(f"DeepSpeedTrialContext has no {name} here: {ATTRIBUTES[name]}.")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def current_train_batch(self) -> int:
         """Return the number of completed global batches."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from optuna_dsat.integrations.deepspeed_trial.distributed import DistributedContext
 from optuna_dsat.runtime.meter import is_pipeline
 
-__all__ = ["ModelParallelUnit", "model_parallel_unit"]
+__all__ = ["ModelParallelUnit", "make_data_parallel_mpu", "make_deepspeed_mpu", "model_parallel_unit"]
 
 
 @dataclass(frozen=True, init=False)
@@ -54,6 +55,30 @@ class ModelParallelUnit:
         object.__setattr__(self, "should_build_data_loader", bool(given[0]))
 
 
+def make_data_parallel_mpu(distributed: DistributedContext) -> ModelParallelUnit:
+    """Return the role of a rank that holds a copy of the model by itself."""
+    return ModelParallelUnit(
+        distributed.get_rank(), distributed.get_size(), should_report_metrics=True, should_build_data_loader=True
+    )
+
+
+def make_deepspeed_mpu(grid: Any) -> ModelParallelUnit:
+    """Return the role of a rank in a pipeline: first and last stage read data, the last reports.
+
+    Args:
+        grid: ``engine.mpu`` of a pipeline engine, a ``PipelineParallelGrid``.
+    """
+    stage, last = grid.get_pipe_parallel_rank(), grid.get_pipe_parallel_world_size() - 1
+    # With tensor parallelism within stages, all ranks of a slice read the same data.
+    first_of_slice = grid.get_slice_parallel_rank() == 0
+    return ModelParallelUnit(
+        grid.get_data_parallel_rank(),
+        grid.get_data_parallel_world_size(),
+        should_report_metrics=stage == last and first_of_slice,
+        should_build_data_loader=stage in (0, last),
+    )
+
+
 def model_parallel_unit(engine: Any, *, rank: int, world_size: int) -> ModelParallelUnit:
     """Return this rank's role, derived from an engine.
 
@@ -65,14 +90,7 @@ def model_parallel_unit(engine: Any, *, rank: int, world_size: int) -> ModelPara
     """
     mpu: Any = engine.mpu
     if is_pipeline(engine):
-        # With tensor parallelism within stages, all ranks of a slice read the same data.
-        first_of_slice = mpu.get_slice_parallel_rank() == 0
-        return ModelParallelUnit(
-            mpu.get_data_parallel_rank(),
-            mpu.get_data_parallel_world_size(),
-            should_report_metrics=engine.is_last_stage() and first_of_slice,
-            should_build_data_loader=engine.is_first_stage() or engine.is_last_stage(),
-        )
+        return make_deepspeed_mpu(mpu)
     if mpu is not None:
         return ModelParallelUnit(
             mpu.get_data_parallel_rank(),

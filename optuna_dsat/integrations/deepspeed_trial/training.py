@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from optuna_dsat.integrations.deepspeed_trial.callbacks import Callbacks
 from optuna_dsat.integrations.deepspeed_trial.checkpoints import Checkpoints, newest_checkpoint
 from optuna_dsat.integrations.deepspeed_trial.context import DeepSpeedTrialContext
 from optuna_dsat.integrations.deepspeed_trial.loaders import DataLoader
@@ -57,6 +58,7 @@ class Training:
     def __init__(self, trial: DeepSpeedTrial, context: DeepSpeedTrialContext) -> None:
         self._trial = trial
         self._context = context
+        self._callbacks = Callbacks(trial.build_callbacks())
         self._unit = context.mpu
         if not context.engines:
             raise RuntimeError("No engine is known: call context.wrap_model_engine in the trial's __init__.")
@@ -69,6 +71,7 @@ class Training:
         self._stream = self._build_stream()
         self._micro_batches_per_epoch = self._agreed(None if self._stream is None else self._stream.per_epoch)
         self._averages = Averages()
+        self._returned = _Returned(self._callbacks)
         self._validation: Any = None
         self._validation_calls = 0
         self._batches = 0
@@ -76,11 +79,13 @@ class Training:
     def measure(self) -> None:
         """Train indefinitely; the runtime ends the process after the last profile step."""
         self._reset(training=True)
+        self._callbacks.call("on_trial_startup", 0, None)
+        self._callbacks.call("on_training_start")
         while True:
             self._train_batch(counts=False)
 
     def run(self, periods: Periods, *, folder: Path | None = None, resume: bool = False) -> None:
-        """Train to the end, followed by a validation and a checkpoint.
+        """Train to the end or until a stop is requested; a validation follows the last batch, a checkpoint either.
 
         Args:
             periods: Length of the training and periods of its actions.
@@ -98,33 +103,76 @@ class Training:
         checkpoints = None if folder is None else Checkpoints(folder, rank=self._context.distributed.rank)
         if checkpoints is not None:
             self._resume(checkpoints, wanted=resume)
+        else:
+            self._callbacks.call("on_trial_startup", 0, None)
         path = None if folder is None else folder / METRICS
         output = MetricsFile(path, batches=self._batches) if self._context.distributed.rank == 0 else None
         self._reset(training=True)
-        while self._batches < total:
-            self._train_batch()
-            ends = self._batches == total
-            validates, saves = ends or self._batches % validate == 0, ends or self._batches % save == 0
-            if validates or saves or self._batches % report == 0:
+        try:
+            self._callbacks.call("on_training_start")
+            while self._batches < total:
+                self._train_batch()
+                ends = self._batches == total
+                validates, saves = ends or self._batches % validate == 0, ends or self._batches % save == 0
+                if not (validates or saves or self._batches % report == 0):
+                    continue
                 # Periods never span a checkpoint, so that a resumed training reports the same metrics.
-                self._report(output, "training", self._reduced(training=True))
-                self._reset(training=True)
-            if validates:
-                self._report(output, "validation", self._validate())
-                self._reset(training=True)
-            if saves and checkpoints is not None:
-                self._save(checkpoints)
+                self._end_period(output)
+                if validates:
+                    self._report(output, "validation", self._validate())
+                    self._reset(training=True)
+                stops = any(gathered(self._context.get_stop_requested()))
+                if (saves or stops) and checkpoints is not None:
+                    self._save(checkpoints)
+                if stops:
+                    break
+        finally:
+            self._callbacks.call("on_trial_shutdown")
+            self._context.close()
+
+    def _end_period(self, output: MetricsFile | None) -> None:
+        """Report the training metrics since the last period."""
+        metrics = self._reduced(training=True)
+        self._report(output, "training", metrics)
+        self._callbacks.call("on_training_workload_end", metrics, self._returned.take())
+        self._reset(training=True)
 
     def _train_batch(self, *, counts: bool = True) -> None:
         micro_batches = self._batches * self._accumulation
         epoch = 0 if self._micro_batches_per_epoch is None else micro_batches // self._micro_batches_per_epoch
         self._context.batches = self._stream
+        per_epoch = self._batches_per_epoch()
+        if per_epoch is not None and self._batches % per_epoch == 0:
+            self._callbacks.call("on_training_epoch_start", self._batches // per_epoch)
         for _ in range(self._calls):
             metrics = self._trial.train_batch(self._stream, epoch, self._batches)
             if counts and self._unit.should_report_metrics:
                 self._averages.add(metrics, where="train_batch")
+                self._returned.add(metrics, of="on_training_workload_end")
+        self._check_accumulation()
+        if per_epoch is not None and (self._batches + 1) % per_epoch == 0:
+            self._callbacks.call("on_training_epoch_end", self._batches // per_epoch)
         self._batches += 1
         self._context.finished_batches = self._batches
+
+    def _check_accumulation(self) -> None:
+        """Refuse a batch that ended within an accumulation: the engine would step at another time than is counted.
+
+        Raises:
+            RuntimeError: If the first engine has not trained on a multiple of its micro-batches per batch.
+        """
+        done = getattr(self._engine, "micro_steps", 0)
+        if self._context.use_pipeline_parallel or done % self._accumulation == 0:
+            return
+        how = (
+            "each call of train_batch trains on one micro-batch"
+            if self._context.automatic_accumulation
+            else "train_batch trains on all micro-batches of a batch after disable_auto_grad_accumulation()"
+        )
+        raise RuntimeError(
+            f"The first engine has trained on {done} micro-batches after {self._batches + 1} batches of "
+            f"{self._accumulation} (gradient_accumulation_steps): {how}, by forward, backward and step."
+        )
 
     def _validate(self) -> dict[str, Any]:
         """Run a validation and return its metrics; restores the random states, so that training is unaffected."""
@@ -134,16 +182,22 @@ class Training:
         self._context.batches = batches
         for engine in self._context.engines:
             engine.eval()
+        self._callbacks.call("on_validation_start")
+        self._callbacks.call("on_validation_epoch_start")
         with torch.no_grad():
             for index in range(self._validation_calls):
                 metrics = self._trial.evaluate_batch(batches, index)
                 if self._unit.should_report_metrics:
                     samples = 0 if batches is None else batches.taken()
                     self._averages.add(metrics, weight=samples or 1, where="evaluate_batch")
+                    self._returned.add(metrics, of="on_validation_epoch_end")
+        self._callbacks.call("on_validation_epoch_end", self._returned.take())
         for engine in self._context.engines:
             engine.train()
         restore_random_states(states)
-        return self._reduced(training=False)
+        metrics = self._reduced(training=False)
+        self._callbacks.call("on_validation_end", metrics)
+        return metrics
 
     def _reduced(self, *, training: bool) -> dict[str, Any]:
         reports = self._unit.should_report_metrics
@@ -161,17 +215,22 @@ class Training:
 
     def _save(self, checkpoints: Checkpoints) -> None:
         position = None if self._stream is None else asdict(self._stream.position)
-        checkpoints.save(
+        state = {"position": position, "states": random_states(), "callbacks": self._callbacks.state()}
+        self._callbacks.call("on_checkpoint_save_start", state)
+        folder = checkpoints.save(
             self._batches,
             write=lambda path: self._trial.save(self._context, path),
-            rank_state={"position": position, "states": random_states()},
+            rank_state=state,
             shared_state=self._identity(),
         )
+        self._callbacks.call("on_checkpoint_write_end", str(folder))
+        self._callbacks.call("on_checkpoint_upload_end", folder.name)
 
     def _resume(self, checkpoints: Checkpoints, *, wanted: bool) -> None:
         newest = newest_checkpoint(checkpoints.folder)
         gathered(None)  # barrier: all ranks have looked before one of them writes
         if newest is None:
+            self._callbacks.call("on_trial_startup", 0, None)
             return
         if not wanted:
             raise FileExistsError(f"{checkpoints.folder} holds checkpoints: resume from them, or name another folder.")
@@ -179,8 +238,11 @@ class Training:
         for key, value in self._identity().items():
             if state.get(key) != value:
                 raise ValueError(f"{newest} was saved with {key} {state.get(key)}, and this training has {value}.")
-        self._trial.load(self._context, newest)
+        self._callbacks.call("on_trial_startup", int(state["batches"]), newest.name)
         rank_state = checkpoints.read_rank_state(newest)
+        self._callbacks.call("on_checkpoint_load_start", rank_state)
+        self._trial.load(self._context, newest)
+        self._callbacks.restore(rank_state.get("callbacks", {}))
         if self._stream is not None and rank_state["position"] is not None:
             self._stream.restore(Position(**rank_state["position"]))
         restore_random_states(rank_state["states"])
@@ -200,8 +262,13 @@ class Training:
         """Return a length in global batches; equal on all ranks."""
         if self._micro_batches_per_epoch is None and length.unit == "epochs":
             raise ValueError("The training data loader has no length: give lengths in batches or records, not epochs.")
-        per_epoch = max(1, (self._micro_batches_per_epoch or 1) // self._accumulation)
+        per_epoch = self._batches_per_epoch() or 1
         return length.batches(per_epoch=per_epoch, train_batch_size=self._train_batch_size)
+
+    def _batches_per_epoch(self) -> int | None:
+        """Return the global batches of an epoch, at least 1; None if the loader has no length."""
+        count = self._micro_batches_per_epoch
+        return None if count is None else max(1, count // self._accumulation)
 
     def _optional(self, length: Length | None, total: int) -> int:
         return total if length is None else self._length(length)
@@ -266,3 +333,33 @@ class Training:
         counts = gathered((self._unit.should_build_data_loader, count))
         known = [number for builds, number in counts if builds]
         return None if None in known else min(known)
+
+
+class _Returned:
+    """What the definition's methods returned, kept for callbacks that take it.
+
+    Args:
+        callbacks: The callbacks; what none of them takes is not kept.
+    """
+
+    def __init__(self, callbacks: Callbacks) -> None:
+        self._kept = {
+            name: callbacks.overrides(name) for name in ("on_training_workload_end", "on_validation_epoch_end")
+        }
+        self._metrics: list[dict[str, Any]] = []
+
+    def add(self, metrics: Any, *, of: str) -> None:
+        """Keep the metrics of a call if a callback overrides the method ``of``."""
+        if self._kept[of]:
+            named = {"loss": metrics} if isinstance(metrics, torch.Tensor) else metrics
+            self._metrics.append(
+                {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in named.items()}
+            )
+
+    def take(self) -> list[dict[str, Any]]:
+        """Return what was kept since the last call, with tensors moved to the CPU."""
+        taken, self._metrics = self._metrics, []
+        return [
+            {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in metrics.items()}
+            for metrics in taken
+        ]

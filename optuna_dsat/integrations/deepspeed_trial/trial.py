@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from optuna_dsat.integrations.deepspeed_trial.callbacks import PyTorchCallback
+
 if TYPE_CHECKING:
     from optuna_dsat.integrations.deepspeed_trial.context import DeepSpeedTrialContext
 
@@ -70,6 +72,10 @@ class DeepSpeedTrial(ABC):
         Returns:
             Metrics as of ``train_batch``; they are averaged over samples and ranks.
         """
+
+    def build_callbacks(self) -> dict[str, PyTorchCallback]:
+        """Return the callbacks by name; none unless overridden."""
+        return {}
 
     def save(self, context: DeepSpeedTrialContext, path: Path) -> None:
         """Write a checkpoint into a folder; called on all ranks. Saves the engines' checkpoints unless overridden."""

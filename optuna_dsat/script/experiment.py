@@ -1,0 +1,218 @@
+"""An experiment configuration of Determined (YAML): what of it a search and a training here take over."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from optuna_dsat.errors import UsageError
+from optuna_dsat.script.trial_class import CONFIG, is_trial_class, read_settings
+
+__all__ = ["Experiment", "read_experiment", "training_options"]
+
+_LENGTHS = {
+    "--max-length": ("searcher", "max_length"),
+    "--validation-period": ("min_validation_period",),
+    "--checkpoint-period": ("min_checkpoint_period",),
+}
+"""Option of ``optuna-dsat train`` -> where the configuration has the length."""
+_UNITS = ("batches", "epochs", "records")
+
+_OPTIONS = {
+    ("searcher", "max_trials"): "--max-trials",
+    ("searcher", "max_concurrent_trials"): "--max-concurrent-trials",
+    ("searcher", "max_rungs"): "--max-rungs",
+    ("searcher", "num_rungs"): "--max-rungs",
+    ("searcher", "divisor"): "--divisor",
+    ("resources", "max_slots"): "--max-slots",
+    ("reproducibility", "experiment_seed"): "--random-seed",
+}
+"""Key of the configuration -> option of a search that has its meaning."""
+
+_READ = {
+    "name": (),
+    "description": (),
+    "labels": (),
+    "entrypoint": (),
+    "hyperparameters": (),
+    "data": (),
+    "scheduling_unit": (),
+    "min_validation_period": (),
+    "min_checkpoint_period": (),
+    "searcher": ("name", "max_length", "smaller_is_better"),
+    "resources": ("slots_per_trial",),
+    "environment": ("environment_variables",),
+}
+"""Keys that are read, beside those of ``_OPTIONS``, or that only describe -> keys below them; empty for all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """What a search takes over from an experiment configuration."""
+
+    entry: tuple[str, ...]
+    """``NAME:CLASS``, or the command of a script without Determined's launch layer."""
+    config: str
+    """Path of the DeepSpeed config, relative to the model directory; empty if the hyperparameters name none."""
+    options: Mapping[str, str]
+    """Option of a search -> value; not every search has each."""
+    slots: int | None
+    """Ranks of a trial; None if not given."""
+    environment: Mapping[str, str]
+    without_meaning: tuple[str, ...]
+    """Keys that have no meaning here, such as ``resources.priority``."""
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether it trains a ``DeepSpeedTrial``."""
+        return len(self.entry) == 1 and is_trial_class(self.entry[0])
+
+
+def read_experiment(path: Path) -> Experiment:
+    """Read an experiment configuration.
+
+    Raises:
+        UsageError: If it cannot be read, is none, or has its DeepSpeed config in the hyperparameters.
+    """
+    record = read_settings(path, what="The experiment configuration")
+    if not isinstance(record, dict) or "entrypoint" not in record:
+        raise UsageError(f"{path} is no experiment configuration of Determined: it has no entrypoint.")
+    options = {option: str(value) for key, option in _OPTIONS.items() if (value := _at(record, key)) is not None}
+    slots = _at(record, ("resources", "slots_per_trial"))
+    if slots is not None and (not isinstance(slots, int) or slots < 1):
+        raise UsageError(f"{path}: resources.slots_per_trial is {slots!r}; it is a number of GPUs, at least 1.")
+    return Experiment(
+        entry=_entry(record["entrypoint"], path),
+        config=_config(record, path),
+        options=options,
+        slots=slots,
+        environment=_environment(_at(record, ("environment", "environment_variables")), path),
+        without_meaning=tuple(_without_meaning(record)),
+    )
+
+
+def training_options(experiment: Mapping[str, Any]) -> dict[str, str]:
+    """Return the options of ``optuna-dsat train`` for the lengths and the seed of an experiment configuration.
+
+    Raises:
+        UsageError: If a length is none.
+    """
+    options = {}
+    for option, key in _LENGTHS.items():
+        length = _length(_at(experiment, key), ".".join(key))
+        if length is not None:
+            options[option] = length
+    unit = _length(experiment.get("scheduling_unit"), "scheduling_unit")
+    seed = _at(experiment, ("reproducibility", "experiment_seed"))
+    return {
+        **options,
+        **({} if unit is None else {"--report-period": unit}),
+        **({} if seed is None else {"--seed": str(seed)}),
+    }
+
+
+def _at(record: Mapping[str, Any], key: Sequence[str]) -> Any:
+    """Return the value at a path of keys; None if there is none."""
+    found: Any = record
+    for part in key:
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found
+
+
+def _length(value: Any, name: str) -> str | None:
+    """Return a length such as ``100batches``; None if it is absent or 0, which is Determined's word for never.
+
+    Raises:
+        UsageError: If it is neither a number of batches nor a mapping of one unit to a number.
+    """
+    if value is None:
+        return None
+    pair = next(iter(value.items())) if isinstance(value, Mapping) and len(value) == 1 else ("batches", value)
+    unit, count = pair
+    if unit not in _UNITS or not isinstance(count, int) or count < 0:
+        raise UsageError(
+            f"{name} is {value!r}; it is a number of batches, or one of {', '.join(_UNITS)} with a number."
+        )
+    return f"{count}{unit}" if count else None
+
+
+def _entry(entrypoint: Any, path: Path) -> tuple[str, ...]:
+    """Return ``NAME:CLASS`` or the words of a script's command.
+
+    Raises:
+        UsageError: If the entry point is neither.
+    """
+    words = shlex.split(entrypoint) if isinstance(entrypoint, str) else [str(one) for one in entrypoint or ()]
+    if "-m" in words[:-1] and words[words.index("-m") + 1].startswith("determined.launch."):
+        words = words[words.index("-m") + 2 :]
+        for index, word in enumerate(words):
+            option, equals, value = word.partition("=")
+            if option == "--trial":
+                named = [value] if equals else words[index + 1 : index + 2]
+                break
+        else:
+            named = _without_launch_options(words)
+        words = named
+    if not words:
+        raise UsageError(f"{path}: the entrypoint {entrypoint!r} names nothing to run.")
+    return tuple(words)
+
+
+def _without_launch_options(words: Sequence[str]) -> list[str]:
+    """Return what a launch layer runs: the words from the first that is a program or a Python file."""
+    if "--" in words:
+        return list(words[list(words).index("--") + 1 :])
+    for index, word in enumerate(words):
+        if word.endswith(".py") or Path(word).name.startswith("python"):
+            return list(words[index:])
+    return [word for word in words if not word.startswith("-")]
+
+
+def _config(record: Mapping[str, Any], path: Path) -> str:
+    """Return the path of the DeepSpeed config that the hyperparameters name; empty if they name none.
+
+    Raises:
+        UsageError: If they contain the config instead.
+    """
+    named = _at(record, ("hyperparameters", CONFIG))
+    if isinstance(named, Mapping) and named.get("type") == "const":
+        named = named.get("val")
+    if named is not None and not isinstance(named, str):
+        raise UsageError(
+            f"{path}: hyperparameters.{CONFIG} is the config itself; write it to a JSON file and name that file, so "
+            "that each trial can be given its own."
+        )
+    return named or ""
+
+
+def _environment(variables: Any, path: Path) -> dict[str, str]:
+    """Return environment variables from a list of ``NAME=VALUE``, or a mapping of devices to such lists.
+
+    Raises:
+        UsageError: If one has no ``=``.
+    """
+    if isinstance(variables, Mapping):
+        variables = [one for part in variables.values() for one in part or ()]
+    found = {}
+    for one in variables or ():
+        name, equals, value = str(one).partition("=")
+        if not equals or not name:
+            raise UsageError(f"{path}: environment.environment_variables has {one!r}; write NAME=VALUE.")
+        found[name] = value
+    return found
+
+
+def _without_meaning(record: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the keys that are not taken over, with one level of keys below."""
+    for key, value in record.items():
+        inner = _READ.get(key)
+        read = {path[1] for path in _OPTIONS if path[0] == key} | set(inner or ())
+        if inner == ():
+            continue
+        if not isinstance(value, Mapping) or not read:
+            yield str(key)
+            continue
+        yield from (f"{key}.{name}" for name in value if name not in read)

@@ -1,0 +1,64 @@
+"""What a model definition of Determined is told about its imports, before anything is launched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import optuna_dsat.integrations.deepspeed_trial as package
+from optuna_dsat.errors import UsageError
+from optuna_dsat.integrations.deepspeed_trial import DeepSpeedTrialContext
+from optuna_dsat.runtime.rank import World
+from optuna_dsat.script.determined_names import ATTRIBUTES, PROVIDED, REFUSED
+from optuna_dsat.script.trial_class import find_trial_class
+
+CLASS = "\nclass MyTrial:\n    def __init__(self, context):\n        self.context = context\n"
+
+
+def refusal(folder: Path, text: str) -> str:
+    (folder / "model_def.py").write_text(text + CLASS)
+    with pytest.raises(UsageError) as raised:
+        find_trial_class("model_def:MyTrial", folder)
+    return str(raised.value)
+
+
+def test_every_name_that_is_promised_is_there() -> None:
+    assert set(package.__all__) >= PROVIDED
+    assert all(hasattr(package, name) for name in PROVIDED)
+    assert not PROVIDED & REFUSED.keys()
+    assert not [name for name in ATTRIBUTES if hasattr(DeepSpeedTrialContext, name)]
+
+
+def test_an_import_of_determined_is_refused_with_the_line_to_write(tmp_path: Path) -> None:
+    told = refusal(
+        tmp_path,
+        "import determined as det\nfrom determined.pytorch import DataLoader, PyTorchTrial\n"
+        "from determined.pytorch import deepspeed as det_ds\n",
+    )
+    assert "line 1: `import determined`" in told
+    assert "line 2: from optuna_dsat.integrations.deepspeed_trial import DataLoader" in told
+    assert "line 2: PyTorchTrial of Determined is not here: derive from DeepSpeedTrial" in told
+    assert "line 3: import the names that you use of deepspeed" in told
+
+
+def test_attributes_of_the_context_are_refused_by_name(tmp_path: Path) -> None:
+    told = refusal(tmp_path, "def seed(self):\n    return self.context.env.trial_seed\n")
+    assert "line 2: context.env of Determined is not here" in told
+    assert "get_trial_seed()" in told
+    context = DeepSpeedTrialContext({}, world=World(rank=0, size=1, local_rank=0, local_size=1))
+    with pytest.raises(AttributeError, match=r"has no env here: use get_hparams"):
+        _ = context.env
+    with pytest.raises(AttributeError, match="has no attribute 'anything'"):
+        _ = context.anything
+
+
+def test_an_import_for_either_library_is_left_alone(tmp_path: Path) -> None:
+    text = "try:\n    from determined.pytorch import DataLoader\nexcept ImportError:\n    pass\n"
+    (tmp_path / "model_def.py").write_text(text + CLASS)
+    assert find_trial_class("model_def:MyTrial", tmp_path).name == "MyTrial"
+
+
+def test_a_name_of_determined_cannot_be_imported_silently() -> None:
+    with pytest.raises(ImportError, match="LRScheduler of Determined is not here: give the scheduler to"):
+        from optuna_dsat.integrations.deepspeed_trial import LRScheduler  # noqa: F401
