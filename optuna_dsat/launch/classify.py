@@ -9,7 +9,7 @@ Nothing here reads a log. The rules, in order of precedence:
 3. A rank that the kernel killed for lack of host memory: SIGKILL not sent by the launcher, and no record. The kernel's
    count of such kills decides. If it cannot be read, SIGKILL means ``host_out_of_memory``, since nothing else commonly
    sends it; if it has not changed, another process sent it, and it is a ``script_error``.
-4. An ``invalid_config`` record, then a ``script_error`` record.
+4. An ``out_of_data`` record (a loader that cannot fill one batch), then ``invalid_config``, then ``script_error``.
 5. A rank that ended without a record: by a signal, or with an exit code of its own (``script_error``). SIGABRT and
    SIGTERM rank below a communication error: NCCL and gloo abort processes, and torchrun ends the siblings of a failed
    rank with SIGTERM.
@@ -218,7 +218,7 @@ def _killed_by_kernel(facts: LaunchFacts) -> Verdict | None:
 
 
 def _own_failure(facts: LaunchFacts) -> Verdict | None:
-    for outcome in (Outcome.INVALID_CONFIG, Outcome.SCRIPT_ERROR):
+    for outcome in (Outcome.OUT_OF_DATA, Outcome.INVALID_CONFIG, Outcome.SCRIPT_ERROR):
         records = _failures(facts, outcome)
         if records:
             record = records[0]
@@ -365,5 +365,10 @@ def _training_samples(facts: LaunchFacts) -> int | None:
 
 
 def _measured_message(facts: LaunchFacts) -> str:
-    steps = [event.step for event in facts.events.get(0, ()) if isinstance(event, StepMeasured)]
-    return f"measured to step {max(steps)}" if steps else "profile taken"
+    steps = [event for event in facts.events.get(0, ()) if isinstance(event, StepMeasured)]
+    if not steps:
+        return "profile taken"
+    evaluation_s = [step.evaluation_s for step in steps if step.step >= facts.start_profile_step]
+    rare = any(evaluation_s) and not all(step.evaluation_s > 0 for step in steps[1:])
+    left_out = f"; {sum(evaluation_s):.3g} s of evaluation between its steps are left out" if rare else ""
+    return f"measured to step {max(step.step for step in steps)}{left_out}"

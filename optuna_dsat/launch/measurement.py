@@ -11,7 +11,7 @@ import random
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from optuna_dsat.runtime.events import (
     BatchSourcesFound,
@@ -33,6 +33,7 @@ __all__ = [
     "merge_ranks",
     "metrics_of",
     "step_time_uncertainty",
+    "without_rare_evaluation",
 ]
 
 
@@ -62,6 +63,8 @@ class GlobalStep:
     rss_bytes: int
     loss: float | None
     """Mean over the ranks that reported a finite loss; None if none did."""
+    evaluation_s: float = 0.0
+    """Part of ``latency_s`` in which the script evaluated or generated."""
 
 
 def merge_ranks(steps: Sequence[StepMeasured], *, data_parallel_size: int, configured_samples: int) -> GlobalStep:
@@ -90,7 +93,22 @@ def merge_ranks(steps: Sequence[StepMeasured], *, data_parallel_size: int, confi
         peak_reserved_bytes=max(s.peak_reserved_bytes for s in steps),
         rss_bytes=max(s.rss_bytes for s in steps),
         loss=statistics.fmean(losses) if losses else None,
+        evaluation_s=max(s.evaluation_s for s in steps),
     )
+
+
+def without_rare_evaluation(steps: Sequence[GlobalStep]) -> list[GlobalStep]:
+    """Return the steps without the time in which the script evaluated or generated, if it does not at every step.
+
+    What happens at every step, such as the generation of reinforcement learning, is part of the training. The first
+    step does not tell: scripts evaluate before they train.
+
+    Args:
+        steps: All steps of a launch so far, in their order.
+    """
+    if all(step.evaluation_s > 0 for step in steps[1:]):
+        return list(steps)
+    return [replace(step, latency_s=step.latency_s - step.evaluation_s, evaluation_s=0.0) for step in steps]
 
 
 def metrics_of(steps: Sequence[GlobalStep], *, flops_per_sample: float, world_size: int) -> dict[str, float]:
@@ -209,8 +227,8 @@ class LaunchRecord:
 
     @property
     def counted(self) -> list[GlobalStep]:
-        """Steps after the warm-up."""
-        return [step for step in self.steps if step.step >= self.start_profile_step]
+        """Steps after the warm-up, without evaluation that does not happen at every step."""
+        return [step for step in without_rare_evaluation(self.steps) if step.step >= self.start_profile_step]
 
     @property
     def observed_micro_batch(self) -> int | None:

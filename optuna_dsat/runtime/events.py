@@ -209,6 +209,10 @@ class StepMeasured(Event):
     """CUDA: peak reserved by the caching allocator; CPU: equal to ``rss_bytes``."""
     rss_bytes: int
     """Peak resident set size of the process."""
+    evaluation_s: float = 0.0
+    """Part of ``latency_s`` from the first to the last forward in evaluation mode or without gradients, summed over
+    the intervals between the phases; 0 if there was none.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,7 +43,12 @@ from optuna_dsat.runtime.lightning_hook import LightningHook
 from optuna_dsat.runtime.meter import Meter, RankState, is_pipeline
 from optuna_dsat.runtime.profiler import Profiler, count_parameters
 from optuna_dsat.runtime.rank import Rank
-from optuna_dsat.runtime.side_effects import disable_checkpoints, redirect_tensorboard, tolerate_mismatched_checkpoints
+from optuna_dsat.runtime.side_effects import (
+    disable_checkpoints,
+    redirect_accelerates_tensorboard,
+    redirect_tensorboard,
+    tolerate_mismatched_checkpoints,
+)
 from optuna_dsat.runtime.trial_config import TrialConfig
 from optuna_dsat.runtime.writer import EventWriter
 
@@ -152,6 +157,7 @@ class DeepSpeedHook:
             watched["torch.optim.optimizer"] = self._optimizers_imported
         if self._plan.trackers_dir:
             watched["torch.utils.tensorboard.writer"] = self._tensorboard_imported
+            watched["accelerate.tracking"] = self._trackers_imported
         ImportWatch(watched).install()
 
     @property
@@ -184,6 +190,9 @@ class DeepSpeedHook:
 
     def _tensorboard_imported(self, writer: ModuleType) -> None:
         redirect_tensorboard(writer.SummaryWriter, Path(self._plan.trackers_dir) / "tensorboard")
+
+    def _trackers_imported(self, tracking: ModuleType) -> None:
+        redirect_accelerates_tensorboard(tracking.TensorBoardTracker, Path(self._plan.trackers_dir) / "tensorboard")
 
     def _deepspeed_imported(self, deepspeed: ModuleType) -> None:
         self._deepspeed = deepspeed

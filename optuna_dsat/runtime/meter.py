@@ -2,7 +2,7 @@
 
 A step ends at a gradient-accumulation boundary. Steps are counted here, from 1: DeepSpeed's own counters
 currently skip none, but schedulers and fp16 overflows affect them. Forward passes in evaluation mode or without
-gradients do not count as training.
+gradients do not count as training; the time that they take between the phases is recorded apart.
 """
 
 from __future__ import annotations
@@ -72,6 +72,8 @@ class _Step:
     """Loss tensor of the last micro-batch; None if not observed."""
     forward_end: Any = None
     """Mark of the last forward's end; None once a backward has followed."""
+    evaluation_s: float = 0.0
+    """Duration of completed intervals of evaluation."""
 
 
 class Meter:
@@ -120,6 +122,8 @@ class Meter:
         self._boundary_s = clock.now()
         self._in_forward = False
         self._module_hooked = False
+        self._evaluation: tuple[float, float] | None = None
+        """Times at which the current interval of evaluation began and its last forward ended; None outside of one."""
         self._end_observation: Callable[[], None] | None = None
         """Ends the current observation of a whole micro-batch; None if there is none."""
 
@@ -128,6 +132,8 @@ class Meter:
         if is_pipeline(self._engine):
             self._engine.module.register_forward_pre_hook(self._on_pipeline_input, with_kwargs=True)
             self._engine.train_batch = self._wrap_train_batch(self._engine.train_batch)
+            if hasattr(self._engine, "eval_batch"):
+                self._engine.eval_batch = self._wrap_evaluation(self._engine.eval_batch)
         else:
             self._engine.forward = self._wrap_forward(self._engine.forward)
             self._engine.backward = self._wrap_backward(self._engine.backward)
@@ -138,11 +144,43 @@ class Meter:
         self._clock.synchronize()
         self._boundary_s = self._clock.now()
 
+    def _wrap_evaluation(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def evaluate(*args: Any, **kwargs: Any) -> Any:
+            self._evaluation_begins()
+            result = original(*args, **kwargs)
+            self._evaluation_continues()
+            return result
+
+        return evaluate
+
+    def _evaluation_begins(self) -> None:
+        """Start an interval of evaluation at a forward outside of training, unless one has started."""
+        if self._state.phase == "between" and self._evaluation is None:
+            self._clock.synchronize()
+            now = self._clock.now()
+            self._evaluation = now, now
+
+    def _evaluation_continues(self) -> None:
+        """Extend the interval of evaluation to the end of a forward."""
+        if self._evaluation is not None:
+            self._clock.synchronize()
+            self._evaluation = self._evaluation[0], self._clock.now()
+
+    def _close_evaluation(self) -> None:
+        """End the interval of evaluation, if there is one, with its last forward: training goes on."""
+        if self._evaluation is not None:
+            start, end = self._evaluation
+            self._step.evaluation_s += end - start
+            self._evaluation = None
+
     def _wrap_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        evaluate = self._wrap_evaluation(original)
+
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not self._is_training():
-                return original(*args, **kwargs)
+                return evaluate(*args, **kwargs)
             self._count_samples((args, kwargs))
             self._in_forward = True
             try:
@@ -251,10 +289,20 @@ class Meter:
             return
         self._module_hooked = True
         self._engine.module.register_forward_pre_hook(self._on_module_input, with_kwargs=True)
+        self._engine.module.register_forward_hook(self._on_module_output)
 
     def _on_module_input(self, _module: Any, args: Any, kwargs: Any) -> None:
-        if not self._in_forward and self._is_training():
+        if self._in_forward:
+            return
+        if self._is_training():
+            self._close_evaluation()
             self._count_direct_samples((args, kwargs))
+        else:
+            self._evaluation_begins()
+
+    def _on_module_output(self, *_: Any) -> None:
+        if not self._in_forward and not self._is_training():
+            self._evaluation_continues()
 
     def _on_pipeline_input(self, module: Any, args: Any, kwargs: Any) -> None:
         if module.training:
@@ -291,6 +339,7 @@ class Meter:
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
+        self._close_evaluation()
         # "batch" contains all three phases and starts with forward, as which a failure is reported.
         self._state.phase = "forward" if name == "batch" else name
         if self._end_observation is not None:  # the wrapped methods observe each phase on its own
@@ -308,6 +357,7 @@ class Meter:
 
     def _finish_step(self) -> None:
         self._close_direct()
+        self._close_evaluation()
         self._clock.synchronize()
         now = self._clock.now()
         step, self._step = self._step, _Step()
@@ -332,6 +382,7 @@ class Meter:
                 peak_allocated_bytes=peaks.allocated,
                 peak_reserved_bytes=peaks.reserved,
                 rss_bytes=peaks.resident,
+                evaluation_s=step.evaluation_s,
             )
         )
         if self._observer is not None:

@@ -26,6 +26,7 @@ from optuna_dsat.runtime.local_rank import default_local_rank
 from optuna_dsat.runtime.meter import RankState
 from optuna_dsat.runtime.rank import Rank
 from optuna_dsat.runtime.reporting import set_current_trial
+from optuna_dsat.runtime.side_effects import TemporaryFolders
 from optuna_dsat.runtime.writer import EventWriteError, EventWriter, events_path
 
 __all__ = ["EXIT_EVENTS_LOST", "FailedExit", "exit_as_python", "exit_code", "run_rank"]
@@ -64,6 +65,7 @@ class _RankProcess:
         self._rank = rank
         self._forked = forked
         self._environment = EnvironmentWatch()
+        self._temporary = TemporaryFolders()
         self._state = RankState()
         self._writer = EventWriter(events_path(plan.events_dir, rank.rank))
 
@@ -131,7 +133,7 @@ class _RankProcess:
             )
         self._finish("profile_done")
         self._wait_for_local_ranks()
-        end_process(0)
+        end_process(0, self._temporary)
 
     def _wait_for_local_ranks(self) -> None:
         """Wait until the other ranks of this host have completed or failed the last step."""
@@ -160,7 +162,7 @@ class _RankProcess:
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         if not self._plan.measures:
             raise FailedExit(1)  # exit handlers of a full training run may save something
-        end_process(1)
+        end_process(1, self._temporary)
 
 
 def die_with_parent() -> None:
@@ -182,11 +184,18 @@ def redirect_output(log_dir: Path, rank: int) -> None:
         os.close(target)
 
 
-def end_process(code: int) -> NoReturn:
-    """End immediately after flushing output, without the teardown of Python, CUDA and the process group (seconds)."""
+def end_process(code: int, temporary: TemporaryFolders | None = None) -> NoReturn:
+    """End immediately after flushing output, without the teardown of Python, CUDA and the process group (seconds).
+
+    Args:
+        code: Exit code.
+        temporary: Folders to remove; None for none.
+    """
     multiprocessing = sys.modules.get("multiprocessing")
     for worker in multiprocessing.active_children() if multiprocessing is not None else ():
         worker.kill()  # data loader workers otherwise outlive this process by seconds
+    if temporary is not None:
+        temporary.remove()
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

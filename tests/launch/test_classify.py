@@ -2,13 +2,22 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from optuna_dsat.launch.classify import LaunchFacts, StopReason, classify, observed_micro_batch
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.runtime.events import EngineReady, Event, RankFailed, RankFinished, RankStarted, StepMeasured
+from optuna_dsat.runtime.events import (
+    BatchSourcesFound,
+    EngineReady,
+    Event,
+    RankFailed,
+    RankFinished,
+    RankStarted,
+    StepMeasured,
+)
 from optuna_dsat.runtime.failure import diagnose
 
 PRUNE = StopReason(outcome=Outcome.PRUNED, message="cannot win")
@@ -259,3 +268,34 @@ def test_a_smaller_batch_may_also_be_the_end_of_the_data() -> None:
     assert "train_micro_batch_size_per_gpu 4, but the script fed batches of at most 2" in message
     assert "set autotuning.max_train_micro_batch_size_per_gpu to 2" in message
     assert "--arg-mapping" in message
+
+
+def test_data_smaller_than_a_micro_batch_are_out_of_data() -> None:
+    what = with_batches(2, 2, 2, 2, 2)
+    loader = {"batch_size": 4, "file": "t.py", "line": 1, "samples": 2, "trains": True}
+    sources = BatchSourcesFound(rank=0, time=1.0, options={}, defaults={}, settings=[], loaders=[loader])
+    events = {**what.events, 0: [*what.events[0], sources]}
+    verdict = classify(facts(events=events, micro_batch=4))
+    assert verdict.outcome is Outcome.OUT_OF_DATA
+    assert "give a rank 2 samples, fewer than the micro-batch of 4" in verdict.message
+
+
+def test_a_record_of_too_few_samples_is_no_error_of_the_script() -> None:
+    record = failed(0, "out_of_data", error_type="TooFewSamplesError", message="The training data has 3 samples")
+    verdict = classify(facts(record, failed(1, "script_error", error_type="ValueError", message="later")))
+    assert verdict.outcome is Outcome.OUT_OF_DATA
+    assert "has 3 samples" in verdict.message
+
+
+@pytest.mark.parametrize(
+    ("seconds", "message"),
+    [
+        ([0.0, 0.0, 2.5], "measured to step 3; 2.5 s of evaluation between its steps are left out"),
+        ([1.0, 1.0, 1.0], "measured to step 3"),
+    ],
+)
+def test_evaluation_that_is_left_out_is_told(seconds: list[float], message: str) -> None:
+    steps = [replace(step(0, number), evaluation_s=one) for number, one in enumerate(seconds, start=1)]
+    seen = {0: [started(0), ready(0), *steps, finished(0, steps=3)]}
+    verdict = classify(facts(events=seen, slots=1, start_profile_step=2, end_profile_step=3, exit_codes={}))
+    assert (verdict.outcome, verdict.message) == (Outcome.MEASURED, message)

@@ -161,3 +161,16 @@ def test_uncertainty_is_students_interval() -> None:
 )
 def test_a_step_time_is_certain_once_its_interval_is_tight(latencies: list[float], certain: bool) -> None:
     assert is_certain(global_steps(latencies), tolerance=0.01) is certain
+
+
+@pytest.mark.parametrize(
+    ("evaluations", "counted"),
+    [([0.0, 0.0, 4.0], [1.0, 1.0]), ([4.0, 4.0, 4.0], [5.0, 5.0]), ([4.0, 0.0, 0.0], [1.0, 1.0])],
+    ids=["rarely", "at every step", "before training"],
+)
+def test_evaluation_counts_only_where_it_happens_at_every_step(evaluations: list[float], counted: list[float]) -> None:
+    record = LaunchRecord(world_size=1, start_profile_step=2)
+    for number, seconds in enumerate(evaluations, start=1):
+        record.add(step_of(step=number, latency_s=1.0 + seconds, evaluation_s=seconds))
+    assert [step.latency_s for step in record.counted] == counted
+    assert [step.latency_s for step in record.steps] == [1.0 + seconds for seconds in evaluations]

@@ -241,3 +241,18 @@ def test_a_wrong_start_says_how_it_is_done() -> None:
     )
     assert done.returncode == 2
     assert done.stderr.startswith("OPTUNA_DSAT_LAUNCH names no launch description.")
+
+
+def test_a_rank_leaves_no_temporary_folder_behind(start: Starter, stubs: Path) -> None:
+    text = (
+        "import multiprocessing.util, pathlib, tempfile\n"
+        "kept = tempfile.TemporaryDirectory()\n"
+        "pathlib.Path(kept.name, 'file').touch()\n"
+        "print(kept.name, multiprocessing.util.get_temp_dir(), flush=True)\n"
+        "raise ValueError('ends early')\n"
+    )
+    launch = start.alone(script(start, text), stubs=stubs)
+    assert launch.exit_code == 1
+    folders = launch.log("stdout").split()
+    assert len(folders) == 2
+    assert not any(Path(folder).exists() for folder in folders)

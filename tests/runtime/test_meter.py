@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -223,3 +224,36 @@ def test_device_phases_are_timed_by_events_and_waited_for_once() -> None:
     clock.synchronize()
     assert len(waits) == 1
     assert clock.seconds(start, end) == 2.5
+
+
+def slow(bench: MeterBench) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a forward that takes two seconds."""
+
+    def forward(batch: torch.Tensor) -> torch.Tensor:
+        bench.clock.time += 2.0
+        return batch
+
+    return forward
+
+
+@pytest.mark.parametrize("fed", ["engine", "module"])
+def test_evaluation_between_steps_is_recorded_apart(fed: str) -> None:
+    bench = MeterBench(Engine)
+    bench.micro_step()
+    if fed == "module":
+        bench.engine.module.forward = slow(bench)
+    bench.clock.time += 5.0  # training data
+    bench.engine.module.eval()
+    for _ in range(3):
+        if fed == "engine":
+            bench.engine(torch.ones(64, 2))  # takes 1 s
+        else:
+            bench.engine.module(torch.ones(64, 2))
+        bench.clock.time += 10.0  # evaluation data
+    bench.engine.module.train()
+    bench.micro_step()
+    first, second = bench.steps
+    forward_s = 1.0 if fed == "engine" else 2.0
+    assert (first.evaluation_s, second.evaluation_s) == (0.0, 2 * 10.0 + 3 * forward_s)
+    assert second.latency_s == 5.0 + 3 * (10.0 + forward_s) + 3.25
+    assert second.samples == 4

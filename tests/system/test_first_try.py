@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -63,3 +64,12 @@ def test_a_script_that_trains_without_deepspeed_is_stopped_and_told_why(tmp_path
     _, errors = Command(tmp_path, "random", *OPTIONS, str(SCRIPTS / "without.py"), "ds.json").finish(code=4)
     assert "the script trains without DeepSpeed" in errors
     assert not (tmp_path / "model.pt").exists()
+
+
+def test_accelerate_without_a_config_gets_one_and_the_printed_command_has_it(tmp_path: Path) -> None:
+    found, errors = tuned(tmp_path, str(SCRIPTS / "accelerated.py"), "ds.json")
+    assert "batch size from --batch-size (now 4)" in errors
+    variables = ("ACCELERATE_USE_DEEPSPEED=true", f"ACCELERATE_DEEPSPEED_CONFIG_FILE={found['config_path']}")
+    assert all(one in shlex.split(found["command"]) for one in variables), found["command"]
+    assert "optimizer" not in found["config"], "the script builds its own"
+    assert not (tmp_path / "logs").exists(), "the tracker writes into the launch's folder"
