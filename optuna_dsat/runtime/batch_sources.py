@@ -101,7 +101,7 @@ class BatchSources:
                 {"file": file, "key": key, "value": value}
                 for (file, key), value in list(self._settings.items())[:_MOST]
             ],
-            loaders=[loader.described() for loader in self._loaders if loader.batch_size is not None][:_MOST],
+            loaders=[loader.described() for loader in self._loaders if loader.tells][:_MOST],
         )
 
     def _note_option(self, option: str, value: Any) -> None:
@@ -220,11 +220,20 @@ class _Loader:
 
     def measure(self, loader: Any) -> None:
         """Note how many samples a rank gets in an epoch."""
-        source = getattr(getattr(loader, "batch_sampler", None), "sampler", None) or getattr(loader, "sampler", None)
+        batches = getattr(loader, "batch_sampler", None)
+        if hasattr(batches, "samples_per_rank"):  # a ``DeepSpeedTrial``'s, which shards by itself
+            self.samples = batches.samples_per_rank
+            return
+        source = getattr(batches, "sampler", None) or getattr(loader, "sampler", None)
         try:
             self.samples = len(source)  # type: ignore[arg-type]
         except (TypeError, NotImplementedError, AttributeError):
             self.samples = None
+
+    @property
+    def tells(self) -> bool:
+        """Whether anything is known of it."""
+        return self.batch_size is not None or self.samples is not None
 
     def described(self) -> dict[str, Any]:
         """Return what the event says of it."""

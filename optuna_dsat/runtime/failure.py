@@ -22,7 +22,7 @@ from typing import Any
 
 from optuna_dsat.outcome import Outcome
 
-__all__ = ["Diagnosis", "diagnose", "format_traceback", "missing_bytes", "without_runtime_frames"]
+__all__ = ["Diagnosis", "TooFewSamplesError", "diagnose", "format_traceback", "missing_bytes", "without_runtime_frames"]
 
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _ALLOCATION = re.compile(
@@ -84,6 +84,10 @@ _COMMUNICATION = (
 )
 
 
+class TooFewSamplesError(ValueError):
+    """The training data fill no batch of the size that the launch asks for."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
     """Classification of one exception."""
@@ -110,6 +114,8 @@ def diagnose(error: BaseException, *, phase: str, device: str, limited: bool) ->
             return Diagnosis(outcome=memory, missing_bytes=missing_bytes(str(link)))
     if any(_is_communication(link, phase) for link in _exception_chain(error)):
         return Diagnosis(outcome=Outcome.COMMUNICATION_ERROR, missing_bytes=None)
+    if isinstance(error, TooFewSamplesError) or _ended_its_data(error):
+        return Diagnosis(outcome=Outcome.OUT_OF_DATA, missing_bytes=None)
     if _is_config_rejection(error, phase):
         return Diagnosis(outcome=Outcome.INVALID_CONFIG, missing_bytes=None)
     return Diagnosis(outcome=Outcome.SCRIPT_ERROR, missing_bytes=None)
@@ -223,6 +229,13 @@ def _is_communication(error: BaseException, phase: str) -> bool:
     if isinstance(error, ConnectionError | TimeoutError):
         return phase != "script" and phase != "between"  # elsewhere it is the script's own connection
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _COMMUNICATION)
+
+
+def _ended_its_data(error: BaseException) -> bool:
+    """Return whether an iterator of the script had no more to give: ``next`` on a loader that drops all it has."""
+    return isinstance(error, StopIteration) or (
+        isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration)
+    )
 
 
 def _is_config_rejection(error: BaseException, phase: str) -> bool:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from optuna_dsat.config.ds_config import MICRO_BATCH
 from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.store import StoredProfile
 from optuna_dsat.study.context import StudyContext
 from optuna_dsat.study.profile import ProfileAttempt, Profiled, measure_profile
 from optuna_dsat.study.progress import ProfileFinished, ProfileStarted
-from optuna_dsat.study.space import largest_micro_batches, objective
+from optuna_dsat.study.space import largest_micro_batches, micro_batch_cap, objective
 from optuna_dsat.study.stored import attributes_of, has_trials
+from optuna_dsat.study.user_config import user_config
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import differences_in_words
 
@@ -59,6 +61,13 @@ class ProfileTurn:
                 largest_micro_batches=largest,
             )
         )
+        samples = profiled.samples_per_rank
+        if samples is not None and micro_batch_cap(self._spec, profiled) == samples:
+            own = user_config(profiled.followed_by(self._spec))[0][MICRO_BATCH]
+            self._context.say(
+                f"The training data give a rank {samples} samples in an epoch: no larger micro-batch is tried."
+                + (f" Your own, {own}, is not reached and cannot be compared with." if own > samples else "")
+            )
         if objective(self._spec, profiled) != self._spec.metric:
             self._context.say(
                 "FLOPs could not be counted for this model: throughput is optimised instead, "

@@ -140,7 +140,8 @@ class TrialRecorder:
 
     def _raise_script_failure(self, flight: Flight, report: LaunchReport) -> None:
         """Raise ``ScriptFailedError`` if further launches would fail like this one."""
-        if report.outcome is Outcome.OUT_OF_DATA and flight.is_user_config:
+        ended = report.outcome is Outcome.OUT_OF_DATA and not self._exceeds_data(flight)
+        if ended and flight.is_user_config:
             raise ScriptFailedError(
                 f"With your own config {report.message}. Give it more data or more steps, or measure fewer: "
                 "--start-profile-step 1 --end-profile-step 2.",
@@ -153,6 +154,11 @@ class TrialRecorder:
                 traceback_tail=report.error_excerpt,
                 log_path=report.log_path,
             )
+
+    def _exceeds_data(self, flight: Flight) -> bool:
+        """Whether a launch asked for a micro-batch beyond the samples of a rank, which smaller ones remedy."""
+        samples = self._profiled.samples_per_rank
+        return samples is not None and int(flight.request.ds_config[ds_config.MICRO_BATCH]) > samples
 
     def _notify(self, flight: Flight, report: LaunchReport, value: float | None) -> None:
         trials = self._trials()

@@ -11,6 +11,8 @@ import torch
 import yaml
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset, dataloader
 
+from optuna_dsat.integrations.deepspeed_trial.loaders import DataLoader as ShardedLoader
+from optuna_dsat.integrations.deepspeed_trial.loaders import Shard
 from optuna_dsat.runtime.batch_sources import BatchSources
 from optuna_dsat.runtime.config_option import default_config_option
 
@@ -92,6 +94,14 @@ def test_a_loader_is_noted_with_its_place_and_samples() -> None:
     assert (found["batch_size"], found["samples"], found["trains"]) == (4, 10, False)
     assert Path(found["file"]).name == Path(__file__).name
     assert sizes(loader) == [4, 4, 2]
+
+
+@pytest.mark.parametrize(("shards", "samples"), [(1, 10), (4, 2)])
+def test_a_deepspeed_trials_loader_tells_the_samples_of_a_rank(shards: int, samples: int) -> None:
+    made = sources()
+    ShardedLoader(data(10), batch_size=16).training(Shard(rank=0, size=shards))
+    (found,) = made.event(rank=0).loaders
+    assert found["samples"] == samples
 
 
 @pytest.mark.parametrize("how", ["positional", "keyword", "sampler"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.runtime.failure import diagnose, missing_bytes, without_runtime_frames
+from optuna_dsat.runtime.failure import TooFewSamplesError, diagnose, missing_bytes, without_runtime_frames
 
 OOM, HOST = Outcome.OUT_OF_MEMORY, Outcome.HOST_OUT_OF_MEMORY
 BROKEN, LOST = Outcome.SCRIPT_ERROR, Outcome.COMMUNICATION_ERROR
@@ -257,3 +257,12 @@ def test_the_traceback_starts_at_the_script() -> None:
     trace = without_runtime_frames(caught.value.__traceback__, str(__file__))
     assert trace is not None
     assert trace.tb_frame.f_code.co_filename == "/home/user/train.py"
+
+
+def test_data_that_fill_no_batch_are_out_of_data() -> None:
+    short = TooFewSamplesError("The training data has 3 samples: too few for a batch of 8")
+    in_generator = RuntimeError("generator raised StopIteration")
+    in_generator.__cause__ = StopIteration()
+    for error in (short, StopIteration(), in_generator):
+        assert diagnose(error, phase="between", device="cpu", limited=False).outcome is Outcome.OUT_OF_DATA
+    assert diagnose(ValueError("another"), phase="between", device="cpu", limited=False).outcome is BROKEN

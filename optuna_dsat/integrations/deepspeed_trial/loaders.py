@@ -11,6 +11,8 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset, Sampler
 
+from optuna_dsat.runtime.failure import TooFewSamplesError
+
 __all__ = ["BatchPlan", "DataLoader", "Shard", "set_epoch"]
 
 
@@ -130,10 +132,10 @@ class BatchPlan:
         The remainder that cannot be divided equally among the ranks is dropped.
 
         Raises:
-            ValueError: If there are too few samples for one batch per rank.
+            TooFewSamplesError: If there are too few samples for one batch per rank.
         """
         if len(self) == 0:
-            raise ValueError(
+            raise TooFewSamplesError(
                 f"The training data has {self._samples()} samples: too few for a batch of {self._loader.batch_size} on "
                 f"each of {self._shard.size} data-parallel ranks."
             )
@@ -173,6 +175,11 @@ class BatchPlan:
             )
         return batches
 
+    @property
+    def samples_per_rank(self) -> int | None:
+        """Samples of a rank in an epoch; None if a ``batch_sampler`` decides."""
+        return None if self._loader.yields_batches else self._samples() // self._shard.size
+
     def _samples(self) -> int:
         order = self._loader.order
         return len(self._loader.dataset if order is None or self._loader.yields_batches else order)
@@ -198,6 +205,11 @@ class _Endless(Sampler[list[int]]):
 
     def __init__(self, plan: BatchPlan, epoch: int, offset: int) -> None:
         self._plan, self._epoch, self._offset = plan, epoch, offset
+
+    @property
+    def samples_per_rank(self) -> int | None:
+        """Samples of this rank in an epoch; None if the script's own batch sampler decides."""
+        return self._plan.samples_per_rank
 
     def __iter__(self) -> Iterator[list[int]]:
         yield from self._plan.training(self._epoch)[self._offset :]
