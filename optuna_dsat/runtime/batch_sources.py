@@ -220,7 +220,7 @@ class _Loader:
 
     def measure(self, loader: Any) -> None:
         """Note how many samples a rank gets in an epoch."""
-        batches = getattr(loader, "batch_sampler", None)
+        batches: Any = getattr(loader, "batch_sampler", None)
         if hasattr(batches, "samples_per_rank"):  # a ``DeepSpeedTrial``'s, which shards by itself
             self.samples = batches.samples_per_rank
             return

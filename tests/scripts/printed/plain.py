@@ -1,0 +1,21 @@
+"""One step, its config by an option; writes what its engine got: plain.py [--deepspeed_config F] [--batch B]."""
+
+import argparse
+import json
+from pathlib import Path
+
+import deepspeed
+import torch
+
+parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+parser.add_argument("--local_rank", type=int, default=-1)
+parser.add_argument("--batch", type=int, default=0)
+args = parser.parse_args()
+launched = args.local_rank  # before DeepSpeed sets it
+model = torch.nn.Linear(4, 1)
+engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
+size = args.batch or engine.train_micro_batch_size_per_gpu()
+engine.backward(engine(torch.ones(size, 4)).mean())
+engine.step()
+found = {"stage": engine.zero_optimization_stage(), "batch": size, "local_rank": launched}
+Path("got.json").write_text(json.dumps(found))
