@@ -20,8 +20,10 @@ _DEVICE_OPTIONS = ("--gpus-per-trial", "--cpu-ranks")
 
 
 def is_experiment(words: Sequence[str], *, cwd: Path) -> bool:
-    """Return whether arguments begin with an experiment configuration and a model directory."""
-    return len(words) > 1 and words[0].endswith(_SUFFIXES) and words[1] != NO_CONFIG and (cwd / words[1]).is_dir()
+    """Return whether arguments begin with an experiment configuration and a model directory that exist."""
+    if len(words) < 2 or not words[0].endswith(_SUFFIXES) or words[1] == NO_CONFIG:
+        return False
+    return (cwd / words[0]).is_file() and (cwd / words[1]).is_dir()
 
 
 def unfold_experiment(words: Sequence[str], *, own: Sequence[str], known: frozenset[str], cwd: Path) -> list[str]:

@@ -38,6 +38,7 @@ def unfolded(folder: Path, *words: str, own: tuple[str, ...] = ()) -> list[str]:
 def test_the_form_is_told_from_a_script(places: Path) -> None:
     assert is_experiment(["exp.yaml", "model"], cwd=places)
     assert not is_experiment(["exp.yaml", "none"], cwd=places)
+    assert not is_experiment(["none.yaml", "model"], cwd=places)
     assert not is_experiment(["train.py", "model"], cwd=places)
     assert not is_experiment(["exp.yaml"], cwd=places)
 
