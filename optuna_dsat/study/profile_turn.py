@@ -63,7 +63,8 @@ class ProfileTurn:
         )
         samples = profiled.samples_per_rank
         if samples is not None and micro_batch_cap(self._spec, profiled) == samples:
-            own = user_config(profiled.followed_by(self._spec))[0][MICRO_BATCH]
+            config, _ = user_config(profiled.followed_by(self._spec), data_parallel_size=profiled.data_parallel_size)
+            own = config[MICRO_BATCH]
             self._context.say(
                 f"The training data give a rank {samples} samples in an epoch: no larger micro-batch is tried."
                 + (f" Your own, {own}, is not reached and cannot be compared with." if own > samples else "")
