@@ -121,7 +121,7 @@ def with_autotuning(given: Given, *, keep_values: bool = False) -> tuple[Given, 
     Args:
         given: The options.
         keep_values: Whether knobs that the config gives as single values stay so, as in DeepSpeed's autotuner, if
-            the config has such a section.
+            the config enables that.
 
     Raises:
         ConfigError: If the config cannot be read.
@@ -138,7 +138,7 @@ def with_autotuning(given: Given, *, keep_values: bool = False) -> tuple[Given, 
             wanted["gpus_per_trial"] = gpus
         elif len(user.autotuning.gpu_counts) < 2:  # those of a list are named by ``searches_by_gpus``
             notes.append(_too_many(gpus, available))
-    kept = _single_values(options, user) if keep_values and user.raw.get("autotuning") else {}
+    kept = _single_values(options, user) if keep_values and user.autotuning.enabled else {}
     if kept:
         notes.append(
             "Kept as your config says, as DeepSpeed's autotuner does: "

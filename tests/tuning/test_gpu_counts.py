@@ -59,7 +59,9 @@ def test_an_option_wins_over_a_single_value(bench: EntryPointBench) -> None:
     assert (spec.zero_stages, spec.no_tune) == ((1, 3), ())
 
 
-@pytest.mark.parametrize(("method", "section"), [("asha", {"enabled": True}), (None, {})])
+@pytest.mark.parametrize(
+    ("method", "section"), [("asha", {"enabled": True}), (None, {"max_train_micro_batch_size_per_gpu": 16})]
+)
 def test_a_named_method_and_a_config_for_no_other_tuner_search_all_stages(
     bench: EntryPointBench, method: str | None, section: dict[str, Any]
 ) -> None:
