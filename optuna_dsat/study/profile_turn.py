@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from optuna_dsat.config.ds_config import MICRO_BATCH
 from optuna_dsat.launch.measurement import LaunchRecord
@@ -38,6 +40,7 @@ class ProfileTurn:
         self._spec = context.spec
         self._store = context.store
         self._reuse = reuse
+        self._differences_said = False
         self.fingerprint = fingerprint
         """Key of the profile that is used: that of an earlier run if the study goes on with its profile."""
 
@@ -125,10 +128,16 @@ class ProfileTurn:
     def _attempt_ended(self, report: LaunchReport, record: LaunchRecord) -> None:
         self._context.record_launch(report, record, purpose="profile")
         if record.engine is not None and record.engine.config_differences and not report.outcome.infeasible:
-            if not self._spec.script.config_path:
-                self._context.say("The config that the script passes to deepspeed.initialize is the baseline.")
-                return
-            file = Path(self._spec.script.config_path).name
-            words = differences_in_words(record.engine.config_differences, file=file)
-            if words:
-                self._context.say(words)
+            self._say_differences(record.engine.config_differences)
+
+    def _say_differences(self, differences: Mapping[str, Sequence[Any]]) -> None:
+        """Say once, whatever further launches prove, that the script passes another config than the file."""
+        if self._differences_said:
+            return
+        self._differences_said = True
+        path = self._spec.script.config_path
+        words = "The config that the script passes to deepspeed.initialize is the baseline."
+        if path:
+            words = differences_in_words(differences, file=Path(path).name)
+        if words:
+            self._context.say(words)

@@ -42,17 +42,16 @@ def test_a_module_is_tuned_and_resumed_as_a_script_is(tmp_path: Path) -> None:
     assert errors.startswith("optuna-dsat: The module trainer.train is not found from ")
 
 
-def test_a_script_that_ignores_its_micro_batch_is_told_after_the_first_launch(example: Path) -> None:
-    _, errors = Command(example, "random", str(OWN_BATCH), CONFIG, *OPTIONS).finish(code=4)
+def test_a_script_with_an_option_for_its_batch_size_is_followed_and_told_so(example: Path) -> None:
+    output, errors = Command(example, "random", str(OWN_BATCH), CONFIG, *OPTIONS, "--json").finish()
     lines = errors.splitlines()
-    [remedy] = [line for line in lines if line.startswith("optuna-dsat: ")]
-    assert "train_micro_batch_size_per_gpu 1, but the script fed batches of 6" in remedy
-    assert remedy.endswith("--arg-mapping train_micro_batch_size_per_gpu=--OPTION")
+    assert "The script takes its batch size from --batch-size (now 6); it follows each configuration." in lines
+    assert json.loads(output)["command"].endswith("own_batch.py --batch-size 6")
     [own] = [line for line in lines if line.startswith("The script passes a DeepSpeed config of its own")]
     assert 'optimizer.type is "Adam" ("AdamW" in the file)' in own
     assert "train_micro_batch_size_per_gpu is 6 (4 in the file)" in own
     launches = [path.parent.name for path in example.glob("optuna-dsat-output/*/*/launch.json")]
-    assert launches == ["profile"]
+    assert sorted(launches) == ["profile", "profile-batch-0-12", "trial-0000"]
 
 
 def test_a_mapped_option_is_the_remedy(launch: Launch) -> None:
