@@ -55,7 +55,7 @@ class Rig:
         self.landscape = landscape
         self.launches: list[Launch] = []
         self.posterior_means: Sequence[Mapping[str, Any] | None] | None = None
-        """After each launch the config that the method believes to be best, where it has a belief of its own."""
+        """After each launch the config of the best posterior mean; None for methods without a posterior."""
         self._budget = budget
         self._launcher = SimulatedLauncher(landscape, total_slots=landscape.slots, noise=noise, seed=seed)
         self._requests: dict[str, LaunchRequest] = {}
