@@ -20,7 +20,7 @@ from optuna_dsat.cli.commands import lift_option, spread_numbers, with_options
 from optuna_dsat.cli.dashboard import dashboard
 from optuna_dsat.cli.doctor import doctor
 from optuna_dsat.cli.explain import explain
-from optuna_dsat.cli.launch_prefix import unfold_command
+from optuna_dsat.cli.launch_prefix import SEARCHES, unfold_command
 from optuna_dsat.cli.options_file import find_options, read_options
 from optuna_dsat.cli.password import hide_password
 from optuna_dsat.cli.plan import plan
@@ -111,7 +111,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
     signal.signal(signal.SIGTERM, interrupt)
     try:
         arguments = lift_option(spread_numbers(arguments, "--zero-stages"), "--options")
-        arguments = unfold_command(arguments, _commands(), cwd=Path.cwd())
+        if SEARCHES.intersection(arguments):  # other commands are spared the parsers of all of them
+            arguments = unfold_command(arguments, _commands(), cwd=Path.cwd())
         code = app(args=arguments, standalone_mode=False)
         sys.stdout.flush()  # a closed pipe raises here rather than at the interpreter's exit
     except DsatError as error:

@@ -36,6 +36,7 @@ from optuna_dsat.runtime.events import (
     RankStarted,
     StepMeasured,
 )
+from optuna_dsat.script.batch_rule import samples_per_rank
 
 __all__ = ["LaunchFacts", "StopReason", "Verdict", "classify", "observed_micro_batch"]
 
@@ -353,14 +354,8 @@ def _batch_differs(facts: LaunchFacts) -> Verdict | None:
 
 def _training_samples(facts: LaunchFacts) -> int | None:
     """Return the samples of one rank in an epoch of the data loader that feeds the engine; None if unknown."""
-    sizes = [
-        loader["samples"]
-        for events in facts.events.values()
-        for event in events
-        if isinstance(event, BatchSourcesFound)
-        for loader in event.loaders
-        if loader["trains"] and loader["samples"]
-    ]
+    found = [event for events in facts.events.values() for event in events if isinstance(event, BatchSourcesFound)]
+    sizes = [size for event in found if (size := samples_per_rank(event)) is not None]
     return min(sizes, default=None)
 
 

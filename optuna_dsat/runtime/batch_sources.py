@@ -41,6 +41,7 @@ class BatchSources:
             "key": K, "own": B, "scale": S}`` with the script's own number B and the ranks times accumulation S that a
             setting counts; empty if nothing is replaced here.
         fed: Returns how many micro-batches the engine was fed so far.
+        noting: Whether settings files are noted: a launch that already knows what it follows reads that one alone.
         repeat: Whether a data loader that feeds the engine begins again instead of ending.
     """
 
@@ -51,7 +52,9 @@ class BatchSources:
         follow: Mapping[str, Any],
         fed: Callable[[], int],
         repeat: bool,
+        noting: bool = True,
     ) -> None:
+        self._noting = noting
         self._micro_batch = micro_batch
         self._follow = follow
         self._fed = fed
@@ -110,8 +113,14 @@ class BatchSources:
 
     def _note_settings(self, source: Any, found: Any) -> None:
         """Note the numbers of a settings file, and replace the one that follows the launch."""
+        if not self._noting and self._follow.get("kind") != "setting":
+            return
         file = _name_of(source)
-        if file is None or not isinstance(found, MutableMapping | MutableSequence):
+        if (
+            file is None
+            or not (self._noting or file == self._follow["file"])
+            or not isinstance(found, MutableMapping | MutableSequence)
+        ):
             return
         for holder, name, key, value in _numbers(found):
             self._settings.setdefault((file, key), value)

@@ -133,7 +133,11 @@ class DeepSpeedHook:
         self._meter: Meter | None = None
         self._config = TrialConfig(plan, world_size=rank.world_size)
         self._batch_sources = BatchSources(
-            micro_batch=self._config.micro_batch, follow=plan.batch_source, fed=lambda: state.fed, repeat=True
+            micro_batch=self._config.micro_batch,
+            follow=plan.batch_source,
+            fed=lambda: state.fed,
+            repeat=True,
+            noting=plan.purpose == "profile",
         )
         self._differences: dict[str, list[Any]] = {}
         """Differences of the config that the script got from ``get_ds_config_from_hparams``."""

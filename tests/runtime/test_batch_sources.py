@@ -87,6 +87,18 @@ def test_settings_files_are_noted_and_followed(tmp_path: Path, kind: str) -> Non
     assert noted == {"train.batch": 4, "epochs": 3}
 
 
+def test_a_launch_that_finds_nothing_out_leaves_settings_files_alone(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({"train": {"batch": 4}}))
+    follow = {"kind": "setting", "file": str(path), "key": "train.batch", "own": 4, "scale": 1}
+    for rule, batch in (({}, 4), (follow, 8), ({**follow, "file": "other.json"}, 4)):
+        made = BatchSources(micro_batch=8, follow=rule, fed=Fed(), repeat=True, noting=False)
+        with path.open() as opened:
+            found = json.loads(opened.read())
+            made._note_settings(opened, found)
+        assert found == {"train": {"batch": batch}}
+
+
 def test_a_loader_is_noted_with_its_place_and_samples() -> None:
     made = sources()
     loader = DataLoader(data(), 4)
