@@ -68,11 +68,9 @@ def test_kill_9_ends_the_launch_and_resume_measures_what_an_unbroken_study_does(
     tuner = start(*search("killed", SQLITE, budget=BUDGET))
     events = trial_folder(folder / "optuna-dsat-output", "killed", 1) / "events" / "rank0.jsonl"
     wait_until(events.exists, what="the rank of the second launch is alive")
-    launched = tuner.launched()
-    assert len(launched) >= 2, "torchrun and its rank"
+    assert len(tuner.launched()) >= 2, "torchrun and its rank"
     tuner.kill()
-    wait_until(lambda: not any(process.key.alive for process in launched), what="its launch is gone", limit_s=10.0)
-    assert tuner.launched() == []
+    wait_until(lambda: not tuner.launched(), what="its launch is gone, with what a rank started meanwhile", limit_s=10.0)
     start("resume", "killed", "--storage", SQLITE, "--quiet").finish()
     study = StoredStudy.read(f"sqlite:///{folder / DATABASE}", "killed")
     study.check_whole(budget=BUDGET)
