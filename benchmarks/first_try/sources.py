@@ -1,0 +1,58 @@
+"""Where a script comes from: a folder of repositories, or GitHub; always into a temporary folder."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from benchmarks.first_try.entry import Entry
+
+__all__ = ["SourceError", "check_out"]
+
+_GIT_S = 900.0
+
+
+class SourceError(RuntimeError):
+    """A repository, or its commit, cannot be had."""
+
+
+def check_out(entry: Entry, target: Path, sources: Path | None = None) -> None:
+    """Write the files of an entry's commit to ``target``.
+
+    Args:
+        entry: The entry.
+        target: A folder to create.
+        sources: Folder with git directories ``OWNER+NAME``, ``OWNER+NAME/repo``, ``OWNER/NAME`` or their ``.git``;
+            None to fetch the one commit from GitHub.
+
+    Raises:
+        SourceError: If it cannot be had.
+    """
+    target.mkdir(parents=True)
+    if sources is None:
+        git_dir = target.parent / f"{target.name}.git"
+        _git("init", "--quiet", "--bare", str(git_dir))
+        url = f"https://github.com/{entry.repository}"
+        _git("--git-dir", str(git_dir), "fetch", "--quiet", "--depth", "1", url, entry.commit)
+    else:
+        git_dir = _stored(entry.repository, sources)
+    archive = target.parent / f"{target.name}.tar"
+    _git("--git-dir", str(git_dir), "archive", "--format", "tar", "--output", str(archive), entry.commit)
+    subprocess.run(["tar", "-xf", str(archive), "-C", str(target)], check=True, timeout=_GIT_S)
+    archive.unlink()
+
+
+def _stored(repository: str, sources: Path) -> Path:
+    owner, _, name = repository.partition("/")
+    for base in (sources / f"{owner}+{name}", sources / owner / name):
+        for found in (base / "repo" / ".git", base / "repo", base / ".git", base, base.with_name(base.name + ".git")):
+            if (found / "HEAD").is_file():
+                return found
+    raise SourceError(f"{repository} is not among {sources}")
+
+
+def _git(*arguments: str) -> None:
+    done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=_GIT_S, check=False)
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:] or [str(done.returncode)]
+        raise SourceError(f"git {arguments[0]}: {last[0]}")

@@ -1,0 +1,94 @@
+"""CUDA calls that place tensors or choose a device, led to the CPU where there is no GPU."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+__all__ = ["AFTER"]
+
+_FACTORIES = (
+    *("arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm"),
+    *("tensor", "zeros", "empty_like", "full_like", "ones_like", "rand_like", "randn_like", "zeros_like"),
+)
+_CUDA = re.compile(r"cuda(:\d+)?$")
+
+
+def _on_cpu(value: Any) -> Any:
+    """Return a device as it is, or the CPU where it is a GPU or the number of one."""
+    if isinstance(value, bool):
+        return value
+    kind = getattr(value, "type", None) if type(value).__name__ == "device" else None
+    return "cpu" if kind == "cuda" or isinstance(value, int) or (isinstance(value, str) and _CUDA.match(value)) else value
+
+
+def _led(function: Callable[..., Any], *, positional: bool) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("device") is not None:
+            kwargs["device"] = _on_cpu(kwargs["device"])
+        if positional and len(args) > 1:
+            args = (args[0], _on_cpu(args[1]), *args[2:])
+        return function(*args, **kwargs)
+
+    return run
+
+
+def _same(tensor: Any, *_: Any, **__: Any) -> Any:
+    return tensor
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _torch(torch: ModuleType) -> None:
+    if torch.cuda.is_available():
+        return
+    for owner in (torch.Tensor, torch.nn.Module):
+        owner.to = _led(owner.to, positional=True)
+        owner.cuda = _same
+    for name in _FACTORIES:
+        setattr(torch, name, _led(getattr(torch, name), positional=False))
+    for name in ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "ipc_collect"):
+        setattr(torch.cuda, name, _nothing)
+    torch.cuda.current_device = lambda: int(os.environ.get("LOCAL_RANK", "0"))
+    torch.cuda.device_count = _for_scripts(torch.cuda.device_count)
+    torch.distributed.init_process_group = _over_gloo(torch.distributed.init_process_group, "backend")
+
+
+def _for_scripts(count: Callable[[], int]) -> Callable[[], int]:
+    """Return a count of devices that tells a script of the checkout, and nobody else, of one for each rank."""
+    folder = os.environ.get("FIRST_TRY_CHECKOUT", "")
+
+    @functools.wraps(count)
+    def devices() -> int:
+        asked_by = sys._getframe(1).f_code.co_filename
+        if folder and os.path.abspath(asked_by).startswith(folder + os.sep):  # noqa: PTH100 (as a rank starts)
+            return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return count()
+
+    return devices
+
+
+def _over_gloo(function: Callable[..., Any], keyword: str) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args = tuple("gloo" if one == "nccl" else one for one in args)
+        if kwargs.get(keyword) == "nccl":
+            kwargs[keyword] = "gloo"
+        return function(*args, **kwargs)
+
+    return run
+
+
+def _communication(comm: ModuleType) -> None:
+    comm.init_distributed = _over_gloo(comm.init_distributed, "dist_backend")
+
+
+AFTER = {"torch": _torch, "deepspeed.comm.comm": _communication}
