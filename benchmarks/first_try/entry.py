@@ -59,6 +59,14 @@ class Entry:
     files: Mapping[str, Any] = field(default_factory=dict)
     """Path relative to the repository -> its content: a string as it is, anything else as JSON, or
     ``{generate: NAME, ...}`` for a generator of ``stand_ins/files.py``."""
+    models: Mapping[str, str] = field(default_factory=dict)
+    """Model of the hub, or folder relative to ``folder`` that begins with ``.`` -> kind of ``stand_ins/hub.py`` that
+    stands in for it."""
+    datasets: Mapping[str, str] = field(default_factory=dict)
+    """Data set of the hub -> kind of ``stand_ins/hub_datasets.py`` that stands in for it."""
+    python: str = ""
+    """Name of the environment that its script needs, given to the runner as ``--python NAME=INTERPRETER``; empty for the
+    runner's own."""
     edits: tuple[Edit, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables that its README has the user set, or that its stand-ins read."""

@@ -1,0 +1,49 @@
+"""What scripts that load models and data sets of the Hugging Face hub find instead of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from benchmarks.first_try.entry import Entry
+
+__all__ = ["prepare_hub"]
+
+_ROOT = Path(__file__).parents[2]
+
+
+def prepare_hub(entry: Entry, *, python: str, folder: Path, cwd: Path) -> Mapping[str, str]:
+    """Write the stand-ins for an entry's models and data sets; return the variables by which its script finds them.
+
+    Args:
+        entry: The script.
+        python: Interpreter of the script's environment.
+        folder: Where ``HF_HOME`` and the rows are put, outside of the checkout.
+        cwd: The folder in which its command runs, to which names of models that begin with ``.`` are relative.
+
+    Raises:
+        subprocess.CalledProcessError: If a model cannot be written.
+    """
+    home, rows = folder / "hf", folder / "datasets"
+    environment = {**os.environ, "PYTHONPATH": str(_ROOT), "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    for module, target, named in (("hub", home, entry.models), ("hub_datasets", rows, entry.datasets)):
+        target.mkdir(parents=True, exist_ok=True)
+        if named:
+            subprocess.run(
+                [python, "-m", f"benchmarks.first_try.stand_ins.{module}", str(target)]
+                + [f"{name}={kind}" for name, kind in named.items()],
+                cwd=cwd,
+                env=environment,
+                check=True,
+                capture_output=True,
+                text=True,
+            )
+    return {
+        "HF_HOME": str(home),
+        "HF_HUB_OFFLINE": "1",
+        "FIRST_TRY_DATASETS": str(rows),
+        "TOKENIZERS_PARALLELISM": "false",
+        "WANDB_MODE": "offline",
+    }

@@ -1,0 +1,22 @@
+"""The one operator that torchvision's Python needs to be declared where its compiled part does not fit torch's build."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+__all__ = ["AFTER"]
+
+
+def _declare(torch: ModuleType) -> None:
+    found = importlib.util.find_spec("torchvision")
+    if found is None or found.origin is None or torch.version.cuda is not None:
+        return
+    try:
+        torch.ops.load_library(str(Path(found.origin).parent / "_C.so"))
+    except (OSError, RuntimeError):  # built for CUDA, which this torch lacks
+        torch.library.define("torchvision::nms", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+AFTER = {"torch": _declare}
