@@ -1,4 +1,4 @@
-"""The one operator that torchvision's Python needs to be declared where its compiled part does not fit torch's build."""
+"""The operators that torchvision's Python needs declared where its compiled part does not fit torch's build."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def _declare(torch: ModuleType) -> None:
     try:
         torch.ops.load_library(str(Path(found.origin).parent / "_C.so"))
     except (OSError, RuntimeError):  # built for CUDA, which this torch lacks
-        torch.library.define("torchvision::nms", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        for name in ("nms", "qnms"):
+            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 AFTER = {"torch": _declare}
