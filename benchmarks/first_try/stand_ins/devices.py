@@ -43,8 +43,14 @@ def _same(tensor: Any, *_: Any, **__: Any) -> Any:
     return tensor
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
+def _nothing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of its own that does nothing: torch.compile knows each function of torch by its identity."""
+
+    @functools.wraps(function)
+    def nothing(*_: Any, **__: Any) -> None:
+        return None
+
+    return nothing
 
 
 def _torch(torch: ModuleType) -> None:
@@ -56,7 +62,7 @@ def _torch(torch: ModuleType) -> None:
     for name in _FACTORIES:
         setattr(torch, name, _led(getattr(torch, name), positional=False))
     for name in ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "ipc_collect"):
-        setattr(torch.cuda, name, _nothing)
+        setattr(torch.cuda, name, _nothing(getattr(torch.cuda, name)))
     torch.cuda.current_device = lambda: int(os.environ.get("LOCAL_RANK", "0"))
     torch.cuda.device_count = _for_scripts(torch.cuda.device_count)
     torch.distributed.init_process_group = _over_gloo(torch.distributed.init_process_group, "backend")
