@@ -16,6 +16,8 @@
     side_effects        disables checkpoints and monitors during a trial
     reporting           public functions for training loops that the hook cannot observe
     meter, clock        measure each optimizer step
+    inputs              samples and elements of what the engine is fed
+    loss_scaling        steps that the loss scaler skipped
     profiler            parameters, activations and FLOPs, measured in the profile launch
     device_memory       memory peaks and limits
     failure             exception -> outcome

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar
 
 __all__ = [
+    "STEPS_SKIPPED",
     "BatchSourcesFound",
     "EngineReady",
     "EnvironmentSet",
@@ -26,6 +27,10 @@ __all__ = [
     "decode_event",
     "encode_event",
 ]
+
+
+STEPS_SKIPPED = "steps_skipped"
+"""Reason of ``RankFinished``: the loss scaler skipped as many steps as a launch waits for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +189,7 @@ class StepMeasured(Event):
     kind: ClassVar[str] = "step_measured"
 
     step: int
-    """Global step, from 1."""
+    """Global step, from 1, those that the loss scaler skipped included."""
     latency_s: float
     """Wall time from the previous step's boundary to this one's, device-synchronized; includes data loading."""
     forward_s: float
@@ -213,6 +218,19 @@ class StepMeasured(Event):
     """Part of ``latency_s`` from the first to the last forward in evaluation mode or without gradients, summed over
     the intervals between the phases; 0 if there was none.
     """
+    skipped: bool = False
+    """Whether the loss scaler skipped the update: its gradients were not finite. Such a step does not count."""
+    skipped_before: int = 0
+    """Steps before this one that the loss scaler skipped."""
+    elements: int = 0
+    """Elements of the engine's inputs, padding included (``runtime/inputs.py``); 0 if not observed."""
+    elements_are_tokens: bool = False
+    """Whether the inputs hold tokens, which ``elements`` then counts."""
+
+    @property
+    def number(self) -> int:
+        """Number among the steps that count, from 1; a skipped step has that of the next one."""
+        return self.step - self.skipped_before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,9 +240,12 @@ class RankFinished(Event):
     kind: ClassVar[str] = "rank_finished"
 
     reason: str
-    """``profile_done`` (the last profile step completed), ``script_end`` or ``exit_code_N`` (``sys.exit(N)``)."""
+    """``profile_done`` (the last profile step completed), ``STEPS_SKIPPED``, ``script_end`` or ``exit_code_N``
+    (``sys.exit(N)``)."""
     steps: int
-    """Global steps completed."""
+    """Global steps completed, without those that the loss scaler skipped."""
+    skipped: int = 0
+    """Global steps that the loss scaler skipped."""
 
 
 @dataclass(frozen=True, kw_only=True)

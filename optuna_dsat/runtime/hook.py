@@ -396,7 +396,7 @@ class DeepSpeedHook:
         self._meter.attach()
 
     def _write_step(self, event: Event) -> None:
-        if self._rank.rank == 0 and self._state.steps == self._plan.end_profile_step:
+        if self._rank.rank == 0 and self._state.has_measured(self._plan.end_profile_step):
             self._writer.write(self._batch_sources.event(rank=0))  # by now the training loader is known
         self._writer.write(event)
         if not self._buffers_unlinked:  # all ranks have taken part in a collective by now

@@ -243,7 +243,7 @@ class HuggingFaceHook:
             if hasattr(arguments, name) and (schedule not in _NEED_EVALUATION or not name.startswith("eval")):
                 setattr(arguments, name, value)
         # Extend the training to the last measured step even if the dataset is small.
-        last = self._plan.end_profile_step
+        last = self._plan.most_steps
         if arguments.max_steps > 0:
             arguments.max_steps = max(arguments.max_steps, last)
         else:

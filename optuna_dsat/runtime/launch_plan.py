@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from optuna_dsat.runtime.loss_scaling import MOST_SKIPPED_STEPS
+
 __all__ = ["LAUNCH_ENV", "LaunchPlan"]
 
 LAUNCH_ENV = "OPTUNA_DSAT_LAUNCH"
@@ -40,7 +42,7 @@ class LaunchPlan:
     start_profile_step: int = 3
     """First measured global step, counted from 1."""
     end_profile_step: int = 5
-    """Last measured global step; every rank exits after it."""
+    """Last measured global step; every rank exits after it. Steps that the loss scaler skips do not count."""
     device_memory_bytes: int | None = None
     """Memory limit of one rank; None for no limit."""
 
@@ -63,6 +65,11 @@ class LaunchPlan:
     def measures(self) -> bool:
         """Whether steps are measured and the launch ends after ``end_profile_step``."""
         return self.purpose != "full"
+
+    @property
+    def most_steps(self) -> int:
+        """Most global steps that the script may have to run, those that the loss scaler skips included."""
+        return self.end_profile_step + MOST_SKIPPED_STEPS
 
     @classmethod
     def load(cls, path: str | Path) -> LaunchPlan:

@@ -111,7 +111,7 @@ class LightningHook:
         trainer.limit_val_batches = 0
         trainer.num_sanity_val_steps = 0
         # Extend the training to the last measured step even if the dataset is small.
-        loop, last = trainer.fit_loop, self._plan.end_profile_step
+        loop, last = trainer.fit_loop, self._plan.most_steps
         if loop.max_epochs is not None and loop.max_epochs >= 0:
             loop.max_epochs = max(loop.max_epochs, last)
         if loop.epoch_loop.max_steps >= 0:

@@ -1,7 +1,7 @@
 """Measures the optimizer steps of one DeepSpeed engine by wrapping its methods on the instance.
 
-A step ends at a gradient-accumulation boundary. Steps are counted here, from 1: DeepSpeed's own counters
-currently skip none, but schedulers and fp16 overflows affect them. Forward passes in evaluation mode or without
+A step ends at a gradient-accumulation boundary. Steps are counted here, from 1. One that the loss scaler skipped is
+recorded but does not count: the launch goes on for another, up to ``MOST_SKIPPED_STEPS``. Forward passes in evaluation mode or without
 gradients do not count as training; the time that they take between the phases is recorded apart.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -18,11 +18,10 @@ from typing import Any, Protocol
 from optuna_dsat.runtime.clock import Clock
 from optuna_dsat.runtime.device_memory import MemoryProbe
 from optuna_dsat.runtime.events import Event, StepMeasured
+from optuna_dsat.runtime.inputs import InputSize, size_of
+from optuna_dsat.runtime.loss_scaling import MOST_SKIPPED_STEPS, SkipDetector
 
-__all__ = ["Meter", "RankState", "StepObserver", "is_pipeline", "leading_dimension"]
-
-_DEPTH = 4
-"""Maximum nesting depth at which a batch's tensor is searched; deeper ones count as not observed."""
+__all__ = ["Meter", "RankState", "StepObserver", "is_pipeline"]
 
 
 @dataclass
@@ -32,7 +31,9 @@ class RankState:
     phase: str = "script"
     """See ``RankFailed.phase``."""
     steps: int = 0
-    """Global steps completed."""
+    """Global steps completed, without those that the loss scaler skipped."""
+    skipped: int = 0
+    """Global steps that the loss scaler skipped."""
     device: str = ""
     """``cuda`` or ``cpu``; empty before DeepSpeed was imported."""
     limited: bool = False
@@ -43,6 +44,10 @@ class RankState:
     """The script's option for its DeepSpeed config whose default is the launch's; empty if there is none."""
     fed: int = 0
     """Inputs that the engine, or its module, was fed in training."""
+
+    def has_measured(self, last_step: int) -> bool:
+        """Return whether a launch up to ``last_step`` ends here."""
+        return self.steps >= last_step or self.skipped >= MOST_SKIPPED_STEPS
 
 
 class StepObserver(Protocol):
@@ -56,6 +61,10 @@ class StepObserver(Protocol):
         """Called after a step was measured and recorded."""
         ...
 
+    def discard(self) -> None:
+        """Called after a step that the loss scaler skipped: the next one has its number."""
+        ...
+
 
 @dataclass
 class _Step:
@@ -63,11 +72,14 @@ class _Step:
 
     spans: list[tuple[str, Any, Any]] = field(default_factory=list)
     """(phase, start mark, end mark)."""
-    samples: int = 0
+    fed: InputSize = InputSize(samples=0)
+    """All inputs."""
     micro_batch: int | None = None
     """Largest leading dimension of an input; None if not observed."""
-    direct: int = 0
-    """Largest batch that the module itself was fed since the last backward pass."""
+    direct: InputSize | None = None
+    """Largest batch that the module itself was fed since the last backward pass; None if it was fed none."""
+    by_script: bool = False
+    """Whether the script stepped the optimizer itself."""
     loss: Any = None
     """Loss tensor of the last micro-batch; None if not observed."""
     forward_end: Any = None
@@ -91,7 +103,7 @@ class Meter:
         clock: Times the phases.
         memory: Tracks memory.
         state: Updated with phase and steps.
-        last_step: The step after which ``exit_process`` is called.
+        last_step: The step after which ``exit_process`` is called; skipped ones do not count.
         exit_process: Ends this process; does not return.
         observer: Observes the phases; None for none.
     """
@@ -118,6 +130,7 @@ class Meter:
         self._last_step = last_step
         self._exit_process = exit_process
         self._observer = observer
+        self._skips = SkipDetector(engine)
         self._step = _Step()
         self._boundary_s = clock.now()
         self._in_forward = False
@@ -233,6 +246,7 @@ class Meter:
             self._close_backward()
             with self._phase("step"):
                 result = original(*args, **kwargs)
+            self._step.by_script = True
             self._finish_step()
             return result
 
@@ -265,18 +279,19 @@ class Meter:
         ``global_steps`` increased, or with every context if the engine does not count steps.
         """
         self._hook_module_input()
-        steps, counted, spans = self._state.steps, _global_steps(self._engine), len(self._step.spans)
+        state, counted, spans = self._state, _global_steps(self._engine), len(self._step.spans)
+        ended = state.steps + state.skipped
         self._state.phase = "forward"
         start = self._clock.mark()
         with ExitStack() as observation:
             if self._observer is not None:
-                observation.enter_context(self._observer.observe("batch", steps + 1))
+                observation.enter_context(self._observer.observe("batch", state.steps + 1))
                 self._end_observation = observation.close
             yield
         self._end_observation = None
         self._state.phase = "between"
         self._close_direct()
-        if self._state.steps > steps:
+        if state.steps + state.skipped > ended:
             return
         if len(self._step.spans) == spans:
             self._step.spans.append(("batch", start, self._clock.mark()))
@@ -314,28 +329,32 @@ class Meter:
         return bool(self._engine.module.training) and torch.is_grad_enabled()
 
     def _count_samples(self, batch: Any) -> None:
-        size = leading_dimension(batch)
+        size = size_of(batch)
         if size is not None:
             self._state.fed += 1
-            self._step.samples += size
-            self._step.micro_batch = max(size, self._step.micro_batch or 0)
+            self._count(size)
+
+    def _count(self, size: InputSize) -> None:
+        self._step.fed += size
+        self._step.micro_batch = max(size.samples, self._step.micro_batch or 0)
 
     def _count_direct_samples(self, batch: Any) -> None:
         """Count a batch that the script fed the module itself, past the engine.
 
         If it is fed several times before a backward pass, as the discriminator of a GAN is, the largest batch counts.
         """
-        size = leading_dimension(batch)
+        size = size_of(batch)
         if size is not None:
             self._state.fed += 1
-            self._step.direct = max(size, self._step.direct)
+            largest = self._step.direct
+            if largest is None or (size.samples, size.elements) > (largest.samples, largest.elements):
+                self._step.direct = size
 
     def _close_direct(self) -> None:
         """Count what the module itself was fed since the last backward pass."""
-        size, self._step.direct = self._step.direct, 0
-        if size:
-            self._step.samples += size
-            self._step.micro_batch = max(size, self._step.micro_batch or 0)
+        size, self._step.direct = self._step.direct, None
+        if size is not None and size.samples:
+            self._count(size)
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -362,7 +381,13 @@ class Meter:
         now = self._clock.now()
         step, self._step = self._step, _Step()
         latency_s, self._boundary_s = now - self._boundary_s, now
-        self._state.steps += 1
+        state = self._state
+        skipped = self._skips.skipped(by_script=step.by_script)
+        skipped_before = state.skipped
+        if skipped:
+            state.skipped += 1
+        else:
+            state.steps += 1
         seconds = {"forward": 0.0, "backward": 0.0, "step": 0.0, "batch": 0.0}
         for name, start, end in step.spans:
             seconds[name] += self._clock.seconds(start, end)
@@ -371,46 +396,31 @@ class Meter:
             StepMeasured(
                 rank=self._rank,
                 time=time.time(),
-                step=self._state.steps,
+                step=state.steps + state.skipped,
                 latency_s=latency_s,
                 forward_s=seconds["forward"],
                 backward_s=seconds["backward"],
                 step_s=seconds["step"],
-                samples=step.samples,
+                samples=step.fed.samples,
                 observed_micro_batch=step.micro_batch,
                 loss=None if step.loss is None else float(step.loss),
                 peak_allocated_bytes=peaks.allocated,
                 peak_reserved_bytes=peaks.reserved,
                 rss_bytes=peaks.resident,
                 evaluation_s=step.evaluation_s,
+                skipped=skipped,
+                skipped_before=skipped_before,
+                elements=step.fed.elements,
+                elements_are_tokens=step.fed.are_tokens,
             )
         )
         if self._observer is not None:
-            self._observer.boundary(self._state.steps, step.samples)
-        if self._state.steps >= self._last_step:
+            if skipped:
+                self._observer.discard()
+            else:
+                self._observer.boundary(state.steps, step.fed.samples)
+        if state.has_measured(self._last_step):
             self._exit_process()
-
-
-def leading_dimension(batch: Any, depth: int = _DEPTH) -> int | None:
-    """Return the leading dimension of the first tensor in a batch; None if none is found.
-
-    Args:
-        batch: A tensor, or sequences and mappings of them (a ``BatchEncoding`` is a mapping).
-        depth: Maximum levels of nesting to search.
-    """
-    shape = getattr(batch, "shape", None)
-    if shape is not None:
-        return int(shape[0]) if len(shape) > 0 else None
-    if depth == 0:
-        return None
-    if isinstance(batch, Mapping):
-        items: Any = batch.values()
-    elif isinstance(batch, list | tuple):
-        items = batch
-    else:
-        return None
-    sizes = (leading_dimension(item, depth - 1) for item in items)
-    return next((size for size in sizes if size is not None), None)
 
 
 def is_pipeline(engine: Any) -> bool:

@@ -128,6 +128,11 @@ class Profiler:
             )
         )
 
+    def discard(self) -> None:
+        """Forget what was observed of the profiled step, which was skipped and is run again."""
+        self._flops = self._activations = 0
+        self._flops_known = True
+
     def _device_memory(self, host: int) -> int:
         total = host // self._rank.local_world_size
         if not self._on_cpu:

@@ -17,7 +17,15 @@ from optuna_dsat.runtime.config_option import default_config_option
 from optuna_dsat.runtime.config_redirect import reads_redirected
 from optuna_dsat.runtime.device_memory import unlink_shared_buffers
 from optuna_dsat.runtime.environment_watch import EnvironmentWatch
-from optuna_dsat.runtime.events import Event, ModulesImported, RankFailed, RankFinished, RankStarted, decode_event
+from optuna_dsat.runtime.events import (
+    STEPS_SKIPPED,
+    Event,
+    ModulesImported,
+    RankFailed,
+    RankFinished,
+    RankStarted,
+    decode_event,
+)
 from optuna_dsat.runtime.failure import diagnose, format_traceback, without_runtime_frames
 from optuna_dsat.runtime.hook import DeepSpeedHook
 from optuna_dsat.runtime.imports import imported_modules, loaded_operators
@@ -118,7 +126,12 @@ class _RankProcess:
         self._state.takes_local_rank = True
 
     def _finish(self, reason: str) -> None:
-        self._writer.write(RankFinished(rank=self._rank.rank, time=time.time(), reason=reason, steps=self._state.steps))
+        state = self._state
+        self._writer.write(
+            RankFinished(
+                rank=self._rank.rank, time=time.time(), reason=reason, steps=state.steps, skipped=state.skipped
+            )
+        )
 
     def _exit_after_last_step(self) -> None:
         if self._reports_imports:
@@ -131,7 +144,7 @@ class _RankProcess:
                     environment=self._environment.changed(),
                 )
             )
-        self._finish("profile_done")
+        self._finish("profile_done" if self._state.steps >= self._plan.end_profile_step else STEPS_SKIPPED)
         self._wait_for_local_ranks()
         end_process(0, self._temporary)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from optuna_dsat.runtime.clock import DeviceClock
-from optuna_dsat.runtime.meter import leading_dimension
+from optuna_dsat.runtime.inputs import leading_dimension
 from tests.harness.meter import Engine, FakeClock, MeterBench, PipelineEngine
 
 

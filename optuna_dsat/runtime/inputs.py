@@ -1,0 +1,70 @@
+"""Sizes of the inputs that an engine is fed: samples and elements, by the tensors' shapes alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["InputSize", "leading_dimension", "size_of"]
+
+_DEPTH = 4
+"""Maximum nesting depth at which a batch's tensors are searched; deeper ones count as not observed."""
+
+_TOKEN_TYPES = ("int16", "int32", "int64")
+"""Element types of token tensors, without their library's name; ``uint8`` and ``bool`` are images and masks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputSize:
+    """Size of the inputs of one forward pass, or of several."""
+
+    samples: int
+    elements: int = 0
+    """Elements of the largest token tensor, padding included, or of the largest tensor if there is none."""
+    are_tokens: bool = False
+    """Whether ``elements`` counts tokens: an integer tensor of (samples, length)."""
+
+    def __add__(self, other: InputSize) -> InputSize:
+        return InputSize(
+            samples=self.samples + other.samples,
+            elements=self.elements + other.elements,
+            are_tokens=self.are_tokens or other.are_tokens,
+        )
+
+
+def size_of(batch: Any) -> InputSize | None:
+    """Return the size of a batch; None if it has no tensor.
+
+    Args:
+        batch: A tensor, or sequences and mappings of them (a ``BatchEncoding`` is a mapping).
+    """
+    tensors = [tensor for tensor in _tensors(batch, _DEPTH) if len(tensor.shape) > 0]
+    if not tensors:
+        return None
+    tokens = [tensor for tensor in tensors if _holds_tokens(tensor)]
+    return InputSize(
+        samples=int(tensors[0].shape[0]),
+        elements=max(math.prod(tensor.shape) for tensor in tokens or tensors),
+        are_tokens=bool(tokens),
+    )
+
+
+def leading_dimension(batch: Any) -> int | None:
+    """Return the leading dimension of the first tensor in a batch; None if none is found."""
+    size = size_of(batch)
+    return None if size is None else size.samples
+
+
+def _holds_tokens(tensor: Any) -> bool:
+    return len(tensor.shape) == 2 and str(getattr(tensor, "dtype", "")).rpartition(".")[2] in _TOKEN_TYPES
+
+
+def _tensors(batch: Any, depth: int) -> Iterator[Any]:
+    """Yield the tensors of a batch in their order."""
+    if getattr(batch, "shape", None) is not None:
+        yield batch
+    elif depth > 0 and isinstance(batch, Mapping | list | tuple):
+        for item in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _tensors(item, depth - 1)
