@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -37,7 +38,8 @@ def check_out(entry: Entry, target: Path, sources: Path | None = None) -> None:
     else:
         git_dir = _stored(entry.repository, sources)
     archive = target.parent / f"{target.name}.tar"
-    _git("--git-dir", str(git_dir), "archive", "--format", "tar", "--output", str(archive), entry.commit)
+    absent = [f":(exclude,top,literal){path}" for path in _absent(git_dir, entry.commit)]
+    _git("--git-dir", str(git_dir), "archive", "--format", "tar", "--output", str(archive), entry.commit, ".", *absent)
     subprocess.run(["tar", "-xf", str(archive), "-C", str(target)], check=True, timeout=_GIT_S)
     archive.unlink()
 
@@ -51,8 +53,20 @@ def _stored(repository: str, sources: Path) -> Path:
     raise SourceError(f"{repository} is not among {sources}")
 
 
-def _git(*arguments: str) -> None:
-    done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=_GIT_S, check=False)
+def _absent(git_dir: Path, commit: str) -> list[str]:
+    """Return the paths of a commit whose content a stored repository lacks: large files may be left out of it."""
+    tree = _git("--git-dir", str(git_dir), "ls-tree", "-r", "-z", commit).split("\0")
+    blobs = [(line.split()[2], line.partition("\t")[2]) for line in tree if line.split()[1:2] == ["blob"]]
+    checked = _git("--git-dir", str(git_dir), "cat-file", "--batch-check", given="\n".join(blob for blob, _ in blobs))
+    return [path for (_, path), found in zip(blobs, checked.splitlines(), strict=True) if found.endswith(" missing")]
+
+
+def _git(*arguments: str, given: str = "") -> str:
+    environ = {**os.environ, "GIT_NO_LAZY_FETCH": "1"}
+    done = subprocess.run(
+        ["git", *arguments], input=given, capture_output=True, text=True, timeout=_GIT_S, check=False, env=environ
+    )
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or [str(done.returncode)]
-        raise SourceError(f"git {arguments[0]}: {last[0]}")
+        raise SourceError(f"git: {last[0]}")
+    return done.stdout

@@ -1,0 +1,172 @@
+"""What became of one script tuned one way: pure functions of what the command said and what was witnessed."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.first_try.sandbox import Ran
+
+__all__ = ["Launch", "Verdict", "by_hand", "judged", "launches", "plain", "searched", "wrong_batch"]
+
+_LONGEST = 400
+_TRACE = "Traceback (most recent call last)"
+_TOLD = (2, 3, 4, 5)
+"""Exit codes with which the tool ends after a message of its own."""
+_MOST_STEPS = 60
+"""Steps of a launch that measures a few; with more it trained on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What became of a script."""
+
+    verdict: str
+    """``worked``, ``refused``, ``wrong``, ``lost`` or ``not judged``."""
+    message: str
+    """Why, or what was handed over."""
+    micro_batches: tuple[int, ...] = ()
+    """Micro-batches that were witnessed in launches, as configured."""
+    stages: tuple[int, ...] = ()
+    """ZeRO stages that were witnessed in launches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What was witnessed of one launch."""
+
+    name: str
+    micro_batch: int
+    stage: int
+    fed: int | None
+    """Most frequent leading dimension of what the module was fed; None if nothing was seen."""
+    steps: int
+
+
+def launches(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Launch]]:
+    """Return what the first rank's engines did, by launch; an engine a process where launches have no names."""
+    engines: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        if row["rank"] != 0:
+            continue
+        of_process = engines[row["launch"], row["pid"]]
+        if row["event"] == "engine":
+            of_process.append({**row, "fed": [], "steps": 0})
+        elif of_process and row["event"] == "fed":
+            of_process[-1]["fed"].append(row["size"])
+        elif of_process:
+            of_process[-1]["steps"] = max(of_process[-1]["steps"], row["steps"])
+    found: dict[str, list[Launch]] = defaultdict(list)
+    for (name, _), of_process in engines.items():
+        for one in of_process:
+            sizes = Counter(size for size in one["fed"] if size is not None)
+            most = sizes.most_common(1)
+            fed = most[0][0] if most else None
+            found[name].append(
+                Launch(name=name, micro_batch=one["micro_batch"], stage=one["stage"], fed=fed, steps=one["steps"])
+            )
+    return found
+
+
+def wrong_batch(of_launch: Iterable[Launch]) -> str:
+    """Return what is wrong with the batch that a launch was fed; empty if it is that of its config."""
+    fed = [one for one in of_launch if one.fed is not None]
+    if not fed:
+        return "nothing was fed to an engine"
+    if any(one.fed == one.micro_batch for one in fed):
+        return ""
+    return f"the engine was fed {fed[0].fed}, its config says {fed[0].micro_batch}"
+
+
+def plain(ran: Ran) -> Verdict:
+    """Return whether the script trains here at all."""
+    found = [one for several in launches(ran.witnessed).values() for one in several]
+    if any(one.steps for one in found):
+        return Verdict(verdict="worked", message=_batches(found), **_varied(found))
+    return Verdict(verdict="not judged", message=f"does not train by its own command: {last_line(ran)}")
+
+
+def judged(ran: Ran, result: Mapping[str, Any] | None, winner: str) -> Verdict:
+    """Return what became of a search.
+
+    Args:
+        ran: The search's command.
+        result: What it handed over; None if nothing.
+        winner: Name of the winning launch among those witnessed.
+    """
+    of_search = launches(ran.witnessed)
+    tried = [one for name, several in of_search.items() if not name.startswith("profile") for one in several]
+    varied = _varied(tried)
+    if ran.exit_code is None:
+        return Verdict(verdict="lost", message=f"no end within {ran.seconds:.0f} s: {last_line(ran)}", **varied)
+    if ran.exit_code and _TRACE in ran.errors and ran.exit_code not in _TOLD:
+        return Verdict(verdict="lost", message=f"a traceback: {last_line(ran)}", **varied)
+    if ran.exit_code:
+        return Verdict(verdict="refused", message=last_line(ran), **varied)
+    if result is None:
+        return Verdict(verdict="wrong", message=f"exit code 0 and no config: {last_line(ran)}", **varied)
+    if problem := wrong_batch(of_search.get(winner, ())):
+        return Verdict(verdict="wrong", message=f"{winner}: {problem}", **varied)
+    if (most := max(one.steps for one in tried)) > _MOST_STEPS:
+        return Verdict(verdict="wrong", message=f"a launch trained on for {most} steps", **varied)
+    return Verdict(verdict="worked", message=_handed_over(result), **varied)
+
+
+def searched(ran: Ran) -> tuple[Verdict, Mapping[str, Any] | None]:
+    """Return what became of a search by ``optuna-dsat ... --json``, and its result."""
+    result = last_json(ran.output)
+    winner = "" if result is None else f"trial-{int(result['trial']):04d}"
+    return judged(ran, result, winner), result
+
+
+def by_hand(ran: Ran) -> Verdict:
+    """Return what became of a study by ``by_hand.py``."""
+    result = last_json(ran.output)
+    if ran.exit_code == 0 and result is not None and result["trial"] is None:
+        count = len(result["tried"])
+        return Verdict(verdict="refused", message=f"none of {count} trials ended well: {last_line(ran)}")
+    if result is None or result["trial"] is None:
+        return judged(ran, None, "")
+    best = result["tried"][result["trial"]]["params"]
+    config = {"train_micro_batch_size_per_gpu": best["micro_batch"], "zero_optimization": {"stage": best["stage"]}}
+    return judged(ran, {"config": config}, f"trial-{result['trial']:04d}")
+
+
+def last_json(text: str) -> dict[str, Any] | None:
+    """Return the last JSON object that a text ends with, None if there is none."""
+    for at in (at for at in range(len(text) - 1, -1, -1) if text.startswith("{", at) and text[at - 1 : at] in ("", "\n")):
+        try:
+            found = json.loads(text[at:])
+        except json.JSONDecodeError:
+            continue
+        return found if isinstance(found, dict) else None
+    return None
+
+
+def last_line(ran: Ran) -> str:
+    """Return the last line that a command said, shortened."""
+    lines = [line.strip() for line in (ran.errors or ran.output).splitlines() if line.strip()]
+    line = lines[-1] if lines else f"exit code {ran.exit_code}, not a word"
+    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]} ..."
+
+
+def _varied(tried: Iterable[Launch]) -> dict[str, Any]:
+    tried = [one for one in tried if one.steps]
+    return {
+        "micro_batches": tuple(sorted({one.micro_batch for one in tried})),
+        "stages": tuple(sorted({one.stage for one in tried})),
+    }
+
+
+def _batches(found: Iterable[Launch]) -> str:
+    return "; ".join(f"config {one.micro_batch}, fed {one.fed}, stage {one.stage}" for one in list(found)[:3])
+
+
+def _handed_over(result: Mapping[str, Any]) -> str:
+    config = result["config"]
+    stage = (config.get("zero_optimization") or {}).get("stage", 0)
+    said = f"micro-batch {config.get('train_micro_batch_size_per_gpu')}, stage {stage}"
+    return f"{said}; {result['speed_up']:.2f} times the user's own" if result.get("speed_up") else said

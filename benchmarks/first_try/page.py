@@ -1,0 +1,73 @@
+"""The table of a run, in Markdown, from its records."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["page"]
+
+_COLUMNS = {
+    "prefix": "first try",
+    "second": "with the option that the message names",
+    "autotuning": "`deepspeed --autotuning`",
+    "optuna": "plain Optuna by hand",
+}
+_LONGEST = 160
+
+
+def page(records: Sequence[Mapping[str, Any]]) -> str:
+    """Return the table, how often each way worked, and what each said."""
+    ways = [way for way in _COLUMNS if any(way in record["ways"] for record in records)]
+    head = ["script", "style", *(_COLUMNS[way] for way in ways)]
+    rows = [[f"`{one['name']}`", one["style"], *(_cell(one, way) for way in ways)] for one in records]
+    lines = [_row(head), _row(["---"] * len(head)), *map(_row, rows), ""]
+    lines += [f"- {_COLUMNS[way]}: {_counted(records, way)}" for way in ways]
+    lines += ["", "What the tool said, or what was witnessed:", ""]
+    lines += [f"- `{one['name']}`: {_told(one)}" for one in records]
+    return "\n".join(lines) + "\n"
+
+
+def not_judged(record: Mapping[str, Any]) -> str:
+    """Return why a script counts as nothing, empty if it counts."""
+    if record["not_judged"]:
+        return str(record["not_judged"])
+    alone = record["ways"].get("plain")
+    return str(alone["message"]) if alone and alone["verdict"] == "not judged" else ""
+
+
+def _cell(record: Mapping[str, Any], way: str) -> str:
+    if not_judged(record):
+        return "not judged"
+    found = record["ways"].get(way)
+    if not found:
+        return ""
+    batches, stages = found["micro_batches"], found["stages"]
+    if found["verdict"] != "worked" or way == "second":
+        return str(found["verdict"])
+    return f"worked ({len(batches)} micro-batches, {len(stages)} stages)"
+
+
+def _counted(records: Sequence[Mapping[str, Any]], way: str) -> str:
+    of_way = [one["ways"][way]["verdict"] for one in records if one["ways"].get(way) and not not_judged(one)]
+    return ", ".join(f"{count} {verdict}" for verdict, count in Counter(of_way).most_common()) or "none run"
+
+
+def _told(record: Mapping[str, Any]) -> str:
+    if why := not_judged(record):
+        return _text(f"not judged: {why}")
+    found = record["ways"].get("prefix")
+    if not found:
+        return "not run"
+    advice = (found.get("result") or {}).get("advice")
+    return _text(f"{found['message']}{'; by hand: ' + advice if advice else ''}")
+
+
+def _text(said: str) -> str:
+    said = " ".join(said.split()).replace("|", "\\|").replace("<", "&lt;")
+    return said if len(said) <= _LONGEST else f"{said[:_LONGEST]} ..."
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

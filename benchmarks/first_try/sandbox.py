@@ -1,0 +1,174 @@
+"""The folder in which one script is run one way: its checkout, altered as its entry says, and an environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.first_try.entry import Entry, EntryError
+from benchmarks.first_try.sources import check_out
+from benchmarks.first_try.stand_ins.files import GENERATORS
+
+__all__ = ["Ran", "Sandbox"]
+
+_STAND_INS = Path(__file__).parent / "stand_ins"
+_END_S = 20.0
+_SITE = """\
+import importlib.machinery
+import importlib.util
+import sys
+from pathlib import Path
+
+spec = importlib.util.spec_from_file_location(
+    "first_try_stand_ins", {init!r}, submodule_search_locations=[{folder!r}]
+)
+module = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = module
+spec.loader.exec_module(module)
+module.install()
+others = [one for one in sys.path if Path(one or ".").resolve() != Path(__file__).resolve().parent]
+hidden = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
+if hidden is not None and hidden.loader is not None:
+    hidden.loader.exec_module(importlib.util.module_from_spec(hidden))
+"""
+"""Loads the stand-ins, then the ``sitecustomize`` that this one hides."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """A command that has ended, or was ended."""
+
+    command: tuple[str, ...]
+    exit_code: int | None
+    """None if its time was up."""
+    output: str
+    errors: str
+    seconds: float
+    witnessed: tuple[Mapping[str, Any], ...]
+    """What ``stand_ins/witness.py`` wrote."""
+
+
+class Sandbox:
+    """A checkout outside the project, and commands run in it."""
+
+    def __init__(self, entry: Entry, folder: Path, *, sources: Path | None) -> None:
+        """Check the script out and alter it.
+
+        Raises:
+            SourceError: If it cannot be had.
+            EntryError: If an edit does not apply.
+        """
+        self.entry = entry
+        self.folder = folder.resolve()
+        self.checkout = self.folder / "checkout"
+        self.cwd = self.checkout / entry.folder
+        check_out(entry, self.checkout, sources)
+        self._alter()
+        site = self.folder / "site"
+        site.mkdir()
+        init = str(_STAND_INS / "__init__.py")
+        (site / "sitecustomize.py").write_text(_SITE.format(init=init, folder=str(_STAND_INS)), encoding="utf-8")
+
+    def _alter(self) -> None:
+        for edit in self.entry.edits:
+            path = self.checkout / edit.path
+            text = path.read_text(encoding="utf-8")
+            if text.count(edit.old) != 1:
+                raise EntryError(f"{self.entry.name}: {edit.old!r} stands {text.count(edit.old)} times in {edit.path}.")
+            path.write_text(text.replace(edit.old, edit.new), encoding="utf-8")
+        for name, content in self.entry.files.items():
+            path = self.checkout / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if isinstance(content, dict) and "generate" in content:
+                options = {key: value for key, value in content.items() if key != "generate"}
+                GENERATORS[content["generate"]](path, **options)
+            else:
+                path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+
+    def environment(self, witness: Path, **more: str) -> dict[str, str]:
+        """Return the environment of a command: this process's own, stand-ins and what the entry gives."""
+        environ = {
+            **os.environ,
+            "DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cpu"),
+            "FIRST_TRY_CHECKOUT": str(self.checkout),
+            "FIRST_TRY_WITNESS": str(witness),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""))),
+            "TOKENIZERS_PARALLELISM": "false",
+            **self.entry.env,
+            **more,
+        }
+        paths = (str(self.folder / "site"), environ.get("PYTHONPATH"))
+        return {**environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+    def run(self, name: str, command: Sequence[str], *, limit_s: float, **environ: str) -> Ran:
+        """Run a command in the script's folder, in a session of its own, until it ends or its time is up.
+
+        Args:
+            name: Of this run; its output is kept in ``NAME.out`` and ``NAME.err``.
+            command: The command.
+            limit_s: Seconds that it may take.
+            environ: Further variables.
+        """
+        witness = self.folder / f"{name}.witness"
+        witness.mkdir()
+        out, err = self.folder / f"{name}.out", self.folder / f"{name}.err"
+        begun = time.monotonic()
+        with out.open("wb") as output, err.open("wb") as errors:
+            process = subprocess.Popen(
+                list(command),
+                cwd=self.cwd,
+                env=self.environment(witness, **environ),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=errors,
+                start_new_session=True,
+            )
+            code = _wait(process, limit_s)
+        return Ran(
+            command=tuple(command),
+            exit_code=code,
+            output=out.read_text(encoding="utf-8", errors="replace"),
+            errors=err.read_text(encoding="utf-8", errors="replace"),
+            seconds=time.monotonic() - begun,
+            witnessed=_rows(witness),
+        )
+
+
+def _wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
+    """Return the exit code, None if its time was up; nothing of its session is left running."""
+    code: int | None = None
+    try:
+        code = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            pass
+    finally:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        process.wait()
+    return code
+
+
+def _rows(folder: Path) -> tuple[Mapping[str, Any], ...]:
+    lines = [line for path in sorted(folder.glob("*.jsonl")) for line in path.read_text(encoding="utf-8").splitlines()]
+    rows = []
+    for line in lines:
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue  # a rank that was killed while it wrote
+    return tuple(rows)

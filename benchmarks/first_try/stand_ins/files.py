@@ -1,0 +1,63 @@
+"""Small synthetic files for the data that a README has its reader download."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+__all__ = ["GENERATORS"]
+
+_WORDS = "the a one model data train runs fast slow deep speed batch step loss learns reads writes small large".split()
+
+
+def _sentence(draw: random.Random, words: int) -> str:
+    return " ".join(draw.choice(_WORDS) for _ in range(words)).capitalize() + "."
+
+
+def _text(path: Path, *, lines: int = 512, words: int = 24) -> None:
+    """Write lines of words."""
+    draw = random.Random(7)
+    path.write_text("\n".join(_sentence(draw, words) for _ in range(lines)) + "\n", encoding="utf-8")
+
+
+def _gzip_bytes(path: Path, *, size: int = 100_000_000) -> None:
+    """Write a gzip file of so many bytes of words."""
+    import gzip
+
+    draw = random.Random(7)
+    block = (" ".join(_sentence(draw, 24) for _ in range(500)) + "\n").encode()
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        for _ in range(size // len(block) + 1):
+            file.write(block)
+
+
+def _records(path: Path, *, fields: dict[str, int], rows: int = 256, lines: bool = False) -> None:
+    """Write records of text as a JSON list, or as JSON lines; ``fields``: name -> words."""
+    draw = random.Random(7)
+    found: list[dict[str, Any]] = [{name: _sentence(draw, words) for name, words in fields.items()} for _ in range(rows)]
+    text = "\n".join(map(json.dumps, found)) + "\n" if lines else json.dumps(found)
+    path.write_text(text, encoding="utf-8")
+
+
+def _images(path: Path, *, kinds: int = 4, each: int = 32, size: int = 64) -> None:
+    """Write a folder of classes with random JPEG images, as ``torchvision.datasets.ImageFolder`` reads it."""
+    from PIL import Image
+
+    draw = random.Random(7)
+    for kind in range(kinds):
+        folder = path / f"class{kind}"
+        folder.mkdir(parents=True)
+        for number in range(each):
+            pixels = bytes(draw.randrange(256) for _ in range(3 * 64))
+            Image.frombytes("RGB", (8, 8), pixels).resize((size, size)).save(folder / f"{number}.jpg")
+
+
+GENERATORS: dict[str, Callable[..., None]] = {
+    "text": _text,
+    "gzip": _gzip_bytes,
+    "records": _records,
+    "images": _images,
+}

@@ -1,0 +1,139 @@
+"""The ways of tuning one script: the tool, DeepSpeed's autotuner, plain Optuna by hand; and the script alone."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.first_try.entry import Entry
+from benchmarks.first_try.judge import Verdict, by_hand, judged, launches, plain, searched, wrong_batch
+from benchmarks.first_try.sandbox import Ran, Sandbox
+
+__all__ = ["WAYS", "Limits", "run_way"]
+
+_TRAIN_STEPS = "3"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What each way may take; the same for every script."""
+
+    method: str = "random"
+    trials: int = 4
+    search_s: float = 420.0
+    train_s: float = 120.0
+
+
+def _plain(sandbox: Sandbox, limits: Limits) -> dict[str, Any]:
+    """Train by the script's own command, a few steps: what does not train at all is judged nowhere."""
+    ran = sandbox.run("plain", shlex.split(sandbox.entry.command), limit_s=limits.train_s, FIRST_TRY_STEPS=_TRAIN_STEPS)
+    return _record(ran, plain(ran))
+
+
+def _prefix(sandbox: Sandbox, limits: Limits) -> dict[str, Any]:
+    return _search(sandbox, limits, "prefix", ())
+
+
+def _second(sandbox: Sandbox, limits: Limits) -> dict[str, Any]:
+    """The same with the options that the first refusal names."""
+    if not sandbox.entry.second:
+        return {}
+    return _search(sandbox, limits, "second", sandbox.entry.second)
+
+
+def _search(sandbox: Sandbox, limits: Limits, name: str, options: tuple[str, ...]) -> dict[str, Any]:
+    tool = str(Path(sys.executable).with_name("optuna-dsat"))
+    budget = ("--max-trials", str(limits.trials), "--confirm", "0", "--trial-timeout", str(limits.train_s))
+    places = ("--output-dir", str(sandbox.folder / name), "--storage", f"sqlite:///{sandbox.folder}/{name}.db")
+    command = (tool, limits.method, *budget, "--json", *places, *options, *shlex.split(sandbox.entry.command))
+    ran = sandbox.run(name, command, limit_s=limits.search_s)
+    verdict, result = searched(ran)
+    record = _record(ran, verdict)
+    if result is not None:
+        record |= {"result": {key: result.get(key) for key in ("config", "command", "advice", "speed_up", "launches")}}
+        if verdict.verdict == "worked":
+            record["printed"] = _printed(sandbox, limits, name, result)
+            if record["printed"] != "trains with it" and not result.get("advice"):
+                record |= asdict(replace(verdict, verdict="wrong", message=f"the printed command: {record['printed']}"))
+    return record
+
+
+def _printed(sandbox: Sandbox, limits: Limits, name: str, result: Mapping[str, Any]) -> str:
+    """Return what comes of the command that a search prints, run as it stands."""
+    command = ("bash", "-c", str(result["command"]))
+    ran = sandbox.run(f"{name}-printed", command, limit_s=limits.train_s, FIRST_TRY_STEPS=_TRAIN_STEPS)
+    seen = [one for several in launches(ran.witnessed).values() for one in several if one.steps]
+    if not seen:
+        return f"does not train: {plain(ran).message}"
+    best = result["config"].get("train_micro_batch_size_per_gpu")
+    if not any(one.micro_batch == best for one in seen):
+        return f"its engine has micro-batch {seen[0].micro_batch}, the best config {best}"
+    return wrong_batch(seen) or "trains with it"
+
+
+def _autotuning(sandbox: Sandbox, limits: Limits) -> dict[str, Any]:
+    """DeepSpeed's autotuner, by the script's own command."""
+    words = shlex.split(sandbox.entry.autotuning or sandbox.entry.command)
+    if not sandbox.entry.autotuning:
+        if words[0] != "deepspeed":
+            message = f"the command begins with {words[0]}; the autotuner belongs to the deepspeed launcher"
+            return asdict(Verdict(verdict="refused", message=message))
+        words[1:1] = ["--autotuning", "tune"]
+    ran = sandbox.run("autotuning", words, limit_s=limits.search_s)
+    optimal = sandbox.cwd / "autotuning_results" / "ds_config_optimal.json"
+    if not optimal.is_file():
+        return _record(ran, judged(ran, None, ""))
+    config = json.loads(optimal.read_text(encoding="utf-8"))
+    best = config.get("train_micro_batch_size_per_gpu")
+    one_launch = [{**row, "launch": str(row["pid"])} for row in ran.witnessed]
+    names = [name for name, several in launches(one_launch).items() if any(one.micro_batch == best for one in several)]
+    return _record(ran, judged(replace(ran, witnessed=tuple(one_launch)), {"config": config}, names[-1] if names else ""))
+
+
+def _optuna(sandbox: Sandbox, limits: Limits) -> dict[str, Any]:
+    """Plain Optuna over the config file, the whole command timed."""
+    entry = sandbox.entry
+    if not entry.config:
+        message = "no DeepSpeed config file to rewrite: the script must be changed"
+        return asdict(Verdict(verdict="refused", message=message))
+    study = (sys.executable, str(Path(__file__).with_name("by_hand.py")), entry.config, str(limits.trials))
+    command = (*study, str(limits.train_s), *shlex.split(entry.command))
+    ran = sandbox.run("optuna", command, limit_s=limits.search_s)
+    return _record(ran, by_hand(ran))
+
+
+def _record(ran: Ran, verdict: Verdict) -> dict[str, Any]:
+    return {
+        **asdict(verdict),
+        "exit_code": ran.exit_code,
+        "seconds": round(ran.seconds, 1),
+        "command": shlex.join(ran.command),
+    }
+
+
+WAYS: dict[str, Callable[[Sandbox, Limits], dict[str, Any]]] = {
+    "plain": _plain,
+    "prefix": _prefix,
+    "second": _second,
+    "autotuning": _autotuning,
+    "optuna": _optuna,
+}
+"""Name -> way, in the order in which they are run."""
+
+
+def run_way(way: str, entry: Entry, folder: Path, *, limits: Limits, sources: Path | None) -> dict[str, Any]:
+    """Run one script one way in a checkout of its own.
+
+    Returns:
+        The record: ``Verdict``'s fields, exit code, seconds and command; empty where the way has nothing to do.
+
+    Raises:
+        SourceError: If the script cannot be had.
+        EntryError: If an edit does not apply.
+    """
+    return WAYS[way](Sandbox(entry, folder, sources=sources), limits)
