@@ -26,7 +26,9 @@ _MACHINE = "Without a launch: the machine"
 _LAUNCH = "With a launch"
 _GPUS = 8
 """GPUs of a host if ``--gpus`` is not given and nothing is launched."""
-_HEADINGS = ("", "GPU at 1", "micro-batch", "largest", "GPU", "host", "step", "samples/s", "bound by")
+_HEADINGS = ("", "GPU at 1", "micro-batch", "largest", "GPU", "host", "step", "samples/s")
+_SEQ_LENGTH = 2048
+"""Tokens of a sample if ``--seq-length`` is not given and nothing is launched."""
 _SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
@@ -59,7 +61,13 @@ class PlanOptions:
     heads: Annotated[
         int | None, typer.Option(help="Attention heads.  \\[default: of 128 each]", rich_help_panel=_MODEL)
     ] = None
-    seq_length: Annotated[int, typer.Option(help="Tokens of a sample.", rich_help_panel=_MODEL)] = 2048
+    seq_length: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of a sample; with a launch, only for tokens/s.  \\[default: 2048 without a launch]",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None
     vocab: Annotated[int, typer.Option(help="Size of the vocabulary.", rich_help_panel=_MODEL)] = 50257
     ffn: Annotated[
         int | None,
@@ -90,6 +98,9 @@ class PlanOptions:
         typer.Option(help="Memory of a host, such as 1TiB.  \\[default: 128GiB a GPU]", rich_help_panel=_MACHINE),
     ] = None
     memory_margin: Annotated[float, typer.Option(help="Share of the device's memory to leave free.")] = 0.05
+    nvme_path: Annotated[
+        str | None, typer.Option(help="Directory on NVMe, on every host: offloads to it are planned as well.")
+    ] = None
     module: Annotated[
         bool, typer.Option("-m", "--module", help="SCRIPT is a module's name.", rich_help_panel=_LAUNCH)
     ] = False
@@ -163,7 +174,7 @@ def _without_launch(options: PlanOptions, params: str) -> Plan:
         hidden=options.hidden,
         layers=options.layers,
         heads=options.heads,
-        seq_length=options.seq_length,
+        seq_length=_SEQ_LENGTH if options.seq_length is None else options.seq_length,
         vocab=options.vocab,
         ffn=options.ffn,
         gated=options.gated,
@@ -184,7 +195,7 @@ def _without_launch(options: PlanOptions, params: str) -> Plan:
         given_host_bytes=parse_bytes(options.host_memory) if options.host_memory else None,
     )
     config = None if config_path is None else ds_config.load(config_path).raw
-    return plan_shape(shape, machine, config=config, memory_margin=options.memory_margin)
+    return plan_shape(shape, machine, config=config, memory_margin=options.memory_margin, nvme_path=options.nvme_path)
 
 
 def _with_launch(options: PlanOptions) -> Plan:
@@ -215,6 +226,7 @@ def _with_launch(options: PlanOptions) -> Plan:
                 f"Profile launch at micro-batch {one.micro_batch}, {one.words} ...", file=sys.stderr
             ),
             memory_margin=options.memory_margin,
+            seq_length=options.seq_length,
             on_notice=lambda text: print(text, file=sys.stderr),
         )
 
@@ -223,6 +235,8 @@ def _search_options(options: PlanOptions) -> TuneOptions:
     """Return the options of a search over all ZeRO stages with the launch of this plan."""
     if options.script is None or options.ds_config is None:
         raise UsageError("plan takes SCRIPT and DS_CONFIG, or --params with --gpu and no script.")
+    if options.seq_length is not None and options.seq_length < 1:
+        raise UsageError(f"--seq-length is {options.seq_length}; it must be at least 1.")
     if options.nodes != 1:
         raise UsageError("--nodes is for plans without a launch (--params): a launch runs on this host.")
     return TuneOptions(
@@ -236,6 +250,7 @@ def _search_options(options: PlanOptions) -> TuneOptions:
         stall_timeout=options.stall_timeout,
         storage=options.storage,
         output_dir=options.output_dir,
+        nvme_path=options.nvme_path,
         zero_stages=[0, 1, 2, 3],
     )
 
@@ -250,6 +265,7 @@ def _print_json(plan: Plan) -> None:
         "device_memory_bytes": hardware.device_memory_bytes,
         "usable_bytes": plan.subject.usable_bytes,
         "host_memory_bytes": hardware.host_memory_bytes,
+        "recommended": None if plan.recommended is None else plan.recommended.name,
         "rows": [row.to_json() for row in plan.rows],
         "advice": advise(plan),
     }
@@ -261,21 +277,56 @@ def _print_text(plan: Plan) -> None:
 
     for line in plan.about:
         print(line)
-    print_table(_HEADINGS, map(_cells, plan.rows), right=_HEADINGS[1:-1])
+    known = {"tokens/s": plan.subject.seq_length is not None, "MFU": any(_mfu(row) for row in plan.rows)}
+    extra = tuple(heading for heading, shown in known.items() if shown)
+    headings = (*_HEADINGS, *extra, "bound by")
+    print_table(headings, (_cells(row, extra) for row in plan.rows), right=headings[1:-1])
     print(
         "Memory is the peak of torch's allocator at the micro-batch shown, of "
         f"{bytes_in_words(plan.subject.usable_bytes)} that it may reach; nine steps of ten are expected within the "
         "range."
     )
+    if known["MFU"] and plan.subject.model_flops_per_sample is None:
+        print(
+            "MFU is the share of the GPUs' peak FLOPS, by the operations that the launch counted, recomputed ones too."
+        )
+    elif known["MFU"]:
+        print(
+            "MFU is the share of the GPUs' peak FLOPS that the model's own operations reach, without recomputed ones."
+        )
     for text in advise(plan):
         print(f"- {text}")
 
 
-def _cells(row: PlannedRow) -> tuple[str, ...]:
+def _mfu(row: PlannedRow) -> str:
+    """Return the share of the peak in words; empty if it is not known."""
+    return "" if row.predicted is None or row.predicted.mfu is None else f"{row.predicted.mfu:.0%}"
+
+
+def _cells(row: PlannedRow, extra: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the cells of a row.
+
+    Args:
+        row: The row.
+        extra: Headings of the columns that not every plan has.
+    """
     least, host = bytes_in_words(row.least_bytes), bytes_in_words(row.host_bytes) if row.host_bytes else ""
     step = row.predicted
     if step is None:
-        return row.name, least, "does not fit", "", "", host, "", "", f"memory of the {row.too_small}"
+        return (
+            row.name,
+            least,
+            "does not fit",
+            "",
+            "",
+            host,
+            "",
+            "",
+            *("" for _ in extra),
+            f"memory of the {row.too_small}",
+        )
+    tokens = "" if step.tokens_per_s is None else f"{step.tokens_per_s:,.0f}"
+    more = {"tokens/s": tokens, "MFU": _mfu(row)}
     return (
         row.name,
         least,
@@ -285,5 +336,6 @@ def _cells(row: PlannedRow) -> tuple[str, ...]:
         host,
         f"{step.step_s:.3g} s ({step.low_s:.3g} to {step.high_s:.3g})",
         f"{step.samples_per_s:.3g}",
+        *(more[heading] for heading in extra),
         f"{step.bound} {step.shares[step.bound]:.0%}",
     )

@@ -35,10 +35,21 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from optuna_dsat.errors import UsageError
 
-__all__ = ["CPU_PRIORS", "GPUS", "GpuSpec", "Priors", "find_gpu", "gpu_of_device", "machine_priors", "priors_of_device"]
+__all__ = [
+    "CPU_PRIORS",
+    "GPUS",
+    "GpuSpec",
+    "Priors",
+    "find_gpu",
+    "gpu_of_device",
+    "machine_priors",
+    "peak_flops",
+    "priors_of_device",
+]
 
 Priors = Mapping[str, tuple[float, float]]
 """Coefficient of the step-time model -> median and spread (standard deviation of the logarithm)."""
@@ -179,6 +190,20 @@ def gpu_of_device(device_name: str) -> GpuSpec | None:
     """Return the GPU with this CUDA device name or table name, None if it is not in the table."""
     name = _DEVICE_NAMES.get(_BRAND.sub("", device_name.strip(), count=1), device_name)
     return GPUS.get(name)
+
+
+def peak_flops(gpu: GpuSpec | None, config: Mapping[str, Any], *, param_bytes: int) -> float | None:
+    """Return the peak FLOPS of one GPU in the precision of a config; None if the table does not hold that.
+
+    Args:
+        gpu: The GPU; None if it is not in the table.
+        config: The DeepSpeed config.
+        param_bytes: Bytes of one element of the engine's parameters; the table holds peaks of half precision only.
+    """
+    if gpu is None or param_bytes != 2:
+        return None
+    bf16 = (config.get("bf16") or config.get("bfloat16") or {}).get("enabled") is True
+    return None if bf16 and not gpu.bf16 else gpu.tflops * 1e12
 
 
 def machine_priors(gpu: GpuSpec, *, ranks: int, nodes: int = 1, network_gbit_per_s: float = 100.0) -> Priors:

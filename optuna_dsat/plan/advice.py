@@ -1,23 +1,23 @@
-"""Advice of the DeepSpeed configuration guide, each piece only if it applies to this model on this hardware.
+"""Advice of the DeepSpeed configuration guide, each piece only if it applies to this model on this machine.
 
-The guide's rules: without memory pressure ZeRO 0 is faster than 1, 2, 2 with offload, 3 and 3 with offloads; while
-memory is short, go on in that order, activation checkpointing first. Its figure for ``overlap_comm`` (4.5 times the
-buckets) refers to DeepSpeed 0.8; the advice uses today's allocations (``optuna_dsat.cost.zero_states``).
+The first piece names the structure to begin with: where the guide has a fixed order of tries (ZeRO 0, 1, 2, 2 with
+offload, 3, 3 with offloads), those that fit are ordered by their predicted speed on this machine. The guide's figure
+for ``overlap_comm`` (4.5 times the buckets) refers to DeepSpeed 0.8; the advice uses today's allocations
+(``optuna_dsat.cost.zero_states``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from optuna_dsat.config import ds_config
-from optuna_dsat.config.structures import GUIDE_ORDER, Structure
+from optuna_dsat.config.structures import Structure
 from optuna_dsat.plan.rows import Plan, PlannedRow
 from optuna_dsat.words import bytes_in_words
 
-__all__ = ["advise"]
+__all__ = ["advise", "advise_by_rule"]
 
-_FIRST_STAGE = 2
-"""ZeRO stage at which the guide's order of tries begins once activation checkpointing is on."""
 _MUCH_OF_DEVICE = 0.08
 """Least share of the device's memory that buffers take for advice on them."""
 _MUCH_OF_STEP = 0.1
@@ -30,36 +30,71 @@ _SOME_OF_PEAK = 0.05
 
 def advise(plan: Plan) -> list[str]:
     """Return the pieces of advice that apply, most important first."""
-    found = [rule(plan) for rule in _RULES]
-    return [text for text in found if text is not None]
+    return list(advise_by_rule(plan).values())
+
+
+def advise_by_rule(plan: Plan) -> dict[str, str]:
+    """Return the pieces of advice that apply by the names of their rules, most important first."""
+    found = {rule.name: rule.text(plan) for rule in _RULES if rule.on(plan)}
+    return {name: text for name, text in found.items() if text is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rule:
+    """A piece of advice with the machines that it is for."""
+
+    name: str
+    text: Callable[[Plan], str | None]
+    """What to advise; None if it does not apply to the model."""
+    on: Callable[[Plan], bool]
+    """Whether the machine has what the advice is about."""
+
+
+def _on_any(plan: Plan) -> bool:  # noqa: ARG001 - as the others
+    return True
+
+
+def _on_gpus(plan: Plan) -> bool:
+    return plan.subject.hardware.device != "cpu"
+
+
+def _on_several(plan: Plan) -> bool:
+    return plan.subject.hardware.world_size > 1
+
+
+def _on_several_gpus(plan: Plan) -> bool:
+    return _on_gpus(plan) and _on_several(plan)
 
 
 def _start(plan: Plan) -> str | None:
-    """Advise the first structure of the guide's order that fits, and name the fastest by prediction."""
-    fitting = plan.fitting
-    if not fitting:
+    """Advise the fastest structure of those that fit, by prediction, and name what is predicted to be as fast."""
+    best = plan.recommended
+    if best is None:
         return _nothing(plan)
-    rows = {row.structure: row for row in fitting}
-    order = [one for one in GUIDE_ORDER if one.stage >= _FIRST_STAGE]
-    first = next((rows[one] for one in order if one in rows), fitting[0])
-    best = fitting[0]
-    text = f"Begin with {first.name}, the first of the guide's order that fits (micro-batch {first.micro_batch})."
-    if best is not first and best.samples_per_s > (1 + _MUCH_OF_STEP) * first.samples_per_s:
-        text += (
-            f" {best.name} is predicted to be {best.samples_per_s / first.samples_per_s:.1f} times as fast with "
-            f"micro-batch {best.micro_batch}: measure both."
-        )
+    close = [row.name for row in plan.fitting[1:] if best.samples_per_s <= (1 + _MUCH_OF_STEP) * row.samples_per_s]
+    text = (
+        f"Begin with {best.name} (micro-batch {best.micro_batch}): of what fits, it is predicted to be the fastest, "
+        f"{best.samples_per_s:.3g} samples/s."
+    )
+    if close:
+        text += f" Predicted within {_MUCH_OF_STEP:.0%} of that: {'; '.join(close)}. Measure these, too."
     return text
 
 
 def _nothing(plan: Plan) -> str:
     least = min(plan.rows, key=lambda row: row.least_bytes)
-    limit = plan.subject.usable_bytes
+    limit, hardware = plan.subject.usable_bytes, plan.subject.hardware
     if least.too_small == "host" or least.least_bytes <= limit:
         return (
             f"Nothing fits: {least.name} would leave the device enough, but needs {bytes_in_words(least.host_bytes)} "
-            f"of host memory, and there are {bytes_in_words(plan.subject.hardware.host_memory_bytes)}. Use more "
-            "hosts, or offload to NVMe (--nvme-path)."
+            f"of host memory, and there are {bytes_in_words(hardware.host_memory_bytes)}. Use more hosts, or hosts "
+            "with more memory."
+        )
+    if not _on_gpus(plan):
+        return (
+            f"Nothing fits at micro-batch 1: {least.name} needs {bytes_in_words(least.least_bytes)} for each rank, and "
+            f"{bytes_in_words(limit)} can be used. Use a machine with more memory, a shorter sequence, or a smaller "
+            "model."
         )
     return (
         f"Nothing fits at micro-batch 1: {least.name} needs {bytes_in_words(least.least_bytes)} per device, and "
@@ -77,9 +112,10 @@ def _checkpointing(plan: Plan) -> str | None:
     share = needed.parts.get("activations", 0) / max(1, needed.device_bytes)
     if share < (_MUCH_OF_PEAK if needed.largest else _SOME_OF_PEAK):
         return None
+    before = " before offloading anything" if _on_gpus(plan) else ""
     return (
         f"Activations take {share:.0%} of the peak of ZeRO 2: turn on activation checkpointing "
-        "(model.gradient_checkpointing_enable()) before offloading anything; it costs about a third more computation."
+        f"(model.gradient_checkpointing_enable()){before}; it costs about a third more computation."
     )
 
 
@@ -90,20 +126,18 @@ def _short_of_memory(row: PlannedRow) -> bool:
 
 def _offload_is_dear(plan: Plan) -> str | None:
     """Advise against an offload that is not needed."""
-    fitting = plan.fitting
-    own = (ds_config.zero_section(plan.subject.config).get("offload_optimizer") or {}) if fitting else {}
-    if not isinstance(own, dict) or own.get("device", "none") == "none" or fitting[0].structure.offloads:
+    best, own = plan.recommended, Structure.of(ds_config.effective(plan.subject.config))
+    if best is None or not own.offloads or best.structure.offloads:
         return None
     return (
-        f"Your config offloads the optimizer, but {fitting[0].name} fits without: "
-        "offload costs its copies and the host's arithmetic in every step."
+        f"Your config is {own.words}, but {best.name} fits without offload, whose copies and arithmetic on the host "
+        "take time in every step."
     )
 
 
 def _overlap(plan: Plan) -> str | None:
     """Advise overlap_comm against communication time, or smaller buckets against its memory."""
-    low = [row for row in plan.fitting if row.structure.stage in (1, 2)]
-    best = low[0] if low and plan.subject.hardware.world_size > 1 else None
+    best = next((row for row in plan.fitting if row.structure.stage in (1, 2)), None)
     if best is None or best.predicted is None:
         return None
     zero = best.config.get("zero_optimization", {})
@@ -136,16 +170,16 @@ def _buckets(plan: Plan) -> str | None:
         return None
     bucket = int(row.config.get("zero_optimization", {}).get("reduce_bucket_size") or 5e8)
     smaller = max(1, min(bucket // 2, int(0.02 * device / plan.subject.profile.param_bytes)))
+    whose = "device's" if _on_gpus(plan) else "rank's"
     return (
-        f"The reduce buckets take {bytes_in_words(taken)}, {taken / device:.0%} of the device's memory "
+        f"The reduce buckets take {bytes_in_words(taken)}, {taken / device:.0%} of the {whose} memory "
         f"({row.name}, reduce_bucket_size {bucket:.0e}): about {smaller:.0e} leaves room for samples."
     )
 
 
 def _persistence(plan: Plan) -> str | None:
     """Advise keeping parameters whole at ZeRO 3, as ZeRO 2 does, if they fit."""
-    fitting = plan.fitting
-    best = fitting[0] if fitting else None
+    best = plan.recommended
     if best is None or best.predicted is None or best.structure.stage != 3:
         return None
     if best.structure.offload_param != "none" or best.predicted.shares["link"] < _MUCH_OF_STEP:
@@ -164,12 +198,12 @@ def _persistence(plan: Plan) -> str | None:
 
 def _round_robin(plan: Plan) -> str | None:
     """Advise round_robin_gradients for ZeRO 1 and 2 with offload, which copy gradients rank by rank."""
-    fitting = plan.fitting
-    if not fitting or fitting[0].structure.stage not in (1, 2) or not fitting[0].structure.offloads:
+    best = plan.recommended
+    if best is None or best.structure.stage not in (1, 2) or not best.structure.offloads:
         return None
-    zero = fitting[0].config.get("zero_optimization", {})
-    steps = int(fitting[0].config.get(ds_config.GRADIENT_ACCUMULATION) or 1)
-    if zero.get("round_robin_gradients") or plan.subject.hardware.world_size == 1 or steps == 1:
+    zero = best.config.get("zero_optimization", {})
+    steps = int(best.config.get(ds_config.GRADIENT_ACCUMULATION) or 1)
+    if zero.get("round_robin_gradients") or steps == 1:
         return None
     return (
         "round_robin_gradients: true copies gradients to the host in parallel over ranks, in each of the "
@@ -192,7 +226,7 @@ def _precision(plan: Plan) -> str | None:
     """Advise half precision, bf16 if the hardware has it."""
     config = ds_config.effective(plan.subject.config)
     half = [key for key in ("bf16", "fp16") if (config.get(key) or {}).get("enabled") is True]
-    if not half and plan.subject.profile.param_bytes == 4 and plan.subject.hardware.device != "cpu":
+    if not half and plan.subject.profile.param_bytes == 4:
         wanted = "fp16" if plan.bf16_hardware is False else "bf16"
         return f"The model is trained in fp32: {wanted} halves what parameters and activations take, and is faster."
     if half == ["bf16"] and plan.bf16_hardware is False:
@@ -206,15 +240,16 @@ def _divisible(plan: Plan) -> str | None:
     return f"The hidden size {plan.hidden} is no multiple of 16: tensor cores are slower on such matrices."
 
 
-_RULES: tuple[Callable[[Plan], str | None], ...] = (
-    _start,
-    _checkpointing,
-    _offload_is_dear,
-    _overlap,
-    _buckets,
-    _persistence,
-    _round_robin,
-    _sub_group,
-    _precision,
-    _divisible,
+_RULES = (
+    _Rule(name="start", text=_start, on=_on_any),
+    _Rule(name="checkpointing", text=_checkpointing, on=_on_any),
+    _Rule(name="offload", text=_offload_is_dear, on=_on_gpus),
+    _Rule(name="overlap_comm", text=_overlap, on=_on_several_gpus),  # on a CPU there is no second stream to overlap on
+    _Rule(name="buckets", text=_buckets, on=_on_any),
+    _Rule(name="persistence", text=_persistence, on=_on_several),
+    _Rule(name="round_robin", text=_round_robin, on=_on_several_gpus),
+    _Rule(name="sub_group", text=_sub_group, on=_on_any),
+    _Rule(name="precision", text=_precision, on=_on_gpus),
+    _Rule(name="divisible", text=_divisible, on=_on_gpus),
 )
+"""All advice, most important first."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
-from optuna_dsat.cost.gpus import gpu_of_device, priors_of_device
+from optuna_dsat.cost.gpus import gpu_of_device, peak_flops, priors_of_device
 from optuna_dsat.launch.protocol import Launcher
 from optuna_dsat.launch.waiting import SlotWait
 from optuna_dsat.plan.prediction import Subject, step_time_model
@@ -30,6 +30,7 @@ def plan_script(
     launcher: Callable[[], AbstractContextManager[Launcher]],
     on_attempt: Callable[[ProfileAttempt], None],
     memory_margin: float,
+    seq_length: int | None = None,
     on_notice: Callable[[str], None] = lambda _: None,
 ) -> Plan:
     """Return the plan of a script, after a profile launch if no profile of it is stored.
@@ -41,6 +42,7 @@ def plan_script(
         launcher: Opens a launcher; called only for a profile launch.
         on_attempt: Called before each attempt of the profile launch.
         memory_margin: Share of the device's memory to leave free.
+        seq_length: Tokens of a sample; None if not known.
         on_notice: Called with who holds the slots while the launch waits for them.
 
     Raises:
@@ -61,6 +63,7 @@ def plan_script(
         store.save_profile(mark, profiled.to_json(), study_uuid="")
         origin = f"measured with {profiled.measured_with}"
     subject, times = _subject(spec, profiled, store=store, mark=mark, memory_margin=memory_margin)
+    subject = replace(subject, seq_length=seq_length)
     gpu = gpu_of_device(profiled.profile.device_name)
     return Plan(
         subject=subject,
@@ -83,6 +86,8 @@ def _subject(
         machine=priors_of_device(profile.device_name, device=spec.device, ranks=spec.slots_per_trial),
         memory_margin=memory_margin,
         pipeline=profiled.pipeline,
+        nvme_path=spec.nvme_path,
+        peak_flops=peak_flops(gpu_of_device(profile.device_name), spec.ds_config, param_bytes=profile.param_bytes),
     )
     prior_knowledge = gather(store, spec, profiled, fingerprint=mark)
     if prior_knowledge is not None:

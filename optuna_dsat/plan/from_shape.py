@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from optuna_dsat.cost.gpus import GpuSpec, machine_priors
+from optuna_dsat.cost.gpus import GpuSpec, machine_priors, peak_flops
 from optuna_dsat.cost.memory import Hardware, ModelProfile
 from optuna_dsat.plan.prediction import Subject
 from optuna_dsat.plan.rows import Plan, plan_rows
@@ -52,7 +52,12 @@ class Machine:
 
 
 def plan_shape(
-    shape: TransformerShape, machine: Machine, *, config: Mapping[str, Any] | None, memory_margin: float
+    shape: TransformerShape,
+    machine: Machine,
+    *,
+    config: Mapping[str, Any] | None,
+    memory_margin: float,
+    nvme_path: str | None = None,
 ) -> Plan:
     """Return the plan of a transformer on a machine.
 
@@ -61,6 +66,7 @@ def plan_shape(
         machine: The machine.
         config: A DeepSpeed config; None for AdamW in the half precision that the GPU has tensor cores for.
         memory_margin: Share of the device's memory to leave free.
+        nvme_path: Folder on NVMe that every host has; None without one.
     """
     gpu = machine.gpu
     if config is None:
@@ -68,8 +74,9 @@ def plan_shape(
     priors = machine_priors(
         gpu, ranks=machine.ranks, nodes=machine.nodes, network_gbit_per_s=machine.network_gbit_per_s
     )
+    element = _element_bytes(config)
     subject = Subject(
-        profile=_profile(shape, machine, element=_element_bytes(config)),
+        profile=_profile(shape, machine, element=element),
         hardware=Hardware(
             world_size=machine.ranks,
             ranks_per_node=machine.gpus_per_node,
@@ -79,6 +86,10 @@ def plan_shape(
         config=config,
         machine={**priors, **shape.priors()},
         memory_margin=memory_margin,
+        nvme_path=nvme_path,
+        seq_length=shape.seq_length,
+        peak_flops=peak_flops(gpu, config, param_bytes=element),
+        model_flops_per_sample=shape.model_flops_per_sample,
     )
     return Plan(
         subject=subject,

@@ -43,6 +43,14 @@ class Subject:
     memory_margin: float = 0.05
     """Share of the device's memory to leave free."""
     pipeline: bool = False
+    nvme_path: str | None = None
+    """Folder on NVMe that every host has; None without one."""
+    seq_length: int | None = None
+    """Tokens of a sample; None if not known."""
+    peak_flops: float | None = None
+    """Peak FLOPS of one device in the precision of the config; None if not known."""
+    model_flops_per_sample: int | None = None
+    """FLOPs of a sample without what is recomputed; None for the profile's."""
 
     @property
     def usable_bytes(self) -> int:
@@ -67,6 +75,14 @@ class StepPrediction:
     """Ends of the 90 % interval, in seconds."""
     samples_per_s: float
     """Over all ranks, at the median."""
+    tokens_per_s: float | None
+    """Likewise; None if the tokens of a sample are not known."""
+    mfu: float | None
+    """Share of the devices' peak FLOPS that the model's operations reach; None if either is not known.
+
+    Model FLOPs utilisation of Chowdhery et al. (arXiv:2204.02311, appendix B). Recomputed operations do not count where
+    they are known apart: a profile launch counts all.
+    """
     shares: Mapping[str, float]
     """compute, link, host, memory, overhead -> share of the step that each takes."""
 
@@ -109,13 +125,23 @@ def predict_steps(
     spread = np.sqrt(np.einsum("kn,kl,ln->n", relative, fitted.covariance, relative) + _FORMULA_ERROR**2)
     bounds = model.bounds(fitted.mean, columns, size, steps, fill)
     shown = np.sum(list(bounds.values()), axis=0)
+    rates = size * steps * subject.hardware.world_size / total
     return [
         StepPrediction(
             step_s=float(total[n]),
             low_s=float(total[n] * math.exp(-_INTERVAL * spread[n])),
             high_s=float(total[n] * math.exp(_INTERVAL * spread[n])),
-            samples_per_s=float(size[n] * steps[n] * subject.hardware.world_size / total[n]),
+            samples_per_s=float(rates[n]),
+            tokens_per_s=None if subject.seq_length is None else float(rates[n] * subject.seq_length),
+            mfu=_mfu(subject, float(rates[n])),
             shares=MappingProxyType({name: float(seconds[n] / shown[n]) for name, seconds in bounds.items()}),
         )
         for n in range(len(total))
     ]
+
+
+def _mfu(subject: Subject, samples_per_s: float) -> float | None:
+    each = subject.model_flops_per_sample or subject.profile.flops_per_sample
+    if subject.peak_flops is None or each <= 0:
+        return None
+    return each * samples_per_s / (subject.peak_flops * subject.hardware.world_size)

@@ -21,7 +21,7 @@ from optuna_dsat.plan.prediction import StepPrediction, Subject, predict_steps
 __all__ = ["Plan", "PlannedRow", "plan_rows"]
 
 _SIZES = 40
-"""Micro-batches at which the predicted throughput is compared."""
+"""Micro-batches at which the predicted throughput is compared at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +43,13 @@ class Plan:
 
     @property
     def fitting(self) -> list[PlannedRow]:
-        """Rows that fit, in falling order of predicted throughput."""
+        """Rows that fit, in falling order of predicted throughput; of equal ones the one that saves least first."""
         return sorted((row for row in self.rows if row.predicted), key=lambda row: row.samples_per_s, reverse=True)
+
+    @property
+    def recommended(self) -> PlannedRow | None:
+        """The row to begin with: the fastest by prediction of those that fit; None if nothing fits."""
+        return next(iter(self.fitting), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +109,8 @@ class PlannedRow:
             "step_s": None if step is None else step.step_s,
             "step_s_90": None if step is None else [step.low_s, step.high_s],
             "samples_per_s": None if step is None else step.samples_per_s,
+            "tokens_per_s": None if step is None else step.tokens_per_s,
+            "mfu": None if step is None else step.mfu,
             "bound": self.bound,
             "shares": None if step is None else dict(step.shares),
             "too_small": self.too_small or None,
@@ -116,19 +123,26 @@ def plan_rows(subject: Subject) -> list[PlannedRow]:
 
 
 def _structures(subject: Subject) -> Iterator[Structure]:
-    """Yield what DeepSpeed accepts: a pipeline at most at ZeRO 1, nothing to offload where ranks run on the CPU."""
-    for structure in STRUCTURES:
-        if (structure.stage <= 1 or not subject.pipeline) and not (
-            structure.offloads and subject.hardware.device == "cpu"
-        ):
-            yield structure
+    """Yield what DeepSpeed accepts: a pipeline at most at ZeRO 1, nothing to offload where ranks run on the CPU.
+
+    Offloads to NVMe, which DeepSpeed does at ZeRO 3 only, come last, and where there is NVMe.
+    """
+    accepted = [
+        structure
+        for structure in STRUCTURES
+        if (structure.stage <= 1 or not subject.pipeline)
+        and not (structure.offloads and subject.hardware.device == "cpu")
+    ]
+    yield from accepted
+    if subject.nvme_path is not None:
+        yield from (one.on_nvme() for one in accepted if one.stage == 3 and one.offloads)
 
 
 def _config(subject: Subject, structure: Structure) -> dict[str, Any]:
     """Return the user's config at a structure, without batch sizes; its other offload settings are kept."""
     base = ds_config.effective(subject.config)
     own = base.get("zero_optimization") or {}
-    zero = structure.zero_section()
+    zero = structure.zero_section(nvme_path=subject.nvme_path)
     for key in ("offload_optimizer", "offload_param"):
         if zero[key] is not None:
             kept = own.get(key)
@@ -144,10 +158,8 @@ def _row(subject: Subject, structure: Structure) -> PlannedRow:
     largest = largest_micro_batch(profile, config, hardware=usable)
     states = estimate(profile, config, micro_batch=0, hardware=hardware)
     least = estimate(profile, config, micro_batch=1, hardware=hardware)
-    sizes = _sizes(largest)
-    steps = predict_steps(subject, [config] * len(sizes), sizes)
-    best = max(range(len(sizes)), key=lambda index: steps[index].samples_per_s, default=None)
-    at = least if best is None else estimate(profile, config, micro_batch=sizes[best], hardware=hardware)
+    best, predicted = _best(subject, config, largest)
+    at = least if predicted is None else estimate(profile, config, micro_batch=best, hardware=hardware)
     too_small = "host" if least.host_bytes > hardware.host_memory_bytes else "device"
     return PlannedRow(
         structure=structure,
@@ -155,18 +167,32 @@ def _row(subject: Subject, structure: Structure) -> PlannedRow:
         states_bytes=states.device_bytes,
         least_bytes=least.device_bytes,
         largest=largest,
-        micro_batch=0 if best is None else sizes[best],
+        micro_batch=best,
         device_bytes=at.device_bytes,
         host_bytes=at.host_bytes,
         parts=at.parts,
-        predicted=None if best is None else steps[best],
+        predicted=predicted,
         too_small="" if largest else too_small,
     )
 
 
-def _sizes(largest: int) -> list[int]:
-    """Return micro-batches up to the largest, close together near it."""
-    if largest < 1:
-        return []
-    spread = np.geomspace(1, largest, min(largest, _SIZES))
-    return sorted({round(size) for size in spread})
+def _best(subject: Subject, config: Mapping[str, Any], largest: int) -> tuple[int, StepPrediction | None]:
+    """Return the micro-batch of the best predicted throughput with its step; 0 and None if not even 1 fits.
+
+    Throughput rises with the micro-batch until memory is crowded, so it is sought between the neighbours of the best of
+    ever denser micro-batches.
+    """
+    low, high = 1, largest
+    best, predicted = 0, None
+    while low <= high:
+        every = high - low < _SIZES
+        sizes = (
+            list(range(low, high + 1)) if every else sorted({round(size) for size in np.geomspace(low, high, _SIZES)})
+        )
+        steps = predict_steps(subject, [config] * len(sizes), sizes)
+        index = max(range(len(sizes)), key=lambda one: steps[one].samples_per_s)
+        best, predicted = sizes[index], steps[index]
+        if every:
+            break
+        low, high = sizes[max(0, index - 1)], sizes[min(len(sizes) - 1, index + 1)]
+    return best, predicted

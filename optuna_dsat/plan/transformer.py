@@ -86,12 +86,17 @@ class TransformerShape:
         return min(self.params, max(self.vocab * self.hidden, self.width * self.hidden))
 
     @property
+    def model_flops_per_sample(self) -> int:
+        """Floating-point operations of forward and backward pass, without any recomputation."""
+        return 6 * self.params * self.seq_length + 12 * self.layers * self.hidden * self.seq_length**2
+
+    @property
     def flops_per_sample(self) -> int:
         """Floating-point operations of forward and backward pass, recomputation included."""
-        tokens = 6 * self.params * self.seq_length + 12 * self.layers * self.hidden * self.seq_length**2
+        once = self.model_flops_per_sample
         attention = 4 * self.layers * self.hidden * self.seq_length**2
-        again = {"none": 0, "selective": attention if not self.fused_attention else 0, "full": tokens // 3}
-        return tokens + again[self.recompute]
+        again = {"none": 0, "selective": attention if not self.fused_attention else 0, "full": once // 3}
+        return once + again[self.recompute]
 
     @property
     def words(self) -> str:

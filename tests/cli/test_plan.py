@@ -17,7 +17,15 @@ def test_a_plan_without_a_launch(tmp_path: Path) -> None:
         tmp_path, "plan", "--params", "7e9", "--hidden", "4096", "--layers", "32", "--gpu", "a100-80g", "--gpus", "8"
     )
     assert done.returncode == 0, done.stderr
-    for words in ("ZeRO 3 + parameter offload", "does not fit", "compute", "Begin with ZeRO 2", "data sheets"):
+    for words in (
+        "ZeRO 3 + parameter offload",
+        "does not fit",
+        "compute",
+        "Begin with ZeRO ",
+        "tokens/s",
+        "MFU",
+        "data sheets",
+    ):
         assert words in done.stdout
     assert not list(tmp_path.iterdir())
 
@@ -47,8 +55,18 @@ def test_a_plan_as_json_follows_the_config(tmp_path: Path, run_here: Run) -> Non
         low, high = rows["ZeRO 2"]["step_s_90"]
         assert low < rows["ZeRO 2"]["step_s"] < high
         assert sum(rows["ZeRO 2"]["shares"].values()) == pytest.approx(1)
+        fastest = max(record["rows"], key=lambda row: row["samples_per_s"] or 0)
+        assert rows[record["recommended"]]["samples_per_s"] == fastest["samples_per_s"]
+        assert rows["ZeRO 2"]["tokens_per_s"] == pytest.approx(2048 * rows["ZeRO 2"]["samples_per_s"])
+    assert 0 < rows["ZeRO 2"]["mfu"] < 1
     bucket = [record["rows"][3]["parts"]["reduce_buckets"] for record in (own, other)]
     assert bucket == [5_000_000 * 2, 500_000_000 * 2]
+
+
+def test_seven_billions_on_a_gpu_of_24_gib(run_here: Run) -> None:
+    done = run_here("plan", "--params", "7e9", "--gpu", "rtx4090", "--gpus", "8", "--nvme-path", "/nvme")
+    assert "- Begin with ZeRO 3 + optimizer offload (micro-batch 1)" in done.stdout
+    assert "offload to NVMe" in done.stdout
 
 
 CASES = {
@@ -58,6 +76,7 @@ CASES = {
     "no-such-gpu": (["--params", "7e9", "--gpu", "a100"], "--gpu is 'a100'; known are"),
     "a-script-too": (["train.py", "--params", "7e9", "--gpu", "t4"], "give no script"),
     "no-gpus": (["--params", "7e9", "--gpu", "t4", "--gpus", "0"], "--gpus is 0"),
+    "length-of-a-launch": (["train.py", "ds.json", "--seq-length", "0"], "--seq-length is 0"),
     "margin": (["--params", "7e9", "--gpu", "t4", "--memory-margin", "1"], "--memory-margin is 1.0"),
     "heads": (["--params", "7e9", "--gpu", "t4", "--hidden", "4096", "--heads", "7"], "no multiple of the 7 heads"),
     "nodes-of-a-launch": (["train.py", "ds.json", "--nodes", "2"], "--nodes is for plans without a launch"),

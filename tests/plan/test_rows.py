@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
 
-from optuna_dsat.cost.gpus import find_gpu, machine_priors
+from optuna_dsat.cost.gpus import GPUS, find_gpu, machine_priors, peak_flops
 from optuna_dsat.cost.memory import Hardware, ModelProfile, estimate
 from optuna_dsat.errors import UsageError
-from optuna_dsat.plan.advice import advise
+from optuna_dsat.plan.advice import advise, advise_by_rule
 from optuna_dsat.plan.prediction import Subject, predict_steps
 from optuna_dsat.plan.rows import Plan, PlannedRow, plan_rows
 from optuna_dsat.plan.transformer import TransformerShape, shape_of
@@ -164,9 +167,74 @@ def test_the_largest_models_that_others_trained_fit_and_no_much_larger_ones(
     assert largest(too_large) == 0
 
 
-def test_the_guides_order_begins_where_it_fits() -> None:
-    assert advice(gpt(1.3), "a100-80g", 8).startswith("Begin with ZeRO 2,")
-    assert advice(gpt(13), "rtx3090", 2, host_gib=512).startswith("Begin with ZeRO 3 + parameter offload and optimizer")
+MODELS = [gpt(billions, **changes) for billions in (0.35, 1.3, 7, 13, 70) for changes in ({}, {"recompute": "full"})]
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 8])
+@pytest.mark.parametrize("gpu", GPUS)
+def test_no_other_that_fits_is_predicted_to_be_faster_than_the_one_to_begin_with(gpu: str, gpus: int) -> None:
+    draw = random.Random(f"{gpu} {gpus}")
+    shape = draw.choice(MODELS)
+    about = subject(shape, gpu, gpus, host_gib=draw.choice([128, 512, 2048]))
+    plan = Plan(subject=about, rows=plan_rows(about))
+    best = plan.recommended
+    assert (best is None) == all(row.largest == 0 for row in plan.rows)
+    for row in plan.rows:
+        if best is not None and row.largest:
+            sizes = sorted({1, row.largest, *(draw.randint(1, row.largest) for _ in range(8))})
+            others = predict_steps(about, [row.config] * len(sizes), sizes)
+            assert best.samples_per_s >= max(one.samples_per_s for one in others), (best.name, row.name, sizes)
+    if best is not None:
+        assert advise(plan)[0].startswith(f"Begin with {best.name} (micro-batch {best.micro_batch})")
+
+
+def test_seven_billions_on_gpus_of_24_gib_begin_with_the_optimizer_offloaded_and_nothing_else() -> None:
+    about = subject(gpt(7), "rtx4090", 8)
+    plan = Plan(subject=about, rows=plan_rows(about))
+    assert [row.name for row in plan.fitting] == [
+        "ZeRO 3 + optimizer offload",
+        "ZeRO 3 + parameter offload and optimizer offload",
+    ]
+    first = advise(plan)[0]
+    assert first.startswith("Begin with ZeRO 3 + optimizer offload (micro-batch 1)")
+    assert "within 10% of that: ZeRO 3 + parameter offload and optimizer offload" in first
+
+
+def test_tokens_and_utilisation_are_told_where_length_and_peak_are_known() -> None:
+    shape = gpt(1.3, recompute="full")
+    about = subject(shape, "a100-80g", 8)
+    assert predict_steps(about, [about.config], [8])[0].tokens_per_s is None
+    assert predict_steps(about, [about.config], [8])[0].mfu is None
+    peak = peak_flops(find_gpu("a100-80g"), about.config, param_bytes=2)
+    known = replace(about, seq_length=2048, peak_flops=peak, model_flops_per_sample=shape.model_flops_per_sample)
+    found = predict_steps(known, [known.config], [8])[0]
+    assert found.tokens_per_s == pytest.approx(2048 * found.samples_per_s)
+    flops = 6 * shape.params * 2048 + 12 * shape.layers * shape.hidden * 2048**2
+    assert found.mfu == pytest.approx(flops * found.samples_per_s / (8 * 312e12))
+    assert found.mfu is not None
+    assert found.mfu < 0.45, "recomputed operations are none of the model's"
+
+
+def test_a_peak_is_known_in_half_precision_only_and_for_bf16_where_the_gpu_has_it() -> None:
+    bf16 = {"bf16": {"enabled": True}}
+    assert peak_flops(find_gpu("t4"), {"fp16": {"enabled": True}}, param_bytes=2) == 65e12
+    assert peak_flops(find_gpu("h100"), bf16, param_bytes=2) == 989.5e12
+    assert peak_flops(find_gpu("t4"), bf16, param_bytes=2) is None
+    assert peak_flops(find_gpu("h100"), {}, param_bytes=4) is None
+    assert peak_flops(None, bf16, param_bytes=2) is None
+
+
+def test_nvme_is_planned_where_there_is_one() -> None:
+    about = subject(gpt(13), "rtx3090", 2, host_gib=128)
+    assert not any("NVMe" in row.name for row in plan_rows(about))
+    rows = by_name(plan_rows(replace(about, nvme_path="/nvme")))
+    assert [name for name in rows if "NVMe" in name] == [
+        "ZeRO 3 + optimizer offload to NVMe",
+        "ZeRO 3 + parameter offload to NVMe",
+        "ZeRO 3 + parameter offload to NVMe and optimizer offload to NVMe",
+    ]
+    assert rows["ZeRO 3 + parameter offload and optimizer offload"].too_small == "host"
+    assert rows["ZeRO 3 + parameter offload to NVMe and optimizer offload to NVMe"].largest >= 1
 
 
 def test_nothing_fits_says_whose_memory_is_short() -> None:
@@ -212,6 +280,93 @@ def test_persistence_is_advised_where_the_parameters_fit_whole() -> None:
     fast = subject(gpt(3), "h100", 8)
     rows = [row for row in plan_rows(fast) if row.name == "ZeRO 3"]
     assert "stage3_param_persistence_threshold" not in "\n".join(advise(Plan(subject=fast, rows=rows)))
+
+
+WANTED: list[dict[str, Any]] = [
+    {
+        "gradient_accumulation_steps": 4,
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 10**10},
+    },
+    {"zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 10**10}},
+    {
+        "zero_optimization": {
+            "stage": 3,
+            "reduce_bucket_size": 10**7,
+            "sub_group_size": 10**12,
+            "stage3_max_live_parameters": 10**6,
+            "stage3_max_reuse_distance": 10**6,
+        }
+    },
+    {"bf16": {"enabled": True}, "zero_optimization": {"overlap_comm": False, "reduce_bucket_size": 5 * 10**8}},
+]
+"""Configs that between them earn every piece of advice, where the machine has a use for it."""
+MACHINES = {
+    "cpu-1": Hardware(world_size=1, ranks_per_node=1, device_memory_bytes=0, host_memory_bytes=0, device="cpu"),
+    "cpu-4": Hardware(world_size=4, ranks_per_node=4, device_memory_bytes=0, host_memory_bytes=0, device="cpu"),
+    "gpu-1": Hardware(world_size=1, ranks_per_node=1, device_memory_bytes=0, host_memory_bytes=0),
+    "gpu-8": Hardware(world_size=8, ranks_per_node=8, device_memory_bytes=0, host_memory_bytes=0),
+    "gpu-2x8": Hardware(world_size=16, ranks_per_node=8, device_memory_bytes=0, host_memory_bytes=0),
+}
+"""Memory is set apart: enough for everything, too little for anything on the device, or on the host."""
+SEVERAL_GPUS = {"gpu-8", "gpu-2x8"}
+ANY_GPU = {"gpu-1", *SEVERAL_GPUS}
+ONLY_ON = {
+    "start": set(MACHINES),
+    "checkpointing": set(MACHINES),
+    "buckets": set(MACHINES),
+    "sub_group": set(MACHINES),
+    "offload": ANY_GPU,
+    "precision": ANY_GPU,
+    "divisible": ANY_GPU,
+    "persistence": {"cpu-4", *SEVERAL_GPUS},
+    "overlap_comm": SEVERAL_GPUS,
+    "round_robin": SEVERAL_GPUS,
+}
+"""Advice -> the machines that it may be given on."""
+FOREIGN = {
+    "cpu": ("GPU", "offload", "NVMe", "tensor core", "fp16", "bf16", "copies"),
+    "gpu": ("NVMe",),
+    "1": ("communication", "overlap", "link", "gather", "over ranks"),
+}
+"""Words that no advice to a machine without GPUs, without NVMe, or of one rank has."""
+
+
+ROOMS = {"enough": (400, 4096), "device": (2, 4096), "host": (24, 4)}
+"""What memory is short of -> GiB of a device and of a host."""
+
+
+@cache
+def given_on(name: str) -> dict[str, list[str]]:
+    """Return all advice that configs, models and memory of many kinds can get on a machine: rule -> texts."""
+    found: dict[str, list[str]] = {}
+    shape, spec = gpt(3, hidden=1000, heads=10), find_gpu("v100-32g")
+    for (device_gib, host_gib), changes, sample_gib in product(ROOMS.values(), WANTED, (0.01, 20)):
+        hardware = replace(MACHINES[name], device_memory_bytes=device_gib * GIB, host_memory_bytes=host_gib * GIB)
+        about = subject(shape, "v100-32g", 1)
+        slow = machine_priors(spec, ranks=hardware.world_size, nodes=2, network_gbit_per_s=1)
+        about = replace(
+            about,
+            hardware=hardware,
+            profile=replace(about.profile, param_bytes=4, activation_bytes_per_sample=round(sample_gib * GIB)),
+            config={"optimizer": {"type": "AdamW"}, **changes},
+            machine={**slow, **shape.priors()},
+        )
+        bf16 = False if hardware.device == "cuda" else None
+        rows = plan_rows(about)
+        for shown in (rows, *([row] for row in rows)):  # each structure as if it were the only one, too
+            plan = Plan(subject=about, rows=shown, recomputes=False, bf16_hardware=bf16, hidden=shape.hidden)
+            for rule, text in advise_by_rule(plan).items():
+                found.setdefault(rule, []).append(text)
+    return found
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_advice_is_about_what_the_machine_has(name: str) -> None:
+    given = given_on(name)
+    assert given.keys() == {rule for rule, machines in ONLY_ON.items() if name in machines}
+    text = "\n".join(one for texts in given.values() for one in texts)
+    for word in (*FOREIGN[name[:3]], *(FOREIGN["1"] if name.endswith("-1") else ())):
+        assert word not in text
 
 
 def test_what_is_no_model_or_gpu_is_refused() -> None:
