@@ -65,8 +65,8 @@ class Entry:
     datasets: Mapping[str, str] = field(default_factory=dict)
     """Data set of the hub -> kind of ``stand_ins/hub_datasets.py`` that stands in for it."""
     python: str = ""
-    """Name of the environment that its script needs, given to the runner as ``--python NAME=INTERPRETER``; empty for the
-    runner's own."""
+    """Name of the environment that its script needs, whose interpreter the variable ``FIRST_TRY_PYTHON_NAME`` names;
+    empty for the runner's own."""
     edits: tuple[Edit, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables that its README has the user set, or that its stand-ins read."""

@@ -4,14 +4,29 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks.first_try.entry import Entry
+from benchmarks.first_try.entry import Entry, EntryError
 
-__all__ = ["prepare_hub"]
+__all__ = ["interpreter_of", "prepare_hub"]
 
 _ROOT = Path(__file__).parents[2]
+
+
+def interpreter_of(entry: Entry) -> str:
+    """Return the interpreter of an entry's environment.
+
+    Raises:
+        EntryError: If its name was not given one: ``FIRST_TRY_PYTHON_NAME``.
+    """
+    if not entry.python:
+        return sys.executable
+    variable = f"FIRST_TRY_PYTHON_{entry.python.upper()}"
+    if variable not in os.environ:
+        raise EntryError(f"{entry.name}: no interpreter was named for {entry.python} (the variable {variable}).")
+    return os.environ[variable]
 
 
 def prepare_hub(entry: Entry, *, python: str, folder: Path, cwd: Path) -> Mapping[str, str]:

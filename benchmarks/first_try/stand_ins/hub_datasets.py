@@ -92,9 +92,7 @@ def _load(module: ModuleType) -> None:
             return original(path, *args, **kwargs)
         split = kwargs.get("split") or ""
         aliases = {name: files["test"] for name in _named(str(split)) - files.keys()}
-        return original(
-            "json", data_files={**files, **aliases}, **{key: kwargs[key] for key in _KEPT if key in kwargs}
-        )
+        return original("json", data_files={**files, **aliases}, **{key: kwargs[key] for key in _KEPT if key in kwargs})
 
     module.load_dataset = load_dataset  # type: ignore[attr-defined]
 
