@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.first_try.entry import Entry, EntryError
+from benchmarks.first_try.hugging_face import interpreter_of, prepare_hub
 from benchmarks.first_try.sources import check_out
 from benchmarks.first_try.stand_ins.files import GENERATORS
 
@@ -72,6 +72,8 @@ class Sandbox:
         self.cwd = self.checkout / entry.folder
         check_out(entry, self.checkout, sources)
         self._alter()
+        self.python = interpreter_of(entry)
+        self._hub = prepare_hub(entry, python=self.python, folder=self.folder, cwd=self.cwd)
         site = self.folder / "site"
         site.mkdir()
         init = str(_STAND_INS / "__init__.py")
@@ -101,8 +103,8 @@ class Sandbox:
             "FIRST_TRY_CHECKOUT": str(self.checkout),
             "FIRST_TRY_WITNESS": str(witness),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-            "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""))),
-            "TOKENIZERS_PARALLELISM": "false",
+            "PATH": os.pathsep.join((str(Path(self.python).parent), os.environ.get("PATH", ""))),
+            **self._hub,
             **self.entry.env,
             **more,
         }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -47,7 +46,7 @@ def _second(sandbox: Sandbox, limits: Limits) -> dict[str, Any]:
 
 
 def _search(sandbox: Sandbox, limits: Limits, name: str, options: tuple[str, ...]) -> dict[str, Any]:
-    tool = str(Path(sys.executable).with_name("optuna-dsat"))
+    tool = str(Path(sandbox.python).with_name("optuna-dsat"))
     budget = ("--max-trials", str(limits.trials), "--confirm", "0", "--trial-timeout", str(limits.train_s))
     places = ("--output-dir", str(sandbox.folder / name), "--storage", f"sqlite:///{sandbox.folder}/{name}.db")
     command = (tool, limits.method, *budget, "--json", *places, *options, *shlex.split(sandbox.entry.command))
@@ -101,7 +100,7 @@ def _optuna(sandbox: Sandbox, limits: Limits) -> dict[str, Any]:
     if not entry.config:
         message = "no DeepSpeed config file to rewrite: the script must be changed"
         return asdict(Verdict(verdict="refused", message=message))
-    study = (sys.executable, str(Path(__file__).with_name("by_hand.py")), entry.config, str(limits.trials))
+    study = (sandbox.python, str(Path(__file__).with_name("by_hand.py")), entry.config, str(limits.trials))
     command = (*study, str(limits.train_s), *shlex.split(entry.command))
     ran = sandbox.run("optuna", command, limit_s=limits.search_s)
     return _record(ran, by_hand(ran))
