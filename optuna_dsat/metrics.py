@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Literal
 
-__all__ = ["LARGER_IS_BETTER", "METRICS", "SMALLER_IS_BETTER", "direction_of", "speed_up"]
+__all__ = ["LARGER_IS_BETTER", "METRICS", "PER_ELEMENT", "SMALLER_IS_BETTER", "direction_of", "speed_up"]
 
 LARGER_IS_BETTER = ("FLOPS_per_gpu", "throughput")
 """FLOP/s per GPU, and samples/s over all ranks."""
 SMALLER_IS_BETTER = ("latency", "forward", "backward", "step")
 """Seconds per step: of the whole step and of its phases."""
+PER_ELEMENT = ("tokens_per_s", "elements_per_s")
+"""Elements of the inputs per second over all ranks, padding included: stated beside the others where inputs vary in
+size. None can be optimised: padding, which larger batches have more of, would count as work done.
+"""
 METRICS = (*LARGER_IS_BETTER, *SMALLER_IS_BETTER)
 
 

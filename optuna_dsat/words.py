@@ -8,13 +8,16 @@ from typing import Any
 
 from optuna_dsat.config.ds_config import MICRO_BATCH
 from optuna_dsat.config.structures import Structure
+from optuna_dsat.metrics import PER_ELEMENT
 
 __all__ = [
     "bytes_in_words",
     "config_in_words",
     "differences_in_words",
     "duration_in_words",
+    "input_variation_in_words",
     "metric_in_words",
+    "skipped_in_words",
 ]
 
 _SHOWN_DIFFERENCES = 6
@@ -64,6 +67,25 @@ def bytes_in_words(count: float) -> str:
     return f"{count / 2**10:.3g} KiB"
 
 
+def input_variation_in_words(variation: float, metrics: Mapping[str, float]) -> str:
+    """Return that inputs vary in size, and the speed per element; empty if they do not vary.
+
+    Args:
+        variation: Largest minus smallest size per sample, relative to their mean.
+        metrics: Metrics of the same steps.
+    """
+    speeds = [metric_in_words(name, metrics[name]) for name in PER_ELEMENT if name in metrics]
+    if not variation:
+        return ""
+    return f"inputs vary in size by {variation:.0%} from step to step" + (f": {speeds[0]}" if speeds else "")
+
+
+def skipped_in_words(count: int) -> str:
+    """Return how many steps were skipped, and that they do not count."""
+    steps = "1 step" if count == 1 else f"{count} steps"
+    return f"{steps} skipped by the loss scaler, not counted"
+
+
 def duration_in_words(seconds: float) -> str:
     """Return a duration such as ``45 s``, ``3 min 20 s`` or ``2 h 5 min``."""
     whole = round(seconds)
@@ -78,6 +100,8 @@ def metric_in_words(metric: str, value: float) -> str:
     """Return a metric's value with its unit, such as ``141.2 samples/s``."""
     if metric == "throughput":
         return f"{value:.4g} samples/s"
+    if metric in PER_ELEMENT:
+        return f"{value:.4g} {'tokens' if metric == 'tokens_per_s' else 'elements'}/s"
     if metric == "FLOPS_per_gpu":
         for power, prefix in ((15, "P"), (12, "T"), (9, "G"), (6, "M")):
             if value >= 10**power:

@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "version": set(),
     "runtime": {"outcome"},
     "config": {"errors", "runtime"},
-    "words": {"config"},
+    "words": {"config", "metrics"},
     "trials": {"config", "outcome"},
     "cost": {"config", "errors", "runtime"},
     "script": {"config", "errors", "runtime"},

@@ -15,7 +15,7 @@ Nothing here reads a log. The rules, in order of precedence:
    rank with SIGTERM.
 6. A ``communication_error`` record, or ranks that never started.
 7. A rank that ended before the profile steps were done: ``out_of_data`` if the script ended by itself while it
-   trained, else ``script_error``.
+   trained, else ``script_error``; this also if the loss scaler skipped so many steps that none is left to count.
 8. All profile steps done, but the engine was fed another batch than the configured one (``invalid_config``).
 9. Otherwise the launch is measured.
 """
@@ -26,8 +26,10 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import (
+    STEPS_SKIPPED,
     BatchSourcesFound,
     EngineReady,
     Event,
@@ -37,6 +39,7 @@ from optuna_dsat.runtime.events import (
     StepMeasured,
 )
 from optuna_dsat.script.batch_rule import samples_per_rank
+from optuna_dsat.words import input_variation_in_words, skipped_in_words
 
 __all__ = ["LaunchFacts", "StopReason", "Verdict", "classify", "observed_micro_batch"]
 
@@ -100,6 +103,7 @@ def classify(facts: LaunchFacts) -> Verdict:
         _silent_death,
         _communication,
         _left_early,
+        _never_updated,
     )
     for rule in rules:
         verdict = rule(facts)
@@ -125,7 +129,7 @@ def observed_micro_batch(facts: LaunchFacts) -> int | None:
         for event in events
         if isinstance(event, StepMeasured)
         and event.observed_micro_batch is not None
-        and event.step >= facts.start_profile_step
+        and event.number >= facts.start_profile_step
     ]
     return max(counted or seen, default=None)
 
@@ -191,7 +195,8 @@ def _stopped(facts: LaunchFacts) -> Verdict | None:
     if facts.stop is None:
         return None
     if facts.stop.outcome is Outcome.MEASURED:  # enough steps were done
-        return _batch_differs(facts) or Verdict(outcome=Outcome.MEASURED, message=facts.stop.message)
+        message = facts.stop.message + _remarks(facts)
+        return _batch_differs(facts) or Verdict(outcome=Outcome.MEASURED, message=message)
     return Verdict(outcome=facts.stop.outcome, message=facts.stop.message or f"stopped: {facts.stop.outcome.value}")
 
 
@@ -306,15 +311,16 @@ def _left_early(facts: LaunchFacts) -> Verdict | None:
                 "os._exit in the script leaves none",
                 rank=rank,
             )
-        if finished.reason == "profile_done" or finished.steps >= facts.end_profile_step:
+        if finished.reason in ("profile_done", STEPS_SKIPPED) or finished.steps >= facts.end_profile_step:
             continue
         if not any(isinstance(event, EngineReady) for events in facts.events.values() for event in events):
             text = f"rank {rank}: the script never called deepspeed.initialize"
             return Verdict(outcome=Outcome.SCRIPT_ERROR, message=text, rank=rank)
+        skipped = f" (and {finished.skipped} that the loss scaler skipped)" if finished.skipped else ""
         return Verdict(
             outcome=Outcome.OUT_OF_DATA,
             message=(
-                f"the script ended by itself after {finished.steps} global steps, before step "
+                f"the script ended by itself after {finished.steps} global steps{skipped}, before step "
                 f"{facts.end_profile_step}: its data or its own number of steps allows no more"
             ),
             rank=rank,
@@ -359,11 +365,52 @@ def _training_samples(facts: LaunchFacts) -> int | None:
     return min(sizes, default=None)
 
 
+def _never_updated(facts: LaunchFacts) -> Verdict | None:
+    """Refuse a launch in which too many steps were skipped for one to count."""
+    ends = [event for events in facts.events.values() for event in events if isinstance(event, RankFinished)]
+    given_up = [end for end in ends if end.reason == STEPS_SKIPPED]
+    if not given_up or _record(facts).counted:
+        return None
+    end = given_up[0]
+    return Verdict(
+        outcome=Outcome.SCRIPT_ERROR,
+        message=(
+            f"rank {end.rank}: the loss scaler skipped {end.skipped} of {end.skipped + end.steps} steps, since "
+            "gradients were not finite; a launch waits for no more. Lower fp16.initial_scale_power (or a fixed "
+            "fp16.loss_scale), use bf16, or look for what makes the loss infinite"
+        ),
+        rank=end.rank,
+    )
+
+
+def _record(facts: LaunchFacts) -> LaunchRecord:
+    """Return the steps of a launch, merged over the ranks that wrote any event."""
+    record = LaunchRecord(world_size=len(facts.events), start_profile_step=facts.start_profile_step)
+    for event in (event for events in facts.events.values() for event in events):
+        record.add(event)
+    return record
+
+
 def _measured_message(facts: LaunchFacts) -> str:
     steps = [event for event in facts.events.get(0, ()) if isinstance(event, StepMeasured)]
     if not steps:
         return "profile taken"
-    evaluation_s = [step.evaluation_s for step in steps if step.step >= facts.start_profile_step]
-    rare = any(evaluation_s) and not all(step.evaluation_s > 0 for step in steps[1:])
-    left_out = f"; {sum(evaluation_s):.3g} s of evaluation between its steps are left out" if rare else ""
-    return f"measured to step {max(step.step for step in steps)}{left_out}"
+    last = max((step.step for step in _record(facts).steps), default=0)
+    given_up = any(event.reason == STEPS_SKIPPED for event in facts.events[0] if isinstance(event, RankFinished))
+    short = f" of {facts.end_profile_step}, since a launch waits for no more skipped steps" if given_up else ""
+    return f"measured to step {last}{short}{_remarks(facts)}"
+
+
+def _remarks(facts: LaunchFacts) -> str:
+    """Return what is to be known of the counted steps; empty if there is nothing."""
+    record = _record(facts)
+    counted = [step for step in record.steps if step.step >= facts.start_profile_step]
+    evaluation_s = [step.evaluation_s for step in counted]
+    remarks = []
+    if any(evaluation_s) and not all(step.evaluation_s > 0 for step in record.steps[1:]):
+        remarks.append(f"{sum(evaluation_s):.3g} s of evaluation between its steps are left out")
+    if record.skipped_steps:
+        remarks.append(skipped_in_words(record.skipped_steps))
+    if record.input_variation:
+        remarks.append(input_variation_in_words(record.input_variation, record.metrics(flops_per_sample=0.0)))
+    return "".join(f"; {remark}" for remark in remarks)

@@ -8,6 +8,7 @@ from pathlib import Path
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import (
+    STEPS_SKIPPED,
     EngineReady,
     Event,
     RankFailed,
@@ -99,9 +100,11 @@ class EventLog:
 
     @property
     def done(self) -> set[int]:
-        """Ranks that have completed all profile steps."""
+        """Ranks that have completed all profile steps, or as many as they could."""
         return {
-            rank for rank, end in self.ends.items() if isinstance(end, RankFinished) and end.reason == "profile_done"
+            rank
+            for rank, end in self.ends.items()
+            if isinstance(end, RankFinished) and end.reason in ("profile_done", STEPS_SKIPPED)
         }
 
     @property
@@ -120,10 +123,13 @@ class EventLog:
 
     def progress_in_words(self, *, end_profile_step: int) -> str:
         """Return how many steps were completed."""
-        steps = [event.step for event in self._all() if isinstance(event, StepMeasured)]
-        if steps:
-            return f"the last step was {max(steps)} of {end_profile_step}"
-        return "no step was finished"
+        steps = [event for event in self._all() if isinstance(event, StepMeasured)]
+        if not steps:
+            return "no step was finished"
+        last = max(steps, key=lambda event: event.step)
+        skipped = last.skipped_before + last.skipped
+        done = f"the last step was {last.step - skipped} of {end_profile_step}"
+        return f"{done}, with {skipped} more that the loss scaler skipped" if skipped else done
 
     def last_event_in_words(self, now: float) -> str:
         """Return what the last event was, and how long ago."""

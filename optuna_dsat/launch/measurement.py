@@ -1,7 +1,11 @@
 """Metrics of a launch from the steps that its ranks measured: pure functions.
 
 Throughput is end to end: samples of the counted steps over all the wall time between their boundaries, data loading
-included. ``engine_throughput`` counts the engine's phases only.
+included. ``engine_throughput`` counts the engine's phases only. Steps that the loss scaler skipped do not count.
+
+Where the inputs of the counted steps differ in size (dynamic padding), speed is stated per element as well, intervals
+are those of ratio estimators, and no launch ends early: configurations of one batch size then count the same steps,
+which are the same data if the script's order is reproducible.
 """
 
 from __future__ import annotations
@@ -10,9 +14,10 @@ import math
 import random
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from optuna_dsat.metrics import PER_ELEMENT
 from optuna_dsat.runtime.events import (
     BatchSourcesFound,
     EngineReady,
@@ -29,10 +34,13 @@ __all__ = [
     "Interval",
     "LaunchRecord",
     "confidence_interval",
+    "input_variation",
     "is_certain",
     "merge_ranks",
     "metrics_of",
+    "per_element_metric",
     "step_time_uncertainty",
+    "student_t_975",
     "without_rare_evaluation",
 ]
 
@@ -43,6 +51,9 @@ _T_975 = (
 )  # fmt: skip
 """97.5 % quantile of Student's t for 1, 2, ... degrees of freedom (NIST/SEMATECH e-Handbook, 1.3.6.7.2)."""
 
+_LEAST_VARIATION = 0.05
+"""Inputs that differ by no more than this, relative to their mean, count as equal."""
+
 _FEWEST_STEPS = 3
 """Fewest steps for a step time to be certain: two may agree by chance."""
 
@@ -52,6 +63,7 @@ class GlobalStep:
     """One optimizer step over all ranks. Durations in seconds are those of the slowest rank."""
 
     step: int
+    """Number among the steps that count, from 1; a skipped step has that of the next one."""
     latency_s: float
     forward_s: float
     backward_s: float
@@ -65,6 +77,12 @@ class GlobalStep:
     """Mean over the ranks that reported a finite loss; None if none did."""
     evaluation_s: float = 0.0
     """Part of ``latency_s`` in which the script evaluated or generated."""
+    skipped: bool = False
+    """Whether the loss scaler skipped it."""
+    elements: float = 0.0
+    """Elements of the inputs of all data-parallel ranks together, padding included; 0 if not observed."""
+    elements_are_tokens: bool = False
+    """Whether ``elements`` counts tokens."""
 
 
 def merge_ranks(steps: Sequence[StepMeasured], *, data_parallel_size: int, configured_samples: int) -> GlobalStep:
@@ -82,8 +100,10 @@ def merge_ranks(steps: Sequence[StepMeasured], *, data_parallel_size: int, confi
         raise ValueError(f"expected one step from every rank, got steps {sorted({s.step for s in steps})}")
     seen = [s.samples for s in steps if s.samples > 0]
     losses = [s.loss for s in steps if s.loss is not None and math.isfinite(s.loss)]
+    # Later stages of a pipeline are fed activations instead of tokens.
+    sized = [s for s in steps if s.elements_are_tokens] or [s for s in steps if s.elements > 0]
     return GlobalStep(
-        step=steps[0].step,
+        step=steps[0].number,
         latency_s=max(s.latency_s for s in steps),
         forward_s=max(s.forward_s for s in steps),
         backward_s=max(s.backward_s for s in steps),
@@ -94,6 +114,9 @@ def merge_ranks(steps: Sequence[StepMeasured], *, data_parallel_size: int, confi
         rss_bytes=max(s.rss_bytes for s in steps),
         loss=statistics.fmean(losses) if losses else None,
         evaluation_s=max(s.evaluation_s for s in steps),
+        skipped=any(s.skipped for s in steps),
+        elements=statistics.fmean(s.elements for s in sized) * data_parallel_size if sized else 0.0,
+        elements_are_tokens=any(s.elements_are_tokens for s in sized),
     )
 
 
@@ -111,6 +134,27 @@ def without_rare_evaluation(steps: Sequence[GlobalStep]) -> list[GlobalStep]:
     return [replace(step, latency_s=step.latency_s - step.evaluation_s, evaluation_s=0.0) for step in steps]
 
 
+def input_variation(steps: Sequence[GlobalStep]) -> float:
+    """Return by how much the elements per sample differ between steps: largest minus smallest, relative to their mean.
+
+    0 if they differ by no more than 5 %, or if a step's inputs were not observed. A step of fewer samples, such as the
+    last of an epoch, is no variation.
+    """
+    sizes = [step.elements / step.samples for step in steps if step.samples > 0 and step.elements > 0]
+    if not sizes or len(sizes) < len(steps):
+        return 0.0
+    variation = (max(sizes) - min(sizes)) / statistics.fmean(sizes)
+    return variation if variation > _LEAST_VARIATION else 0.0
+
+
+def per_element_metric(steps: Sequence[GlobalStep]) -> str | None:
+    """Return the name of the speed per element, one of ``PER_ELEMENT``; None if all inputs are equal."""
+    if not input_variation(steps):
+        return None
+    tokens, elements = PER_ELEMENT
+    return tokens if all(step.elements_are_tokens for step in steps) else elements
+
+
 def metrics_of(steps: Sequence[GlobalStep], *, flops_per_sample: float, world_size: int) -> dict[str, float]:
     """Return the metrics of the counted steps.
 
@@ -122,7 +166,8 @@ def metrics_of(steps: Sequence[GlobalStep], *, flops_per_sample: float, world_si
     Returns:
         ``throughput`` (samples/s over all ranks), ``FLOPS_per_gpu`` (FLOP/s per rank), ``latency``, ``forward``,
         ``backward``, ``step`` (seconds per optimizer step), ``engine_throughput`` (samples/s by the engine's phases
-        alone), ``peak_allocated_bytes``, ``peak_reserved_bytes``, ``rss_bytes``.
+        alone), ``peak_allocated_bytes``, ``peak_reserved_bytes``, ``rss_bytes``; where inputs vary in size also
+        ``tokens_per_s`` or ``elements_per_s`` (of all ranks, padding included).
 
     Raises:
         ValueError: If ``steps`` is empty or their wall time is not positive.
@@ -134,6 +179,8 @@ def metrics_of(steps: Sequence[GlobalStep], *, flops_per_sample: float, world_si
     phases_s = sum(s.forward_s + s.backward_s + s.step_s for s in steps)
     throughput = samples / wall_s
     count = len(steps)
+    varying = per_element_metric(steps)
+    per_element = {} if varying is None else {varying: sum(s.elements for s in steps) / wall_s}
     return {
         "throughput": throughput,
         "FLOPS_per_gpu": flops_per_sample * throughput / world_size,
@@ -145,6 +192,7 @@ def metrics_of(steps: Sequence[GlobalStep], *, flops_per_sample: float, world_si
         "peak_allocated_bytes": float(max(s.peak_allocated_bytes for s in steps)),
         "peak_reserved_bytes": float(max(s.peak_reserved_bytes for s in steps)),
         "rss_bytes": float(max(s.rss_bytes for s in steps)),
+        **per_element,
     }
 
 
@@ -169,14 +217,56 @@ def confidence_interval(
 
     Steps are resampled whole, so throughput keeps its ratio of sums. With few steps the interval is somewhat too
     narrow (about 5 % at ten steps). Deterministic: the resampling is seeded.
+
+    Where inputs vary in size, the interval is that of a ratio estimator instead (``_ratio_interval``): that of
+    samples/s then contains the variation of the data, while for tokens/s each step's seconds are compared with its own
+    tokens.
     """
+    known = metrics_of(steps, flops_per_sample=flops_per_sample, world_size=world_size)
+    ratio = _RATIOS.get(metric) if input_variation(steps) else None
+    if ratio is not None and len(steps) > 1:
+        return _ratio_interval(known[metric], [ratio(step) for step in steps])
 
     def value_of(sample: Sequence[GlobalStep]) -> float:
         return metrics_of(sample, flops_per_sample=flops_per_sample, world_size=world_size)[metric]
 
     rng = random.Random(0)
     draws = sorted(value_of(rng.choices(steps, k=len(steps))) for _ in range(resamples))
-    return Interval(value=value_of(steps), low=draws[int(0.025 * resamples)], high=draws[int(0.975 * resamples) - 1])
+    return Interval(value=known[metric], low=draws[int(0.025 * resamples)], high=draws[int(0.975 * resamples) - 1])
+
+
+_RATIOS: dict[str, Callable[[GlobalStep], tuple[float, float]]] = {
+    "throughput": lambda step: (step.samples, step.latency_s),
+    "FLOPS_per_gpu": lambda step: (step.samples, step.latency_s),
+    "tokens_per_s": lambda step: (step.elements, step.latency_s),
+    "elements_per_s": lambda step: (step.elements, step.latency_s),
+    "engine_throughput": lambda step: (step.samples, step.forward_s + step.backward_s + step.step_s),
+    "latency": lambda step: (step.latency_s, 1.0),
+    "forward": lambda step: (step.forward_s, 1.0),
+    "backward": lambda step: (step.backward_s, 1.0),
+    "step": lambda step: (step.step_s, 1.0),
+}
+"""Metric -> numerator and denominator of one step; the metric is proportional to the ratio of their sums."""
+
+
+def _ratio_interval(value: float, pairs: Sequence[tuple[float, float]]) -> Interval:
+    """Return the 95 % interval of the ratio of sums of independent pairs, by its residuals and Student's t.
+
+    With r = sum(y) / sum(x), the variance of r is that of the mean of y - r x, divided by the squared mean of x
+    (Cochran, Sampling Techniques, 3rd edition 1977, chapter 6, without finite population correction). On the logarithm
+    of r, so that the interval is positive. Known error: the variance is too small by the order of 1/n.
+    """
+    total, weight = sum(y for y, _ in pairs), sum(x for _, x in pairs)
+    if total <= 0 or weight <= 0:
+        return Interval(value=value, low=value, high=value)  # a phase that takes no time in a pipeline
+    residuals = [y - total / weight * x for y, x in pairs]
+    half = student_t_975(len(pairs) - 1) * statistics.stdev(residuals) * math.sqrt(len(pairs)) / total
+    return Interval(value=value, low=value * math.exp(-half), high=value * math.exp(half))
+
+
+def student_t_975(degrees: int) -> float:
+    """Return the 97.5 % quantile of Student's t; that for 30 degrees of freedom where there are more."""
+    return _T_975[min(degrees, len(_T_975)) - 1]
 
 
 def step_time_uncertainty(steps: Sequence[GlobalStep]) -> float:
@@ -188,19 +278,21 @@ def step_time_uncertainty(steps: Sequence[GlobalStep]) -> float:
     if len(steps) < 2:
         return math.inf
     times = [step.latency_s for step in steps]
-    degrees = len(times) - 1
-    quantile = _T_975[min(degrees, len(_T_975)) - 1]
-    return quantile * statistics.stdev(times) / math.sqrt(len(times)) / statistics.fmean(times)
+    return student_t_975(len(times) - 1) * statistics.stdev(times) / math.sqrt(len(times)) / statistics.fmean(times)
 
 
 def is_certain(steps: Sequence[GlobalStep], *, tolerance: float) -> bool:
     """Return whether the step time is known well enough for a launch to end before its last profile step.
 
+    Never where inputs vary in size: configurations are then compared over the same steps.
+
     Args:
         steps: Counted steps.
         tolerance: Largest ``step_time_uncertainty``.
     """
-    return len(steps) >= _FEWEST_STEPS and step_time_uncertainty(steps) <= tolerance
+    if len(steps) < _FEWEST_STEPS or input_variation(steps):
+        return False
+    return step_time_uncertainty(steps) <= tolerance
 
 
 class LaunchRecord:
@@ -221,9 +313,25 @@ class LaunchRecord:
         self.batch_sources: BatchSourcesFound | None = None
         self.environment: dict[str, str] = {}
         """Variables that the runtime set for the script: name -> value."""
-        self.steps: list[GlobalStep] = []
+        self.boundaries: list[GlobalStep] = []
+        """All steps, those that the loss scaler skipped included."""
         self.events: list[StepMeasured] = []
         self._waiting: dict[int, list[StepMeasured]] = defaultdict(list)
+
+    @property
+    def steps(self) -> list[GlobalStep]:
+        """Steps that the loss scaler did not skip."""
+        return [step for step in self.boundaries if not step.skipped]
+
+    @property
+    def skipped_steps(self) -> int:
+        """Number of steps that the loss scaler skipped."""
+        return sum(step.skipped for step in self.boundaries)
+
+    @property
+    def input_variation(self) -> float:
+        """By how much the inputs of the counted steps vary in size; 0 if they do not (see ``input_variation``)."""
+        return input_variation(self.counted)
 
     @property
     def counted(self) -> list[GlobalStep]:
@@ -239,10 +347,10 @@ class LaunchRecord:
     @property
     def peak_bytes(self) -> int:
         """Peak allocated bytes of the worst rank over all steps; 0 before the first step."""
-        return max((step.peak_allocated_bytes for step in self.steps), default=0)
+        return max((step.peak_allocated_bytes for step in self.boundaries), default=0)
 
     def add(self, event: Event) -> GlobalStep | None:
-        """Add an event; return the global step that it completes, None if it completes none."""
+        """Add an event; return the global step that it completes, None if it completes none that counts."""
         if isinstance(event, EngineReady):
             self.engine = self.engine or event
         elif isinstance(event, TrainerFound):
@@ -266,8 +374,8 @@ class LaunchRecord:
                     data_parallel_size=self.engine.data_parallel_size if self.engine else self.world_size,
                     configured_samples=self.engine.train_batch_size if self.engine else 0,
                 )
-                self.steps.append(merged)
-                return merged
+                self.boundaries.append(merged)
+                return None if merged.skipped else merged
         return None
 
     def data_at_most(self, batch: int) -> int:
@@ -279,7 +387,7 @@ class LaunchRecord:
             batch: Samples of one global step on one rank, as configured.
         """
         ranks = self.world_size if self.engine is None else self.engine.data_parallel_size
-        seen = [step.samples / ranks for step in self.steps]
+        seen = [step.samples / ranks for step in self.boundaries]
         return int(sum(seen)) if seen and seen[-1] < batch else int(sum(seen)) + batch - 1
 
     def metrics(self, *, flops_per_sample: float) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """Measures the optimizer steps of one DeepSpeed engine by wrapping its methods on the instance.
 
 A step ends at a gradient-accumulation boundary. Steps are counted here, from 1. One that the loss scaler skipped is
-recorded but does not count: the launch goes on for another, up to ``MOST_SKIPPED_STEPS``. Forward passes in evaluation mode or without
-gradients do not count as training; the time that they take between the phases is recorded apart.
+recorded but does not count: the launch goes on for another, up to ``MOST_SKIPPED_STEPS``. Forward passes in evaluation
+mode or without gradients do not count as training; the time that they take between the phases is recorded apart.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _Step:
 
     spans: list[tuple[str, Any, Any]] = field(default_factory=list)
     """(phase, start mark, end mark)."""
-    fed: InputSize = InputSize(samples=0)
+    fed: InputSize = field(default_factory=lambda: InputSize(samples=0))
     """All inputs."""
     micro_batch: int | None = None
     """Largest leading dimension of an input; None if not observed."""
