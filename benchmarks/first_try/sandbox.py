@@ -100,6 +100,7 @@ class Sandbox:
         environ = {
             **os.environ,
             "DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cpu"),
+            "LOCAL_SIZE": os.environ.get("LOCAL_SIZE", "2"),  # without a GPU: devices that DeepSpeed's launcher counts
             "FIRST_TRY_CHECKOUT": str(self.checkout),
             "FIRST_TRY_WITNESS": str(witness),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),

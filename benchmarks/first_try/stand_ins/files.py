@@ -42,6 +42,16 @@ def _records(path: Path, *, fields: dict[str, int], rows: int = 256, lines: bool
     path.write_text(text, encoding="utf-8")
 
 
+def _conversations(path: Path, *, rows: int = 256, roles: tuple[str, str] = ("user", "assistant")) -> None:
+    """Write conversations of two turns as a JSON list, as LLaVA, FastChat and Qwen read them."""
+    draw = random.Random(7)
+    found = [
+        {"id": str(row), "conversations": [{"from": role, "value": _sentence(draw, 8)} for role in roles]}
+        for row in range(rows)
+    ]
+    path.write_text(json.dumps(found), encoding="utf-8")
+
+
 def _images(path: Path, *, kinds: int = 4, each: int = 32, size: int = 64) -> None:
     """Write a folder of classes with random JPEG images, as ``torchvision.datasets.ImageFolder`` reads it."""
     from PIL import Image
@@ -59,5 +69,6 @@ GENERATORS: dict[str, Callable[..., None]] = {
     "text": _text,
     "gzip": _gzip_bytes,
     "records": _records,
+    "conversations": _conversations,
     "images": _images,
 }

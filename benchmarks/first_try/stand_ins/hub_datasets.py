@@ -2,7 +2,8 @@
 
 ``python -m benchmarks.first_try.stand_ins.hub_datasets FOLDER NAME=KIND ...`` writes a file of rows for each split.
 Where FOLDER is named by ``FIRST_TRY_DATASETS``, ``load_dataset`` reads the rows of a NAME from there by its own reader
-of JSON lines; other names, files and readers are its own.
+of JSON lines; other names, files and readers are its own. A NAME that begins with ``.`` is a folder that
+``load_from_disk`` reads.
 """
 
 from __future__ import annotations
@@ -52,6 +53,11 @@ KINDS: Mapping[str, Callable[[random.Random, int], dict[str, Any]]] = {
     "preference": lambda draw, _: _preference(draw),
     "sentiment": lambda draw, index: {"sentence": _text(draw), "label": index % 3},
     "text": lambda draw, _: {"text": _text(draw, 40)},
+    "tokens": lambda draw, _: {
+        "input_ids": draw.choices(range(10, 250), k=48),
+        "attention_mask": [1] * 48,
+        "labels": draw.choices(range(10, 250), k=16),
+    },
     "tweets": lambda draw, index: {
         **{"Tweet text": _text(draw), "ID": index, "Label": draw.choice((1, 2))},
         "text_label": draw.choice(("complaint", "no complaint")),
@@ -69,6 +75,18 @@ def write_rows(name: str, kind: str, *, folder: Path) -> Path:
         lines = (json.dumps(KINDS[kind](draw, index)) for index in range(rows))
         (target / f"{split}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return target
+
+
+def write_on_disk(folder: Path, kind: str) -> Path:
+    """Write the splits of one data set as ``load_from_disk`` reads them, and ``eval`` beside them; return the folder."""
+    import datasets
+
+    splits = {}
+    for split, rows in {**_SPLITS, "eval": 64}.items():
+        draw = random.Random(split)
+        splits[split] = datasets.Dataset.from_list([KINDS[kind](draw, index) for index in range(rows)])
+    datasets.DatasetDict(splits).save_to_disk(str(folder))
+    return folder
 
 
 def _rows_of(path: Any) -> dict[str, str]:
@@ -109,7 +127,8 @@ def main(argv: Sequence[str]) -> None:
     """Write the data sets that the arguments name."""
     for word in argv[1:]:
         name, _, kind = word.rpartition("=")
-        print(write_rows(name, kind, folder=Path(argv[0])))
+        on_disk = name.startswith((".", "/"))
+        print(write_on_disk(Path(name), kind) if on_disk else write_rows(name, kind, folder=Path(argv[0])))
 
 
 if __name__ == "__main__":
