@@ -11,20 +11,77 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks.physics import Machine, Model, Quirks, Settings, step_times, usage
 from benchmarks.recorded import Recorded
-from optuna_dsat.launch.simulated import SimulatedProfile, SimulatedResult
+from optuna_dsat.launch.simulated import Landscape, SimulatedProfile, SimulatedResult
 from optuna_dsat.outcome import Outcome
 
-__all__ = ["LANDSCAPES", "Trained", "throughput"]
+__all__ = ["LANDSCAPES", "Computed", "Trained", "throughput"]
 
 GIB = 2**30
 _STATE_FAILURE = 0.7
 """Share of the start-up after which model states that do not fit are found out."""
 _HOST_COPY_S_PER_GIB = 0.05
 """Seconds to allocate and pin offloaded states."""
+
+
+class Computed(Landscape, Protocol):
+    """A landscape that answers every configuration by arithmetic, so that its true best is known."""
+
+    @property
+    def name(self) -> str:
+        """Of the tables."""
+
+    @property
+    def about(self) -> str:
+        """What it is."""
+
+    @property
+    def slots(self) -> int:
+        """Devices of one launch."""
+
+    @property
+    def kind(self) -> str:
+        """``cuda`` or ``cpu``."""
+
+    @property
+    def no_tune(self) -> tuple[str, ...]:
+        """Knobs that are no part of the search."""
+
+    @property
+    def params(self) -> int:
+        """Parameters of the model."""
+
+    @property
+    def flops_per_sample(self) -> float:
+        """FLOPs of forward and backward."""
+
+    @property
+    def device_bytes(self) -> int:
+        """Memory of one device."""
+
+    @property
+    def nodes(self) -> int:
+        """Hosts."""
+
+    @property
+    def most(self) -> int:
+        """A micro-batch beyond which nothing fits."""
+
+    @property
+    def user_config(self) -> dict[str, Any]:
+        """The DeepSpeed config that every method starts from."""
+
+    def fits(self, settings: Settings, sizes: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """Return for each micro-batch whether it runs; shape of ``sizes``."""
+
+    def step_s(self, settings: Settings, sizes: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return seconds per optimizer step for each micro-batch that fits; shape of ``sizes``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +116,35 @@ class Trained:
     def flops_per_sample(self) -> float:
         """FLOPs of forward and backward."""
         return self.model.flops_per_sample
+
+    @property
+    def params(self) -> int:
+        """Parameters of the model."""
+        return self.model.params
+
+    @property
+    def device_bytes(self) -> int:
+        """Memory of one device."""
+        return self.machine.device_bytes
+
+    @property
+    def nodes(self) -> int:
+        """Hosts."""
+        return self.machine.nodes
+
+    @property
+    def most(self) -> int:
+        """A micro-batch beyond which activations alone fill the device."""
+        return self.machine.device_bytes // self.model.activation_bytes + 1
+
+    def fits(self, settings: Settings, sizes: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """Return for each micro-batch whether it runs; shape of ``sizes``."""
+        needs = usage(self.model, self.machine, self.quirks, settings, sizes)
+        return np.asarray((needs.device <= self.machine.device_bytes) & (needs.host <= self.machine.host_bytes))
+
+    def step_s(self, settings: Settings, sizes: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return seconds per optimizer step for each micro-batch that fits; shape of ``sizes``."""
+        return np.asarray(step_times(self.model, self.machine, self.quirks, settings, sizes).total)
 
     @property
     def user_config(self) -> dict[str, Any]:
@@ -118,7 +204,7 @@ class Trained:
         return 20.0 + 6.0 * math.sqrt(self.model.params / 1e9)
 
 
-def throughput(landscape: Trained | Recorded, ds_config: Mapping[str, Any]) -> float:
+def throughput(landscape: Computed | Recorded, ds_config: Mapping[str, Any]) -> float:
     """Return the noise-free samples per second over all GPUs, 0 for what does not run: what a config is worth."""
     result = landscape.run(ds_config, landscape.slots)
     if result.outcome is not Outcome.MEASURED:

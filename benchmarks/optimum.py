@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -9,16 +10,22 @@ from typing import Any, cast
 
 import numpy as np
 import optuna
+from numpy.typing import NDArray
 
-from benchmarks.landscapes import Trained
-from benchmarks.physics import Settings, step_times, usage
+from benchmarks.landscapes import Computed
+from benchmarks.physics import Settings
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.space_builder import SearchSpace, SpaceRequest, build_space
 
 __all__ = ["Optimum", "Reach", "lineages", "optimum", "reaches", "search_space"]
 
+_EVERY = 512
+"""Micro-batches up to this one are all tried."""
+_PER_OCTAVE = 50
+"""Beyond it, micro-batches per doubling."""
 
-def search_space(landscape: Trained, *, fix: Mapping[str, Any] = MappingProxyType({})) -> SearchSpace:
+
+def search_space(landscape: Computed, *, fix: Mapping[str, Any] = MappingProxyType({})) -> SearchSpace:
     """Return the tuner's own search space for the landscape's user config, the micro-batch aside.
 
     Args:
@@ -26,7 +33,7 @@ def search_space(landscape: Trained, *, fix: Mapping[str, Any] = MappingProxyTyp
         fix: Knobs to hold, for a coarser look.
     """
     return build_space(
-        SpaceRequest(ds_config=landscape.user_config, params=landscape.model.params, device="cuda", fix=fix)
+        SpaceRequest(ds_config=landscape.user_config, params=landscape.params, device=landscape.kind, fix=fix)
     )
 
 
@@ -93,29 +100,27 @@ class Optimum:
     """Lineages within 1 % of the best, at their own best micro-batch."""
 
 
-def reaches(landscape: Trained, space: SearchSpace | None = None) -> Iterator[Reach]:
-    """Yield every lineage with its largest and its fastest micro-batch, each micro-batch tried.
+def reaches(landscape: Computed, space: SearchSpace | None = None) -> Iterator[Reach]:
+    """Yield every lineage with its largest and its fastest micro-batch, of those that ``_sizes`` names.
 
     Lineages that read as the same settings are computed once.
     """
     space = space or search_space(landscape)
     base = ds_config.effective(landscape.user_config)
+    sizes = _sizes(landscape)
     known: dict[Settings, Reach] = {}
     for params in lineages(space):
         settings = Settings.of(ds_config.merge(base, space.overlay(params)))
         if settings not in known:
-            known[settings] = _reach(landscape, params, settings)
+            known[settings] = _reach(landscape, params, settings, sizes)
         yield replace(known[settings], params=params)
 
 
-def _reach(landscape: Trained, params: dict[str, Any], settings: Settings) -> Reach:
-    machine, model, quirks = landscape.machine, landscape.model, landscape.quirks
-    sizes = np.arange(1, _most(landscape) + 1, dtype=np.float64)
-    needs = usage(model, machine, quirks, settings, sizes)
-    fits = sizes[needs.device <= machine.device_bytes]
-    if needs.host > machine.host_bytes or not len(fits):
+def _reach(landscape: Computed, params: dict[str, Any], settings: Settings, sizes: NDArray[np.float64]) -> Reach:
+    fits = sizes[landscape.fits(settings, sizes)]
+    if not len(fits):
         return Reach(params=params, settings=settings, largest=0, micro_batch=0, throughput=0.0)
-    rates = fits * machine.gpus / step_times(model, machine, quirks, settings, fits).total
+    rates = fits * landscape.slots / landscape.step_s(settings, fits)
     fastest = int(np.argmax(rates))
     return Reach(
         params=params,
@@ -126,12 +131,16 @@ def _reach(landscape: Trained, params: dict[str, Any], settings: Settings) -> Re
     )
 
 
-def _most(landscape: Trained) -> int:
-    """Return a micro-batch beyond which activations alone fill the device."""
-    return landscape.machine.device_bytes // landscape.model.activation_bytes + 1
+def _sizes(landscape: Computed) -> NDArray[np.float64]:
+    """Return the micro-batches that are tried: all up to 512, beyond them 50 per doubling and multiples of 64."""
+    every = np.arange(1, min(landscape.most, _EVERY) + 1)
+    if landscape.most <= _EVERY:
+        return every.astype(np.float64)
+    beyond = np.geomspace(_EVERY, landscape.most, 1 + math.ceil(_PER_OCTAVE * math.log2(landscape.most / _EVERY)))
+    return np.unique(np.concatenate([every, beyond.astype(int), (beyond / 64).astype(int) * 64])).astype(np.float64)
 
 
-def optimum(landscape: Trained) -> Optimum:
+def optimum(landscape: Computed) -> Optimum:
     """Return the true best of a landscape over all lineages and all micro-batches."""
     found = list(reaches(landscape))
     best = max(found, key=lambda reach: reach.throughput)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.landscapes import Trained
+from benchmarks.landscapes import Computed
 from benchmarks.recorded import Recorded
 from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.preload import Preload
@@ -51,7 +51,7 @@ class Rig:
         seed: Of the noise.
     """
 
-    def __init__(self, landscape: Trained | Recorded, *, budget: int, noise: float = 0.0, seed: int = 0) -> None:
+    def __init__(self, landscape: Computed | Recorded, *, budget: int, noise: float = 0.0, seed: int = 0) -> None:
         self.landscape = landscape
         self.launches: list[Launch] = []
         self.posterior_means: Sequence[Mapping[str, Any] | None] | None = None

@@ -24,14 +24,14 @@ import optuna
 
 from benchmarks import ours
 from benchmarks.held_out import HELD_OUT
-from benchmarks.landscapes import LANDSCAPES, Trained, throughput
+from benchmarks.landscapes import LANDSCAPES, Computed, throughput
 from benchmarks.optimum import Optimum, optimum
 from benchmarks.peers import deepspeed_autotuning, determined_dsat, optuna_samplers
 from benchmarks.recorded import Recorded
 from benchmarks.rig import Launch, Rig
 from optuna_dsat.outcome import Outcome
 
-__all__ = ["METHODS", "Result", "Row", "main", "run_one", "summarise"]
+__all__ = ["METHODS", "NAMESAKES", "Result", "Row", "main", "missing", "run_one", "summarise"]
 
 Runner = Callable[..., None]
 
@@ -112,13 +112,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(arguments)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     logging.getLogger("determined").setLevel(logging.ERROR)
-    methods = [method for method in args.methods if not _missing(method)]
+    methods = [method for method in args.methods if not missing(method)]
     for method in args.methods:
         if method not in methods:
-            print(f"{method} is left out: {', '.join(_missing(method))} not installed (see benchmarks/README.md)\n")
+            print(f"{method} is left out: {', '.join(missing(method))} not installed (see benchmarks/README.md)\n")
     results: list[Result] = []
     rows: list[Row] = []
-    landscapes: list[Trained | Recorded] = [LANDSCAPES[name] for name in args.landscapes]
+    landscapes: list[Computed | Recorded] = [LANDSCAPES[name] for name in args.landscapes]
     if args.held_out:
         landscapes = list(HELD_OUT.values())
     if args.recorded:
@@ -169,13 +169,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _missing(method: str) -> list[str]:
+def missing(method: str) -> list[str]:
     needed = [package for prefix, packages in _NEEDS.items() if method.startswith(prefix) for package in packages]
     return [package for package in needed if importlib.util.find_spec(package) is None]
 
 
 def run_one(
-    landscape: Trained | Recorded,
+    landscape: Computed | Recorded,
     method: str,
     *,
     best: float,
@@ -217,7 +217,7 @@ def run_one(
 
 
 def _held(
-    landscape: Trained | Recorded,
+    landscape: Computed | Recorded,
     launches: Sequence[Launch],
     posterior_means: Sequence[Mapping[str, Any] | None] | None = None,
 ) -> list[float]:
@@ -261,9 +261,9 @@ def _median(values: Iterable[float | None]) -> float:
     return statistics.median_high([math.inf if value is None else value for value in values])
 
 
-def _known(landscape: Trained | Recorded) -> tuple[float, str]:
+def _known(landscape: Computed | Recorded) -> tuple[float, str]:
     """Return the best throughput of a landscape, and its heading."""
-    if isinstance(landscape, Trained):
+    if not isinstance(landscape, Recorded):
         best = optimum(landscape)
         return best.best.throughput, _heading(landscape, best)
     rate, (stage, *offloads, bucket), size = landscape.best()
@@ -275,11 +275,11 @@ def _known(landscape: Trained | Recorded) -> tuple[float, str]:
     )
 
 
-def _heading(landscape: Trained, best: Optimum) -> str:
+def _heading(landscape: Computed, best: Optimum) -> str:
     found = best.best
     lines = [
         f"### {landscape.name}",
-        f"{landscape.about}. {landscape.slots} GPUs, {landscape.machine.device_bytes / 2**30:.0f} GiB each.",
+        f"{landscape.about}. {landscape.slots} GPUs, {landscape.device_bytes / 2**30:.0f} GiB each.",
         f"True best: {found.throughput:.4g} samples/s at ZeRO {found.params['zero_stage']}, micro-batch "
         f"{found.micro_batch} of {found.largest} that fit; {best.runnable} of {best.lineages} lineages run, "
         f"{best.near} hold a configuration within 1 %.",

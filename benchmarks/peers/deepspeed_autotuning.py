@@ -74,7 +74,7 @@ def _autotuner(rig: Rig, folder: Path, section: dict[str, Any]) -> Any:
 
     if isinstance(rig.landscape, Recorded):
         raise TypeError("a recorded landscape has no machine that DeepSpeed's tuner could be told of")
-    machine = rig.landscape.machine
+    machine = rig.landscape
 
     class Tuner(autotuner.Autotuner):  # type: ignore[misc, name-defined]
         def get_gpu_memory_info(self) -> int:
@@ -95,7 +95,7 @@ def _autotuner(rig: Rig, folder: Path, section: dict[str, Any]) -> Any:
         user_args=["--deepspeed_config", str(config)],
         user_script="train.py",
         num_nodes=machine.nodes,
-        num_gpus=machine.gpus // machine.nodes,
+        num_gpus=machine.slots // machine.nodes,
         hostfile="hostfile",
         master_port=29500,
     )

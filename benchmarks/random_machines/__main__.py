@@ -1,0 +1,140 @@
+"""Search machines drawn at random, one search each, and say how far from the best each method ends.
+
+    python -m benchmarks.random_machines --seeds 0-199 --methods guided binary --results results.jsonl
+
+Results are appended to the file as they come; searches that it holds are not run again. Seeds 0 to 199 are for
+development, 1000 to 1199 for the figures of a release.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import optuna
+
+from benchmarks.optimum import optimum
+from benchmarks.random_machines.machine import machine_of
+from benchmarks.search_efficiency import METHODS, NAMESAKES, Result, missing, run_one
+
+__all__ = ["compared", "main", "row"]
+
+_EQUAL = 0.005
+"""Final distances that differ by less are equal."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = _parser().parse_args(arguments)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    logging.getLogger("determined").setLevel(logging.ERROR)
+    methods = [method for method in args.methods if not missing(method)]
+    for method in set(args.methods) - set(methods):
+        print(f"{method} is left out: {', '.join(missing(method))} not installed (see benchmarks/README.md)\n")
+    known = read(args.results)
+    for seed in args.seeds:
+        _run(seed, [method for method in methods if (seed, method) not in known], args, known)
+    found = {key: result for key, result in known.items() if key[0] in set(args.seeds)}
+    print(table(found, methods))
+
+
+def _run(seed: int, methods: Sequence[str], args: argparse.Namespace, known: dict[tuple[int, str], Result]) -> None:
+    """Run the searches of one machine, append them to the file and add them to ``known``."""
+    if not methods:
+        return
+    machine = machine_of(seed)
+    best = optimum(machine).best
+    for method in methods:
+        result = run_one(
+            machine, method, best=best.throughput, budget=args.budget, noise=machine.drawn.noise, seed=seed
+        )
+        known[seed, method] = result
+        print(f"{machine.about}: {method} ends {result.distance:.1%} away", file=sys.stderr, flush=True)
+        with args.results.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(result)) + "\n")
+
+
+def read(path: Path) -> dict[tuple[int, str], Result]:
+    """Return the results of a file by seed and method; empty if there is no file."""
+    if not path.exists():
+        return {}
+    rows = [Result(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+    return {(result.seed, result.method): result for result in rows}
+
+
+def table(found: Mapping[tuple[int, str], Result], methods: Iterable[str]) -> str:
+    """Return a markdown table, one row a method, and the comparison of each with its namesake."""
+    lines = [
+        "| method | machines | within 1 % | within 3 % | within 1 % after 15 launches | median launches to 1 % "
+        "| median launches | median distance | 90th percentile | worst |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for method in methods:
+        results = [result for (_, name), result in found.items() if name == method]
+        if results:
+            lines.append(row(method, results))
+    for method, peers in NAMESAKES.items():
+        for peer in peers:
+            pairs = [
+                (found[seed, method], found[seed, peer])
+                for seed, name in found
+                if name == method and (seed, peer) in found
+            ]
+            if pairs:
+                lines += ["", f"{method} against {peer}: {compared(pairs)}"]
+    return "\n".join(lines) + "\n"
+
+
+def row(method: str, results: Sequence[Result]) -> str:
+    """Return the line of a method."""
+    distances = sorted(result.distance for result in results)
+
+    def share(holds: Callable[[Result], bool]) -> str:
+        return f"{statistics.fmean(map(holds, results)):.0%}"
+
+    reached = statistics.median_high(math.inf if r.launches_to_near is None else r.launches_to_near for r in results)
+    ninth = distances[min(len(distances) - 1, math.ceil(0.9 * len(distances)) - 1)]
+    cells = (
+        method,
+        str(len(results)),
+        share(lambda result: result.distance <= 0.01),
+        share(lambda result: result.distance <= 0.03),
+        share(lambda result: result.launches_to_near is not None and result.launches_to_near <= 15),
+        "never" if math.isinf(reached) else f"{reached:.0f}",
+        f"{statistics.median(result.launches for result in results):.0f}",
+        f"{statistics.median(distances):.1%}",
+        f"{ninth:.1%}",
+        f"{distances[-1]:.1%}",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def compared(pairs: Sequence[tuple[Result, Result]]) -> str:
+    """Return in how many machines ours is better than, equal to or worse than the other."""
+    better = sum(own.distance < other.distance - _EQUAL for own, other in pairs)
+    worse = sum(own.distance > other.distance + _EQUAL for own, other in pairs)
+    return f"better on {better}, equal on {len(pairs) - better - worse}, worse on {worse} of {len(pairs)}"
+
+
+def _seeds(text: str) -> list[int]:
+    first, _, last = text.partition("-")
+    return list(range(int(first), int(last or first) + 1))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.random_machines", description=__doc__.split("\n")[0])
+    parser.add_argument("--seeds", type=_seeds, default=_seeds("0-23"), metavar="A-B", help="machines (default 0-23)")
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--budget", type=int, default=50, help="launches after the profile launch (default 50)")
+    parser.add_argument("--results", type=Path, required=True, help="JSON lines: results are read from it and added")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,264 @@
+"""The dice: a model, a machine and effects, each absent or strong by chance, from one seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from benchmarks.random_machines.forms import Curve, Tiles, draw_compute, draw_memory, draw_size_effect
+
+_T = TypeVar("_T")
+
+__all__ = ["STRUCTURES", "Drawn", "Hardware", "Net", "draw"]
+
+GIB = 2**30
+
+STRUCTURES = (
+    (0, False, False),
+    (1, False, False),
+    (1, True, False),
+    (2, False, False),
+    (2, True, False),
+    (3, False, False),
+    (3, True, False),
+    (3, False, True),
+    (3, True, True),
+)
+"""ZeRO stage, optimizer offload, parameter offload."""
+FLAGS = ("contiguous", "overlap", "reduce_scatter")
+SIZES = ("bucket", "prefetch", "max_live", "max_reuse", "persistence", "sub_group")
+_FAMILIES = {
+    # name: log10 of the least and most parameters, of activation bytes and of FLOPs per sample and parameter
+    "cnn": (7.3, 8.9, (-0.6, 1.0), (1.5, 3.0)),
+    "encoder": (7.6, 9.3, (-1.0, 0.6), (2.2, 3.4)),
+    "decoder": (8.0, 10.85, (-1.2, 0.4), (3.0, 4.1)),
+    "moe": (8.3, 10.6, (-1.5, 0.0), (2.0, 3.2)),
+}
+_LONGEST_SAMPLE_S = {"cuda": 5.0, "cpu": 0.5}
+"""Seconds of computation for a sample on one device at full speed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Net:
+    """What is trained."""
+
+    family: str
+    params: int
+    largest_layer_params: int
+    activation_bytes: int
+    """Per sample, at a micro-batch of 1."""
+    flops_per_sample: float
+    """Forward and backward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """What it is trained on."""
+
+    kind: str
+    """``cuda`` or ``cpu``."""
+    gpus: int
+    """Devices, or ranks on the CPU."""
+    gpus_per_node: int
+    device_bytes: int
+    """Of one device, or one rank's share of the host's memory."""
+    host_bytes: int
+    flops: float
+    """FLOP/s of one device at full speed."""
+    link_bytes_per_s: float
+    link_latency_s: float
+    pcie_bytes_per_s: float
+    adam_params_per_s: float
+    """Parameters of one node that its CPUs update per second."""
+    startup_s: float
+    """Seconds of a launch before its first step."""
+
+    @property
+    def nodes(self) -> int:
+        """Hosts."""
+        return -(-self.gpus // self.gpus_per_node)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """Everything that decides what becomes of a launch."""
+
+    seed: int
+    net: Net
+    hardware: Hardware
+    compute: Curve
+    activations: Curve
+    tiles: Tiles | None
+    pressure: float
+    """Slow-down of the computation when memory is full."""
+    pressure_from: float
+    """Share of the memory at which it begins."""
+    pressure_step: bool
+    """Whether it comes at once (True) or with the square of what lies beyond."""
+    load_s: float
+    """Seconds to load a sample, beside the computation; 0 for none."""
+    fixed_s: float
+    """Per step."""
+    host_s: float
+    """Per micro-batch: Python, launches of kernels."""
+    hidden: float
+    """Share of the communication that the computation can hide."""
+    straggler: float
+    """Slow-down by the slowest rank."""
+    structure_times: Mapping[tuple[int, bool, bool], float]
+    """Factor on the whole step."""
+    structure_bytes: Mapping[tuple[int, bool, bool], float]
+    """Factor on model states."""
+    ordered: bool
+    """Whether structures cost what communication theory says, but for ``structure_times``."""
+    flags: Mapping[str, float]
+    """Factor on the whole step where the flag is on; absent without effect."""
+    sizes: Mapping[str, Curve]
+    """Effect of a size; absent without effect."""
+    offload_slow: float
+    """Factor on what offload costs by its bandwidth."""
+    context_bytes: int
+    fragmentation: float
+    profiled_activations: float
+    """What the profile sees, relative to the truth."""
+    profiled_flops: float
+    refused: frozenset[tuple[int, bool, bool]]
+    """Structures that fail, whatever their size, for a reason that is not memory."""
+    noise: float
+    """Relative standard deviation from launch to launch."""
+    user_micro_batch: int
+    habits: tuple[tuple[int, bool, bool], ...]
+    """Structures in the order in which the user would have tried them."""
+
+    def forms(self) -> Mapping[str, bool]:
+        """Return each term that decides times or memory, and whether the tuner's cost models have its form."""
+        terms = {
+            "compute": self.compute.lawful,
+            "activations": self.activations.lawful,
+            "communication": self.ordered,
+            "host time": True,
+            "fixed time": True,
+            "model states": True,
+            "optimizer on the host": self.offload_slow == 1,
+        }
+        chance = {
+            "tiles": self.tiles is not None,
+            "pressure": self.pressure > 0,
+            "loading": self.load_s > 0,
+            "straggler": self.straggler > 1,
+            "structures": not self.ordered,
+            "refused": bool(self.refused),
+            **{f"flag {name}": True for name in self.flags},
+            **{f"size {name}": True for name in self.sizes},
+        }
+        return {**terms, **{name: False for name, present in chance.items() if present}}
+
+
+def draw(seed: int, attempt: int = 0) -> Drawn:
+    """Return the machine of a seed and attempt; the same on every platform."""
+    dice = random.Random(f"machine-{seed}-{attempt}")
+    hardware = _hardware(dice)
+    net = _net(dice, hardware)
+    seconds = net.flops_per_sample / hardware.flops
+    ordered = dice.random() < 0.6
+    spread = 0.03 if ordered else dice.uniform(0.08, 0.3)
+    return Drawn(
+        seed=seed,
+        net=net,
+        hardware=hardware,
+        compute=draw_compute(dice),
+        activations=draw_memory(dice),
+        tiles=_sometimes(dice, 0.4, Tiles(size=dice.choice((2, 4, 8, 16, 64)), share=dice.uniform(0.1, 0.9))),
+        pressure=_sometimes(dice, 0.5, dice.uniform(0.03, 1.0)) or 0.0,
+        pressure_from=dice.uniform(0.4, 0.97),
+        pressure_step=dice.random() < 0.3,
+        load_s=_sometimes(dice, 0.2, seconds * dice.uniform(0.5, 2.0)) or 0.0,
+        fixed_s=_sometimes(dice, 0.6, 10 ** dice.uniform(-3, -0.5)) or 0.0,
+        host_s=_sometimes(dice, 0.6, 10 ** dice.uniform(-3, -1)) or 0.0,
+        hidden=dice.choice((0.0, dice.uniform(0.2, 1.0))),
+        straggler=(_sometimes(dice, 0.25, 1 + dice.uniform(0.02, 0.3)) or 1.0) if hardware.gpus > 1 else 1.0,
+        structure_times={structure: dice.lognormvariate(0, spread) for structure in STRUCTURES},
+        structure_bytes={structure: dice.lognormvariate(0, 0.05) for structure in STRUCTURES},
+        ordered=ordered,
+        flags={name: dice.uniform(0.92, 1.08) for name in FLAGS if dice.random() < 0.4},
+        sizes={
+            name: draw_size_effect(dice, strength=dice.choice((-1, 1)) * dice.uniform(0.01, 0.15))
+            for name in SIZES
+            if dice.random() < 0.35
+        },
+        offload_slow=_sometimes(dice, 0.5, 10 ** dice.uniform(-0.5, 0.7)) or 1.0,
+        context_bytes=0 if hardware.kind == "cpu" else int(dice.uniform(0.4, 1.6) * GIB),
+        fragmentation=dice.choice((0.0, dice.uniform(0.0, 0.1))),
+        profiled_activations=dice.uniform(0.8, 1.2),
+        profiled_flops=dice.choice((1.0, dice.uniform(0.8, 1.2))),
+        refused=_refused(dice),
+        noise=10 ** dice.uniform(-2.3, -1.3),
+        user_micro_batch=dice.choice((1, 1, 2, 4, 8)),
+        habits=tuple(dice.sample(STRUCTURES, len(STRUCTURES))),
+    )
+
+
+def _sometimes(dice: random.Random, chance: float, value: _T) -> _T | None:
+    return value if dice.random() < chance else None
+
+
+def _refused(dice: random.Random) -> frozenset[tuple[int, bool, bool]]:
+    if dice.random() > 0.15:
+        return frozenset()
+    return frozenset(structure for structure in STRUCTURES if dice.random() < 0.3)
+
+
+def _hardware(dice: random.Random) -> Hardware:
+    if dice.random() < 0.15:
+        ranks, host = dice.choice((1, 2, 4)), 2 ** dice.uniform(4, 8) * GIB
+        return Hardware(
+            kind="cpu",
+            gpus=ranks,
+            gpus_per_node=ranks,
+            device_bytes=int(host / ranks),
+            host_bytes=int(host),
+            flops=10 ** dice.uniform(10, 12) / ranks,
+            link_bytes_per_s=10 ** dice.uniform(8.5, 10),
+            link_latency_s=10 ** dice.uniform(-4, -3),
+            pcie_bytes_per_s=10 ** dice.uniform(9.5, 10.5),
+            adam_params_per_s=10 ** dice.uniform(7.5, 9),
+            startup_s=dice.uniform(3, 15),
+        )
+    gpus = dice.choice((1, 1, 2, 4, 8, 8, 16, 32, 64))
+    per_node = min(gpus, dice.choice((1, 2, 4, 8, 8)))
+    link = dice.uniform(8.7, 10) if gpus > per_node else dice.uniform(9.3, 11.6)
+    return Hardware(
+        kind="cuda",
+        gpus=gpus,
+        gpus_per_node=per_node,
+        device_bytes=int(dice.choice((7.5, 11, 15.5, 23, 31, 39, 47, 79, 139)) * GIB),
+        host_bytes=int(2 ** dice.uniform(5.5, 11) * GIB),
+        flops=10 ** dice.uniform(12.8, 14.7),
+        link_bytes_per_s=10**link,
+        link_latency_s=10 ** dice.uniform(-4.7, -2.7),
+        pcie_bytes_per_s=10 ** dice.uniform(9.6, 10.7),
+        adam_params_per_s=10 ** dice.uniform(8.3, 9.5),
+        startup_s=dice.uniform(8, 60),
+    )
+
+
+def _net(dice: random.Random, hardware: Hardware) -> Net:
+    """Return a model that the machine can hold, and of which a sample takes at most some seconds."""
+    while True:
+        family = dice.choice(list(_FAMILIES))
+        least, most, activations, flops = _FAMILIES[family]
+        params = 10 ** dice.uniform(least, most)
+        states = 18 * params
+        room = hardware.gpus * hardware.device_bytes + 0.5 * hardware.nodes * hardware.host_bytes
+        flops_per_sample = params * 10 ** dice.uniform(*flops)
+        if states < room and flops_per_sample / hardware.flops < _LONGEST_SAMPLE_S[hardware.kind]:
+            break
+    return Net(
+        family=family,
+        params=int(params),
+        largest_layer_params=int(params * dice.uniform(0.02, 0.3)),
+        activation_bytes=int(params * 10 ** dice.uniform(*activations)),
+        flops_per_sample=flops_per_sample,
+    )

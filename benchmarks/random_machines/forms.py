@@ -1,0 +1,155 @@
+"""Shapes that a cost may take over the micro-batch or over the size of a knob."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["COMPUTE_FORMS", "MEMORY_FORMS", "Curve", "Tiles", "draw_compute", "draw_memory", "draw_size_effect"]
+
+Array = NDArray[np.float64]
+
+_OCTAVES = 18
+"""Octaves of the micro-batch (or of a size relative to its smallest value) that a table covers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """A positive factor over the base-2 logarithm of a size, linear between knots one octave apart, held beyond."""
+
+    form: str
+    """Name of the shape."""
+    lawful: bool
+    """Whether the tuner's own cost models have this shape."""
+    knots: tuple[float, ...]
+    """The factor at 2**0, 2**1, ...: shape (octaves,)."""
+
+    def at(self, size: Array) -> Array:
+        """Return the factor at each size; shape of ``size``."""
+        return np.interp(np.log2(np.maximum(size, 1.0)), np.arange(len(self.knots)), self.knots)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """Kernels that compute whole tiles: part of the work is that of the next multiple of a tile's size."""
+
+    size: int
+    """Samples of a tile."""
+    share: float
+    """Share of the work that is rounded up, 0 to 1."""
+
+    def work(self, micro_batch: Array) -> Array:
+        """Return the samples that are computed in effect; shape of ``micro_batch``."""
+        return (1 - self.share) * micro_batch + self.share * self.size * np.ceil(micro_batch / self.size)
+
+
+def _curve(form: str, lawful: bool, value: Callable[[float], float], octaves: int = _OCTAVES) -> Curve:
+    return Curve(form=form, lawful=lawful, knots=tuple(value(float(octave)) for octave in range(octaves + 1)))
+
+
+def _hyperbolic(dice: random.Random) -> Curve:
+    """Half of the full speed at ``half`` samples: seconds grow as micro-batch + half."""
+    half = 2 ** dice.uniform(-2, 6)
+    return _curve("hyperbolic", True, lambda octave: 1 + half / 2**octave)
+
+
+def _power(dice: random.Random) -> Curve:
+    """Seconds grow as a power of the micro-batch below 1, up to some size."""
+    exponent, until = dice.uniform(0.55, 0.95), dice.uniform(3, 12)
+    return _curve("power", False, lambda octave: 2 ** ((1 - exponent) * max(0.0, until - octave)))
+
+
+def _table(dice: random.Random) -> Curve:
+    """Falls by a random step each octave, with none left after some octaves."""
+    steps = [dice.expovariate(1.0) * dice.uniform(0.05, 0.5) * 0.75**octave for octave in range(_OCTAVES)]
+    return _curve("table", False, lambda octave: math.exp(sum(steps[int(octave) :])))
+
+
+def _peak(dice: random.Random) -> Curve:
+    """Saturates, and loses speed again beyond a size of its own."""
+    half, turn, slope = 2 ** dice.uniform(-1, 4), dice.uniform(1, 8), dice.uniform(0.03, 0.2)
+    return _curve("peak", False, lambda octave: (1 + half / 2**octave) * math.exp(slope * max(0.0, octave - turn)))
+
+
+def _waves(dice: random.Random) -> Curve:
+    """Saturates with smooth random waves on top."""
+    half = 2 ** dice.uniform(-2, 5)
+    waves = [(dice.gauss(0, 0.06), dice.uniform(0.3, 1.6), dice.uniform(0, 2 * math.pi)) for _ in range(4)]
+    return _curve(
+        "waves",
+        False,
+        lambda octave: (1 + half / 2**octave) * math.exp(sum(a * math.sin(f * octave + p) for a, f, p in waves)),
+    )
+
+
+def _plateau(dice: random.Random) -> Curve:
+    """Flat from some small size on, but for a per cent or two."""
+    start, drift = dice.uniform(0, 4), dice.uniform(-0.003, 0.003)
+    return _curve("plateau", False, lambda octave: 1 + 0.8 * max(0.0, start - octave) + drift * octave)
+
+
+COMPUTE_FORMS: dict[str, Callable[[random.Random], Curve]] = {
+    "hyperbolic": _hyperbolic,
+    "power": _power,
+    "table": _table,
+    "peak": _peak,
+    "waves": _waves,
+    "plateau": _plateau,
+}
+"""Name -> draws the seconds per sample over the micro-batch, relative to those at full speed."""
+
+
+def draw_compute(dice: random.Random) -> Curve:
+    """Return seconds per sample over the micro-batch, relative to full speed."""
+    return COMPUTE_FORMS[dice.choice(list(COMPUTE_FORMS))](dice)
+
+
+def _linear(dice: random.Random) -> Curve:
+    del dice
+    return _curve("linear", True, lambda _: 1.0)
+
+
+def _memory_power(dice: random.Random) -> Curve:
+    exponent = dice.uniform(-0.05, 0.05)
+    return _curve("power", False, lambda octave: 2 ** (exponent * octave))
+
+
+def _memory_steps(dice: random.Random) -> Curve:
+    """Workspaces that come and go: a random factor at each octave."""
+    steps = [dice.uniform(0.92, 1.08) for _ in range(_OCTAVES + 1)]
+    return _curve("steps", False, lambda octave: steps[int(octave)])
+
+
+MEMORY_FORMS: dict[str, Callable[[random.Random], Curve]] = {
+    "linear": _linear,
+    "power": _memory_power,
+    "steps": _memory_steps,
+}
+"""Name -> draws the activation bytes per sample over the micro-batch, relative to those of one sample."""
+
+
+def draw_memory(dice: random.Random) -> Curve:
+    """Return activation bytes per sample over the micro-batch, relative to those of the profile's."""
+    return MEMORY_FORMS[dice.choice(list(MEMORY_FORMS))](dice)
+
+
+def draw_size_effect(dice: random.Random, *, strength: float) -> Curve:
+    """Return the effect of a knob's size on the whole step, of either sign; sizes are relative to 10,000 elements."""
+    kind = dice.choice(("rising", "falling", "valley", "table"))
+    middle, width = dice.uniform(4, 14), dice.uniform(2, 5)
+    noise = [dice.uniform(-1, 1) for _ in range(_OCTAVES + 1)]
+
+    def value(octave: float) -> float:
+        if kind == "valley":
+            return 1 + strength * min(1.0, ((octave - middle) / width) ** 2)
+        if kind == "table":
+            return 1 + strength * noise[int(octave)] / 2
+        risen = 1 / (1 + math.exp(-(octave - middle) / (width / 2)))
+        return 1 + strength * (risen if kind == "rising" else 1 - risen)
+
+    return _curve(f"size {kind}", False, value)

@@ -1,0 +1,113 @@
+"""Machines drawn at random: what they must be to judge a search."""
+
+from __future__ import annotations
+
+import ast
+import statistics
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import benchmarks.random_machines
+from benchmarks.landscapes import throughput
+from benchmarks.optimum import optimum, search_space
+from benchmarks.physics import Settings
+from benchmarks.random_machines.__main__ import compared, main, read
+from benchmarks.random_machines.draw import draw
+from benchmarks.random_machines.machine import machine_of, structure_of
+from benchmarks.search_efficiency import Result
+from optuna_dsat.config import ds_config
+from optuna_dsat.outcome import Outcome
+
+SEEDS = range(200)
+
+
+def test_nothing_of_the_tuners_cost_models_is_used() -> None:
+    folder = Path(str(benchmarks.random_machines.__file__)).parent
+    imported = {
+        node.module
+        for path in (*folder.glob("*.py"), folder.parent / "physics.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module
+    }
+    assert imported
+    assert not [name for name in imported if name.startswith(("optuna_dsat.cost", "optuna_dsat.guided"))]
+
+
+def test_at_least_thirty_per_cent_of_the_terms_have_a_form_that_the_cost_models_lack() -> None:
+    own = [1 - statistics.fmean(draw(seed).forms().values()) for seed in SEEDS]
+    assert statistics.fmean(own) >= 0.3
+    assert statistics.quantiles(own, n=20)[0] >= 0.2
+
+
+def test_effects_are_absent_or_strong_by_chance() -> None:
+    drawn = [draw(seed) for seed in SEEDS]
+    for present in (
+        [one.tiles is not None for one in drawn],
+        [one.load_s > 0 for one in drawn],
+        [one.straggler > 1 for one in drawn],
+        [one.pressure > 0 for one in drawn],
+        [not one.ordered for one in drawn],
+        [bool(one.refused) for one in drawn],
+        ["bucket" in one.sizes for one in drawn],
+        [one.hardware.kind == "cpu" for one in drawn],
+    ):
+        assert 0.03 < statistics.fmean(present) < 0.8
+    assert len({one.compute.form for one in drawn}) == 6
+    assert min(one.noise for one in drawn) < 0.01 < 0.04 < max(one.noise for one in drawn)
+    assert min(one.profiled_activations for one in drawn) < 0.85
+    assert max(one.profiled_activations for one in drawn) > 1.15
+
+
+@pytest.mark.parametrize("seed", [0, 1, 5, 17, 42, 1003])
+def test_a_launch_and_the_enumeration_agree(seed: int) -> None:
+    machine = machine_of(seed)
+    own = machine.run(machine.user_config, machine.slots)
+    assert own.outcome is Outcome.MEASURED
+    best = optimum(machine).best
+    overlay = search_space(machine).overlay({**best.params, "train_micro_batch_size_per_gpu": best.micro_batch})
+    config = ds_config.merge(machine.user_config, overlay)
+    assert throughput(machine, config) == pytest.approx(best.throughput)
+    sizes = np.array([best.micro_batch, 4.0 * machine.most])
+    assert list(machine.fits(best.settings, sizes)) == [True, False]
+    assert best.throughput >= throughput(machine, machine.user_config) * 0.999
+
+
+def test_a_machine_is_the_same_for_its_seed() -> None:
+    assert draw(7) == draw(7)
+    assert draw(7) != draw(8)
+
+
+def test_refused_structures_fail_for_a_reason_that_is_not_memory() -> None:
+    seed = next(seed for seed in SEEDS if draw(seed).refused)
+    machine = machine_of(seed)
+    assert structure_of(Settings.of(machine.user_config)) not in machine.drawn.refused
+    stage, optimizer, params = next(iter(machine.drawn.refused))
+    zero: dict[str, object] = {"stage": stage}
+    zero |= {"offload_optimizer": {"device": "cpu"}} if optimizer else {}
+    zero |= {"offload_param": {"device": "cpu"}} if params else {}
+    refused = {**machine.user_config, "zero_optimization": zero}
+    assert machine.run(refused, machine.slots).outcome is Outcome.INVALID_CONFIG
+
+
+def test_searches_are_kept_and_not_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = tmp_path / "results.jsonl"
+    arguments = ["--seeds", "12", "--methods", "binary", "optuna-random", "--budget", "6", "--results", str(results)]
+    main(arguments)
+    assert set(read(results)) == {(12, "binary"), (12, "optuna-random")}
+    written = results.read_text()
+    main(arguments)
+    assert results.read_text() == written
+    assert "| binary | 1 |" in capsys.readouterr().out
+
+
+def test_methods_are_compared_by_pairs() -> None:
+    def ended(distance: float) -> Result:
+        return Result(
+            landscape="machine-1", method="binary", seed=1, launches=9, seconds=1.0, launches_to_near=None,
+            seconds_to_near=None, launches_to_close=None, distance=distance, outcomes={},
+        )  # fmt: skip
+
+    pairs = [(ended(0.01), ended(0.02)), (ended(0.02), ended(0.021)), (ended(0.2), ended(0.1))]
+    assert compared(pairs) == "better on 1, equal on 1, worse on 1 of 3"
