@@ -6,7 +6,7 @@ import abc
 import random
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
@@ -31,6 +31,7 @@ from optuna_dsat.trials.lineage import (
 )
 from optuna_dsat.trials.lineage_cache import StudyHistory, read_history, trial_notes
 from optuna_dsat.trials.lineage_index import Lineages
+from optuna_dsat.trials.reach import within_reach
 
 __all__ = ["LineageSampler", "MaxMicroBatch", "Proposal"]
 
@@ -79,6 +80,9 @@ class LineageSampler(BaseSampler):
             micro-batch's distribution, which is always respected.
         usual: Values of the knobs in the first lineage of each structure (ZeRO stage and offload); None to draw
             these like all others.
+        proven: Micro-batches that ran before the study, such as the user's own: no launch goes beyond twice the
+            largest that fitted, these included, nor beyond one where a doubling gained too little
+            (``optuna_dsat.trials.reach``). Empty for no such bound.
         micro_batch: Name of the micro-batch's parameter. It must be an integer parameter, or a categorical one of
             whole numbers, suggested last.
         seed: Seed of the draws; None draws one for the study and stores it there.
@@ -93,6 +97,7 @@ class LineageSampler(BaseSampler):
         search_range_factor: float = 1.0,
         max_micro_batch: MaxMicroBatch | None = None,
         usual: Usual | None = None,
+        proven: Sequence[int] = (),
         micro_batch: str = MICRO_BATCH,
         seed: int | None = None,
     ) -> None:
@@ -105,6 +110,7 @@ class LineageSampler(BaseSampler):
         self._factor = search_range_factor
         self._max_micro_batch = max_micro_batch
         self._usual = usual
+        self._proven = tuple(proven)
         self._name = micro_batch
         self._seed = seed
 
@@ -137,7 +143,7 @@ class LineageSampler(BaseSampler):
         lineages = history.lineages
         rng = generator("exhausted")
         if any(
-            self._propose(study, o, o.distribution, lineages=lineages, history=history.trials, rng=rng)
+            self._next(study, o, o.distribution, lineages=lineages, history=history.trials, rng=rng)
             for o in self._ready(study, history, {})
             if o.distribution is not None
         ):
@@ -215,7 +221,7 @@ class LineageSampler(BaseSampler):
         for lineage in self._ready(study, history, fixed):
             if lineage.distribution is None:
                 continue
-            proposal = self._propose(
+            proposal = self._next(
                 study, lineage, lineage.distribution, lineages=history.lineages, history=history.trials, rng=rng
             )
             if proposal is not None:
@@ -259,21 +265,48 @@ class LineageSampler(BaseSampler):
         history = self._history(study, trial)
         empty = Lineage(key=key, params=params, trials=(), micro_batch=self._name)
         lineage = history.lineages.get(key, empty)
-        proposal = self._propose(
+        proposal = self._next(
             study, lineage, distribution, lineages=history.lineages, history=history.trials, rng=rng
         )
         if proposal is None:
-            return self._leftover(lineage, distribution, history.trials)
+            return self._leftover(study, lineage, distribution, history)
         self._store_plan(study, trial, notes, {**notes.plan, **_bounds_of(proposal)})
         return proposal.micro_batch
 
-    def _leftover(self, lineage: Lineage, distribution: IntDistribution, history: Sequence[FrozenTrial]) -> int:
-        """Return an unused micro-batch of a finished lineage, or any if all were used."""
-        top = self._ceiling(lineage.params, history, distribution)
+    def _next(
+        self,
+        study: Study,
+        lineage: Lineage,
+        distribution: IntDistribution,
+        *,
+        lineages: Lineages,
+        history: Sequence[FrozenTrial],
+        rng: random.Random,
+    ) -> Proposal | None:
+        """Return the next micro-batch of a lineage within reach, None if none is left (``_propose``)."""
+        proposal = self._propose(study, lineage, distribution, lineages=lineages, history=history, rng=rng)
+        top = self._top(study, lineage, distribution, lineages)
+        if proposal is None or proposal.micro_batch <= top:
+            return proposal
+        low = max(distribution.low, (lineage.largest_fit or 0) + 1)
+        left = unused_micro_batches(low, top, distribution, used=lineage.used)
+        return replace(proposal, micro_batch=left[-1]) if left else None
+
+    def _top(self, study: Study, lineage: Lineage, distribution: IntDistribution, lineages: Lineages) -> int:
+        """Return the largest micro-batch of a lineage that the history allows, see ``optuna_dsat.trials.reach``."""
+        if not self._proven:
+            return distribution.high
+        top = within_reach(lineage, lineages, distribution, proven=self._proven, direction=study.direction)
+        return min(distribution.high, top)
+
+    def _leftover(self, study: Study, lineage: Lineage, distribution: IntDistribution, history: StudyHistory) -> int:
+        """Return an unused micro-batch of a finished lineage, or any that may be launched if all were used."""
+        top = self._ceiling(lineage.params, history.trials, distribution)
         if lineage.smallest_too_large is not None:
             top = min(top, lineage.smallest_too_large - 1)
+        top = min(top, self._top(study, lineage, distribution, history.lineages))
         unused = unused_micro_batches(distribution.low, top, distribution, used=lineage.used)
-        return middle(unused or unused_micro_batches(distribution.low, distribution.high, distribution))
+        return middle(unused or unused_micro_batches(distribution.low, max(top, distribution.low), distribution))
 
     def _ceiling(self, params: Mapping[str, Any], history: Sequence[FrozenTrial], distribution: IntDistribution) -> int:
         """Return the largest micro-batch worth a launch, within the distribution."""

@@ -63,6 +63,9 @@ class BinarySearchSampler(LineageSampler):
             micro-batch's distribution, which is always respected.
         usual: Values of the knobs in the first lineage of each structure (ZeRO stage and offload); None to draw
             these like all others.
+        proven: Micro-batches that ran before the study, such as the user's own: no launch goes beyond twice the
+            largest that fitted, these included, nor beyond one where a doubling gained too little
+            (``optuna_dsat.trials.reach``). Empty for no such bound.
         micro_batch: Name of the micro-batch's parameter. It must be an integer parameter, suggested last.
         seed: Seed of the draws; None draws one for the study and stores it there.
     """

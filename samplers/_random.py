@@ -50,6 +50,9 @@ class LineageRandomSampler(LineageSampler):
             micro-batch's distribution, which is always respected.
         usual: Values of the knobs in the first lineage of each structure (ZeRO stage and offload); None to draw
             these like all others.
+        proven: Micro-batches that ran before the study, such as the user's own: no launch goes beyond twice the
+            largest that fitted, these included, nor beyond one where a doubling gained too little
+            (``optuna_dsat.trials.reach``). Empty for no such bound.
         micro_batch: Name of the micro-batch's parameter. It must be an integer parameter, suggested last.
         seed: Seed of the draws; None draws one for the study and stores it there.
 
@@ -64,6 +67,7 @@ class LineageRandomSampler(LineageSampler):
         search_range_factor: float = 1.0,
         max_micro_batch: MaxMicroBatch | None = None,
         usual: Usual | None = None,
+        proven: Sequence[int] = (),
         micro_batch: str = MICRO_BATCH,
         seed: int | None = None,
     ) -> None:
@@ -71,6 +75,7 @@ class LineageRandomSampler(LineageSampler):
             search_range_factor=search_range_factor,
             max_micro_batch=max_micro_batch,
             usual=usual,
+            proven=proven,
             micro_batch=micro_batch,
             seed=seed,
         )

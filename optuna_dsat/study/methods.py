@@ -20,9 +20,10 @@ from optuna_dsat.guided.prior_knowledge import PriorKnowledge
 from optuna_dsat.guided.problem import Problem
 from optuna_dsat.pruners import AshaPruner, DeepSpeedPruner
 from optuna_dsat.samplers import BinarySearchSampler, GuidedSampler, LineageRandomSampler
-from optuna_dsat.study.profile import Profiled
+from optuna_dsat.study.profile import Profiled, profile_attempts
 from optuna_dsat.study.space import hardware_of
 from optuna_dsat.study.spec import StudySpec
+from optuna_dsat.study.user_config import user_config
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH, lineage_key
 from optuna_dsat.trials.lineage_cache import same_trial
@@ -125,6 +126,14 @@ class Method:
         return "held back by the pruner" if self.pruner.prune(study, trial) else None
 
 
+def _proven(spec: StudySpec, profiled: Profiled) -> tuple[int, ...]:
+    """Return the micro-batches from which larger ones are reached: the profile's and the user's own; none if free."""
+    if spec.options.free_batch:
+        return ()
+    own, _ = user_config(spec, data_parallel_size=profiled.data_parallel_size)
+    return next(profile_attempts(spec)).micro_batch, int(own[MICRO_BATCH])
+
+
 def _random(spec: StudySpec, profiled: Profiled, space: SearchSpace) -> Method:
     limit = spec.options.trials_per_random_config
     return Method(
@@ -132,6 +141,7 @@ def _random(spec: StudySpec, profiled: Profiled, space: SearchSpace) -> Method:
             trials_per_random_config=limit,
             max_micro_batch=Ceiling(spec, profiled, space),
             usual=space.usual,
+            proven=_proven(spec, profiled),
             seed=spec.random_seed,
         ),
         pruner=DeepSpeedPruner(trials_per_random_config=limit),
@@ -144,6 +154,7 @@ def _bisection(spec: StudySpec, profiled: Profiled, space: SearchSpace) -> Binar
         search_range_factor=spec.options.search_range_factor,
         max_micro_batch=Ceiling(spec, profiled, space),
         usual=space.usual,
+        proven=_proven(spec, profiled),
         seed=spec.random_seed,
     )
 

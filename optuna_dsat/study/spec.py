@@ -83,6 +83,8 @@ class MethodOptions(_Frozen):
     """``asha``: eta of arXiv:1810.05934."""
     asha_early_stopping: int = Field(default=0, ge=0)
     """``asha``: s of arXiv:1810.05934."""
+    free_batch: bool = False
+    """``random``, ``binary``, ``asha``: whether micro-batches may be larger than the history suggests."""
     memory_margin: float = Field(default=0.05, ge=0, lt=1)
     """``guided``: share of the device's memory that a launch is expected to leave free."""
     min_gain: float = Field(default=0.003, ge=0)

@@ -396,7 +396,19 @@ class TuneOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RandomOptions(TuneOptions):
+class _LineageOptions(TuneOptions):
+    free_batch: Annotated[
+        bool,
+        Option(
+            help="Launch any micro-batch that memory is thought to hold, not only up to twice the largest that fitted "
+            "so far, and also where a doubling gained less than 2 %.",
+            panel=_METHOD,
+        ),
+    ] = _default("free_batch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomOptions(_LineageOptions):
     """Options of ``random``, with those of every method."""
 
     trials_per_random_config: Annotated[
@@ -415,7 +427,7 @@ class RandomOptions(TuneOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BinaryOptions(TuneOptions):
+class BinaryOptions(_LineageOptions):
     """Options of ``binary``, with those of every method."""
 
     search_range_factor: Annotated[
