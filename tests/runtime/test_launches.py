@@ -7,6 +7,7 @@ import json
 import pytest
 
 from optuna_dsat.runtime.events import (
+    STEPS_SKIPPED,
     EngineReady,
     ProfileMeasured,
     RankFailed,
@@ -14,6 +15,7 @@ from optuna_dsat.runtime.events import (
     RankStarted,
     StepMeasured,
 )
+from optuna_dsat.runtime.loss_scaling import MOST_SKIPPED_STEPS
 from tests.harness.ranks import Starter, WarmRanks
 
 pytestmark = pytest.mark.torchrun
@@ -136,3 +138,34 @@ def test_a_pipeline_is_measured_batch_by_batch(start: Starter, warm_ranks: WarmR
         [profile] = launch.of(ProfileMeasured, rank)
         assert profile.params == 2 * 72
         assert profile.flops_per_sample > 0
+
+
+HALF = {"enabled": True, "initial_scale_power": 22}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_steps_that_the_loss_scaler_skips_do_not_count(start: Starter, warm_ranks: WarmRanks, stage: int) -> None:
+    overlay = {"zero_optimization": {"stage": stage}, "fp16": HALF}
+    launch = start.torchrun("half.py", f"--deepspeed_config={start.user_config}", overlay=overlay, warm=warm_ranks)
+    assert launch.exit_code == 0, launch.output + launch.log("stderr")
+    told = [int(line) for line in launch.log("stdout").splitlines() if line.isdigit()]
+    for rank in RANKS:
+        steps = launch.of(StepMeasured, rank)
+        skipped = sum(step.skipped for step in steps)
+        assert 2 < skipped < 20
+        assert [step.step for step in steps] == list(range(1, skipped + 6))
+        assert [step.number for step in steps if not step.skipped] == [1, 2, 3, 4, 5]
+        seen = [step.skipped_before + step.skipped for step in steps]
+        assert seen[: len(told)] == told  # of the last step nothing is told: the rank has left
+        [end] = launch.of(RankFinished, rank)
+        assert (end.reason, end.steps, end.skipped) == ("profile_done", 5, skipped)
+        assert {(step.elements, step.elements_are_tokens) for step in steps} == {(20, True), (30, True), (40, True)}
+
+
+def test_a_launch_does_not_wait_for_ever_for_a_step_that_is_not_skipped(start: Starter, warm_ranks: WarmRanks) -> None:
+    overlay = {"zero_optimization": {"stage": 1}, "fp16": {"enabled": True, "loss_scale": 2.0**60}}
+    launch = start.torchrun("half.py", f"--deepspeed_config={start.user_config}", overlay=overlay, warm=warm_ranks)
+    assert launch.exit_code == 0, launch.output + launch.log("stderr")
+    [end] = launch.of(RankFinished)
+    assert (end.reason, end.steps, end.skipped) == (STEPS_SKIPPED, 0, MOST_SKIPPED_STEPS)
+    assert all(step.skipped and step.number == 1 for step in launch.of(StepMeasured))
