@@ -109,7 +109,7 @@ class Sandbox:
             **self.entry.env,
             **more,
         }
-        paths = (str(self.folder / "site"), environ.get("PYTHONPATH"))
+        paths = (str(self.folder / "site"), self.entry.env.get("PYTHONPATH"), os.environ.get("PYTHONPATH"))
         return {**environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
     def run(self, name: str, command: Sequence[str], *, limit_s: float, **environ: str) -> Ran:

@@ -13,6 +13,7 @@ import importlib
 import inspect
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -70,6 +71,8 @@ class ImportWatch(MetaPathFinder):
 
     def __init__(self, callbacks: Mapping[str, Callable[[ModuleType], None]]) -> None:
         self._callbacks = dict(callbacks)
+        self._searching: set[tuple[int, str]] = set()
+        """(thread, module) that the other finders are asked for; one of them may ask all finders in its turn."""
 
     def install(self) -> None:
         """Start watching."""
@@ -83,10 +86,15 @@ class ImportWatch(MetaPathFinder):
     ) -> ModuleSpec | None:
         """Find a watched module through the other finders and wrap its loader."""
         callback = self._callbacks.get(fullname)
-        if callback is None:
+        search = (threading.get_ident(), fullname)
+        if callback is None or search in self._searching:
             return None
-        found = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
-        spec = next((spec for spec in found if spec is not None), None)
+        self._searching.add(search)
+        try:
+            found = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
+            spec = next((spec for spec in found if spec is not None), None)
+        finally:
+            self._searching.discard(search)
         if spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import resource
 import sys
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -171,6 +173,32 @@ def test_the_watch_calls_back_once_after_the_import(tmp_path: Path, monkeypatch:
     exec("import watched_module", namespace)
     assert namespace["watched_module"].value == 1
     assert len(seen) == 2
+
+
+class Asking(MetaPathFinder):
+    """A finder that asks all others, as tools of other makers have them."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        self.asked.append(fullname)
+        found = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
+        return next((spec for spec in found if spec is not None), None)
+
+
+def test_the_watch_goes_with_a_finder_that_asks_all_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "watched_module.py").write_text("value = 1\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    other = Asking()
+    monkeypatch.setattr(sys, "meta_path", [other, *sys.meta_path])
+    monkeypatch.delitem(sys.modules, "watched_module", raising=False)
+    seen: list[ModuleType] = []
+    ImportWatch({"watched_module": seen.append}).install()
+    exec("import watched_module", {})
+    assert seen == [sys.modules["watched_module"]]
+    assert other.asked == ["watched_module"]
+    monkeypatch.delitem(sys.modules, "watched_module")
 
 
 CPU_STUB = """

@@ -37,14 +37,19 @@ class _Finder:
 
     def __init__(self, patches: dict[str, list[Patch]]) -> None:
         self._patches = patches
+        self._searching: set[str] = set()
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name not in self._patches:
+        if name not in self._patches or name in self._searching:
             return None
-        found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
-        spec = next((one for one in found if one is not None), None)
+        self._searching.add(name)
+        try:
+            found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+            spec = next((one for one in found if one is not None), None)
+        finally:
+            self._searching.discard(name)
         if spec is not None and spec.loader is not None:
             _patch_after(spec.loader, self._patches[name])
         return spec
