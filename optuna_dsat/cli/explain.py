@@ -36,12 +36,8 @@ def _show(explanation: Explanation, words: str) -> None:
 
     metric = explanation.metric
     print(f"Trial {explanation.winner} wins with {metric_in_words(metric, explanation.value)}: {words}.")
-    if explanation.user_value is None or explanation.speed_up is None:
-        print("Your own config was not measured, so there is nothing to compare with.")
-    else:
-        own = metric_in_words(metric, explanation.user_value)
-        print(f"Your own config reaches {own}; the winner is {explanation.speed_up:.2f} times as good.")
-    _print_contributions(explanation.contributions)
+    print(_against_own(explanation))
+    _print_factors(explanation)
     shares = ", ".join(f"{name} {share:.0%}" for name, share in _largest_first(explanation))
     print(f"A step of the winner goes into: {shares} (fitted model). It is bound by: {explanation.bound}.")
     if explanation.peak_bytes is not None:
@@ -57,13 +53,36 @@ def _largest_first(explanation: Explanation) -> list[tuple[str, float]]:
     return sorted(explanation.bounds.items(), key=lambda part: -part[1])
 
 
-def _print_contributions(contributions: tuple[Contribution, ...]) -> None:
-    if not contributions:
+def _against_own(explanation: Explanation) -> str:
+    """Return the sentence on the speed-up; one that its own factors contradict is not claimed."""
+    from optuna_dsat.words import metric_in_words
+
+    ratio, explained = explanation.speed_up, explanation.explained
+    if explanation.user_value is None or ratio is None:
+        return "Your own config was not measured, so there is nothing to compare with."
+    own = metric_in_words(explanation.metric, explanation.user_value)
+    if not explanation.contradicted or explained is None or explanation.remainder is None:
+        return f"Your own config reaches {own}; the winner is {ratio:.2f} times as good."
+    return (
+        f"Your own config was measured at {own}, a ratio of {ratio:.2f}, but what differs between the two accounts for "
+        f"{explained.factor:.2f} ({explained.low:.2f} to {explained.high:.2f}): {explanation.remainder.factor:.2f} "
+        "remains that nothing explains, such as a machine that was busier at one of the two. Do not rely on the ratio; "
+        "measure both again."
+    )
+
+
+def _print_factors(explanation: Explanation) -> None:
+    if explanation.remainder is None:
         return
-    rows = []
-    for one in contributions:
-        factor = "" if one.factor is None else f"{one.factor:.3f}"
-        spread = "" if one.low is None or one.high is None else f"{one.low:.3f} to {one.high:.3f}"
-        by = f"{one.pairs} measured pair{'s' * (one.pairs > 1)}" if one.source == "measured" else "model"
-        rows.append((one.knob, str(one.user), str(one.winner), factor, spread, one.note or by))
+    rows = [_cells(one) for one in explanation.contributions]
+    rows += [_cells(one) for one in (explanation.together, explanation.remainder) if one is not None]
+    rows.append(("product", "", "", f"{explanation.speed_up:.3f}", "", "as measured"))
     print_table(("knob", "yours", "winner's", "factor", "19 of 20", "by"), rows)
+
+
+def _cells(one: Contribution) -> tuple[str, ...]:
+    factor = "" if one.factor is None else f"{one.factor:.3f}"
+    spread = "" if one.low is None or one.high is None else f"{one.low:.3f} to {one.high:.3f}"
+    by = f"{one.pairs} measured pair{'s' * (one.pairs > 1)}" if one.source == "measured" else "model"
+    values = ("" if value is None else str(value) for value in (one.user, one.winner))
+    return (one.knob, *values, factor, spread, one.note or by)

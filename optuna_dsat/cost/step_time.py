@@ -34,7 +34,7 @@ import numpy.typing as npt
 from optuna_dsat.cost.memory import Hardware, ModelProfile
 from optuna_dsat.cost.zero_states import STAGE0_REDUCE_ELEMENTS, ZeroSettings
 
-__all__ = ["BOUNDS", "COEFFICIENTS", "PHASES", "Columns", "LogCoefficients", "StepTimeModel", "Timings"]
+__all__ = ["BOUNDS", "COEFFICIENTS", "ERROR", "PHASES", "Columns", "LogCoefficients", "StepTimeModel", "Timings"]
 
 Numbers: TypeAlias = npt.NDArray[Any]
 
@@ -85,7 +85,7 @@ BOUNDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 bandwidth of the optimizer.
 """
 
-_ERROR = 0.03
+ERROR = 0.03
 """Relative standard deviation of the model's error per phase, including noise."""
 _FLOOR = 0.005
 """Least standard deviation of a phase's error, relative to the whole step."""
@@ -333,10 +333,10 @@ class StepTimeModel:
         found = self.phases(variants, timings.columns, timings.micro_batch, timings.accumulation, timings.fill)
         known = ~np.isnan(timings.phases)
         phases = np.where(known, timings.phases, 0.0)[:, None, :]
-        residuals = (found - phases) / (_ERROR * phases + _FLOOR * timings.latency)
+        residuals = (found - phases) / (ERROR * phases + _FLOOR * timings.latency)
         by_phase = np.moveaxis(residuals, 0, 1)[:, known]
         whole = ~known.all(axis=0)
-        total = ((found.sum(axis=0) - timings.latency) / (_ERROR * timings.latency))[:, whole]
+        total = ((found.sum(axis=0) - timings.latency) / (ERROR * timings.latency))[:, whole]
         values = np.concatenate([by_phase, total], axis=1)
         values = np.clip(values, -1e6, 1e6)
         return values[0], ((values[1:] - values[0]) / step).T

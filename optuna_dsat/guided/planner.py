@@ -131,8 +131,33 @@ class GuidedPlanner:
         found = iter(self._posterior(trials).predict(rows, sizes))
         return [None if row is None else next(found) for row, _ in queried]
 
+    def formula(
+        self, trials: Sequence[FrozenTrial], configurations: Sequence[tuple[Mapping[str, Any], int]]
+    ) -> list[float] | None:
+        """Return the metric of configurations by the fitted formula of the step time alone, without measured residuals.
+
+        Args:
+            trials: The study's trials, which the formula is fitted to.
+            configurations: Knobs and micro-batch of each.
+
+        Returns:
+            None if one is not in this space.
+        """
+        rows = [self.problem.table.row_index(params) for params, _ in configurations]
+        if None in rows:
+            return None
+        sizes = np.array([size for _, size in configurations], dtype=np.float64)
+        found = self._posterior(trials).formula_log_objective(np.array(rows, dtype=np.int64), sizes)
+        return [self.problem.metric_of(float(one)) for one in found]
+
     def rate_ratio(
-        self, trials: Sequence[FrozenTrial], row: int, micro_batch: int, *, larger_batch: int = 1, more_steps: int = 1
+        self,
+        trials: Sequence[FrozenTrial],
+        row: int,
+        micro_batch: int,
+        *,
+        larger_batch: int = 1,
+        more_steps: float = 1,
     ) -> float:
         """Return the predicted factor on samples per second of a change of batch sizes, regardless of memory.
 

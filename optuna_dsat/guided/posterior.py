@@ -222,15 +222,17 @@ class Posterior:
 
     def _approximate_log_objective(self, row: Numbers, size: Numbers) -> Numbers:
         """Return the posterior mean log objective, without the parts of lineage, memory in use and micro-batch."""
+        means = self.residuals.structure_means(self._table.structure, self._table.knobs)
+        found: Numbers = self.formula_log_objective(row, size) + means[row]
+        return found
+
+    def formula_log_objective(self, row: Numbers, size: Numbers) -> Numbers:
+        """Return the log objective by the fitted formula of the step time alone."""
         problem = self._problem
         phases = problem.step_time.phases(
             self.fitted.mean, self._table.columns.take(row), size, problem.accumulation(size), self._fill(row, size)
         )
-        found: Numbers = (
-            problem.log_objective(phases, size)
-            + self.residuals.structure_means(self._table.structure, self._table.knobs)[row]
-        )
-        return found
+        return problem.log_objective(phases, size)
 
     def _select(self, rows: Numbers, edge: Numbers, scores: Numbers) -> tuple[Numbers, Numbers]:
         """Return the micro-batches to evaluate for the lineages of the best scores, overall and per structure."""

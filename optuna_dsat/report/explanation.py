@@ -3,10 +3,16 @@
 A knob's contribution is the winner's metric over the metric with the user's value of this knob and the winner's values
 of all others. Where launches of the winner's structure differ in this knob only, it is measured: the geometric mean of
 their ratios. Elsewhere it is predicted by the models that guided search fits to all launches of the study, whatever
-method searched. The contributions need not multiply to the speed-up: knobs interact.
+method searched.
+
+Such contributions alone need not multiply to the measured speed-up. What knobs do together beyond what each does alone
+is a factor of its own, by the fitted formula of the step time. What is still missing is the remainder: launches that
+differ by more than their settings, as on a machine that others became busy on, and errors of the models. All factors
+multiply to the measured speed-up. One that its own factors contradict (a remainder that is not 1 with 95 % certainty)
+is not claimed.
 
 What bounds the winner is its predicted step by resource (``StepTimeModel.bounds``). What to change or buy next is the
-same model evaluated with one thing changed, so it holds as far as the model does.
+same model evaluated with one thing changed (``optuna_dsat.report.proposals``), so it holds as far as the model does.
 """
 
 from __future__ import annotations
@@ -18,11 +24,13 @@ from typing import Any
 
 from optuna.trial import FrozenTrial
 
-from optuna_dsat.cost.gpus import gpu_of_device
+from optuna_dsat.cost.gpus import gpu_of_device, peak_flops
+from optuna_dsat.cost.step_time import ERROR
 from optuna_dsat.errors import UsageError
 from optuna_dsat.guided.planner import GuidedPlanner
 from optuna_dsat.guided.residual_gp import NOISE_SD
 from optuna_dsat.metrics import LARGER_IS_BETTER
+from optuna_dsat.report.proposals import Situation, proposals
 from optuna_dsat.store import Store
 from optuna_dsat.study.methods import make_planner
 from optuna_dsat.study.standing import Standing, compared, speed_up_over
@@ -31,19 +39,17 @@ from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH, STRUCTURE, Feasibility, feasibility, score, visible_params
 from optuna_dsat.words import bytes_in_words, config_in_words
 
-__all__ = ["Contribution", "Explanation", "explain", "explain_study"]
+__all__ = ["REMAINDER", "TOGETHER", "Contribution", "Explanation", "explain", "explain_study"]
 
-_WORTH_SAYING = 0.02
-"""Least relative gain of a change that is proposed."""
-_FULL = 0.85
-"""Share of the device's memory from which it is taken to limit the micro-batch."""
-_IDLE_GPU = 0.3
-"""Share of a GPU's peak FLOPS below which a step bound by computation is limited by the model, not by the GPU."""
+TOGETHER, REMAINDER = "together", "remainder"
+"""Sources of the two factors that belong to no single knob."""
+_Z95 = 1.96
+"""Standard deviations on either side that hold 95 % of a normal distribution."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contribution:
-    """The effect of one knob."""
+    """The effect of one knob, or what no single knob explains."""
 
     knob: str
     user: Any
@@ -57,11 +63,16 @@ class Contribution:
     high: float | None
     """Ends of the 95 % interval; None without ``factor``."""
     source: str
-    """``measured`` or ``model``."""
+    """``measured`` or ``model``; ``together`` or ``remainder`` for what no single knob explains."""
     pairs: int = 0
     """Pairs of launches that were compared; 0 if predicted."""
     note: str = ""
     """Why there is no factor; empty if there is one."""
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation of the factor's logarithm; 0 without a factor."""
+        return 0.0 if self.low is None or self.high is None else (math.log(self.high) - math.log(self.low)) / 2 / _Z95
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +87,15 @@ class Explanation:
     user_value: float | None
     """The metric of the user's own config; None if it was not measured."""
     speed_up: float | None
-    """None if the user's own config was not measured."""
+    """The measured ratio, above 1 if the winner is better; None if the user's own config was not measured."""
     contributions: tuple[Contribution, ...]
-    """Largest effect first."""
+    """One for each knob in which the two differ, largest effect first."""
+    together: Contribution | None
+    """What the knobs do together beyond what each does alone; None with fewer than two factors, or where the formula
+    does not reach.
+    """
+    remainder: Contribution | None
+    """What of ``speed_up`` no other factor explains; None if there is nothing to explain."""
     bounds: Mapping[str, float]
     """compute, link, host, memory, overhead -> share of the winner's step."""
     peak_bytes: int | None
@@ -91,13 +108,41 @@ class Explanation:
     """What to change or buy next, largest gain first."""
 
     @property
+    def factors(self) -> tuple[Contribution, ...]:
+        """All that have a factor; these multiply to ``speed_up``."""
+        every = (*self.contributions, self.together, self.remainder)
+        return tuple(one for one in every if one is not None and one.factor is not None)
+
+    @property
+    def explained(self) -> Contribution | None:
+        """The product of all factors but the remainder; None without a remainder."""
+        return None if self.remainder is None else _product([one for one in self.factors if one is not self.remainder])
+
+    @property
+    def contradicted(self) -> bool:
+        """Whether the factors contradict ``speed_up``: with 95 % certainty they multiply to something else.
+
+        A knob without a factor may explain any remainder.
+        """
+        left = self.remainder
+        if left is None or left.low is None or left.high is None:
+            return False
+        return all(one.factor is not None for one in self.contributions) and not left.low <= 1 <= left.high
+
+    @property
     def bound(self) -> str:
         """The largest of ``bounds``."""
         return max(self.bounds, key=lambda name: self.bounds[name])
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object."""
-        return {**asdict(self), "bound": self.bound}
+        explained = self.explained
+        return {
+            **asdict(self),
+            "explained": None if explained is None else explained.factor,
+            "contradicted": self.contradicted,
+            "bound": self.bound,
+        }
 
 
 def explain_study(store: Store, name: str) -> tuple[Explanation, str]:
@@ -134,29 +179,41 @@ def explain(
     best = visible_params(winner.trial)
     found = list(_contributions(trials, planner, winner=best, user=user))
     found.sort(key=lambda one: -abs(math.log(one.factor)) if one.factor else 0.0)
+    together = _together(trials, planner, winner=best, user=user, found=found)
+    ratio = None if baseline is None else speed_up_over(baseline, winner, maximize=larger)
     knobs, size = _split(best)
     expected = planner.predict(trials, [(knobs, size)])[0]
     seconds = {} if expected is None else dict(expected.bounds)
     total = sum(seconds.values())
     bounds = {name: part / total for name, part in seconds.items()} if total else {"compute": 1.0}
+    utilisation = _utilisation(winner.trial, planner)
+    now = Situation(planner=planner, trials=trials, winner=winner.trial, bounds=bounds, utilisation=utilisation)
     return Explanation(
         metric=planner.problem.metric,
         winner=winner.trial.number,
         value=winner.value,
         user_value=None if baseline is None else compared(baseline, winner)[0],
-        speed_up=None if baseline is None else speed_up_over(baseline, winner, maximize=larger),
+        speed_up=ratio,
         contributions=tuple(found),
+        together=together,
+        remainder=_remainder(ratio, baseline, winner, [*found, *([] if together is None else [together])]),
         bounds=bounds,
         peak_bytes=winner.trial.user_attrs.get(attributes.PEAK_BYTES),
         device_bytes=planner.problem.device_bytes,
-        utilisation=_utilisation(winner.trial, planner),
-        proposals=tuple(_proposals(trials, planner, winner.trial, bounds)),
+        utilisation=utilisation,
+        proposals=tuple(proposals(now)),
     )
 
 
 def _split(params: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     knobs = {name: value for name, value in params.items() if name != MICRO_BATCH}
     return knobs, int(params[MICRO_BATCH])
+
+
+def _reverted(planner: GuidedPlanner, winner: Mapping[str, Any], knob: str, own: Any) -> dict[str, Any]:
+    """Return the winner with the user's value of one knob."""
+    knobs, size = _split({**winner, knob: own})
+    return {**planner.problem.space.completed(knobs), MICRO_BATCH: size}
 
 
 def _contributions(
@@ -170,8 +227,7 @@ def _contributions(
         own = before.get(knob, value)
         if own == value or own is None:
             continue
-        knobs, size = _split({**winner, knob: own})
-        other = {**planner.problem.space.completed(knobs), MICRO_BATCH: size}
+        other = _reverted(planner, winner, knob, own)
         measured = _measured(trials, planner, winner, other)
         yield measured if measured is not None else _modelled(trials, planner, knob, winner, other)
 
@@ -206,8 +262,8 @@ def _measured(
         user=other.get(knob),
         winner=winner.get(knob),
         factor=math.exp(mean),
-        low=math.exp(mean - 1.96 * spread),
-        high=math.exp(mean + 1.96 * spread),
+        low=math.exp(mean - _Z95 * spread),
+        high=math.exp(mean + _Z95 * spread),
         source="measured",
         pairs=len(logs),
     )
@@ -244,67 +300,85 @@ def _modelled(
         user=other.get(knob),
         winner=winner.get(knob),
         factor=math.exp(mean),
-        low=math.exp(mean - 1.96 * spread),
-        high=math.exp(mean + 1.96 * spread),
+        low=math.exp(mean - _Z95 * spread),
+        high=math.exp(mean + _Z95 * spread),
         source="model",
+    )
+
+
+def _together(
+    trials: Sequence[FrozenTrial],
+    planner: GuidedPlanner,
+    *,
+    winner: dict[str, Any],
+    user: dict[str, Any],
+    found: Sequence[Contribution],
+) -> Contribution | None:
+    """Return what the knobs do together, by the formula: its ratio of winner to user over its ratios knob by knob.
+
+    Its spread takes the formula's errors at all these configurations as independent.
+    """
+    single = [one for one in found if one.factor is not None]
+    if len(single) < 2 or len(single) < len(found):
+        return None
+    before = {**planner.problem.space.completed(user), MICRO_BATCH: user[MICRO_BATCH]}
+    reverted = [_reverted(planner, winner, one.knob, one.user) for one in single]
+    metrics = planner.formula(trials, [_split(params) for params in (winner, before, *reverted)])
+    if metrics is None:
+        return None
+    sign = 1 if planner.problem.metric in LARGER_IS_BETTER else -1
+    best, own, *others = (sign * math.log(value) for value in metrics)
+    count = len(others)
+    mean = sum(others) - (count - 1) * best - own
+    spread = ERROR * math.sqrt(count + (count - 1) ** 2 + 1)
+    return _factor(TOGETHER, mean, spread, note="what they do together beyond each alone (model)")
+
+
+def _remainder(
+    ratio: float | None, baseline: Standing | None, winner: Standing, others: Sequence[Contribution]
+) -> Contribution | None:
+    """Return what of the measured ratio the other factors do not explain."""
+    if ratio is None or baseline is None or baseline.trial.number == winner.trial.number:
+        return None
+    explained = _product(others)
+    mean = math.log(ratio) - math.log(explained.factor or 1.0)
+    spread = math.hypot(explained.spread, _ratio_spread(baseline, winner))
+    return _factor(REMAINDER, mean, spread, note="none of the above explains it")
+
+
+def _ratio_spread(baseline: Standing, winner: Standing) -> float:
+    """Return the standard deviation of the logarithm of the measured ratio."""
+    ends = (baseline.low, baseline.high, winner.low, winner.high)
+    if None in ends:
+        return NOISE_SD * math.sqrt(2)
+    low, high, best_low, best_high = (math.log(end) for end in ends if end is not None)
+    return math.hypot(high - low, best_high - best_low) / 2 / _Z95
+
+
+def _product(parts: Sequence[Contribution]) -> Contribution:
+    """Return the product of factors, with their independent spreads."""
+    known = [one for one in parts if one.factor is not None]
+    mean = sum(math.log(one.factor) for one in known if one.factor is not None)
+    return _factor("product", mean, math.hypot(*(one.spread for one in known)))
+
+
+def _factor(source: str, mean: float, spread: float, *, note: str = "") -> Contribution:
+    """Return a factor that belongs to no knob, by mean and standard deviation of its logarithm."""
+    return Contribution(
+        knob=source,
+        user=None,
+        winner=None,
+        factor=math.exp(mean),
+        low=math.exp(mean - _Z95 * spread),
+        high=math.exp(mean + _Z95 * spread),
+        source=source,
+        note=note,
     )
 
 
 def _utilisation(winner: FrozenTrial, planner: GuidedPlanner) -> float | None:
     """Return the share of the GPU's peak FLOPS that the winner reached; None if either is unknown."""
-    gpu = gpu_of_device(planner.problem.profile.device_name)
+    profile, config = planner.problem.profile, winner.user_attrs.get(attributes.CONFIG) or {}
+    peak = peak_flops(gpu_of_device(profile.device_name), config, param_bytes=profile.param_bytes)
     reached = (winner.user_attrs.get(attributes.METRICS) or {}).get("FLOPS_per_gpu")
-    return None if gpu is None or not reached else float(reached) / (gpu.tflops * 1e12)
-
-
-def _proposals(
-    trials: Sequence[FrozenTrial], planner: GuidedPlanner, winner: FrozenTrial, bounds: Mapping[str, float]
-) -> Iterator[str]:
-    """Yield what to change or buy, largest gain first."""
-    gains = sorted(_gains(trials, planner, winner, bounds), reverse=True)
-    for gain, text in gains:
-        if gain >= _WORTH_SAYING:
-            yield f"{text}: about {gain:.0%} faster."
-    utilisation = _utilisation(winner, planner)
-    if bounds.get("compute", 0) >= 0.7:
-        if utilisation is not None and utilisation < _IDLE_GPU:
-            yield (
-                f"Computation takes {bounds['compute']:.0%} of a step but reaches {utilisation:.0%} of the GPU's peak: "
-                "look at the model itself (fused attention, half precision, shapes that are multiples of 64, "
-                "torch.compile)."
-            )
-        else:
-            yield (
-                f"Computation takes {bounds['compute']:.0%} of a step: no setting of DeepSpeed changes that much; "
-                "faster or more GPUs do, and less recomputation where memory allows."
-            )
-
-
-def _gains(
-    trials: Sequence[FrozenTrial], planner: GuidedPlanner, winner: FrozenTrial, bounds: Mapping[str, float]
-) -> Iterator[tuple[float, str]]:
-    """Yield relative gains in samples per second, with what brings them."""
-    knobs, size = _split(visible_params(winner))
-    row = planner.problem.table.row_index(knobs)
-    if row is None:
-        return
-    peak = winner.user_attrs.get(attributes.PEAK_BYTES) or 0
-    if peak > _FULL * planner.problem.device_bytes:
-        gain = planner.rate_ratio(trials, row, size, larger_batch=2) - 1
-        yield gain, f"Memory stops the micro-batch at {size}; devices with room for {2 * size} samples"
-    if bounds.get("link", 0) > 0:
-        yield 1 / (1 - bounds["link"] / 2) - 1, "A link between the GPUs of twice the bandwidth"
-        gain = planner.rate_ratio(trials, row, size, more_steps=4) - 1
-        stage = int(knobs.get("zero_stage", 0))
-        yield (
-            gain,
-            (
-                "Four times the gradient accumulation steps, where the larger global batch suits the training "
-                f"(ZeRO {stage} then exchanges less per sample)"
-            ),
-        )
-    if bounds.get("host", 0) > 0:
-        yield (
-            1 / (1 - bounds["host"]) - 1,
-            "GPUs enough to hold what is offloaded to the host",
-        )
+    return None if peak is None or not reached else float(reached) / peak

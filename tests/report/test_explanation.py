@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +11,7 @@ import optuna
 import pytest
 from optuna.trial import FrozenTrial
 
+from optuna_dsat.cli.explain import _show
 from optuna_dsat.report.explanation import Contribution, Explanation, explain
 from optuna_dsat.study.standing import Standing
 from optuna_dsat.trials import attributes
@@ -41,7 +44,17 @@ def why(trials: Sequence[FrozenTrial], winner: FrozenTrial, *, confirmed: float 
 def explained(study: optuna.Study) -> Explanation:
     found = why(study.trials, study.best_trial)
     assert sum(found.bounds.values()) == pytest.approx(1)
+    assert product(found) == pytest.approx(found.speed_up)
     return found
+
+
+def product(found: Explanation) -> float:
+    return math.prod(one.factor for one in found.factors if one.factor is not None)
+
+
+def shown(found: Explanation, capsys: pytest.CaptureFixture[str]) -> str:
+    _show(found, "words")
+    return capsys.readouterr().out
 
 
 def value_of(trial: FrozenTrial) -> float:
@@ -115,6 +128,95 @@ def test_what_would_not_fit_is_said_so() -> None:
     assert "not expected to fit" in stage.note
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_all_factors_multiply_to_the_measured_ratio(seed: int) -> None:
+    draw = random.Random(seed)
+    configs: list[dict[str, Any]] = [
+        {
+            "zero_stage": draw.choice([1, 2, 3]),
+            "overlap_comm": draw.choice([False, True]),
+            "offload_optimizer": draw.choice(["none", "none", "cpu"]),
+            "reduce_bucket_size": draw.choice([5 * 10**7, 5 * 10**8]),
+            MICRO_BATCH: draw.randint(1, 18),
+        }
+        for _ in range(6)
+    ]
+    study = study_of(Machine(), *configs)
+    for winner in study.trials[1:]:
+        if winner.value is None:
+            continue
+        for confirmed in (None, draw.uniform(0.2, 5) * winner.value):
+            found = why(study.trials, winner, confirmed=confirmed)
+            assert found.remainder is not None
+            assert product(found) == pytest.approx(found.speed_up)
+            assert found.explained is not None
+            assert found.explained.factor is not None
+            assert found.explained.factor * (found.remainder.factor or 0) == pytest.approx(found.speed_up)
+
+
+def test_what_knobs_do_together_is_a_factor_of_its_own_and_contradicts_nothing() -> None:
+    machine = Machine()
+    both = {MICRO_BATCH: 8, "overlap_comm": True}
+    study = study_of(machine, both, {MICRO_BATCH: 8}, {"overlap_comm": True}, {MICRO_BATCH: 16}, {MICRO_BATCH: 2})
+    found = why(study.trials, study.trials[1])
+    values = [value_of(trial) for trial in study.trials]
+    true = values[2] * values[3] / (values[1] * values[0])
+    assert true > 1.05
+    assert found.together is not None
+    assert found.together.factor == pytest.approx(true, rel=0.05)
+    assert found.remainder is not None
+    assert found.remainder.factor == pytest.approx(1, rel=0.05)
+    assert not found.contradicted
+
+
+def test_a_ratio_that_its_factors_contradict_is_not_claimed(capsys: pytest.CaptureFixture[str]) -> None:
+    study = study_of(Machine(), {MICRO_BATCH: 6}, {MICRO_BATCH: 6, "overlap_comm": True}, {MICRO_BATCH: 3})
+    own, winner = study.trials[0], study.trials[2]
+    honest = why(study.trials, winner)
+    assert not honest.contradicted
+    assert honest.speed_up is not None
+    assert f"{honest.speed_up:.2f} times as good" in shown(honest, capsys)
+    slow = 0.4 * value_of(own)  # the machine had become busy when the user's config was confirmed
+    found = explain(
+        study.trials,
+        planner=small_planner(),
+        winner=standing(winner, 0.98 * value_of(winner)),
+        baseline=standing(own, slow),
+    )
+    assert found.speed_up == pytest.approx(0.98 * value_of(winner) / slow)
+    assert found.remainder is not None
+    assert found.remainder.factor == pytest.approx(0.98 / 0.4, rel=0.05)
+    assert found.contradicted
+    assert found.to_json()["contradicted"] is True
+    text = shown(found, capsys)
+    assert "times as good" not in text
+    assert f"a ratio of {found.speed_up:.2f}, but what differs" in text
+    assert f"{found.remainder.factor:.3f}" in text
+    assert f"{found.speed_up:.3f}" in text.split("product")[1].splitlines()[0]
+
+
+def test_a_remainder_that_an_unknown_factor_may_explain_contradicts_nothing() -> None:
+    machine = Machine()
+    third = small_space().completed({**OWN, "zero_stage": 3, "offload_optimizer": "cpu"})
+    most = next(size for size in range(64, 0, -1) if machine.fits({**third, MICRO_BATCH: size}))
+    study = study_of(machine, {**third, MICRO_BATCH: most}, {MICRO_BATCH: 20})
+    found = explain(
+        study.trials,
+        planner=small_planner(),
+        winner=standing(study.trials[1], 9 * value_of(study.trials[1])),
+        baseline=standing(study.trials[0], value_of(study.trials[0])),
+    )
+    assert found.together is None
+    assert any(one.factor is None for one in found.contributions)
+    assert product(found) == pytest.approx(found.speed_up)
+    assert not found.contradicted
+
+
+def standing(trial: FrozenTrial, value: float) -> Standing:
+    """Return a trial that was confirmed within half a per cent."""
+    return Standing(trial=trial, value=value, low=0.995 * value, high=1.005 * value)
+
+
 def test_offload_that_is_dear_bounds_the_step_and_the_remedy_is_named() -> None:
     study = study_of(
         Machine(offload_s=5.0),
@@ -126,7 +228,7 @@ def test_offload_that_is_dear_bounds_the_step_and_the_remedy_is_named() -> None:
     assert "offloaded to the host" in found.proposals[0]
     plain = why(study.trials, study.trials[0])
     assert plain.bound != "host"
-    assert plain.contributions == ()
+    assert (plain.contributions, plain.together, plain.remainder, plain.explained) == ((), None, None, None)
 
 
 def test_without_the_users_config_there_is_no_comparison() -> None:

@@ -1,0 +1,201 @@
+"""What to change or buy to make a study's winner faster still, each only where the machine and the study allow it.
+
+A gain is that of the models fitted to the study's launches, with one thing changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from optuna.trial import FrozenTrial
+
+from optuna_dsat.config.knobs import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM
+from optuna_dsat.guided.planner import GuidedPlanner
+from optuna_dsat.trials import attributes
+from optuna_dsat.trials.lineage import MICRO_BATCH, visible_params
+
+__all__ = ["Situation", "proposals", "proposals_by_name"]
+
+_WORTH_SAYING = 0.02
+"""Least relative gain of a change that is proposed."""
+_FULL = 0.85
+"""Share of the device's memory from which it is taken to limit the micro-batch."""
+_IDLE_GPU = 0.3
+"""Share of a GPU's peak FLOPS below which a step bound by computation is limited by the model, not by the GPU."""
+_COMPUTE_BOUND = 0.7
+"""Share of a step from which computation is taken to bound it."""
+_MORE_STEPS = 4
+"""Factor on the accumulation steps that is proposed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """A winner on its machine."""
+
+    planner: GuidedPlanner
+    trials: Sequence[FrozenTrial]
+    """The study's trials."""
+    winner: FrozenTrial
+    bounds: Mapping[str, float]
+    """compute, link, host, memory, overhead -> share of the winner's step."""
+    utilisation: float | None
+    """Share of the GPU's peak FLOPS that it reaches; None if not known."""
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether the ranks run on GPUs."""
+        return self.planner.problem.hardware.device != "cpu"
+
+    @property
+    def ranks(self) -> int:
+        """Data-parallel ranks."""
+        return self.planner.problem.hardware.world_size
+
+    @property
+    def several_hosts(self) -> bool:
+        """Whether the ranks are spread over hosts."""
+        return self.ranks > self.planner.problem.hardware.ranks_per_node
+
+    @cached_property
+    def knobs(self) -> dict[str, Any]:
+        """The winner's knobs without the micro-batch."""
+        return {name: value for name, value in visible_params(self.winner).items() if name != MICRO_BATCH}
+
+    @property
+    def size(self) -> int:
+        """The winner's micro-batch."""
+        return int(visible_params(self.winner)[MICRO_BATCH])
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the winner keeps anything off its GPUs."""
+        return any(self.knobs.get(name, "none") != "none" for name in (OFFLOAD_OPTIMIZER, OFFLOAD_PARAM))
+
+    def allows(self, *, micro_batch: int, more_steps: int = 1) -> bool:
+        """Whether global batch and data allow a micro-batch with so many times its accumulation steps."""
+        space = self.planner.problem.space
+        steps = space.accumulation(micro_batch) * more_steps
+        samples = micro_batch * steps
+        if steps < 1 or (space.samples_per_rank is not None and samples != space.samples_per_rank):
+            return False
+        if space.micro_batch_values is not None and micro_batch not in space.micro_batch_values:
+            return False
+        limits = (space.max_samples_per_rank, attributes.data_limit(self.trials))
+        return all(limit is None or samples <= limit for limit in limits)
+
+    def rate_gain(self, *, larger_batch: int = 1, more_steps: float = 1) -> float:
+        """Return the predicted relative gain in samples per second of a change of batch sizes."""
+        row = self.planner.problem.table.row_index(self.knobs)
+        if row is None:
+            return 0.0
+        changed = {"larger_batch": larger_batch, "more_steps": more_steps}
+        return self.planner.rate_ratio(self.trials, row, self.size, **changed) - 1  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Change:
+    """A change that is proposed for what it gains."""
+
+    name: str
+    on: Callable[[Situation], bool]
+    """Whether machine and study allow it."""
+    gain: Callable[[Situation], float]
+    """Relative gain in samples per second."""
+    text: Callable[[Situation], str]
+
+
+def proposals(now: Situation) -> list[str]:
+    """Return what to change or buy next, largest gain first."""
+    return list(proposals_by_name(now).values())
+
+
+def proposals_by_name(now: Situation) -> dict[str, str]:
+    """Return what to change or buy next by the names of the changes, largest gain first."""
+    gains = [(change.gain(now), change) for change in _CHANGES if change.on(now)]
+    gains.sort(key=lambda one: one[0], reverse=True)
+    found = {one.name: f"{one.text(now)}: about {gain:.0%} faster." for gain, one in gains if gain >= _WORTH_SAYING}
+    return {**found, **dict(_on_computation(now))}
+
+
+def _on_computation(now: Situation) -> Iterator[tuple[str, str]]:
+    """Yield what to do about a step that is bound by computation, which no setting of DeepSpeed changes."""
+    share = now.bounds.get("compute", 0)
+    if share < _COMPUTE_BOUND:
+        return
+    if now.utilisation is not None and now.utilisation < _IDLE_GPU:
+        yield (
+            "model",
+            f"Computation takes {share:.0%} of a step but reaches {now.utilisation:.0%} of the GPU's peak: look at the "
+            "model itself (fused attention, half precision, shapes that are multiples of 64, torch.compile).",
+        )
+        return
+    remedy = "faster or more GPUs do" if now.on_gpus else "faster or more processors do, or a GPU"
+    yield (
+        "compute",
+        f"Computation takes {share:.0%} of a step: no setting of DeepSpeed changes that much; {remedy}, and less "
+        "recomputation where memory allows.",
+    )
+
+
+def _is_full(now: Situation) -> bool:
+    peak = now.winner.user_attrs.get(attributes.PEAK_BYTES) or 0
+    return peak > _FULL * now.planner.problem.device_bytes and now.allows(micro_batch=2 * now.size)
+
+
+def _gain_of_memory(now: Situation) -> float:
+    accumulation = now.planner.problem.space.accumulation
+    return now.rate_gain(larger_batch=2, more_steps=accumulation(2 * now.size) / accumulation(now.size))
+
+
+def _memory_text(now: Situation) -> str:
+    what = "devices" if now.on_gpus else "a machine, or a --device-memory,"
+    return f"Memory stops the micro-batch at {now.size}; {what} with room for {2 * now.size} samples"
+
+
+def _gain_of_link(now: Situation) -> float:
+    return 1 / (1 - now.bounds["link"] / 2) - 1
+
+
+def _link_text(now: Situation) -> str:
+    if now.several_hosts:
+        return "A network between the hosts of twice the bandwidth"
+    return "A link between the GPUs of twice the bandwidth"
+
+
+def _accumulation_text(now: Situation) -> str:
+    stage = int(now.knobs.get("zero_stage", 0))
+    why = (
+        f"ZeRO {stage} then exchanges less per sample"
+        if stage < 2
+        else f"ZeRO {stage} still reduces gradients at each of them, but updates once"
+    )
+    return f"Four times the gradient accumulation steps, where the larger global batch suits the training ({why})"
+
+
+_CHANGES = (
+    _Change(name="memory", on=_is_full, gain=_gain_of_memory, text=_memory_text),
+    _Change(
+        name="link",
+        on=lambda now: now.on_gpus and now.ranks > 1 and now.bounds.get("link", 0) > 0,
+        gain=_gain_of_link,
+        text=_link_text,
+    ),
+    _Change(
+        name="accumulation",
+        on=lambda now: (
+            now.ranks > 1 and now.bounds.get("link", 0) > 0 and now.allows(micro_batch=now.size, more_steps=_MORE_STEPS)
+        ),
+        gain=lambda now: now.rate_gain(more_steps=_MORE_STEPS),
+        text=_accumulation_text,
+    ),
+    _Change(
+        name="host",
+        on=lambda now: now.on_gpus and now.offloads and now.bounds.get("host", 0) > 0,
+        gain=lambda now: 1 / (1 - now.bounds["host"]) - 1,
+        text=lambda now: "GPUs enough to hold what is offloaded to the host",  # noqa: ARG005 - as the others
+    ),
+)
+"""All changes with the machines and studies that they are for."""
