@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from optuna_dsat.launch.conditions import Conditions
 from optuna_dsat.launch.preload import Preload
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import Event
@@ -106,6 +107,8 @@ class LaunchReport:
     """From the first step boundary to the last event of a rank, including a step that failed."""
     exit_s: float
     """From the last event of a rank until all processes are gone and the devices free."""
+    conditions: Conditions = field(default_factory=Conditions)
+    """What went on beside it while its steps were measured; empty where that was not looked at."""
 
     @property
     def held_s(self) -> float:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
+from optuna_dsat.launch.conditions import Conditions
 from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import Event, StepMeasured
@@ -60,6 +61,7 @@ def record_launch(
         "error_excerpt": _storable(report.error_excerpt),
         "missing_bytes": report.missing_bytes,
         "log_path": report.log_path,
+        "conditions": report.conditions.to_json(),
     }
     insert_or_update(session, LaunchRow, [row])
 
@@ -84,6 +86,10 @@ def record_steps(session: Session, study_uuid: str, launch_id: str, events: Iter
             "peak_allocated_bytes": event.peak_allocated_bytes,
             "peak_reserved_bytes": event.peak_reserved_bytes,
             "rss_bytes": event.rss_bytes,
+            "skipped": event.skipped,
+            "skipped_before": event.skipped_before,
+            "elements": event.elements,
+            "elements_are_tokens": event.elements_are_tokens,
         }
         for event in measured.values()
     ]
@@ -109,10 +115,13 @@ def read_steps(session: Session, study_uuid: str, launch_id: str) -> Sequence[St
 
 
 def read_step_times(session: Session, study_uuid: str, *, from_step: int) -> Mapping[str, tuple[float, ...]]:
-    """Return launch id -> seconds of each global step from ``from_step`` on, on its slowest rank, in order."""
+    """Return launch id -> seconds of each global step from ``from_step`` on, on its slowest rank, in order.
+
+    Steps that the loss scaler skipped neither count nor are counted.
+    """
     rows = session.execute(
         select(StepRow.launch_id, func.max(StepRow.latency_s))
-        .where(StepRow.study_uuid == study_uuid, StepRow.step >= from_step)
+        .where(StepRow.study_uuid == study_uuid, StepRow.step - StepRow.skipped_before >= from_step, ~StepRow.skipped)
         .group_by(StepRow.launch_id, StepRow.step)
         .order_by(StepRow.launch_id, StepRow.step)
     )
@@ -139,6 +148,7 @@ def _launch(row: LaunchRow) -> StoredLaunch:
         startup_s=row.startup_s,
         measured_s=row.measured_s,
         exit_s=row.exit_s,
+        conditions=Conditions.from_json(row.conditions or {}),
     )
     return StoredLaunch(report=report, trial_number=row.trial_number, purpose=row.purpose, attempt=row.attempt)
 
@@ -158,6 +168,10 @@ def _step(row: StepRow) -> StepMeasured:
         peak_allocated_bytes=row.peak_allocated_bytes,
         peak_reserved_bytes=row.peak_reserved_bytes,
         rss_bytes=row.rss_bytes,
+        skipped=row.skipped,
+        skipped_before=row.skipped_before,
+        elements=row.elements,
+        elements_are_tokens=row.elements_are_tokens,
     )
 
 

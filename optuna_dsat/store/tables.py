@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, Float, Index, Integer, MetaData, String, Text
+from sqlalchemy import JSON, BigInteger, Boolean, Float, Index, Integer, MetaData, String, Text, false
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 __all__ = ["KEY_LENGTH", "Base", "ClaimRow", "HeartbeatRow", "LaunchRow", "ProfileRow", "StepRow", "StudyRow"]
@@ -90,6 +90,8 @@ class LaunchRow(Base):
     error_excerpt: Mapped[str] = mapped_column(Text)
     missing_bytes: Mapped[int | None] = mapped_column(BigInteger)
     log_path: Mapped[str] = mapped_column(Text)
+    conditions: Mapped[dict[str, Any] | None] = mapped_column(_JSON)
+    """What went on beside it (``launch.conditions``); None from an older version."""
 
 
 class StepRow(Base):
@@ -112,6 +114,13 @@ class StepRow(Base):
     peak_allocated_bytes: Mapped[int] = mapped_column(BigInteger)
     peak_reserved_bytes: Mapped[int] = mapped_column(BigInteger)
     rss_bytes: Mapped[int] = mapped_column(BigInteger)
+    skipped: Mapped[bool] = mapped_column(Boolean, server_default=false())
+    """Whether the loss scaler skipped it."""
+    skipped_before: Mapped[int] = mapped_column(Integer, server_default="0")
+    """Earlier steps of the launch that were skipped; ``step`` minus this is its number among those that count."""
+    elements: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    """Elements of the inputs; 0 if not observed."""
+    elements_are_tokens: Mapped[bool] = mapped_column(Boolean, server_default=false())
 
 
 class ClaimRow(Base):

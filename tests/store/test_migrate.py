@@ -8,13 +8,16 @@ from pathlib import Path
 
 import optuna
 import pytest
+from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import inspect, text
+from sqlalchemy.orm import Session
 
 from optuna_dsat.errors import StorageUrlError
 from optuna_dsat.store import Store, migrate
 from optuna_dsat.store.database import Database
+from optuna_dsat.store.launches import read_step_times, read_steps
 from optuna_dsat.store.tables import Base
 
 NEXT = '''"""A later version."""
@@ -22,8 +25,8 @@ NEXT = '''"""A later version."""
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0002"
-down_revision = "0001"
+revision = "0003"
+down_revision = "0002"
 
 
 def upgrade() -> None:
@@ -41,7 +44,7 @@ def database(url: str) -> Iterator[Database]:
 def later_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "migrations"
     shutil.copytree(migrate.migrations_path(), folder)
-    (folder / "versions" / "0002_later.py").write_text(NEXT)
+    (folder / "versions" / "0003_later.py").write_text(NEXT)
     monkeypatch.setattr(migrate, "migrations_path", lambda: folder)
 
 
@@ -56,6 +59,23 @@ def test_the_migrations_make_what_the_models_describe(database: Database) -> Non
         assert set(inspect(connection).get_table_names()) == {*Base.metadata.tables, migrate.VERSION_TABLE}
 
 
+def test_steps_of_the_first_version_count_and_have_no_size(database: Database) -> None:
+    first = (
+        "INSERT INTO dsat_steps (study_uuid, launch_id, rank, step, time, latency_s, forward_s, backward_s, step_s, "
+        "samples, peak_allocated_bytes, peak_reserved_bytes, rss_bytes) "
+        "VALUES ('u', 'trial-0000', 0, 3, 1.0, 0.5, 0.1, 0.2, 0.1, 4, 1, 2, 3)"
+    )
+    with database.engine.connect() as connection:
+        command.upgrade(migrate._config(connection), "0001")
+    with database.engine.begin() as connection:
+        connection.execute(text(first))
+    migrate.upgrade(database)
+    with Session(database.engine) as session:
+        (step,) = read_steps(session, "u", "trial-0000")
+        assert (step.number, step.skipped, step.elements) == (3, False, 0)
+        assert read_step_times(session, "u", from_step=3) == {"trial-0000": (0.5,)}
+
+
 def test_upgrading_twice_changes_nothing(database: Database) -> None:
     migrate.upgrade(database)
     assert migrate.upgrade(database) == migrate.head()
@@ -68,7 +88,7 @@ def test_an_older_database_is_refused_with_the_command(url: str, request: pytest
     with pytest.raises(StorageUrlError, match="optuna-dsat db upgrade --storage"):
         Store.open(url)
     with closing(Database(url)) as database:
-        assert migrate.upgrade(database) == "0002"
+        assert migrate.upgrade(database) == "0003"
     with Store.open(url) as store:
         assert [record.name for record in store.list_studies()] == ["kept"]
 
@@ -82,7 +102,7 @@ def test_a_newer_database_is_refused_plainly(url: str, monkeypatch: pytest.Monke
     with closing(Database(url)) as database:
         with pytest.raises(StorageUrlError, match="made by a newer optuna-dsat"):
             migrate.upgrade(database)
-        assert migrate.current(database) == "0002"
+        assert migrate.current(database) == "0003"
 
 
 def test_our_tables_come_before_or_after_optunas(url: str) -> None:

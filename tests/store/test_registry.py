@@ -8,6 +8,7 @@ from optuna.study import StudyDirection
 from sqlalchemy import text
 
 from optuna_dsat.errors import StudyConflictError, UsageError
+from optuna_dsat.launch.conditions import Conditions
 from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import RankStarted, StepMeasured
@@ -155,6 +156,29 @@ def test_a_steps_time_is_that_of_its_slowest_rank(store: Store) -> None:
     store.record_steps(record.uuid, "trial-0000", events)
     store.record_steps(record.uuid, "trial-0001", [step(0, 1)])
     assert store.step_times(record.uuid, from_step=2) == {"trial-0000": (0.5, 0.75)}
+
+
+def test_a_skipped_step_is_kept_and_is_not_one_of_those_that_count(store: Store) -> None:
+    record = store.create_study("llama", SPEC)
+    events = [
+        replace(step(0, 1), latency_s=8.0),
+        replace(step(0, 2), latency_s=4.0, skipped=True, skipped_before=0),
+        replace(step(0, 3), latency_s=2.0, skipped=True, skipped_before=1),
+        replace(step(0, 4), latency_s=0.5, skipped_before=2, elements=4096, elements_are_tokens=True),
+    ]
+    store.record_steps(record.uuid, "trial-0000", events)
+    assert store.steps(record.uuid, "trial-0000") == tuple(events)
+    assert store.step_times(record.uuid, from_step=1) == {"trial-0000": (8.0, 0.5)}
+    assert store.step_times(record.uuid, from_step=2) == {"trial-0000": (0.5,)}
+
+
+def test_what_went_on_beside_a_launch_is_kept_with_it(store: Store) -> None:
+    record = store.create_study("llama", SPEC)
+    conditions = Conditions(window_s=2.0, others_cpu_s=0.5, cores=2, throttle_reasons=("power cap",))
+    told = replace(report(), conditions=conditions)
+    store.record_launch(record.uuid, told, trial_number=None, purpose="confirm", attempt=0)
+    (launch,) = store.launches(record.uuid)
+    assert launch.report.conditions == conditions
 
 
 def test_many_steps_are_stored(store: Store) -> None:
