@@ -65,10 +65,19 @@ def _images(path: Path, *, kinds: int = 4, each: int = 32, size: int = 64) -> No
             Image.frombytes("RGB", (8, 8), pixels).resize((size, size)).save(folder / f"{number}.jpg")
 
 
+def _tokens(path: Path, *, count: int, vocabulary: int) -> None:
+    """Write an array of random tokens, as NumPy reads it."""
+    import numpy
+
+    drawn = numpy.random.default_rng(7).integers(0, vocabulary, count, dtype=numpy.uint16)
+    numpy.save(path, drawn)
+
+
 GENERATORS: dict[str, Callable[..., None]] = {
     "text": _text,
     "gzip": _gzip_bytes,
     "records": _records,
     "conversations": _conversations,
     "images": _images,
+    "tokens": _tokens,
 }

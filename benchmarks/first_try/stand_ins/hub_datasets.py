@@ -51,6 +51,10 @@ KINDS: Mapping[str, Callable[[random.Random, int], dict[str, Any]]] = {
         **{"sentence1": _text(draw), "sentence2": _text(draw), "label": draw.randrange(2), "idx": index}
     },
     "preference": lambda draw, _: _preference(draw),
+    "replies": lambda draw, _: {
+        **{"prompt": f"Human: {_text(draw)} Assistant:", "response": _text(draw)},
+        **{"chosen": _text(draw), "rejected": _text(draw)},
+    },
     "sentiment": lambda draw, index: {"sentence": _text(draw), "label": index % 3},
     "text": lambda draw, _: {"text": _text(draw, 40)},
     "tokens": lambda draw, _: {
