@@ -14,12 +14,13 @@ from benchmarks.rig import COMMAND, Rig
 from optuna_dsat.errors import NothingRunnableError
 from optuna_dsat.launch.simulated import SIMULATED_DEVICES
 from optuna_dsat.store import Store
-from optuna_dsat.study.finalists import Finalist, choose_winner
 from optuna_dsat.study.methods import make_method
 from optuna_dsat.study.request import StudyRequest
+from optuna_dsat.study.rounds import Rounds
 from optuna_dsat.study.session import Session
 from optuna_dsat.study.spec import StudySpec, make_spec
 from optuna_dsat.study.stored import StoredStudy, read_stored
+from optuna_dsat.study.verdict import verdict_of
 from optuna_dsat.trials import attributes
 
 __all__ = ["quick_store", "run", "spec_of"]
@@ -85,8 +86,8 @@ def run(method: str, rig: Rig, *, budget: int, seed: int, store: Store | None = 
 def posterior_means(rig: Rig, study: StoredStudy) -> list[Mapping[str, Any] | None]:
     """Return the config that would be the result if the search were stopped, after each launch.
 
-    That is the trial with the best posterior mean so far (``Method.ranked``), and among finalists the winner: finalists
-    are chosen by posterior mean, and an interrupted search ends with it.
+    That is the trial with the best posterior mean so far (``Method.ranked``), by which finalists are chosen, until two
+    rounds have compared these; then what the verdict hands over.
     """
     if study.profiled is None:
         raise RuntimeError("a session that ran has a profile")
@@ -94,19 +95,19 @@ def posterior_means(rig: Rig, study: StoredStudy) -> list[Mapping[str, Any] | No
     if method.posterior_means is None:
         raise ValueError(f"{study.spec.method} has no posterior")
     trials = {trial.user_attrs.get(attributes.LAUNCH_ID): trial for trial in study.trials}
-    again = {f"confirm-{number:04d}": one for number, one in study.finalists.items()}
+    again = {f"confirm-{one.number:04d}-round-{one.round}": one for one in study.rounds.launches}
     seen: list[optuna.trial.FrozenTrial] = []
-    finalists: list[Finalist] = []
+    rounds = Rounds(chosen=study.rounds.chosen)
     found: list[Mapping[str, Any] | None] = []
     for launch in rig.launches:
         if launch.launch_id in trials:
             seen = sorted([*seen, trials[launch.launch_id]], key=lambda trial: trial.number)
         elif launch.launch_id in again:
-            finalists.append(again[launch.launch_id])
+            rounds = rounds.with_launch(again[launch.launch_id])
         candidates = method.ranked(seen, maximize=True)
-        if candidates:
-            winner, _ = choose_winner(
-                candidates, finalists, maximize=True, posterior_means=method.posterior_means(seen)
-            )
-        found.append(winner.user_attrs[attributes.CONFIG] if candidates else None)
+        verdict = verdict_of(seen, rounds, maximize=True, tie=study.spec.tie, slots=study.spec.slots_per_trial)
+        winner = candidates[0] if candidates else None
+        if verdict is not None and verdict.is_by_rounds:
+            winner = next(one for one in candidates if one.number == verdict.handed_over)
+        found.append(None if winner is None else winner.user_attrs[attributes.CONFIG])
     return found

@@ -1,25 +1,36 @@
-"""Confirmation: which finalists are measured again, and what replaces one that fails."""
+"""Confirmation in rounds: finalists and the user's config are launched again until their ratio is known.
+
+What is launched next, and when it is enough, follows from the stored rounds: whoever resumes the study goes on.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import optuna
 from optuna.trial import FrozenTrial
 
-from optuna_dsat.launch.measurement import GlobalStep, LaunchRecord
-from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest
+from optuna_dsat.launch.measurement import GlobalStep
 from optuna_dsat.study.context import StudyContext
-from optuna_dsat.study.finalists import Finalist, confirm
+from optuna_dsat.study.finalists import choose_finalists, confirmation_request, measure_again, round_launch
+from optuna_dsat.study.paired import paired_ratio
 from optuna_dsat.study.progress import FinalistMeasured, FinalistStarted, TrialStepped
+from optuna_dsat.study.rounds import MIN_ROUNDS, RoundLaunch, Rounds, order_of_round
+from optuna_dsat.study.spec import StudySpec
+from optuna_dsat.study.verdict import PRECISION, Verdict, verdict_of
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import config_in_words
 
-__all__ = ["Confirmation"]
+__all__ = ["SEARCH_SHARE", "Confirmation", "is_known", "next_in_rounds", "staying"]
+
+SEARCH_SHARE = 0.25
+"""Share of the search's device time that rounds beyond the first few may take unless ``--confirm-time`` says more."""
+_MOST_ROUNDS = 100
 
 
 class Confirmation:
-    """Measures the finalists of one study again and stores each with the study at once.
+    """Measures the finalists of one study again, in rounds, and stores each launch with the study at once.
 
     Args:
         context: The running study.
@@ -32,81 +43,89 @@ class Confirmation:
         self._context = context
         self._spec = context.spec
         self._study = study
-        self._observer = context.observer
         self._metric = metric
         self._flops_per_sample = flops_per_sample
         self.interrupted = False
         """Whether Ctrl-C ended it."""
 
-    def run(self, trials: Sequence[FrozenTrial], candidates: Sequence[FrozenTrial]) -> list[Finalist]:
-        """Measure the finalists again; one that fails with more steps is replaced by the next best trial.
+    def run(self, trials: Sequence[FrozenTrial], candidates: Sequence[FrozenTrial]) -> Rounds:
+        """Launch round after round until the speed-up is known, or the time for it is spent.
 
-        At most ``--confirm`` trials are tried as replacements.
+        One that fails with more steps is replaced by the next best trial, at most ``--confirm`` times. An interruption
+        ends it with what was measured so far.
 
         Args:
             trials: All trials.
             candidates: The measured trials, best first.
         """
-        chosen = self._to_confirm(trials, candidates)
-        finalists = self._confirm(chosen)
-        missing = sum(finalist.value is None for finalist in finalists)
-        for trial in [trial for trial in candidates if trial not in chosen][: self._spec.confirm]:
-            if missing == 0 or self.interrupted:
-                break
-            substitutes = self._confirm([trial])
-            missing -= sum(finalist.value is not None for finalist in substitutes)
-            finalists += substitutes
-        return finalists
-
-    def _to_confirm(self, trials: Sequence[FrozenTrial], candidates: Sequence[FrozenTrial]) -> list[FrozenTrial]:
-        """Return the best few trials and that of the user's own config: both sides of the speed-up are measured alike.
-
-        The best measurement is among them even if its posterior mean is worse: the model may be wrong.
-        """
-        chosen = list(candidates[: self._spec.confirm])
-        best_measured = attributes.best_trials(candidates, maximize=self._spec.maximize)[0]
-        if len(chosen) > 1 and best_measured not in chosen:
-            chosen[-1] = best_measured
-        baseline = attributes.user_config_trial(trials)
-        if chosen and baseline is not None and baseline not in chosen:
-            chosen.append(baseline)
-        return chosen
-
-    def _confirm(self, candidates: Sequence[FrozenTrial]) -> list[Finalist]:
-        """Measure trials again, except those confirmed by an earlier run of this study.
-
-        An interruption ends it with the finalists measured so far.
-        """
-        known = {f["number"]: Finalist(**f) for f in self._study.user_attrs.get(attributes.FINALISTS, [])}
-        todo = {trial.number: trial for trial in candidates if trial.number not in known}
+        by_number = {trial.number: trial for trial in candidates}
+        rounds = self._begun(trials, candidates)
+        allowed_s = self._allowed_s()
         try:
-            for finalist in confirm(
-                self._spec,
-                list(todo.values()),
-                launcher=self._context.launcher,
-                metric=self._metric,
-                flops_per_sample=self._flops_per_sample,
-                on_report=self._record,
-                on_start=self._finalist_started,
-                on_step=self._finalist_stepped,
-                wait=self._context.wait,
-            ):
-                known[finalist.number] = finalist
-                self._study.set_user_attr(attributes.FINALISTS, [f.to_json() for f in known.values()])
-                self._announce(finalist, todo[finalist.number])
+            while (turn := next_in_rounds(rounds, trials, spec=self._spec, allowed_s=allowed_s)) is not None:
+                launch = self._launch(by_number[turn[1]], round_number=turn[0])
+                rounds = self._with_substitute(rounds.with_launch(launch), trials, candidates)
+                self._study.set_user_attr(attributes.CONFIRMATION, rounds.to_json())
+                self._announce(launch, by_number[launch.number])
         except KeyboardInterrupt:
             self.interrupted = True
-        return [known[trial.number] for trial in candidates if trial.number in known]
+        return rounds
 
-    def _record(self, report: LaunchReport, record: LaunchRecord, trial: FrozenTrial) -> None:
-        self._context.record_launch(report, record, purpose="confirm", trial_number=trial.number)
+    def _begun(self, trials: Sequence[FrozenTrial], candidates: Sequence[FrozenTrial]) -> Rounds:
+        """Return the stored rounds; finalists are chosen anew once more trials were measured."""
+        rounds = Rounds.of(self._study.user_attrs)
+        if (rounds.chosen and rounds.measured == len(candidates)) or not self._spec.confirm:
+            return rounds
+        before = _verdict(rounds, trials, self._spec)
+        noise = None if before is None or before.noise is None else before.noise.relative_sd
+        numbers = choose_finalists(trials, candidates, spec=self._spec, noise=noise)
+        return replace(rounds, chosen=tuple(numbers), measured=len(candidates), since=rounds.last + 1)
 
-    def _finalist_started(self, trial: FrozenTrial, request: LaunchRequest) -> None:
+    def _allowed_s(self) -> float:
+        """Return the device seconds of rounds beyond the first few: a share of the search's, without an option."""
+        launches = self._context.store.launches(self._context.study_uuid)
+        return SEARCH_SHARE * sum(one.report.held_s for one in launches if one.purpose != "confirm")
+
+    def _launch(self, trial: FrozenTrial, *, round_number: int) -> RoundLaunch:
+        request = confirmation_request(self._spec, trial, round_number=round_number)
         words = config_in_words(trial.user_attrs[attributes.CONFIG])
-        self._observer(FinalistStarted(number=trial.number, words=words, end_profile_step=request.end_profile_step))
+        self._context.observer(
+            FinalistStarted(
+                number=trial.number, words=words, end_profile_step=request.end_profile_step, round=round_number
+            )
+        )
+        record, report = measure_again(
+            self._spec,
+            request,
+            launcher=self._context.launcher,
+            on_step=lambda step: self._stepped(trial, step),
+            wait=self._context.wait,
+        )
+        self._context.record_launch(report, record, purpose="confirm", trial_number=trial.number)
+        return round_launch(
+            record,
+            report,
+            spec=self._spec,
+            number=trial.number,
+            round_number=round_number,
+            metric=self._metric,
+            flops_per_sample=self._flops_per_sample,
+        )
 
-    def _finalist_stepped(self, trial: FrozenTrial, step: GlobalStep) -> None:
-        self._observer(
+    def _with_substitute(
+        self, rounds: Rounds, trials: Sequence[FrozenTrial], candidates: Sequence[FrozenTrial]
+    ) -> Rounds:
+        """Return the rounds with the next best trial among the chosen if the last launch ended a finalist."""
+        last = rounds.launches[-1].number
+        own = attributes.user_config_trial(trials)
+        failed = [one for one in rounds.chosen if rounds.failure(one) is not None]
+        if last not in failed or (own is not None and last == own.number) or len(failed) > self._spec.confirm:
+            return rounds
+        waiting = [one.number for one in candidates if one.number not in rounds.chosen]
+        return replace(rounds, chosen=(*rounds.chosen, *waiting[:1]))
+
+    def _stepped(self, trial: FrozenTrial, step: GlobalStep) -> None:
+        self._context.observer(
             TrialStepped(
                 number=trial.number,
                 step=step.step,
@@ -115,14 +134,96 @@ class Confirmation:
             )
         )
 
-    def _announce(self, finalist: Finalist, trial: FrozenTrial) -> None:
-        self._observer(
+    def _announce(self, launch: RoundLaunch, trial: FrozenTrial) -> None:
+        self._context.observer(
             FinalistMeasured(
-                number=finalist.number,
+                number=launch.number,
                 words=config_in_words(trial.user_attrs[attributes.CONFIG]),
-                value=finalist.value,
-                low=finalist.low,
-                high=finalist.high,
-                message=finalist.message,
+                value=launch.value,
+                low=launch.low,
+                high=launch.high,
+                message=launch.message,
+                round=launch.round,
             )
         )
+
+
+def next_in_rounds(
+    rounds: Rounds, trials: Sequence[FrozenTrial], *, spec: StudySpec, allowed_s: float
+) -> tuple[int, int] | None:
+    """Return the round and the trial that are launched next; None if it is enough.
+
+    Args:
+        rounds: What was launched so far.
+        trials: All trials.
+        spec: The study.
+        allowed_s: Device seconds that rounds beyond the first few may take where ``--confirm-time`` is not given.
+    """
+    if not rounds.chosen or (spec.confirm_time_s is not None and rounds.spent_s >= spec.confirm_time_s):
+        return None
+    for number in range(max(rounds.since, rounds.last), _MOST_ROUNDS + 1):
+        before = replace(rounds, launches=tuple(one for one in rounds.launches if one.round < number))
+        numbers = staying(before, trials, spec=spec)
+        if number > rounds.last and _is_enough(before, numbers, trials, spec=spec, allowed_s=allowed_s):
+            return None
+        begun = rounds.begun(number)
+        left = [one for one in order_of_round(numbers, round_number=number, seed=spec.random_seed) if one not in begun]
+        left = [one for one in left if rounds.failure(one) is None]
+        if left:
+            return number, left[0]
+    return None
+
+
+def staying(rounds: Rounds, trials: Sequence[FrozenTrial], *, spec: StudySpec) -> list[int]:
+    """Return the trials that the next round launches: none that failed, or that is clearly worse than the best.
+
+    The user's config stays; of the others one leaves after three rounds if its whole interval lies below what would
+    tie with the best.
+
+    Args:
+        rounds: The rounds before.
+        trials: All trials.
+        spec: The study.
+    """
+    present = [number for number in rounds.chosen if rounds.failure(number) is None]
+    verdict, values = _verdict(rounds, trials, spec), rounds.values()
+    if verdict is None or verdict.rounds < MIN_ROUNDS or verdict.best not in values:
+        return present
+
+    def is_worse(number: int) -> bool:
+        ratio = paired_ratio(values.get(number, {}), values[verdict.best], maximize=spec.maximize)
+        return ratio is not None and ratio.rounds >= MIN_ROUNDS and ratio.surely_below(1 - spec.tie)
+
+    return [number for number in present if number == verdict.baseline or not is_worse(number)]
+
+
+def _is_enough(
+    rounds: Rounds, numbers: Sequence[int], trials: Sequence[FrozenTrial], *, spec: StudySpec, allowed_s: float
+) -> bool:
+    """Whether no further round is needed, or none is allowed."""
+    values = rounds.values()
+    if any(len(values.get(number, {})) < MIN_ROUNDS for number in numbers):
+        return not numbers
+    late = spec.confirm_time_s is None and rounds.spent_s >= allowed_s
+    return late or is_known(rounds, trials, spec=spec)
+
+
+def is_known(rounds: Rounds, trials: Sequence[FrozenTrial], *, spec: StudySpec) -> bool:
+    """Whether the speed-up is known: of the best finalist, and of the one that would be handed over.
+
+    Args:
+        rounds: What was measured.
+        trials: All trials.
+        spec: The study.
+    """
+    verdict = _verdict(rounds, trials, spec)
+    if verdict is None or verdict.baseline is None:
+        return True
+    finalists = [one for one in verdict.contenders if one.number != verdict.baseline and not one.left]
+    told = [one.ratio for one in finalists[:1]]
+    told += [one.ratio for one in finalists if one.number == verdict.handed_over]
+    return all(one is None or one.half_width <= PRECISION or one.surely_below(1) for one in told)
+
+
+def _verdict(rounds: Rounds, trials: Sequence[FrozenTrial], spec: StudySpec) -> Verdict | None:
+    return verdict_of(trials, rounds, maximize=spec.maximize, tie=spec.tie, slots=spec.slots_per_trial)

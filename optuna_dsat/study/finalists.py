@@ -1,12 +1,9 @@
-"""The finalists: the best few configurations measured again with more steps, so that noise does not pick the winner."""
+"""The finalists: which configurations are measured again beside the user's own, and one launch of one of them."""
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from optuna.trial import FrozenTrial
 
@@ -16,11 +13,23 @@ from optuna_dsat.launch.protocol import Launcher, LaunchReport, LaunchRequest
 from optuna_dsat.launch.waiting import SlotWait
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.launch_requests import launch_request
+from optuna_dsat.study.paired import mean_in_rounds
+from optuna_dsat.study.rounds import RoundLaunch, Rounds
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.standing import Standing
 from optuna_dsat.trials import attributes
 
-__all__ = ["Finalist", "choose_winner", "confirm", "confirmation_end", "confirmation_steps", "standing_of"]
+__all__ = [
+    "Finalist",
+    "choose_finalists",
+    "confirmation_end",
+    "confirmation_request",
+    "confirmation_steps",
+    "finalists_of",
+    "measure_again",
+    "round_launch",
+    "standing_of",
+]
 
 
 _STEP_TOLERANCE = 0.005
@@ -29,29 +38,66 @@ _STEP_TOLERANCE = 0.005
 _LONG_S, _FEWEST_LONG_STEPS = 5.0, 5
 """A finalist with long steps ends after this many seconds of counted steps, and no fewer than this many steps."""
 
+_USUAL_NOISE = 0.02
+"""Relative standard deviation between launches of one configuration that is assumed before any was repeated: launches
+of this project's examples differ by one or two per cent.
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Finalist:
-    """A configuration measured again."""
+    """A configuration that was measured again, over all its rounds."""
 
     number: int
     """Number of the trial that it confirms."""
     value: float | None
-    """The metric over all counted steps; None if the launch did not finish."""
+    """The metric: the geometric mean over its rounds; None if a launch failed for good."""
     low: float | None
-    """Lower end of the 95 % confidence interval; None if ``value`` is."""
+    """Lower end of the 95 % interval, from launch to launch, of a single one over its steps; None if ``value`` is."""
     high: float | None
     """Its upper end."""
     metrics: Mapping[str, float]
-    """All metrics by name; empty if the launch did not finish."""
+    """All metrics by name, means over its rounds, memory at its most; empty if a launch failed for good."""
     steps: int
-    """Counted steps."""
+    """Counted steps of all its launches."""
     outcome: str
     message: str
+    rounds: int = 1
+    """Rounds in which it was measured."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the constructor's arguments."""
-        return asdict(self)
+
+def finalists_of(rounds: Rounds) -> dict[int, Finalist]:
+    """Return what was measured again by number of the trial, in the order in which it was first launched."""
+    numbers = dict.fromkeys(one.number for one in rounds.launches)
+    return {number: _over_rounds(rounds, number) for number in numbers}
+
+
+def _over_rounds(rounds: Rounds, number: int) -> Finalist:
+    own = [one for one in rounds.launches if one.number == number]
+    measured = [one for one in own if one.value is not None]
+    failed = rounds.failure(number)
+    shown = failed or (measured or own)[-1]
+    value, low, high = None, None, None
+    if measured and failed is None:
+        value, low, high = mean_in_rounds([one.value for one in measured if one.value is not None])
+        low, high = (measured[0].low, measured[0].high) if low is None else (low, high)
+    return Finalist(
+        number=number,
+        value=value,
+        low=low,
+        high=high,
+        metrics={} if failed else _mean_metrics([one.metrics for one in measured]),
+        steps=sum(one.steps for one in own),
+        outcome=shown.outcome,
+        message=shown.message,
+        rounds=len(measured),
+    )
+
+
+def _mean_metrics(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for metrics in found for name in metrics)
+    values = {name: [metrics[name] for metrics in found if name in metrics] for name in names}
+    return {name: max(all_) if name.endswith("_bytes") else sum(all_) / len(all_) for name, all_ in values.items()}
 
 
 def standing_of(trial: FrozenTrial, finalist: Finalist | None) -> Standing:
@@ -94,125 +140,122 @@ def _trial_steps(spec: StudySpec) -> int:
     return spec.end_profile_step - spec.start_profile_step + 1
 
 
-def confirm(
-    spec: StudySpec,
+def choose_finalists(
+    trials: Sequence[FrozenTrial],
     candidates: Sequence[FrozenTrial],
     *,
+    spec: StudySpec,
+    noise: float | None,
+) -> list[int]:
+    """Return the numbers of the trials that are measured again, the user's config among them.
+
+    Of ``--confirm`` places the first is the method's best. The next goes to the smallest global batch among those that
+    the noise, or ``--tie``, cannot tell from the best measurement; then to the best measurement itself, as a model may
+    be wrong, and to the next best. The best at the user's own global batch is added, for a speed-up that compares
+    equal batches.
+
+    Args:
+        trials: All trials.
+        candidates: The measured trials, best first.
+        spec: The study.
+        noise: Relative standard deviation from launch to launch; None if unknown.
+    """
+    baseline = attributes.user_config_trial(trials)
+    others = [one for one in candidates if baseline is None or one.number != baseline.number]
+    own = [] if baseline is None or not spec.confirm else [baseline.number]
+    if not spec.confirm or not others:
+        return own
+    measured = attributes.best_trials(others, maximize=spec.maximize)
+    slots = spec.slots_per_trial
+    margin = max(spec.tie, 2 * (_USUAL_NOISE if noise is None else noise))
+    best = abs(measured[0].values[0])
+    equal = [one for one in measured if abs(abs(one.values[0]) / best - 1) <= margin]
+    smallest = min(equal, key=lambda one: (attributes.train_batch_size(one, slots=slots), measured.index(one)))
+    places = [others[0].number, smallest.number, measured[0].number, *(one.number for one in others)]
+    chosen = list(dict.fromkeys(places))[: spec.confirm]
+    if baseline is not None and spec.confirm > 1:
+        batch = attributes.train_batch_size(baseline, slots=slots)
+        same = [one.number for one in measured if attributes.train_batch_size(one, slots=slots) == batch]
+        chosen += [number for number in same[:1] if not set(same) & set(chosen)]
+    return [*chosen, *own]
+
+
+def confirmation_request(spec: StudySpec, trial: FrozenTrial, *, round_number: int) -> LaunchRequest:
+    """Return the launch of a finalist in a round: alone, with more steps than a trial."""
+    request = launch_request(
+        spec,
+        launch_id=f"confirm-{trial.number:04d}-round-{round_number}",
+        purpose="confirm",
+        overlay=trial.user_attrs[attributes.OVERLAY],
+        config=trial.user_attrs[attributes.CONFIG],
+        end_profile_step=confirmation_end(spec),
+    )
+    return request if request.timeout_s is None else replace(request, timeout_s=5 * request.timeout_s)
+
+
+def measure_again(
+    spec: StudySpec,
+    request: LaunchRequest,
+    *,
     launcher: Launcher,
-    metric: str,
-    flops_per_sample: float,
-    on_report: Callable[[LaunchReport, LaunchRecord, FrozenTrial], None],
-    on_start: Callable[[FrozenTrial, LaunchRequest], None] = lambda *_: None,
-    on_step: Callable[[FrozenTrial, GlobalStep], None] = lambda *_: None,
+    on_step: Callable[[GlobalStep], None],
     wait: SlotWait | None = None,
-) -> Iterator[Finalist]:
-    """Launch each candidate once more, alone, with more steps; yield the finalists in the same order.
+) -> tuple[LaunchRecord, LaunchReport]:
+    """Launch a finalist, until its step time is known; return what its ranks recorded and the report.
 
     Args:
         spec: The study.
-        candidates: Measured trials.
+        request: Its launch.
         launcher: Where to launch.
-        metric: The metric that is optimised.
-        flops_per_sample: FLOPs of forward and backward, per sample.
-        on_report: Called after each launch.
-        on_start: Called before each launch.
         on_step: Called with each global step.
         wait: As for ``follow``.
 
     Raises:
         DeviceError: If others hold the slots for longer than ``wait`` allows.
     """
-    for trial in candidates:
-        request = launch_request(
-            spec,
-            launch_id=f"confirm-{trial.number:04d}",
-            purpose="confirm",
-            overlay=trial.user_attrs[attributes.OVERLAY],
-            config=trial.user_attrs[attributes.CONFIG],
-            end_profile_step=confirmation_end(spec),
-        )
-        if request.timeout_s is not None:
-            request = replace(request, timeout_s=5 * request.timeout_s)
-        on_start(trial, request)
-        enough = _is_known_or_long if spec.adaptive_steps is None else _is_known
-        stepped = functools.partial(on_step, trial)
-        record, report = follow(launcher, request, enough=enough, on_step=stepped, wait=wait)
-        on_report(report, record, trial)
-        yield _finalist(
-            trial, record, report, metric=metric, flops_per_sample=flops_per_sample, min_steps=_trial_steps(spec)
-        )
+    enough = _is_known_or_long if spec.adaptive_steps is None else _is_known
+    return follow(launcher, request, enough=enough, on_step=on_step, wait=wait)
 
 
-def _finalist(
-    trial: FrozenTrial,
+def round_launch(
     record: LaunchRecord,
     report: LaunchReport,
     *,
+    spec: StudySpec,
+    number: int,
+    round_number: int,
     metric: str,
     flops_per_sample: float,
-    min_steps: int,
-) -> Finalist:
-    """Return the result of a confirmation; if the script's data ended early, ``min_steps`` counted steps suffice."""
-    short_of_data = report.outcome is Outcome.OUT_OF_DATA and len(record.counted) >= max(2, min_steps)
-    if report.outcome is not Outcome.MEASURED and not short_of_data:
-        return Finalist(
-            number=trial.number,
-            value=None,
-            low=None,
-            high=None,
-            metrics={},
-            steps=len(record.counted),
-            outcome=report.outcome.value,
-            message=report.message,
-        )
-    interval = confidence_interval(
-        record.counted, metric, flops_per_sample=flops_per_sample, world_size=record.world_size
+) -> RoundLaunch:
+    """Return a finalist's launch as it is stored; if the script's data ended early, a trial's steps suffice.
+
+    Args:
+        record: What its ranks recorded.
+        report: What became of it.
+        spec: The study.
+        number: Number of its trial.
+        round_number: Its round.
+        metric: The metric that is optimised.
+        flops_per_sample: FLOPs of forward and backward, per sample.
+    """
+    short_of_data = report.outcome is Outcome.OUT_OF_DATA and len(record.counted) >= max(2, _trial_steps(spec))
+    measured = report.outcome is Outcome.MEASURED or short_of_data
+    flops = flops_per_sample
+    interval = (
+        confidence_interval(record.counted, metric, flops_per_sample=flops, world_size=record.world_size)
+        if measured
+        else None
     )
-    return Finalist(
-        number=trial.number,
-        value=interval.value,
-        low=interval.low,
-        high=interval.high,
-        metrics=record.metrics(flops_per_sample=flops_per_sample),
+    return RoundLaunch(
+        round=round_number,
+        number=number,
+        value=None if interval is None else interval.value,
+        low=None if interval is None else interval.low,
+        high=None if interval is None else interval.high,
+        metrics=record.metrics(flops_per_sample=flops) if measured else {},
         steps=len(record.counted),
         outcome=report.outcome.value,
         message=report.message,
+        held_s=report.held_s,
+        conditions=report.conditions,
     )
-
-
-def choose_winner(
-    candidates: Sequence[FrozenTrial],
-    finalists: Sequence[Finalist],
-    *,
-    maximize: bool,
-    posterior_means: Mapping[int, float] | None = None,
-) -> tuple[FrozenTrial, Finalist | None]:
-    """Return the winner: the best finalist, or the best trial if no finalist finished.
-
-    With posterior means, a finalist scores the geometric mean of its posterior mean and its confirmed metric: launches
-    vary by one or two per cent, so a posterior that rests on many launches is no less accurate than a single one.
-
-    Args:
-        candidates: Measured trials, best first.
-        finalists: What was measured again.
-        maximize: Whether a larger metric is better.
-        posterior_means: Trial number -> posterior mean of the metric; None if the method has no posterior.
-
-    Returns:
-        The winning trial and its confirmation, None if it was not confirmed.
-
-    Raises:
-        ValueError: If there is no candidate.
-    """
-    if not candidates:
-        raise ValueError("there is no measured trial to choose from")
-    finished = [f for f in finalists if f.value is not None]
-    if not finished:
-        return candidates[0], None
-    best = (max if maximize else min)(finished, key=lambda f: _score(f, posterior_means or {}))
-    return next(t for t in candidates if t.number == best.number), best
-
-
-def _score(finalist: Finalist, posterior_means: Mapping[int, float]) -> float:
-    confirmed = finalist.value or 0.0
-    return math.sqrt(confirmed * posterior_means.get(finalist.number, confirmed))

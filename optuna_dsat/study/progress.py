@@ -87,7 +87,7 @@ class SearchStarted(ProgressEvent):
     side_by_side: int = 1
     """Most concurrent launches."""
     finalists: int = 0
-    """Confirmations after the search, one launch at a time."""
+    """Launches of the confirmation's first rounds, one at a time."""
     finalist_steps: float = 1.0
     """Steps of a confirmation relative to a trial's."""
     timeout_s: float | None = None
@@ -156,11 +156,13 @@ class FinalistStarted(ProgressEvent):
     number: int
     words: str
     end_profile_step: int
+    round: int = 1
+    """Round of the confirmation, from 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinalistMeasured(ProgressEvent):
-    """A finalist was measured again with more steps."""
+    """A finalist was measured again with more steps, in one round."""
 
     number: int
     words: str
@@ -168,3 +170,5 @@ class FinalistMeasured(ProgressEvent):
     low: float | None
     high: float | None
     message: str
+    round: int = 1
+    """Round of the confirmation, from 1."""

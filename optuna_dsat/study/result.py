@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,9 @@ from optuna_dsat.config import ds_config
 from optuna_dsat.errors import StorageUrlError
 from optuna_dsat.script.arg_mapping import map_arguments
 from optuna_dsat.script.trial_class import CHECKPOINTS, RUNNER, complete_training, train_command
+from optuna_dsat.study.finalists import Finalist
 from optuna_dsat.study.spec import ScriptSpec, StudySpec
+from optuna_dsat.study.verdict import Verdict
 from optuna_dsat.words import config_in_words
 
 if TYPE_CHECKING:
@@ -24,7 +27,9 @@ __all__ = [
     "BEST_METRICS",
     "TuneResult",
     "complete_config",
+    "fields_of",
     "learning_rate_advice",
+    "metrics_file",
     "trainable_config",
     "training_command",
     "trial_row",
@@ -48,22 +53,28 @@ class TuneResult:
     metric: str
     """The metric that was optimised: ``FLOPS_per_gpu`` (FLOP/s), ``throughput`` (samples/s over all ranks), or a
     time in seconds (``latency``, ``forward``, ``backward``, ``step``)."""
+    verdict: Verdict
+    """What came of the study: how sure the result is, ties, noise, warnings, and what was measured in rounds."""
     trial: int
-    """Number of the winning trial."""
+    """Number of the trial whose config is handed over: the winner, or the user's own where nothing is surely better."""
     value: float
-    """The winner's metric, confirmed if it was measured again."""
+    """Its metric, by the rounds of the confirmation if there were at least two."""
     low: float | None
-    """Lower end of the 95 % confidence interval of ``value``; None if the winner was not confirmed."""
+    """Lower end of the 95 % confidence interval of ``value``, from launch to launch; None if it was not confirmed."""
     high: float | None
     """Its upper end."""
     user_value: float | None
-    """Metric of the user's own config, as in ``speed_up``; None if it could not be measured."""
+    """Metric of the user's own config in the same rounds; None if it could not be measured."""
     speed_up: float | None
-    """How many times as good as the user's own config the winner is; None if that could not be measured."""
-    speed_up_confirmed: bool = False
-    """Whether ``speed_up`` compares two confirmed metrics; otherwise it compares those of the search."""
+    """How many times as good as the user's own config it is, paired in rounds; None if that could not be measured."""
+    speed_up_low: float | None
+    """Lower end of the 95 % confidence interval of ``speed_up``; None if it was not confirmed."""
+    speed_up_high: float | None
+    """Its upper end."""
+    speed_up_confirmed: bool
+    """Whether rounds measured ``speed_up``; otherwise it compares values of the search."""
     config: Mapping[str, Any]
-    """The winning DeepSpeed config, ready to train with."""
+    """The DeepSpeed config that is handed over, ready to train with."""
     metrics: Mapping[str, float]
     """All metrics of the winner, by name: those of ``metric``, ``engine_throughput`` (what DeepSpeed's own timers would
     say), and ``peak_allocated_bytes``, ``peak_reserved_bytes`` and ``rss_bytes`` of the rank that used most."""
@@ -74,11 +85,13 @@ class TuneResult:
     command: str
     """The shell command that trains with it."""
     train_batch_size: int
-    """Global batch of the winner, in samples."""
+    """Global batch of ``config``, in samples."""
     user_train_batch_size: int
-    """Global batch of the user's own config, in samples."""
+    """Global batch of the user's own config as it was given, in samples."""
+    dataset_size: int | None
+    """Samples of the training data; None if unknown. Divided by a global batch they are the steps of an epoch."""
     learning_rate_advice: str | None
-    """Suggestion for the learning rate; None if the global batch did not change."""
+    """What the changed global batch means for learning rate and steps; None if it did not change."""
     loss_check: Mapping[str, Any] | None
     """A ``optuna_dsat.study.loss_check.LossCheck`` as a dictionary; None if it was not requested."""
     command_names_config: bool
@@ -185,16 +198,19 @@ def write_best(directory: Path, config: Mapping[str, Any], metrics: Mapping[str,
 _ADAPTIVE = frozenset({"adam", "adamw", "lamb", "lion", "adagrad", "onebitadam", "zerooneadam", "onebitlamb"})
 
 
-def learning_rate_advice(config: Mapping[str, Any], *, batch: int, user_batch: int) -> str | None:
-    """Return the suggestion for the learning rate; None if the global batch did not change.
+def learning_rate_advice(
+    config: Mapping[str, Any], *, batch: int, user_batch: int, samples: int | None = None
+) -> str | None:
+    """Return what a changed global batch means for learning rate and steps; None if it did not change.
 
     The square root of the ratio for Adam and its kin (Malladi et al. 2022, arXiv:2205.10287), the ratio itself for SGD
     (Goyal et al. 2017, arXiv:1706.02677). Both are rules of thumb up to a batch that the task itself bounds.
 
     Args:
-        config: The winning DeepSpeed config.
+        config: The DeepSpeed config that is handed over.
         batch: Its global batch, in samples.
         user_batch: The global batch of the user's config.
+        samples: Samples of the training data; None if unknown.
     """
     if batch == user_batch:
         return None
@@ -206,10 +222,65 @@ def learning_rate_advice(config: Mapping[str, Any], *, batch: int, user_batch: i
     factor = root if kind in _ADAPTIVE else linear if kind == "sgd" else f"{root}, or by {linear}"
     rate = (optimizer.get("params") or {}).get("lr")
     told = f" of {rate:g}" if isinstance(rate, int | float) else ""
+    steps = ""
+    if samples is not None:
+        steps = f", an epoch from {math.ceil(samples / user_batch)} to {math.ceil(samples / batch)} steps"
     return (
-        f"The global batch goes from {user_batch} to {batch} samples: consider multiplying your learning rate{told} by "
-        f"{factor}. Keep the batch with --train-batch-size {user_batch}."
+        f"The global batch goes from {user_batch} to {batch} samples{steps}: consider multiplying your learning "
+        f"rate{told} by {factor}. That is a rule of thumb, to be checked by the loss of a longer run. "
+        f"Keep the batch with --train-batch-size {user_batch}."
     )
+
+
+def fields_of(verdict: Verdict) -> dict[str, Any]:
+    """Return the fields of ``TuneResult`` that a verdict fills."""
+    ratio = verdict.speed_up
+    return {
+        "verdict": verdict,
+        "trial": verdict.handed_over,
+        "value": verdict.value,
+        "low": verdict.low,
+        "high": verdict.high,
+        "user_value": verdict.user_value,
+        "speed_up": None if ratio is None else ratio.value,
+        "speed_up_low": None if ratio is None else ratio.low,
+        "speed_up_high": None if ratio is None else ratio.high,
+        "speed_up_confirmed": verdict.confirmed_speed_up,
+    }
+
+
+def metrics_file(
+    study: str,
+    verdict: Verdict,
+    *,
+    metric: str,
+    metrics: Mapping[str, float],
+    finalists: Mapping[int, Finalist],
+    loss_check: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Return the content of ``best_ds_metrics.json``.
+
+    Args:
+        study: Name of the study.
+        verdict: What came of it.
+        metric: The metric that is optimised.
+        metrics: All metrics of the config that is handed over.
+        finalists: What was measured again.
+        loss_check: Comparison of first losses; None if there is none.
+    """
+    return {
+        "study": study,
+        "trial": verdict.handed_over,
+        "metric": metric,
+        "value": verdict.value,
+        "confidence_interval_95": None if verdict.low is None else [verdict.low, verdict.high],
+        "user_config_value": verdict.user_value,
+        "speed_up": None if verdict.speed_up is None else verdict.speed_up.value,
+        "metrics": dict(metrics),
+        "verdict": verdict.to_json(),
+        "finalists": [asdict(one) for one in finalists.values()],
+        "loss_check": loss_check,
+    }
 
 
 def training_command(

@@ -148,7 +148,20 @@ class StudySpec(_Frozen):
     no_preload: tuple[str, ...] = ()
     """Packages that every warm launch imports itself."""
     confirm: int = Field(default=3, ge=0)
-    """Finalists measured again with more steps; 0 for none."""
+    """Finalists measured again in rounds with the user's config; 0 for none."""
+    confirm_time_s: float | None = Field(default=None, ge=0)
+    """Device time of the rounds, in seconds; None for three rounds, and more while they take a small share of the
+    search's."""
+    tie: float = Field(default=0.01, ge=0, lt=1)
+    """Share of the best metric within which configurations count as equal."""
+    dataset_size: int | None = Field(default=None, ge=1)
+    """Samples of the training data; None for what the script's data loader tells."""
+    batch: Literal["free", "keep"] = "free"
+    """Whether every trial keeps the global batch of the user's own config."""
+    max_train_batch_size: int | None = Field(default=None, ge=1)
+    """Largest global batch, in samples; None for a tenth of the training data where that is known."""
+    divisible_by: int = Field(default=1, ge=1)
+    """Number that every searched micro-batch is a multiple of."""
     output_dir: str
     """Absolute path of the directory that receives the study's files."""
 
@@ -199,7 +212,7 @@ class StudySpec(_Frozen):
         budget = {
             "name", "max_trials", "max_concurrent_trials", "max_slots", "trial_timeout_s", "timeout_s", "max_retries",
             "confirm", "output_dir", "enqueue_user_config", "launcher", "preload", "no_preload",
-            "adaptive_steps", "wait_for_gpus_s", "stall_timeout_s",
+            "adaptive_steps", "wait_for_gpus_s", "stall_timeout_s", "confirm_time_s", "tie",
         }  # fmt: skip
         ends = {"early_stopping", "min_gain"}
         return self.model_dump(mode="json", exclude={**dict.fromkeys(budget, True), "options": ends})

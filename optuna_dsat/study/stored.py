@@ -14,12 +14,14 @@ from optuna_dsat.errors import StudyConflictError, UsageError
 from optuna_dsat.guided.prior_knowledge import PriorKnowledge
 from optuna_dsat.script.trainer import ScriptTrainer
 from optuna_dsat.store import Store, StudyRecord
-from optuna_dsat.study.finalists import Finalist, standing_of
+from optuna_dsat.study.finalists import Finalist, finalists_of, standing_of
 from optuna_dsat.study.profile import Profiled
 from optuna_dsat.study.result import complete_config
+from optuna_dsat.study.rounds import Rounds
 from optuna_dsat.study.space import objective, space_of
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.standing import Standing, speed_up_over
+from optuna_dsat.study.verdict import Verdict, verdict_of
 from optuna_dsat.trials import attributes
 
 __all__ = [
@@ -91,17 +93,30 @@ class StoredStudy:
         return space_of(self.spec, self.profiled)
 
     @cached_property
+    def rounds(self) -> Rounds:
+        """What was measured again."""
+        return Rounds.of(self.attributes)
+
+    @cached_property
     def finalists(self) -> Mapping[int, Finalist]:
         """Confirmations by number of the trial."""
-        return {f["number"]: Finalist(**f) for f in self.attributes.get(attributes.FINALISTS, [])}
+        return finalists_of(self.rounds)
+
+    @cached_property
+    def verdict(self) -> Verdict | None:
+        """What came of the study so far; None if nothing was measured."""
+        spec = self.spec
+        return verdict_of(self.trials, self.rounds, maximize=self.maximize, tie=spec.tie, slots=spec.slots_per_trial)
 
     @cached_property
     def best(self) -> Standing | None:
-        """The winner; before there is one the best measured trial, None if nothing was measured."""
-        found = self.measured
-        winner = self.attributes.get(attributes.WINNER)
-        trial = next((t for t in found if t.number == winner), found[0] if found else None)
-        return None if trial is None else self.standing(trial)
+        """The one that is handed over; before the study is concluded by what is known, None if nothing was measured."""
+        if self.verdict is None:
+            return None
+        number = self.attributes.get(attributes.WINNER, self.verdict.handed_over)
+        found = (trial for trial in self.measured if trial.number == number)
+        trial = next(found, self.measured[0])
+        return self.standing(trial)
 
     @cached_property
     def baseline(self) -> Standing | None:
@@ -111,10 +126,19 @@ class StoredStudy:
 
     def standing(self, trial: FrozenTrial) -> Standing:
         """Return the standing of a measured trial, confirmed if it was measured again."""
-        return standing_of(trial, self.finalists.get(trial.number))
+        begun = bool(self.rounds.chosen) and self.verdict is not None and not self.verdict.is_by_rounds
+        return standing_of(trial, None if begun else self.finalists.get(trial.number))
 
     def speed_up(self, standing: Standing) -> float | None:
-        """Return how many times as good as the user's own config it is; None if that was not measured."""
+        """Return how many times as good as the user's own config it is, paired in rounds where there are such.
+
+        None if that was not measured.
+        """
+        number = standing.trial.number
+        contenders = () if self.verdict is None or not standing.confirmed else self.verdict.contenders
+        paired = next((one.ratio for one in contenders if one.number == number), None)
+        if paired is not None:
+            return paired.value
         return None if self.baseline is None else speed_up_over(self.baseline, standing, maximize=self.maximize)
 
     def complete_config(self, trial: FrozenTrial) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from optuna_dsat.study.finalists import confirmation_end
 from optuna_dsat.study.flights import Flight
 from optuna_dsat.study.profile import Profiled
 from optuna_dsat.study.progress import BestSoFar, SearchStarted, TrialDropped, TrialFinished
+from optuna_dsat.study.rounds import MIN_ROUNDS
 from optuna_dsat.study.space import objective
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.trials import attributes
@@ -73,7 +74,7 @@ class TrialRecorder:
                 max_trials=spec.max_trials,
                 launched=attributes.launches_used(trials),
                 side_by_side=_concurrent_launches(spec, total_slots),
-                finalists=spec.confirm + spec.enqueue_user_config if spec.confirm else 0,
+                finalists=MIN_ROUNDS * (spec.confirm + spec.enqueue_user_config) if spec.confirm else 0,
                 finalist_steps=confirmation_end(spec) / spec.end_profile_step,
                 timeout_s=spec.timeout_s,
                 best=_best_so_far(trials, maximize=self._maximize),

@@ -16,19 +16,45 @@ from optuna_dsat.store import Store
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.trials import attributes
 
-__all__ = ["enqueue_user_config", "follow_batch", "follow_script", "follow_trainer", "user_config"]
+__all__ = [
+    "enqueue_user_config",
+    "follow_batch",
+    "follow_script",
+    "follow_trainer",
+    "own_train_batch_size",
+    "user_config",
+]
+
+
+def own_train_batch_size(spec: StudySpec, *, ranks: int) -> int:
+    """Return the global batch of the user's config as it was given, in samples: what ``--train-batch-size`` changes.
+
+    Args:
+        spec: The study.
+        ranks: Data-parallel ranks.
+    """
+    return ds_config.batch_triangle(ds_config.effective(spec.ds_config), world_size=ranks).train_batch_size
 
 
 def user_config(spec: StudySpec, *, data_parallel_size: int | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the user's present config with explicit batch sizes, and the overlay that makes them explicit.
+
+    With ``--train-batch-size`` it has that global batch, so that like is compared with like: at the user's own
+    micro-batch, or the next smaller one that divides the samples of a rank.
 
     Args:
         spec: The study.
         data_parallel_size: Ranks that consume different samples; None for all ranks.
     """
     config = ds_config.effective(spec.ds_config)
-    triangle = ds_config.batch_triangle(config, world_size=data_parallel_size or spec.slots_per_trial)
-    overlay = ds_config.batch_overlay(triangle.micro_batch, triangle.gradient_accumulation_steps)
+    ranks = data_parallel_size or spec.slots_per_trial
+    triangle = ds_config.batch_triangle(config, world_size=ranks)
+    micro_batch, accumulation = triangle.micro_batch, triangle.gradient_accumulation_steps
+    if spec.train_batch_size is not None:
+        samples = max(1, spec.train_batch_size // ranks)
+        micro_batch = next(size for size in range(min(micro_batch, samples), 0, -1) if samples % size == 0)
+        accumulation = samples // micro_batch
+    overlay = ds_config.batch_overlay(micro_batch, accumulation)
     return ds_config.merge(config, overlay), overlay
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
-from optuna_dsat.config.ds_config import MICRO_BATCH
+from optuna_dsat.config.ds_config import MICRO_BATCH, batch_triangle, effective
 from optuna_dsat.outcome import Outcome
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "CONFIG",
     "CONFIGURATION",
     "CONFIG_KEY",
+    "CONFIRMATION",
     "DATA_LIMIT",
     "DATA_PARALLEL_SIZE",
     "END_REASON",
@@ -44,6 +45,7 @@ __all__ = [
     "launches_used",
     "measured_peaks",
     "repeated_script_error",
+    "train_batch_size",
     "user_config_trial",
 ]
 
@@ -78,7 +80,10 @@ PURPOSE = "purpose"
 USER_CONFIG = "user_config"
 """Value of ``PURPOSE`` for the trial that measures the user's own config."""
 FINALISTS = "finalists"
-"""Study attribute: the configurations measured again with more steps."""
+"""Study attribute of older versions: the configurations that were measured again, once each."""
+CONFIRMATION = "confirmation"
+"""Study attribute: the rounds in which finalists and the user's config were measured again, as
+``optuna_dsat.study.rounds.Rounds`` writes them."""
 FINGERPRINT = "profile_fingerprint"
 """Study attribute: key of the study's profile in the store."""
 END_REASON = "end_reason"
@@ -121,6 +126,12 @@ def launches_since_best(trials: Sequence[FrozenTrial], *, maximize: bool) -> int
 def data_parallel_size(trial: FrozenTrial, *, slots: int) -> int:
     """Return the data-parallel ranks of a trial's launch; ``slots`` if the engine reported none."""
     return int(trial.user_attrs.get(DATA_PARALLEL_SIZE) or slots)
+
+
+def train_batch_size(trial: FrozenTrial, *, slots: int) -> int:
+    """Return the global batch of a trial's launch, in samples; ``slots`` are the ranks of one that reported none."""
+    ranks = data_parallel_size(trial, slots=slots)
+    return batch_triangle(effective(trial.user_attrs[CONFIG]), world_size=ranks).train_batch_size
 
 
 def user_config_trial(trials: Sequence[FrozenTrial]) -> FrozenTrial | None:

@@ -8,7 +8,6 @@ from optuna.pruners import NopPruner
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.samplers import BinarySearchSampler
-from optuna_dsat.study.finalists import Finalist, choose_winner
 from optuna_dsat.study.methods import Method
 from optuna_dsat.trials import attributes
 from tests.harness.landscapes import Hill
@@ -23,21 +22,6 @@ def trial(number: int, value: float) -> FrozenTrial:
     found = optuna.trial.create_trial(value=value)
     found.number = number
     return found
-
-
-def finalist(number: int, value: float) -> Finalist:
-    return Finalist(
-        number=number, value=value, low=value, high=value, metrics={}, steps=20, outcome="measured", message=""
-    )
-
-
-def test_belief_and_confirmation_decide_together() -> None:
-    trials = [trial(0, 110.0), trial(1, 99.0)]
-    finalists = [finalist(0, 100.0), finalist(1, 99.0)]
-    assert choose_winner(trials, finalists, maximize=True)[0].number == 0
-    posterior_means = {0: 95.0, 1: 99.0}
-    assert choose_winner(trials, finalists, maximize=True, posterior_means=posterior_means)[0].number == 1
-    assert choose_winner(trials, finalists, maximize=False, posterior_means=posterior_means)[0].number == 0
 
 
 def test_trials_are_ranked_by_belief_where_there_is_one() -> None:

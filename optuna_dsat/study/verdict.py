@@ -1,0 +1,342 @@
+"""The verdict on a study: what is handed over, how sure that is, and what speaks against relying on it.
+
+A pure function of the stored trials and rounds; the result, the command line, the report and Python all show this one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+from optuna.trial import FrozenTrial
+
+from optuna_dsat.config import ds_config
+from optuna_dsat.metrics import speed_up
+from optuna_dsat.study.paired import Noise, Ratio, mean_in_rounds, paired_ratio, pooled_noise
+from optuna_dsat.study.rounds import MIN_ROUNDS, Rounds
+from optuna_dsat.study.warnings import warnings_of
+from optuna_dsat.trials import attributes
+
+__all__ = ["PRECISION", "Contender", "SpeedUp", "Verdict", "VerdictKind", "verdict_of"]
+
+PRECISION = 0.02
+"""Half the width of the interval of a speed-up's logarithm at which it counts as known."""
+
+
+class VerdictKind(StrEnum):
+    """What came of a study."""
+
+    WINNER = "winner"
+    """A config is faster than the user's own with 95 % certainty; it is handed over."""
+    BASELINE_IS_BEST = "baseline_is_best"
+    """Nothing is faster than the user's own config, or not by more than a tie; that is handed over."""
+    NOT_CONFIRMED = "not_confirmed"
+    """The time of the confirmation ended before it was known; the user's own config is handed over."""
+    NO_BASELINE = "no_baseline"
+    """The user's own config could not be measured, or was not: the best of the rounds is handed over."""
+    UNCONFIRMED = "unconfirmed"
+    """Nothing was measured in two rounds (``--confirm 0``, an interruption): the best of the search is handed over."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """A configuration that was measured in rounds."""
+
+    number: int
+    """Number of its trial."""
+    train_batch_size: int
+    """Its global batch, in samples."""
+    differing: int
+    """Settings that differ from the user's own, batch sizes included."""
+    rounds: int
+    """Rounds in which it was measured."""
+    value: float
+    """Geometric mean of the metric over its rounds."""
+    low: float | None
+    """Lower end of the 95 % interval of ``value``, from launch to launch; None for a single round."""
+    high: float | None
+    """Its upper end."""
+    ratio: Ratio | None
+    """How many times as good as the user's own config it is, paired; None if the two were never measured together."""
+    left: str
+    """Why it is not compared any more; empty while it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedUp:
+    """How many times as good as the user's own config the best configuration at one global batch is."""
+
+    number: int
+    """Number of its trial."""
+    train_batch_size: int
+    """The global batch, in samples."""
+    ratio: Ratio
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What came of a study so far."""
+
+    kind: VerdictKind
+    handed_over: int
+    """Number of the trial whose config is the result."""
+    best: int
+    """Number of the trial that measured best in the rounds, or in the search if there were none: not handed over where
+    that is not certain, or where another is as good with a smaller global batch."""
+    baseline: int | None
+    """Number of the trial of the user's own config; None if it was not measured."""
+    rounds: int
+    """Rounds in which anything was measured."""
+    speed_up: Ratio | None
+    """Of the config that is handed over, over the user's own; None without a baseline."""
+    best_ratio: Ratio | None
+    """Of ``best``, over the user's own; None without a baseline."""
+    user_value: float | None
+    """The metric of the user's own config in the rounds of ``speed_up``; None without a baseline."""
+    value: float
+    """The metric of the config that is handed over in the rounds of ``speed_up``."""
+    low: float | None
+    """Lower end of the 95 % interval of ``value``, from launch to launch; None if it was not measured in two rounds."""
+    high: float | None
+    """Its upper end."""
+    at_user_batch: SpeedUp | None
+    """The best at the user's own global batch; None without a baseline."""
+    at_own_batch: SpeedUp | None
+    """The config that is handed over, at its own global batch; None without a baseline."""
+    ties: tuple[int, ...]
+    """Trials that the rounds cannot tell from the one handed over, or that are within ``--tie`` of it."""
+    noise: Noise | None
+    """None before two rounds."""
+    warnings: tuple[str, ...]
+    """What speaks against relying on the numbers, with figures."""
+    contenders: tuple[Contender, ...]
+    """All that was measured in rounds, best first."""
+
+    @property
+    def is_by_rounds(self) -> bool:
+        """Whether rounds decided, rather than the search."""
+        return self.kind is not VerdictKind.UNCONFIRMED
+
+    @property
+    def confirmed_speed_up(self) -> bool:
+        """Whether rounds measured ``speed_up``."""
+        return self.speed_up is not None and self.speed_up.rounds > 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return asdict(self)
+
+
+def verdict_of(
+    trials: Sequence[FrozenTrial], rounds: Rounds, *, maximize: bool, tie: float, slots: int
+) -> Verdict | None:
+    """Return the verdict on a study.
+
+    Args:
+        trials: All trials.
+        rounds: What was measured again.
+        maximize: Whether a larger metric is better.
+        tie: Share of the best metric within which configurations count as equal.
+        slots: Ranks of a launch.
+
+    Returns:
+        The verdict; None if nothing was measured.
+    """
+    found = _Judge(trials, rounds, maximize=maximize, tie=tie, slots=slots)
+    if not found.measured:
+        return None
+    return found.by_rounds() if found.paired else found.by_search()
+
+
+class _Judge:
+    """Computes the verdict on one study."""
+
+    def __init__(
+        self, trials: Sequence[FrozenTrial], rounds: Rounds, *, maximize: bool, tie: float, slots: int
+    ) -> None:
+        self._rounds = rounds
+        self._maximize = maximize
+        self._tie = tie
+        self._slots = slots
+        self.measured = attributes.best_trials(trials, maximize=maximize)
+        self._trials = {trial.number: trial for trial in self.measured}
+        own = attributes.user_config_trial(trials)
+        self._baseline = None if own is None or own.number not in self._trials else own.number
+        self._values = {number: one for number, one in rounds.values().items() if number in self._trials}
+        eligible = [number for number in self._values if rounds.failure(number) is None]
+        most = max((len(self._values[number]) for number in eligible), default=0)
+        self._eligible = [one for one in eligible if len(self._values[one]) >= min(MIN_ROUNDS, most)]
+        self._in_rounds = self._baseline is not None and self._baseline in eligible
+        self._reference = self._baseline if self._in_rounds else _longest(self._values, self._eligible)
+        self.noise = None if self._reference is None else pooled_noise(self._values, reference=self._reference)
+
+    @property
+    def paired(self) -> bool:
+        """Whether two rounds measured the reference: the user's config, or without it the one of most rounds."""
+        return self._reference is not None and len(self._values[self._reference]) >= 2
+
+    def by_rounds(self) -> Verdict:
+        """Return the verdict by the rounds."""
+        best = max(self._eligible, key=lambda number: (self._score(number), -number))
+        tied = [one for one in self._eligible if one == best or self._is_tied(one, best)]
+        sure = [one for one in tied if not self._in_rounds or one == self._baseline or self._is_sure(one)]
+        pick = min(sure, key=self._preference, default=self._baseline if self._in_rounds else best)
+        if pick is None:
+            raise RuntimeError("a reference that was measured in rounds is the baseline or eligible")
+        return self._verdict(self._kind(pick, best), pick, best, ties=self._ties(pick, tied))
+
+    def by_search(self) -> Verdict:
+        """Return the verdict by the search alone: the best measurement, which may be the user's own."""
+        best = self.measured[0].number
+        return self._verdict(VerdictKind.UNCONFIRMED, best, best, ties=())
+
+    def _kind(self, pick: int, best: int) -> VerdictKind:
+        if not self._in_rounds:
+            return VerdictKind.NO_BASELINE
+        if pick != self._baseline:
+            return VerdictKind.WINNER
+        ratio = self._ratio(best)
+        if best == pick or ratio is None or ratio.surely_above_1 or ratio.half_width <= PRECISION:
+            return VerdictKind.BASELINE_IS_BEST
+        return VerdictKind.NOT_CONFIRMED
+
+    def _score(self, number: int) -> float:
+        """Return the logarithm of how many times as good as the reference a trial is, paired."""
+        ratio = self._against(number, self._reference)
+        return -math.inf if ratio is None else math.log(ratio.value)
+
+    def _against(self, number: int, other: int | None) -> Ratio | None:
+        if other is None:
+            return None
+        return paired_ratio(self._values[number], self._values[other], maximize=self._maximize)
+
+    def _is_sure(self, number: int) -> bool:
+        ratio = self._against(number, self._baseline)
+        return ratio is not None and ratio.surely_above_1
+
+    def _is_tied(self, number: int, best: int) -> bool:
+        """Whether a trial is within the tie of the best, or within what the noise leaves open (one standard error)."""
+        ratio = self._against(number, best)
+        if ratio is None or self._tie <= 0:
+            return False
+        error = 0.0 if self.noise is None else self.noise.relative_sd * math.sqrt(2 / ratio.rounds)
+        return ratio.value >= 1 - max(self._tie, error)
+
+    def _ties(self, pick: int, tied: Sequence[int]) -> tuple[int, ...]:
+        """Return the trials that are as good as the one handed over as far as is known."""
+        found = set(tied)
+        for number in self._eligible:
+            ratio = self._against(number, pick)
+            if ratio is not None and ratio.low is not None and ratio.high is not None and ratio.low <= 1 <= ratio.high:
+                found.add(number)
+        return tuple(sorted(found - {pick}))
+
+    def _preference(self, number: int) -> tuple[int, int, float]:
+        """Return what decides among equals: global batch, settings that differ from the user's, the metric."""
+        return self._batch(number), self._differing(number), -self._score(number)
+
+    def _batch(self, number: int) -> int:
+        return attributes.train_batch_size(self._trials[number], slots=self._slots)
+
+    def _differing(self, number: int) -> int:
+        """Return how many settings differ from the user's own; 0 without a baseline."""
+        if self._baseline is None:
+            return 0
+        own, other = (_flat(self._trials[one]) for one in (self._baseline, number))
+        return sum(own.get(key) != other.get(key) for key in own.keys() | other.keys())
+
+    def _ratio(self, number: int) -> Ratio | None:
+        """Return how many times as good as the user's own config a trial is: paired, else by the search."""
+        if self._in_rounds and self.paired:
+            return self._against(number, self._baseline) if number in self._values else None
+        if self._baseline is None or self.paired:
+            return None
+        values = (float(self._trials[one].values[0]) for one in (number, self._baseline))
+        found = speed_up(*values, maximize=self._maximize)
+        return None if found is None else Ratio(value=found, low=None, high=None, rounds=0)
+
+    def _compared_values(self, pick: int) -> tuple[float, float | None, float | None, float | None]:
+        """Return the metric of a trial with its interval, and that of the user's own config in the same rounds."""
+        own = self._baseline
+        if not self.paired:
+            return self._searched(pick), None, None, None if own is None else self._searched(own)
+        values = self._values[pick]
+        if own is None or not self._in_rounds:
+            return *mean_in_rounds(list(values.values())), None
+        common = [one for one in values if one in self._values[own]]
+        user = mean_in_rounds([self._values[own][one] for one in common])[0]
+        return *mean_in_rounds([values[one] for one in common]), user
+
+    def _searched(self, number: int) -> float:
+        return float(self._trials[number].values[0])
+
+    def _at_batch(self, batch: int) -> SpeedUp | None:
+        """Return the best at a global batch, by the rounds if there are any."""
+        numbers = self._eligible if self.paired else list(self._trials)
+        ratios = [(number, self._ratio(number)) for number in numbers if self._batch(number) == batch]
+        known = [SpeedUp(number=n, train_batch_size=batch, ratio=ratio) for n, ratio in ratios if ratio is not None]
+        return max(known, key=lambda one: one.ratio.value, default=None)
+
+    def _verdict(self, kind: VerdictKind, pick: int, best: int, *, ties: tuple[int, ...]) -> Verdict:
+        value, low, high, user = self._compared_values(pick)
+        ratio = self._ratio(pick)
+        batch = self._batch(pick)
+        return Verdict(
+            kind=kind,
+            handed_over=pick,
+            best=best,
+            baseline=self._baseline,
+            rounds=len({one.round for one in self._rounds.launches if one.value is not None}),
+            speed_up=ratio,
+            best_ratio=self._ratio(best),
+            user_value=user,
+            value=value,
+            low=low,
+            high=high,
+            at_user_batch=None if self._baseline is None else self._at_batch(self._batch(self._baseline)),
+            at_own_batch=None if ratio is None else SpeedUp(number=pick, train_batch_size=batch, ratio=ratio),
+            ties=ties,
+            noise=self.noise,
+            warnings=warnings_of(
+                self._rounds,
+                searched={one: self._searched(one) for one in (pick, self._baseline) if one is not None},
+                baseline=self._baseline,
+                noise=self.noise,
+                tie=self._tie,
+            ),
+            contenders=self._contenders(),
+        )
+
+    def _contenders(self) -> tuple[Contender, ...]:
+        found = [self._contender(number) for number in self._values]
+        return tuple(sorted(found, key=lambda one: (-self._score(one.number), one.number)))
+
+    def _contender(self, number: int) -> Contender:
+        value, low, high = mean_in_rounds(list(self._values[number].values()))
+        failed = self._rounds.failure(number)
+        left = "" if failed is None else f"{failed.outcome}: {failed.message}"
+        if not left and self._rounds.chosen and number not in self._rounds.begun(self._rounds.last):
+            left = "clearly worse than the best"
+        return Contender(
+            number=number,
+            train_batch_size=self._batch(number),
+            differing=self._differing(number),
+            rounds=len(self._values[number]),
+            value=value,
+            low=low,
+            high=high,
+            ratio=self._against(number, self._baseline) if self._in_rounds else None,
+            left=left,
+        )
+
+
+def _longest(values: Mapping[int, Mapping[int, float]], eligible: Sequence[int]) -> int | None:
+    """Return the trial of most rounds; the earliest of several."""
+    return max(eligible, key=lambda number: (len(values[number]), -number), default=None)
+
+
+def _flat(trial: FrozenTrial) -> dict[str, Any]:
+    return ds_config.flatten(ds_config.effective(trial.user_attrs[attributes.CONFIG]))
