@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from optuna_dsat.runtime.clock import DeviceClock
-from optuna_dsat.runtime.inputs import leading_dimension
+from optuna_dsat.runtime.inputs import leading_dimension, size_of
+from optuna_dsat.runtime.loss_scaling import MOST_SKIPPED_STEPS, SkipDetector
 from tests.harness.meter import Engine, FakeClock, MeterBench, PipelineEngine
 
 
@@ -257,3 +258,108 @@ def test_evaluation_between_steps_is_recorded_apart(fed: str) -> None:
     assert (first.evaluation_s, second.evaluation_s) == (0.0, 2 * 10.0 + 3 * forward_s)
     assert second.latency_s == 5.0 + 3 * (10.0 + forward_s) + 3.25
     assert second.samples == 4
+
+
+class ScalingEngine(Engine):
+    """Skips the given updates, as DeepSpeed's engine does after an overflow."""
+
+    def __init__(self, clock: FakeClock, skips: str = "", accumulation: int = 1) -> None:
+        super().__init__(clock, accumulation)
+        self.skips = skips
+        self.updates = 0
+        self.skipped_steps = 7  # of a checkpoint that was loaded
+
+    def step(self) -> None:
+        if self.is_gradient_accumulation_boundary():
+            self.skipped_steps += self.skips[self.updates : self.updates + 1] == "x"
+            self.updates += 1
+        super().step()
+
+
+def test_a_skipped_step_is_recorded_and_another_is_run_for_it() -> None:
+    bench = MeterBench(lambda clock: ScalingEngine(clock, "x.x", accumulation=2))
+    for _ in range(8):
+        assert bench.left == 0
+        bench.micro_step()
+    assert [(step.step, step.number, step.skipped, step.skipped_before) for step in bench.steps] == [
+        (1, 1, True, 0),
+        (2, 1, False, 1),
+        (3, 2, True, 1),
+        (4, 2, False, 2),
+    ]
+    assert (bench.left, bench.state.steps, bench.state.skipped) == (1, 2, 2)
+
+
+def test_a_launch_of_skipped_steps_alone_has_an_end() -> None:
+    bench = MeterBench(lambda clock: ScalingEngine(clock, "x" * 100))
+    for _ in range(MOST_SKIPPED_STEPS):
+        assert bench.left == 0
+        bench.micro_step()
+    assert (bench.left, bench.state.steps, bench.state.skipped) == (1, 0, MOST_SKIPPED_STEPS)
+
+
+def test_the_observer_forgets_a_skipped_step() -> None:
+    seen: list[Any] = []
+    observer = SimpleNamespace(
+        observe=lambda phase, step: seen.append((phase, step)) or nullcontext(),
+        boundary=lambda step, _: seen.append(step),
+        discard=lambda: seen.append("discard"),
+    )
+    bench = MeterBench(lambda clock: ScalingEngine(clock, "x."), observer)
+    bench.micro_step()
+    bench.micro_step()
+    phases = [(phase, 1) for phase in ("forward", "backward", "step")]
+    assert seen == [*phases, "discard", *phases, 1]
+
+
+def test_a_skip_by_an_optimizer_that_the_script_steps_is_seen() -> None:
+    bench = MeterBench(SteppingEngine)
+    for overflow in (True, False):
+        bench.engine.optimizer.overflow = overflow
+        bench.engine.backward(bench.engine(torch.ones(4, 2)))
+        bench.engine.optimizer.step()
+    assert [step.skipped for step in bench.steps] == [True, False]
+
+
+def test_a_skip_by_torchs_own_scaler_is_seen_by_its_lower_scale() -> None:
+    bench = MeterBench(Engine)
+    scaler = SimpleNamespace(get_scale=lambda: next(scales))
+    object.__setattr__(bench.engine, "torch_autocast_z0_gradscaler", scaler)
+    scales = iter([8.0, 4.0, 4.0, 8.0])
+    bench.meter._skips = SkipDetector(bench.engine)
+    for _ in range(3):
+        bench.micro_step()
+    assert [step.skipped for step in bench.steps] == [True, False, False]
+
+
+def test_a_context_of_one_micro_batch_ends_a_skipped_step_once() -> None:
+    bench = MeterBench(lambda clock: ScalingEngine(clock, "x"))
+    with bench.meter.micro_batch():
+        bench.micro_step()
+    assert [step.skipped for step in bench.steps] == [True]
+
+
+def test_the_elements_of_all_micro_batches_are_noted() -> None:
+    bench = MeterBench(lambda clock: Engine(clock, accumulation=2))
+    for length in (5, 9):
+        bench.micro_step(
+            {"input_ids": torch.ones(4, length, dtype=torch.int64), "mask": torch.ones(4, 1, length, length)}
+        )
+    [step] = bench.steps
+    assert (step.samples, step.elements, step.elements_are_tokens) == (8, 4 * 14, True)
+
+
+@pytest.mark.parametrize(
+    ("batch", "size"),
+    [
+        (torch.ones(2, 3, 8, 8), (2, 384, False)),
+        ((torch.ones(2, 3, 8, 8), torch.ones(2, dtype=torch.int64)), (2, 384, False)),
+        ({"ids": torch.ones(2, 7, dtype=torch.int32), "labels": torch.ones(2, 5, dtype=torch.int64)}, (2, 14, True)),
+        ((torch.ones(2, 9, dtype=torch.uint8),), (2, 18, False)),
+        (torch.tensor(1.0), None),
+    ],
+    ids=["images", "images and classes", "source and target", "bytes", "a number"],
+)
+def test_the_size_of_inputs_is_that_of_tokens_or_of_the_largest(batch: Any, size: tuple[int, int, bool] | None) -> None:
+    found = size_of(batch)
+    assert size == (None if found is None else (found.samples, found.elements, found.are_tokens))
