@@ -48,8 +48,8 @@ class Entry:
     given: str = ""
     """The README's own command where ``command`` differs from it."""
     altered: tuple[str, ...] = ()
-    """Everything that differs from the repository as it stands, one sentence each; every edit, file and changed argument
-    is told here."""
+    """Everything that differs from the repository as it stands, one sentence each: every edit, file and changed
+    argument is told here."""
     needs: tuple[str, ...] = ()
     """Packages beyond torch and DeepSpeed, as pip names them."""
     modules: tuple[str, ...] = ()

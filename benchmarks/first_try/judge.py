@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -56,9 +57,10 @@ def launches(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Launch]]:
         if row["event"] == "engine":
             of_process.append({**row, "fed": [], "steps": 0})
         elif of_process and row["event"] == "fed":
-            of_process[-1]["fed"].append(row["size"])
+            of_process[row["engine"]]["fed"].append(row["size"])
         elif of_process:
-            of_process[-1]["steps"] = max(of_process[-1]["steps"], row["steps"])
+            one = of_process[row["engine"]]
+            one["steps"] = max(one["steps"], row["steps"])
     found: dict[str, list[Launch]] = defaultdict(list)
     for (name, _), of_process in engines.items():
         for one in of_process:
@@ -137,7 +139,8 @@ def by_hand(ran: Ran) -> Verdict:
 
 def last_json(text: str) -> dict[str, Any] | None:
     """Return the last JSON object that a text ends with, None if there is none."""
-    for at in (at for at in range(len(text) - 1, -1, -1) if text.startswith("{", at) and text[at - 1 : at] in ("", "\n")):
+    starts = [match.start() for match in re.finditer(r"^\{", text, re.MULTILINE)]
+    for at in reversed(starts):
         try:
             found = json.loads(text[at:])
         except json.JSONDecodeError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -153,15 +154,11 @@ def _wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
         code = process.wait(limit_s)
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGINT)
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            pass
     finally:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         process.wait()
     return code
 

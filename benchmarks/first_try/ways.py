@@ -92,7 +92,9 @@ def _autotuning(sandbox: Sandbox, limits: Limits) -> dict[str, Any]:
     best = config.get("train_micro_batch_size_per_gpu")
     one_launch = [{**row, "launch": str(row["pid"])} for row in ran.witnessed]
     names = [name for name, several in launches(one_launch).items() if any(one.micro_batch == best for one in several)]
-    return _record(ran, judged(replace(ran, witnessed=tuple(one_launch)), {"config": config}, names[-1] if names else ""))
+    return _record(
+        ran, judged(replace(ran, witnessed=tuple(one_launch)), {"config": config}, names[-1] if names else "")
+    )
 
 
 def _optuna(sandbox: Sandbox, limits: Limits) -> dict[str, Any]:

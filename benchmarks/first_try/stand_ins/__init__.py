@@ -1,7 +1,7 @@
-"""What stands in for data, weights and devices that this machine lacks; never for DeepSpeed, launcher, parser or loop.
+"""What stands in for data, weights and devices that are not at hand; never for DeepSpeed, launcher, parser or loop.
 
-The runner's ``sitecustomize`` calls ``install`` as an interpreter starts, in the tuner and in every rank. Each module of
-this folder has a mapping ``AFTER``: module name -> what is done to that module once it has been imported. They use
+The runner's ``sitecustomize`` calls ``install`` as an interpreter starts, in the tuner and in every rank. Each module
+of this folder has a mapping ``AFTER``: module name -> what is done to that module once it has been imported. They use
 nothing of the project, and import what they need inside their functions.
 """
 

@@ -7,7 +7,6 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 __all__ = ["AFTER"]
@@ -23,8 +22,8 @@ def _on_cpu(value: Any) -> Any:
     """Return a device as it is, or the CPU where it is a GPU or the number of one."""
     if isinstance(value, bool):
         return value
-    kind = getattr(value, "type", None) if type(value).__name__ == "device" else None
-    return "cpu" if kind == "cuda" or isinstance(value, int) or (isinstance(value, str) and _CUDA.match(value)) else value
+    is_cuda = type(value).__name__ == "device" and value.type == "cuda"
+    return "cpu" if is_cuda or isinstance(value, int) or (isinstance(value, str) and _CUDA.match(value)) else value
 
 
 def _led(function: Callable[..., Any], *, positional: bool) -> Callable[..., Any]:
@@ -53,7 +52,7 @@ def _nothing(function: Callable[..., Any]) -> Callable[..., Any]:
     return nothing
 
 
-def _torch(torch: ModuleType) -> None:
+def _torch(torch: Any) -> None:
     if torch.cuda.is_available():
         return
     for owner in (torch.Tensor, torch.nn.Module):
@@ -93,7 +92,7 @@ def _over_gloo(function: Callable[..., Any], keyword: str) -> Callable[..., Any]
     return run
 
 
-def _communication(comm: ModuleType) -> None:
+def _communication(comm: Any) -> None:
     comm.init_distributed = _over_gloo(comm.init_distributed, "dist_backend")
 
 

@@ -6,11 +6,25 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 __all__ = ["GENERATORS"]
 
-_WORDS = "the a one model data train runs fast slow deep speed batch step loss learns reads writes small large".split()
+_WORDS = (
+    "the",
+    "a",
+    "one",
+    "model",
+    "data",
+    "train",
+    "runs",
+    "fast",
+    "slow",
+    "batch",
+    "step",
+    "loss",
+    "learns",
+    "reads",
+)
 
 
 def _sentence(draw: random.Random, words: int) -> str:
@@ -37,7 +51,7 @@ def _gzip_bytes(path: Path, *, size: int = 100_000_000) -> None:
 def _records(path: Path, *, fields: dict[str, int], rows: int = 256, lines: bool = False) -> None:
     """Write records of text as a JSON list, or as JSON lines; ``fields``: name -> words."""
     draw = random.Random(7)
-    found: list[dict[str, Any]] = [{name: _sentence(draw, words) for name, words in fields.items()} for _ in range(rows)]
+    found = [{name: _sentence(draw, words) for name, words in fields.items()} for _ in range(rows)]
     text = "\n".join(map(json.dumps, found)) + "\n" if lines else json.dumps(found)
     path.write_text(text, encoding="utf-8")
 

@@ -33,7 +33,7 @@ def _datasets(datasets: ModuleType) -> None:
 
         mode, size, kinds = "RGB", (32, 32), 10
 
-        def __init__(self, root: Any = None, *_: Any, transform: Any = None, target_transform: Any = None, **__: Any) -> None:
+        def __init__(self, root: Any = None, *_: Any, **options: Any) -> None:
             import torch
 
             draw = torch.Generator().manual_seed(7)
@@ -41,7 +41,8 @@ def _datasets(datasets: ModuleType) -> None:
             self.data = torch.randint(0, 256, (_images(), *self.size, *channels), generator=draw, dtype=torch.uint8)
             self.targets = torch.randint(0, self.kinds, (_images(),), generator=draw).tolist()
             self.classes = [str(kind) for kind in range(self.kinds)]
-            self.root, self.transform, self.target_transform = root, transform, target_transform
+            self.root, self.transform = root, options.get("transform")
+            self.target_transform = options.get("target_transform")
 
         def __len__(self) -> int:
             return len(self.targets)

@@ -7,6 +7,7 @@ optimizer steps. It is no part of the tool, and reads nothing that the tool writ
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import time
@@ -43,12 +44,13 @@ def _size(value: Any) -> int | None:
 def _engine(module: ModuleType) -> None:
     if "FIRST_TRY_WITNESS" not in os.environ:
         return
-    engine_class = module.DeepSpeedEngine
+    engine_class, numbers = module.DeepSpeedEngine, itertools.count()
     begin, take_step = engine_class.__init__, engine_class._take_model_step
 
     @functools.wraps(begin)
     def began(engine: Any, *args: Any, **kwargs: Any) -> None:
         begin(engine, *args, **kwargs)
+        engine.first_try_number = next(numbers)
         _write(
             event="engine",
             micro_batch=engine.train_micro_batch_size_per_gpu(),
@@ -61,7 +63,7 @@ def _engine(module: ModuleType) -> None:
     def stepped(engine: Any, *args: Any, **kwargs: Any) -> Any:
         result = take_step(engine, *args, **kwargs)
         steps = engine.first_try_steps = getattr(engine, "first_try_steps", 0) + 1
-        _write(event="step", steps=steps)
+        _write(event="step", engine=engine.first_try_number, steps=steps)
         if steps >= int(os.environ.get("FIRST_TRY_STEPS") or 10**9):
             time.sleep(1.0)  # the other ranks end the same step
             os._exit(0)
@@ -73,13 +75,13 @@ def _engine(module: ModuleType) -> None:
 def _watch(engine: Any) -> None:
     import torch
 
-    seen = 0
+    seen, number = 0, engine.first_try_number
 
     def fed(module: Any, args: Any, kwargs: Any) -> None:
         nonlocal seen
         if seen < _MOST_BATCHES and module.training and torch.is_grad_enabled():
             seen += 1
-            _write(event="fed", size=_size([*args, *kwargs.values()]))
+            _write(event="fed", engine=number, size=_size([*args, *kwargs.values()]))
 
     engine.module.register_forward_pre_hook(fed, with_kwargs=True)
 

@@ -1,0 +1,208 @@
+"""The runner of ``benchmarks/first_try`` on a repository made here; what it says of the tool is the benchmark's own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from benchmarks.first_try import __main__ as command
+from benchmarks.first_try.entry import EntryError, read_entries, read_entry
+from benchmarks.first_try.judge import by_hand, judged, last_json, launches, plain, searched, wrong_batch
+from benchmarks.first_try.page import page
+from benchmarks.first_try.sandbox import Ran, Sandbox
+from benchmarks.first_try.sources import SourceError, check_out
+
+SCRIPT = """\
+import argparse
+import deepspeed
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch", type=int, default=4)
+parser.add_argument("--local_rank", type=int, default=0)
+parser = deepspeed.add_config_arguments(parser)
+args = parser.parse_args()
+model = torch.nn.Linear(8, 1).cuda()
+engine, _, _, _ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
+samples = torch.utils.data.TensorDataset(torch.randn(64, 8))
+for (batch,) in torch.utils.data.DataLoader(samples, batch_size=args.batch):
+    loss = engine(batch.to("cuda:0")).mean()
+    engine.backward(loss)
+    engine.step()
+"""
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 4,
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
+    "zero_optimization": {"stage": 1},
+}
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    """Return a folder with one repository."""
+    repository = tmp_path / "sources" / "someone+thing" / "repo"
+    (repository / "train").mkdir(parents=True)
+    (repository / "train" / "train.py").write_text(SCRIPT)
+    (repository / "train" / "ds.json").write_text(json.dumps(CONFIG))
+    for arguments in (
+        ["init", "--quiet"],
+        ["add", "."],
+        ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "-m", "A script"],
+    ):
+        subprocess.run(["git", *arguments], cwd=repository, check=True)
+    return tmp_path / "sources"
+
+
+def write_entry(sources: Path, **more: Any) -> Path:
+    git = ["git", "-C", str(sources / "someone+thing" / "repo"), "rev-parse", "HEAD"]
+    commit = subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip()
+    folder = sources.parent / "scripts"
+    folder.mkdir(exist_ok=True)
+    data = {
+        "style": "own loop",
+        "repository": "someone/thing",
+        "commit": commit,
+        "folder": "train",
+        "command": "deepspeed --num_gpus 1 train.py --deepspeed_config ds.json",
+        "config": "ds.json",
+        **more,
+    }
+    path = folder / "thing.yaml"
+    path.write_text(yaml.safe_dump(data))
+    return path
+
+
+def ran(
+    *rows: Mapping[str, Any], code: int | None = 0, output: str = "", errors: str = "it says why", seconds: float = 9.0
+) -> Ran:
+    return Ran(command=("x",), exit_code=code, output=output, errors=errors, seconds=seconds, witnessed=rows)
+
+
+def launch(name: str, *, micro_batch: int, fed: int | None, stage: int = 1, steps: int = 5) -> list[dict[str, Any]]:
+    common = {"launch": name, "pid": hash(name), "rank": 0}
+    rows = [{**common, "event": "engine", "micro_batch": micro_batch, "stage": stage, "accumulation": 1}]
+    rows += [{**common, "event": "fed", "engine": 0, "size": fed}] if fed is not None else []
+    return [*rows, {**common, "event": "step", "engine": 0, "steps": steps}]
+
+
+def test_every_entry_of_the_list_can_be_read_and_no_two_are_one() -> None:
+    entries = read_entries()
+    assert len({(one.repository, one.commit, one.folder, one.command) for one in entries}) == len(entries)
+    assert all(len(one.commit) == 40 for one in entries)
+
+
+def test_an_entry_with_an_unknown_word_or_an_untold_edit_is_refused(sources: Path) -> None:
+    with pytest.raises(EntryError, match="unknown: colour"):
+        read_entry(write_entry(sources, colour="red"))
+    with pytest.raises(EntryError, match="altered"):
+        read_entry(write_entry(sources, edits=[{"path": "train/ds.json", "old": "a", "new": "b"}]))
+
+
+def test_a_commit_is_checked_out_from_a_folder_and_edits_apply_exactly(sources: Path, tmp_path: Path) -> None:
+    edit = {"path": "train/ds.json", "old": '"lr": 0.001', "new": '"lr": 0.5'}
+    entry = read_entry(write_entry(sources, edits=[edit], altered=["The learning rate."], files={"data/x.json": [1]}))
+    sandbox = Sandbox(entry, tmp_path / "box", sources=sources)
+    assert json.loads((sandbox.cwd / "ds.json").read_text())["optimizer"]["params"]["lr"] == 0.5
+    assert (sandbox.checkout / "data" / "x.json").read_text() == "[1]"
+    twice = read_entry(write_entry(sources, edits=[{**edit, "old": "e"}], altered=["x"]))
+    with pytest.raises(EntryError, match="stands"):
+        Sandbox(twice, tmp_path / "other", sources=sources)
+    with pytest.raises(SourceError):
+        check_out(entry, tmp_path / "third", tmp_path / "nowhere")
+
+
+def test_a_sandbox_applies_the_stand_ins_and_keeps_another_sitecustomize(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    (hidden / "sitecustomize.py").write_text("import builtins\nbuiltins.hidden_one = 'kept'\n")
+    monkeypatch.setenv("PYTHONPATH", str(hidden))
+    sandbox = Sandbox(read_entry(write_entry(sources)), tmp_path / "box", sources=sources)
+    said = "import torch\nprint(torch.zeros(2, device='cuda:1').cuda().device, torch.cuda.is_available(), hidden_one)"
+    done = sandbox.run("look", [sys.executable, "-c", said], limit_s=60.0)
+    assert done.output.split() == ["cpu", "False", "kept"], done.errors
+
+
+def test_a_command_beyond_its_time_is_ended_with_what_it_started(sources: Path, tmp_path: Path) -> None:
+    sandbox = Sandbox(read_entry(write_entry(sources)), tmp_path / "box", sources=sources)
+    done = sandbox.run("sleep", ["bash", "-c", "trap '' INT; sleep 60 & echo $! > child; wait"], limit_s=0.5)
+    assert done.exit_code is None
+    child = int((sandbox.cwd / "child").read_text())
+    state = Path(f"/proc/{child}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+def test_the_first_engine_fed_with_its_configs_batch_is_enough() -> None:
+    rows = [*launch("trial-0001", micro_batch=8, fed=4), *launch("trial-0002", micro_batch=8, fed=8)]
+    found = launches(rows)
+    assert wrong_batch(found["trial-0001"]) == "the engine was fed 4, its config says 8"
+    assert wrong_batch(found["trial-0002"]) == ""
+    assert wrong_batch([]) == "nothing was fed to an engine"
+
+
+def test_a_search_is_judged_by_what_was_witnessed() -> None:
+    result = json.dumps({"trial": 2, "config": {"train_micro_batch_size_per_gpu": 8}, "speed_up": 2.0})
+    good = [*launch("trial-0001", micro_batch=4, fed=4, stage=2), *launch("trial-0002", micro_batch=8, fed=8)]
+    verdict, _ = searched(ran(*good, output=f"said\n{result}\n"))
+    assert (verdict.verdict, verdict.micro_batches, verdict.stages) == ("worked", (4, 8), (1, 2))
+    wrong = launch("trial-0002", micro_batch=8, fed=4)
+    assert searched(ran(*wrong, output=result))[0].verdict == "wrong"
+    on = launch("trial-0002", micro_batch=8, fed=8, steps=500)
+    assert "trained on" in searched(ran(*on, output=result))[0].message
+    assert judged(ran(), None, "").verdict == "wrong"
+    assert judged(ran(code=4), None, "").message == "it says why"
+    assert judged(ran(code=4), None, "").verdict == "refused"
+    assert judged(ran(code=None), None, "").verdict == "lost"
+    assert judged(ran(code=1, errors="Traceback (most recent call last)\nKeyError"), None, "").verdict == "lost"
+
+
+def test_a_script_that_does_not_train_by_itself_is_not_judged() -> None:
+    assert plain(ran(*launch("", micro_batch=4, fed=4), code=None)).verdict == "worked"
+    assert plain(ran(code=1, errors="No module named x")).verdict == "not judged"
+
+
+def test_a_study_by_hand_is_judged_by_its_best_trial() -> None:
+    tried = [{"params": {"micro_batch": 8, "stage": 1}, "seconds": 3.0, "number": 0}]
+    said = json.dumps({"trial": 0, "tried": tried})
+    assert by_hand(ran(*launch("trial-0000", micro_batch=8, fed=8), output=said)).verdict == "worked"
+    assert by_hand(ran(*launch("trial-0000", micro_batch=8, fed=2), output=said)).verdict == "wrong"
+    assert by_hand(ran(output=json.dumps({"trial": None, "tried": tried}))).verdict == "refused"
+
+
+def test_the_last_object_of_an_output_is_found() -> None:
+    assert last_json('{"a": 1}\nnoise\n{\n "b": {\n"c": 2}\n}\n') == {"b": {"c": 2}}
+    assert last_json("nothing") is None
+
+
+def test_the_table_counts_what_is_judged() -> None:
+    def record(name: str, verdict: str, why: str = "") -> dict[str, Any]:
+        way = {"verdict": verdict, "message": "a | b", "micro_batches": [1, 2], "stages": [1]}
+        return {"name": name, "style": "own loop", "not_judged": why, "ways": {"prefix": way}}
+
+    text = page([record("one", "worked"), record("two", "refused"), record("three", "worked", "too old")])
+    assert "first try: 1 worked, 1 refused" in text
+    assert "| `one` | own loop | worked (2 micro-batches, 1 stages) |" in text
+    assert "`three`: not judged: too old" in text
+    assert "a \\| b" in text
+
+
+@pytest.mark.torchrun
+def test_a_script_is_run_alone_and_tuned_and_leaves_the_repository_as_it_was(sources: Path, tmp_path: Path) -> None:
+    write_entry(sources)
+    options = ["--sources", str(sources), "--scripts", str(tmp_path / "scripts"), "--output", str(tmp_path / "out")]
+    assert command.main([*options, "--ways", "plain,prefix", "--max-trials", "1", "--search-s", "200"]) == 0
+    found = json.loads((tmp_path / "out" / "thing.json").read_text())["ways"]
+    assert found["plain"]["verdict"] == "worked"
+    assert found["prefix"]["verdict"] == "worked", found["prefix"]
+    assert found["prefix"]["printed"] == "trains with it"
+    assert "`thing`" in (tmp_path / "out" / "table.md").read_text()
+    assert sorted(one.name for one in (sources / "someone+thing" / "repo").iterdir()) == [".git", "train"]
+    assert command.main([*options, "--only", "nothing"]) == command.EX_USAGE
