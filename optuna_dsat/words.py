@@ -15,9 +15,8 @@ __all__ = [
     "config_in_words",
     "differences_in_words",
     "duration_in_words",
-    "input_variation_in_words",
     "metric_in_words",
-    "skipped_in_words",
+    "steps_in_words",
 ]
 
 _SHOWN_DIFFERENCES = 6
@@ -67,23 +66,21 @@ def bytes_in_words(count: float) -> str:
     return f"{count / 2**10:.3g} KiB"
 
 
-def input_variation_in_words(variation: float, metrics: Mapping[str, float]) -> str:
-    """Return that inputs vary in size, and the speed per element; empty if they do not vary.
+def steps_in_words(*, skipped: int, variation: float, metrics: Mapping[str, float]) -> str:
+    """Return what is to be known of the steps of a launch; empty if every step counts and all are alike.
 
     Args:
-        variation: Largest minus smallest size per sample, relative to their mean.
-        metrics: Metrics of the same steps.
+        skipped: Steps that the loss scaler skipped.
+        variation: By how much inputs vary in size: largest minus smallest per sample, relative to their mean.
+        metrics: Metrics of the steps that count.
     """
-    speeds = [metric_in_words(name, metrics[name]) for name in PER_ELEMENT if name in metrics]
-    if not variation:
-        return ""
-    return f"inputs vary in size by {variation:.0%} from step to step" + (f": {speeds[0]}" if speeds else "")
-
-
-def skipped_in_words(count: int) -> str:
-    """Return how many steps were skipped, and that they do not count."""
-    steps = "1 step" if count == 1 else f"{count} steps"
-    return f"{steps} skipped by the loss scaler, not counted"
+    remarks = []
+    if skipped:
+        remarks.append(f"{skipped} {'step' if skipped == 1 else 'steps'} skipped by the loss scaler, not counted")
+    if variation:
+        speeds = [metric_in_words(name, metrics[name]) for name in PER_ELEMENT if name in metrics]
+        remarks.append(": ".join([f"inputs vary in size by {variation:.0%} from step to step", *speeds[:1]]))
+    return "; ".join(remarks)
 
 
 def duration_in_words(seconds: float) -> str:

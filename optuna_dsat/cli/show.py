@@ -41,6 +41,8 @@ def show_result(result: TuneResult, *, as_json: bool) -> None:
                 f"Your own config could not be measured again. In the search it reached {own}, and the best "
                 f"{result.speed_up:.2f} times as much as that."
             )
+    if result.measurement:
+        print(result.measurement)
     if result.learning_rate_advice is not None:
         print(result.learning_rate_advice)
     if result.loss_check is not None:

@@ -39,7 +39,7 @@ from optuna_dsat.runtime.events import (
     StepMeasured,
 )
 from optuna_dsat.script.batch_rule import samples_per_rank
-from optuna_dsat.words import input_variation_in_words, skipped_in_words
+from optuna_dsat.words import steps_in_words
 
 __all__ = ["LaunchFacts", "StopReason", "Verdict", "classify", "observed_micro_batch"]
 
@@ -409,8 +409,8 @@ def _remarks(facts: LaunchFacts) -> str:
     remarks = []
     if any(evaluation_s) and not all(step.evaluation_s > 0 for step in record.steps[1:]):
         remarks.append(f"{sum(evaluation_s):.3g} s of evaluation between its steps are left out")
-    if record.skipped_steps:
-        remarks.append(skipped_in_words(record.skipped_steps))
-    if record.input_variation:
-        remarks.append(input_variation_in_words(record.input_variation, record.metrics(flops_per_sample=0.0)))
+    variation = record.input_variation
+    metrics = record.metrics(flops_per_sample=0.0) if variation else {}
+    if told := steps_in_words(skipped=record.skipped_steps, variation=variation, metrics=metrics):
+        remarks.append(told)
     return "".join(f"; {remark}" for remark in remarks)

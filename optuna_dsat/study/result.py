@@ -16,7 +16,7 @@ from optuna_dsat.script.trial_class import CHECKPOINTS, RUNNER, complete_trainin
 from optuna_dsat.study.finalists import Finalist
 from optuna_dsat.study.spec import ScriptSpec, StudySpec
 from optuna_dsat.study.verdict import Verdict
-from optuna_dsat.words import config_in_words
+from optuna_dsat.words import config_in_words, steps_in_words
 
 if TYPE_CHECKING:
     import optuna
@@ -29,6 +29,7 @@ __all__ = [
     "complete_config",
     "fields_of",
     "learning_rate_advice",
+    "measurement_in_words",
     "metrics_file",
     "trainable_config",
     "training_command",
@@ -77,7 +78,8 @@ class TuneResult:
     """The DeepSpeed config that is handed over, ready to train with."""
     metrics: Mapping[str, float]
     """All metrics of the winner, by name: those of ``metric``, ``engine_throughput`` (what DeepSpeed's own timers would
-    say), and ``peak_allocated_bytes``, ``peak_reserved_bytes`` and ``rss_bytes`` of the rank that used most."""
+    say), where inputs vary in size ``tokens_per_s`` or ``elements_per_s``, and ``peak_allocated_bytes``,
+    ``peak_reserved_bytes`` and ``rss_bytes`` of the rank that used most."""
     config_path: str
     """Where ``config`` was written."""
     metrics_path: str
@@ -96,6 +98,8 @@ class TuneResult:
     """A ``optuna_dsat.study.loss_check.LossCheck`` as a dictionary; None if it was not requested."""
     command_names_config: bool
     """Whether the command names the winning config; otherwise the script must be changed to read it."""
+    measurement: str = ""
+    """What to know of the steps that were measured: skipped ones, inputs that vary in size; empty if nothing."""
     advice: str = ""
     """What to change in the script before it trains with the config; empty if nothing."""
     launches: Mapping[str, int]
@@ -131,8 +135,8 @@ class TuneResult:
 
         Returns:
             A dictionary per trial: ``number``, ``state``, ``outcome``, ``value`` (in units of the metric),
-            ``configuration`` (in words), ``attempts``, ``peak_memory_bytes``, ``message``, ``params``, ``metrics``,
-            ``config``.
+            ``configuration`` (in words), ``attempts``, ``peak_memory_bytes``, ``message``, ``skipped_steps`` (by the
+            loss scaler), ``params``, ``metrics``, ``config``.
 
         Raises:
             StorageUrlError: As ``optuna_study``.
@@ -155,10 +159,22 @@ def trial_row(trial: FrozenTrial) -> dict[str, Any]:
         "attempts": attrs.get(attributes.ATTEMPTS),
         "peak_memory_bytes": attrs.get(attributes.PEAK_BYTES),
         "message": attrs.get(attributes.MESSAGE, attrs.get(attributes.VETOED)),
+        "skipped_steps": attrs.get(attributes.SKIPPED_STEPS, 0),
         "params": trial.params,
         "metrics": attrs.get(attributes.METRICS, {}),
         "config": attrs.get(attributes.CONFIG),
     }
+
+
+def measurement_in_words(trial: FrozenTrial) -> str:
+    """Return one sentence on the steps of a trial's launch; empty if every step counts and all are alike."""
+    from optuna_dsat.trials import attributes
+
+    facts = attributes.step_facts(trial)
+    told = steps_in_words(**facts)
+    if facts["variation"]:
+        told += "; only configurations of one batch size were measured on the same data"
+    return f"Steps: {told}." if told else ""
 
 
 def trainable_config(config: Mapping[str, Any], *, world_size: int) -> dict[str, Any]:

@@ -132,6 +132,10 @@ class TrialRecorder:
         if flight.record.steps:
             steps_s = sum(step.latency_s for step in flight.record.steps)
             trial.set_user_attr(attributes.OVERHEAD_S, max(0.0, report.held_s - steps_s))
+        if flight.record.skipped_steps:
+            trial.set_user_attr(attributes.SKIPPED_STEPS, flight.record.skipped_steps)
+        if flight.record.input_variation:
+            trial.set_user_attr(attributes.INPUT_VARIATION, flight.record.input_variation)
         if flight.record.counted:
             metrics = self.metrics(flight)
             trial.set_user_attr(attributes.METRICS, metrics)

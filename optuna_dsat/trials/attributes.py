@@ -26,6 +26,7 @@ __all__ = [
     "FINALISTS",
     "FINGERPRINT",
     "HOST_THREADS",
+    "INPUT_VARIATION",
     "LAUNCH_ID",
     "MESSAGE",
     "METRICS",
@@ -34,6 +35,7 @@ __all__ = [
     "OVERLAY",
     "PEAK_BYTES",
     "PURPOSE",
+    "SKIPPED_STEPS",
     "USER_CONFIG",
     "VETOED",
     "WARM_START",
@@ -45,6 +47,7 @@ __all__ = [
     "launches_used",
     "measured_peaks",
     "repeated_script_error",
+    "step_facts",
     "train_batch_size",
     "user_config_trial",
 ]
@@ -69,8 +72,12 @@ HOST_THREADS = "host_threads"
 """Host compute threads per rank."""
 PEAK_BYTES = "peak_memory_bytes"
 """Peak device memory of the worst rank, in bytes."""
+SKIPPED_STEPS = "skipped_steps"
+"""Steps of the launch that the loss scaler skipped; absent if there were none."""
+INPUT_VARIATION = "input_variation"
+"""Largest minus smallest size of the inputs per sample in counted steps, relative to their mean; absent if equal."""
 OVERHEAD_S = "overhead_s"
-"""Launch seconds outside training steps; absent if no step ran."""
+"""Launch seconds outside training steps that count; absent if no step ran."""
 ATTEMPTS = "attempts"
 DATA_LIMIT = "data_limit"
 """Upper bound on samples per rank and global step, measured by a launch that exhausted the script's data."""
@@ -132,6 +139,16 @@ def train_batch_size(trial: FrozenTrial, *, slots: int) -> int:
     """Return the global batch of a trial's launch, in samples; ``slots`` are the ranks of one that reported none."""
     ranks = data_parallel_size(trial, slots=slots)
     return batch_triangle(effective(trial.user_attrs[CONFIG]), world_size=ranks).train_batch_size
+
+
+def step_facts(trial: FrozenTrial) -> dict[str, Any]:
+    """Return the arguments of ``words.steps_in_words`` for the steps of a trial's launch."""
+    attrs = trial.user_attrs
+    return {
+        "skipped": int(attrs.get(SKIPPED_STEPS, 0)),
+        "variation": float(attrs.get(INPUT_VARIATION, 0.0)),
+        "metrics": attrs.get(METRICS, {}),
+    }
 
 
 def user_config_trial(trials: Sequence[FrozenTrial]) -> FrozenTrial | None:

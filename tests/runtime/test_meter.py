@@ -300,8 +300,13 @@ def test_a_launch_of_skipped_steps_alone_has_an_end() -> None:
 
 def test_the_observer_forgets_a_skipped_step() -> None:
     seen: list[Any] = []
+
+    def observe(phase: str, step: int) -> Any:
+        seen.append((phase, step))
+        return nullcontext()
+
     observer = SimpleNamespace(
-        observe=lambda phase, step: seen.append((phase, step)) or nullcontext(),
+        observe=observe,
         boundary=lambda step, _: seen.append(step),
         discard=lambda: seen.append("discard"),
     )
@@ -323,9 +328,9 @@ def test_a_skip_by_an_optimizer_that_the_script_steps_is_seen() -> None:
 
 def test_a_skip_by_torchs_own_scaler_is_seen_by_its_lower_scale() -> None:
     bench = MeterBench(Engine)
+    scales = iter([8.0, 4.0, 4.0, 8.0])
     scaler = SimpleNamespace(get_scale=lambda: next(scales))
     object.__setattr__(bench.engine, "torch_autocast_z0_gradscaler", scaler)
-    scales = iter([8.0, 4.0, 4.0, 8.0])
     bench.meter._skips = SkipDetector(bench.engine)
     for _ in range(3):
         bench.micro_step()

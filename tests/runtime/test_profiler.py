@@ -176,3 +176,18 @@ def test_parameters_that_zero_3_gathered_are_no_activations(plan: LaunchPlan, al
 
 def test_data_that_ends_after_one_step_leaves_no_profile(plan: LaunchPlan) -> None:
     assert profile_of(Engine(), plan, batches=1) == []
+
+
+class OverflowingEngine(Engine):
+    """Skips its second update."""
+
+    skipped_steps = 0
+
+    def step(self) -> None:
+        super().step()
+        self.skipped_steps += self.micro_steps == 2
+
+
+def test_a_profiled_step_that_was_skipped_is_profiled_again(plan: LaunchPlan) -> None:
+    [profile] = profile_of(OverflowingEngine(), plan)
+    assert profile.activation_bytes_per_sample == ACTIVATIONS
