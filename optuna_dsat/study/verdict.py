@@ -91,7 +91,8 @@ class Verdict:
     rounds: int
     """Rounds in which anything was measured."""
     speed_up: Ratio | None
-    """Of the config that is handed over, over the user's own; None without a baseline."""
+    """Of the config that is handed over, over the user's own; None without a baseline. Without rounds that measured
+    both it compares values of the search."""
     best_ratio: Ratio | None
     """Of ``best``, over the user's own; None without a baseline."""
     user_value: float | None
@@ -252,7 +253,7 @@ class _Judge:
         """Return how many times as good as the user's own config a trial is: paired, else by the search."""
         if self._in_rounds and self.paired:
             return self._against(number, self._baseline) if number in self._values else None
-        if self._baseline is None or self.paired:
+        if self._baseline is None:
             return None
         values = (float(self._trials[one].values[0]) for one in (number, self._baseline))
         found = speed_up(*values, maximize=self._maximize)
@@ -265,7 +266,7 @@ class _Judge:
             return self._searched(pick), None, None, None if own is None else self._searched(own)
         values = self._values[pick]
         if own is None or not self._in_rounds:
-            return *mean_in_rounds(list(values.values())), None
+            return *mean_in_rounds(list(values.values())), None if own is None else self._searched(own)
         common = [one for one in values if one in self._values[own]]
         user = mean_in_rounds([self._values[own][one] for one in common])[0]
         return *mean_in_rounds([values[one] for one in common]), user

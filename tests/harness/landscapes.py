@@ -43,6 +43,7 @@ class Hill:
         if micro_batch > (50 if stage == 3 else 40):
             return SimulatedResult(outcome=Outcome.OUT_OF_MEMORY, startup_s=10, missing_bytes=GIB)
         forward_s = 0.01 * (micro_batch + 4) * (1.0 + 0.2 * (stage == 3))
+        forward_s *= ds_config.get("gradient_accumulation_steps", 1)
         return SimulatedResult(
             startup_s=10,
             forward_s=forward_s,

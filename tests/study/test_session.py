@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from optuna_dsat.launch.protocol import LaunchRequest
 from optuna_dsat.launch.simulated import SimulatedLauncher, SimulatedResult
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.progress import FinalistMeasured, Message, ProfileFinished, ProfileStarted, TrialFinished
+from optuna_dsat.study.rounds import RoundLaunch, Rounds
+from optuna_dsat.study.verdict import VerdictKind
 from optuna_dsat.trials import attributes
 from tests.harness.landscapes import GIB, Hill
 from tests.harness.studies import USER_CONFIG, StudyBench
@@ -26,6 +28,10 @@ IN_THE_DATABASE = frozenset(
     }
 )
 """Tests whose trials are in SQLite."""
+
+
+def launches_of(bench: StudyBench) -> Sequence[RoundLaunch]:
+    return Rounds.of(bench.study().user_attrs).launches
 
 
 def keys_of(configs: list[dict[str, Any]]) -> list[str]:
@@ -245,11 +251,13 @@ def test_an_interrupted_confirmation_keeps_what_was_confirmed(bench: StudyBench)
     assert result is not None
     assert result.reason == "interrupted"
     assert Path(result.config_path).exists()
-    assert len(confirmed) == len(bench.study().user_attrs[attributes.FINALISTS]) == 1
+    assert len(confirmed) == len(launches_of(bench)) == 1
+    assert result.verdict.kind is VerdictKind.UNCONFIRMED
     again = Hill()
     resumed = bench.run(bench.spec(), again)
     assert resumed is not None
-    assert len(again.configs) == len(bench.study().user_attrs[attributes.FINALISTS]) - 1
+    assert len(again.configs) == len(launches_of(bench)) - 1
+    assert resumed.verdict.rounds >= 3
 
 
 def test_a_resumed_study_goes_on_with_its_own_profile_when_a_file_changes(bench: StudyBench) -> None:
@@ -383,7 +391,7 @@ def test_finalists_end_when_their_step_time_is_known(
     bench: StudyBench, noise: float, adaptive_steps: int | None, fewest: int, most: int
 ) -> None:
     bench.run(bench.spec(max_trials=3, confirm=1, adaptive_steps=adaptive_steps), Hill(), noise=noise)
-    steps = [finalist["steps"] for finalist in bench.study().user_attrs[attributes.FINALISTS]]
+    steps = [launch.steps for launch in launches_of(bench)]
     assert steps
     assert all(fewest <= count <= most for count in steps), steps
 
@@ -399,21 +407,25 @@ def test_a_trial_ends_when_its_step_time_is_known(bench: StudyBench) -> None:
 
 def test_a_finalist_that_fails_with_more_steps_gives_its_place_to_the_next_best(bench: StudyBench) -> None:
     class RunsOut(SimulatedLauncher):
-        """Whatever is confirmed at more than 30 samples runs out of memory."""
+        """The first finalist runs out of memory in its first round."""
 
         def start(self, request: LaunchRequest) -> None:
-            if request.purpose == "confirm" and request.ds_config["train_micro_batch_size_per_gpu"] > 30:
+            if request.purpose == "confirm" and request.ds_config["train_micro_batch_size_per_gpu"] > 2 and not doomed:
+                doomed.append(request.launch_id)
                 request = replace(request, ds_config={**request.ds_config, "train_micro_batch_size_per_gpu": 1000})
             super().start(request)
 
+    doomed: list[str] = []
     result = bench.session(bench.spec(max_trials=12, confirm=1), RunsOut(Hill(), total_slots=2)).run()
     assert result is not None
-    finalists = bench.study().user_attrs[attributes.FINALISTS]
-    assert finalists[0]["outcome"] == Outcome.OUT_OF_MEMORY
     own = attributes.user_config_trial(bench.study().trials)
     assert own is not None
-    substitutes = [f["number"] for f in finalists[1:] if f["number"] != own.number]
+    launches = [one for one in launches_of(bench) if one.number != own.number]
+    assert launches[0].outcome == Outcome.OUT_OF_MEMORY
+    substitutes = {one.number for one in launches[1:]}
     assert len(substitutes) == 1, "as many places as there were finalists"
+    assert [one.round for one in launches[1:]][:3] == [1, 2, 3], "it takes its place in the same round"
+    assert result.trial in substitutes
 
 
 @pytest.mark.parametrize(("step_s", "steps"), [(0.3, 15), (0.7, 8), (9.0, 5)])
@@ -424,6 +436,6 @@ def test_a_finalist_of_long_steps_counts_fewer_of_them(bench: StudyBench, step_s
         return SimulatedResult(startup_s=1, forward_s=step_s, backward_s=0.0, step_s=0.0, peak_bytes=2**30)
 
     bench.run(bench.spec(max_trials=2, confirm=1), Hill(override=steady), noise=0.1)
-    counted = [finalist["steps"] for finalist in bench.study().user_attrs[attributes.FINALISTS]]
+    counted = [launch.steps for launch in launches_of(bench)]
     assert counted
     assert all(abs(count - steps) <= 2 for count in counted), counted

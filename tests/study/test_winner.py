@@ -9,7 +9,7 @@ from optuna.trial import FrozenTrial
 
 from optuna_dsat.samplers import BinarySearchSampler
 from optuna_dsat.study.methods import Method
-from optuna_dsat.trials import attributes
+from optuna_dsat.study.rounds import Rounds
 from tests.harness.landscapes import Hill
 from tests.harness.small_model import Machine, small_planner, small_space
 from tests.harness.studies import StudyBench
@@ -58,5 +58,4 @@ def test_a_lucky_measurement_is_believed_less_than_it_shows() -> None:
 def test_what_measured_best_is_always_a_finalist(bench: StudyBench) -> None:
     bench.run(bench.spec(method="guided", max_trials=8, confirm=2), Hill(), noise=0.05)
     study = bench.study()
-    confirmed = {one["number"] for one in study.user_attrs[attributes.FINALISTS]}
-    assert study.best_trial.number in confirmed
+    assert study.best_trial.number in Rounds.of(study.user_attrs).chosen
