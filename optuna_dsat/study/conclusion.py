@@ -180,7 +180,7 @@ class Conclusion:
             learning_rate_advice=learning_rate_advice(config, batch=batch, user_batch=own, samples=samples),
             loss_check=loss_check,
             command_names_config=names_config,
-            measurement=measurement_in_words(trial),
+            measurement=measurement_in_words(trial, metrics=metrics),
             advice=self._profiled.advice(complete),
             launches=dict(Counter(row.report.outcome.value for row in launches if row.purpose == "trial")),
             slot_minutes=sum(_slot_seconds(row.report) for row in launches) / 60,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.launch.follow import follow
-from optuna_dsat.launch.measurement import GlobalStep, LaunchRecord, confidence_interval, is_certain
+from optuna_dsat.launch.measurement import GlobalStep, LaunchRecord, confidence_interval, input_variation, is_certain
 from optuna_dsat.launch.protocol import Launcher, LaunchReport, LaunchRequest
 from optuna_dsat.launch.waiting import SlotWait
 from optuna_dsat.outcome import Outcome
@@ -125,9 +125,12 @@ def _is_known(steps: Sequence[GlobalStep]) -> bool:
 
 
 def _is_known_or_long(steps: Sequence[GlobalStep]) -> bool:
-    """Whether the step time is known, or further steps cost more than they improve the estimate."""
+    """Whether the step time is known, or further steps cost more than they improve the estimate.
+
+    Never where inputs vary in size: finalists of one batch size are then compared over the same data.
+    """
     long = len(steps) >= _FEWEST_LONG_STEPS and sum(step.latency_s for step in steps) >= _LONG_S
-    return long or _is_known(steps)
+    return (long and not input_variation(steps)) or _is_known(steps)
 
 
 def confirmation_end(spec: StudySpec) -> int:

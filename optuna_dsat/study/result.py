@@ -166,11 +166,16 @@ def trial_row(trial: FrozenTrial) -> dict[str, Any]:
     }
 
 
-def measurement_in_words(trial: FrozenTrial) -> str:
-    """Return one sentence on the steps of a trial's launch; empty if every step counts and all are alike."""
+def measurement_in_words(trial: FrozenTrial, *, metrics: Mapping[str, float]) -> str:
+    """Return one sentence on the steps of a trial's launch; empty if every step counts and all are alike.
+
+    Args:
+        trial: The trial.
+        metrics: Its metrics, confirmed if they were.
+    """
     from optuna_dsat.trials import attributes
 
-    facts = attributes.step_facts(trial)
+    facts = {**attributes.step_facts(trial), "metrics": metrics}
     told = steps_in_words(**facts)
     if facts["variation"]:
         told += "; only configurations of one batch size were measured on the same data"

@@ -1,0 +1,91 @@
+"""A study of a script whose first updates are skipped and whose inputs vary in size, over a simulated landscape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+from optuna.trial import TrialState
+
+from optuna_dsat.cli.show import show_result
+from optuna_dsat.launch.protocol import LaunchUpdate, Observed
+from optuna_dsat.launch.simulated import SimulatedLauncher
+from optuna_dsat.runtime.events import StepMeasured
+from optuna_dsat.study.progress import TrialStepped
+from optuna_dsat.study.result import TuneResult, trial_row
+from optuna_dsat.trials import attributes
+from tests.harness.landscapes import Hill
+from tests.harness.studies import StudyBench
+
+SKIPS = 2
+LENGTHS = (80, 100, 120)
+"""Tokens per sample, in turn."""
+
+
+class HalfPrecisionLauncher(SimulatedLauncher):
+    """Skips the first updates of every launch, and pads each step's inputs to another length."""
+
+    def poll(self, timeout_s: float) -> Sequence[LaunchUpdate]:
+        return [changed for update in super().poll(timeout_s) for changed in _changed(update)]
+
+
+def _changed(update: LaunchUpdate) -> Iterator[LaunchUpdate]:
+    event = update.event if isinstance(update, Observed) else None
+    if not isinstance(event, StepMeasured):
+        yield update
+        return
+    if event.step == 1:
+        for index in range(SKIPS):
+            skipped = replace(event, step=index + 1, skipped=True, skipped_before=index, latency_s=99.0)
+            yield Observed(launch_id=update.launch_id, event=skipped)
+    elements = event.samples * LENGTHS[event.step % len(LENGTHS)]
+    padded = replace(event, step=event.step + SKIPS, skipped_before=SKIPS, elements=elements, elements_are_tokens=True)
+    yield Observed(launch_id=update.launch_id, event=padded)
+
+
+@pytest.fixture
+def result(bench: StudyBench) -> TuneResult:
+    launcher = HalfPrecisionLauncher(Hill(), total_slots=2, noise=0.0)
+    found = bench.session(bench.spec(end_profile_step=8), launcher).run()
+    assert found is not None
+    return found
+
+
+def test_every_record_of_a_study_counts_the_same_steps(bench: StudyBench, result: TuneResult) -> None:
+    assert result.reason
+    stored = bench.store.find_study("s")
+    assert stored is not None
+    uuid = stored.uuid
+    measured = [trial for trial in bench.study().trials if trial.state is TrialState.COMPLETE]
+    assert len(measured) > 2
+    steps = [event.step for event in bench.news if isinstance(event, TrialStepped)]
+    assert set(steps) == set(range(1, 33))  # the finalists': all 30 that count, though they are long
+    times = bench.store.step_times(uuid, from_step=3)
+    for trial in measured:
+        assert list(trial.intermediate_values) == [3, 4, 5, 6, 7, 8]  # and none ended early
+        assert trial.user_attrs[attributes.SKIPPED_STEPS] == trial_row(trial)["skipped_steps"] == SKIPS
+        assert trial.user_attrs[attributes.INPUT_VARIATION] == pytest.approx(0.4)
+        metrics = trial.user_attrs[attributes.METRICS]
+        assert metrics["tokens_per_s"] == pytest.approx(100 * metrics["throughput"])
+        counted = times[trial.user_attrs[attributes.LAUNCH_ID]]
+        assert len(counted) == 6
+        assert sum(counted) / 6 == pytest.approx(metrics["latency"])
+        assert len(bench.store.steps(uuid, trial.user_attrs[attributes.LAUNCH_ID])) == 2 * (8 + SKIPS)
+
+
+def test_the_result_says_so_in_one_line(result: TuneResult, capsys: pytest.CaptureFixture[str]) -> None:
+    assert result.metrics["tokens_per_s"] == pytest.approx(100 * result.metrics["throughput"])
+    show_result(result, as_json=False)
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Steps: ")]
+    assert line.startswith(
+        "Steps: 2 steps skipped by the loss scaler, not counted; inputs vary in size by 40% from step"
+    )
+    assert f"{result.metrics['tokens_per_s']:.4g} tokens/s" in line
+
+
+def test_a_script_of_equal_steps_has_no_such_line(bench: StudyBench) -> None:
+    found = bench.session(bench.spec(), SimulatedLauncher(Hill(), total_slots=2, noise=0.0)).run()
+    assert found is not None
+    assert found.measurement == ""
+    assert "tokens_per_s" not in found.metrics
