@@ -82,7 +82,7 @@ def show(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: Json = False) 
     from optuna_dsat.study.result import trial_row
     from optuna_dsat.study.stored import read_stored
     from optuna_dsat.trials import attributes
-    from optuna_dsat.words import config_in_words, metric_in_words
+    from optuna_dsat.words import config_in_words, metric_in_words, steps_in_words
 
     with _open(storage) as store:
         study = read_stored(store, name)
@@ -103,7 +103,8 @@ def show(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: Json = False) 
     print(f"Launches: {study.launches_used} of {spec.max_trials}; {dict(outcomes)}")
     for trial in best[:5]:
         words = config_in_words(trial.user_attrs[attributes.CONFIG])
-        print(f"  trial {trial.number}: {metric_in_words(study.metric, trial.values[0])}, {words}")
+        told = steps_in_words(**attributes.step_facts(trial))
+        print(f"  trial {trial.number}: {metric_in_words(study.metric, trial.values[0])}, {words}" + f" ({told})" * bool(told))
 
 
 def trials(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.cost import memory
+from optuna_dsat.metrics import METRICS, PER_ELEMENT
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.facts import (
     cli_command,
@@ -242,8 +243,12 @@ def _figures(view: StudyView, trial: FrozenTrial) -> str:
     rows = [
         (name, metric_in_words(name, value))
         for name, value in attrs.get(attributes.METRICS, {}).items()
-        if name in ("throughput", "FLOPS_per_gpu", "latency", "forward", "backward", "step") and value > 0
+        if name in (*METRICS, *PER_ELEMENT) and value > 0
     ]
+    if attributes.SKIPPED_STEPS in attrs:
+        rows.append(("steps skipped by the loss scaler, not counted", str(attrs[attributes.SKIPPED_STEPS])))
+    if attributes.INPUT_VARIATION in attrs:
+        rows.append(("inputs vary in size from step to step by", f"{attrs[attributes.INPUT_VARIATION]:.0%}"))
     if attrs.get(attributes.PEAK_BYTES, 0) > 0:
         rows.append(("peak memory of the worst rank", bytes_in_words(attrs[attributes.PEAK_BYTES])))
     if view.profiled is not None:

@@ -34,7 +34,7 @@ from optuna_dsat.study.result import BEST_CONFIG
 from optuna_dsat.study.standing import Standing
 from optuna_dsat.trials import attributes
 from optuna_dsat.version import __version__
-from optuna_dsat.words import bytes_in_words, config_in_words, duration_in_words, metric_in_words
+from optuna_dsat.words import bytes_in_words, config_in_words, duration_in_words, metric_in_words, steps_in_words
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -304,7 +304,9 @@ def _launches(view: StudyView) -> Iterator[Mapping[str, Any]]:
             "outcome": str(outcome).replace("_", " "),
             "value": "" if value is None else metric_in_words(view.metric, value),
             "peak": bytes_in_words(peak) if peak > 0 else "",
-            "message": "" if outcome == Outcome.MEASURED else attrs.get(attributes.MESSAGE, ""),
+            "message": steps_in_words(**attributes.step_facts(trial))
+            if outcome == Outcome.MEASURED
+            else attrs.get(attributes.MESSAGE, ""),
         }
 
 
