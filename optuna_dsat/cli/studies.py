@@ -104,7 +104,8 @@ def show(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: Json = False) 
     for trial in best[:5]:
         words = config_in_words(trial.user_attrs[attributes.CONFIG])
         told = steps_in_words(**attributes.step_facts(trial))
-        print(f"  trial {trial.number}: {metric_in_words(study.metric, trial.values[0])}, {words}" + f" ({told})" * bool(told))
+        value = metric_in_words(study.metric, trial.values[0])
+        print(f"  trial {trial.number}: {value}, {words}" + (f" ({told})" if told else ""))
 
 
 def trials(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
