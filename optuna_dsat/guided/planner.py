@@ -35,7 +35,7 @@ from optuna.trial import FrozenTrial
 
 from optuna_dsat.cost.step_time import LogCoefficients
 from optuna_dsat.guided.candidates import Observations
-from optuna_dsat.guided.posterior import Posterior, Prediction
+from optuna_dsat.guided.posterior import Posterior, Prediction, memory_posterior
 from optuna_dsat.guided.problem import Problem
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import agrees, lineage_key
@@ -130,6 +130,36 @@ class GuidedPlanner:
         rows, sizes = (np.array(column, dtype=np.int64) for column in zip(*inside, strict=True))
         found = iter(self._posterior(trials).predict(rows, sizes))
         return [None if row is None else next(found) for row, _ in queried]
+
+    def expected_peaks(
+        self, trials: Sequence[FrozenTrial], configurations: Sequence[tuple[Mapping[str, Any], int]]
+    ) -> list[int | None]:
+        """Return the expected peak of a rank in bytes, given some trials; None for what is not in this space.
+
+        Args:
+            trials: The study's trials at one moment.
+            configurations: Knobs and micro-batch of each.
+        """
+        queried = [(self.problem.table.row_index(params), size) for params, size in configurations]
+        inside = [(row, size) for row, size in queried if row is not None]
+        if not inside:
+            return [None] * len(queried)
+        rows, sizes = (np.array(column, dtype=np.int64) for column in zip(*inside, strict=True))
+        memory = memory_posterior(self.problem, self.problem.table.observations_of_trials(trials))
+        found = iter(memory.predict(self.problem.table.memory_inputs(rows, sizes))[0])
+        return [None if row is None else round(float(next(found))) for row, _ in queried]
+
+    def expected_edges(self, trials: Sequence[FrozenTrial], lineages: Sequence[Mapping[str, Any]]) -> list[int | None]:
+        """Return the largest micro-batch of each lineage that is expected to fit; None for what is not in this space.
+
+        Args:
+            trials: The study's trials at one moment.
+            lineages: Knobs of each.
+        """
+        rows = [self.problem.table.row_index(params) for params in lineages]
+        inside = np.array([row for row in rows if row is not None], dtype=np.int64)
+        found = iter(self._posterior(trials).edges(inside))
+        return [None if row is None else max(0, int(next(found))) for row in rows]
 
     def formula(
         self, trials: Sequence[FrozenTrial], configurations: Sequence[tuple[Mapping[str, Any], int]]

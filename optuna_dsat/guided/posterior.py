@@ -20,7 +20,7 @@ from optuna_dsat.guided.problem import Problem
 from optuna_dsat.guided.residual_gp import Points, ResidualGP
 from optuna_dsat.metrics import LARGER_IS_BETTER
 
-__all__ = ["Acquisition", "Posterior", "Prediction"]
+__all__ = ["Acquisition", "Posterior", "Prediction", "memory_posterior"]
 
 Numbers: TypeAlias = npt.NDArray[Any]
 
@@ -86,6 +86,25 @@ class Acquisition:
     """Probability that the configuration runs."""
 
 
+def memory_posterior(problem: Problem, observations: Observations) -> MemoryPosterior:
+    """Return the posterior of memory use given the trials of a study at one moment, and those of earlier studies."""
+    found = MemoryPosterior(
+        device_bytes=problem.device_bytes,
+        bytes_per_sample=problem.profile.activation_bytes_per_sample,
+        on_cpu=problem.hardware.device == "cpu",
+    )
+    measured = observations.take(_most_informative(observations))
+    unmeasured = observations.fits & np.isnan(observations.value)
+    sided = np.concatenate([np.flatnonzero(observations.device_out_of_memory), np.flatnonzero(unmeasured)])
+    all_observed = (measured, observations.take(sided), problem.prior_observations)
+    rows, sizes, peaks, out_of_memory = (
+        np.concatenate([getattr(one, name) for one in all_observed])
+        for name in ("row", "micro_batch", "peak", "device_out_of_memory")
+    )
+    found.observe(problem.table.memory_inputs(rows, sizes), peaks, out_of_memory)
+    return found
+
+
 class Posterior:
     """Posterior given the trials of a study at one moment.
 
@@ -101,22 +120,10 @@ class Posterior:
         self._observations = observations
         self._largest = _largest_size(problem, samples_limit)
         """Largest micro-batch that the script's data allow."""
-        self._memory = MemoryPosterior(
-            device_bytes=problem.device_bytes,
-            bytes_per_sample=problem.profile.activation_bytes_per_sample,
-            on_cpu=problem.hardware.device == "cpu",
-        )
+        self._prior_observations = problem.prior_observations
         self.measured = measured = observations.take(_most_informative(observations))
         """Measured trials."""
-        unmeasured = observations.fits & np.isnan(observations.value)
-        sided = np.concatenate([np.flatnonzero(observations.device_out_of_memory), np.flatnonzero(unmeasured)])
-        self._prior_observations = problem.prior_observations
-        all_observed = (measured, observations.take(sided), self._prior_observations)
-        rows, sizes, peaks, out_of_memory = (
-            np.concatenate([getattr(one, name) for one in all_observed])
-            for name in ("row", "micro_batch", "peak", "device_out_of_memory")
-        )
-        self._memory.observe(self._table.memory_inputs(rows, sizes), peaks, out_of_memory)
+        self._memory = memory_posterior(problem, observations)
         timed = observations.overhead[~np.isnan(observations.overhead)]
         self._start_up_s = _START_UP_WEIGHT * (float(np.median(timed)) if len(timed) else _DEFAULT_START_UP_S)
         self._limit_bytes = min(self._memory.limit, float(problem.device_bytes))
@@ -209,9 +216,7 @@ class Posterior:
             return rows, rows
         problem, low = self._problem, int(self._problem.sizes[0])
         limit = min(self._memory.limit, problem.allowed_bytes)
-        edge = self._memory.largest(self._table.memory_inputs(rows, np.zeros(len(rows))), limit)
-        highest = np.minimum(self._smallest_too_large[rows] - 1, self._largest)
-        edge = np.clip(np.maximum(edge, self._largest_fit[rows]), low, np.maximum(low, highest))
+        edge = np.maximum(low, self.edges(rows))
         shares = np.maximum(np.outer(_COARSE_SHARES, edge), low)
         size = problem.sizes[problem.size_index(shares)]
         every = np.broadcast_to(rows, size.shape).ravel()
@@ -219,6 +224,14 @@ class Posterior:
         log_fits = np.log(normal_cdf(free / (_COARSE_PEAK_SD * problem.device_bytes)) + 1e-9)
         scores = (self._approximate_log_objective(every, size.ravel()) + log_fits).reshape(size.shape).max(axis=0)
         return self._select(rows, edge, scores)
+
+    def edges(self, rows: Numbers) -> Numbers:
+        """Return the largest micro-batch of each row that is expected to fit, within what ran and what did not."""
+        limit = min(self._memory.limit, self._problem.allowed_bytes)
+        edge = self._memory.largest(self._table.memory_inputs(rows, np.zeros(len(rows))), limit)
+        highest = np.minimum(self._smallest_too_large[rows] - 1, self._largest)
+        found: Numbers = np.minimum(np.maximum(edge, self._largest_fit[rows]), highest)
+        return found
 
     def _approximate_log_objective(self, row: Numbers, size: Numbers) -> Numbers:
         """Return the posterior mean log objective, without the parts of lineage, memory in use and micro-batch."""

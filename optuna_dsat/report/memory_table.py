@@ -1,4 +1,4 @@
-"""The memory model's predictions for every ZeRO stage and offload, beside the micro-batches that trials ran."""
+"""What the search believes about the memory of every ZeRO stage and offload, beside what trials ran."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ from dataclasses import dataclass
 
 from optuna.trial import FrozenTrial
 
-from optuna_dsat.config import ds_config
 from optuna_dsat.config.structures import STRUCTURES, Structure
-from optuna_dsat.cost import memory
-from optuna_dsat.study.profile import Profiled
-from optuna_dsat.study.space import hardware_of
+from optuna_dsat.report.view import StudyView
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH, Feasibility, feasibility
@@ -21,45 +18,39 @@ __all__ = ["MemoryRow", "memory_table"]
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRow:
-    """Predicted and observed memory of one structure."""
+    """Memory of one structure with the user's other settings: believed now, by the formulas alone, and observed."""
 
     words: str
     """The structure in words."""
     device_bytes: int
-    """Predicted peak of one rank at micro-batch 1."""
+    """Peak of one rank at micro-batch 1, as the search believes after all launches so far."""
+    formula_bytes: int
+    """Likewise by the formulas alone, without any correction."""
     host_bytes: int
-    """Predicted memory of one host at micro-batch 1."""
+    """Memory of one host at micro-batch 1, by the formulas alone."""
     largest: int
-    """Largest micro-batch that fits by the model; 0 if none does."""
+    """Largest micro-batch that the search expects to fit; 0 if none does."""
     ran: int | None
     """Largest micro-batch that ran; None if none did."""
     too_large: int | None
     """Smallest micro-batch that ran out of memory; None if none did."""
 
 
-def memory_table(spec: StudySpec, profiled: Profiled, trials: Sequence[FrozenTrial]) -> tuple[MemoryRow, ...]:
-    """Return one row for each structure at the study's ZeRO stages.
-
-    Args:
-        spec: The study; its config supplies everything but stage and offload.
-        profiled: The profile of the script.
-        trials: The study's trials.
-    """
-    hardware = hardware_of(spec, profiled)
-    profile = profiled.profile
-    shown = _evidence(trials)
+def memory_table(view: StudyView) -> tuple[MemoryRow, ...]:
+    """Return one row for each structure at the study's ZeRO stages; empty before the profile launch has ended."""
+    if view.memory is None:
+        return ()
+    shown, structures = _evidence(view.trials), list(_structures(view.spec))
     rows = []
-    for structure in _structures(spec):
-        zero = structure.zero_section(nvme_path=spec.nvme_path)
-        config = ds_config.merge(ds_config.effective(spec.ds_config), {"zero_optimization": zero})
-        estimate = memory.estimate(profile, config, micro_batch=1, hardware=hardware)
+    for structure, believed in zip(structures, view.memory.structures(structures), strict=True):
         fits, too_large = shown.get(structure, ([], []))
         rows.append(
             MemoryRow(
                 words=structure.words,
-                device_bytes=estimate.device_bytes,
-                host_bytes=estimate.host_bytes,
-                largest=memory.largest_micro_batch(profile, config, hardware=hardware),
+                device_bytes=believed.believed_bytes,
+                formula_bytes=believed.formula_bytes,
+                host_bytes=believed.host_bytes,
+                largest=believed.largest,
                 ran=max(fits, default=None),
                 too_large=min(too_large, default=None),
             )

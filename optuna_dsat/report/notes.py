@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from optuna.trial import FrozenTrial
 
-from optuna_dsat.cost import memory
 from optuna_dsat.metrics import METRICS, PER_ELEMENT
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.facts import (
@@ -24,7 +23,6 @@ from optuna_dsat.report.memory_table import memory_table
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.report.winner import winner_of
 from optuna_dsat.study.result import BEST_CONFIG
-from optuna_dsat.study.space import hardware_of
 from optuna_dsat.study.standing import Standing
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH
@@ -154,19 +152,21 @@ def _memory(view: StudyView) -> str:
         (
             row.words,
             bytes_in_words(row.device_bytes),
+            bytes_in_words(row.formula_bytes),
             bytes_in_words(row.host_bytes),
             row.largest or "none",
             row.ran,
             row.too_large,
         )
-        for row in memory_table(view.spec, view.profiled, view.trials)
+        for row in memory_table(view)
     ]
     headings = (
-        "", "per rank at micro-batch 1", "host at micro-batch 1", "largest micro-batch, predicted",
-        "largest that ran", "smallest out of memory",
+        "", "per rank at micro-batch 1, believed", "by the formulas alone", "host at micro-batch 1",
+        "largest micro-batch, believed", "largest that ran", "smallest out of memory",
     )  # fmt: skip
     text = (
-        "Predictions are the memory model's own, before any correction by measurements; what ran comes from the trials."
+        "Believed is what the search's memory model says after all launches so far, with your other settings; the "
+        "formulas alone are without any correction by launches. What ran comes from the trials."
     )
     return table(headings, rows) + f"\n\n{text}"
 
@@ -251,15 +251,11 @@ def _figures(view: StudyView, trial: FrozenTrial) -> str:
         rows.append(("inputs vary in size from step to step by", f"{attrs[attributes.INPUT_VARIATION]:.0%}"))
     if attrs.get(attributes.PEAK_BYTES, 0) > 0:
         rows.append(("peak memory of the worst rank", bytes_in_words(attrs[attributes.PEAK_BYTES])))
-    if view.profiled is not None:
-        config = attrs[attributes.CONFIG]
-        predicted = memory.estimate(
-            view.profiled.profile,
-            config,
-            micro_batch=int(config[MICRO_BATCH]),
-            hardware=hardware_of(view.spec, view.profiled),
-        )
-        rows.append(("peak memory, predicted", bytes_in_words(predicted.device_bytes)))
+    if view.profiled is not None and view.memory is not None:
+        peak = view.memory.peaks.get(trial.number)
+        if peak is not None:
+            rows.append(("peak memory, believed when it was launched", bytes_in_words(peak.believed_bytes)))
+            rows.append(("peak memory, by the formulas alone", bytes_in_words(peak.formula_bytes)))
         rows.append(("device memory per rank", bytes_in_words(view.profiled.profile.device_memory_bytes)))
     return table(("", ""), rows) if rows else ""
 

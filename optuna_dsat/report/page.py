@@ -76,8 +76,10 @@ _SECTIONS: tuple[tuple[str, str, str, Callable[[StudyView], go.Figure]], ...] = 
         figures.plot_progress,
     ),
     (
-        "memory", "Memory, predicted and measured",
-        "On the dashed line a prediction is exact; above it a launch needed more than predicted.",
+        "memory", "Memory, believed and measured",
+        "Each launch at the peak that the search expected when it asked for it, corrected by the launches before it; "
+        "open marks were not corrected yet. On the dashed line it was right; above it the launch needed more. A click "
+        "on the legend shows what the formulas alone predict.",
         figures.plot_memory,
     ),
     (
@@ -193,7 +195,7 @@ def _facts(view: StudyView) -> dict[str, Any]:
         "unconfirmed": list(_unconfirmed(view)),
         "tuned": list(_tuned(view)),
         "outcomes": list(_outcomes(view)),
-        "memory_rows": () if view.profiled is None else memory_table(view.spec, view.profiled, view.trials),
+        "memory_rows": memory_table(view),
         "bytes": bytes_in_words,
         "launches": list(_launches(view)),
         "metric": view.metric,

@@ -183,5 +183,4 @@ def _save_plots(study: optuna.Study, view: StudyView) -> None:
     figure = metric_figure(view.trials, metric=view.metric, winner=view.attributes.get(attributes.WINNER))
     save_plotly_graph_object(study, figure, graph_object_id=METRIC_PLOT)
     if view.profiled is not None:
-        figure = memory_figure(view.trials, spec=view.spec, profiled=view.profiled)
-        save_plotly_graph_object(study, figure, graph_object_id=MEMORY_PLOT)
+        save_plotly_graph_object(study, memory_figure(view), graph_object_id=MEMORY_PLOT)

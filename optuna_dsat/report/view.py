@@ -9,6 +9,7 @@ from functools import cached_property
 from optuna.trial import FrozenTrial, TrialState
 
 from optuna_dsat.launch.protocol import LaunchReport
+from optuna_dsat.report.memory_belief import MemoryBelief
 from optuna_dsat.store import Store, StoredLaunch
 from optuna_dsat.study.stored import StoredStudy, read_stored
 from optuna_dsat.study.tuner import EndReason
@@ -34,6 +35,11 @@ class StudyView(StoredStudy):
             return None
         reason = str(self.attributes.get(attributes.END_REASON, ""))
         return None if reason == EndReason.INTERRUPTED else reason
+
+    @cached_property
+    def memory(self) -> MemoryBelief | None:
+        """What the search believed about memory; None before the profile launch has ended."""
+        return None if self.profiled is None else MemoryBelief(self, self.profiled)
 
     @cached_property
     def launched(self) -> tuple[FrozenTrial, ...]:

@@ -1,22 +1,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
 import optuna
 import pytest
 from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial
 
 from optuna_dsat.cost import memory
+from optuna_dsat.cost.memory_fit import CorrectionFit
 from optuna_dsat.errors import UsageError
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.pruners import AshaPruner
 from optuna_dsat.report import figures
 from optuna_dsat.report.figures import (
+    BELIEVED_AS_MEASURED,
     BEST,
     EDGE,
-    PREDICTED_AS_MEASURED,
+    FORMULAS_ALONE,
     USER,
     importances_of,
     memory_figure,
@@ -75,34 +80,52 @@ def test_axes_name_their_units_and_times_are_shown_in_ms(view: StudyView) -> Non
     assert max(y for y in as_times.data[0].y) == pytest.approx(1000 * max(y for y in throughput.data[0].y))
 
 
-def test_every_point_of_the_memory_figure_is_the_models_estimate_and_the_measured_peak(view: StudyView) -> None:
+def test_the_memory_figure_has_what_the_search_believed_at_each_launch_and_what_was_measured(view: StudyView) -> None:
+    """The corrections are fitted anew here, to the launches that had ended when a trial was asked for."""
     assert view.profiled is not None
-    figure = memory_figure(view.trials, spec=view.spec, profiled=view.profiled)
-    hardware = hardware_of(view.spec, view.profiled)
-    expected = {
-        (
-            memory.estimate(view.profiled.profile, config, micro_batch=size, hardware=hardware).device_bytes / GIB,
-            peak / GIB,
-        )
-        for config, size, peak in attributes.measured_peaks(view.trials)
-    }
-    drawn = {
-        (x, y)
-        for trace in figure.data
-        if trace.name != PREDICTED_AS_MEASURED
-        for x, y in zip(trace.x, trace.y, strict=True)
-    }
+    figure = memory_figure(view)
+    profile, hardware = view.profiled.profile, hardware_of(view.spec, view.profiled)
+    expected, alone, measured, corrected = set(), set(), 0, 0
+    for trial in view.trials:
+        for config, size, peak in attributes.measured_peaks([trial]):
+            fit = CorrectionFit(profile, hardware)
+            assert trial.datetime_start is not None
+            fit.add(attributes.measured_peaks([one for one in view.trials if ended_by(one, trial.datetime_start)]))
+            measured += 1
+            corrected += len(fit) > 0
+            by_formula, believed = (
+                memory.estimate(profile, config, micro_batch=size, hardware=hardware, correction=correction)
+                for correction in (None, fit.correction())
+            )
+            expected.add((believed.device_bytes / GIB, peak / GIB))
+            alone.add((by_formula.device_bytes / GIB, peak / GIB))
+    assert corrected > len(expected) / 2
+    assert expected != alone
+    drawn = points(trace for trace in figure.data if trace.name not in (BELIEVED_AS_MEASURED, FORMULAS_ALONE))
     assert drawn == expected
-    assert len(by_name(figure)[PREDICTED_AS_MEASURED]) == 1
-    assert "predicted" in figure.data[0].hovertext[0]
-    assert "(GiB)" in figure.layout.xaxis.title.text
+    (formulas,) = by_name(figure)[FORMULAS_ALONE]
+    assert points([formulas]) == alone
+    assert formulas.visible == "legendonly"
+    assert len(by_name(figure)[BELIEVED_AS_MEASURED]) == 1
+    assert "believed" in figure.data[0].hovertext[0]
+    assert "believed when launched (GiB)" in figure.layout.xaxis.title.text
+    symbols = [symbol for trace in figure.data if trace.mode == "markers" for symbol in trace.marker.symbol]
+    assert sum(symbol.endswith("-open") for symbol in symbols if symbol != "x-thin-open") == measured - corrected
+
+
+def ended_by(trial: FrozenTrial, moment: datetime) -> bool:
+    return trial.datetime_complete is not None and trial.datetime_complete <= moment
+
+
+def points(traces: Iterable[Any]) -> set[tuple[float, float]]:
+    return {(x, y) for trace in traces for x, y in zip(trace.x, trace.y, strict=True)}
 
 
 def test_an_empty_history_says_so(view: StudyView) -> None:
     assert view.profiled is not None
     for figure in (
         metric_figure([], metric="throughput"),
-        memory_figure([], spec=view.spec, profiled=view.profiled),
+        memory_figure(replace(view, trials=())),
     ):
         assert not figure.data
         assert figure.layout.annotations[0].text == "Nothing has been measured yet."

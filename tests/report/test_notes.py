@@ -6,6 +6,7 @@ import pytest
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.cost import memory
+from optuna_dsat.cost.memory_fit import CorrectionFit
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.markdown import OWN_TEXT, code, fenced, keep_own_text, redacted, table
 from optuna_dsat.report.memory_table import memory_table
@@ -41,19 +42,31 @@ def test_the_study_note_tells_what_was_tuned_and_how_to_go_on(view: StudyView) -
     assert "best_ds_config.json" in text
 
 
-def test_the_memory_tables_numbers_are_the_memory_models(view: StudyView) -> None:
+def test_the_memory_tables_numbers_are_what_the_search_believes_now(view: StudyView) -> None:
     assert view.profiled is not None
-    rows = {row.words: row for row in memory_table(view.spec, view.profiled, view.trials)}
+    rows = {row.words: row for row in memory_table(view)}
     assert len(rows) == 2 + 2 + 4
-    hardware = hardware_of(view.spec, view.profiled)
-    for words, stage, offload in (("ZeRO 1", 1, None), ("ZeRO 3 + optimizer offload", 3, {"device": "cpu"})):
-        zero = {"stage": stage, "offload_optimizer": offload, "offload_param": None}
-        config = ds_config.merge(ds_config.effective(view.spec.ds_config), {"zero_optimization": zero})
-        expected = memory.estimate(view.profiled.profile, config, micro_batch=1, hardware=hardware)
-        assert rows[words].device_bytes == expected.device_bytes
-        assert rows[words].host_bytes == expected.host_bytes
-        assert rows[words].largest == memory.largest_micro_batch(view.profiled.profile, config, hardware=hardware)
-        assert bytes_in_words(expected.device_bytes) in study_note(view)
+    profile, hardware = view.profiled.profile, hardware_of(view.spec, view.profiled)
+    fit = CorrectionFit(profile, hardware)
+    fit.add(attributes.measured_peaks([trial for trial in view.trials if trial.state.is_finished()]))
+    assert len(fit) > 4
+    text = study_note(view)
+    for words, stage, offload in (("ZeRO 1", 1, "none"), ("ZeRO 3 + optimizer offload", 3, "cpu")):
+        params = view.space.completed({"zero_stage": stage, "offload_optimizer": offload, "offload_param": "none"})
+        overlay = view.space.overlay({**params, "train_micro_batch_size_per_gpu": 1})
+        config = ds_config.merge(ds_config.effective(view.spec.ds_config), overlay)
+        alone, believed = (
+            memory.estimate(profile, config, micro_batch=1, hardware=hardware, correction=correction)
+            for correction in (None, fit.correction())
+        )
+        assert (rows[words].device_bytes, rows[words].formula_bytes) == (believed.device_bytes, alone.device_bytes)
+        assert believed.device_bytes != alone.device_bytes
+        assert rows[words].host_bytes == alone.host_bytes
+        assert rows[words].largest == memory.largest_micro_batch(
+            profile, config, hardware=hardware, correction=fit.correction()
+        )
+        assert bytes_in_words(believed.device_bytes) in text
+    assert "by the formulas alone" in text
     too_large = [t for t in view.trials if feasibility(t) is Feasibility.TOO_LARGE]
     smallest = min(t.params["train_micro_batch_size_per_gpu"] for t in too_large)
     assert smallest in {row.too_large for row in rows.values()}
@@ -62,7 +75,7 @@ def test_the_memory_tables_numbers_are_the_memory_models(view: StudyView) -> Non
 def test_nvme_gets_its_rows_where_it_is_searched(view: StudyView) -> None:
     assert view.profiled is not None
     spec = view.spec.model_copy(update={"nvme_path": "/nvme", "zero_stages": (2, 3)})
-    words = [row.words for row in memory_table(spec, view.profiled, ())]
+    words = [row.words for row in memory_table(replace(view, spec=spec, trials=()))]
     assert "ZeRO 3 + optimizer offload to NVMe" in words
     assert "ZeRO 2 + optimizer offload to NVMe" not in words
 

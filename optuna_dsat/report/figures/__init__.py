@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING
 from optuna_dsat.errors import UsageError
 from optuna_dsat.report.figures._finalists import FinalistPoint, finalists_figure
 from optuna_dsat.report.figures._importance import importances_figure, importances_of
-from optuna_dsat.report.figures._memory import PREDICTED_AS_MEASURED, memory_figure
+from optuna_dsat.report.figures._memory import BELIEVED_AS_MEASURED, FORMULAS_ALONE, memory_figure
 from optuna_dsat.report.figures._metric import BEST, EDGE, USER, metric_figure
 from optuna_dsat.report.figures._search import micro_batches_figure, outcomes_figure, progress_figure, rungs_figure
 from optuna_dsat.report.figures._source import Source, history_of, view_of
-from optuna_dsat.report.figures._style import INK, empty_figure, missing, note_of
+from optuna_dsat.report.figures._style import INK, missing, note_of
 from optuna_dsat.report.figures._time import time_spent_figure, timeline_figure
 from optuna_dsat.report.view import StudyView
 
@@ -35,10 +35,11 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 __all__ = [
+    "BELIEVED_AS_MEASURED",
     "BEST",
     "EDGE",
+    "FORMULAS_ALONE",
     "INK",
-    "PREDICTED_AS_MEASURED",
     "USER",
     "importances_of",
     "memory_figure",
@@ -130,7 +131,9 @@ def plot_importances(study: Source) -> go.Figure:
 
 
 def plot_memory(study: Source) -> go.Figure:
-    """Plot the measured peak memory per rank (GiB) over the memory model's uncorrected prediction.
+    """Plot the measured peak memory per rank (GiB) over what the search believed when it asked for the launch.
+
+    Beliefs are the memory model's, corrected by the launches that had ended by then: for ``guided`` its posterior.
 
     Args:
         study: A study that optuna-dsat made.
@@ -139,13 +142,7 @@ def plot_memory(study: Source) -> go.Figure:
         UsageError: If it did not make it.
     """
     require_plotly()
-    view = view_of(study)
-    if view.profiled is None:
-        title = "Peak memory per rank, predicted (uncorrected) and measured"
-        return empty_figure(
-            "The profile launch has not ended yet: without a profile nothing is predicted.", title=title
-        )
-    return memory_figure(view.trials, spec=view.spec, profiled=view.profiled)
+    return memory_figure(view_of(study))
 
 
 def plot_timeline(study: Source) -> go.Figure:

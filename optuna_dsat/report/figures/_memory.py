@@ -1,20 +1,16 @@
-"""Predicted and measured memory."""
+"""Memory as the search believed it to be, and as it was measured."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from optuna.trial import FrozenTrial
-
 from optuna_dsat.config.structures import Structure
-from optuna_dsat.cost import memory
 from optuna_dsat.report.figures._style import NEUTRAL, WARNING, Palette, empty_figure, lay_out
-from optuna_dsat.study.profile import Profiled
-from optuna_dsat.study.space import hardware_of
-from optuna_dsat.study.spec import StudySpec
+from optuna_dsat.report.memory_belief import BelievedPeak
+from optuna_dsat.report.view import StudyView
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH
 from optuna_dsat.words import bytes_in_words
@@ -22,9 +18,11 @@ from optuna_dsat.words import bytes_in_words
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-__all__ = ["PREDICTED_AS_MEASURED", "memory_figure"]
+__all__ = ["BELIEVED_AS_MEASURED", "FORMULAS_ALONE", "memory_figure"]
 
-PREDICTED_AS_MEASURED = "predicted = measured"
+BELIEVED_AS_MEASURED = "believed = measured"
+FORMULAS_ALONE = "formulas alone, uncorrected"
+_TITLE = "Peak memory per rank: believed when launched, and measured"
 
 _MOMENTS = {
     "forward": "peak at the end of the forward pass",
@@ -35,55 +33,90 @@ _MOMENTS = {
 _GIB = 2**30
 
 
-def memory_figure(trials: Sequence[FrozenTrial], *, spec: StudySpec, profiled: Profiled) -> go.Figure:
-    """Return the measured peak memory per rank over the uncorrected prediction.
+def memory_figure(view: StudyView) -> go.Figure:
+    """Return the measured peak memory per rank over what the search believed when it asked for the launch.
 
-    Args:
-        trials: Trials with a config; those without a measured peak are left out.
-        spec: The study.
-        profiled: The profile of the script.
+    Open marks are beliefs that no launch had corrected yet. What the formulas alone predict is a trace that the legend
+    shows.
     """
-    title = "Peak memory per rank, predicted (uncorrected) and measured"
-    points = _memory_points(trials, spec, profiled)
+    x, y = "believed when launched (GiB)", "measured (GiB)"
+    if view.profiled is None:
+        why = "The profile launch has not ended yet: without a profile nothing is predicted."
+        return empty_figure(why, title=_TITLE, x=x, y=y)
+    points = _memory_points(view)
     if not points:
-        return empty_figure("Nothing has been measured yet.", title=title, x="predicted (GiB)", y="measured (GiB)")
+        return empty_figure("Nothing has been measured yet.", title=_TITLE, x=x, y=y)
     import plotly.graph_objects as go
 
     figure = go.Figure()
     palette = Palette(point.words for point in points)
     for words in dict.fromkeys(point.words for point in points):
         own = [point for point in points if point.words == words]
+        symbol = palette.symbol(words)
         figure.add_trace(
             go.Scatter(
-                x=[point.predicted / _GIB for point in own],
+                x=[point.peak.believed_bytes / _GIB for point in own],
                 y=[point.measured / _GIB for point in own],
                 mode="markers",
                 name=words,
-                marker={"color": palette[words], "symbol": palette.symbol(words), "size": 9},
+                marker={
+                    "color": palette[words],
+                    "symbol": [symbol if point.peak.corrected else f"{symbol}-open" for point in own],
+                    "size": 9,
+                },
                 hovertext=[point.hover for point in own],
                 hoverinfo="text",
             )
         )
-    _add_guides(figure, points, limit=profiled.profile.device_memory_bytes / _GIB)
-    error = statistics.median(abs(p.measured - p.predicted) / p.measured for p in points)
-    note = f"half of the {len(points)} predictions are within {error:.0%} of what was measured"
-    lay_out(figure, title=title, note=note, x="predicted (GiB)", y="measured (GiB)")
+    _add_formulas(figure, points)
+    _add_guides(figure, points, limit=view.profiled.profile.device_memory_bytes / _GIB)
+    lay_out(figure, title=_TITLE, note=_note(points), x=x, y=y)
     figure.update_xaxes(rangemode="tozero")
     figure.update_yaxes(rangemode="tozero")
     return figure
 
 
-def _add_guides(figure: go.Figure, points: Sequence[_MemoryPoint], *, limit: float) -> None:
-    """Draw the line of exact predictions, and the device's memory (GiB) if it is at most twice the largest value."""
+def _note(points: Sequence[_MemoryPoint]) -> str:
+    """Return how far half of the beliefs, and of the formulas alone, were from what was measured."""
+
+    def median(predicted: Callable[[BelievedPeak], int]) -> float:
+        return statistics.median(abs(p.measured - predicted(p.peak)) / p.measured for p in points)
+
+    return (
+        f"half of the {len(points)} beliefs were within {median(lambda peak: peak.believed_bytes):.0%} of what was "
+        f"measured, of the formulas alone within {median(lambda peak: peak.formula_bytes):.0%}"
+    )
+
+
+def _add_formulas(figure: go.Figure, points: Sequence[_MemoryPoint]) -> None:
+    """Add what the formulas alone predict, hidden until the legend's entry is clicked."""
     import plotly.graph_objects as go
 
-    high = max(max(p.predicted, p.measured) for p in points) / _GIB * 1.05
+    figure.add_trace(
+        go.Scatter(
+            x=[point.peak.formula_bytes / _GIB for point in points],
+            y=[point.measured / _GIB for point in points],
+            mode="markers",
+            name=FORMULAS_ALONE,
+            visible="legendonly",
+            marker={"color": NEUTRAL, "symbol": "x-thin-open", "size": 8},
+            hovertext=[point.hover for point in points],
+            hoverinfo="text",
+        )
+    )
+
+
+def _add_guides(figure: go.Figure, points: Sequence[_MemoryPoint], *, limit: float) -> None:
+    """Draw the line of exact beliefs, and the device's memory (GiB) if it is at most twice the largest value."""
+    import plotly.graph_objects as go
+
+    high = max(max(p.peak.believed_bytes, p.measured) for p in points) / _GIB * 1.05
     figure.add_trace(
         go.Scatter(
             x=[0, high],
             y=[0, high],
             mode="lines",
-            name=PREDICTED_AS_MEASURED,
+            name=BELIEVED_AS_MEASURED,
             line={"color": NEUTRAL, "dash": "dash", "width": 1},
             hoverinfo="skip",
         )
@@ -101,29 +134,27 @@ def _add_guides(figure: go.Figure, points: Sequence[_MemoryPoint], *, limit: flo
 class _MemoryPoint:
     words: str
     """The structure."""
-    predicted: int
-    """Bytes of one rank at the peak."""
+    peak: BelievedPeak
     measured: int
-    """Likewise."""
+    """Bytes of the worst rank at the peak."""
     hover: str
 
 
-def _memory_points(trials: Sequence[FrozenTrial], spec: StudySpec, profiled: Profiled) -> list[_MemoryPoint]:
-    hardware = hardware_of(spec, profiled)
+def _memory_points(view: StudyView) -> list[_MemoryPoint]:
     points = []
-    for trial in trials:
+    for trial in view.trials:
         config, measured = trial.user_attrs.get(attributes.CONFIG), trial.user_attrs.get(attributes.PEAK_BYTES, 0)
-        if config is None or measured <= 0:
+        if config is None or measured <= 0 or view.memory is None or trial.number not in view.memory.peaks:
             continue
-        micro_batch = int(config[MICRO_BATCH])
-        estimate = memory.estimate(profiled.profile, config, micro_batch=micro_batch, hardware=hardware)
-        predicted = estimate.device_bytes
-        words = Structure.of(config).words
+        peak = view.memory.peaks[trial.number]
+        words, moment = Structure.of(config).words, _MOMENTS.get(peak.moment, peak.moment)
+        by = "corrected by the launches before it" if peak.corrected else "formulas alone: nothing had corrected them"
         lines = [
-            f"<b>{words}, micro-batch {micro_batch}</b>",
+            f"<b>{words}, micro-batch {config[MICRO_BATCH]}</b>",
             f"trial {trial.number}",
-            f"predicted {bytes_in_words(predicted)}, {_MOMENTS.get(estimate.moment, estimate.moment)}",
-            f"measured {bytes_in_words(measured)} ({(measured - predicted) / predicted:+.0%})",
+            f"believed {bytes_in_words(peak.believed_bytes)}, {by}",
+            f"formulas alone {bytes_in_words(peak.formula_bytes)}, {moment}",
+            f"measured {bytes_in_words(measured)} ({measured / peak.believed_bytes - 1:+.0%} of what was believed)",
         ]
-        points.append(_MemoryPoint(words=words, predicted=predicted, measured=int(measured), hover="<br>".join(lines)))
+        points.append(_MemoryPoint(words=words, peak=peak, measured=int(measured), hover="<br>".join(lines)))
     return points
