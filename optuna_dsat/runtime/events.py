@@ -88,8 +88,13 @@ class BatchSourcesFound(Event):
     settings: Sequence[Mapping[str, Any]] = ()
     """``file`` (absolute path), ``key`` (dotted) and ``value`` of numbers in settings files that the script read."""
     loaders: Sequence[Mapping[str, Any]] = ()
-    """``batch_size``, ``file`` and ``line`` of the data loaders, ``samples`` of one rank in an epoch (None if unknown),
-    and whether it ``trains``: the engine was fed while it was iterated."""
+    """``batch_size``, ``file`` and ``line`` of what makes batches, such as data loaders; ``samples`` of one rank in an
+    epoch (None if unknown); whether it ``trains``: the engine was fed while it was iterated; and the ``attribute``
+    (``CLASS.NAME``) of a data set that says its batch size, empty if none does."""
+    fed_at: Sequence[Mapping[str, Any]] = ()
+    """``file`` and ``line`` of the user's code that led to the engine's first input, the innermost first."""
+    constants: Sequence[Mapping[str, Any]] = ()
+    """``file``, ``line``, ``value`` and ``name`` of numbers in the source of the batch's size, or that of all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -101,7 +101,8 @@ class ImportWatch(MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            if self._callbacks.pop(fullname, None) is not None:
+            # A loader may be that of other modules, too, as those of a zip file are.
+            if module.__name__ == fullname and self._callbacks.pop(fullname, None) is not None:
                 callback(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
@@ -146,6 +147,7 @@ class DeepSpeedHook:
             fed=lambda: state.fed,
             repeat=True,
             noting=plan.purpose == "profile",
+            outputs=Path(plan.trackers_dir) / "hydra" if plan.trackers_dir else None,
         )
         self._differences: dict[str, list[Any]] = {}
         """Differences of the config that the script got from ``get_ds_config_from_hparams``."""
@@ -405,11 +407,20 @@ class DeepSpeedHook:
 
     def _write_step(self, event: Event) -> None:
         if self._rank.rank == 0 and self._state.has_measured(self._plan.end_profile_step):
-            self._writer.write(self._batch_sources.event(rank=0))  # by now the training loader is known
+            self._writer.write(self._noted_sources())  # by now the training loader is known
         self._writer.write(event)
         if not self._buffers_unlinked:  # all ranks have taken part in a collective by now
             self._buffers_unlinked = True
             unlink_shared_buffers()
+
+    def _noted_sources(self) -> Event:
+        finds_out = self._plan.purpose == "profile"
+        return self._batch_sources.event(
+            rank=0,
+            size=self._state.fed_size or None if finds_out else None,
+            ranks=self._rank.world_size,
+            places=self._state.fed_from,
+        )
 
     def _engine_ready(self, engine: Any, initialize_s: float, differences: Mapping[str, list[Any]]) -> EngineReady:
         torch: Any = sys.modules["torch"]

@@ -8,9 +8,10 @@ mode or without gradients do not count as training; the time that they take betw
 from __future__ import annotations
 
 import functools
+import sys
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ from optuna_dsat.runtime.device_memory import MemoryProbe
 from optuna_dsat.runtime.events import Event, StepMeasured
 from optuna_dsat.runtime.inputs import InputSize, size_of
 from optuna_dsat.runtime.loss_scaling import MOST_SKIPPED_STEPS, SkipDetector
+from optuna_dsat.runtime.user_code import Place, places_of
 
 __all__ = ["Meter", "RankState", "StepObserver", "is_pipeline"]
 
@@ -44,6 +46,10 @@ class RankState:
     """The script's option for its DeepSpeed config whose default is the launch's; empty if there is none."""
     fed: int = 0
     """Inputs that the engine, or its module, was fed in training."""
+    fed_size: int = 0
+    """Samples of the largest of them."""
+    fed_from: Sequence[Place] = ()
+    """Places of the user's code that led to the first of them, the innermost first."""
 
     def has_measured(self, last_step: int) -> bool:
         """Return whether a launch up to ``last_step`` ends here."""
@@ -331,8 +337,15 @@ class Meter:
     def _count_samples(self, batch: Any) -> None:
         size = size_of(batch)
         if size is not None:
-            self._state.fed += 1
+            self._note_feeding(size)
             self._count(size)
+
+    def _note_feeding(self, size: InputSize) -> None:
+        state = self._state
+        state.fed += 1
+        state.fed_size = max(state.fed_size, size.samples)
+        if not state.fed_from:
+            state.fed_from = places_of(sys._getframe(1))
 
     def _count(self, size: InputSize) -> None:
         self._step.fed += size
@@ -345,7 +358,7 @@ class Meter:
         """
         size = size_of(batch)
         if size is not None:
-            self._state.fed += 1
+            self._note_feeding(size)
             largest = self._step.direct
             if largest is None or (size.samples, size.elements) > (largest.samples, largest.elements):
                 self._step.direct = size

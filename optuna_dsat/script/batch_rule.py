@@ -25,20 +25,26 @@ _MOST_GUESSES = 6
 class BatchRule:
     """What sets a script's batch size, and so how it follows a configuration."""
 
-    kind: Literal["option", "setting", "loader", "held"]
-    """An option of its command line, a number in a settings file, its data loaders, or nothing that was found."""
+    kind: Literal["option", "setting", "loader", "attribute", "held"]
+    """An option of its command line, a number in a settings file, what makes its batches (data loaders and their like),
+    an attribute of a data set that batches by itself, or nothing that can follow.
+    """
     own: int
     """Samples per rank and forward pass as the script says by itself."""
     option: str = ""
-    """``option``: its name, such as ``--batch-size``; one that ends with ``=`` is an override of Hydra's."""
+    """``option``: its name, such as ``--batch-size``; one that ends with ``=`` is an override ``key=value``."""
     counts: str = MICRO_BATCH
     """``option``, ``setting``: key of the DeepSpeed config that it counts: the micro-batch or the global batch."""
     file: str = ""
-    """``setting``: the settings file; ``loader``: the source that makes the data loader."""
+    """``setting``: the settings file; else the source that makes the data loader, uses the data set, has the constant
+    or, for ``held`` without ``constant``, feeds the engine.
+    """
     key: str = ""
-    """``setting``: its dotted key."""
+    """``setting``: its dotted key; ``attribute``: class and name; ``held``: name of what the constant is given to."""
     line: int = 0
-    """``loader``: line of the source."""
+    """Line of the source; 0 if there is none."""
+    constant: bool = False
+    """``held``: whether the source has a constant of that value there."""
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> BatchRule:
@@ -62,6 +68,8 @@ class BatchRule:
         """
         if self.kind == "loader":
             return {"kind": "loader", "own": self.own}
+        if self.kind == "attribute":
+            return {"kind": "attribute", "key": self.key, "own": self.own}
         if self.kind == "setting":
             scale = ranks if self.counts == TRAIN_BATCH else 1
             return {"kind": "setting", "file": self.file, "key": self.key, "own": self.own, "scale": scale}
@@ -71,9 +79,8 @@ class BatchRule:
         """Return one line for the user: what was found, and whether the batch size follows."""
         if self.kind == "held":
             return (
-                f"What sets the script's batch size ({self.own}) was not found: the micro-batch stays {self.own}, and "
-                "stage, offload and buckets are tuned. Name its option with --arg-mapping "
-                "train_micro_batch_size_per_gpu=--OPTION if it has one."
+                f"{self._why_held()}: the micro-batch stays {self.own}, and stage, offload and buckets are tuned. Name "
+                "its option with --arg-mapping train_micro_batch_size_per_gpu=--OPTION if it has one."
             )
         return f"The script takes its batch size from {self._place()}; it follows each configuration."
 
@@ -82,20 +89,61 @@ class BatchRule:
             return f"{self.option.rstrip('=')} (now {self.own})"
         if self.kind == "setting":
             return f"{self.key} in {Path(self.file).name} (now {self.own})"
+        if self.kind == "attribute":
+            return f"{self.key} of its data set ({Path(self.file).name}, line {self.line}, now {self.own})"
         return f"its data loader ({Path(self.file).name}, line {self.line}, now {self.own})"
+
+    def _why_held(self) -> str:
+        where = f"{Path(self.file).name}, line {self.line}"
+        if self.constant:
+            named = f", {self.key}" if self.key else ""
+            return f"The script's batch size ({self.own}) seems to be a constant ({where}{named})"
+        fed = f"; the batches go to the model at {where}" if self.line else ""
+        return f"What sets the script's batch size ({self.own}) was not found{fed}"
 
     def advice(self, config: Mapping[str, Any]) -> str:
         """Return what to change in the script before it trains with ``config``; empty if the command says it."""
-        if self.kind not in ("setting", "loader") or config.get(MICRO_BATCH) == self.own:
+        if self.kind == "held" and self.constant:
+            return (
+                f"The micro-batch was held at {self.own}, which seems to be a constant at {self.file}:{self.line}: "
+                "write another value there and tune again, or take it from an option, which then follows by itself."
+            )
+        if self.kind in ("option", "held") or config.get(MICRO_BATCH) == self.own:
             return ""
         size = config[self.counts if self.kind == "setting" else MICRO_BATCH]
-        where = f"{self.key} in {self.file}" if self.kind == "setting" else f"the batch size at {self.file}:{self.line}"
+        where = {
+            "setting": f"{self.key} in {self.file}",
+            "attribute": f"{self.key}, used at {self.file}:{self.line},",
+        }.get(self.kind, f"the batch size at {self.file}:{self.line}")
         return f"Set {where} to {size}: the script takes its batch size from there, and DeepSpeed does not change it."
 
 
-def held(own: int) -> BatchRule:
-    """Return the rule of a script whose batch size stays as it is."""
-    return BatchRule(kind="held", own=own)
+def held(own: int, *, found: BatchSourcesFound | None = None, ranks: int = 1) -> BatchRule:
+    """Return the rule of a script whose batch size stays as it is, with the place of its source that says so.
+
+    That is a constant of the size, or of that of all ranks: one whose name means a batch size, else one on the lines
+    that led to the engine's first input, else the only one of its value. Of several that are as likely none is named.
+
+    Args:
+        own: Samples per rank and forward pass that the engine was fed.
+        found: What the profile launch noted; None for nothing.
+        ranks: Data-parallel ranks.
+    """
+    if found is None:
+        return BatchRule(kind="held", own=own)
+    fitting = [one for one in found.constants if one["value"] in (own, own * ranks)]
+    named = [one for one in fitting if _BATCH.search(one["name"]) and not _ELSEWHERE.search(one["name"])]
+    fed_at = {(one["file"], one["line"]) for one in found.fed_at}
+    on_the_way = [one for one in fitting if (one["file"], one["line"]) in fed_at]
+    for likely in (named, on_the_way, fitting):
+        places = {(str(one["file"]), int(one["line"])): str(one["name"]) for one in likely}
+        if len(places) == 1:
+            ((file, line), name) = places.popitem()
+            return BatchRule(kind="held", own=own, file=file, line=line, key=name, constant=True)
+        if places:
+            break
+    place: Mapping[str, Any] = next(iter(found.fed_at), {"file": "", "line": 0})
+    return BatchRule(kind="held", own=own, file=str(place["file"]), line=int(place["line"]))
 
 
 def guesses(found: BatchSourcesFound, *, own: int, ranks: int) -> list[BatchRule]:
@@ -110,21 +158,29 @@ def guesses(found: BatchSourcesFound, *, own: int, ranks: int) -> list[BatchRule
         BatchRule(kind="option", own=own, option=name, counts=counts)
         for name, counts in _matching(found.options.items(), own=own, ranks=ranks)
     ]
-    named = {(str(one["file"]), str(one["key"])): int(one["value"]) for one in found.settings}
+    in_files = {(str(one["file"]), str(one["key"])): int(one["value"]) for one in found.settings}
     settings = [
         BatchRule(kind="setting", own=own, file=file, key=key, counts=counts)
         for (file, key), counts in _matching(
-            [((file, key), value) for (file, key), value in named.items()], own=own, ranks=ranks
+            [((file, key), value) for (file, key), value in in_files.items()], own=own, ranks=ranks
         )
     ]
-    feeding = [one for one in found.loaders if one["trains"]] or list(found.loaders)
+    feeding = sorted((one for one in found.loaders if one["batch_size"] == own), key=lambda one: not one["trains"])
     loaders = [
         BatchRule(kind="loader", own=own, file=str(one["file"]), line=int(one["line"]))
         for one in feeding
-        if one["batch_size"] == own
+        if not one.get("attribute")
     ]
-    likely = [rule for rule in (*options, *settings) if _BATCH.search(rule.option or rule.key)]
-    unlikely = [rule for rule in (*options, *settings) if rule not in likely]
+    attributes = {
+        one["attribute"]: BatchRule(
+            kind="attribute", own=own, file=str(one["file"]), line=int(one["line"]), key=str(one["attribute"])
+        )
+        for one in reversed(feeding)
+        if one.get("attribute")
+    }
+    named = (*options, *settings, *reversed(attributes.values()))
+    likely = [rule for rule in named if _BATCH.search(rule.option or rule.key)]
+    unlikely = [rule for rule in named if rule not in likely]
     return [*likely, *loaders[:1], *unlikely][:_MOST_GUESSES]
 
 

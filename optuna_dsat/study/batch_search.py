@@ -46,7 +46,7 @@ def find_batch_rule(
         present = ds_config.batch_triangle(ds_config.effective(spec.ds_config), world_size=spec.slots_per_trial)
         return held(configured if ds_config.MICRO_BATCH in spec.fix else present.micro_batch)
     if found is None or not spec.follow_batch:
-        return held(own)
+        return held(own, found=found, ranks=engine.data_parallel_size)
     for index, guess in enumerate(guesses(found, own=own, ranks=engine.data_parallel_size)):
         for size in (2 * own, own // 2):  # the half where there is no room for twice as much
             if size == 0:
@@ -65,4 +65,4 @@ def find_batch_rule(
                 return guess
             if not report.outcome.infeasible:
                 break
-    return held(own)
+    return held(own, found=found, ranks=engine.data_parallel_size)

@@ -1,9 +1,10 @@
 """How large a micro-batch is worth a launch, whatever the memory holds: pure functions over lineages.
 
 Sizes are reached by doubling from those that ran before, so that a script whose own launch takes two seconds is not
-launched with all the samples that memory holds. A structure (ZeRO stage and offload) begins no higher than what ran
-before the study, doubled, or what paid for another structure. From there a launch may take twice the largest micro-batch
-that fitted the structure. Once a doubling was measured to gain less than ``LEAST_GAIN``, the structure goes no higher.
+launched with all the samples that memory holds. A structure (ZeRO stage and offload) begins no higher than twice what
+ran before the study, or than what paid for another structure. From there a launch may take twice the largest
+micro-batch that fitted the structure. Once a doubling was measured to gain less than ``LEAST_GAIN``, the structure goes
+no higher.
 """
 
 from __future__ import annotations

@@ -72,3 +72,48 @@ def test_of_several_loaders_that_of_the_engines_batch_tells_how_much_data_there_
 def test_an_override_of_hydras_is_replaced() -> None:
     mapped = map_arguments(["a=1", "train.batch=4"], {MICRO_BATCH: "train.batch="}, {MICRO_BATCH: 9}, world_size=1)
     assert mapped == ("a=1", "train.batch=9")
+
+
+def constant(line: int, name: str = "", *, value: int = 8) -> dict[str, Any]:
+    return {"file": "/a/train.py", "line": line, "value": value, "name": name}
+
+
+FED_AT = [{"file": "/a/train.py", "line": 30}, {"file": "/a/train.py", "line": 40}]
+
+
+@pytest.mark.parametrize(
+    ("constants", "line"),
+    [
+        ([constant(3, "BATCH"), constant(30), constant(9, "hidden")], 3),
+        ([constant(3, "eval_batch"), constant(30), constant(9, "hidden")], 30),
+        ([constant(9, "hidden")], 9),
+        ([constant(5, "batch_size", value=16)], 5),
+    ],
+    ids=["by its name", "on the way to the engine", "the only one", "of all ranks"],
+)
+def test_a_constant_is_named_where_one_is_the_likeliest(constants: list[dict[str, Any]], line: int) -> None:
+    rule = held(8, found=found(constants=constants, fed_at=FED_AT), ranks=2)
+    assert (rule.line, rule.constant) == (line, True)
+    assert f"seems to be a constant (train.py, line {line}" in rule.announcement()
+    assert f"/a/train.py:{line}" in rule.advice({MICRO_BATCH: 8})
+    assert BatchRule.from_json(rule.to_json()) == rule
+
+
+@pytest.mark.parametrize(
+    "constants", [[], [constant(3, "BATCH"), constant(4, "batch_size")], [constant(1), constant(2)]]
+)
+def test_no_constant_is_named_where_none_is_the_likeliest(constants: list[dict[str, Any]]) -> None:
+    rule = held(8, found=found(constants=constants, fed_at=FED_AT), ranks=2)
+    assert not rule.constant
+    assert "(8) was not found; the batches go to the model at train.py, line 30" in rule.announcement()
+    assert rule.advice({MICRO_BATCH: 8}) == ""
+
+
+def test_an_attribute_of_a_data_set_is_told_to_the_ranks() -> None:
+    stream = {**loader(), "attribute": "Stream.batch_size"}
+    epochs = {**loader(), "attribute": "Stream.epoch"}
+    rules = guesses(found(loaders=[epochs, stream]), own=4, ranks=1)
+    assert [rule.key for rule in rules] == ["Stream.batch_size", "Stream.epoch"]
+    assert rules[0].source(ranks=1) == {"kind": "attribute", "key": "Stream.batch_size", "own": 4}
+    assert "Stream.batch_size of its data set (train.py, line 7, now 4)" in rules[0].announcement()
+    assert rules[0].advice({MICRO_BATCH: 9}).startswith("Set Stream.batch_size, used at /a/train.py:7, to 9")

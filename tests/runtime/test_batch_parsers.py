@@ -1,0 +1,154 @@
+"""Parsers of other libraries than argparse, as packages: what they parsed is noted."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from optuna_dsat.runtime.batch_sources import BatchSources
+from optuna_dsat.runtime.hook import ImportWatch
+from optuna_dsat.script.batch_rule import guesses
+
+
+@dataclass
+class Training:
+    """Options of a training."""
+
+    batch_size: int = 4
+    epochs: int = 3
+
+
+@dataclass
+class Options:
+    """Options in a group."""
+
+    train: Training = field(default_factory=Training)
+    name: str = "x"
+
+
+PATCHED = {
+    "tyro._calling": (None, ["callable_with_args"]),
+    "omegaconf.omegaconf": ("OmegaConf", ["from_cli", "merge"]),
+    "yaml": (None, ["load", "safe_load", "full_load", "unsafe_load"]),
+}
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Return what has a library watched, and undo it all in the end."""
+    undo: list[tuple[Any, str, Any]] = [
+        (argparse.ArgumentParser, "parse_known_args", argparse.ArgumentParser.parse_known_args)
+    ]
+
+    def watching(*names: str, arguments: list[str]) -> BatchSources:
+        monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+        made = BatchSources(micro_batch=8, follow={}, fed=lambda: 0, repeat=True)
+        made.install()
+        for name in names:
+            module: ModuleType = importlib.import_module(name)
+            owner, members = PATCHED[name]
+            holder: Any = module if owner is None else getattr(module, owner)
+            undo.extend((holder, member, vars(holder)[member]) for member in members)
+            made.callbacks()[name](module)
+        return made
+
+    yield watching
+    for holder, member, value in reversed(undo):
+        setattr(holder, member, value)
+
+
+def first_guess(made: BatchSources, *, own: int = 4) -> str:
+    return guesses(made.event(rank=0), own=own, ranks=1)[0].option
+
+
+@pytest.mark.parametrize(("given", "option"), [("--batch_size", "--batch_size"), ("--batch-size", "--batch-size")])
+def test_simple_parsing_in_the_users_spelling(watch: Any, given: str, option: str) -> None:
+    simple_parsing = pytest.importorskip("simple_parsing")
+    made = watch(arguments=[given, "6"])
+    parser = simple_parsing.ArgumentParser(
+        add_option_string_dash_variants=simple_parsing.DashVariant.UNDERSCORE_AND_DASH
+    )
+    parser.add_arguments(Training, dest="train")
+    assert parser.parse_args().train == Training(batch_size=6)
+    assert first_guess(made, own=6) == option
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option", "own"),
+    [
+        (["--train.batch-size", "6"], "--train.batch-size", 6),
+        (["--train.batch_size=6"], "--train.batch_size", 6),
+        ([], "--train.batch-size", 4),
+    ],
+)
+def test_tyro_with_what_is_given_and_what_is_not(watch: Any, arguments: list[str], option: str, own: int) -> None:
+    tyro = pytest.importorskip("tyro")
+    made = watch("tyro._calling", arguments=arguments)
+    assert tyro.cli(Options).train.batch_size == own
+    assert first_guess(made, own=own) == option
+    assert made.event(rank=0).defaults["--train.batch-size"] == 4
+
+
+def test_tyro_around_a_function(watch: Any) -> None:
+    tyro = pytest.importorskip("tyro")
+    made = watch("tyro._calling", arguments=["--batch-size", "4"])
+
+    def main(batch_size: int, epochs: int = 3) -> int:
+        assert first_guess(made) == "--batch-size", "noted before the training begins"
+        return batch_size + epochs
+
+    assert tyro.cli(main) == 7
+
+
+def test_omegaconf_with_overrides_of_the_command_line(watch: Any, tmp_path: Path) -> None:
+    omegaconf = pytest.importorskip("omegaconf")
+    (tmp_path / "run.yaml").write_text("train: {batch_size: 4, epochs: 3}\n")
+    made = watch("omegaconf.omegaconf", "yaml", arguments=["train.epochs=5"])
+    config = omegaconf.OmegaConf.merge(omegaconf.OmegaConf.load(tmp_path / "run.yaml"), omegaconf.OmegaConf.from_cli())
+    assert config.train.epochs == 5
+    assert made.event(rank=0).options == {"train.batch_size=": 4, "train.epochs=": 5}
+    assert first_guess(made) == "train.batch_size="
+
+
+def test_omegaconf_without_overrides_is_a_settings_file(watch: Any, tmp_path: Path) -> None:
+    omegaconf = pytest.importorskip("omegaconf")
+    (tmp_path / "run.yaml").write_text("train: {batch_size: 4}\n")
+    made = watch("omegaconf.omegaconf", "yaml", arguments=[])
+    config = omegaconf.OmegaConf.load(tmp_path / "run.yaml")
+    omegaconf.OmegaConf.merge(config, {"epochs": 2})
+    (rule,) = guesses(made.event(rank=0), own=4, ranks=1)
+    assert (rule.kind, rule.key, rule.file) == ("setting", "train.batch_size", str(tmp_path / "run.yaml"))
+
+
+def test_hydra_writes_its_runs_below_the_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("hydra")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py", "train.batch_size=6"])
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "hydra"]:
+        monkeypatch.delitem(sys.modules, name)
+    (tmp_path / "conf.yaml").write_text("train: {batch_size: 4}\n")
+    outputs = tmp_path / "launch" / "hydra"
+    made = BatchSources(micro_batch=8, follow={}, fed=lambda: 0, repeat=True, outputs=outputs)
+    ImportWatch({name: made.callbacks()[name] for name in ("hydra.core.utils",)}).install()
+    import hydra
+
+    seen: list[int] = []
+
+    @hydra.main(version_base=None, config_path=str(tmp_path), config_name="conf")
+    def main(config: Any) -> None:
+        seen.append(config.train.batch_size)
+
+    main()
+    assert seen == [6]
+    assert first_guess(made, own=6) == "train.batch_size="
+    assert not (tmp_path / "outputs").exists()
+    assert (outputs / ".hydra" / "config.yaml").is_file()

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from optuna_dsat.runtime.user_code import constants, is_installed, places_of
+
+SOURCE = """\
+import torch
+BATCH = 8
+class Config:
+    batch_size: int = 8
+def train(data, *, size=8):
+    for i in range(0, 24, 8):
+        step(data[i:i + 8], shuffle=True)
+        step(torch.randn(8, 16))
+        Loader(data, batch_size=4 * 8)
+options = {"batch": 8, "lr": 0.8, "flag": True, "other": 16}
+"""
+
+
+def test_constants_are_named_by_what_they_are_given_to(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(SOURCE)
+    found = [(one["line"], one["name"]) for one in constants(str(file), {8})]
+    assert found == [
+        (2, "BATCH"), (4, "batch_size"), (5, "size"), (6, ""), (7, ""), (8, ""), (9, "batch_size"), (10, "batch")
+    ]  # fmt: skip
+    assert [one["value"] for one in constants(str(file), {16})] == [16, 16]
+    assert constants(str(file), {1}) == [], "True is no number"
+
+
+@pytest.mark.parametrize("text", ["def broken(", "\0"])
+def test_what_cannot_be_parsed_has_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "train.py").write_text(text)
+    assert constants(str(tmp_path / "train.py"), {8}) == []
+    assert constants(str(tmp_path / "none.py"), {8}) == []
+
+
+def test_places_are_those_of_the_users_code_innermost_first() -> None:
+    def inner() -> list[tuple[str, int]]:
+        return places_of(sys._getframe())
+
+    places = inner()
+    assert [Path(file).name for file, _ in places[:2]] == [Path(__file__).name] * 2
+    assert places[0][1] < places[1][1]
+    assert not any(is_installed(file) for file, _ in places)
