@@ -151,7 +151,8 @@ def last_json(text: str) -> dict[str, Any] | None:
 
 def last_line(ran: Ran) -> str:
     """Return the last line that a command said, shortened."""
-    lines = [line.strip() for line in (ran.errors or ran.output).splitlines() if line.strip()]
+    said = [line.strip() for line in (ran.errors or ran.output).splitlines() if line.strip()]
+    lines = [line for line in said if not line.startswith("Full log: ")]
     line = lines[-1] if lines else f"exit code {ran.exit_code}, not a word"
     return line if len(line) <= _LONGEST else f"{line[:_LONGEST]} ..."
 

@@ -121,6 +121,9 @@ def _write_tokenizer(folder: Path) -> None:
 
 def main(argv: Sequence[str]) -> None:
     """Write the models that the arguments name."""
+    from benchmarks.first_try.stand_ins import install
+
+    install()  # what transformers imports may need them, too
     home = Path(argv[0])
     for word in argv[1:]:
         name, _, kind = word.rpartition("=")
