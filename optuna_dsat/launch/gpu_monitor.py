@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
+from optuna_dsat.launch.beside import GpuSight
 from optuna_dsat.launch.devices import Device
 from optuna_dsat.launch.holders import another_tuner, foreign_holders, label
 from optuna_dsat.launch.nvml import GpuUse, Nvml, NvmlError
@@ -83,6 +84,31 @@ class GpuMonitor:
         if set(own) & (use.processes or {}).keys():
             return False
         return _unattributed_bytes(use, own) - baseline_bytes <= _TOLERANCE_BYTES
+
+    def sight(self, device: Device, own: Collection[int]) -> GpuSight:
+        """Return what goes on beside a launch on one of its GPUs.
+
+        Where NVML lists none of the launch's processes, as in a container with numbers of its own, it is not known
+        which are others'.
+
+        Args:
+            device: The GPU.
+            own: Numbers of the launch's processes.
+        """
+        use, gpu = self._use(device), label(device, kind="cuda")
+        if use is None:
+            return GpuSight()
+        processes = use.processes or {}
+        others = {pid: used for pid, used in processes.items() if pid not in own} if set(own) & set(processes) else {}
+        holders = foreign_holders(device, GpuUse(used_bytes=None, processes=others), self._nvml)
+        try:
+            reasons = self._nvml.throttle_reasons(device.nvml_id)
+        except NvmlError:
+            reasons = ()
+        return GpuSight(
+            processes=tuple(f"{holder.who} on {gpu}" for holder in holders),
+            throttle_reasons=tuple(f"{reason} on {gpu}" for reason in reasons),
+        )
 
     def use_in_words(self, device: Device, *, baseline_bytes: int) -> str:
         """Return memory and processes of a GPU, in words."""

@@ -36,6 +36,16 @@ _CANNOT_BE_HAD = frozenset(
 
 _UNNAMED = "NVIDIA GPU"
 
+_THROTTLE_REASONS = {
+    0x04: "power limit",
+    0x08: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "temperature (driver)",
+    0x40: "temperature (hardware)",
+    0x80: "power brake",
+}
+"""``nvmlClocksEventReasons`` (NVML API reference), without idleness, the user's own clock settings and a display's."""
+
 
 class DeviceError(DsatError):
     """The devices of this machine cannot be used: the driver does not answer, or a GPU is not free when it must be."""
@@ -181,6 +191,18 @@ class Nvml:
             for one in compute
             if int(one.pid) not in graphics
         }
+
+    def throttle_reasons(self, gpu: str) -> tuple[str, ...]:
+        """Return the reasons, in words, for which a busy GPU's clocks are below what it was set to; empty if unknown.
+
+        Raises:
+            NvmlError: If the GPU does not answer.
+        """
+        handle = self._handle(gpu)
+        mask = self._ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
+        if mask is None:  # its name in older versions of the package
+            mask = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
+        return tuple(words for bit, words in _THROTTLE_REASONS.items() if int(mask or 0) & bit)
 
     def process_name(self, pid: int) -> str:
         """Return the name of a process's program; empty if NVML does not report it."""

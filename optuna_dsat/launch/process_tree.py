@@ -55,6 +55,11 @@ class ProcessTree:
         found: set[ProcessKey] = children_of(() if self._agent_key is None else (self._agent_key,))
         return found | children_of(self.ranks - found)
 
+    def living(self) -> set[ProcessKey]:
+        """Return torchrun, the ranks, and all their living descendants."""
+        agent = set() if self._agent_key is None else {self._agent_key}
+        return self.descendants() | self.ranks | agent
+
     def _descendants_and_ranks(self) -> set[ProcessKey]:
         found = self.descendants() | self.ranks
         self._known |= found

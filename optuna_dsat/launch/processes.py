@@ -39,6 +39,9 @@ MARK_ENV = "OPTUNA_DSAT_LAUNCH_ID"
 _START_TIME_FIELD = 19
 """Index of the start time (clock ticks since boot) after the command's name in ``/proc/PID/stat``: proc(5)."""
 
+_CPU_TIME_FIELDS = (11, 12)
+"""Indices of the CPU time (clock ticks) in user and in kernel mode, likewise."""
+
 _ENV_START_FIELD = 47
 """Index of the address of the initial environment after the command's name in ``/proc/PID/stat``: proc(5)."""
 
@@ -67,6 +70,18 @@ class ProcessKey:
     def alive(self) -> bool:
         """Whether the process still runs."""
         return ProcessKey.of(self.pid) == self
+
+
+def cpu_seconds(key: ProcessKey) -> float | None:
+    """Return the CPU time of a process itself, a zombie too; None if it is gone."""
+    try:
+        text = Path(f"/proc/{key.pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()
+    if not fields or int(fields[_START_TIME_FIELD]) != key.start_ticks:
+        return None
+    return sum(int(fields[index]) for index in _CPU_TIME_FIELDS) / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,7 @@ def report_of(launch: RunningLaunch, facts: LaunchFacts, verdict: Verdict, *, no
         startup_s=max(0.0, min(boundaries, default=ended) - launch.started_unix),
         measured_s=max(event.time for event in recorded) - min(boundaries) if boundaries else 0.0,
         exit_s=exit_s,
+        conditions=launch.conditions,
     )
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from optuna_dsat.config.ds_config import MICRO_BATCH
 from optuna_dsat.launch.activity import MAX_STALL_LIMITS, ActivityMonitor, read_usage
 from optuna_dsat.launch.agent_handle import AgentHandle
 from optuna_dsat.launch.agent_record import read_exit_codes
+from optuna_dsat.launch.beside import BesideWatch, GpuSight
 from optuna_dsat.launch.classify import LaunchFacts, StopReason
+from optuna_dsat.launch.conditions import Conditions
 from optuna_dsat.launch.event_log import EventLog
 from optuna_dsat.launch.preload import Preload
 from optuna_dsat.launch.process_tree import ProcessTree
@@ -61,6 +64,8 @@ class RunningLaunch:
     oom_kills_before: int | None
     preloaded: Preload | None = None
     """Imports of the process that it was forked from; None for a launch by plain torchrun."""
+    look_at_gpus: Callable[[Collection[int]], GpuSight] = lambda _: GpuSight()
+    """Returns what goes on beside it on its GPUs, given its processes' numbers."""
     repeats: FailedFork | None = None
     """The failed forked launch that this one repeats plainly, to find out whether the fork was the cause."""
 
@@ -75,6 +80,12 @@ class RunningLaunch:
         self._log = EventLog(self.directory, slots=self.request.slots, started=self.started)
         self._processes = ProcessTree(self.agent, mark=self.mark)
         self._activity = ActivityMonitor(limit_s=self.request.stall_s, started=self.started)
+        self._beside = BesideWatch(
+            start_profile_step=self.request.start_profile_step,
+            ranks=lambda: self._processes.ranks,
+            find=self._processes.living,
+            look=self.look_at_gpus,
+        )
         self._kill_ranks_at: float | None = None
         self._sweeping = False
 
@@ -97,6 +108,11 @@ class RunningLaunch:
     def has_trained(self) -> bool:
         """Whether any rank has completed a step."""
         return self._log.has_trained
+
+    @property
+    def conditions(self) -> Conditions:
+        """What went on beside it while its steps were measured."""
+        return self._beside.conditions
 
     @property
     def is_forked(self) -> bool:
@@ -129,6 +145,7 @@ class RunningLaunch:
         for event in events:
             if isinstance(event, RankStarted):
                 self._processes.add_rank(event.rank, event.pid)
+        self._beside.update(events)
         return events
 
     def end(self, reason: StopReason) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from filelock import BaseFileLock
 
 from optuna_dsat.errors import UsageError
+from optuna_dsat.launch.beside import GpuSight
 from optuna_dsat.launch.devices import Device, Devices
 from optuna_dsat.launch.gpu_monitor import GpuMonitor
 from optuna_dsat.launch.holders import holders_in_words, label
@@ -128,6 +129,19 @@ class SlotPool:
         if self._gpus is None:
             return []
         return self._gpus.holders(device, lock_owner(self._lock_path(device)))
+
+    def sight(self, lease: SlotLease, own: Collection[int]) -> GpuSight:
+        """Return what goes on beside a launch on its GPUs; nothing on the CPU.
+
+        Args:
+            lease: The launch's devices.
+            own: Numbers of its processes.
+        """
+        seen = [] if self._gpus is None else [self._gpus.sight(device, own) for device in lease.devices]
+        return GpuSight(
+            processes=tuple(one for sight in seen for one in sight.processes),
+            throttle_reasons=tuple(one for sight in seen for one in sight.throttle_reasons),
+        )
 
     def _lock_path(self, device: Device) -> Path:
         return lock_path(self._lock_dir, device.uuid or device.visible_id)

@@ -60,6 +60,7 @@ def spawn(
         started=started,
         started_unix=started_unix,
         oom_kills_before=oom_kills,
+        look_at_gpus=lambda own: pool.sight(lease, own),
     )
 
 

@@ -4,6 +4,7 @@
  *
  *     gpu UUID TOTAL USED NAME...        the next GPU; a UUID that begins with MIG- is a part, found by UUID alone
  *     process GPU compute|graphics PID USED
+ *     clocks GPU REASONS                 why its clocks are low, as a mask in hexadecimal digits
  *     refuse FUNCTION CODE [GPU]         FUNCTION answers CODE, for one GPU or for all
  *
  * Layouts and codes are those of NVIDIA's nvml.h. With -DOLD_DRIVER the versioned lists of processes are not there.
@@ -19,8 +20,9 @@ enum { SUCCESS = 0, INVALID_ARGUMENT = 2, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7, 
 
 struct gpu { char uuid[80], name[80]; unsigned long long total, used; };
 struct process { unsigned gpu, pid; char kind[16]; unsigned long long used; };
+struct clocks { unsigned gpu; unsigned long long reasons; };
 struct refusal { char function[80]; int code, gpu; };
-static struct { unsigned gpus, processes, refusals; struct gpu gpu[MOST]; struct process process[MOST]; struct refusal refusal[MOST]; } machine;
+static struct { unsigned gpus, processes, refusals, clocked; struct gpu gpu[MOST]; struct clocks clocks[MOST]; struct process process[MOST]; struct refusal refusal[MOST]; } machine;
 
 static unsigned long long bytes(const char *word) {
     return strcmp(word, "-") ? strtoull(word, NULL, 10) * MIB : NOT_TOLD;
@@ -40,6 +42,8 @@ static void read_machine(void) {
             gpu->total = bytes(one), gpu->used = bytes(two), machine.gpus++;
         } else if (sscanf(line, "process %u %15s %u %79s", &process->gpu, process->kind, &process->pid, one) == 4) {
             process->used = bytes(one), machine.processes++;
+        } else if (sscanf(line, "clocks %u %llx", &machine.clocks[machine.clocked].gpu, &machine.clocks[machine.clocked].reasons) == 2) {
+            machine.clocked++;
         } else if (sscanf(line, "refuse %79s %d %d", refusal->function, &refusal->code, &refusal->gpu) >= 2) {
             machine.refusals++;
         }
@@ -126,6 +130,25 @@ int nvmlDeviceGetMemoryInfo(void *handle, struct memory *memory) {
     }
     return code;
 }
+
+static int low_clocks(const char *function, void *handle, unsigned long long *reasons) {
+    int code = asked(function, number(handle));
+    *reasons = 0;
+    for (unsigned i = 0; !code && i < machine.clocked; i++) {
+        if ((int)machine.clocks[i].gpu == number(handle)) *reasons = machine.clocks[i].reasons;
+    }
+    return code;
+}
+
+#ifdef OLD_DRIVER
+int nvmlDeviceGetCurrentClocksThrottleReasons(void *handle, unsigned long long *reasons) {
+    return low_clocks("nvmlDeviceGetCurrentClocksThrottleReasons", handle, reasons);
+}
+#else
+int nvmlDeviceGetCurrentClocksEventReasons(void *handle, unsigned long long *reasons) {
+    return low_clocks("nvmlDeviceGetCurrentClocksEventReasons", handle, reasons);
+}
+#endif
 
 #ifndef OLD_DRIVER
 struct listed { unsigned pid; unsigned long long used; unsigned gpu_instance, compute_instance; };
