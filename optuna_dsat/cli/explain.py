@@ -60,6 +60,8 @@ def _against_own(explanation: Explanation) -> str:
     ratio, explained = explanation.speed_up, explanation.explained
     if explanation.user_value is None or ratio is None:
         return "Your own config was not measured, so there is nothing to compare with."
+    if explanation.is_own:
+        return "It is your own config: nothing was found that is surely better."
     own = metric_in_words(explanation.metric, explanation.user_value)
     if not explanation.contradicted or explained is None or explanation.remainder is None:
         return f"Your own config reaches {own}; the winner is {ratio:.2f} times as good."

@@ -33,6 +33,7 @@ from optuna_dsat.metrics import LARGER_IS_BETTER
 from optuna_dsat.report.proposals import Situation, proposals
 from optuna_dsat.store import Store
 from optuna_dsat.study.methods import make_planner
+from optuna_dsat.study.paired import Ratio
 from optuna_dsat.study.standing import Standing, compared, speed_up_over
 from optuna_dsat.study.stored import read_stored
 from optuna_dsat.trials import attributes
@@ -84,6 +85,8 @@ class Explanation:
     """Number of the trial."""
     value: float
     """Its metric."""
+    is_own: bool
+    """Whether it is the user's own config."""
     user_value: float | None
     """The metric of the user's own config; None if it was not measured."""
     speed_up: float | None
@@ -155,7 +158,13 @@ def explain_study(store: Store, name: str) -> tuple[Explanation, str]:
     if study.profiled is None or study.best is None:
         raise UsageError(f"Nothing of the study {name!r} was measured: there is nothing to explain.")
     planner = make_planner(study.spec, study.profiled, study.space, prior_knowledge=study.prior_knowledge)
-    found = explain(study.trials, planner=planner, winner=study.best, baseline=study.baseline)
+    found = explain(
+        study.trials,
+        planner=planner,
+        winner=study.best,
+        baseline=study.baseline,
+        paired=study.paired_ratio(study.best),
+    )
     return found, config_in_words(study.best.trial.user_attrs[attributes.CONFIG])
 
 
@@ -165,6 +174,7 @@ def explain(
     planner: GuidedPlanner,
     winner: Standing,
     baseline: Standing | None,
+    paired: Ratio | None = None,
 ) -> Explanation:
     """Explain a study's winner.
 
@@ -173,6 +183,7 @@ def explain(
         planner: The guided planner of the study's space.
         winner: The winning trial.
         baseline: The user's own config; None if it was not measured.
+        paired: The ratio of the two in rounds that measured both; None if there are none.
     """
     larger = planner.problem.metric in LARGER_IS_BETTER
     user = {} if baseline is None else visible_params(baseline.trial)
@@ -180,7 +191,8 @@ def explain(
     found = list(_contributions(trials, planner, winner=best, user=user))
     found.sort(key=lambda one: -abs(math.log(one.factor)) if one.factor else 0.0)
     together = _together(trials, planner, winner=best, user=user, found=found)
-    ratio = None if baseline is None else speed_up_over(baseline, winner, maximize=larger)
+    ratio = None if baseline is None else _ratio(baseline, winner, paired, maximize=larger)
+    own = baseline is not None and baseline.trial.number == winner.trial.number
     knobs, size = _split(best)
     expected = planner.predict(trials, [(knobs, size)])[0]
     seconds = {} if expected is None else dict(expected.bounds)
@@ -192,11 +204,14 @@ def explain(
         metric=planner.problem.metric,
         winner=winner.trial.number,
         value=winner.value,
+        is_own=own,
         user_value=None if baseline is None else compared(baseline, winner)[0],
-        speed_up=ratio,
+        speed_up=None if ratio is None else ratio[0],
         contributions=tuple(found),
         together=together,
-        remainder=_remainder(ratio, baseline, winner, [*found, *([] if together is None else [together])]),
+        remainder=None
+        if ratio is None or own
+        else _remainder(*ratio, [*found, *([] if together is None else [together])]),
         bounds=bounds,
         peak_bytes=winner.trial.user_attrs.get(attributes.PEAK_BYTES),
         device_bytes=planner.problem.device_bytes,
@@ -334,25 +349,23 @@ def _together(
     return _factor(TOGETHER, mean, spread, note="what they do together beyond each alone (model)")
 
 
-def _remainder(
-    ratio: float | None, baseline: Standing | None, winner: Standing, others: Sequence[Contribution]
-) -> Contribution | None:
+def _ratio(baseline: Standing, winner: Standing, paired: Ratio | None, *, maximize: bool) -> tuple[float, float] | None:
+    """Return the measured ratio with the standard deviation of its logarithm; None if either metric is 0."""
+    if paired is not None:
+        return paired.value, NOISE_SD if math.isinf(paired.half_width) else paired.half_width / _Z95
+    value = speed_up_over(baseline, winner, maximize=maximize)
+    ends = (baseline.low, baseline.high, winner.low, winner.high)
+    if value is None or None in ends:
+        return None if value is None else (value, NOISE_SD * math.sqrt(2))
+    low, high, best_low, best_high = (math.log(end) for end in ends if end is not None)
+    return value, math.hypot(high - low, best_high - best_low) / 2 / _Z95
+
+
+def _remainder(ratio: float, spread: float, others: Sequence[Contribution]) -> Contribution:
     """Return what of the measured ratio the other factors do not explain."""
-    if ratio is None or baseline is None or baseline.trial.number == winner.trial.number:
-        return None
     explained = _product(others)
     mean = math.log(ratio) - math.log(explained.factor or 1.0)
-    spread = math.hypot(explained.spread, _ratio_spread(baseline, winner))
-    return _factor(REMAINDER, mean, spread, note="none of the above explains it")
-
-
-def _ratio_spread(baseline: Standing, winner: Standing) -> float:
-    """Return the standard deviation of the logarithm of the measured ratio."""
-    ends = (baseline.low, baseline.high, winner.low, winner.high)
-    if None in ends:
-        return NOISE_SD * math.sqrt(2)
-    low, high, best_low, best_high = (math.log(end) for end in ends if end is not None)
-    return math.hypot(high - low, best_high - best_low) / 2 / _Z95
+    return _factor(REMAINDER, mean, math.hypot(explained.spread, spread), note="none of the above explains it")
 
 
 def _product(parts: Sequence[Contribution]) -> Contribution:

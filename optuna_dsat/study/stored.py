@@ -15,6 +15,7 @@ from optuna_dsat.guided.prior_knowledge import PriorKnowledge
 from optuna_dsat.script.trainer import ScriptTrainer
 from optuna_dsat.store import Store, StudyRecord
 from optuna_dsat.study.finalists import Finalist, finalists_of, standing_of
+from optuna_dsat.study.paired import Ratio
 from optuna_dsat.study.profile import Profiled
 from optuna_dsat.study.result import complete_config
 from optuna_dsat.study.rounds import Rounds
@@ -134,12 +135,16 @@ class StoredStudy:
 
         None if that was not measured.
         """
-        number = standing.trial.number
-        contenders = () if self.verdict is None or not standing.confirmed else self.verdict.contenders
-        paired = next((one.ratio for one in contenders if one.number == number), None)
+        paired = self.paired_ratio(standing)
         if paired is not None:
             return paired.value
         return None if self.baseline is None else speed_up_over(self.baseline, standing, maximize=self.maximize)
+
+    def paired_ratio(self, standing: Standing) -> Ratio | None:
+        """Return how many times as good as the user's own config it was in rounds; None if none measured both."""
+        number = standing.trial.number
+        contenders = () if self.verdict is None or not standing.confirmed else self.verdict.contenders
+        return next((one.ratio for one in contenders if one.number == number), None)
 
     def complete_config(self, trial: FrozenTrial) -> dict[str, Any]:
         """Return a trial's DeepSpeed config without any tuning key and with all batch sizes."""

@@ -13,6 +13,7 @@ from optuna.trial import FrozenTrial
 
 from optuna_dsat.cli.explain import _show
 from optuna_dsat.report.explanation import Contribution, Explanation, explain
+from optuna_dsat.study.paired import Ratio
 from optuna_dsat.study.standing import Standing
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH
@@ -193,6 +194,32 @@ def test_a_ratio_that_its_factors_contradict_is_not_claimed(capsys: pytest.Captu
     assert f"a ratio of {found.speed_up:.2f}, but what differs" in text
     assert f"{found.remainder.factor:.3f}" in text
     assert f"{found.speed_up:.3f}" in text.split("product")[1].splitlines()[0]
+
+
+def test_the_ratio_of_rounds_is_the_one_that_is_explained() -> None:
+    study = study_of(Machine(), {MICRO_BATCH: 6}, {MICRO_BATCH: 3})
+    own, winner = study.trials[0], study.trials[1]
+    rounds = Ratio(value=1.01 * value_of(winner) / value_of(own), low=1.2, high=1.4, rounds=3)
+    found = explain(
+        study.trials,
+        planner=small_planner(),
+        winner=standing(winner, value_of(winner)),
+        baseline=standing(own, value_of(own)),
+        paired=rounds,
+    )
+    assert found.speed_up == rounds.value
+    assert product(found) == pytest.approx(rounds.value)
+    assert found.remainder is not None
+    assert found.remainder.spread >= rounds.half_width / 1.96
+
+
+def test_the_users_own_config_as_the_result_is_said_so(capsys: pytest.CaptureFixture[str]) -> None:
+    study = study_of(Machine(), {MICRO_BATCH: 2})
+    found = why(study.trials, study.trials[0])
+    assert found.is_own
+    text = shown(found, capsys)
+    assert "It is your own config" in text
+    assert "times as good" not in text
 
 
 def test_a_remainder_that_an_unknown_factor_may_explain_contradicts_nothing() -> None:

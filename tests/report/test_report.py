@@ -100,7 +100,7 @@ def test_a_report_holds_everything_and_loads_nothing(view: StudyView) -> None:
     assert json.dumps(winner.config, indent=2) in "".join(page.words)
     assert f"{winner.speed_up:.2f}\u00d7" in page.text
     assert "16 of 16" in page.text
-    assert set(missing(view)) == {"rungs", "knobs"}
+    assert set(missing(view)) == {"rungs"}
     for outcome in {t.user_attrs[attributes.OUTCOME] for t in view.launched}:
         assert outcome.replace("_", " ") in page.text
 
@@ -125,7 +125,13 @@ def test_the_winners_speed_up_is_bounded_by_both_intervals(view: StudyView) -> N
 def test_a_finalist_that_could_not_be_confirmed_is_told_and_does_not_win(view: StudyView) -> None:
     assert view.baseline is not None
     own = view.baseline.trial.number
-    ends = {"value": None, "low": None, "high": None, "outcome": "out_of_memory", "message": "rank 1: out of memory"}
+    ends: dict[str, Any] = {
+        "value": None,
+        "low": None,
+        "high": None,
+        "outcome": "out_of_memory",
+        "message": "rank 1: out of memory",
+    }
     launches = [one if one.number == own else replace(one, **ends) for one in view.rounds.launches]
     failed = {one.number for one in launches if one.value is None}
     told = {attributes.CONFIRMATION: replace(view.rounds, launches=tuple(launches)).to_json(), attributes.WINNER: own}

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
@@ -20,6 +21,8 @@ def test_a_stored_study_is_explained_whatever_method_searched(
     found, words = explain_study(bench.store, "s")
     assert found.winner == result.trial
     assert found.speed_up == pytest.approx(result.speed_up)
+    assert math.prod(one.factor for one in found.factors if one.factor is not None) == pytest.approx(result.speed_up)
+    assert found.remainder is not None
     assert found.contributions[0].knob == "train_micro_batch_size_per_gpu"
     assert found.bound == "compute"
     storage = f"sqlite:///{bench.folder / 'study.db'}"
