@@ -1,15 +1,17 @@
-"""Notes the whole numbers that parsers gave a script: argparse and its kin, click, typer, Hydra, OmegaConf, tyro."""
+"""Notes whole numbers that parsers gave a script: argparse and its kin, click, typer, Fire, Hydra, OmegaConf, tyro."""
 
 from __future__ import annotations
 
 import argparse
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from optuna_dsat.runtime.replacing import replace_function
 from optuna_dsat.runtime.user_code import is_size
 
 __all__ = ["ParserWatch", "numbers"]
@@ -57,6 +59,7 @@ class ParserWatch:
         return {
             "click.core": self._click_imported,
             "typer._click.core": self._click_imported,
+            "fire.core": self._fire_imported,
             "hydra.core.utils": self._hydra_imported,
             "omegaconf.omegaconf": self._omegaconf_imported,
             "tyro._calling": self._tyro_imported,
@@ -87,6 +90,40 @@ class ParserWatch:
 
         core.Command.make_context = make_context
 
+    def _fire_imported(self, core: ModuleType) -> None:
+        """Note the parameters of the functions that Python Fire calls; it has no parser of its own to ask."""
+        original = core._MakeParseFn
+
+        @functools.wraps(original)
+        def make_parse(function: Any, *args: Any, **kwargs: Any) -> Any:
+            parse = original(function, *args, **kwargs)
+
+            def noting(words: Any) -> Any:
+                parsed = parse(words)
+                given, named = parsed[0]
+                self._note_parameters(function, given, named)
+                return parsed
+
+            return noting
+
+        core._MakeParseFn = make_parse  # type: ignore[attr-defined]
+
+    def _note_parameters(self, function: Any, given: Sequence[Any], named: Mapping[str, Any]) -> None:
+        """Note what a call binds to each parameter; one that was given by its place has no option to follow by."""
+        try:
+            signature = inspect.signature(function)
+            bound = signature.bind(*given, **named)
+        except (TypeError, ValueError):
+            return
+        bound.apply_defaults()
+        for name, parameter in signature.parameters.items():
+            options = [f"--{name}", f"--{name.replace('_', '-')}"]
+            value, default = bound.arguments.get(name), parameter.default
+            if value == default or not _given().isdisjoint(options):
+                self._note(options if not _given().isdisjoint(options) else options[:1], value)
+            if isinstance(default, int) and is_size(default):
+                self.defaults.setdefault(options[0], default)
+
     def _hydra_imported(self, utils: ModuleType) -> None:
         original = utils.run_job
 
@@ -101,7 +138,7 @@ class ParserWatch:
                         config.hydra.run.dir = str(self._outputs)
             return original(*args, **kwargs)
 
-        utils.run_job = run_job  # type: ignore[attr-defined]
+        replace_function(utils, "run_job", run_job)
 
     def _omegaconf_imported(self, module: ModuleType) -> None:
         """Note what is merged with overrides of the command line: each number of it can be overridden there."""

@@ -35,6 +35,7 @@ class Options:
 
 
 PATCHED = {
+    "fire.core": (None, ["_MakeParseFn"]),
     "tyro._calling": (None, ["callable_with_args"]),
     "omegaconf.omegaconf": ("OmegaConf", ["from_cli", "merge"]),
     "yaml": (None, ["load", "safe_load", "full_load", "unsafe_load"]),
@@ -97,6 +98,38 @@ def test_tyro_with_what_is_given_and_what_is_not(watch: Any, arguments: list[str
     assert made.event(rank=0).defaults["--train.batch-size"] == 4
 
 
+@pytest.mark.parametrize(
+    ("arguments", "option", "own"),
+    [
+        ([], "--batch_size", 4),
+        (["--batch_size", "6"], "--batch_size", 6),
+        (["--batch-size=6"], "--batch-size", 6),
+        (["run", "--batch_size=6", "--epochs", "2"], "--batch_size", 6),
+    ],
+)
+def test_fire_with_what_is_given_and_what_is_not(watch: Any, arguments: list[str], option: str, own: int) -> None:
+    fire = pytest.importorskip("fire")
+    made = watch("fire.core", arguments=arguments)
+
+    def run(batch_size: int = 4, epochs: int = 3) -> int:
+        return batch_size + 100 * epochs
+
+    assert fire.Fire({"run": run} if arguments[:1] == ["run"] else run, serialize=lambda _: None) % 100 == own
+    assert first_guess(made, own=own) == option
+    assert made.event(rank=0).defaults["--batch_size"] == 4
+
+
+def test_what_fire_takes_by_its_place_cannot_follow(watch: Any) -> None:
+    fire = pytest.importorskip("fire")
+    made = watch("fire.core", arguments=["6"])
+
+    def run(batch_size: int = 4) -> int:
+        return batch_size
+
+    assert fire.Fire(run, serialize=lambda _: None) == 6
+    assert not guesses(made.event(rank=0), own=6, ranks=1)
+
+
 def test_tyro_around_a_function(watch: Any) -> None:
     tyro = pytest.importorskip("tyro")
     made = watch("tyro._calling", arguments=["--batch-size", "4"])
@@ -128,7 +161,10 @@ def test_omegaconf_without_overrides_is_a_settings_file(watch: Any, tmp_path: Pa
     assert (rule.kind, rule.key, rule.file) == ("setting", "train.batch_size", str(tmp_path / "run.yaml"))
 
 
-def test_hydra_writes_its_runs_below_the_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("imported", [False, True], ids=["as it is imported", "imported before"])
+def test_hydra_writes_its_runs_below_the_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, imported: bool
+) -> None:
     pytest.importorskip("hydra")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train.py", "train.batch_size=6"])
@@ -136,6 +172,9 @@ def test_hydra_writes_its_runs_below_the_launch(tmp_path: Path, monkeypatch: pyt
     for name in [name for name in sys.modules if name.partition(".")[0] == "hydra"]:
         monkeypatch.delitem(sys.modules, name)
     (tmp_path / "conf.yaml").write_text("train: {batch_size: 4}\n")
+    if imported:  # as in a forked launch
+        importlib.import_module("hydra._internal.hydra")
+        importlib.import_module("hydra._internal.core_plugins.basic_launcher")
     outputs = tmp_path / "launch" / "hydra"
     made = BatchSources(micro_batch=8, follow={}, fed=lambda: 0, repeat=True, outputs=outputs)
     ImportWatch({name: made.callbacks()[name] for name in ("hydra.core.utils",)}).install()
