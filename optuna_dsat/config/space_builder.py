@@ -91,6 +91,8 @@ class SpaceRequest:
     """
     max_samples_per_rank: int | None = None
     """Largest number of samples per rank and global step, None if unbounded."""
+    divisible_by: int = 1
+    """Number that every micro-batch is a multiple of, unless ``fix`` or ``no_tune`` hold the micro-batch."""
 
 
 def build_space(request: SpaceRequest) -> SearchSpace:
@@ -296,15 +298,22 @@ class _Builder:
         allowed: Iterable[int] | None = None
         if isinstance(listed, list) and not held:
             allowed = [normalise(MICRO_BATCH, "count", value) for value in listed]
-        held_samples = self._request.samples_per_rank
+        held_samples, unit = self._request.samples_per_rank, 1 if held else self._request.divisible_by
         if held_samples is not None:
             of_batch = range(1, held_samples + 1) if allowed is None else allowed
             allowed = [value for value in of_batch if held_samples % value == 0]
+        if unit > 1:
+            allowed = [value for value in _multiples(unit, high) if allowed is None or value in allowed]
         if allowed is None:
             return None
         values = tuple(sorted({value for value in allowed if low <= value <= high}))
-        if not values and listed and not held_samples:
+        if not values and listed and not held_samples and unit == 1:
             values = (min(normalise(MICRO_BATCH, "count", value) for value in listed),)
+        if not values and unit > 1:
+            raise ConfigError(
+                f"No {MICRO_BATCH} is left to search: none from {low} to {high} that list, global batch and bounds "
+                f"allow is a multiple of {unit} (--divisible-by)."
+            )
         if not values:
             raise ConfigError(
                 f"No {MICRO_BATCH} is left to search: --train-batch-size gives each rank {held_samples} "
@@ -319,6 +328,18 @@ class _Builder:
         if "cpu_offload_use_pin_memory" in present and not self._no_tune & {OFFLOAD_OPTIMIZER, OFFLOAD_PARAM}:
             legacy.append("cpu_offload_use_pin_memory")
         return tuple(legacy)
+
+
+_MULTIPLES = 64
+"""Multiples that are all searched; beyond them every one is at least 3 % larger than the one before."""
+
+
+def _multiples(unit: int, high: int) -> list[int]:
+    """Return the multiples of a number that are searched, in ascending order."""
+    found, factor = [unit], 1
+    while (factor := factor + 1 if factor < _MULTIPLES else factor + -(-factor * 3 // 100)) * unit <= high:
+        found.append(factor * unit)
+    return found
 
 
 _DTYPES = MappingProxyType({"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32"})

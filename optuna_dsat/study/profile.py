@@ -162,7 +162,9 @@ def profile_attempts(spec: StudySpec) -> Iterator[ProfileAttempt]:
 
     The structures are those of the guide's order at the stages that are searched; ZeRO 1 only where neither 2 nor 3 is.
     """
-    smallest = smallest_micro_batch(SpaceRequest(ds_config=spec.ds_config, fix=spec.fix, no_tune=spec.no_tune))
+    smallest = smallest_micro_batch(
+        SpaceRequest(ds_config=spec.ds_config, fix=spec.fix, no_tune=spec.no_tune, divisible_by=spec.divisible_by)
+    )
     yield ProfileAttempt(structure=None, micro_batch=smallest)
     least = 2 if any(stage >= 2 for stage in spec.zero_stages) else 1
     for structure in GUIDE_ORDER:

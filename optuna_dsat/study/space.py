@@ -7,8 +7,10 @@ from optuna_dsat.config.space_builder import Role, SearchSpace, SpaceRequest, bu
 from optuna_dsat.config.structures import Structure
 from optuna_dsat.cost import memory
 from optuna_dsat.errors import ConfigError
+from optuna_dsat.study.data_size import largest_global_batch
 from optuna_dsat.study.profile import Profiled
 from optuna_dsat.study.spec import StudySpec
+from optuna_dsat.study.user_config import own_train_batch_size
 
 __all__ = ["hardware_of", "largest_micro_batches", "micro_batch_cap", "objective", "space_of"]
 
@@ -73,20 +75,29 @@ def micro_batch_cap(spec: StudySpec, profiled: Profiled) -> int:
     return min(wanted, limit, profiled.samples_per_rank or limit, ds_config.MICRO_BATCH_CAP)
 
 
-def _max_samples_per_rank(spec: StudySpec, ranks: int) -> int | None:
-    """Return the limit of the config's autotuning section on samples per rank and global step; None if there is none.
+def _max_samples_per_rank(spec: StudySpec, profiled: Profiled | None, ranks: int) -> int | None:
+    """Return the limit on samples per rank and global step; None if there is none.
+
+    That is the smallest of ``--max-train-batch-size`` (without it a share of the data), and the config's autotuning
+    section.
 
     Raises:
         ConfigError: If the bound leaves a rank no sample.
     """
-    most = ds_config.parse_autotuning(spec.ds_config).max_train_batch_size
-    if most is None or spec.train_batch_size is not None:
+    if spec.train_batch_size is not None:
         return None
-    if most < ranks:
-        raise ConfigError(
-            f"autotuning.max_train_batch_size is {most}, less than one sample for each of {ranks} data-parallel ranks."
-        )
-    return most // ranks
+    own = own_train_batch_size(spec, ranks=ranks)
+    limits = {
+        "--max-train-batch-size": largest_global_batch(spec, profiled, own=own),
+        "autotuning.max_train_batch_size": ds_config.parse_autotuning(spec.ds_config).max_train_batch_size,
+    }
+    known = {name: limit for name, limit in limits.items() if limit is not None}
+    if not known:
+        return None
+    name = min(known, key=lambda one: known[one])
+    if known[name] < ranks:
+        raise ConfigError(f"{name} is {known[name]}, less than one sample for each of {ranks} data-parallel ranks.")
+    return known[name] // ranks
 
 
 def space_of(spec: StudySpec, profiled: Profiled | None) -> SearchSpace:
@@ -116,6 +127,7 @@ def _space(spec: StudySpec, profiled: Profiled | None, *, cap: int) -> SearchSpa
             world_size=ranks,
         ).gradient_accumulation_steps,
         samples_per_rank=None if spec.train_batch_size is None else spec.train_batch_size // ranks,
-        max_samples_per_rank=_max_samples_per_rank(spec, ranks),
+        max_samples_per_rank=_max_samples_per_rank(spec, profiled, ranks),
+        divisible_by=spec.divisible_by,
     )
     return build_space(request)

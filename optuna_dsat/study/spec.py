@@ -185,6 +185,16 @@ class StudySpec(_Frozen):
                 f"--train-batch-size is {self.train_batch_size}, no multiple of the {self.slots_per_trial} ranks "
                 "of a launch"
             )
+        if self.batch == "keep" and self.train_batch_size is not None:
+            raise ValueError(
+                f"--batch keep keeps your config's global batch, --train-batch-size {self.train_batch_size} another; "
+                "give one of them"
+            )
+        most = self.max_train_batch_size
+        if most is not None and most < self.slots_per_trial:
+            raise ValueError(
+                f"--max-train-batch-size is {most}, less than one sample for each of {self.slots_per_trial} ranks"
+            )
         if self.max_slots is not None and self.max_slots < self.slots_per_trial:
             raise ValueError(f"--max-slots is {self.max_slots}, but one launch takes {self.slots_per_trial}")
         return self

@@ -132,7 +132,11 @@ def follow_script(
     config = ds_config.with_values(spec.ds_config, own) if own else spec.ds_config
     script = spec.script.model_copy(update={"environment": {**environment, **spec.script.environment}})
     followed = follow_trainer(spec.model_copy(update={"ds_config": config, "script": script}), trainer, defaults)
-    return follow_batch(followed, batch, ranks=ranks or spec.slots_per_trial)
+    ranks = ranks or spec.slots_per_trial
+    followed = follow_batch(followed, batch, ranks=ranks)
+    if spec.batch == "keep" and spec.train_batch_size is None:
+        return followed.model_copy(update={"train_batch_size": own_train_batch_size(followed, ranks=ranks)})
+    return followed
 
 
 def follow_batch(spec: StudySpec, rule: BatchRule | None, *, ranks: int) -> StudySpec:

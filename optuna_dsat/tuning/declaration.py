@@ -6,7 +6,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
-__all__ = ["Option", "option_of", "options_in"]
+__all__ = ["BUDGET", "MEASURE", "METHOD", "OUTPUT_PANEL", "WHAT", "WHERE", "Option", "option_of", "options_in"]
+
+WHAT = "What to tune"
+BUDGET = "Budget"
+MEASURE = "Measuring"
+WHERE = "Where"
+METHOD = "Method"
+OUTPUT_PANEL = "Output"
 
 
 @dataclass(frozen=True, kw_only=True)

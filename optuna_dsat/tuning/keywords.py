@@ -59,9 +59,10 @@ def with_keywords(
 
 
 def _fields(options: Callable[..., TuneOptions]) -> Iterator[tuple[Field[Any], Any]]:
-    """Yield the fields of a class of options with their annotations."""
+    """Yield the fields of a class of options with their annotations, positional ones first."""
     hints = get_type_hints(options, include_extras=True)
-    for one in fields(options):  # type: ignore[arg-type]  # typed as its constructor
+    found = fields(options)  # type: ignore[arg-type]  # typed as its constructor
+    for one in sorted(found, key=lambda one: one.kw_only is True):
         yield one, hints[one.name]
 
 

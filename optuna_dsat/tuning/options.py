@@ -13,9 +13,11 @@ from dataclasses import KW_ONLY, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from optuna_dsat.study.spec import METHODS, MethodOptions, StudySpec
-from optuna_dsat.tuning.declaration import Option
+from optuna_dsat.study.spec import METHODS
+from optuna_dsat.tuning.declaration import BUDGET, MEASURE, METHOD, OUTPUT_PANEL, WHAT, WHERE, Option
+from optuna_dsat.tuning.defaults import default
 from optuna_dsat.tuning.parse import named_config, split_environment, split_fixed, split_mappings, split_stages
+from optuna_dsat.tuning.result_options import ResultOptions
 
 __all__ = [
     "DEFAULT_OUTPUT_DIR",
@@ -30,7 +32,6 @@ __all__ = [
     "RandomOptions",
     "TuneOptions",
     "methods_of",
-    "spec_field",
 ]
 
 DEFAULT_STORAGE = "sqlite:///optuna-dsat.db"
@@ -38,13 +39,6 @@ STORAGE_ENV = "OPTUNA_DSAT_STORAGE"
 """Environment variable that commands read ``--storage`` from if it is not given."""
 DEFAULT_OUTPUT_DIR = "optuna-dsat-output"
 OUTPUT_DIR_ENV = "OPTUNA_DSAT_OUTPUT_DIR"
-
-_WHAT = "What to tune"
-_BUDGET = "Budget"
-_MEASURE = "Measuring"
-_WHERE = "Where"
-_METHOD = "Method"
-OUTPUT_PANEL = "Output"
 
 
 def _metrics() -> Iterable[str]:
@@ -63,24 +57,11 @@ def _knobs() -> Iterable[str]:
     return [knob.name for knob in KNOBS]
 
 
-def spec_field(option: str) -> str | None:
-    """Return the field of ``StudySpec`` or ``MethodOptions`` that an option fills; None if it fills none."""
-    known = StudySpec.model_fields.keys() | MethodOptions.model_fields.keys()
-    return next((name for name in (option, f"{option}_s") if name in known), None)
-
-
-def _default(option: str) -> Any:
-    """Return the default of the spec's field that an option fills."""
-    name = spec_field(option)
-    found = StudySpec.model_fields.get(name or "") or MethodOptions.model_fields[name or ""]
-    return found.default
-
-
 StrPath = str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
-class TuneOptions:
+class TuneOptions(ResultOptions):
     """Options of every method."""
 
     script: Annotated[
@@ -121,12 +102,12 @@ class TuneOptions:
             help="SCRIPT is a module's name, run as python -m does.",
             python_help="``script`` is a module's name, run as ``python -m`` does.",
             flags=("-m", "--module"),
-            panel=_WHAT,
+            panel=WHAT,
         ),
     ] = False
     hparams: Annotated[
         StrPath | None,
-        Option(help="Hyperparameters of NAME:CLASS (YAML or JSON).", text_type=Path | None, panel=_WHAT),
+        Option(help="Hyperparameters of NAME:CLASS (YAML or JSON).", text_type=Path | None, panel=WHAT),
     ] = None
     metric: Annotated[
         str,
@@ -136,19 +117,19 @@ class TuneOptions:
             "a time in seconds per step: ``latency``, ``forward``, ``backward``, ``step``.",
             choices=_metrics,
             autotuning="metric",
-            panel=_WHAT,
+            panel=WHAT,
         ),
-    ] = _default("metric")
+    ] = default("metric")
     zero_stages: Annotated[
         Sequence[int] | None,
         Option(
             help="ZeRO stages to search: '1 2 3', '1,2,3' or the option repeated.",
-            none=" ".join(map(str, _default("zero_stages"))),
-            python_help=f"ZeRO stages to search. None for {', '.join(map(str, _default('zero_stages')))}.",
+            none=" ".join(map(str, default("zero_stages"))),
+            python_help=f"ZeRO stages to search. None for {', '.join(map(str, default('zero_stages')))}.",
             metavar="STAGES",
             text_type=list[str] | None,
             parse=split_stages,
-            panel=_WHAT,
+            panel=WHAT,
         ),
     ] = None
     fix: Annotated[
@@ -158,7 +139,7 @@ class TuneOptions:
             python_help="Knob -> the one value that it keeps.",
             text_type=list[str] | None,
             parse=split_fixed,
-            panel=_WHAT,
+            panel=WHAT,
         ),
     ] = None
     no_tune: Annotated[
@@ -169,7 +150,7 @@ class TuneOptions:
             metavar="KEY",
             text_type=list[str] | None,
             choices=_knobs,
-            panel=_WHAT,
+            panel=WHAT,
         ),
     ] = None
     arg_mapping: Annotated[
@@ -181,7 +162,7 @@ class TuneOptions:
             '``{"train_micro_batch_size_per_gpu": "--batch-size"}``.',
             text_type=list[str] | None,
             parse=split_mappings,
-            panel=_WHAT,
+            panel=WHAT,
         ),
     ] = None
     follow_batch: Annotated[
@@ -189,9 +170,9 @@ class TuneOptions:
         Option(
             help="Find out what sets the script's batch size if its DeepSpeed config does not, and have it follow.",
             flags=("--follow-batch/--no-follow",),
-            panel=_WHAT,
+            panel=WHAT,
         ),
-    ] = _default("follow_batch")
+    ] = default("follow_batch")
     env: Annotated[
         Mapping[str, str] | None,
         Option(
@@ -199,29 +180,19 @@ class TuneOptions:
             python_help="Variables of the environment that the script is given; stored with the study.",
             text_type=list[str] | None,
             parse=split_environment,
-            panel=_WHAT,
+            panel=WHAT,
         ),
     ] = None
-    train_batch_size: Annotated[
-        int | None,
-        Option(
-            help="Keep this global batch: gradient accumulation makes up what a micro-batch lacks.",
-            none="it follows the micro-batch",
-            python_help="Global batch, in samples, that every trial keeps: gradient accumulation makes up what a "
-            "micro-batch lacks. None to let it follow the micro-batch.",
-            panel=_WHAT,
-        ),
-    ] = _default("train_batch_size")
     nvme_path: Annotated[
         StrPath | None,
-        Option(help="Directory for NVMe offload; without it NVMe is not tried.", text_type=str | None, panel=_WHAT),
+        Option(help="Directory for NVMe offload; without it NVMe is not tried.", text_type=str | None, panel=WHAT),
     ] = None
     enqueue_user_config: Annotated[
-        bool, Option(help="Measure your present config first, to show speed-ups over it.", panel=_WHAT)
-    ] = _default("enqueue_user_config")
+        bool, Option(help="Measure your present config first, to show speed-ups over it.", panel=WHAT)
+    ] = default("enqueue_user_config")
     profile_reuse: Annotated[
         bool,
-        Option(help="Take the profile of an earlier study of the same script, config and hardware.", panel=_WHAT),
+        Option(help="Take the profile of an earlier study of the same script, config and hardware.", panel=WHAT),
     ] = True
 
     max_trials: Annotated[
@@ -230,10 +201,10 @@ class TuneOptions:
             help="Launches of trials.",
             python_help="Launches of trials; the profile launch and those of the finalists are not counted.",
             autotuning="tuner_num_trials",
-            panel=_BUDGET,
+            panel=BUDGET,
         ),
-    ] = _default("max_trials")
-    max_concurrent_trials: Annotated[int, Option(help="Launches in flight.", panel=_BUDGET)] = _default(
+    ] = default("max_trials")
+    max_concurrent_trials: Annotated[int, Option(help="Launches in flight.", panel=BUDGET)] = default(
         "max_concurrent_trials"
     )
     max_slots: Annotated[
@@ -241,76 +212,72 @@ class TuneOptions:
         Option(
             help="GPUs (CPU ranks) in use at once.",
             python_help="GPUs (CPU ranks) in use at once. None for all.",
-            panel=_BUDGET,
+            panel=BUDGET,
         ),
-    ] = _default("max_slots")
+    ] = default("max_slots")
     timeout: Annotated[
         float | None,
         Option(
             help="Seconds after which the search ends.",
             python_help="Seconds after which the search ends. None for no limit.",
-            panel=_BUDGET,
+            panel=BUDGET,
         ),
-    ] = _default("timeout")
+    ] = default("timeout")
     trial_timeout: Annotated[
         float | None,
         Option(
             help="Seconds after which one launch is ended.",
             python_help="Seconds after which one launch is ended. None for no limit.",
-            panel=_BUDGET,
+            panel=BUDGET,
         ),
-    ] = _default("trial_timeout")
+    ] = default("trial_timeout")
     stall_timeout: Annotated[
         float,
         Option(
             help="Seconds without a sign of life after which one launch is ended: an event of a rank or, until it "
             "trains, processes at work.",
-            panel=_BUDGET,
+            panel=BUDGET,
         ),
-    ] = _default("stall_timeout")
+    ] = default("stall_timeout")
     max_retries: Annotated[
         int,
-        Option(help="Further launches of a trial after a communication error, a stall or a time-out.", panel=_BUDGET),
-    ] = _default("max_retries")
-    confirm: Annotated[int, Option(help="Finalists measured again with more steps.", panel=_BUDGET)] = _default(
-        "confirm"
-    )
-
+        Option(help="Further launches of a trial after a communication error, a stall or a time-out.", panel=BUDGET),
+    ] = default("max_retries")
     start_profile_step: Annotated[
-        int, Option(help="First step that counts (from 1).", autotuning="start_profile_step", panel=_MEASURE)
-    ] = _default("start_profile_step")
+        int, Option(help="First step that counts (from 1).", autotuning="start_profile_step", panel=MEASURE)
+    ] = default("start_profile_step")
     end_profile_step: Annotated[
         int,
         Option(
             help="Last step that counts; a launch whose step time is known to 1 % ends before it.",
             autotuning="end_profile_step",
-            panel=_MEASURE,
+            panel=MEASURE,
         ),
-    ] = _default("end_profile_step")
+    ] = default("end_profile_step")
     adaptive_steps: Annotated[
         int | None,
         Option(
             help="Steps that a finalist may count while its step time is still uncertain.",
             none="five times a trial's, at least 10",
-            panel=_MEASURE,
+            panel=MEASURE,
         ),
-    ] = _default("adaptive_steps")
-    random_seed: Annotated[int, Option(help="Seed of the search.", panel=_MEASURE)] = _default("random_seed")
+    ] = default("adaptive_steps")
+    random_seed: Annotated[int, Option(help="Seed of the search.", panel=MEASURE)] = default("random_seed")
 
     gpus_per_trial: Annotated[
-        int | None, Option(help="GPUs of one launch.", none="all", autotuning="num_gpus", panel=_WHERE)
+        int | None, Option(help="GPUs of one launch.", none="all", autotuning="num_gpus", panel=WHERE)
     ] = None
-    only_free_gpus: Annotated[bool, Option(help="Tune on those GPUs that are free at the start.", panel=_WHERE)] = False
+    only_free_gpus: Annotated[bool, Option(help="Tune on those GPUs that are free at the start.", panel=WHERE)] = False
     wait_for_gpus: Annotated[
         float,
         Option(
             help="Seconds to wait for GPUs that others hold, counted anew when the holders change; 0 for not at all.",
-            panel=_WHERE,
+            panel=WHERE,
         ),
-    ] = _default("wait_for_gpus")
+    ] = default("wait_for_gpus")
     cpu_ranks: Annotated[
         int | None,
-        Option(help="Run on the CPU with this many ranks.", none="2", none_if="without a GPU", panel=_WHERE),
+        Option(help="Run on the CPU with this many ranks.", none="2", none_if="without a GPU", panel=WHERE),
     ] = None
     device_memory: Annotated[
         str | int | None,
@@ -319,7 +286,7 @@ class TuneOptions:
             none="all there is",
             python_help="What one rank may allocate: bytes, or text such as ``2GiB``. None for all there is.",
             text_type=str | None,
-            panel=_WHERE,
+            panel=WHERE,
         ),
     ] = None
     launcher: Annotated[
@@ -327,9 +294,9 @@ class TuneOptions:
         Option(
             help="How trials are launched: warm (forked from a process that has torch, DeepSpeed and what your script "
             "imports ready; plain torchrun where that is unsafe) or always torchrun.",
-            panel=_WHERE,
+            panel=WHERE,
         ),
-    ] = _default("launcher")
+    ] = default("launcher")
     preload: Annotated[
         Sequence[str] | None,
         Option(
@@ -337,7 +304,7 @@ class TuneOptions:
             python_help="Modules to import, too, before a warm launch.",
             metavar="MODULE",
             text_type=list[str] | None,
-            panel=_WHERE,
+            panel=WHERE,
         ),
     ] = None
     no_preload: Annotated[
@@ -347,7 +314,7 @@ class TuneOptions:
             python_help="Packages that every warm launch imports for itself.",
             metavar="PACKAGE",
             text_type=list[str] | None,
-            panel=_WHERE,
+            panel=WHERE,
         ),
     ] = None
     storage: Annotated[
@@ -356,27 +323,20 @@ class TuneOptions:
             help="Database of the study: SQLite or PostgreSQL.",
             python_help="Database of the study: ``sqlite:///FILE`` or ``postgresql://USER@HOST/DATABASE``.",
             env=STORAGE_ENV,
-            panel=_WHERE,
+            panel=WHERE,
         ),
     ] = DEFAULT_STORAGE
-    study: Annotated[str | None, Option(help="Name of the study.", none="SCRIPT-METHOD", panel=_WHERE)] = None
+    study: Annotated[str | None, Option(help="Name of the study.", none="SCRIPT-METHOD", panel=WHERE)] = None
     output_dir: Annotated[
         StrPath,
         Option(
             help="Directory for launches, logs and the best config.",
             env=OUTPUT_DIR_ENV,
             text_type=Path,
-            panel=_WHERE,
+            panel=WHERE,
         ),
     ] = DEFAULT_OUTPUT_DIR
 
-    check_loss: Annotated[
-        bool,
-        Option(
-            help="At the end, check that the first losses under the best config are those under yours.",
-            panel=OUTPUT_PANEL,
-        ),
-    ] = False
     run_full_experiment: Annotated[
         bool,
         Option(
@@ -402,9 +362,9 @@ class _LineageOptions(TuneOptions):
         Option(
             help="Launch any micro-batch that memory is thought to hold, not only up to twice the largest that fitted "
             "so far, and also where a doubling gained less than 2 %.",
-            panel=_METHOD,
+            panel=METHOD,
         ),
-    ] = _default("free_batch")
+    ] = default("free_batch")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -412,8 +372,8 @@ class RandomOptions(_LineageOptions):
     """Options of ``random``, with those of every method."""
 
     trials_per_random_config: Annotated[
-        int, Option(help="Launches of one class of configurations at most.", panel=_METHOD)
-    ] = _default("trials_per_random_config")
+        int, Option(help="Launches of one class of configurations at most.", panel=METHOD)
+    ] = default("trials_per_random_config")
     early_stopping: Annotated[
         int | None,
         Option(
@@ -421,9 +381,9 @@ class RandomOptions(_LineageOptions):
             none="never",
             python_help="End after this many launches without a new best. None to go on.",
             autotuning="tuner_early_stopping",
-            panel=_METHOD,
+            panel=METHOD,
         ),
-    ] = _default("early_stopping")
+    ] = default("early_stopping")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -431,30 +391,30 @@ class BinaryOptions(_LineageOptions):
     """Options of ``binary``, with those of every method."""
 
     search_range_factor: Annotated[
-        float, Option(help="Factor on the largest micro-batch that the memory model predicts.", panel=_METHOD)
-    ] = _default("search_range_factor")
+        float, Option(help="Factor on the largest micro-batch that the memory model predicts.", panel=METHOD)
+    ] = default("search_range_factor")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AshaOptions(BinaryOptions):
     """Options of ``asha``: those of ``binary``, and its own."""
 
-    max_rungs: Annotated[int, Option(help="Rungs.", panel=_METHOD)] = _default("max_rungs")
+    max_rungs: Annotated[int, Option(help="Rungs.", panel=METHOD)] = default("max_rungs")
     min_binary_search_trials: Annotated[
         int,
-        Option(help="Launches a class of configurations needs to complete the lowest rung.", panel=_METHOD),
-    ] = _default("min_binary_search_trials")
+        Option(help="Launches a class of configurations needs to complete the lowest rung.", panel=METHOD),
+    ] = default("min_binary_search_trials")
     divisor: Annotated[
-        int, Option(help="The best 1/DIVISOR of a rung goes on (eta of arXiv:1810.05934).", panel=_METHOD)
-    ] = _default("divisor")
+        int, Option(help="The best 1/DIVISOR of a rung goes on (eta of arXiv:1810.05934).", panel=METHOD)
+    ] = default("divisor")
     asha_early_stopping: Annotated[
         int,
         Option(
             help="s of arXiv:1810.05934: rungs start DIVISOR**s higher.",
             python_help="s of arXiv:1810.05934: rungs start ``divisor ** s`` higher.",
-            panel=_METHOD,
+            panel=METHOD,
         ),
-    ] = _default("asha_early_stopping")
+    ] = default("asha_early_stopping")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -462,15 +422,15 @@ class GuidedOptions(TuneOptions):
     """Options of ``guided``, with those of every method."""
 
     memory_margin: Annotated[
-        float, Option(help="Share of the device's memory that a launch is expected to leave free.", panel=_METHOD)
-    ] = _default("memory_margin")
+        float, Option(help="Share of the device's memory that a launch is expected to leave free.", panel=METHOD)
+    ] = default("memory_margin")
     min_gain: Annotated[
         float,
         Option(
             help="End when no configuration is expected to be better than the best by this share; 0 for never.",
-            panel=_METHOD,
+            panel=METHOD,
         ),
-    ] = _default("min_gain")
+    ] = default("min_gain")
     warm_start: Annotated[
         str | None,
         Option(
@@ -479,10 +439,10 @@ class GuidedOptions(TuneOptions):
             python_help="Study of the same storage, of this or a similar model on the same hardware, whose "
             "measurements this one begins with. None for studies of the same script, config and hardware.",
             metavar="STUDY",
-            panel=_METHOD,
+            panel=METHOD,
         ),
-    ] = _default("warm_start")
-    no_warm_start: Annotated[bool, Option(help="Begin without any earlier study.", panel=_METHOD)] = _default(
+    ] = default("warm_start")
+    no_warm_start: Annotated[bool, Option(help="Begin without any earlier study.", panel=METHOD)] = default(
         "no_warm_start"
     )
 
@@ -500,7 +460,7 @@ class AutotuningOptions(AshaOptions, RandomOptions, GuidedOptions):
             "config, else ``asha``.",
             choices=_methods,
             autotuning="tuner_type",
-            panel=_METHOD,
+            panel=METHOD,
         ),
     ] = None
 

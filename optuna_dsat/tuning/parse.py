@@ -10,7 +10,7 @@ from typing import Any
 
 from optuna_dsat.errors import UsageError
 
-__all__ = ["NO_CONFIG", "named_config", "split_environment", "split_fixed", "split_mappings", "split_stages"]
+__all__ = ["NO_CONFIG", "named_config", "share", "split_environment", "split_fixed", "split_mappings", "split_stages"]
 
 NO_CONFIG = "-"
 """Word on a command line for a DeepSpeed config that only the script has."""
@@ -19,6 +19,19 @@ NO_CONFIG = "-"
 def named_config(path: Path | None) -> Path | None:
     """Return the DeepSpeed config that a command line names; None for ``NO_CONFIG``."""
     return None if path is None or str(path) == NO_CONFIG else path
+
+
+def share(value: str | float) -> float:
+    """Return the share that ``1%`` or ``0.01`` stands for.
+
+    Raises:
+        UsageError: If it is neither.
+    """
+    text = str(value).strip()
+    try:
+        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        raise UsageError(f"--tie is {text!r}; write a share such as 1% or 0.01.") from None
 
 
 def split_stages(texts: Sequence[str] | None) -> tuple[int, ...] | None:

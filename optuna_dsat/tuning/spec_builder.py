@@ -11,7 +11,8 @@ from optuna_dsat.config import ds_config
 from optuna_dsat.launch.devices import Devices
 from optuna_dsat.script.arg_mapping import parse_mappings
 from optuna_dsat.study.spec import MethodOptions, ScriptSpec, StudySpec, make_spec, parse_bytes
-from optuna_dsat.tuning.options import TuneOptions, spec_field
+from optuna_dsat.tuning.defaults import spec_field
+from optuna_dsat.tuning.options import TuneOptions
 from optuna_dsat.tuning.target import find_target, writable
 
 __all__ = ["build_spec"]

@@ -26,8 +26,9 @@ from optuna_dsat.study.request import StudyRequest
 from optuna_dsat.study.spec import METHODS, MethodOptions, StudySpec
 from optuna_dsat.tuning import run, tune
 from optuna_dsat.tuning.declaration import options_in
+from optuna_dsat.tuning.defaults import spec_field
 from optuna_dsat.tuning.given import Given
-from optuna_dsat.tuning.options import AutotuningOptions, TuneOptions, methods_of, spec_field
+from optuna_dsat.tuning.options import AutotuningOptions, TuneOptions, methods_of
 from optuna_dsat.tuning.prepare import Prepared, prepare
 from tests.harness.entry_points import DS_CONFIG, EntryPointBench, bench
 from tests.harness.landscapes import GIB, Hill

@@ -1,0 +1,95 @@
+"""The statistics of rounds: what the intervals cover, what noise comes out, and what a drift does to them."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+
+import pytest
+
+from optuna_dsat.study.paired import Noise, Ratio, mean_in_rounds, paired_ratio, pooled_noise
+
+
+def noisy_rounds(rng: random.Random, *, rounds: int, noise: float, ratio: float, drift: float = 0.0) -> tuple[
+    dict[int, float], dict[int, float]
+]:  # fmt: skip
+    """Return a configuration and a baseline of 10 in rounds that the machine slows down by ``drift`` each."""
+    shared = {one: math.exp(-drift * one) for one in range(1, rounds + 1)}
+    own = {one: 10 * ratio * level * math.exp(rng.gauss(0, noise)) for one, level in shared.items()}
+    return own, {one: 10 * level * math.exp(rng.gauss(0, noise)) for one, level in shared.items()}
+
+
+def covers(ratio: Ratio | None, truth: float) -> bool:
+    return ratio is not None and ratio.low is not None and ratio.high is not None and ratio.low < truth < ratio.high
+
+
+@pytest.mark.parametrize("rounds", [3, 5, 12])
+@pytest.mark.parametrize("drift", [0.0, 0.1])
+def test_the_interval_of_a_paired_ratio_covers_the_truth_95_times_of_100(rounds: int, drift: float) -> None:
+    rng = random.Random(rounds)
+    found = [
+        paired_ratio(*noisy_rounds(rng, rounds=rounds, noise=0.03, ratio=1.2, drift=drift), maximize=True)
+        for _ in range(2000)
+    ]
+    covered = [covers(one, 1.2) for one in found]
+    assert 0.93 < statistics.fmean(covered) < 0.97
+
+
+def test_the_interval_still_covers_it_where_rounds_end_once_it_is_narrow() -> None:
+    rng = random.Random(4)
+    covered = []
+    for _ in range(1500):
+        own, other = noisy_rounds(rng, rounds=30, noise=0.02, ratio=1.1)
+        for rounds in range(3, 31):
+            seen = [{one: values[one] for one in range(1, rounds + 1)} for values in (own, other)]
+            ratio = paired_ratio(*seen, maximize=True)
+            assert ratio is not None
+            if ratio.half_width <= 0.02:
+                break
+        covered.append(covers(ratio, 1.1))
+    assert 0.90 < statistics.fmean(covered) < 0.99
+
+
+def test_of_a_metric_to_minimise_less_is_better() -> None:
+    ratio = paired_ratio({1: 5.0, 2: 5.0}, {1: 10.0, 2: 10.0}, maximize=False)
+    assert ratio == Ratio(value=2.0, low=2.0, high=2.0, rounds=2)
+    assert ratio.surely_above_1
+
+
+def test_only_rounds_that_measured_both_are_paired() -> None:
+    ratio = paired_ratio({1: 20.0, 3: 90.0}, {1: 10.0, 2: 11.0}, maximize=True)
+    assert ratio == Ratio(value=2.0, low=None, high=None, rounds=1)
+    assert not ratio.surely_above_1
+    assert ratio.half_width == math.inf
+    assert paired_ratio({1: 1.0}, {2: 1.0}, maximize=True) is None
+
+
+def test_the_interval_is_students_on_logarithms() -> None:
+    logs = [0.10, 0.12, 0.17]
+    own = {one: math.exp(log) for one, log in enumerate(logs)}
+    ratio = paired_ratio(own, dict.fromkeys(own, 1.0), maximize=True)
+    assert ratio is not None
+    half = 4.303 * statistics.stdev(logs) / math.sqrt(3)
+    assert ratio.low == pytest.approx(math.exp(0.13 - half))
+    assert ratio.half_width == pytest.approx(half)
+    assert mean_in_rounds(list(own.values())) == pytest.approx((ratio.value, ratio.low, ratio.high))
+
+
+def test_noise_is_what_launches_differ_by_and_not_what_the_machine_drifts_by() -> None:
+    rng = random.Random(1)
+    shared = {one: math.exp(-0.2 * one) for one in range(200)}
+    values = {
+        number: {one: level * math.exp(rng.gauss(0, 0.03)) for one, level in shared.items()} for number in range(3)
+    }
+    noise = pooled_noise(values, reference=0)
+    assert noise is not None
+    assert noise.relative_sd == pytest.approx(0.03, rel=0.1)
+    assert (noise.launches, noise.degrees) == (600, 398)
+
+
+def test_noise_needs_two_rounds() -> None:
+    assert pooled_noise({0: {1: 1.0}, 1: {1: 2.0}}, reference=0) is None
+    assert pooled_noise({0: {1: 1.0, 2: 1.0}, 1: {1: 2.0, 2: 2.0}}, reference=0) == Noise(
+        relative_sd=0.0, launches=4, degrees=1
+    )
