@@ -23,6 +23,7 @@
     device_memory       memory peaks and limits
     failure             exception -> outcome
     imports             modules that the script imported
+    replacing           a library's function, replaced wherever the library copied it
     environment_watch   environment variables that the script changed
     events, writer      the event file of a rank
     atomic_write        atomic writes, used by all folders

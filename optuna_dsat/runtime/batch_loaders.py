@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
+from optuna_dsat.runtime.replacing import replace_function
 from optuna_dsat.runtime.user_code import Place, is_installed, is_size, place_of
 
 __all__ = ["LoaderWatch"]
@@ -156,7 +157,7 @@ class LoaderWatch:
             self._loaders.append(noted)
             return original(self._sized(noted.batch_size, given), *args[1:], **kwargs)
 
-        filters.batched = batched  # type: ignore[attr-defined]
+        replace_function(filters, "batched", batched)
 
     def _sized(self, size: int | None, given: Any) -> Any:
         """Return the launch's micro-batch in place of the script's own size, else what was given."""

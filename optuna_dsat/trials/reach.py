@@ -2,9 +2,9 @@
 
 Sizes are reached by doubling from those that ran before, so that a script whose own launch takes two seconds is not
 launched with all the samples that memory holds. A structure (ZeRO stage and offload) begins no higher than twice what
-ran before the study, or than what paid for another structure. From there a launch may take twice the largest
-micro-batch that fitted the structure. Once a doubling was measured to gain less than ``LEAST_GAIN``, the structure goes
-no higher.
+ran before the study, or twice what paid for another structure: a size that was measured to gain over its half. From
+there a launch may take twice the largest micro-batch that fitted the structure. Once a doubling was measured to gain
+less than ``LEAST_GAIN``, the structure goes no higher.
 """
 
 from __future__ import annotations
@@ -50,21 +50,24 @@ def within_reach(
     paid, too_large = _known(lineages, direction)
     trusted = max((size for size in proven if too_large is None or size < too_large), default=0)
     fitted = max(trusted, 0 if group is None else _largest_fit(group))
-    doubled = max(2 * fitted, distribution.low)
-    above = unused_micro_batches(fitted + 1, distribution.high, distribution)
-    return max(doubled, paid, above[0] if above else 0)
+    largest = max(fitted, paid)
+    above = unused_micro_batches(largest + 1, distribution.high, distribution)
+    return max(2 * largest, distribution.low, above[0] if above else 0)
 
 
 def _known(lineages: Lineages, direction: StudyDirection) -> tuple[int, int | None]:
-    """Return the largest micro-batch that paid for any structure, and the smallest that was too large for a lineage."""
+    """Return the largest micro-batch that paid for any lineage, and the smallest that was too large for one.
+
+    Of durations, which grow with the micro-batch, the largest that fitted counts.
+    """
 
     def find() -> tuple[int, int | None]:
-        paid = (
-            _largest_fit(group) if (flat := _plateau(group, direction)) is None else flat // 2
-            for group in lineages.structures.values()
-        )
+        if direction == StudyDirection.MINIMIZE:
+            paid = max((_largest_fit(group) for group in lineages.structures.values()), default=0)
+        else:
+            paid = max((_doublings(one)[0] for one in lineages.values()), default=0)
         too_large = (one.smallest_too_large for one in lineages.values() if one.smallest_too_large is not None)
-        return max(paid, default=0), min(too_large, default=None)
+        return paid, min(too_large, default=None)
 
     return lineages.derived(("paid and too large", direction), find)
 
@@ -87,21 +90,25 @@ def _plateau(group: StructureGroup, direction: StudyDirection) -> int | None:
         return None
 
     def find() -> int | None:
-        found = [size for one in group.members.values() if (size := _first_without_gain(one)) is not None]
-        return min(found, default=None)
+        return min((flat for one in group.members.values() if (flat := _doublings(one)[1]) is not None), default=None)
 
     return group.derived("plateau", find)
 
 
-def _first_without_gain(lineage: Lineage) -> int | None:
-    """Return the smallest micro-batch that gained too little over the best at half its size or less."""
+def _doublings(lineage: Lineage) -> tuple[int, int | None]:
+    """Return what doublings of a lineage gained: the largest micro-batch before the first without gain, and that one.
 
-    def find() -> int | None:
-        points = sorted(lineage.points())
+    Each is compared with the best at half its size or less. 0 where none gained, None where all did.
+    """
+
+    def find() -> tuple[int, int | None]:
+        points, paid = sorted(lineage.points()), 0
         for size, value in points:
             smaller = [other for at, other in points if 2 * at <= size]
             if smaller and value < (1 + LEAST_GAIN) * max(smaller):
-                return size
-        return None
+                return paid, size
+            if smaller:
+                paid = size
+        return paid, None
 
-    return lineage.derived("first without gain", find)
+    return lineage.derived("doublings", find)

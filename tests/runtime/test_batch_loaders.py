@@ -146,7 +146,8 @@ def test_batches_of_datasets(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("how", ["method", "stage"])
 def test_batches_of_webdataset(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     webdataset = pytest.importorskip("webdataset")
-    monkeypatch.setattr(webdataset.filters, "batched", webdataset.filters.batched)
+    for module in (webdataset.filters, webdataset):  # the package has a copy of the name
+        monkeypatch.setattr(module, "batched", webdataset.filters.batched)
 
     def sizes() -> list[int]:
         def source() -> Iterator[tuple[int]]:
@@ -156,7 +157,7 @@ def test_batches_of_webdataset(how: str, monkeypatch: pytest.MonkeyPatch) -> Non
             pipeline = type("Pipeline", (webdataset.DataPipeline, webdataset.FluidInterface), {})
             batches = pipeline(source).batched(OWN)
         else:
-            batches = webdataset.DataPipeline(source, webdataset.filters.batched(OWN))
+            batches = webdataset.DataPipeline(source, webdataset.batched(OWN))
         return [len(one[0]) for one in batches]
 
     made = LoaderWatch(micro_batch=6, follow={}, fed=Fed(), repeat=True)

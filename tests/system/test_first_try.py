@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -73,3 +74,28 @@ def test_accelerate_without_a_config_gets_one_and_the_printed_command_has_it(tmp
     assert all(one in shlex.split(found["command"]) for one in variables), found["command"]
     assert "optimizer" not in found["config"], "the script builds its own"
     assert not (tmp_path / "logs").exists(), "the tracker writes into the launch's folder"
+
+
+def test_a_nested_field_of_a_settings_file(tmp_path: Path) -> None:
+    settings = tmp_path / "run.yaml"
+    settings.write_text("epochs: 2\ndata: {loader: {batch_size: 3, workers: 0}}\n")
+    fixed = ("--fix", "train_micro_batch_size_per_gpu=6")
+    found, errors = tuned(tmp_path, *fixed, str(SCRIPTS / "settings.py"), "--", str(settings))
+    assert "batch size from data.loader.batch_size in run.yaml (now 3)" in errors
+    assert found["user_train_batch_size"] == 3
+    assert found["config"]["train_micro_batch_size_per_gpu"] == 6, "twice the samples in hardly more time"
+    assert f"Set data.loader.batch_size in {settings} to 6" in found["advice"]
+    assert "batch_size: 3" in settings.read_text(), "the file is the user's"
+
+
+def test_an_application_of_hydras(tmp_path: Path) -> None:
+    pytest.importorskip("hydra")
+    found, errors = tuned(tmp_path, str(SCRIPTS / "hydra_app.py"))
+    assert "batch size from data.batch_size (now 3)" in errors
+    size = found["config"]["train_micro_batch_size_per_gpu"]
+    assert found["command"].endswith(f"hydra_app.py data.batch_size={size}")
+    assert not (tmp_path / "outputs").exists(), "Hydra's folders stay with the launches"
+    run = subprocess.run(
+        [*shlex.split(found["command"]), "epochs=1"], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert f"trained with {size}" in run.stdout
