@@ -26,7 +26,8 @@ _MACHINE = "Without a launch: the machine"
 _LAUNCH = "With a launch"
 _GPUS = 8
 """GPUs of a host if ``--gpus`` is not given and nothing is launched."""
-_HEADINGS = ("", "GPU at 1", "micro-batch", "largest", "GPU", "host", "step", "samples/s")
+_HEADINGS = ("", "{} at 1", "micro-batch", "largest", "{}", "host", "step", "samples/s")
+"""Of the columns that every plan has; for ``{}`` stands whose memory it is."""
 _SEQ_LENGTH = 2048
 """Tokens of a sample if ``--seq-length`` is not given and nothing is launched."""
 _SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
@@ -279,12 +280,13 @@ def _print_text(plan: Plan) -> None:
         print(line)
     known = {"tokens/s": plan.subject.seq_length is not None, "MFU": any(_mfu(row) for row in plan.rows)}
     extra = tuple(heading for heading, shown in known.items() if shown)
-    headings = (*_HEADINGS, *extra, "bound by")
+    whose = "rank" if plan.subject.hardware.device == "cpu" else "GPU"
+    headings = (*(heading.format(whose) for heading in _HEADINGS), *extra, "bound by")
     print_table(headings, (_cells(row, extra) for row in plan.rows), right=headings[1:-1])
+    what = "what a rank takes" if whose == "rank" else "the peak of torch's allocator"
     print(
-        "Memory is the peak of torch's allocator at the micro-batch shown, of "
-        f"{bytes_in_words(plan.subject.usable_bytes)} that it may reach; nine steps of ten are expected within the "
-        "range."
+        f"Memory is {what} at the micro-batch shown, of {bytes_in_words(plan.subject.usable_bytes)} that it may reach; "
+        "nine steps of ten are expected within the range."
     )
     if known["MFU"] and plan.subject.model_flops_per_sample is None:
         print(

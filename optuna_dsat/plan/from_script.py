@@ -95,8 +95,8 @@ def _subject(
         return subject, f"Times are fitted to launches of {' and '.join(prior_knowledge.studies)}."
     if gpu_of_device(profile.device_name) is not None:
         return subject, "Times are by the device's data sheet; no step was timed."
-    unknown = "This device is not in the table of GPUs, and no step was timed: times may be as far off as they say."
-    return subject, unknown
+    why = "" if spec.device == "cpu" else "This device is not in the table of GPUs. "
+    return subject, f"{why}No step was timed yet: times may be as far off as they say."
 
 
 def _about(spec: StudySpec, profiled: Profiled, *, origin: str) -> tuple[str, ...]:

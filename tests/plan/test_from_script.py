@@ -1,8 +1,12 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
+import pytest
+
+from optuna_dsat.cli.plan import _print_text
 from optuna_dsat.launch.simulated import SimulatedLauncher
 from optuna_dsat.plan.from_script import plan_script
 from optuna_dsat.plan.rows import Plan, plan_rows
@@ -19,6 +23,18 @@ def planned(bench: StudyBench, attempts: list[str], **changes: Any) -> Plan:
         on_attempt=lambda attempt: attempts.append(attempt.words),
         memory_margin=0.05,
     )
+
+
+def test_a_plan_on_the_cpu_names_no_gpu_and_tokens_where_their_number_is_given(
+    bench: StudyBench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = planned(bench, [], name="p", device="cpu")
+    _print_text(plan)
+    text = capsys.readouterr().out
+    assert "rank at 1" in text
+    assert not any(word in text for word in ("GPU", "tokens/s", "MFU"))
+    _print_text(replace(plan, subject=(subject := replace(plan.subject, seq_length=64)), rows=plan_rows(subject)))
+    assert "tokens/s" in capsys.readouterr().out
 
 
 def test_a_profile_is_measured_once_and_searches_sharpen_the_plan(bench: StudyBench) -> None:
