@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from optuna_dsat.launch.conditions import Conditions
@@ -114,19 +114,16 @@ class BesideWatch:
     @property
     def conditions(self) -> Conditions:
         """What went on so far; CPU times are None if the steps took too short a time to tell."""
-        on_gpus = {
-            "gpu_processes": tuple(self._gpu_processes),
-            "throttle_reasons": tuple(self._throttle_reasons),
-        }
+        on_gpus = Conditions(gpu_processes=tuple(self._gpu_processes), throttle_reasons=tuple(self._throttle_reasons))
         first, last = self._first, self._last
         if first is None or last is None or last.time - first.time < _SHORTEST_WINDOW_S:
-            return Conditions(**on_gpus)
+            return on_gpus
         own_s = sum(spent - first.own_s.get(key, 0.0) for key, spent in last.own_s.items())
-        return Conditions(
+        return replace(
+            on_gpus,
             window_s=last.time - first.time,
             others_cpu_s=max(0.0, last.busy_s - first.busy_s - own_s),
             cores=len(self.cores),
-            **on_gpus,
         )
 
 
