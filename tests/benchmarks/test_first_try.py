@@ -126,9 +126,12 @@ def test_a_sandbox_applies_the_stand_ins_and_keeps_another_sitecustomize(
     (hidden / "sitecustomize.py").write_text("import builtins\nbuiltins.hidden_one = 'kept'\n")
     monkeypatch.setenv("PYTHONPATH", str(hidden))
     sandbox = Sandbox(read_entry(write_entry(sources)), tmp_path / "box", sources=sources)
-    said = "import torch\nprint(torch.zeros(2, device='cuda:1').cuda().device, torch.cuda.is_available(), hidden_one)"
+    said = (
+        "import torch\nprint(torch.zeros(2, device='cuda:1').cuda().device, torch.cuda.is_available(), hidden_one)\n"
+        "with torch.device('meta'): print(torch.arange(2).device)"
+    )
     done = sandbox.run("look", [sys.executable, "-c", said], limit_s=60.0)
-    assert done.output.split() == ["cpu", "False", "kept"], done.errors
+    assert done.output.split() == ["cpu", "False", "kept", "meta"], done.errors
 
 
 def test_a_command_beyond_its_time_is_ended_with_what_it_started(sources: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import re
 import sys
@@ -55,6 +56,8 @@ def _nothing(function: Callable[..., Any]) -> Callable[..., Any]:
 def _torch(torch: Any) -> None:
     if torch.cuda.is_available():
         return
+    # It remembers the factories as they are, for `with torch.device(...)`.
+    importlib.import_module("torch.utils._device")._device_constructors()
     for owner in (torch.Tensor, torch.nn.Module):
         owner.to = _led(owner.to, positional=True)
         owner.cuda = _same
