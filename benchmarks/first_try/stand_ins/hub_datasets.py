@@ -41,12 +41,14 @@ KINDS: Mapping[str, Callable[[random.Random, int], dict[str, Any]]] = {
     "alpaca": lambda draw, _: {"instruction": _text(draw), "input": "", "output": _text(draw)},
     "chat": lambda draw, index: {"messages": _chat(draw), "prompt": _text(draw), "prompt_id": str(index)},
     "classes": lambda draw, index: {"text": _text(draw), "label": draw.randrange(2), "idx": index},
+    "code": lambda draw, _: {"content": _text(draw, 60)},
     "dialogue": lambda draw, index: {"id": str(index), "dialogue": _text(draw), "summary": _text(draw, 5)},
     "dolly": lambda draw, _: {
         **{"instruction": _text(draw), "context": "", "response": _text(draw), "category": "open_qa"}
     },
     "gsm8k": lambda draw, index: {"question": _text(draw), "answer": f"{_text(draw)}\n#### {index}"},
     "instruct": lambda draw, _: {"prompt": _text(draw), "completion": _text(draw)},
+    "messages": lambda draw, _: {"messages": _chat(draw)},
     "pairs": lambda draw, index: {
         **{"sentence1": _text(draw), "sentence2": _text(draw), "label": draw.randrange(2), "idx": index}
     },
