@@ -15,6 +15,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from optuna_dsat.runtime.flattening import nest
 from optuna_dsat.runtime.hugging_face_hook import TRAINER_FIELDS, note_own_options
 from optuna_dsat.runtime.launch_plan import LaunchPlan
 from optuna_dsat.runtime.overlay import effective_config, read_config
@@ -49,7 +50,7 @@ def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any] 
         hparams = {_CONFIG: plan.config_path, _OVERWRITES: plan.overlay}
     if hparams.get(_CONFIG) is None:
         raise ValueError(f"hparams must name the DeepSpeed config as {_CONFIG!r}; it has {sorted(hparams)}.")
-    overwrites = hparams.get(_OVERWRITES) or {}
+    overwrites = nest(hparams.get(_OVERWRITES) or {})
     config = effective_config(read_config(hparams[_CONFIG]), overwrites)
     note_own_options({field: _number_of(args, f"--{field}") for field in TRAINER_FIELDS.values()})
     result = list(args)

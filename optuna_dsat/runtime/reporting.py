@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
+from optuna_dsat.runtime.flattening import nest
 from optuna_dsat.runtime.overlay import merge, read_config
 
 __all__ = ["dsat_reporting_context", "get_ds_config_from_hparams", "set_current_trial", "trial_config"]
@@ -35,7 +36,9 @@ def set_current_trial(trial: _Trial | None) -> None:
     _Current.trial = trial
 
 
-def dsat_reporting_context(engine: Any = None, op: Any = None) -> AbstractContextManager[None]:
+def dsat_reporting_context(
+    engine: Any = None, op: Any = None, steps_completed: int | None = None
+) -> AbstractContextManager[None]:
     """Return a context for forward, backward and step of one micro-batch.
 
     Only needed if the loop does not call ``deepspeed.initialize`` or the engine's own methods. Steps that are observed
@@ -48,12 +51,13 @@ def dsat_reporting_context(engine: Any = None, op: Any = None) -> AbstractContex
         engine: The DeepSpeed engine. Optional, and of any type, if the script has called ``deepspeed.initialize``.
             In a script with several engines, contexts of all but the first measured engine do nothing.
         op: Ignored. Loops written for Determined pass ``(core_context, op)`` and need no change.
+        steps_completed: Ignored, likewise: steps are counted here.
 
     Raises:
         RuntimeError: In a trial, at the end of the context, if there is no engine to measure.
         ValueError: In a trial, if the engine was built without the trial's config.
     """
-    del op
+    del op, steps_completed
     return nullcontext() if _Current.trial is None else _Current.trial.reporting(engine)
 
 
@@ -64,7 +68,7 @@ def get_ds_config_from_hparams(
 
     Args:
         hparams: ``"deepspeed_config"`` names the base config, a (H)JSON file; ``"overwrite_deepspeed_args"``, if
-            given, is merged into it key by key; None removes a key.
+            given, is merged into it key by key, dotted keys too; None removes a key.
         base_dir: Folder that the name is relative to; None for the working directory.
 
     Raises:
@@ -80,7 +84,7 @@ def get_ds_config_from_hparams(
     path = Path(base_dir or "") / name
     if not path.is_file():
         raise FileNotFoundError(f'hparams["deepspeed_config"] is {str(name)!r}, but there is no file {path}.')
-    return trial_config(merge(read_config(str(path)), overwrites))
+    return trial_config(merge(read_config(str(path)), nest(overwrites)))
 
 
 def trial_config(config: Mapping[str, Any]) -> dict[str, Any]:

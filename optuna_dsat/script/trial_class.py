@@ -15,6 +15,7 @@ from typing import Any
 
 from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH
 from optuna_dsat.errors import UsageError
+from optuna_dsat.runtime.flattening import nest
 from optuna_dsat.runtime.overlay import merge, read_config
 from optuna_dsat.script.determined_names import check_imports
 from optuna_dsat.script.module_file import importable_file
@@ -116,7 +117,7 @@ class Hparams:
         whole = "hyperparameters" in record
         values = {str(name): _value(str(name), value, path) for name, value in section.items()}
         if isinstance(values.get(OVERWRITES), Mapping):
-            values[OVERWRITES] = _nested(values[OVERWRITES])
+            values[OVERWRITES] = nest(values[OVERWRITES])
         return cls(hyperparameters=values, experiment={**record, "hyperparameters": values} if whole else None)
 
     def with_config(self, config: str | Path, *, keep_overwrites: bool) -> dict[str, Any]:
@@ -251,27 +252,6 @@ def read_settings(path: str | Path, *, what: str) -> Any:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is neither YAML nor JSON: {' '.join(str(error).split())}.") from None
     return {} if record is None else record
-
-
-def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with dotted keys as nested objects: ``{"a.b": 1}`` is ``{"a": {"b": 1}}``."""
-    result: dict[str, Any] = {}
-    for key, value in settings.items():
-        inner = _nested(value) if isinstance(value, Mapping) else value
-        for part in reversed(str(key).split(".")):
-            inner = {part: inner}
-        result = _joined(result, inner)
-    return result
-
-
-def _joined(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Return both mappings merged key by key; None stays, since it removes a key of the config."""
-    result = dict(one)
-    for key, value in other.items():
-        below = result.get(key)
-        both = isinstance(below, Mapping) and isinstance(value, Mapping)
-        result[key] = _joined(below, value) if both else value  # type: ignore[arg-type]
-    return result
 
 
 def _read_yaml(text: str) -> Any:

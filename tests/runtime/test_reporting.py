@@ -120,7 +120,7 @@ def test_an_observer_looks_at_the_whole_until_a_phase_is_seen() -> None:
 def test_outside_a_trial_nothing_happens_and_nothing_heavy_is_imported() -> None:
     code = (
         "import sys, optuna_dsat\n"
-        "with optuna_dsat.dsat_reporting_context('core context', op=None) as nothing:\n"
+        "with optuna_dsat.dsat_reporting_context('core context', op=None, steps_completed=3) as nothing:\n"
         "    print(nothing, sorted({'optuna', 'torch', 'deepspeed', 'pydantic', 'rich'} & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
@@ -132,7 +132,7 @@ def test_outside_a_trial_the_config_is_the_base_with_its_overwrites(tmp_path: Pa
     (tmp_path / "ds.json").write_text(json.dumps(base), encoding="utf-8")
     hparams: dict[str, Any] = {"deepspeed_config": "ds.json"}
     assert optuna_dsat.get_ds_config_from_hparams(hparams, base_dir=tmp_path) == base
-    hparams["overwrite_deepspeed_args"] = {"optimizer": {"params": {"lr": 2.0}}, "tensorboard": None}
+    hparams["overwrite_deepspeed_args"] = {"optimizer.params": {"lr": 2.0}, "tensorboard": None}
     assert optuna_dsat.get_ds_config_from_hparams(hparams, tmp_path) == {
         "train_batch_size": 4,
         "optimizer": {"type": "Adam", "params": {"lr": 2.0}},
