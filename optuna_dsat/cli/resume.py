@@ -23,6 +23,10 @@ _MinGain = Annotated[
         "--min-gain", help="guided: new share by which something must be expected to be better.", show_default=False
     ),
 ]
+_ConfirmTime = Annotated[
+    float | None,
+    typer.Option("--confirm-time", help="New limit of the time for the rounds of finalists, in s.", show_default=False),
+]
 _WaitForGpus = Annotated[
     float | None,
     typer.Option("--wait-for-gpus", help="New limit of the wait for GPUs that others hold, in s.", show_default=False),
@@ -42,13 +46,19 @@ def resume(
     storage: Storage = DEFAULT_STORAGE,
     max_trials: _MaxTrials = None,
     min_gain: _MinGain = None,
+    confirm_time: _ConfirmTime = None,
     wait_for_gpus: _WaitForGpus = None,
     workdir: _Workdir = None,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Continue a study where it stands, with the settings it was started with."""
-    limits = {"max_trials": max_trials, "min_gain": min_gain, "wait_for_gpus_s": wait_for_gpus}
+    limits = {
+        "max_trials": max_trials,
+        "min_gain": min_gain,
+        "confirm_time_s": confirm_time,
+        "wait_for_gpus_s": wait_for_gpus,
+    }
     given = {field: limit for field, limit in limits.items() if limit is not None}
     _continue(name, storage, limits=given, workdir=workdir, quiet=quiet, as_json=as_json, conclude=True)
 

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from optuna_dsat.study.result import TuneResult
 from optuna_dsat.study.spec import StudySpec
-from optuna_dsat.words import metric_in_words
+from optuna_dsat.study.verdict_words import verdict_in_words
 
 if TYPE_CHECKING:
     from optuna_dsat.tuning.gpu_counts import AtGpus
@@ -26,21 +26,9 @@ def show_result(result: TuneResult, *, as_json: bool) -> None:
         print(json.dumps(asdict(result), indent=2))
         return
     ended = ", ".join(f"{count} {outcome}" for outcome, count in sorted(result.launches.items()))
-    value = metric_in_words(result.metric, result.value)
-    if result.low is not None and result.high is not None:
-        low, high = metric_in_words(result.metric, result.low), metric_in_words(result.metric, result.high)
-        value += f" (95 % between {low} and {high})"
     print(f"The search ended: {result.reason}. Launches: {ended}; {result.slot_minutes:.1f} GPU (or rank) minutes.")
-    print(f"Best: trial {result.trial}, {value}")
-    if result.speed_up is not None and result.user_value is not None:
-        own = metric_in_words(result.metric, result.user_value)
-        if result.low is None or result.speed_up_confirmed:
-            print(f"Your own config: {own}; the best is {result.speed_up:.2f} times as good.")
-        else:
-            print(
-                f"Your own config could not be measured again. In the search it reached {own}, and the best "
-                f"{result.speed_up:.2f} times as much as that."
-            )
+    for line in verdict_in_words(result.verdict, metric=result.metric):
+        print(line)
     if result.measurement:
         print(result.measurement)
     if result.learning_rate_advice is not None:

@@ -38,7 +38,7 @@ def lines_of(event: progress.ProgressEvent, metric: str) -> list[str]:
     if isinstance(event, progress.TrialFinished):
         return [_finished_line(event, metric)]
     if isinstance(event, progress.FinalistStarted):
-        return [f"Finalist {event.number}: {event.words}, measured again with more steps ..."]
+        return [f"Round {event.round}, trial {event.number}: {event.words}, measured again with more steps ..."]
     if isinstance(event, progress.FinalistMeasured):
         return [_finalist_line(event, metric)]
     return []
@@ -72,9 +72,9 @@ def _finished_line(event: progress.TrialFinished, metric: str) -> str:
 
 def _finalist_line(event: progress.FinalistMeasured, metric: str) -> str:
     if event.value is None or event.low is None or event.high is None:
-        return f"Finalist {event.number}: {event.words}: {event.message}"
+        return f"Round {event.round}, trial {event.number}: {event.words}: {event.message}"
     return (
-        f"Finalist {event.number}: {event.words}: {metric_in_words(metric, event.value)} "
+        f"Round {event.round}, trial {event.number}: {event.words}: {metric_in_words(metric, event.value)} "
         f"(95 % between {metric_in_words(metric, event.low)} and {metric_in_words(metric, event.high)})"
     )
 

@@ -153,11 +153,11 @@ def _summary(state: LiveState, search: progress.SearchStarted, now: float) -> li
     if state.user_value is not None:
         lines.append(f"Your own config: {metric_in_words(search.metric, state.user_value)}")
     if state.ended_search:
-        budget = f"Finalists: {state.finalists_done} of {search.finalists} measured again"
+        budget = f"Rounds of finalists: {state.finalists_done} launches of at least {search.finalists}"
     else:
         budget = f"{state.launched} of {search.max_trials} launches, {len(state.in_flight)} in flight"
         if search.finalists:
-            budget += f", then {search.finalists} finalists"
+            budget += f", then {search.finalists} of finalists"
     return [*lines, f"{budget}; {_left_in_words(state.left_s(now))}"]
 
 

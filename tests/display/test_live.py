@@ -94,7 +94,7 @@ def test_best_own_config_and_budget_are_told(state: LiveState) -> None:
     text = shown(state, 25.0)
     assert "Best so far: 100 samples/s, 2.00x your config (trial 1: micro-batch 1)" in text
     assert "Your own config: 50 samples/s" in text
-    assert "4 of 10 launches, 2 in flight, then 2 finalists" in text
+    assert "4 of 10 launches, 2 in flight, then 2 of finalists" in text
 
 
 def test_the_time_left_counts_what_runs_side_by_side_and_the_finalists(state: LiveState) -> None:

@@ -1,0 +1,105 @@
+"""A verdict in words: what is handed over, how sure that is, and what to know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from optuna_dsat.study.paired import Ratio
+from optuna_dsat.study.verdict import Verdict, VerdictKind
+from optuna_dsat.words import metric_in_words
+
+__all__ = ["headline", "ratio_in_words", "verdict_in_words"]
+
+
+def verdict_in_words(verdict: Verdict, *, metric: str) -> tuple[str, ...]:
+    """Return a verdict as lines: the headline, speed-ups by global batch, ties, noise and warnings.
+
+    Args:
+        verdict: What came of a study.
+        metric: The metric that is optimised.
+    """
+    lines = [headline(verdict, metric=metric), _by_batch(verdict), _ties(verdict), _noise(verdict)]
+    return (*filter(None, lines), *(f"Warning: {warning}" for warning in verdict.warnings))
+
+
+def headline(verdict: Verdict, *, metric: str) -> str:
+    """Return what is handed over and how it compares with the user's own config, in one or two sentences."""
+    value = metric_in_words(metric, verdict.value)
+    own = "" if verdict.user_value is None else metric_in_words(metric, verdict.user_value)
+    name = "Your own config" if verdict.handed_over == verdict.baseline else f"Trial {verdict.handed_over}"
+    if verdict.kind is VerdictKind.WINNER and verdict.speed_up is not None:
+        return f"{name} is {ratio_in_words(verdict.speed_up)} your own config: {value} against {own}."
+    if verdict.kind is VerdictKind.BASELINE_IS_BEST:
+        return f"Your own config is the best found: {value}.{_runner_up(verdict)}"
+    if verdict.kind is VerdictKind.NOT_CONFIRMED:
+        return (
+            f"Nothing is surely better than your own config, {value}, which is the result: the time of the "
+            f"confirmation ended first.{_runner_up(verdict)} `optuna-dsat resume` with a larger --confirm-time goes on."
+        )
+    if verdict.kind is VerdictKind.NO_BASELINE:
+        told = f"{name} is the best of what was measured again: {value}."
+        if verdict.speed_up is None:
+            return f"{told} Your own config was not measured."
+        return (
+            f"{told} Your own config could not be measured again. In the search it reached {own}, and this one "
+            f"{verdict.speed_up.value:.2f} times as much as that."
+        )
+    told = f"{name} measured best in the search: {value}. It was not confirmed."
+    if verdict.speed_up is None or verdict.handed_over == verdict.baseline:
+        return told
+    return f"{told} Your own config reached {own}; that is {verdict.speed_up.value:.2f} times as good."
+
+
+def ratio_in_words(ratio: Ratio) -> str:
+    """Return a speed-up such as ``1.52 times (95 % between 1.49 and 1.55, 4 rounds) as good as``."""
+    if ratio.low is None or ratio.high is None:
+        return f"{ratio.value:.3g} times as good as"
+    between = f"95 % between {ratio.low:.3g} and {ratio.high:.3g}"
+    return f"{ratio.value:.3g} times ({between}, {ratio.rounds} rounds) as good as"
+
+
+def _runner_up(verdict: Verdict) -> str:
+    others = [one for one in verdict.contenders if one.number != verdict.baseline and one.ratio is not None]
+    best = next((one for one in others if one.number == verdict.best), others[0] if others else None)
+    if best is None or best.ratio is None:
+        return ""
+    return f" The best other, trial {best.number}, is {ratio_in_words(best.ratio)} it."
+
+
+def _by_batch(verdict: Verdict) -> str:
+    """Return the speed-ups at the user's and at the winner's global batch; empty if these are the same."""
+    own, winners = verdict.at_user_batch, verdict.at_own_batch
+    if own is None or winners is None or own.train_batch_size == winners.train_batch_size:
+        return ""
+    if own.number == verdict.baseline:
+        told = "nothing better than your own config was measured again"
+    else:
+        told = f"trial {own.number} is {ratio_in_words(own.ratio)} it"
+    return (
+        f"At the global batch of your own config, {own.train_batch_size} samples, {told}; "
+        f"at {winners.train_batch_size} samples trial {winners.number} is {ratio_in_words(winners.ratio)} it."
+    )
+
+
+def _ties(verdict: Verdict) -> str:
+    if not verdict.ties:
+        return ""
+    names = ["your own config" if one == verdict.baseline else f"trial {one}" for one in verdict.ties]
+    return (
+        f"As good as the result, as far as is known: {_listed(names)}. Of equals the smallest global batch is taken, "
+        "then what is nearest to your own config."
+    )
+
+
+def _noise(verdict: Verdict) -> str:
+    noise = verdict.noise
+    if noise is None:
+        return ""
+    return (
+        f"Launches of one configuration differ by {noise.relative_sd:.1%} on this machine today (standard deviation, "
+        f"from {noise.launches} launches)."
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
