@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
 from optuna.trial import TrialState
 
+from optuna_dsat.cli import main
 from optuna_dsat.cli.show import show_result
 from optuna_dsat.launch.protocol import LaunchUpdate, Observed
 from optuna_dsat.launch.simulated import SimulatedLauncher
+from optuna_dsat.report.notes import trial_note
+from optuna_dsat.report.page import render
+from optuna_dsat.report.view import read_view
 from optuna_dsat.runtime.events import StepMeasured
 from optuna_dsat.study.progress import TrialStepped
 from optuna_dsat.study.result import TuneResult, trial_row
 from optuna_dsat.trials import attributes
+from optuna_dsat.words import steps_in_words
 from tests.harness.landscapes import Hill
 from tests.harness.studies import StudyBench
 
@@ -47,7 +53,7 @@ def _changed(update: LaunchUpdate) -> Iterator[LaunchUpdate]:
 @pytest.fixture
 def result(bench: StudyBench) -> TuneResult:
     launcher = HalfPrecisionLauncher(Hill(), total_slots=2, noise=0.0)
-    found = bench.session(bench.spec(end_profile_step=8), launcher).run()
+    found = bench.session(bench.spec(end_profile_step=8, max_trials=4), launcher).run()
     assert found is not None
     return found
 
@@ -85,7 +91,25 @@ def test_the_result_says_so_in_one_line(result: TuneResult, capsys: pytest.Captu
 
 
 def test_a_script_of_equal_steps_has_no_such_line(bench: StudyBench) -> None:
-    found = bench.session(bench.spec(), SimulatedLauncher(Hill(), total_slots=2, noise=0.0)).run()
+    found = bench.session(bench.spec(max_trials=2), SimulatedLauncher(Hill(), total_slots=2, noise=0.0)).run()
     assert found is not None
     assert found.measurement == ""
     assert "tokens_per_s" not in found.metrics
+
+
+def test_show_report_and_notes_say_so(
+    bench: StudyBench, result: TuneResult, capsys: pytest.CaptureFixture[str]
+) -> None:
+    winner = bench.study().trials[result.trial]
+    told = steps_in_words(**attributes.step_facts(winner))
+    assert told.startswith("2 steps skipped by the loss scaler, not counted; inputs vary in size by 40%")
+    with pytest.raises(SystemExit) as end:
+        main(["show", "s", "--storage", bench.store.url])
+    assert end.value.code == 0
+    assert f"({told})" in capsys.readouterr().out
+    view = read_view(bench.store, "s")
+    assert told in html.unescape(render(view))
+    note = trial_note(view, next(trial for trial in view.trials if trial.number == winner.number))
+    assert "| steps skipped by the loss scaler, not counted | 2 |" in note
+    assert "| inputs vary in size from step to step by | 40% |" in note
+    assert f"| tokens_per_s | {winner.user_attrs[attributes.METRICS]['tokens_per_s']:.4g} tokens/s |" in note
