@@ -1,0 +1,273 @@
+"""The verdict on stored trials and rounds: what is handed over, and what is said beside it."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import optuna
+import pytest
+from optuna.trial import FrozenTrial
+
+from optuna_dsat.launch.conditions import Conditions
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.study.confirmation import next_in_rounds, staying
+from optuna_dsat.study.finalists import choose_finalists
+from optuna_dsat.study.rounds import RoundLaunch, Rounds, order_of_round
+from optuna_dsat.study.spec import StudySpec, make_spec
+from optuna_dsat.study.verdict import Verdict, VerdictKind, verdict_of
+from optuna_dsat.study.verdict_words import verdict_in_words
+from optuna_dsat.trials import attributes
+
+OWN = 0
+"""Number of the trial of the user's own config, at a micro-batch of 2 on 2 ranks."""
+
+
+def trial(number: int, value: float, *, micro_batch: int = 2, **zero: Any) -> FrozenTrial:
+    config = {"train_micro_batch_size_per_gpu": micro_batch, "zero_optimization": {"stage": 2, **zero}}
+    attrs: dict[str, Any] = {attributes.CONFIG: config, attributes.OVERLAY: {}}
+    if number == OWN:
+        attrs[attributes.PURPOSE] = attributes.USER_CONFIG
+    found = optuna.trial.create_trial(value=value, user_attrs=attrs)
+    found.number = number
+    return found
+
+
+def launch(number: int, round_number: int, value: float | None, **changes: Any) -> RoundLaunch:
+    outcome = Outcome.MEASURED if value is not None else Outcome.OUT_OF_MEMORY
+    return RoundLaunch(**{
+        "round": round_number, "number": number, "value": value, "low": value, "high": value, "metrics": {},
+        "steps": 10, "outcome": outcome.value, "message": "", "held_s": 10.0, **changes,
+    })  # fmt: skip
+
+
+def rounds_of(values: Mapping[int, Sequence[float]], **changes: Any) -> Rounds:
+    """Return rounds in which trials measured these values, in the order of the rounds."""
+    launches = [
+        launch(number, index + 1, own[index])
+        for index in range(max(map(len, values.values())))
+        for number, own in values.items()
+        if index < len(own)
+    ]
+    return Rounds(chosen=tuple(values), measured=len(values), launches=tuple(launches), **changes)
+
+
+def judged(trials: Sequence[FrozenTrial], rounds: Rounds, *, tie: float = 0.01, maximize: bool = True) -> Verdict:
+    found = verdict_of(trials, rounds, maximize=maximize, tie=tie, slots=2)
+    assert found is not None
+    assert json.dumps(found.to_json())
+    return found
+
+
+def spec(**changes: Any) -> StudySpec:
+    script = {"script": "/train.py", "cwd": "/", "config_path": ""}
+    values = {"name": "s", "method": "guided", "script": script, "ds_config": {}, "device": "cuda",
+              "slots_per_trial": 2, "metric": "throughput", "output_dir": "/out"}  # fmt: skip
+    return make_spec(**{**values, **changes})
+
+
+TRIALS = (trial(OWN, 10.0), trial(1, 16.0, micro_batch=8), trial(2, 15.9, micro_batch=4))
+
+
+def test_what_is_surely_faster_is_handed_over_with_its_paired_ratio() -> None:
+    found = judged(TRIALS[:2], rounds_of({OWN: [10.0, 8.0, 9.0], 1: [15.0, 12.1, 13.4]}))
+    assert (found.kind, found.handed_over, found.best) == (VerdictKind.WINNER, 1, 1)
+    assert found.speed_up is not None
+    assert found.user_value is not None
+    assert found.speed_up.value == pytest.approx(found.value / found.user_value)
+    assert found.speed_up.low is not None
+    assert 1.45 < found.speed_up.low < 1.5 < (found.speed_up.high or 0.0) < 1.55
+
+
+def test_a_best_that_is_not_surely_faster_is_not_handed_over() -> None:
+    """It was: 'the best is 0.97 times as good' with the config of that best written out."""
+    found = judged(TRIALS[:2], rounds_of({OWN: [10.0, 10.0, 10.0], 1: [9.7, 9.71, 9.69]}))
+    assert (found.kind, found.handed_over, found.best) == (VerdictKind.BASELINE_IS_BEST, OWN, OWN)
+    assert found.speed_up is not None
+    assert found.speed_up.value == 1.0
+    text = verdict_in_words(found, metric="throughput")[0]
+    assert text.startswith("Your own config is the best found: 10 samples/s. The best other, trial 1, is 0.97 times")
+
+
+def test_without_a_confirmation_the_best_measurement_is_the_result_be_it_the_users_own() -> None:
+    found = judged((trial(OWN, 6.101), trial(1, 5.892)), Rounds())
+    assert (found.kind, found.handed_over, found.best) == (VerdictKind.UNCONFIRMED, OWN, OWN)
+    assert found.value == found.user_value == 6.101
+    better = judged((trial(OWN, 6.101), trial(1, 7.0)), Rounds())
+    assert (better.handed_over, better.low) == (1, None)
+    assert better.speed_up is not None
+    assert (better.speed_up.value, better.speed_up.rounds) == (pytest.approx(7 / 6.101), 0)
+
+
+def test_where_the_time_ended_before_it_was_known_the_users_config_is_the_result() -> None:
+    found = judged(TRIALS[:2], rounds_of({OWN: [10.0, 9.0, 11.0], 1: [12.0, 8.9, 11.4]}))
+    assert (found.kind, found.handed_over, found.best) == (VerdictKind.NOT_CONFIRMED, OWN, 1)
+    assert found.best_ratio is not None
+    assert "--confirm-time" in verdict_in_words(found, metric="throughput")[0]
+
+
+def test_without_the_users_config_the_best_of_the_rounds_is_the_result() -> None:
+    found = judged(TRIALS[1:], rounds_of({1: [16.0, 16.1, 15.9], 2: [12.0, 12.1, 11.9]}))
+    assert (found.kind, found.handed_over, found.speed_up) == (VerdictKind.NO_BASELINE, 1, None)
+    failed = rounds_of({1: [16.0, 16.1, 15.9]}).with_launch(launch(OWN, 1, None))
+    found = judged(TRIALS, failed)
+    assert found.kind is VerdictKind.NO_BASELINE
+    assert found.speed_up is not None
+    assert found.speed_up.rounds == 0
+
+
+def test_of_equals_the_smallest_global_batch_wins_and_the_tie_is_named() -> None:
+    """It was: a global batch of 224 as '2.00 times as good', where 32 ran as fast."""
+    trials = (trial(OWN, 73.0), trial(1, 147.0, micro_batch=112), trial(2, 145.0, micro_batch=16))
+    values = {OWN: [73.0, 73.5, 73.2], 1: [147.0, 147.4, 146.9], 2: [146.0, 146.2, 146.1]}
+    found = judged(trials, rounds_of(values))
+    assert (found.kind, found.handed_over, found.best, found.ties) == (VerdictKind.WINNER, 2, 1, (1,))
+    assert "trial 1" in " ".join(verdict_in_words(found, metric="throughput"))
+    assert judged(trials, rounds_of(values), tie=0.001).handed_over == 1
+
+
+def test_of_equals_at_one_batch_the_nearest_to_the_users_config_wins() -> None:
+    far = trial(1, 15.0, micro_batch=4, overlap_comm=True, reduce_bucket_size=5e7)
+    near = trial(2, 15.0, micro_batch=4)
+    found = judged((TRIALS[0], far, near), rounds_of({OWN: [10.0] * 3, 1: [15.01] * 3, 2: [15.0] * 3}))
+    assert found.handed_over == 2
+    assert {one.number: one.differing for one in found.contenders} == {OWN: 0, 1: 3, 2: 1}
+
+
+def test_a_gain_within_the_tie_is_not_worth_another_config() -> None:
+    found = judged(TRIALS[:2], rounds_of({OWN: [10.0] * 3, 1: [10.05, 10.051, 10.049]}))
+    assert (found.kind, found.handed_over, found.ties) == (VerdictKind.BASELINE_IS_BEST, OWN, (1,))
+
+
+def test_what_the_rounds_cannot_tell_apart_is_a_tie() -> None:
+    values = {OWN: [10.0, 10.2, 9.9], 1: [20.0, 20.6, 19.9], 2: [19.9, 20.1, 20.2]}
+    found = judged(TRIALS, rounds_of(values))
+    assert (found.handed_over, found.ties) == (2, (1,))
+
+
+def test_two_speed_ups_compare_the_same_batch_and_the_winners() -> None:
+    trials = (*TRIALS[:2], trial(2, 12.0, overlap_comm=True))
+    values = {OWN: [10.0, 10.1, 9.9], 1: [20.0, 20.3, 19.9], 2: [12.0, 12.1, 11.9]}
+    found = judged(trials, rounds_of(values))
+    assert found.at_user_batch is not None
+    assert found.at_own_batch is not None
+    assert (found.at_user_batch.number, found.at_user_batch.train_batch_size) == (2, 4)
+    assert found.at_user_batch.ratio.value == pytest.approx(1.2, rel=0.01)
+    assert (found.at_own_batch.number, found.at_own_batch.train_batch_size) == (1, 16)
+    text = " ".join(verdict_in_words(found, metric="throughput"))
+    assert "At the global batch of your own config, 4 samples, trial 2 is 1.2 times" in text
+    assert "at 16 samples trial 1 is 2.01 times" in text
+
+
+def test_noise_comes_from_the_rounds_and_a_machine_that_became_busy_is_told() -> None:
+    """It was: '1.56 times as good', where the user's config measured 11.47 in the search and 4.17 after it."""
+    trials = (trial(OWN, 11.47), trial(1, 11.8, micro_batch=4))
+    calm = rounds_of({OWN: [11.5, 11.4, 11.45], 1: [12.0, 11.8, 11.95]})
+    busy = rounds_of({OWN: [11.5, 4.17, 4.2], 1: [17.0, 6.3, 6.4]})
+    assert judged(trials, calm).warnings == ()
+    found = judged(trials, busy)
+    assert found.speed_up is not None
+    assert found.speed_up.surely_above_1, "what slows a whole round does not blur the pairs"
+    drift, since = found.warnings[:2]
+    assert drift.startswith("The machine changed while it was measured: in round 1 your own config was 96% above")
+    assert since.startswith("Your own config measured 11.47 in the search and 5.862 in 3 rounds, 49% below")
+    assert found.noise is not None
+    assert f"launches differ by {found.noise.relative_sd:.1%}" in drift
+
+
+def test_steady_noise_raises_no_warning() -> None:
+    rng = random.Random(7)
+    warned = 0
+    for _ in range(100):
+        values = {n: [10.0 * (1 + n) * math.exp(rng.gauss(0, 0.01)) for _ in range(6)] for n in range(3)}
+        trials = [trial(n, 10.0 * (1 + n)) for n in range(3)]
+        warned += bool(judged(trials, rounds_of(values)).warnings)
+    assert warned <= 5
+
+
+def test_other_work_on_the_machine_is_told_with_figures() -> None:
+    rounds = rounds_of({OWN: [10.0] * 3, 1: [12.0] * 3})
+    beside = [
+        Conditions(window_s=10.0, others_cpu_s=8.0, cores=2),
+        Conditions(window_s=10.0, others_cpu_s=0.2, cores=2),
+        Conditions(gpu_processes=("process 7 (python, user anna)",), throttle_reasons=("power cap",)),
+    ]
+    launches = [launch(OWN, 4 + index, 10.0, conditions=one) for index, one in enumerate(beside)]
+    told = judged(TRIALS[:2], Rounds(chosen=(OWN, 1), launches=(*rounds.launches, *launches))).warnings
+    assert told == (
+        "Trial 1 measured 16 in the search and 12 in 3 rounds, 25% below: only the rounds count.",
+        "Other processes took up to 40% of the time of 2 cores during 1 of 9 launches of the confirmation.",
+        "Others used the GPUs during 1 of 9 launches: process 7 (python, user anna).",
+        "The GPUs' clocks were held down during 1 of 9 launches: power cap.",
+    )
+
+
+def test_what_fails_with_more_steps_is_not_handed_over() -> None:
+    rounds = rounds_of({OWN: [10.0] * 3, 1: [16.0] * 2, 2: [15.0] * 3}).with_launch(launch(1, 3, None))
+    found = judged(TRIALS, rounds)
+    assert found.handed_over == 2
+    assert next(one for one in found.contenders if one.number == 1).left.startswith("out_of_memory")
+
+
+def test_rounds_are_stored_as_plain_values_and_those_of_older_versions_are_one_round() -> None:
+    rounds = rounds_of({OWN: [10.0, 11.0], 1: [12.0]}, since=2)
+    noted = rounds.with_launch(launch(1, 2, 12.5, conditions=Conditions(cores=2, throttle_reasons=("heat",))))
+    stored = {attributes.CONFIRMATION: json.loads(json.dumps(noted.to_json()))}
+    assert Rounds.of(stored) == noted
+    older = {"number": 1, "value": 9.0, "low": 8.0, "high": 10.0, "metrics": {}, "steps": 15, "outcome": "measured",
+             "message": ""}  # fmt: skip
+    assert Rounds.of({attributes.FINALISTS: [older]}).values() == {1: {1: 9.0}}
+    assert Rounds.of({}) == Rounds()
+
+
+def test_the_order_of_a_round_is_drawn_anew_and_the_same_for_whoever_continues_it() -> None:
+    orders = [order_of_round([3, 1, 2, 0], round_number=one, seed=42) for one in range(1, 20)]
+    assert orders == [order_of_round([0, 1, 2, 3], round_number=one, seed=42) for one in range(1, 20)]
+    assert all(sorted(order) == [0, 1, 2, 3] for order in orders)
+    assert len({tuple(order) for order in orders}) > 10
+    assert {order[0] for order in orders} == {0, 1, 2, 3}
+
+
+def test_a_round_that_was_begun_is_finished_first() -> None:
+    rounds = rounds_of({OWN: [10.0], 1: [16.0], 2: [15.0]})
+    order = order_of_round([0, 1, 2], round_number=2, seed=42)
+    for number in order:
+        assert next_in_rounds(rounds, TRIALS, spec=spec(), allowed_s=1e9) == (2, number)
+        rounds = rounds.with_launch(launch(number, 2, 10.0))
+
+
+def test_rounds_end_once_the_speed_up_is_known_and_a_clearly_worse_one_leaves() -> None:
+    precise = rounds_of({OWN: [10.0, 10.01, 9.99], 1: [16.0, 16.1, 15.9], 2: [12.0, 12.1, 11.9]})
+    assert staying(precise, TRIALS, spec=spec()) == [OWN, 1]
+    assert next_in_rounds(precise, TRIALS, spec=spec(), allowed_s=1e9) is None
+    vague = rounds_of({OWN: [10.0, 10.5, 9.5], 1: [16.0, 15.0, 17.0], 2: [8.0, 8.1, 8.2]})
+    assert staying(vague, TRIALS, spec=spec()) == [OWN, 1]
+    turn = next_in_rounds(vague, TRIALS, spec=spec(), allowed_s=1e9)
+    assert turn is not None
+    assert turn[0] == 4
+
+
+def test_the_time_for_rounds_is_limited_after_three_or_as_given() -> None:
+    vague = rounds_of({OWN: [10.0, 10.5, 9.5], 1: [16.0, 15.0, 17.0]})
+    assert next_in_rounds(vague, TRIALS, spec=spec(), allowed_s=60.0) is None, "six launches of ten seconds"
+    assert next_in_rounds(vague, TRIALS, spec=spec(), allowed_s=61.0) is not None
+    begun = rounds_of({OWN: [10.0], 1: [16.0]})
+    assert next_in_rounds(begun, TRIALS, spec=spec(), allowed_s=0.0) is not None, "three rounds at least"
+    assert next_in_rounds(begun, TRIALS, spec=spec(confirm_time_s=20.0), allowed_s=1e9) is None
+    assert next_in_rounds(vague, TRIALS, spec=spec(confirm_time_s=100.0), allowed_s=0.0) is not None
+
+
+def test_finalists_are_the_best_an_equal_of_a_smaller_batch_and_the_best_at_the_users_batch() -> None:
+    trials = [
+        trial(OWN, 73.0), trial(1, 147.0, micro_batch=112), trial(2, 146.9, micro_batch=110),
+        trial(3, 143.0, micro_batch=16), trial(4, 80.0, overlap_comm=True), trial(5, 146.8, micro_batch=111),
+    ]  # fmt: skip
+    ranked = attributes.best_trials(trials, maximize=True)
+    assert choose_finalists(trials, ranked, spec=spec(), noise=None) == [1, 3, 2, 4, OWN]
+    assert choose_finalists(trials, ranked, spec=spec(), noise=0.001) == [1, 2, 5, 4, OWN], "3 % is more than the noise"
+    assert choose_finalists(trials, ranked, spec=spec(confirm=1), noise=None) == [1, OWN]
+    assert choose_finalists(trials, ranked, spec=spec(confirm=0), noise=None) == []
+    assert choose_finalists(trials[:1], trials[:1], spec=spec(), noise=None) == [OWN]
