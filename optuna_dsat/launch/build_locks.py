@@ -7,11 +7,13 @@ make every later launch hang.
 
 from __future__ import annotations
 
+import os
+import platform
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["extensions_dir", "remove_stale_locks"]
+__all__ = ["extensions_dir", "remove_stale_locks", "sign_lock"]
 
 _ABANDONED_S = 600.0
 """Age from which a lock that no process of this machine has open is stale: builds take 30 to 90 s."""
@@ -30,7 +32,7 @@ def remove_stale_locks(environ: Mapping[str, str], *, made_after: float | None =
 
     torch keeps the lock file open while it builds, so an open file has a living builder. A home directory may be shared
     with other machines, whose processes are invisible here: a lock is removed only if it was made during a launch of
-    this tuner that is over, or is ten minutes old.
+    this tuner that is over, is signed by a process of this machine that is gone, or is ten minutes old.
 
     Args:
         environ: Environment of the launch.
@@ -44,10 +46,24 @@ def remove_stale_locks(environ: Mapping[str, str], *, made_after: float | None =
         except OSError:
             continue
         ours = made_after is not None and made >= made_after - 1.0
-        if (ours or time.time() - made > _ABANDONED_S) and not _is_open(path):
+        if (ours or _signer_is_gone(path) or time.time() - made > _ABANDONED_S) and not _is_open(path):
             path.unlink(missing_ok=True)
             stale.append(path)
     return tuple(stale)
+
+
+def sign_lock(path: Path) -> None:
+    """Write into a lock which process of which machine made it: this one."""
+    path.write_text(f"{platform.node()} {os.getpid()}\n", encoding="utf-8")
+
+
+def _signer_is_gone(path: Path) -> bool:
+    """Whether a lock is signed by a process of this machine that has ended."""
+    try:
+        machine, _, pid = path.read_text(encoding="utf-8").strip().rpartition(" ")
+    except (OSError, ValueError):
+        return False
+    return machine == platform.node() and pid.isdigit() and not Path(f"/proc/{pid}").exists()
 
 
 def _is_open(path: Path) -> bool:

@@ -8,16 +8,25 @@ the compilation queries CUDA for the device's capability.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from subprocess import PIPE
+
+from optuna_dsat.launch.build_locks import remove_stale_locks, sign_lock
 
 __all__ = ["compile_operators"]
 
 _LIMIT_S = 900.0
 """Longest time to compile; an operator for CUDA takes some minutes."""
+_LOCKS_S = 5.0
+"""Pause between looks at locks that are in the way."""
 
 
 def compile_operators(builders: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
@@ -28,17 +37,55 @@ def compile_operators(builders: Sequence[str], environ: Mapping[str, str]) -> di
         environ: Environment of the launches.
     """
     command = [sys.executable, "-P", "-m", "optuna_dsat.launch.operators", *builders]
+    began = time.time()
+    with subprocess.Popen(
+        command, env=dict(environ), cwd="/", stdout=PIPE, stderr=PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            output, errors = _output(process, environ, until=time.monotonic() + _LIMIT_S)
+        except subprocess.TimeoutExpired:
+            return dict.fromkeys(builders, f"it took more than {_LIMIT_S:g} s")
+        finally:
+            if process.poll() is None:  # with its compilers, which would write on
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                remove_stale_locks(environ, made_after=began)
     try:
-        done = subprocess.run(
-            command, env=environ, cwd="/", capture_output=True, text=True, check=False, timeout=_LIMIT_S
-        )
-    except subprocess.TimeoutExpired:
-        return dict.fromkeys(builders, f"it took more than {_LIMIT_S:g} s")
-    try:
-        answer: dict[str, str] = json.loads(done.stdout.rstrip().rpartition("\n")[2])
+        answer: dict[str, str] = json.loads(output.rstrip().rpartition("\n")[2])
     except ValueError:
-        return dict.fromkeys(builders, (done.stderr.strip().splitlines() or ["no answer"])[-1])
+        return dict.fromkeys(builders, (errors.strip().splitlines() or ["no answer"])[-1])
     return {name: why for name, why in answer.items() if why}
+
+
+def _output(process: subprocess.Popen[str], environ: Mapping[str, str], *, until: float) -> tuple[str, str]:
+    """Return what a process wrote; locks that it waits for are removed once they are stale.
+
+    Raises:
+        subprocess.TimeoutExpired: If it has not ended at ``until``, a time of ``time.monotonic``.
+    """
+    while True:
+        remove_stale_locks(environ)
+        try:
+            return process.communicate(timeout=_LOCKS_S)
+        except subprocess.TimeoutExpired:
+            if time.monotonic() > until:
+                raise
+
+
+def _sign_locks() -> None:
+    """Have torch's locks name this process, so that they are known to be stale once it is gone."""
+    from torch.utils.file_baton import FileBaton
+
+    acquire = FileBaton.try_acquire
+
+    @functools.wraps(acquire)
+    def try_acquire(baton: FileBaton) -> bool | None:
+        taken = acquire(baton)
+        if taken:
+            sign_lock(Path(baton.lock_file_path))
+        return taken
+
+    FileBaton.try_acquire = try_acquire  # type: ignore[assignment, method-assign]
 
 
 def _compile(name: str) -> str:
@@ -58,6 +105,7 @@ def main(builders: Sequence[str]) -> None:
     """Compile and print the result; the compilers' output goes to standard error."""
     answer = os.dup(1)
     os.dup2(2, 1)
+    _sign_locks()
     found = {name: _compile(name) for name in builders}
     os.write(answer, json.dumps(found).encode() + b"\n")
 

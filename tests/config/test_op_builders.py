@@ -1,13 +1,19 @@
 from __future__ import annotations
 
 import os
+import platform
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from optuna_dsat.config.op_builders import operators_of
 from optuna_dsat.config.space_builder import SpaceRequest, build_space
+from optuna_dsat.launch import operators
+from optuna_dsat.launch.build_locks import remove_stale_locks
 from optuna_dsat.launch.command import device_environment
 from optuna_dsat.launch.operators import compile_operators
 
@@ -40,3 +46,46 @@ def test_what_cannot_be_compiled_is_said(tmp_path: Path) -> None:
     failed = compile_operators(["ShareMemCommBuilder", "FusedLambBuilder"], environ)
     assert list(failed) == ["ShareMemCommBuilder"]
     assert "ninja" in failed["ShareMemCommBuilder"].lower()
+
+
+def test_a_lock_of_a_build_that_was_killed_is_not_waited_for(tmp_path: Path) -> None:
+    """Its maker's name is in it; one that is younger than ten minutes and says nothing may be another machine's."""
+    environ = device_environment(os.environ, kind="cpu") | {"PATH": "/nowhere", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    lock = tmp_path / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir()
+    with subprocess.Popen(["true"]) as gone:
+        pass
+    lock.write_text(f"{platform.node()} {gone.pid}\n")
+    began = time.monotonic()
+    assert "ninja" in compile_operators(["ShareMemCommBuilder"], environ)["ShareMemCommBuilder"].lower()
+    assert time.monotonic() - began < 60.0
+    assert not lock.exists()
+
+
+def test_a_build_that_is_cut_short_leaves_neither_its_processes_nor_its_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    ninja = tools / "ninja"
+    ninja.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exit 0\necho $$ > "$TORCH_EXTENSIONS_DIR/pid"\nexec sleep 60\n'
+    )
+    ninja.chmod(0o755)
+    compiler = f"{tools}:/usr/bin:/bin"
+    environ = device_environment(os.environ, kind="cpu") | {"PATH": compiler, "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    monkeypatch.setattr(operators, "_LOCKS_S", 0.2)
+    monkeypatch.setattr(operators, "_LIMIT_S", 30.0)
+
+    def one_look(*_: Any, **__: Any) -> None:
+        if (tmp_path / "pid").exists():
+            assert (tmp_path / "deepspeed_shm_comm" / "lock").read_text().startswith(platform.node())
+            monkeypatch.setattr(operators, "remove_stale_locks", remove_stale_locks)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(operators, "remove_stale_locks", one_look)
+    with pytest.raises(KeyboardInterrupt):
+        compile_operators(["ShareMemCommBuilder"], environ)
+    assert not (tmp_path / "deepspeed_shm_comm" / "lock").exists()
+    compiler_pid = int((tmp_path / "pid").read_text())
+    assert not psutil.pid_exists(compiler_pid) or psutil.Process(compiler_pid).status() == psutil.STATUS_ZOMBIE
