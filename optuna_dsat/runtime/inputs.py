@@ -46,7 +46,7 @@ def size_of(batch: Any) -> InputSize | None:
     tokens = [tensor for tensor in tensors if _holds_tokens(tensor)]
     return InputSize(
         samples=int(tensors[0].shape[0]),
-        elements=max(math.prod(tensor.shape) for tensor in tokens or tensors),
+        elements=max(_elements(tensor) for tensor in tokens or tensors),
         are_tokens=bool(tokens),
     )
 
@@ -55,6 +55,12 @@ def leading_dimension(batch: Any) -> int | None:
     """Return the leading dimension of the first tensor in a batch; None if none is found."""
     size = size_of(batch)
     return None if size is None else size.samples
+
+
+def _elements(tensor: Any) -> int:
+    if callable(getattr(tensor, "numel", None)):  # torch's; the shape of a ragged one has no product
+        return int(tensor.numel())
+    return math.prod(tensor.shape)
 
 
 def _holds_tokens(tensor: Any) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import UserDict
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -260,6 +262,12 @@ def test_evaluation_between_steps_is_recorded_apart(fed: str) -> None:
     assert second.samples == 4
 
 
+def ragged(*lengths: int) -> torch.Tensor:
+    rows = [torch.ones(length, dtype=torch.int64) for length in lengths]
+    with warnings.catch_warnings(action="ignore"):  # that its interface may change
+        return torch.nested.nested_tensor(rows, layout=torch.jagged)
+
+
 class ScalingEngine(Engine):
     """Skips the given updates, as DeepSpeed's engine does after an overflow."""
 
@@ -361,9 +369,11 @@ def test_the_elements_of_all_micro_batches_are_noted() -> None:
         ((torch.ones(2, 3, 8, 8), torch.ones(2, dtype=torch.int64)), (2, 384, False)),
         ({"ids": torch.ones(2, 7, dtype=torch.int32), "labels": torch.ones(2, 5, dtype=torch.int64)}, (2, 14, True)),
         ((torch.ones(2, 9, dtype=torch.uint8),), (2, 18, False)),
+        (numpy.ones((2, 7), dtype=numpy.int64), (2, 14, True)),
+        (ragged(3, 5), (2, 8, True)),
         (torch.tensor(1.0), None),
     ],
-    ids=["images", "images and classes", "source and target", "bytes", "a number"],
+    ids=["images", "images and classes", "source and target", "bytes", "NumPy's", "ragged", "a number"],
 )
 def test_the_size_of_inputs_is_that_of_tokens_or_of_the_largest(batch: Any, size: tuple[int, int, bool] | None) -> None:
     found = size_of(batch)
