@@ -7,13 +7,17 @@ import json
 import os
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from optuna_dsat.runtime.arguments import parse_command, replace_config_paths
 from optuna_dsat.runtime.events import RankFinished, decode_event
+from optuna_dsat.runtime.hugging_face_hook import HuggingFaceHook
 from optuna_dsat.runtime.launch_plan import LAUNCH_ENV, LaunchPlan
+from optuna_dsat.runtime.lightning_hook import LightningHook
+from optuna_dsat.runtime.loss_scaling import MOST_SKIPPED_STEPS
 from optuna_dsat.runtime.rank import Rank
 from optuna_dsat.runtime.writer import EventWriteError, EventWriter
 
@@ -164,3 +168,18 @@ def test_a_line_cut_short_does_not_spoil_the_next(tmp_path: Path, monkeypatch: p
     writer.write(FINISHED)
     lines = path.read_text(encoding="utf-8").splitlines()
     assert [decode_event(line) for line in lines] == [None, FINISHED]
+
+
+RANK = Rank(rank=0, local_rank=0, world_size=1, local_world_size=1, host="h", launch_path="", can_compile=False)
+
+
+@pytest.mark.parametrize(("own", "allowed"), [(2, 5 + MOST_SKIPPED_STEPS), (1000, 1000)])
+def test_trainers_may_run_on_for_steps_that_are_skipped(own: int, allowed: int) -> None:
+    described = plan(start_profile_step=3, end_profile_step=5)
+    arguments = SimpleNamespace(lr_scheduler_type="linear", max_steps=own, num_train_epochs=1.0)
+    HuggingFaceHook(plan=described, rank=RANK, write=print)._disable_evaluation_and_saving(arguments)
+    assert arguments.max_steps == allowed
+    loop = SimpleNamespace(max_epochs=own, epoch_loop=SimpleNamespace(max_steps=own))
+    trainer = SimpleNamespace(callbacks=[], fit_loop=loop)
+    LightningHook(plan=described, rank=RANK, write=print)._disable_evaluation_and_saving(trainer)
+    assert (loop.max_epochs, loop.epoch_loop.max_steps) == (allowed, allowed)
