@@ -25,9 +25,11 @@ from optuna_dsat.runtime.events import (
     Event,
     ModulesImported,
     ProfileMeasured,
+    RankFailed,
     StepMeasured,
     TrainerFound,
 )
+from optuna_dsat.runtime.trial_config import PartitionedModelError
 
 __all__ = [
     "GlobalStep",
@@ -311,6 +313,8 @@ class LaunchRecord:
         self.trainer: TrainerFound | None = None
         self.imported: ModulesImported | None = None
         self.batch_sources: BatchSourcesFound | None = None
+        self.needs_zero_3 = False
+        """Whether a rank failed because the script builds its model within ``deepspeed.zero.Init`` below ZeRO 3."""
         self.environment: dict[str, str] = {}
         """Variables that the runtime set for the script: name -> value."""
         self.boundaries: list[GlobalStep] = []
@@ -363,6 +367,8 @@ class LaunchRecord:
             self.environment = dict(event.variables)
         elif isinstance(event, ProfileMeasured):
             self.profile = _worst_profile(self.profile, event)
+        elif isinstance(event, RankFailed):
+            self.needs_zero_3 |= event.error_type == PartitionedModelError.__name__
         elif isinstance(event, StepMeasured):
             self.events.append(event)
             ranks = self._waiting[event.step]

@@ -12,7 +12,11 @@ from optuna_dsat.runtime.launch_plan import LaunchPlan
 from optuna_dsat.runtime.overlay import effective_config, read_config
 from optuna_dsat.runtime.side_effects import without_monitors
 
-__all__ = ["TrialConfig"]
+__all__ = ["PartitionedModelError", "TrialConfig"]
+
+
+class PartitionedModelError(ValueError):
+    """The script builds its model within ``deepspeed.zero.Init``, whatever the ZeRO stage; only ZeRO 3 takes it."""
 
 
 class TrialConfig:
@@ -63,8 +67,8 @@ class TrialConfig:
         """Reject models that DeepSpeed would reject with an unclear error.
 
         Raises:
-            ValueError: If a pipeline module is configured with ZeRO 2 or 3, or a model built within
-                ``deepspeed.zero.Init`` with a stage below 3.
+            ValueError: If a pipeline module is configured with ZeRO 2 or 3.
+            PartitionedModelError: If a model built within ``deepspeed.zero.Init`` is configured with a stage below 3.
         """
         stage = _stage_of(config)
         if stage > 1 and any(cls.__name__ == "PipelineModule" for cls in type(model).__mro__):
@@ -73,7 +77,7 @@ class TrialConfig:
                 f"ZeRO {stage}. Set zero_optimization.stage to 0 or 1 in {Path(self._plan.user_config_path).name}."
             )
         if stage < 3 and any(hasattr(parameter, "ds_id") for parameter in getattr(model, "parameters", list)()):
-            raise ValueError(
+            raise PartitionedModelError(
                 f"The script builds its model within deepspeed.zero.Init, which is for ZeRO 3; this configuration is "
                 f"ZeRO {stage}. Tune with --zero-stages 3, or enter zero.Init at ZeRO 3 only (enabled=...)."
             )

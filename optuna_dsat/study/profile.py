@@ -73,6 +73,8 @@ class Profiled:
     pipeline: bool
     """Whether the script trains a pipeline module (ZeRO at most 1)."""
     device: str
+    only_zero_3: bool = False
+    """Whether the script builds its model within ``deepspeed.zero.Init`` at any stage, which ZeRO 3 alone takes."""
     data_parallel_size: int | None = None
     """Ranks that consume different samples; None for all ranks (profiles of older versions)."""
     takes_local_rank: bool = False
@@ -101,8 +103,9 @@ class Profiled:
 
     def followed_by(self, spec: StudySpec) -> StudySpec:
         """Return a spec as the script means it: its trainer's and its own batch sizes filled in and followed."""
+        stages = (3,) if self.only_zero_3 else spec.zero_stages
         return follow_script(
-            spec,
+            spec.model_copy(update={"zero_stages": stages}),
             differences=self.config_differences,
             trainer=self.trainer,
             defaults=self.option_defaults,
@@ -123,6 +126,7 @@ class Profiled:
             "measured_with": self.measured_with,
             "pipeline": self.pipeline,
             "device": self.device,
+            "only_zero_3": self.only_zero_3,
             "data_parallel_size": self.data_parallel_size,
             "takes_local_rank": self.takes_local_rank,
             "trainer": None if self.trainer is None else self.trainer.to_json(),
@@ -144,6 +148,7 @@ class Profiled:
             measured_with=record["measured_with"] if "measured_with" in record else record["rung"],
             pipeline=record["pipeline"],
             device=record["device"],
+            only_zero_3=record.get("only_zero_3", False),
             data_parallel_size=record.get("data_parallel_size"),
             takes_local_rank=record.get("takes_local_rank", False),
             trainer=None if trainer is None else ScriptTrainer.from_json(trainer),
@@ -196,9 +201,10 @@ def measure_profile(
             data are fewer than the smallest micro-batch.
     """
     tried: list[str] = []
-    pipeline = False
+    pipeline = only_zero_3 = False
     for index, attempt in enumerate(profile_attempts(spec)):
-        if pipeline and attempt.structure is not None and attempt.structure.stage > 1:
+        stage = None if attempt.structure is None else attempt.structure.stage
+        if stage is not None and ((pipeline and stage > 1) or (only_zero_3 and stage < 3)):
             continue  # DeepSpeed refuses it
         on_attempt(attempt)
         request = launch_request(
@@ -215,8 +221,9 @@ def measure_profile(
             _check_data(record, smallest=attempt.micro_batch)
             batch = find_batch_rule(spec, launcher, record, overlay=request.overlay, on_report=on_report, wait=wait)
             found = _profiled(attempt, record, record.profile, record.engine, batch=batch)
-            return replace(found, option_defaults=_mapped_defaults(spec, record))
-        if not report.outcome.infeasible:
+            return replace(found, option_defaults=_mapped_defaults(spec, record), only_zero_3=only_zero_3)
+        only_zero_3 |= record.needs_zero_3 and 3 in spec.zero_stages
+        if not (report.outcome.infeasible or (record.needs_zero_3 and only_zero_3)):
             raise _failure(spec, report)
         pipeline = record.engine is not None and record.engine.pipeline
         missing = "" if report.missing_bytes is None else f", short of {report.missing_bytes / 2**20:.0f} MiB"

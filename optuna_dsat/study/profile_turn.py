@@ -53,7 +53,7 @@ class ProfileTurn:
         profiled, reused = self._find_or_measure()
         largest = {
             stage: size
-            for (stage, offloaded), size in largest_micro_batches(self._spec, profiled).items()
+            for (stage, offloaded), size in largest_micro_batches(profiled.followed_by(self._spec), profiled).items()
             if not offloaded
         }
         self._context.observer(
@@ -64,6 +64,11 @@ class ProfileTurn:
                 largest_micro_batches=largest,
             )
         )
+        if profiled.only_zero_3:
+            self._context.say(
+                "The script builds its model within deepspeed.zero.Init, which is for ZeRO 3: only ZeRO 3 is searched. "
+                "Enter zero.Init at ZeRO 3 only (enabled=...) to have the other stages searched, too."
+            )
         samples = profiled.samples_per_rank
         if samples is not None and micro_batch_cap(self._spec, profiled) == samples:
             config, _ = user_config(profiled.followed_by(self._spec), data_parallel_size=profiled.data_parallel_size)

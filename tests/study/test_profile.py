@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from optuna_dsat.launch.follow import follow
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.events import RankFailed
+from optuna_dsat.runtime.trial_config import PartitionedModelError
+from optuna_dsat.study import profile
 from optuna_dsat.study.profile import Profiled, profile_attempts
 from optuna_dsat.study.stored import read_stored
 from tests.harness.landscapes import Hill
@@ -46,3 +52,37 @@ def test_the_profile_launch_uses_the_smallest_micro_batch_that_is_allowed(
     attempts = list(profile_attempts(spec))
     assert len(attempts) > 1
     assert {attempt.overlay()["train_micro_batch_size_per_gpu"] for attempt in attempts} == {smallest}
+
+
+def test_a_model_built_within_zero_init_climbs_to_zero_3(bench: StudyBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    stages = []
+
+    def refusing(launcher: Any, request: Any, **options: Any) -> Any:
+        record, report = follow(launcher, request, **options)
+        stages.append((request.ds_config.get("zero_optimization") or {}).get("stage", 0))
+        if stages[-1] == 3:
+            return record, report
+        failed = RankFailed(
+            rank=0,
+            time=0.0,
+            outcome="invalid_config",
+            phase="initialize",
+            error_type=PartitionedModelError.__name__,
+            message="within deepspeed.zero.Init",
+            traceback="",
+            missing_bytes=None,
+            steps=0,
+        )
+        record.add(failed)
+        return record, replace(report, outcome=Outcome.INVALID_CONFIG)
+
+    monkeypatch.setattr(profile, "follow", refusing)
+    spec = bench.spec(max_trials=3, confirm=0, enqueue_user_config=False)
+    assert len(spec.zero_stages) > 1
+    bench.run(spec, Hill())
+    assert len(stages) == 2, "no stage between is tried"
+    assert stages[-1] == 3
+    profiled = read_stored(bench.store, "s").profiled
+    assert profiled is not None
+    assert Profiled.from_json(profiled.to_json()).only_zero_3
+    assert {trial.params["zero_stage"] for trial in bench.study().trials} == {3}
