@@ -1,0 +1,230 @@
+"""Whole studies whose finalists are measured in rounds, over simulated landscapes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optuna_dsat.errors import ConfigError, UsageError
+from optuna_dsat.launch.protocol import LaunchRequest
+from optuna_dsat.launch.simulated import SimulatedLauncher, SimulatedResult
+from optuna_dsat.study.result import TuneResult
+from optuna_dsat.study.rounds import Rounds
+from optuna_dsat.study.stored import read_stored
+from optuna_dsat.study.verdict import VerdictKind
+from optuna_dsat.trials import attributes
+from tests.harness.landscapes import Hill
+from tests.harness.studies import USER_CONFIG, StudyBench
+
+IN_THE_DATABASE = frozenset({"test_a_killed_tuner_goes_on_with_the_round_that_was_begun"})
+"""Tests whose trials are in SQLite."""
+
+
+def rounds_of(bench: StudyBench) -> Rounds:
+    return Rounds.of(bench.study().user_attrs)
+
+
+def turns_of(bench: StudyBench) -> list[tuple[int, int]]:
+    return [(one.round, one.number) for one in rounds_of(bench).launches]
+
+
+def found(result: TuneResult | None) -> TuneResult:
+    assert result is not None
+    return result
+
+
+def micro_batch_of(config: Mapping[str, Any]) -> int:
+    return int(config["train_micro_batch_size_per_gpu"])
+
+
+def step_of(seconds: float) -> SimulatedResult:
+    return SimulatedResult(startup_s=5, forward_s=seconds, backward_s=0.0, step_s=0.0, peak_bytes=2**34)
+
+
+class Interrupting(SimulatedLauncher):
+    """Ctrl-C comes instead of the fifth launch of the confirmation."""
+
+    def __init__(self, landscape: Hill) -> None:
+        super().__init__(landscape, total_slots=2)
+        self.confirmed = 0
+
+    def start(self, request: LaunchRequest) -> None:
+        self.confirmed += request.purpose == "confirm"
+        if self.confirmed == 5:
+            raise KeyboardInterrupt
+        super().start(request)
+
+
+def test_finalists_and_the_users_config_run_in_rounds_in_orders_drawn_anew(bench: StudyBench) -> None:
+    result = found(bench.run(bench.spec(), Hill()))
+    turns, chosen = turns_of(bench), rounds_of(bench).chosen
+    assert result.verdict.rounds == 3
+    for number in (1, 2, 3):
+        assert sorted(one for round_number, one in turns if round_number == number) == sorted(chosen)
+    assert 0 in chosen
+    assert len({tuple(one for round_number, one in turns if round_number == number) for number in (1, 2, 3)}) > 1
+    assert result.verdict.kind is VerdictKind.WINNER
+    assert result.speed_up_low is not None
+    assert result.speed_up is not None
+    assert result.speed_up_low > 1
+    written = json.loads(Path(result.metrics_path).read_text())
+    assert written["verdict"]["speed_up"]["value"] == result.speed_up
+    assert read_stored(bench.store, "s").verdict == result.verdict, "one definition"
+
+
+def test_a_killed_tuner_goes_on_with_the_round_that_was_begun(bench: StudyBench) -> None:
+    whole = bench.spec(name="whole")
+    bench.run(whole, Hill())
+    expected = [(one.round, one.number) for one in Rounds.of(bench.study("whole").user_attrs).launches]
+    session = bench.session(bench.spec(), Interrupting(Hill()))
+    partial = found(session.run())
+    assert session.interrupted
+    assert partial.verdict.rounds <= 2
+    assert turns_of(bench) == expected[:4]
+    found(bench.run(bench.spec(), Hill()))
+    assert turns_of(bench) == expected
+
+
+def test_a_raised_budget_compares_a_new_best_in_rounds_of_its_own(bench: StudyBench) -> None:
+    first = found(bench.run(bench.spec(max_trials=3), Hill()))
+    before = rounds_of(bench).last
+    again = found(bench.run(bench.spec(max_trials=12), Hill()))
+    later = [one for one in rounds_of(bench).launches if one.round > before]
+    assert again.trial != first.trial
+    assert {again.trial, 0} <= {one.number for one in later}
+    assert sum(one.number == again.trial for one in later) >= 3, "not paired with rounds of another day"
+    quiet = Hill()
+    found(bench.run(bench.spec(max_trials=12), quiet))
+    assert quiet.configs == []
+
+
+def test_where_nothing_beats_the_users_config_that_is_the_result(bench: StudyBench) -> None:
+    def own_is_best(config: Mapping[str, Any]) -> SimulatedResult:
+        own = micro_batch_of(config) == 2 and config["zero_optimization"]["stage"] == 2
+        return step_of(0.02 * micro_batch_of(config) * (1.0 if own else 1.1))
+
+    config = {**USER_CONFIG, "zero_optimization": {"stage": 2, "overlap_comm": True}}
+    result = found(bench.run(bench.spec(ds_config=config, zero_stages=(1, 3)), Hill(own_is_best), noise=0.01))
+    assert result.verdict.kind is VerdictKind.BASELINE_IS_BEST
+    assert (result.trial, result.speed_up) == (0, 1.0)
+    written = json.loads(Path(result.config_path).read_text())
+    assert (written["train_batch_size"], written["zero_optimization"]["stage"]) == (4, 2)
+    assert result.learning_rate_advice is None
+
+
+def test_a_machine_that_slows_down_between_rounds_changes_the_warning_not_the_speed_up(bench: StudyBench) -> None:
+    confirmed: list[str] = []
+
+    class SlowingDown(SimulatedLauncher):
+        def start(self, request: LaunchRequest) -> None:
+            if request.purpose == "confirm":
+                confirmed.append(request.launch_id)
+            super().start(request)
+
+    def slower(config: Mapping[str, Any]) -> SimulatedResult:
+        busy = 2.75 if "-round-3" in "".join(confirmed[-1:]) else 1.0
+        return step_of(busy * 0.01 * (micro_batch_of(config) + 4))
+
+    launcher = SlowingDown(Hill(slower), total_slots=2, noise=0.002)
+    result = found(bench.session(bench.spec(metric="latency", zero_stages=(2,)), launcher).run())
+    calm = found(bench.run(bench.spec(name="calm", metric="latency", zero_stages=(2,)), Hill(
+        lambda config: step_of(0.01 * (micro_batch_of(config) + 4))), noise=0.002))  # fmt: skip
+    assert any("in round 3 your own config was" in one for one in result.verdict.warnings), result.verdict.warnings
+    assert calm.verdict.warnings == ()
+    assert result.speed_up == pytest.approx(calm.speed_up, rel=0.01)
+
+
+def test_rounds_that_are_too_few_for_the_noise_hand_over_the_users_config(bench: StudyBench) -> None:
+    def alike(config: Mapping[str, Any]) -> SimulatedResult:
+        return step_of(0.05 * micro_batch_of(config))
+
+    result = found(bench.run(bench.spec(confirm_time_s=200.0, tie=0.0), Hill(alike), noise=0.1))
+    assert result.verdict.kind is VerdictKind.NOT_CONFIRMED
+    assert (result.trial, result.speed_up) == (0, 1.0)
+    assert rounds_of(bench).spent_s >= 200.0
+    more = found(bench.run(bench.spec(confirm_time_s=4000.0, tie=0.0), Hill(alike), noise=0.1))
+    assert more.verdict.rounds > result.verdict.rounds, "it goes on where more time is given"
+
+
+def test_no_more_is_spent_than_a_share_of_the_search(bench: StudyBench) -> None:
+    found(bench.run(bench.spec(max_trials=30), Hill(), noise=0.1))
+    launches = bench.store.launches(read_stored(bench.store, "s").record.uuid)
+    spent = {again: sum(one.report.held_s for one in launches if (one.purpose == "confirm") is again)
+             for again in (True, False)}  # fmt: skip
+    rounds = rounds_of(bench)
+    assert rounds.last == 3 or spent[True] < 0.25 * spent[False] + 300, "a round that was begun is finished"
+
+
+def test_of_what_runs_as_fast_the_smaller_batch_is_found_and_wins(bench: StudyBench) -> None:
+    """A global batch of 224 was handed over as '2.00 times as good', where 32 ran as fast."""
+
+    def saturates(config: Mapping[str, Any]) -> SimulatedResult | None:
+        micro_batch = micro_batch_of(config)
+        return None if micro_batch > 40 else step_of(0.02 * max(micro_batch, 8) * (1.0005 if micro_batch < 20 else 1.0))
+
+    spec = bench.spec(method="binary", max_trials=24, zero_stages=(2,))
+    result = found(bench.run(spec, Hill(saturates)))
+    trials = [one for one in bench.study().trials if one.value is not None]
+    best = max(trials, key=lambda one: one.value or 0.0)
+    assert result.train_batch_size < 40 <= 2 * micro_batch_of(best.user_attrs[attributes.CONFIG])
+    assert result.verdict.ties
+    assert result.value > 0.99 * (best.value or 0.0)
+
+
+def test_a_kept_global_batch_is_compared_with_the_users_config_at_it(bench: StudyBench) -> None:
+    result = found(bench.run(bench.spec(train_batch_size=96, max_trials=12), Hill()))
+    own = bench.study().trials[0].user_attrs[attributes.CONFIG]
+    assert (own["train_micro_batch_size_per_gpu"], own["gradient_accumulation_steps"]) == (2, 24)
+    assert result.verdict.at_user_batch is not None
+    assert result.verdict.at_own_batch is not None
+    assert result.verdict.at_user_batch.train_batch_size == result.verdict.at_own_batch.train_batch_size == 96
+
+
+@pytest.mark.parametrize("method", ["binary", "guided"])
+def test_the_users_own_global_batch_may_be_kept(bench: StudyBench, method: str) -> None:
+    config = {**USER_CONFIG, "gradient_accumulation_steps": 6}
+    result = found(bench.run(bench.spec(method=method, ds_config=config, batch="keep", confirm=0), Hill()))
+    configs = [one.user_attrs[attributes.CONFIG] for one in bench.study().trials if attributes.CONFIG in one.user_attrs]
+    assert {2 * micro_batch_of(one) * one["gradient_accumulation_steps"] for one in configs} == {24}
+    assert result.train_batch_size == result.user_train_batch_size == 24
+    assert len({micro_batch_of(one) for one in configs}) > 1
+    with pytest.raises(UsageError, match="--batch keep"):
+        bench.spec(batch="keep", train_batch_size=8)
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [({"dataset_size": 400}, 40), ({"dataset_size": 400, "max_train_batch_size": 60}, 60), ({"dataset_size": 20}, 4)],
+)
+@pytest.mark.parametrize("method", ["random", "guided"])
+def test_no_global_batch_is_searched_beyond_a_tenth_of_the_data(
+    bench: StudyBench, method: str, options: dict[str, int], most: int
+) -> None:
+    """A script with 4,096 samples was tried at a global batch of 6,662."""
+    result = found(bench.run(bench.spec(method=method, confirm=0, max_trials=10, **options), Hill()))
+    configs = [one.user_attrs[attributes.CONFIG] for one in bench.study().trials if attributes.CONFIG in one.user_attrs]
+    batches = [2 * micro_batch_of(one) for one in configs]
+    assert most / 4 <= max(batches) <= most
+    assert result.dataset_size == options["dataset_size"]
+    if result.train_batch_size != 4:
+        told = str(result.learning_rate_advice)
+        assert f"an epoch from {options['dataset_size'] // 4} to" in told
+        assert "rule of thumb" in told
+
+
+@pytest.mark.parametrize("method", ["random", "binary", "guided"])
+def test_micro_batches_may_be_multiples_of_a_number(bench: StudyBench, method: str) -> None:
+    hill = Hill()
+    found(bench.run(bench.spec(method=method, divisible_by=8, confirm=0, max_trials=10), hill))
+    configs = [one.user_attrs[attributes.CONFIG] for one in bench.study().trials if attributes.CONFIG in one.user_attrs]
+    sizes = [micro_batch_of(one) for one in configs[1:]]
+    assert all(size % 8 == 0 for size in sizes), "all but the user's own"
+    assert micro_batch_of(hill.configs[0]) == 8, "the profile, too"
+    listed = {**USER_CONFIG, "train_micro_batch_size_per_gpu": [2, 4]}
+    impossible = bench.spec(name="t", ds_config=listed, divisible_by=8)
+    with pytest.raises(ConfigError, match=r"--divisible-by"):
+        bench.run(impossible, Hill())
