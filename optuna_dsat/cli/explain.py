@@ -42,7 +42,7 @@ def _show(explanation: Explanation, words: str) -> None:
     print(f"A step of the winner goes into: {shares} (fitted model). It is bound by: {explanation.bound}.")
     if explanation.peak_bytes is not None:
         device = bytes_in_words(explanation.device_bytes)
-        print(f"It takes {bytes_in_words(explanation.peak_bytes)} of {device} of device memory (measured).")
+        print(f"A rank takes {bytes_in_words(explanation.peak_bytes)} of the {device} that it may (measured).")
     if explanation.utilisation is not None:
         print(f"It reaches {explanation.utilisation:.0%} of the GPU's peak FLOPS (measured).")
     for text in explanation.proposals:
