@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
 import subprocess
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,20 +115,21 @@ class Sandbox:
         paths = (str(self.folder / "site"), self.entry.env.get("PYTHONPATH"), os.environ.get("PYTHONPATH"))
         return {**environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
-    def run(self, name: str, command: Sequence[str], *, limit_s: float, **environ: str) -> Ran:
+    def run(self, name: str, command: Sequence[str], *, limit_s: float, shared: bool = False, **environ: str) -> Ran:
         """Run a command in the script's folder, in a session of its own, until it ends or its time is up.
 
         Args:
             name: Of this run; its output is kept in ``NAME.out`` and ``NAME.err``.
             command: The command.
-            limit_s: Seconds that it may take.
+            limit_s: Seconds that it may take, once it has begun.
+            shared: Whether others may run beside it; those that use the launcher's one port may not.
             environ: Further variables.
         """
         witness = self.folder / f"{name}.witness"
         witness.mkdir()
         out, err = self.folder / f"{name}.out", self.folder / f"{name}.err"
-        begun = time.monotonic()
-        with out.open("wb") as output, err.open("wb") as errors:
+        with out.open("wb") as output, err.open("wb") as errors, contextlib.nullcontext() if shared else _port():
+            begun = time.monotonic()
             process = subprocess.Popen(
                 list(command),
                 cwd=self.cwd,
@@ -145,6 +148,14 @@ class Sandbox:
             seconds=time.monotonic() - begun,
             witnessed=_rows(witness),
         )
+
+
+@contextlib.contextmanager
+def _port() -> Iterator[None]:
+    """Wait for the port that DeepSpeed's launcher uses, among all runs of this machine."""
+    with (Path(tempfile.gettempdir()) / "first-try-port.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:

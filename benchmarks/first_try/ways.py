@@ -50,7 +50,7 @@ def _search(sandbox: Sandbox, limits: Limits, name: str, options: tuple[str, ...
     budget = ("--max-trials", str(limits.trials), "--confirm", "0", "--trial-timeout", str(limits.train_s))
     places = ("--output-dir", str(sandbox.folder / name), "--storage", f"sqlite:///{sandbox.folder}/{name}.db")
     command = (tool, limits.method, *budget, "--json", *places, *options, *shlex.split(sandbox.entry.command))
-    ran = sandbox.run(name, command, limit_s=limits.search_s)
+    ran = sandbox.run(name, command, limit_s=limits.search_s, shared=True)
     verdict, result = searched(ran)
     record = _record(ran, verdict)
     if result is not None:
