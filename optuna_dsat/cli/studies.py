@@ -17,10 +17,15 @@ from optuna_dsat.cli.tables import UNBOUNDED, print_table
 from optuna_dsat.errors import NothingRunnableError, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
     from optuna_dsat.store import Store
     from optuna_dsat.study.stored import StoredStudy
 
 __all__ = ["add_commands"]
+
+_MOST_SHOWN = 5
+"""Trials of the search that ``show`` lists."""
 
 
 class ExportFormat(StrEnum):
@@ -56,7 +61,7 @@ def studies(storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
             "script": study.spec.script.script,
             "launches": f"{study.launches_used}/{study.spec.max_trials}",
             "metric": study.metric,
-            "best": study.measured[0].values[0] if study.measured else None,
+            **_standing(study),
             "created": time.strftime("%Y-%m-%d %H:%M", time.localtime(study.record.created_at)),
         }
         for study in found
@@ -64,9 +69,45 @@ def studies(storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
     if as_json:
         print(json.dumps(rows, indent=2))
     else:
-        headings = ("study", "method", "script", "launches", "metric", "best", "created")
-        shown = [{**row, "best": _value_in_words(row["metric"], row["best"])} for row in rows]
+        headings = (
+            "study",
+            "method",
+            "script",
+            "launches",
+            "metric",
+            "best",
+            "trial",
+            "known by",
+            "speed-up",
+            "created",
+        )
+        shown = [{**row, **_standing_in_words(row)} for row in rows]
         print_table(headings, [[row[heading] for heading in headings] for row in shown], piped_width=UNBOUNDED)
+
+
+def _standing(study: StoredStudy) -> dict[str, Any]:
+    """Return the result of a study so far, as plain values; None where nothing was measured."""
+    verdict = study.verdict
+    ratio = None if verdict is None else verdict.speed_up
+    return {
+        "best": None if verdict is None else verdict.value,
+        "best_trial": None if verdict is None else verdict.handed_over,
+        "result": None if verdict is None else verdict.kind.value,
+        "rounds": None if verdict is None else verdict.rounds,
+        "speed_up": None if ratio is None else ratio.value,
+    }
+
+
+def _standing_in_words(row: Mapping[str, Any]) -> dict[str, Any]:
+    from optuna_dsat.study.verdict import VerdictKind
+
+    known = {None: "", VerdictKind.UNCONFIRMED: "the search"}.get(row["result"], f"{row['rounds']} rounds")
+    return {
+        "best": _value_in_words(row["metric"], row["best"]),
+        "trial": row["best_trial"],
+        "known by": known,
+        "speed-up": None if row["speed_up"] is None else f"{row['speed_up']:.2f}",
+    }
 
 
 def _value_in_words(metric: Any, value: Any) -> str | None:
@@ -79,15 +120,13 @@ def show(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: Json = False) 
     """Show a study: what it tunes, how far it is, its best configuration."""
     from collections import Counter
 
-    from optuna_dsat.study.result import trial_row
     from optuna_dsat.study.stored import read_stored
     from optuna_dsat.trials import attributes
-    from optuna_dsat.words import config_in_words, metric_in_words, steps_in_words
 
     with _open(storage) as store:
         study = read_stored(store, name)
         launches = store.launches(study.record.uuid)
-    spec, best = study.spec, study.measured
+    spec, verdict = study.spec, study.verdict
     outcomes = Counter(t.user_attrs[attributes.OUTCOME] for t in study.trials if attributes.OUTCOME in t.user_attrs)
     if as_json:
         state = {
@@ -95,34 +134,57 @@ def show(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: Json = False) 
             "versions": dict(study.record.versions),
             "outcomes": outcomes,
             "launches": [{"purpose": row.purpose, "outcome": row.report.outcome.value} for row in launches],
-            "best": trial_row(best[0]) if best else None,
+            "metric": study.metric,
+            "verdict": None if verdict is None else verdict.to_json(),
+            "best": None if study.best is None else study.row(study.best.trial),
         }
         print(json.dumps(state, indent=2))
         return
     print(f"Study {name}: {spec.method}, {study.metric}, script {spec.script.script}")
     print(f"Launches: {study.launches_used} of {spec.max_trials}; {dict(outcomes)}")
-    for trial in best[:5]:
-        words = config_in_words(trial.user_attrs[attributes.CONFIG])
+    for line in _result_lines(study):
+        print(line)
+
+
+def _result_lines(study: StoredStudy) -> Iterator[str]:
+    """Yield the lines on what is handed over, on what the rounds measured, and on the best of the search."""
+    from optuna_dsat.study.verdict_words import how_known, value_in_words, verdict_in_words
+    from optuna_dsat.trials import attributes
+    from optuna_dsat.words import config_in_words, metric_in_words, steps_in_words
+
+    metric, verdict, best = study.metric, study.verdict, study.best
+    if verdict is None or best is None:
+        yield "Nothing was measured yet."
+        return
+    words = config_in_words(best.trial.user_attrs[attributes.CONFIG])
+    yield f"Best: trial {verdict.handed_over}, {words}: {value_in_words(verdict, metric=metric)}, {how_known(verdict)}."
+    yield from verdict_in_words(verdict, metric=metric)
+    yield "The search's best, by few steps each:" if verdict.is_by_rounds else "The search's best:"
+    for trial in study.measured[:_MOST_SHOWN]:
         told = steps_in_words(**attributes.step_facts(trial))
-        value = metric_in_words(study.metric, trial.values[0])
-        print(f"  trial {trial.number}: {value}, {words}" + (f" ({told})" if told else ""))
+        again = verdict.contender(trial.number)
+        remarks = [] if again is None else [f"{metric_in_words(metric, again.value)} in {again.rounds} rounds"]
+        remarks += [told] if told else []
+        words = config_in_words(trial.user_attrs[attributes.CONFIG])
+        value = metric_in_words(metric, trial.values[0])
+        yield f"  trial {trial.number}: {value}, {words}" + (f" ({'; '.join(remarks)})" if remarks else "")
 
 
 def trials(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
     """List the trials of a study."""
-    from optuna_dsat.study.result import trial_row
-
     study = _read(storage, name)
-    rows = [trial_row(trial) for trial in study.trials]
+    rows = [study.row(trial) for trial in study.trials]
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    headings = ("number", "outcome", "value", "configuration", "message")
+    headings = ("number", "outcome", "in the search", "in rounds", "", "configuration", "message")
     shown = [
         {
             **row,
             "outcome": row["outcome"] or row["state"],
-            "value": _value_in_words(study.metric, row["value"]),
+            "in the search": _value_in_words(study.metric, row["value"]),
+            "in rounds": _value_in_words(study.metric, row["confirmed_value"]),
+            "": "best" if row["handed_over"] else "",
         }
         for row in rows
     ]
@@ -138,10 +200,14 @@ def best(
 ) -> None:
     """Print the best configuration of a study, ready to train with."""
     from optuna_dsat.config import ds_config
+    from optuna_dsat.study.verdict_words import how_known, value_in_words
 
     study = _read(storage, name)
-    if study.best is None:
+    verdict = study.verdict
+    if study.best is None or verdict is None:
         raise NothingRunnableError(f"The study {name!r} has measured nothing yet.")
+    shown = f"{value_in_words(verdict, metric=study.metric)}, {how_known(verdict)}"
+    sys.stderr.write(f"Trial {verdict.handed_over}, {shown}.\n")
     config = study.ready_config(study.best.trial)
     if output is None:
         print(json.dumps(config, indent=2))
@@ -159,18 +225,24 @@ def export(
     fmt: Annotated[ExportFormat, typer.Option("--format", help="Format.")] = ExportFormat.JSON,
 ) -> None:
     """Print all trials of a study as JSON or CSV."""
-    from optuna_dsat.study.result import trial_row
-
     study = _read(storage, name)
-    rows = [trial_row(trial) for trial in study.trials]
+    rows = [study.row(trial) for trial in study.trials]
     if fmt is ExportFormat.JSON:
-        print(json.dumps({"spec": study.stored_spec.model_dump(mode="json"), "trials": rows}, indent=2))
+        verdict = None if study.verdict is None else study.verdict.to_json()
+        found = {"spec": study.stored_spec.model_dump(mode="json"), "verdict": verdict, "trials": rows}
+        print(json.dumps(found, indent=2))
         return
     plain = (
         "number",
         "state",
         "outcome",
         "value",
+        "confirmed_value",
+        "confirmed_low",
+        "confirmed_high",
+        "rounds",
+        "speed_up",
+        "handed_over",
         "configuration",
         "attempts",
         "peak_memory_bytes",

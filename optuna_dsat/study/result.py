@@ -134,7 +134,9 @@ class TuneResult:
             storage: As of ``optuna_study``.
 
         Returns:
-            A dictionary per trial: ``number``, ``state``, ``outcome``, ``value`` (in units of the metric),
+            A dictionary per trial: ``number``, ``state``, ``outcome``, ``value`` (of the search, in units of the
+            metric), ``confirmed_value`` with ``confirmed_low`` and ``confirmed_high`` (of the confirmation, None
+            without one), ``rounds``, ``speed_up`` (in those rounds), ``handed_over`` (whether it is the result),
             ``configuration`` (in words), ``attempts``, ``peak_memory_bytes``, ``message``, ``skipped_steps`` (by the
             loss scaler), ``params``, ``metrics``, ``config``.
 
@@ -142,19 +144,31 @@ class TuneResult:
             StorageUrlError: As ``optuna_study``.
             StorageError: As ``optuna_study``.
         """
-        return [trial_row(trial) for trial in self.optuna_study(storage).get_trials(deepcopy=False)]
+        return [trial_row(trial, self.verdict) for trial in self.optuna_study(storage).get_trials(deepcopy=False)]
 
 
-def trial_row(trial: FrozenTrial) -> dict[str, Any]:
-    """Return a trial as one flat row, as ``TuneResult.trials`` and ``optuna-dsat export`` show it."""
+def trial_row(trial: FrozenTrial, verdict: Verdict | None) -> dict[str, Any]:
+    """Return a trial as one flat row, as ``TuneResult.trials`` and ``optuna-dsat export`` show it.
+
+    Args:
+        trial: The trial.
+        verdict: What came of its study so far; None if nothing was measured.
+    """
     from optuna_dsat.trials import attributes
 
     attrs = trial.user_attrs
+    again = None if verdict is None else verdict.contender(trial.number)
     return {
         "number": trial.number,
         "state": trial.state.name.lower(),
         "outcome": attrs.get(attributes.OUTCOME),
         "value": None if trial.values is None else trial.values[0],
+        "confirmed_value": None if again is None else again.value,
+        "confirmed_low": None if again is None else again.low,
+        "confirmed_high": None if again is None else again.high,
+        "rounds": 0 if again is None else again.rounds,
+        "speed_up": None if again is None or again.ratio is None else again.ratio.value,
+        "handed_over": verdict is not None and trial.number == verdict.handed_over,
         "configuration": config_in_words(attrs[attributes.CONFIG]) if attributes.CONFIG in attrs else None,
         "attempts": attrs.get(attributes.ATTEMPTS),
         "peak_memory_bytes": attrs.get(attributes.PEAK_BYTES),

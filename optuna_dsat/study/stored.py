@@ -17,7 +17,7 @@ from optuna_dsat.store import Store, StudyRecord
 from optuna_dsat.study.finalists import Finalist, finalists_of, standing_of
 from optuna_dsat.study.paired import Ratio
 from optuna_dsat.study.profile import Profiled
-from optuna_dsat.study.result import complete_config
+from optuna_dsat.study.result import complete_config, trial_row
 from optuna_dsat.study.rounds import Rounds
 from optuna_dsat.study.space import objective, space_of
 from optuna_dsat.study.spec import StudySpec
@@ -114,10 +114,7 @@ class StoredStudy:
         """The one that is handed over; before the study is concluded by what is known, None if nothing was measured."""
         if self.verdict is None:
             return None
-        number = self.attributes.get(attributes.WINNER, self.verdict.handed_over)
-        found = (trial for trial in self.measured if trial.number == number)
-        trial = next(found, self.measured[0])
-        return self.standing(trial)
+        return self.standing(next(one for one in self.measured if one.number == self.verdict.handed_over))
 
     @cached_property
     def baseline(self) -> Standing | None:
@@ -126,9 +123,12 @@ class StoredStudy:
         return None if trial is None else self.standing(trial)
 
     def standing(self, trial: FrozenTrial) -> Standing:
-        """Return the standing of a measured trial, confirmed if it was measured again."""
-        begun = bool(self.rounds.chosen) and self.verdict is not None and not self.verdict.is_by_rounds
-        return standing_of(trial, None if begun else self.finalists.get(trial.number))
+        """Return the standing of a measured trial, confirmed if it was measured again and rounds decided."""
+        again = None if self.verdict is None else self.verdict.contender(trial.number)
+        if again is not None and not again.left and again.low is not None:
+            return Standing(trial=trial, value=again.value, low=again.low, high=again.high)
+        by_rounds = self.verdict is not None and self.verdict.is_by_rounds
+        return standing_of(trial, self.finalists.get(trial.number) if by_rounds else None)
 
     def speed_up(self, standing: Standing) -> float | None:
         """Return how many times as good as the user's own config it is, paired in rounds where there are such.
@@ -142,9 +142,12 @@ class StoredStudy:
 
     def paired_ratio(self, standing: Standing) -> Ratio | None:
         """Return how many times as good as the user's own config it was in rounds; None if none measured both."""
-        number = standing.trial.number
-        contenders = () if self.verdict is None or not standing.confirmed else self.verdict.contenders
-        return next((one.ratio for one in contenders if one.number == number), None)
+        again = None if self.verdict is None else self.verdict.contender(standing.trial.number)
+        return None if again is None or not standing.confirmed else again.ratio
+
+    def row(self, trial: FrozenTrial) -> dict[str, Any]:
+        """Return a trial as one flat row, with what the rounds measured."""
+        return trial_row(trial, self.verdict)
 
     def complete_config(self, trial: FrozenTrial) -> dict[str, Any]:
         """Return a trial's DeepSpeed config without any tuning key and with all batch sizes."""

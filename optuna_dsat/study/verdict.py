@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -15,15 +15,12 @@ from optuna.trial import FrozenTrial
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.metrics import speed_up
-from optuna_dsat.study.paired import Noise, Ratio, mean_in_rounds, paired_ratio, pooled_noise
+from optuna_dsat.study.paired import PRECISION, Noise, Ratio, mean_in_rounds, paired_ratio, pooled_noise
 from optuna_dsat.study.rounds import MIN_ROUNDS, Rounds
 from optuna_dsat.study.warnings import warnings_of
 from optuna_dsat.trials import attributes
 
-__all__ = ["PRECISION", "Contender", "SpeedUp", "Verdict", "VerdictKind", "verdict_of"]
-
-PRECISION = 0.02
-"""Half the width of the interval of a speed-up's logarithm at which it counts as known."""
+__all__ = ["Contender", "SpeedUp", "Verdict", "VerdictKind", "verdict_of"]
 
 
 class VerdictKind(StrEnum):
@@ -125,6 +122,16 @@ class Verdict:
     def confirmed_speed_up(self) -> bool:
         """Whether rounds measured ``speed_up``."""
         return self.speed_up is not None and self.speed_up.rounds > 0
+
+    def contender(self, number: int) -> Contender | None:
+        """Return how a trial did in the rounds; None if they did not decide, or did not measure it.
+
+        The config that is handed over has the metric of the rounds that compare it with the user's own.
+        """
+        found = next((one for one in self.contenders if one.number == number), None) if self.is_by_rounds else None
+        if found is None or number != self.handed_over or self.low is None:
+            return found
+        return replace(found, value=self.value, low=self.low, high=self.high)
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain values."""

@@ -8,7 +8,7 @@ from optuna_dsat.study.paired import Ratio
 from optuna_dsat.study.verdict import Verdict, VerdictKind
 from optuna_dsat.words import metric_in_words
 
-__all__ = ["headline", "ratio_in_words", "verdict_in_words"]
+__all__ = ["headline", "how_known", "ratio_in_words", "value_in_words", "verdict_in_words"]
 
 
 def verdict_in_words(verdict: Verdict, *, metric: str) -> tuple[str, ...]:
@@ -48,6 +48,21 @@ def headline(verdict: Verdict, *, metric: str) -> str:
     if verdict.speed_up is None or verdict.handed_over == verdict.baseline:
         return told
     return f"{told} Your own config reached {own}; that is {verdict.speed_up.value:.2f} times as good."
+
+
+def value_in_words(verdict: Verdict, *, metric: str) -> str:
+    """Return the metric of what is handed over, with its 95 % interval if it has one."""
+    text = metric_in_words(metric, verdict.value)
+    if verdict.low is None or verdict.high is None:
+        return text
+    return f"{text} (95 % between {metric_in_words(metric, verdict.low)} and {metric_in_words(metric, verdict.high)})"
+
+
+def how_known(verdict: Verdict) -> str:
+    """Return what the metric of the result comes from: so many rounds, or the search."""
+    if not verdict.is_by_rounds:
+        return "by the few steps of the search, not confirmed"
+    return f"confirmed in {verdict.rounds} round{'s' * (verdict.rounds != 1)}"
 
 
 def ratio_in_words(ratio: Ratio) -> str:
