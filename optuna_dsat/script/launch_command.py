@@ -20,9 +20,9 @@ from typing import Any
 
 from optuna_dsat.errors import UsageError
 
-__all__ = ["LaunchCommand", "as_json", "launcher_of", "read_command"]
+__all__ = ["MAINS", "LaunchCommand", "as_json", "launcher_of", "read_command"]
 
-_MAINS = {
+MAINS = {
     "deepspeed.launcher.runner": "deepspeed",
     "deepspeed.launcher.launch": "deepspeed",
     "torch.distributed.run": "torchrun",
@@ -39,7 +39,7 @@ _TRAINS = {
 """(Module of a console script, its first argument) -> the module that trains in each rank.
 
 From the packages' own sources: hiyouga/LLaMA-Factory ``src/llamafactory/launcher.py``, axolotl-ai-cloud/axolotl
-``src/axolotl/cli/train.py``. Others train in the module of the console script.
+``src/axolotl/cli/train.py``. Others train in the module of the console script, or launch another one (``self_launch``).
 """
 _LONGEST_SCRIPT = 2**16
 """Bytes of an executable beyond which it is no console script."""
@@ -84,8 +84,8 @@ def read_command(words: Sequence[str], *, cwd: Path) -> LaunchCommand | None:
     launcher = launcher_of(words[0], cwd=cwd) if words else None
     if launcher is None:
         return None
-    if launcher not in {*_MAINS.values(), "python"}:
-        return _console_script(launcher, words)
+    if launcher not in {*MAINS.values(), "python"}:
+        return _console_script(launcher, words, cwd=cwd)
     if launcher == "python":
         return _python(words, cwd=cwd)
     return _launcher(launcher, words[1:], cwd=cwd)
@@ -104,9 +104,9 @@ def launcher_of(word: str, *, cwd: Path) -> str | None:
     if _is_interpreter(file):
         return "python"
     main = _main_module(file)
-    if main is None or (file.suffix == ".py" and main not in _MAINS):
+    if main is None or (file.suffix == ".py" and main not in MAINS):
         return None
-    return _MAINS.get(main, main if _is_console_script(file.name, main) else None)
+    return MAINS.get(main, main if _is_console_script(file.name, main) else None)
 
 
 def _is_interpreter(file: Path) -> bool:
@@ -145,12 +145,18 @@ def _is_console_script(name: str, module: str) -> bool:
     return any(point.module == module for point in points)
 
 
-def _console_script(module: str, words: Sequence[str]) -> LaunchCommand:
-    """Return the module that a console script trains in, with its arguments."""
+def _console_script(module: str, words: Sequence[str], *, cwd: Path) -> LaunchCommand:
+    """Return what a console script trains in, with its arguments: what it launches, else its own module."""
     first = words[1] if len(words) > 1 else ""
     trains = _TRAINS.get((module, first))
     if trains is not None:
         return LaunchCommand(script=trains, is_module=True, args=tuple(words[2:]))
+    name = Path(words[0]).name
+    points = importlib.metadata.entry_points(group="console_scripts", name=name)
+    function = next((point.attr for point in points if point.module == module), "main")
+    answer = _answer("self_launch", (f"{module}:{function}", name, *words[1:]), name=name, cwd=cwd)
+    if answer:
+        return _as_command(answer)
     return LaunchCommand(script=module, is_module=True, args=tuple(words[1:]))
 
 
@@ -173,21 +179,30 @@ def _python(words: Sequence[str], *, cwd: Path) -> LaunchCommand | None:
     if not rest:
         raise UsageError(f"{' '.join(words)} names no script.")
     if not rest[0].startswith("-m"):
-        found = read_command(rest, cwd=cwd) if launcher_of(rest[0], cwd=cwd) in _MAINS.values() else None
+        found = read_command(rest, cwd=cwd) if launcher_of(rest[0], cwd=cwd) in MAINS.values() else None
         return found or LaunchCommand(script=rest[0], args=tuple(rest[1:]), notes=notes)
     module = rest[0].removeprefix("-m") or (rest[1] if len(rest) > 1 else "")
     args = rest[1:] if len(rest[0]) > len("-m") else rest[2:]
     if not module:
         raise UsageError(f"{' '.join(words)} names no module.")
-    if module in _MAINS:
-        return _launcher(_MAINS[module], args, cwd=cwd)
+    if module in MAINS:
+        return _launcher(MAINS[module], args, cwd=cwd)
     return LaunchCommand(script=module, is_module=True, args=tuple(args), notes=notes)
 
 
 def _launcher(launcher: str, words: Sequence[str], *, cwd: Path) -> LaunchCommand:
     """Have a launcher's own parser read its options."""
+    return _as_command(_answer("launcher_options", (launcher, *words), name=launcher, cwd=cwd))
+
+
+def _as_command(answer: Mapping[str, Any]) -> LaunchCommand:
+    return LaunchCommand(**{**answer, "args": tuple(answer["args"]), "notes": tuple(answer["notes"])})
+
+
+def _answer(module: str, words: Sequence[str], *, name: str, cwd: Path) -> dict[str, Any]:
+    """Return what a module of this folder prints, run in a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-m", "optuna_dsat.script.launcher_options", launcher, *words],
+        [sys.executable, "-P", "-m", f"optuna_dsat.script.{module}", *words],  # folders of cwd hide no packages
         cwd=cwd,
         capture_output=True,
         text=True,
@@ -197,12 +212,10 @@ def _launcher(launcher: str, words: Sequence[str], *, cwd: Path) -> LaunchComman
     answer = _last_json(done.stdout)
     if answer is None:
         tail = [line for line in done.stderr.strip().splitlines() if line.strip()]
-        raise UsageError(
-            f"{launcher} cannot be read: {tail[-1] if tail else f'its parser ended with {done.returncode}'}."
-        )
+        raise UsageError(f"{name} cannot be read: {tail[-1] if tail else f'its parser ended with {done.returncode}'}.")
     if "error" in answer:
         raise UsageError(str(answer["error"]))
-    return LaunchCommand(**{**answer, "args": tuple(answer["args"]), "notes": tuple(answer["notes"])})
+    return answer
 
 
 def _last_json(text: str) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from optuna_dsat.script.launch_command import LaunchCommand, as_json, read_command
 
-__all__ = ["main", "read_options"]
+__all__ = ["main", "of_accelerate", "of_torchrun", "read_options"]
 
 _LOCAL = ("localhost", "127.0.0.1", os.uname().nodename)
 
@@ -131,16 +131,17 @@ def _node(text: str) -> tuple[str, str]:
 def _torchrun(words: Sequence[str]) -> LaunchCommand:
     from torch.distributed.run import get_args_parser
 
-    return _of_torchrun(get_args_parser().parse_args(list(words)))
+    return of_torchrun(get_args_parser().parse_args(list(words)))
 
 
 def _torch_launch(words: Sequence[str]) -> LaunchCommand:
     from torch.distributed.launch import parse_args
 
-    return _of_torchrun(parse_args(list(words)))  # type: ignore[no-untyped-call]
+    return of_torchrun(parse_args(list(words)))  # type: ignore[no-untyped-call]
 
 
-def _of_torchrun(given: argparse.Namespace) -> LaunchCommand:
+def of_torchrun(given: argparse.Namespace) -> LaunchCommand:
+    """Return what is left of ``torchrun`` once its parser has read the options."""
     several = str(given.nnodes).split(":")[-1] != "1"
     notes = _elsewhere({"--nnodes": given.nnodes if several else None, "--rdzv-endpoint": given.rdzv_endpoint})
     ranks = str(given.nproc_per_node)
@@ -159,9 +160,15 @@ def _accelerate(words: Sequence[str]) -> LaunchCommand:
 
 def _accelerate_launch(words: Sequence[str]) -> LaunchCommand:
     from accelerate.commands import launch
+
+    return of_accelerate(launch.launch_command_parser().parse_args(list(words)))
+
+
+def of_accelerate(given: argparse.Namespace) -> LaunchCommand:
+    """Return what is left of ``accelerate launch`` once its parser has read the options."""
+    from accelerate.commands import launch
     from accelerate.utils.launch import prepare_deepspeed_cmd_env
 
-    given = launch.launch_command_parser().parse_args(list(words))
     asked = given.num_processes
     given, _defaults, _mixed = launch._validate_launch_command(given)
     environment: dict[str, str] = {}

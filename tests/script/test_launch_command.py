@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import importlib
+import os
+import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -8,6 +12,7 @@ import pytest
 from optuna_dsat.errors import UsageError
 from optuna_dsat.script.launch_command import LaunchCommand, launcher_of, read_command
 from optuna_dsat.script.launcher_options import read_options
+from optuna_dsat.script.self_launch import launch_of, launches
 
 ACCELERATE_CONFIG = """
 compute_environment: LOCAL_MACHINE
@@ -72,14 +77,78 @@ def test_what_runs_no_file_is_refused(folder: Path, command: str) -> None:
 
 
 def test_console_scripts_come_to_the_module_that_trains(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from importlib.metadata import EntryPoint
-
     tool = folder / "llamafactory-cli"
     tool.write_text("#!/usr/bin/python\nimport sys\nfrom llamafactory.cli import main\nsys.exit(main())\n")
     points = (EntryPoint("llamafactory-cli", "llamafactory.cli:main", "console_scripts"),)
     monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: points)
     found = read(folder, "./llamafactory-cli train run.yaml")
     assert found == LaunchCommand(script="llamafactory.launcher", is_module=True, args=("run.yaml",))
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [
+        "from accelerate.commands import launch\n"
+        "    launch.launch_command(launch.launch_command_parser().parse_args([*options, script, *rest]))",
+        "import subprocess\n    subprocess.run(['accelerate', 'launch', *options, script, *rest], check=True)",
+        "import os\n    words = ['accelerate', 'launch', *options, script, *rest]\n    os.system(shlex.join(words))",
+        "import os\n    os.execvp('accelerate', ['accelerate', 'launch', *options, script, *rest])",
+    ],
+)
+def test_a_console_script_that_launches_by_itself_comes_to_what_it_launches(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, launch: str
+) -> None:
+    (folder / "tool").mkdir()
+    (folder / "tool" / "__init__.py").write_text("")
+    (folder / "tool" / "cli.py").write_text(
+        "import shlex\nimport sys\n\n\ndef main():\n"
+        "    options, script, rest = ['--use_deepspeed', '--zero_stage', '2'], 'tool/train.py', sys.argv[2:]\n"
+        f"    {launch}\n"
+        "    raise RuntimeError('launched')\n"
+    )
+    monkeypatch.syspath_prepend(str(folder))
+    assert launches("tool.cli")
+    found = launch_of(lambda: importlib.import_module("tool.cli").main(), ["tool", "train", "--lr", "3"])
+    for name in ("tool", "tool.cli"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert found is not None
+    assert (found.script, found.args) == ("tool/train.py", ("--lr", "3"))
+    assert found.environment["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "2"
+
+
+def test_a_console_script_that_trains_or_ends_by_itself_launches_nothing(folder: Path) -> None:
+    def train() -> None:
+        import torch.distributed
+
+        subprocess.run(["true"], check=True)  # not every process is a launch
+        torch.distributed.init_process_group("gloo")
+        raise RuntimeError("trained")
+
+    assert launch_of(train, ["tool"]) is None
+    assert launch_of(lambda: None, ["tool"]) is None
+    with pytest.raises(SystemExit):
+        launch_of(lambda: sys.exit(2), ["tool", "--unknown"])
+    (folder / "plain.py").write_text("import torch\n")
+    assert not launches("optuna_dsat.version")
+
+
+def test_the_launch_of_a_console_script_is_read_in_a_process_of_its_own(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "tool.py").write_text(
+        "import subprocess\nimport sys\n\n\ndef main():\n"
+        "    subprocess.run(['torchrun', '--nproc_per_node', '2', 'train.py', *sys.argv[1:]], check=True)\n"
+    )
+    (folder / "torch").mkdir()  # a folder of the user's hides no package
+    (folder / "torch" / "__init__.py").write_text("raise ImportError('the wrong torch')\n")
+    (folder / "installed").mkdir()
+    (folder / "tool.py").rename(folder / "installed" / "tool.py")
+    script = folder / "tool-cli"
+    script.write_text("#!/usr/bin/python\nimport sys\nfrom tool import main\nsys.exit(main())\n")
+    points = (EntryPoint("tool-cli", "tool:main", "console_scripts"),)
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: points)
+    monkeypatch.setenv("PYTHONPATH", str(folder / "installed"), prepend=os.pathsep)
+    assert read(folder, "./tool-cli --lr 3") == LaunchCommand(script="train.py", args=("--lr", "3"), ranks=2)
 
 
 def test_deepspeeds_options_are_read() -> None:
