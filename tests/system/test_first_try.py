@@ -99,3 +99,11 @@ def test_an_application_of_hydras(tmp_path: Path) -> None:
         [*shlex.split(found["command"]), "epochs=1"], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert f"trained with {size}" in run.stdout
+
+
+def test_a_function_that_python_fire_calls(tmp_path: Path) -> None:
+    pytest.importorskip("fire")
+    command = ("torchrun", "--nproc_per_node", "1", str(SCRIPTS / "fired.py"), "train")
+    found, errors = tuned(tmp_path, "--fix", "train_micro_batch_size_per_gpu=6", *command)
+    assert "batch size from --batch_size (now 3)" in errors
+    assert found["command"].endswith("fired.py train --batch_size 6")
