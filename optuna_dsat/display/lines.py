@@ -27,8 +27,9 @@ def lines_of(event: progress.ProgressEvent, metric: str) -> list[str]:
     if isinstance(event, progress.SearchStarted):
         before = f", {event.launched} made before" if event.launched else ""
         lines = [f"Study {event.study}: {event.max_trials} launches{before}, optimising {event.metric}."]
-        if event.best is not None:
-            lines.append(f"Best so far: {metric_in_words(event.metric, event.best.value)}, {event.best.words}.")
+        for name, one in (("Best in the search so far", event.best), ("Confirmed so far", event.confirmed)):
+            if one is not None:
+                lines.append(f"{name}: trial {one.number}, {metric_in_words(event.metric, one.value)}, {one.words}.")
         return lines
     if isinstance(event, progress.TrialStarted):
         again = f" (attempt {event.attempt + 1})" if event.attempt else ""
@@ -64,7 +65,7 @@ def _finished_line(event: progress.TrialFinished, metric: str) -> str:
     if event.speed_up is not None:
         text += ", your own config" if event.own else f", {event.speed_up:.2f}x your config"
     if event.best:
-        text += ", best so far"
+        text += ", best in the search so far"
     if event.outcome not in (Outcome.MEASURED, Outcome.PRUNED):
         text += f" ({event.message})"
     return text

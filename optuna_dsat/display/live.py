@@ -25,7 +25,7 @@ __all__ = ["LiveView", "make_observer", "render"]
 
 _BAR_CELLS = 10
 _OTHER_LINES = 7
-"""Lines of the view that show no launch, with the empty line below it."""
+"""Lines of the view that show no launch, with the empty line below it; one more where rounds have decided before."""
 _PADDING = 2
 _WORDS = 1
 """Index of the column that shrinks on a narrow terminal: the configuration in words."""
@@ -79,7 +79,8 @@ def _launches(state: LiveState, now: float, *, width: int, height: int, ascii_on
         _Column(heading="since", least_width=62, justify="right", cell=lambda row: duration_in_words(now - row.since)),
     ]
     shown = [column for column in columns if width >= column.least_width]
-    room = max(1, height - _OTHER_LINES)
+    confirmed = state.search is not None and state.search.confirmed is not None
+    room = max(1, height - _OTHER_LINES - confirmed)
     rows = sorted(state.in_flight, key=lambda row: row.since)
     visible = rows if len(rows) <= room else rows[: room - 1]
     lines = [[_text(column.cell(row)) for column in shown] for row in visible]
@@ -143,15 +144,18 @@ def _memory(row: LaunchInFlight, limit_bytes: int, ascii_only: bool) -> Text:
 
 
 def _summary(state: LiveState, search: progress.SearchStarted, now: float) -> list[str]:
-    """Return the lines on the best so far, the user's own config, the budget and the time left."""
+    """Return the lines on the best of the search, the user's own config, the budget and the time left."""
     lines = []
+    if search.confirmed is not None:
+        value = metric_in_words(search.metric, search.confirmed.value)
+        lines.append(f"Confirmed before: {value} (trial {search.confirmed.number}: {search.confirmed.words})")
     if state.best is not None:
-        text = f"Best so far: {metric_in_words(search.metric, state.best.value)}"
+        text = f"Best in the search: {metric_in_words(search.metric, state.best.value)}"
         if state.speed_up is not None:
             text += f", {state.speed_up:.2f}x your config"
         lines.append(f"{text} (trial {state.best.number}: {state.best.words})")
     if state.user_value is not None:
-        lines.append(f"Your own config: {metric_in_words(search.metric, state.user_value)}")
+        lines.append(f"Your own config in the search: {metric_in_words(search.metric, state.user_value)}")
     if state.ended_search:
         budget = f"Rounds of finalists: {state.finalists_done} launches of at least {search.finalists}"
     else:

@@ -93,7 +93,9 @@ class SearchStarted(ProgressEvent):
     timeout_s: float | None = None
     """Seconds after which the search ends; None for no limit."""
     best: BestSoFar | None = None
-    """Best trial of earlier runs of this study; None if there is none."""
+    """Best trial of earlier runs of this study by the values of the search; None if there is none."""
+    confirmed: BestSoFar | None = None
+    """What earlier runs handed over by rounds, with its metric in them; None if no rounds decided."""
     user_value: float | None = None
     """Metric of the user's own config; None if no earlier run measured it."""
 

@@ -18,9 +18,10 @@ from optuna_dsat.study.finalists import confirmation_end
 from optuna_dsat.study.flights import Flight
 from optuna_dsat.study.profile import Profiled
 from optuna_dsat.study.progress import BestSoFar, SearchStarted, TrialDropped, TrialFinished
-from optuna_dsat.study.rounds import MIN_ROUNDS
+from optuna_dsat.study.rounds import MIN_ROUNDS, Rounds
 from optuna_dsat.study.space import objective
 from optuna_dsat.study.spec import StudySpec
+from optuna_dsat.study.verdict import verdict_of
 from optuna_dsat.trials import attributes
 
 __all__ = ["TrialRecorder"]
@@ -78,9 +79,20 @@ class TrialRecorder:
                 finalist_steps=confirmation_end(spec) / spec.end_profile_step,
                 timeout_s=spec.timeout_s,
                 best=_best_so_far(trials, maximize=self._maximize),
+                confirmed=self._confirmed(trials),
                 user_value=None if user is None else user.values[0],
             )
         )
+
+    def _confirmed(self, trials: Sequence[FrozenTrial]) -> BestSoFar | None:
+        """Return what earlier runs of the study confirmed; None if no rounds decided."""
+        spec, rounds = self._spec, Rounds.of(self._study.user_attrs)
+        verdict = verdict_of(trials, rounds, maximize=self._maximize, tie=spec.tie, slots=spec.slots_per_trial)
+        if verdict is None or not verdict.is_by_rounds:
+            return None
+        trial = next(one for one in trials if one.number == verdict.handed_over)
+        words = trial.user_attrs.get(attributes.CONFIGURATION, "")
+        return BestSoFar(number=trial.number, words=words, value=verdict.value, samples_per_s=None)
 
     def metrics(self, flight: Flight) -> dict[str, float]:
         """Return the metrics of the steps counted so far."""

@@ -92,8 +92,8 @@ def test_a_launch_in_flight_is_a_row_with_its_speed_against_the_best_and_its_mem
 
 def test_best_own_config_and_budget_are_told(state: LiveState) -> None:
     text = shown(state, 25.0)
-    assert "Best so far: 100 samples/s, 2.00x your config (trial 1: micro-batch 1)" in text
-    assert "Your own config: 50 samples/s" in text
+    assert "Best in the search: 100 samples/s, 2.00x your config (trial 1: micro-batch 1)" in text
+    assert "Your own config in the search: 50 samples/s" in text
     assert "4 of 10 launches, 2 in flight, then 2 of finalists" in text
 
 
