@@ -5,21 +5,20 @@ What is launched next, and when it is enough, follows from the stored rounds: wh
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 import optuna
 from optuna.trial import FrozenTrial
 
-from optuna_dsat.launch.measurement import GlobalStep, student_t_975
+from optuna_dsat.launch.measurement import GlobalStep
 from optuna_dsat.study.context import StudyContext
 from optuna_dsat.study.finalists import choose_finalists, confirmation_request, measure_again, round_launch
-from optuna_dsat.study.paired import Noise, Ratio, paired_ratio
+from optuna_dsat.study.paired import is_precise, paired_ratio
 from optuna_dsat.study.progress import FinalistMeasured, FinalistStarted, TrialStepped
 from optuna_dsat.study.rounds import MIN_ROUNDS, RoundLaunch, Rounds, order_of_round
 from optuna_dsat.study.spec import StudySpec
-from optuna_dsat.study.verdict import PRECISION, Verdict, verdict_of
+from optuna_dsat.study.verdict import Verdict, verdict_of
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import config_in_words
 
@@ -226,15 +225,7 @@ def is_known(rounds: Rounds, trials: Sequence[FrozenTrial], *, spec: StudySpec) 
     finalists = [one for one in verdict.contenders if one.number != verdict.baseline and not one.left]
     told = [one.ratio for one in finalists[:1]]
     told += [one.ratio for one in finalists if one.number == verdict.handed_over]
-    return all(one is None or one.surely_below(1) or _is_precise(one, verdict.noise) for one in told)
-
-
-def _is_precise(ratio: Ratio, noise: Noise | None) -> bool:
-    """Whether a ratio is known, by its own rounds and by the noise of all."""
-    if noise is None or not ratio.rounds:
-        return False
-    pooled = student_t_975(noise.degrees) * noise.relative_sd * math.sqrt(2 / ratio.rounds)
-    return max(ratio.half_width, pooled) <= PRECISION
+    return all(one is None or one.surely_below(1) or is_precise(one, verdict.noise) for one in told)
 
 
 def _verdict(rounds: Rounds, trials: Sequence[FrozenTrial], spec: StudySpec) -> Verdict | None:

@@ -14,7 +14,10 @@ from dataclasses import dataclass
 
 from optuna_dsat.launch.measurement import student_t_975
 
-__all__ = ["Noise", "Ratio", "mean_in_rounds", "paired_ratio", "pooled_noise"]
+__all__ = ["PRECISION", "Noise", "Ratio", "is_precise", "mean_in_rounds", "paired_ratio", "pooled_noise"]
+
+PRECISION = 0.02
+"""Half the width of the interval of a speed-up's logarithm at which it counts as known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,3 +127,11 @@ def pooled_noise(values: Mapping[int, Mapping[int, float]], *, reference: int) -
     if not degrees:
         return None
     return Noise(relative_sd=math.sqrt(squares / degrees / 2), launches=len(used), degrees=degrees)
+
+
+def is_precise(ratio: Ratio, noise: Noise | None) -> bool:
+    """Whether a ratio is known, by its own rounds and by the noise of all: few rounds may agree by chance."""
+    if noise is None or not ratio.rounds:
+        return False
+    pooled = student_t_975(noise.degrees) * noise.relative_sd * math.sqrt(2 / ratio.rounds)
+    return max(ratio.half_width, pooled) <= PRECISION

@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 
-from optuna_dsat.study.paired import Noise, Ratio, mean_in_rounds, paired_ratio, pooled_noise
+from optuna_dsat.study.paired import Noise, Ratio, is_precise, mean_in_rounds, paired_ratio, pooled_noise
 
 
 def noisy_rounds(rng: random.Random, *, rounds: int, noise: float, ratio: float, drift: float = 0.0) -> tuple[
@@ -36,19 +36,22 @@ def test_the_interval_of_a_paired_ratio_covers_the_truth_95_times_of_100(rounds:
     assert 0.93 < statistics.fmean(covered) < 0.97
 
 
-def test_the_interval_still_covers_it_where_rounds_end_once_it_is_narrow() -> None:
+@pytest.mark.parametrize("noise", [0.01, 0.02])
+def test_the_interval_still_covers_it_where_rounds_end_once_it_is_narrow(noise: float) -> None:
     rng = random.Random(4)
-    covered = []
-    for _ in range(1500):
-        own, other = noisy_rounds(rng, rounds=30, noise=0.02, ratio=1.1)
-        for rounds in range(3, 31):
-            seen = [{one: values[one] for one in range(1, rounds + 1)} for values in (own, other)]
-            ratio = paired_ratio(*seen, maximize=True)
-            assert ratio is not None
-            if ratio.half_width <= 0.02:
+    covered, ended = [], []
+    for _ in range(400):
+        values: dict[int, dict[int, float]] = {number: {} for number in range(4)}
+        for rounds in range(1, 61):
+            for number, own in values.items():
+                own[rounds] = (11.0 if number == 1 else 10.0) * math.exp(rng.gauss(0, noise))
+            ratio = paired_ratio(values[1], values[0], maximize=True)
+            if rounds >= 3 and ratio is not None and is_precise(ratio, pooled_noise(values, reference=0)):
                 break
         covered.append(covers(ratio, 1.1))
-    assert 0.90 < statistics.fmean(covered) < 0.99
+        ended.append(rounds)
+    assert 0.90 <= statistics.fmean(covered) < 0.99
+    assert 3 < statistics.fmean(ended) < 15
 
 
 def test_of_a_metric_to_minimise_less_is_better() -> None:
