@@ -202,6 +202,11 @@ class RunDirectory:
         return self.root / "trackers"
 
     @property
+    def temporary_folders(self) -> Path:
+        """Folders that the launch's processes made in the temporary folder; missing if they made none."""
+        return self.root / "temporary_folders.jsonl"
+
+    @property
     def events_dir(self) -> Path:
         """Folder of the event files."""
         return self.root / "events"

@@ -103,6 +103,7 @@ def _plan(request: LaunchRequest, directory: RunDirectory) -> dict[str, object]:
         config_path=str(directory.config),
         user_config_path=request.command.config_path,
         trackers_dir="" if request.purpose == "full" else str(directory.trackers_dir),
+        temporary_folders="" if request.purpose == "full" else str(directory.temporary_folders),
         overlay=dict(request.overlay),
         batch_source=dict(request.command.batch_source),
         start_profile_step=request.start_profile_step,

@@ -21,6 +21,7 @@ from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.launch.slots import SlotLease
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import Event, RankStarted
+from optuna_dsat.runtime.side_effects import remove_recorded_folders
 
 __all__ = ["FailedFork", "RunningLaunch"]
 
@@ -136,7 +137,9 @@ class RunningLaunch:
         elif not self._sweeping:
             self._decide(now, dead)
         if self._sweeping and self._processes.sweep():
-            self.gone_at = now if self.gone_at is None else self.gone_at
+            if self.gone_at is None:
+                self.gone_at = now
+                remove_recorded_folders(self.directory.temporary_folders)
             events += self._read(now)
         return events
 

@@ -171,6 +171,7 @@ class DeepSpeedHook:
             watched["torch.optim.optimizer"] = self._optimizers_imported
         if self._plan.trackers_dir:
             watched["torch.utils.tensorboard.writer"] = self._tensorboard_imported
+            watched["tensorboardX.writer"] = self._tensorboard_imported
             watched["accelerate.tracking"] = self._trackers_imported
         ImportWatch(watched).install()
 

@@ -34,7 +34,7 @@ from optuna_dsat.runtime.local_rank import default_local_rank
 from optuna_dsat.runtime.meter import RankState
 from optuna_dsat.runtime.rank import Rank
 from optuna_dsat.runtime.reporting import set_current_trial
-from optuna_dsat.runtime.side_effects import TemporaryFolders
+from optuna_dsat.runtime.side_effects import TemporaryFolders, record_temporary_folders
 from optuna_dsat.runtime.writer import EventWriteError, EventWriter, events_path
 
 __all__ = ["EXIT_EVENTS_LOST", "FailedExit", "exit_as_python", "exit_code", "run_rank"]
@@ -90,6 +90,8 @@ class _RankProcess:
                 forked=self._forked,
             )
         )
+        if plan.temporary_folders:
+            record_temporary_folders(Path(plan.temporary_folders))
         if self._reports_imports:
             self._environment.install()
         hook = DeepSpeedHook(

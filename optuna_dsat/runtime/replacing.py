@@ -1,4 +1,4 @@
-"""Replaces a function of a library in every module of it that took a copy of the name."""
+"""Replaces a function of a library in every module that took a copy of the name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["replace_function"]
 
 
 def replace_function(module: ModuleType, name: str, replacement: Callable[..., Any]) -> None:
-    """Set a module's function, also where ``from module import name`` copied it within the same package.
+    """Set a module's function, also where ``from module import name`` copied it.
 
     In a forked launch the library has been imported before anything is replaced.
 
@@ -21,8 +21,7 @@ def replace_function(module: ModuleType, name: str, replacement: Callable[..., A
         replacement: What takes its place.
     """
     original = getattr(module, name)
-    package = module.__name__.partition(".")[0]
-    for other in [one for key, one in list(sys.modules.items()) if key.partition(".")[0] == package]:
-        if vars(other).get(name) is original:
+    for other in list(sys.modules.values()):
+        if getattr(other, "__dict__", {}).get(name) is original:
             setattr(other, name, replacement)
     setattr(module, name, replacement)

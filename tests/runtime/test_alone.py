@@ -183,6 +183,22 @@ def test_summaries_go_to_the_trials_folder(start: Starter, redirected: bool) -> 
     assert launch.log("stdout").splitlines() == expected
 
 
+def test_summaries_of_tensorboardx_go_to_the_trials_folder(start: Starter) -> None:
+    package = start.folder / "stubs" / "tensorboardX"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("from .writer import SummaryWriter\n", encoding="utf-8")
+    writer = WRITER.replace("log_dir=None, comment=", "logdir=None, comment='', log_dir=None, other=")
+    (package / "writer.py").write_text(writer.replace("print(log_dir,", "print(logdir or log_dir,"), encoding="utf-8")
+    text = (
+        "from tensorboardX import SummaryWriter\n"
+        "SummaryWriter('/data/logs/run-1/', 'x')\nSummaryWriter(log_dir='/data/logs/run-2')\nSummaryWriter()\n"
+    )
+    launch = start.alone(script(start, text), stubs=start.folder / "stubs", trackers_dir="/trial/trackers")
+    assert launch.exit_code == 0, launch.log("stderr")
+    folder = "/trial/trackers/tensorboard"
+    assert launch.log("stdout").splitlines() == [f"{folder}/run-1 x", f"{folder}/run-2 ", f"{folder} "]
+
+
 LOAD = """
 from pathlib import Path
 import torch, deepspeed
