@@ -21,7 +21,22 @@ from typing import Any
 __all__ = ["AFTER", "KINDS", "write_rows"]
 
 _SPLITS = {"train": 512, "validation": 64, "test": 64}
-_WORDS = "a tiny model learns from few words that mean nothing and are drawn by chance for every line of it".split()
+_WORDS = (
+    "a",
+    "tiny",
+    "model",
+    "learns",
+    "few",
+    "words",
+    "that",
+    "mean",
+    "nothing",
+    "and",
+    "are",
+    "drawn",
+    "by",
+    "chance",
+)
 
 
 def _text(draw: random.Random, words: int = 12) -> str:
@@ -44,18 +59,26 @@ KINDS: Mapping[str, Callable[[random.Random, int], dict[str, Any]]] = {
     "code": lambda draw, _: {"content": _text(draw, 60)},
     "dialogue": lambda draw, index: {"id": str(index), "dialogue": _text(draw), "summary": _text(draw, 5)},
     "dolly": lambda draw, _: {
-        **{"instruction": _text(draw), "context": "", "response": _text(draw), "category": "open_qa"}
+        "instruction": _text(draw),
+        "context": "",
+        "response": _text(draw),
+        "category": "open_qa",
     },
     "gsm8k": lambda draw, index: {"question": _text(draw), "answer": f"{_text(draw)}\n#### {index}"},
     "instruct": lambda draw, _: {"prompt": _text(draw), "completion": _text(draw)},
     "messages": lambda draw, _: {"messages": _chat(draw)},
     "pairs": lambda draw, index: {
-        **{"sentence1": _text(draw), "sentence2": _text(draw), "label": draw.randrange(2), "idx": index}
+        "sentence1": _text(draw),
+        "sentence2": _text(draw),
+        "label": draw.randrange(2),
+        "idx": index,
     },
     "preference": lambda draw, _: _preference(draw),
     "replies": lambda draw, _: {
-        **{"prompt": f"Human: {_text(draw)} Assistant:", "response": _text(draw)},
-        **{"chosen": _text(draw), "rejected": _text(draw)},
+        "prompt": f"Human: {_text(draw)} Assistant:",
+        "response": _text(draw),
+        "chosen": _text(draw),
+        "rejected": _text(draw),
     },
     "sentiment": lambda draw, index: {"sentence": _text(draw), "label": index % 3},
     "text": lambda draw, _: {"text": _text(draw, 40)},
@@ -65,7 +88,9 @@ KINDS: Mapping[str, Callable[[random.Random, int], dict[str, Any]]] = {
         "labels": draw.choices(range(10, 250), k=16),
     },
     "tweets": lambda draw, index: {
-        **{"Tweet text": _text(draw), "ID": index, "Label": draw.choice((1, 2))},
+        "Tweet text": _text(draw),
+        "ID": index,
+        "Label": draw.choice((1, 2)),
         "text_label": draw.choice(("complaint", "no complaint")),
     },
 }
@@ -84,7 +109,7 @@ def write_rows(name: str, kind: str, *, folder: Path) -> Path:
 
 
 def write_on_disk(folder: Path, kind: str) -> Path:
-    """Write the splits of one data set as ``load_from_disk`` reads them, and ``eval`` beside them; return the folder."""
+    """Write a data set's splits, and ``eval`` beside them, as ``load_from_disk`` reads them; return the folder."""
     import datasets
 
     splits = {}
@@ -115,7 +140,7 @@ def _load(module: ModuleType) -> None:
         if not files:
             return original(path, *args, **kwargs)
         split = kwargs.get("split") or ""
-        aliases = {name: files["test"] for name in _named(str(split)) - files.keys()}
+        aliases = dict.fromkeys(_named(str(split)) - files.keys(), files["test"])
         return original("json", data_files={**files, **aliases}, **{key: kwargs[key] for key in _KEPT if key in kwargs})
 
     module.load_dataset = load_dataset  # type: ignore[attr-defined]

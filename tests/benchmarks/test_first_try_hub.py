@@ -1,0 +1,64 @@
+"""What stands in for models and data sets of the hub is found by the libraries as they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.first_try.entry import Entry, EntryError
+from benchmarks.first_try.hugging_face import interpreter_of, prepare_hub
+from benchmarks.first_try.stand_ins import hub_datasets
+
+LOADS = """
+import json, sys
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from benchmarks.first_try.stand_ins import install
+install()
+from datasets import load_dataset, load_from_disk
+model, tokenizer = (cls.from_pretrained("someone/tiny") for cls in (AutoModelForCausalLM, AutoTokenizer))
+ids = tokenizer("hé", return_tensors="pt")
+rows = load_dataset("someone/rows", split="train_sft[:10]")
+print(json.dumps([type(model).__name__, list(model(**ids).logits.shape), rows.num_rows, rows.column_names,
+    load_dataset("someone/rows").num_rows, load_from_disk("disk")["eval"].num_rows]))
+"""
+
+
+def entry(**fields: Any) -> Entry:
+    return Entry(name="one", style="", repository="a/b", commit="c", command="python x.py", **fields)
+
+
+def test_models_and_data_sets_of_the_hub_are_found(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    wanted = entry(models={"someone/tiny": "llama"}, datasets={"someone/rows": "alpaca", "./disk": "tokens"})
+    variables = prepare_hub(wanted, python=sys.executable, folder=tmp_path / "stand_ins", cwd=tmp_path)
+    environment = {**os.environ, **variables, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-c", LOADS], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    model, logits, rows, columns, splits, on_disk = json.loads(done.stdout.splitlines()[-1])
+    assert (model, rows, sorted(columns)) == ("LlamaForCausalLM", 10, ["input", "instruction", "output"])
+    assert logits == [1, 4, 320]  # a token before, one for h, two for é
+    assert (splits, on_disk) == ({"train": 512, "validation": 64, "test": 64}, 64)
+
+
+def test_rows_are_drawn_anew_as_they_were(tmp_path: Path) -> None:
+    for kind in hub_datasets.KINDS:
+        once, again = (hub_datasets.write_rows("a/b", kind, folder=tmp_path / name) for name in ("x", "y"))
+        assert (once / "test.jsonl").read_text() == (again / "test.jsonl").read_text()
+        assert len((once / "train.jsonl").read_text().splitlines()) == 512
+
+
+def test_an_environment_of_its_own_is_named_by_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert interpreter_of(entry()) == sys.executable
+    monkeypatch.delenv("FIRST_TRY_PYTHON_OLD", raising=False)
+    with pytest.raises(EntryError, match="FIRST_TRY_PYTHON_OLD"):
+        interpreter_of(entry(python="old"))
+    monkeypatch.setenv("FIRST_TRY_PYTHON_OLD", "/some/python")
+    assert interpreter_of(entry(python="old")) == "/some/python"
