@@ -1,8 +1,8 @@
 """Tiny random models with a tokenizer of bytes, written where ``from_pretrained`` looks for a model of the hub.
 
 ``PYTHON -m benchmarks.first_try.stand_ins.hub HF_HOME NAME=KIND ...`` writes them with the libraries of that
-interpreter. A NAME that begins with ``.`` or ``/`` is a folder of its own, any other one a model of the hub in the cache
-below HF_HOME. Scripts then load them as they are, with ``HF_HUB_OFFLINE=1``; no library is changed.
+interpreter. A NAME that begins with ``.`` or ``/`` is a folder of its own, any other one a model of the hub in the
+cache below HF_HOME. Scripts then load them as they are, with ``HF_HUB_OFFLINE=1``; no library is changed.
 """
 
 from __future__ import annotations
@@ -99,9 +99,9 @@ def _write_tokenizer(folder: Path) -> None:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate((*_SPECIAL, *letters))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    tokenizer.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", vocabulary["<s>"])]
     )
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in _SPECIAL])

@@ -9,6 +9,7 @@ of JSON lines; other names, files and readers are its own. A NAME that begins wi
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import os
 import random
@@ -110,7 +111,7 @@ def write_rows(name: str, kind: str, *, folder: Path) -> Path:
 
 def write_on_disk(folder: Path, kind: str) -> Path:
     """Write a data set's splits, and ``eval`` beside them, as ``load_from_disk`` reads them; return the folder."""
-    import datasets
+    datasets: Any = importlib.import_module("datasets")
 
     splits = {}
     for split, rows in {**_SPLITS, "eval": 64}.items():
