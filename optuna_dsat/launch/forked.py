@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from optuna_dsat.launch.cuda_state import driver_is_initialised, restore_cuda
 
-__all__ = ["ParentState", "become_agent", "fork_child", "forked_ranks"]
+__all__ = ["ParentState", "become_agent", "fork_child", "forked_ranks", "resolve_python_path"]
 
 _RUNTIME = "optuna_dsat.runtime"
 
@@ -193,6 +193,7 @@ def _become_rank(command: Sequence[str], environ: Mapping[str, str], parent_stat
     parent_state.restore()
     _replace_environment(environ)
     parent_state.apply_environment_changes()
+    resolve_python_path(environ.get("PYTHONPATH", ""))
     argv = list(command[command.index(_RUNTIME) + 1 :])
     sys.argv = [_RUNTIME, *argv]
     sys.orig_argv = list(command)
@@ -203,6 +204,22 @@ def _become_rank(command: Sequence[str], environ: Mapping[str, str], parent_stat
     restore_cuda()
     _reset_device_queries()
     run(argv, safe_path=safe_path, forked=True)
+
+
+def resolve_python_path(python_path: str) -> None:
+    """Have the relative entries of ``PYTHONPATH`` mean folders below this process's own, as in a fresh interpreter.
+
+    The fork server runs in the root folder, and has taken them for folders of that.
+    """
+    entries = python_path.split(os.pathsep) if python_path else []
+    relative = [entry for entry in entries if not Path(entry).is_absolute()]
+    taken = {f"{root}{os.path.normpath(Path('/') / entry)[1:]}" for entry in relative for root in ("/", "//")}
+    taken -= set(entries)
+    places = [place for place, path in enumerate(sys.path) if path in taken]
+    if places:
+        kept = [path for path in sys.path if path not in taken]
+        own = dict.fromkeys(os.path.normpath(Path.cwd() / entry) for entry in relative)
+        sys.path[:] = [*kept[: places[0]], *own, *kept[places[0] :]]
 
 
 def _reseed() -> None:

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from optuna_dsat.launch.forked import resolve_python_path
+
+
+def path_of_an_interpreter(python_path: str, cwd: Path) -> list[str]:
+    code = "import json, sys; print(json.dumps(sys.path))"
+    environ = {**os.environ, "PYTHONPATH": python_path}
+    done = subprocess.run([sys.executable, "-P", "-c", code], cwd=cwd, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found: list[str] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("python_path", ["src", ".", "../..", "src:.:/absolute", ":src", "", "/absolute", ".:../.."])
+def test_relative_entries_of_the_path_mean_what_they_mean_to_a_fresh_interpreter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python_path: str
+) -> None:
+    (folder := tmp_path / "a" / "b").mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", path_of_an_interpreter(python_path, Path("/")))
+    resolve_python_path(python_path)
+    assert sys.path == path_of_an_interpreter(python_path, folder)
