@@ -102,8 +102,8 @@ class Rounds:
 
     @property
     def spent_s(self) -> float:
-        """Seconds that its launches held their devices."""
-        return sum(one.held_s for one in self.launches)
+        """Seconds that the launches of those that were chosen last held their devices."""
+        return sum(one.held_s for one in self.launches if one.round >= self.since)
 
     def values(self) -> dict[int, dict[int, float]]:
         """Return trial number -> round -> metric, of the launches that were measured."""

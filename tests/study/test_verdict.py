@@ -259,6 +259,8 @@ def test_the_time_for_rounds_is_limited_after_three_or_as_given() -> None:
     assert next_in_rounds(begun, TRIALS, spec=spec(), allowed_s=0.0) is not None, "three rounds at least"
     assert next_in_rounds(begun, TRIALS, spec=spec(confirm_time_s=20.0), allowed_s=1e9) is None
     assert next_in_rounds(vague, TRIALS, spec=spec(confirm_time_s=100.0), allowed_s=0.0) is not None
+    chosen_again = rounds_of({OWN: [10.0], 1: [16.0]}, since=2)
+    assert next_in_rounds(chosen_again, TRIALS, spec=spec(confirm_time_s=20.0), allowed_s=0.0) is not None
 
 
 def test_finalists_are_the_best_an_equal_of_a_smaller_batch_and_the_best_at_the_users_batch() -> None:
