@@ -133,6 +133,9 @@ class Meter:
         self._clock = clock
         self._memory = memory
         self._state = state
+        self._unproven: InputSize | None = None
+        self._fed_in_training = False
+        self._trains_in_eval_mode = False
         self._last_step = last_step
         self._exit_process = exit_process
         self._observer = observer
@@ -199,6 +202,7 @@ class Meter:
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not self._is_training():
+                self._note_unproven((args, kwargs))
                 return evaluate(*args, **kwargs)
             self._count_samples((args, kwargs))
             self._in_forward = True
@@ -216,6 +220,7 @@ class Meter:
     def _wrap_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def backward(loss: Any, *args: Any, **kwargs: Any) -> Any:
+            self._prove_training()
             with self._phase("backward"):
                 result = original(loss, *args, **kwargs)
             self._close_direct()
@@ -228,6 +233,7 @@ class Meter:
     def _wrap_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def step(*args: Any, **kwargs: Any) -> Any:
+            self._prove_training()
             self._close_backward()
             boundary = _is_update_step(self._engine)
             with self._phase("step"):
@@ -249,6 +255,7 @@ class Meter:
         def step(_: Any, *args: Any, **kwargs: Any) -> Any:
             if self._state.phase != "between":
                 return original(*args, **kwargs)  # the engine's own call
+            self._prove_training()
             self._close_backward()
             with self._phase("step"):
                 result = original(*args, **kwargs)
@@ -319,6 +326,7 @@ class Meter:
             self._close_evaluation()
             self._count_direct_samples((args, kwargs))
         else:
+            self._note_unproven((args, kwargs))
             self._evaluation_begins()
 
     def _on_module_output(self, *_: Any) -> None:
@@ -332,9 +340,34 @@ class Meter:
     def _is_training(self) -> bool:
         import torch
 
-        return bool(self._engine.module.training) and torch.is_grad_enabled()
+        if not torch.is_grad_enabled():
+            return False
+        if self._engine.module.training:
+            self._trains_in_eval_mode = False
+        return bool(self._engine.module.training) or self._trains_in_eval_mode
+
+    def _note_unproven(self, batch: Any) -> None:
+        """Note an input in eval mode but with gradients: evaluation, unless a backward pass follows."""
+        import torch
+
+        if torch.is_grad_enabled():
+            self._unproven = size_of(batch)
+
+    def _prove_training(self) -> None:
+        """Count what was fed in eval mode alone since the last backward pass: the script never left that mode.
+
+        Models of ``from_pretrained`` are in eval mode until the script says ``train()``, and train in it.
+        """
+        size, self._unproven = self._unproven, None
+        if size is not None and not self._fed_in_training:
+            self._trains_in_eval_mode = True
+            self._evaluation = None
+            self._note_feeding(size)
+            self._count(size)
+        self._fed_in_training = False
 
     def _count_samples(self, batch: Any) -> None:
+        self._fed_in_training = True
         size = size_of(batch)
         if size is not None:
             self._note_feeding(size)
@@ -356,6 +389,7 @@ class Meter:
 
         If it is fed several times before a backward pass, as the discriminator of a GAN is, the largest batch counts.
         """
+        self._fed_in_training = True
         size = size_of(batch)
         if size is not None:
             self._note_feeding(size)

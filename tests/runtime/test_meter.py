@@ -262,6 +262,34 @@ def test_evaluation_between_steps_is_recorded_apart(fed: str) -> None:
     assert second.samples == 4
 
 
+@pytest.mark.parametrize("fed", ["engine", "module"])
+@pytest.mark.parametrize("backward", ["engine", "loss"])
+def test_a_script_that_never_leaves_eval_mode_trains_in_it(fed: str, backward: str) -> None:
+    """As with a model of from_pretrained whose script does not call train()."""
+    bench = MeterBench(Engine)
+    bench.engine.module.eval()
+    for _ in range(2):
+        forward = bench.engine if fed == "engine" else bench.engine.module
+        forward(torch.ones(4, 2))
+        if backward == "engine":
+            bench.engine.backward(torch.tensor(0.5))
+        with torch.no_grad():
+            bench.engine(torch.ones(64, 2))
+        bench.engine.step()
+    assert [step.samples for step in bench.steps] == [4, 4]
+    assert bench.steps[1].evaluation_s == 1.0, "without gradients it is evaluation still"
+
+
+def test_evaluation_with_gradients_on_is_not_training_where_the_script_trains_in_training_mode() -> None:
+    bench = MeterBench(Engine)
+    bench.micro_step()
+    bench.engine.module.eval()
+    bench.engine(torch.ones(64, 2))
+    bench.engine.module.train()
+    bench.micro_step()
+    assert [step.samples for step in bench.steps] == [4, 4]
+
+
 def ragged(*lengths: int) -> torch.Tensor:
     rows = [torch.ones(length, dtype=torch.int64) for length in lengths]
     with warnings.catch_warnings(action="ignore"):  # that its interface may change

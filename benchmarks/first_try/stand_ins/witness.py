@@ -77,9 +77,9 @@ def _watch(engine: Any) -> None:
 
     seen, number = 0, engine.first_try_number
 
-    def fed(module: Any, args: Any, kwargs: Any) -> None:
+    def fed(_: Any, args: Any, kwargs: Any) -> None:
         nonlocal seen
-        if seen < _MOST_BATCHES and module.training and torch.is_grad_enabled():
+        if seen < _MOST_BATCHES and torch.is_grad_enabled():
             seen += 1
             _write(event="fed", engine=number, size=_size([*args, *kwargs.values()]))
 
