@@ -19,11 +19,12 @@ _REVISION = "0" * 40
 _SPECIAL = ("<pad>", "<s>", "</s>", "<unk>", "[MASK]", "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<image>")
 _VOCABULARY = 320
 _TEXT = {"vocab_size": _VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+# Sizes whose squares times 0.9 are whole: older versions of transformers hand that to DeepSpeed as a bucket size.
 _USUAL = {
     **_TEXT,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
+    "hidden_size": 80,
+    "intermediate_size": 160,
+    "num_attention_heads": 2,
     "num_hidden_layers": 2,
     "max_position_embeddings": 2048,
 }
@@ -32,25 +33,25 @@ _T5 = {
     "pad_token_id": 0,
     "eos_token_id": 2,
     "decoder_start_token_id": 0,
-    "d_model": 64,
-    "d_kv": 16,
-    "d_ff": 128,
+    "d_model": 80,
+    "d_kv": 40,
+    "d_ff": 160,
     "num_layers": 2,
-    "num_heads": 4,
+    "num_heads": 2,
     "is_encoder_decoder": True,
 }
-_GPT2 = {**_TEXT, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 2048}
+_GPT2 = {**_TEXT, "n_embd": 80, "n_layer": 2, "n_head": 2, "n_positions": 2048}
 KINDS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     "bert": ("BertForMaskedLM", "bert", _USUAL),
-    "bloom": ("BloomForCausalLM", "bloom", {**_TEXT, "hidden_size": 64, "n_layer": 2, "n_head": 4}),
+    "bloom": ("BloomForCausalLM", "bloom", {**_TEXT, "hidden_size": 80, "n_layer": 2, "n_head": 2}),
     "gpt2": ("GPT2LMHeadModel", "gpt2", _GPT2),
     "gpt_bigcode": ("GPTBigCodeForCausalLM", "gpt_bigcode", _GPT2),
     "gpt_neox": ("GPTNeoXForCausalLM", "gpt_neox", _USUAL),
-    "llama": ("LlamaForCausalLM", "llama", {**_USUAL, "num_key_value_heads": 4}),
-    "mistral": ("MistralForCausalLM", "mistral", {**_USUAL, "num_key_value_heads": 2, "sliding_window": None}),
+    "llama": ("LlamaForCausalLM", "llama", {**_USUAL, "num_key_value_heads": 2}),
+    "mistral": ("MistralForCausalLM", "mistral", {**_USUAL, "num_key_value_heads": 1, "sliding_window": None}),
     "mt5": ("MT5ForConditionalGeneration", "mt5", _T5),
-    "opt": ("OPTForCausalLM", "opt", {**_USUAL, "ffn_dim": 128, "word_embed_proj_dim": 64}),
-    "qwen2": ("Qwen2ForCausalLM", "qwen2", {**_USUAL, "num_key_value_heads": 2}),
+    "opt": ("OPTForCausalLM", "opt", {**_USUAL, "ffn_dim": 160, "word_embed_proj_dim": 80}),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2", {**_USUAL, "num_key_value_heads": 1}),
     "roberta": ("RobertaForMaskedLM", "roberta", _USUAL),
     "t5": ("T5ForConditionalGeneration", "t5", _T5),
     "xlm-roberta": ("XLMRobertaForMaskedLM", "xlm-roberta", _USUAL),
