@@ -97,6 +97,8 @@ class HuggingFaceHook:
         self._write = write
         self._parses_command_line = False
         self._found = False
+        self._own: tuple[int, int, bool] | None = None
+        """Batch sizes as the script set them, before its ``TrainingArguments`` got the launch's for the first time."""
         self._accelerate = AccelerateConfig(plan=plan, rank=rank, write=write)
 
     def callbacks(self) -> dict[str, Callable[[ModuleType], None]]:
@@ -220,7 +222,20 @@ class HuggingFaceHook:
         cls.__init__, cls.train = patched_init, patched_train
 
     def _script_values(self, arguments: Any) -> tuple[int, int, bool]:
-        """Return micro-batch and accumulation steps as the script sets them, and whether by its command line."""
+        """Return micro-batch and accumulation steps as the script sets them, and whether by its command line.
+
+        ``TrainingArguments`` built from others (trl's trainers copy them, parsers merge a file with options) come with
+        the launch's batch sizes: the script's own are those of the first.
+        """
+        found = self._given_values(arguments)
+        if self._own is not None and found[:2] == tuple(
+            self._plan.overlay.get(key, own) for key, own in zip(TRAINER_FIELDS, self._own, strict=False)
+        ):
+            return self._own
+        self._own = found
+        return found
+
+    def _given_values(self, arguments: Any) -> tuple[int, int, bool]:
         own = (_OwnOptions.values or {}) if self._parses_command_line else {}
         sizes = []
         for field in TRAINER_FIELDS.values():

@@ -36,9 +36,11 @@ _SIGNS = (
 _TRAINING = (
     ("deepspeed", "initialize"),
     ("torch.distributed", "init_process_group"),
-    ("accelerate.state", "PartialState.__init__"),
+    ("accelerate.accelerator", "Accelerator.__init__"),
 )
-"""(Module, function) with which training begins in the process itself."""
+"""(Module, function) with which training begins in the process itself; arguments may be parsed, and a device be looked
+for, before a launch.
+"""
 
 
 class _Launched(BaseException):

@@ -1,0 +1,76 @@
+"""The batch sizes that a script itself gives to ``TrainingArguments``, however often it builds them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from optuna_dsat.runtime.hugging_face_hook import HuggingFaceHook
+from optuna_dsat.runtime.launch_plan import LaunchPlan
+from optuna_dsat.runtime.rank import Rank
+
+RANK = Rank(rank=0, local_rank=0, world_size=1, local_world_size=1, host="h", launch_path="", can_compile=False)
+OWN = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}
+
+
+def hooked(**overlay: Any) -> Any:
+    """Return a class of arguments under a launch that measures."""
+
+    @dataclass
+    class Arguments:
+        per_device_train_batch_size: int = 8
+        gradient_accumulation_steps: int = 1
+        lr_scheduler_type: str = "linear"
+        max_steps: int = -1
+        num_train_epochs: float = 3.0
+        deepspeed: str = "ds.json"
+
+        def __post_init__(self) -> None:
+            pass
+
+    plan = LaunchPlan(
+        launch_id="profile",
+        purpose="profile",
+        events_dir="/run/events",
+        log_dir="/run/logs",
+        config_path="/run/ds_config.json",
+        user_config_path="/home/ds_config.json",
+        overlay=overlay,
+    )
+    hook = HuggingFaceHook(plan=plan, rank=RANK, write=print)
+    hook._arguments_imported(SimpleNamespace(TrainingArguments=Arguments))
+    return Arguments
+
+
+def copied(arguments: Any) -> Any:
+    """Return arguments made of others, as trl's trainers and parsers of a file with options make them."""
+    fields = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(arguments)}
+    return type(arguments)(**fields)
+
+
+@pytest.mark.parametrize(
+    "overlay",
+    [
+        {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1},
+        {"train_micro_batch_size_per_gpu": 1},
+        {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8},
+        {},
+    ],
+)
+def test_a_copy_has_the_scripts_own_batch_sizes(overlay: dict[str, Any]) -> None:
+    first = hooked(**overlay)(**OWN)
+    second = copied(copied(first))
+    for arguments in (first, second):
+        assert arguments._dsat_script_values == (4, 8, False)
+        assert arguments.per_device_train_batch_size == overlay.get("train_micro_batch_size_per_gpu", 4)
+        assert arguments.gradient_accumulation_steps == overlay.get("gradient_accumulation_steps", 8)
+
+
+def test_other_arguments_have_their_own() -> None:
+    cls = hooked(train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1)
+    assert cls(**OWN)._dsat_script_values == (4, 8, False)
+    assert cls(per_device_train_batch_size=16, gradient_accumulation_steps=2)._dsat_script_values == (16, 2, False)
