@@ -86,7 +86,7 @@ def wrong_batch(of_launch: Iterable[Launch]) -> str:
 def plain(ran: Ran) -> Verdict:
     """Return whether the script trains here at all."""
     found = [one for several in launches(ran.witnessed).values() for one in several]
-    if any(one.steps for one in found):
+    if ran.exit_code in (0, None) and any(one.steps for one in found):
         return Verdict(verdict="worked", message=_batches(found), **_varied(found))
     return Verdict(verdict="not judged", message=f"does not train by its own command: {last_line(ran)}")
 

@@ -170,6 +170,9 @@ def test_a_search_is_judged_by_what_was_witnessed() -> None:
 def test_a_script_that_does_not_train_by_itself_is_not_judged() -> None:
     assert plain(ran(*launch("", micro_batch=4, fed=4), code=None)).verdict == "worked"
     assert plain(ran(code=1, errors="No module named x")).verdict == "not judged"
+    assert plain(ran(*launch("", micro_batch=4, fed=4, steps=1), code=1)).verdict == "not judged", (
+        "it fails after a step"
+    )
 
 
 def test_a_study_by_hand_is_judged_by_its_best_trial() -> None:
