@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -138,4 +139,8 @@ def run_way(way: str, entry: Entry, folder: Path, *, limits: Limits, sources: Pa
         SourceError: If the script cannot be had.
         EntryError: If an edit does not apply.
     """
-    return WAYS[way](Sandbox(entry, folder, sources=sources), limits)
+    record = json.dumps(WAYS[way](Sandbox(entry, folder, sources=sources), limits))
+    for place, name in ((folder.resolve(), "SANDBOX"), (Path(sys.prefix), "PREFIX")):
+        record = record.replace(str(place), name)
+    found: dict[str, Any] = json.loads(record)
+    return found
