@@ -22,7 +22,7 @@ def dashboard(
 ) -> None:
     """Show a study in the browser, with notes, plots, logs and configs (needs the extra: dashboard)."""
     from optuna_dsat.report.publish import publish, require_installed
-    from optuna_dsat.report.serve import serve
+    from optuna_dsat.report.serve import ResultStorage, serve
     from optuna_dsat.store import Store
 
     require_installed()
@@ -38,7 +38,7 @@ def dashboard(
             _say("Press Ctrl-C to end; start again to show what the study did since.")
 
         try:
-            serve(store.storage, host=host, port=port, artifacts=published.store, on_ready=show_address)
+            serve(ResultStorage(store), host=host, port=port, artifacts=published.store, on_ready=show_address)
         except KeyboardInterrupt:
             _say("Ended.")
 

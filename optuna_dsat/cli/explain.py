@@ -35,7 +35,8 @@ def _show(explanation: Explanation, words: str) -> None:
     from optuna_dsat.words import bytes_in_words, metric_in_words
 
     metric = explanation.metric
-    print(f"Trial {explanation.winner} wins with {metric_in_words(metric, explanation.value)}: {words}.")
+    value = metric_in_words(metric, explanation.value)
+    print(f"The result is trial {explanation.winner}, {value}, {explanation.how_known}: {words}.")
     print(_against_own(explanation))
     _print_factors(explanation)
     shares = ", ".join(f"{name} {share:.0%}" for name, share in _largest_first(explanation))

@@ -36,6 +36,7 @@ from optuna_dsat.study.methods import make_planner
 from optuna_dsat.study.paired import Ratio
 from optuna_dsat.study.standing import Standing, compared, speed_up_over
 from optuna_dsat.study.stored import read_stored
+from optuna_dsat.study.verdict_words import how_known
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH, STRUCTURE, Feasibility, feasibility, score, visible_params
 from optuna_dsat.words import bytes_in_words, config_in_words
@@ -85,6 +86,8 @@ class Explanation:
     """Number of the trial."""
     value: float
     """Its metric."""
+    how_known: str = "by the few steps of the search, not confirmed"
+    """Whether ``value`` comes from rounds or from the search, in words."""
     is_own: bool
     """Whether it is the user's own config."""
     user_value: float | None
@@ -165,6 +168,8 @@ def explain_study(store: Store, name: str) -> tuple[Explanation, str]:
         baseline=study.baseline,
         paired=study.paired_ratio(study.best),
     )
+    if study.verdict is not None:
+        found = replace(found, user_value=study.verdict.user_value, how_known=how_known(study.verdict))
     return found, config_in_words(study.best.trial.user_attrs[attributes.CONFIG])
 
 

@@ -24,6 +24,7 @@ from optuna_dsat.report.view import StudyView
 from optuna_dsat.report.winner import winner_of
 from optuna_dsat.study.result import BEST_CONFIG
 from optuna_dsat.study.standing import Standing
+from optuna_dsat.study.verdict_words import how_known, verdict_in_words
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH
 from optuna_dsat.words import bytes_in_words, config_in_words, duration_in_words, metric_in_words
@@ -61,8 +62,8 @@ def _value(view: StudyView, standing: Standing) -> str:
 
 
 def _best(view: StudyView) -> str:
-    best, baseline = view.best, view.baseline
-    if best is None:
+    best, baseline, verdict = view.best, view.baseline, view.verdict
+    if best is None or verdict is None:
         return "Nothing has been measured yet."
     config = best.trial.user_attrs[attributes.CONFIG]
     ratio = view.speed_up(best)
@@ -73,13 +74,16 @@ def _best(view: StudyView) -> str:
     lines = [table(("", "trial", "configuration", view.metric, "speed-up"), rows)]
     if baseline is None:
         lines.append("Your own config was not measured, so there is no speed-up to show.")
+    lines += verdict_in_words(verdict, metric=view.metric)
     if view.end_reason is None:
-        lines.append("The search has not ended: this is the best so far, not yet confirmed with more steps.")
+        lines.append(f"The search has not ended: this is the best so far, {how_known(verdict)}.")
     first = view.measured[0]
-    if first.number != best.trial.number:
+    if verdict.is_by_rounds:
         lines.append(
-            f"optuna-dashboard calls trial {first.number} the best: it goes by the few steps of the search. "
-            f"Measured again with more steps, trial {best.trial.number} came out ahead."
+            f"Plots and tables of optuna-dashboard show values of the search, by few steps each; by these trial "
+            f"{first.number} is the best, at {metric_in_words(view.metric, first.values[0])}. The result is trial "
+            f"{best.trial.number}, as the rounds measured it; `optuna-dsat dashboard` has it in the card of the best "
+            "trial, with its value of the search, where optuna-dashboard by itself has that of the search."
         )
     lines.append(json_block(view.ready_config(best.trial)))
     return "\n\n".join(lines)
@@ -189,7 +193,7 @@ def _commands(view: StudyView) -> str:
         cli_command(view, "export", "--format", "csv"),
     ]
     winner = winner_of(view)
-    if winner is not None and winner.confirmed:
+    if winner is not None and winner.ended:
         purpose = "# train" if winner.command_names_config else f"# train, once the script reads {BEST_CONFIG}"
         lines += [purpose, winner.command]
     return fenced("\n".join(lines), "sh")
@@ -233,8 +237,12 @@ def _standing(view: StudyView, trial: FrozenTrial) -> str:
     text = f"{view.metric}: {_value(view, standing)}"
     if ratio is not None and trial.user_attrs.get(attributes.PURPOSE) != attributes.USER_CONFIG:
         text += f", {ratio:.2f} times as good as your own config"
-    if view.attributes.get(attributes.WINNER) == trial.number:
-        text += ". **The winner of this study.**"
+    if standing.confirmed:
+        text += f"; in the search {metric_in_words(view.metric, standing.searched_value)}"
+    else:
+        text += ", in the search"
+    if view.verdict is not None and view.verdict.handed_over == trial.number:
+        text += f". **The best of this study, {how_known(view.verdict)}.**"
     return text
 
 
@@ -257,7 +265,7 @@ def _figures(view: StudyView, trial: FrozenTrial) -> str:
             rows.append(("peak memory, believed when it was launched", bytes_in_words(peak.believed_bytes)))
             rows.append(("peak memory, by the formulas alone", bytes_in_words(peak.formula_bytes)))
         rows.append(("device memory per rank", bytes_in_words(view.profiled.profile.device_memory_bytes)))
-    return table(("", ""), rows) if rows else ""
+    return table(("in the search", ""), rows) if rows else ""
 
 
 def _launches(view: StudyView, trial: FrozenTrial) -> str:

@@ -30,6 +30,7 @@ from optuna_dsat.report.memory_table import memory_table
 from optuna_dsat.report.slot_time import account
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.report.winner import Winner, winner_of
+from optuna_dsat.study.paired import Ratio
 from optuna_dsat.study.result import BEST_CONFIG
 from optuna_dsat.study.standing import Standing
 from optuna_dsat.trials import attributes
@@ -61,18 +62,20 @@ class Section:
 _SECTIONS: tuple[tuple[str, str, str, Callable[[StudyView], go.Figure]], ...] = (
     (
         "finalists", "Finalists",
-        "The best few and your own config, measured again alone and with more steps: so noise picks no winner.",
+        "The best few and your own config, measured again in rounds, alone and with more steps; circles are values of "
+        "the search. What is compared are ratios within rounds, so intervals that overlap may still be told apart.",
         figures.plot_finalists,
     ),
     (
         "micro-batch", "Speed over micro-batch",
         "Each line is a class of configurations: all knobs alike but the micro-batch. A red cross is where it ran out "
-        "of memory.",
+        "of memory. Values are those of the search; star and cross stand at what the rounds measured, where they did.",
         figures.plot_metric,
     ),
     (
         "progress", "Progress of the search",
-        "Every launch in the order in which it ended. Crosses were stopped or failed; on the axis, without any speed.",
+        "Every launch of the search in the order in which it ended, with its value of the search. Crosses were stopped "
+        "or failed; on the axis, without any speed. The star is what rounds confirmed afterwards.",
         figures.plot_progress,
     ),
     (
@@ -192,6 +195,7 @@ def _facts(view: StudyView) -> dict[str, Any]:
         "config_link": "data:application/json;base64," + base64.b64encode(text.encode()).decode(),
         "status": _status(view),
         "cards": list(_cards(view, winner)),
+        "contenders": list(_contenders(view)),
         "unconfirmed": list(_unconfirmed(view)),
         "tuned": list(_tuned(view)),
         "outcomes": list(_outcomes(view)),
@@ -221,7 +225,7 @@ def _status(view: StudyView) -> str:
 def _value(view: StudyView, standing: Standing) -> tuple[str, str]:
     """Return a metric with its unit, and its 95 % interval in words."""
     if standing.low is None or standing.high is None:
-        return metric_in_words(view.metric, standing.value), "by the few steps of the search"
+        return metric_in_words(view.metric, standing.value), "in the search"
     low, high = (metric_in_words(view.metric, value) for value in (standing.low, standing.high))
     return metric_in_words(view.metric, standing.value), f"95 % between {low} and {high}"
 
@@ -230,7 +234,7 @@ def _cards(view: StudyView, winner: Winner | None) -> Iterator[tuple[str, str, s
     """Yield heading, value and remark of the key figures at the top."""
     if winner is not None:
         value, remark = _value(view, winner.standing)
-        yield ("Best" if winner.confirmed else "Best so far"), value, remark
+        yield ("Best" if winner.ended else "Best so far"), value, f"{remark}; {winner.how_known}"
         yield "Speed-up", *_speed_up(view, winner)
         if view.baseline is not None and not winner.is_own:
             yield "Your own config", *_value(view, view.baseline)
@@ -250,17 +254,15 @@ def _cards(view: StudyView, winner: Winner | None) -> Iterator[tuple[str, str, s
 
 def _speed_up(view: StudyView, winner: Winner) -> tuple[str, str]:
     if winner.is_own:
-        if view.measured[0].number != winner.standing.trial.number:
+        if view.verdict is not None and view.verdict.is_by_rounds and len(view.measured) > 1:
             return "none", "no faster configuration could be confirmed"
         return "none", "your own config is the best that was measured"
     if winner.speed_up is None:
         return "not known", "your own config was not measured"
     if winner.speed_up_low is None or winner.speed_up_high is None:
         return f"{winner.speed_up:.2f}\u00d7", "over your own config, by the few steps of the search"
-    return (
-        f"{winner.speed_up:.2f}\u00d7",
-        f"over your own config; {winner.speed_up_low:.2f} to {winner.speed_up_high:.2f} over both 95 % intervals",
-    )
+    between = f"95 % between {winner.speed_up_low:.3f} and {winner.speed_up_high:.3f}"
+    return f"{winner.speed_up:.2f}\u00d7", f"over your own config, paired in rounds; {between}"
 
 
 def _tuned(view: StudyView) -> Iterator[tuple[str, str]]:
@@ -275,6 +277,40 @@ def _tuned(view: StudyView) -> Iterator[tuple[str, str]]:
         yield "Device", f"{profile.device_name or view.profiled.device}, {bytes_in_words(profile.device_memory_bytes)}"
     yield "Begun", created(view)
     yield "Versions", versions(view)
+
+
+def _contenders(view: StudyView) -> Iterator[Mapping[str, str]]:
+    """Yield the rows of the table of what was measured in rounds, best first."""
+    verdict = view.verdict
+    if verdict is None or not verdict.is_by_rounds:
+        return
+    by_number = {trial.number: trial for trial in view.trials}
+    for number in (one.number for one in verdict.contenders):
+        one = verdict.contender(number)
+        if one is None:
+            continue
+        remarks = ["your own config"] if number == verdict.baseline else []
+        remarks += ["the result"] if number == verdict.handed_over else []
+        remarks += ["as good as the result"] if number in verdict.ties else []
+        known = one.low is not None and one.high is not None
+        yield {
+            "number": str(number),
+            "words": config_in_words(by_number[number].user_attrs[attributes.CONFIG]),
+            "batch": str(one.train_batch_size),
+            "rounds": str(one.rounds),
+            "value": metric_in_words(view.metric, one.value),
+            "between": f"{metric_in_words(view.metric, one.low or 0)} to {metric_in_words(view.metric, one.high or 0)}"
+            if known
+            else "",
+            "ratio": "" if one.ratio is None else _ratio(one.ratio),
+            "remark": "; ".join([*remarks, *([one.left] if one.left else [])]),
+        }
+
+
+def _ratio(ratio: Ratio) -> str:
+    if ratio.low is None or ratio.high is None:
+        return f"{ratio.value:.3f}"
+    return f"{ratio.value:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
 
 
 def _unconfirmed(view: StudyView) -> Iterator[tuple[int, str, str]]:
@@ -298,6 +334,7 @@ def _launches(view: StudyView) -> Iterator[Mapping[str, Any]]:
         attrs = trial.user_attrs
         outcome = attrs.get(attributes.OUTCOME, Outcome.LOST)
         value = trial.values[0] if trial.values is not None and outcome == Outcome.MEASURED else None
+        again = None if view.verdict is None else view.verdict.contender(trial.number)
         peak = attrs.get(attributes.PEAK_BYTES, 0)
         yield {
             "number": trial.number,
@@ -305,6 +342,8 @@ def _launches(view: StudyView) -> Iterator[Mapping[str, Any]]:
             "own": attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG,
             "outcome": str(outcome).replace("_", " "),
             "value": "" if value is None else metric_in_words(view.metric, value),
+            "again": "" if again is None else metric_in_words(view.metric, again.value),
+            "best": view.verdict is not None and trial.number == view.verdict.handed_over,
             "peak": bytes_in_words(peak) if peak > 0 else "",
             "message": steps_in_words(**attributes.step_facts(trial))
             if outcome == Outcome.MEASURED
@@ -314,7 +353,7 @@ def _launches(view: StudyView) -> Iterator[Mapping[str, Any]]:
 
 def _commands(view: StudyView, winner: Winner | None) -> Iterator[tuple[str, str]]:
     """Yield the purpose of a command, and the command."""
-    if winner is not None and winner.confirmed:
+    if winner is not None and winner.ended:
         named = winner.command_names_config
         yield ("Train with the best config" if named else "Train, once the script reads the config"), winner.command
         more = ("--max-trials", 2 * view.spec.max_trials)

@@ -21,12 +21,13 @@ from optuna.trial import Trial
 
 from optuna_dsat.errors import UsageError
 from optuna_dsat.report.artifacts import FOLDER, artifacts_of, save_artifacts
-from optuna_dsat.report.figures import memory_figure, metric_figure
+from optuna_dsat.report.figures import memory_figure, plot_metric
 from optuna_dsat.report.markdown import keep_own_text
 from optuna_dsat.report.notes import study_note, trial_note
 from optuna_dsat.report.view import StudyView, read_view
 from optuna_dsat.store import Store
 from optuna_dsat.store.retrying_storage import RetryingStorage
+from optuna_dsat.study.verdict_words import verdict_in_words
 from optuna_dsat.trials import attributes
 
 __all__ = [
@@ -152,7 +153,8 @@ def publish(store: Store, name: str, *, artifacts: bool = True) -> Published:
     _save_plots(study, view)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
-        study.set_metric_names([view.metric])
+        study.set_metric_names([f"{view.metric} in the search"])
+    _save_result(study, view)
     files = artifact_store(view) if artifacts else None
     saved = 0 if files is None else save_artifacts(study, view.record.uuid, artifacts_of(view), files)
     return Published(study_id=study._study_id, notes=notes, artifacts=saved, store=files)
@@ -165,6 +167,14 @@ def _save_notes(study: optuna.Study, view: StudyView, cached: _CachedAttributes)
         with cached.focus(trial._trial_id):
             changed += _save_note(Trial(study, trial._trial_id), trial_note(view, trial))
     return changed
+
+
+def _save_result(study: optuna.Study, view: StudyView) -> None:
+    """Write the result as a user attribute of the study: the dashboard lists these beside the best trial."""
+    verdict = view.verdict
+    told = "" if verdict is None else " ".join(verdict_in_words(verdict, metric=view.metric))
+    if told and study.user_attrs.get(attributes.RESULT) != told:
+        study.set_user_attr(attributes.RESULT, told)
 
 
 def _save_note(target: optuna.Study | Trial, text: str) -> bool:
@@ -180,7 +190,7 @@ def _save_note(target: optuna.Study | Trial, text: str) -> bool:
 def _save_plots(study: optuna.Study, view: StudyView) -> None:
     from optuna_dashboard import save_plotly_graph_object
 
-    figure = metric_figure(view.trials, metric=view.metric, winner=view.attributes.get(attributes.WINNER))
+    figure = plot_metric(view)
     save_plotly_graph_object(study, figure, graph_object_id=METRIC_PLOT)
     if view.profiled is not None:
         save_plotly_graph_object(study, memory_figure(view), graph_object_id=MEMORY_PLOT)

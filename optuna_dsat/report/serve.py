@@ -8,10 +8,34 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from optuna.artifacts import FileSystemArtifactStore
 from optuna.storages import BaseStorage
+from optuna.trial import FrozenTrial
 
 from optuna_dsat.errors import UsageError
+from optuna_dsat.store import Store
+from optuna_dsat.store.retrying_storage import RetryingStorage
+from optuna_dsat.study.stored import read_stored
 
-__all__ = ["serve"]
+__all__ = ["ResultStorage", "serve"]
+
+
+class ResultStorage(RetryingStorage):
+    """A storage whose best trial of a study is the one that optuna-dsat hands over; no value is changed.
+
+    Optuna takes the best value of the search, which rounds may have refuted.
+
+    Args:
+        store: The database.
+    """
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store.storage, database=store.url)
+        self._store = store
+
+    def get_best_trial(self, study_id: int) -> FrozenTrial:
+        """Return the trial that is handed over; Optuna's own for a study that optuna-dsat did not make."""
+        name = self.get_study_name_from_id(study_id)
+        best = None if self._store.find_study(name) is None else read_stored(self._store, name).best
+        return super().get_best_trial(study_id) if best is None else best.trial
 
 
 class _Server(ThreadingMixIn, WSGIServer):

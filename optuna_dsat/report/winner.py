@@ -12,9 +12,11 @@ from optuna_dsat.config import ds_config
 from optuna_dsat.launch.run_directory import without_secrets
 from optuna_dsat.report.markdown import redacted
 from optuna_dsat.report.view import StudyView
+from optuna_dsat.study.data_size import dataset_size
 from optuna_dsat.study.result import BEST_CONFIG, learning_rate_advice, trainable_config, training_command
 from optuna_dsat.study.standing import Standing
-from optuna_dsat.study.user_config import user_config
+from optuna_dsat.study.user_config import own_train_batch_size, user_config
+from optuna_dsat.study.verdict_words import how_known, verdict_in_words
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import config_in_words
 
@@ -35,12 +37,16 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Winner:
-    """The best configuration so far; the winner, once the search has ended."""
+    """The configuration that the verdict hands over; before a confirmation the best of the search."""
 
     standing: Standing
     words: str
-    confirmed: bool
-    """Whether the search has ended: then it is the winner."""
+    ended: bool
+    """Whether the search has ended."""
+    told: tuple[str, ...]
+    """The verdict in words: how sure it is, the speed-ups, ties, noise, warnings."""
+    how_known: str
+    """Whether the metric comes from rounds or from the search, in words."""
     is_own: bool
     """Whether it is the user's own config."""
     config: Mapping[str, Any]
@@ -56,15 +62,15 @@ class Winner:
     speed_up: float | None
     """Over the user's own config; None if that was not measured."""
     speed_up_low: float | None
-    """At the unfavourable ends of both 95 % intervals; None if one of the two was not confirmed."""
+    """Lower end of its 95 % interval, paired in rounds; None if rounds did not measure it."""
     speed_up_high: float | None
-    """At the favourable ends."""
+    """Its upper end."""
 
 
 def winner_of(view: StudyView) -> Winner | None:
     """Return the best configuration of a study; None before anything was measured."""
-    best = view.best
-    if best is None:
+    best, verdict = view.best, view.verdict
+    if best is None or verdict is None:
         return None
     spec, trainer = view.spec, view.trainer
     ranks = attributes.data_parallel_size(best.trial, slots=spec.slots_per_trial)
@@ -77,34 +83,32 @@ def winner_of(view: StudyView) -> Winner | None:
         spec.study_dir / BEST_CONFIG,
         deepspeed_launcher=launcher,
         host_threads=best.trial.user_attrs.get(attributes.HOST_THREADS),
+        config_option="" if view.profiled is None else view.profiled.config_option,
     )
-    rate = learning_rate_advice(config, batch=complete[ds_config.TRAIN_BATCH], user_batch=own[ds_config.TRAIN_BATCH])
+    rate = learning_rate_advice(
+        config,
+        batch=complete[ds_config.TRAIN_BATCH],
+        user_batch=own_train_batch_size(spec, ranks=ranks),
+        samples=dataset_size(spec, view.profiled),
+    )
     script = "" if trainer is None else trainer.advice(complete)
-    low, high = _speed_up_range(view, best)
+    ratio = verdict.speed_up
     return Winner(
         standing=best,
         words=config_in_words(best.trial.user_attrs[attributes.CONFIG]),
-        confirmed=view.end_reason is not None,
+        ended=view.end_reason is not None,
+        told=tuple(verdict_in_words(verdict, metric=view.metric)),
+        how_known=how_known(verdict),
         is_own=best.trial.user_attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG,
         config=redacted(config),
         changes=tuple(_changes(redacted(own), redacted(complete))),
         command=shlex.join(without_secrets(shlex.split(command))),
         command_names_config=names_config,
         advice=tuple(text for text in (rate, script) if text),
-        speed_up=view.speed_up(best),
-        speed_up_low=low,
-        speed_up_high=high,
+        speed_up=None if ratio is None else ratio.value,
+        speed_up_low=None if ratio is None else ratio.low,
+        speed_up_high=None if ratio is None else ratio.high,
     )
-
-
-def _speed_up_range(view: StudyView, best: Standing) -> tuple[float | None, float | None]:
-    """Return the speed-up at the unfavourable and at the favourable ends of both intervals."""
-    user = view.baseline
-    if user is None or not best.low or not best.high or not user.low or not user.high:
-        return None, None
-    if view.maximize:
-        return best.low / user.high, best.high / user.low
-    return user.low / best.high, user.high / best.low
 
 
 def _changes(own: Mapping[str, Any], best: Mapping[str, Any]) -> Iterator[Change]:

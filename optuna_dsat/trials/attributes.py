@@ -35,6 +35,7 @@ __all__ = [
     "OVERLAY",
     "PEAK_BYTES",
     "PURPOSE",
+    "RESULT",
     "SKIPPED_STEPS",
     "USER_CONFIG",
     "VETOED",
@@ -98,7 +99,9 @@ END_REASON = "end_reason"
 WARM_START = "warm_start"
 """Study attribute: prior knowledge from earlier studies (``optuna_dsat.guided.prior_knowledge``); empty if none."""
 WINNER = "winner"
-"""Study attribute: number of the winning trial."""
+"""Study attribute: number of the trial that was handed over when the study was last concluded."""
+RESULT = "result"
+"""Study attribute: the verdict in words, for whoever looks at the study with tools of Optuna."""
 
 
 def launches_used(trials: Sequence[FrozenTrial]) -> int:

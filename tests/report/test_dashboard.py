@@ -44,7 +44,7 @@ def test_a_finished_study_has_its_notes_and_plots_already(finished: ReportedStud
     keys = study_attributes(finished)
     assert f"dashboard:plot_data:{METRIC_PLOT}:0" in keys
     assert f"dashboard:plot_data:{MEMORY_PLOT}:0" in keys
-    assert keys["study:metric_names"] == ["throughput"]
+    assert keys["study:metric_names"] == ["throughput in the search"]
     assert not [key for key in keys if "artifacts:" in key]
 
 

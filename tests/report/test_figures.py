@@ -250,7 +250,7 @@ def test_outcomes_are_counted_by_stage_and_offload(view: StudyView) -> None:
 
 
 def test_progress_never_falls_and_ends_at_the_best(view: StudyView) -> None:
-    (best,) = by_name(figures.plot_progress(view))["best so far"]
+    (best,) = by_name(figures.plot_progress(view))["best so far in the search"]
     assert list(best.y) == sorted(best.y)
     assert best.y[-1] == attributes.best_trials(view.trials, maximize=True)[0].values[0]
 

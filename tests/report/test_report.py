@@ -105,17 +105,17 @@ def test_a_report_holds_everything_and_loads_nothing(view: StudyView) -> None:
         assert outcome.replace("_", " ") in page.text
 
 
-def test_the_winners_speed_up_is_bounded_by_both_intervals(view: StudyView) -> None:
+def test_the_winners_speed_up_is_the_paired_ratio_of_the_rounds(view: StudyView) -> None:
     winner = winner_of(view)
     assert winner is not None
-    assert view.baseline is not None
+    assert view.verdict is not None
     assert winner.speed_up_low is not None
     assert winner.speed_up_high is not None
     assert winner.speed_up is not None
     assert winner.speed_up_low < winner.speed_up < winner.speed_up_high
-    assert winner.standing.low is not None
-    assert view.baseline.high is not None
-    assert winner.speed_up_low == pytest.approx(winner.standing.low / view.baseline.high)
+    (ratio,) = (one.ratio for one in view.verdict.contenders if one.number == view.verdict.handed_over)
+    assert ratio is not None
+    assert (winner.speed_up_low, winner.speed_up, winner.speed_up_high) == (ratio.low, ratio.value, ratio.high)
     changes = {change.key: (change.own, change.best) for change in winner.changes}
     size = winner.config["train_micro_batch_size_per_gpu"]
     assert changes["train_micro_batch_size_per_gpu"] == ("2", str(size))

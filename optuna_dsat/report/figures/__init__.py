@@ -24,7 +24,7 @@ from optuna_dsat.errors import UsageError
 from optuna_dsat.report.figures._finalists import FinalistPoint, finalists_figure
 from optuna_dsat.report.figures._importance import importances_figure, importances_of
 from optuna_dsat.report.figures._memory import BELIEVED_AS_MEASURED, FORMULAS_ALONE, memory_figure
-from optuna_dsat.report.figures._metric import BEST, EDGE, USER, metric_figure
+from optuna_dsat.report.figures._metric import BEST, CONFIRMED, EDGE, USER, metric_figure
 from optuna_dsat.report.figures._search import micro_batches_figure, outcomes_figure, progress_figure, rungs_figure
 from optuna_dsat.report.figures._source import Source, history_of, view_of
 from optuna_dsat.report.figures._style import INK, missing, note_of
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BELIEVED_AS_MEASURED",
     "BEST",
+    "CONFIRMED",
     "EDGE",
     "FORMULAS_ALONE",
     "INK",
@@ -81,18 +82,26 @@ def plot_metric(study: Source) -> go.Figure:
     """
     require_plotly()
     found = history_of(study)
-    return metric_figure(found.trials, metric=found.metric, winner=found.winner, maximize=found.maximize)
+    return metric_figure(
+        found.trials,
+        metric=found.metric,
+        winner=found.winner,
+        maximize=found.maximize,
+        confirmed=found.confirmed,
+    )
 
 
 def plot_progress(study: Source) -> go.Figure:
     """Plot the metric of the launches in the order in which they ended, the best so far and the user's own config.
+
+    These are values of the search; a star marks what rounds confirmed afterwards.
 
     Args:
         study: Any Optuna study with one objective, or a ``StudyView``.
     """
     require_plotly()
     found = history_of(study)
-    return progress_figure(found.trials, metric=found.metric, maximize=found.maximize)
+    return progress_figure(found.trials, metric=found.metric, maximize=found.maximize, confirmed=found.result)
 
 
 def plot_outcomes(study: Source) -> go.Figure:
@@ -215,15 +224,17 @@ def _finalist_points(view: StudyView) -> list[FinalistPoint]:
 
     best, user = view.best, view.baseline
     by_number = {trial.number: trial for trial in view.trials}
+    by_rounds = view.verdict is not None and view.verdict.is_by_rounds
     points = [
         FinalistPoint(
             words=config_in_words(by_number[f.number].user_attrs[attributes.CONFIG]),
             number=f.number,
             searched=by_number[f.number].values[0],
-            value=f.value,
+            value=view.standing(by_number[f.number]).value if by_rounds else f.value,
             low=f.low,
             high=f.high,
             steps=f.steps,
+            rounds=f.rounds,
             winner=best is not None and best.trial.number == f.number,
             user=user is not None and user.trial.number == f.number,
         )

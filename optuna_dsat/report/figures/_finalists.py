@@ -30,6 +30,7 @@ class FinalistPoint:
     high: float
     steps: int
     """Counted steps of the confirmation."""
+    rounds: int
     winner: bool
     user: bool
     """Whether it is the user's own config."""
@@ -94,7 +95,7 @@ def _confirmed(points: Sequence[FinalistPoint], metric: str) -> go.Scatter:
         },
         hovertext=[
             f"<b>{p.words}</b><br>{shown(metric, p.value)}, 95 % between {shown(metric, p.low)} and "
-            f"{shown(metric, p.high)}<br>{p.steps} steps"
+            f"{shown(metric, p.high)}<br>{p.steps} steps in {p.rounds} {'round' if p.rounds == 1 else 'rounds'}"
             for p in points
         ],
         hoverinfo="text",

@@ -28,19 +28,26 @@ from optuna_dsat.trials.lineage import MICRO_BATCH, STRUCTURE, Lineage, group, s
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-__all__ = ["BEST", "EDGE", "USER", "metric_figure", "micro_batch_ticks"]
+__all__ = ["BEST", "CONFIRMED", "EDGE", "USER", "metric_figure", "micro_batch_ticks"]
 
 EDGE = "out of memory"
 """Name of the trace that shows where lineages run out of memory."""
 USER = "your own config"
 BEST = "best"
+CONFIRMED = ", as the rounds measured it"
+"""What is added to these names where rounds decided."""
 
 _LEAST_TICKS = 3
 _MOST_TICKS = 6
 
 
 def metric_figure(
-    trials: Sequence[FrozenTrial], *, metric: str, winner: int | None = None, maximize: bool | None = None
+    trials: Sequence[FrozenTrial],
+    *,
+    metric: str,
+    winner: int | None = None,
+    maximize: bool | None = None,
+    confirmed: Mapping[int, float] | None = None,
 ) -> go.Figure:
     """Return the metric over the micro-batch: one line per lineage, with its out-of-memory edge.
 
@@ -51,6 +58,7 @@ def metric_figure(
         trials: Any history; trials without a micro-batch parameter are shown only as the best or the user's own.
         metric: Name of the metric; times are given in seconds and shown in ms.
         winner: Number of the trial to mark as the best; None for the one with the best value.
+        confirmed: Trial -> its metric in rounds, at which it is marked; None if no rounds decided.
         maximize: Whether a larger metric is better; None for the direction of the metric's name.
     """
     scale = scale_of(metric)
@@ -74,7 +82,8 @@ def metric_figure(
     user = attributes.user_config_trial(trials)
     for trial, name, symbol in ((user, USER, "x-open"), (best, BEST, "star")):
         if trial is not None and attributes.CONFIG in trial.user_attrs:
-            figure.add_trace(_mark(trial, name, symbol, metric=metric, scale=scale))
+            again = None if confirmed is None else confirmed.get(trial.number)
+            figure.add_trace(_mark(trial, name, symbol, metric=metric, again=again))
     if not figure.data:
         return empty_figure("Nothing has been measured yet.", title=title, x=x_title, y=axis_title(metric))
     lay_out(figure, title=title, x=x_title, y=axis_title(metric))
@@ -112,7 +121,7 @@ def _hover(trial: FrozenTrial, words: str, metric: str, value: float) -> str:
     config = trial.user_attrs.get(attributes.CONFIG, trial.params)
     lines = [
         f"<b>{words}, micro-batch {config.get(MICRO_BATCH, '?')}</b>",
-        f"trial {trial.number}: {shown(metric, value)}",
+        f"trial {trial.number}: {shown(metric, value)} in the search",
     ]
     if trial.state is not TrialState.COMPLETE:
         lines[1] += " (stopped early)"
@@ -164,17 +173,21 @@ def _edges(lineages: Sequence[Lineage], scale: float) -> go.Scatter:
     )
 
 
-def _mark(trial: FrozenTrial, name: str, symbol: str, *, metric: str, scale: float) -> go.Scatter:
+def _mark(trial: FrozenTrial, name: str, symbol: str, *, metric: str, again: float | None) -> go.Scatter:
+    """Return the mark of a trial, at its metric in rounds, or at that of the search if there is none."""
     import plotly.graph_objects as go
 
-    config = trial.user_attrs[attributes.CONFIG]
+    config, value = trial.user_attrs[attributes.CONFIG], trial.values[0] if again is None else again
+    text = f"{name}<br>" + _hover(trial, Structure.of(config).words, metric, trial.values[0])
+    if again is not None:
+        name, text = f"{name}{CONFIRMED}", f"{text}<br>in rounds: {shown(metric, again)}"
     return go.Scatter(
         x=[int(config[MICRO_BATCH])],
-        y=[trial.values[0] * scale],
+        y=[value * scale_of(metric)],
         mode="markers",
         name=name,
         marker={"symbol": symbol, "size": 15, "color": INK, "line": {"color": INK, "width": 2}},
-        hovertext=[f"{name}<br>" + _hover(trial, Structure.of(config).words, metric, trial.values[0])],
+        hovertext=[text],
         hoverinfo="text",
     )
 

@@ -11,7 +11,7 @@ from optuna.trial import FrozenTrial
 
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.pruners._rungs import Rung, Rungs, build_rungs
-from optuna_dsat.report.figures._metric import USER, micro_batch_ticks
+from optuna_dsat.report.figures._metric import BEST, CONFIRMED, USER, micro_batch_ticks
 from optuna_dsat.report.figures._style import (
     INK,
     NEUTRAL,
@@ -35,8 +35,9 @@ from optuna_dsat.words import config_in_words
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-__all__ = ["micro_batches_figure", "outcomes_figure", "progress_figure", "rungs_figure"]
+__all__ = ["BEST_SO_FAR", "micro_batches_figure", "outcomes_figure", "progress_figure", "rungs_figure"]
 
+BEST_SO_FAR = "best so far in the search"
 _NO_LAUNCH = "No launch has ended yet."
 _MAX_ROWS = 16
 """Most lineages whose micro-batches are shown: those with the most launches."""
@@ -72,10 +73,19 @@ def _words(trial: FrozenTrial) -> str:
     return f"trial {trial.number}" if config is None else f"trial {trial.number}: {config_in_words(config)}"
 
 
-def progress_figure(trials: Sequence[FrozenTrial], *, metric: str, maximize: bool) -> go.Figure:
+def progress_figure(
+    trials: Sequence[FrozenTrial], *, metric: str, maximize: bool, confirmed: tuple[int, float] | None = None
+) -> go.Figure:
     """Return the metric of every launch in the order in which they ended, the best so far, and the user's config.
 
-    Launches without a metric are drawn on the axis, in the colour of their outcome.
+    All of these are values of the search. Launches without a metric are drawn on the axis, in the colour of their
+    outcome.
+
+    Args:
+        trials: The study's trials.
+        metric: Name of the metric.
+        maximize: Whether a larger one is better.
+        confirmed: Trial and metric that rounds confirmed; None if no rounds decided.
     """
     import plotly.graph_objects as go
 
@@ -93,7 +103,7 @@ def progress_figure(trials: Sequence[FrozenTrial], *, metric: str, maximize: boo
                 x=[place for place, _ in best],
                 y=[value * scale for _, value in best],
                 mode="lines",
-                name="best so far",
+                name=BEST_SO_FAR,
                 line={"color": INK, "width": 1.5, "shape": "hv"},
                 hoverinfo="skip",
             )
@@ -102,7 +112,10 @@ def progress_figure(trials: Sequence[FrozenTrial], *, metric: str, maximize: boo
     if user is not None:
         line = {"color": NEUTRAL, "dash": "dash", "width": 1.5}
         values = [user.values[0] * scale] * 2
-        figure.add_trace(go.Scatter(x=[1, len(ended)], y=values, mode="lines", name=USER, line=line, hoverinfo="name"))
+        name = f"{USER} in the search"
+        figure.add_trace(go.Scatter(x=[1, len(ended)], y=values, mode="lines", name=name, line=line, hoverinfo="name"))
+    if confirmed is not None:
+        figure.add_trace(_confirmed_trace(*confirmed, place=len(ended) + 1, metric=metric))
     lay_out(figure, title=title, x=x_title, y=axis_title(metric))
     figure.update_yaxes(rangemode="tozero", tickformat="~s" if metric == "FLOPS_per_gpu" else None)
     return figure
@@ -129,6 +142,21 @@ def _outcome_trace(outcome: Outcome, own: Sequence[FrozenTrial], places: Mapping
             _words(t) + ("" if value is None else f"<br>{shown(metric, value)}")
             for t, value in zip(own, values, strict=True)
         ],
+        hoverinfo="text",
+    )
+
+
+def _confirmed_trace(number: int, value: float, *, place: int, metric: str) -> go.Scatter:
+    """Return the mark of what rounds confirmed, after the last launch of the search."""
+    import plotly.graph_objects as go
+
+    return go.Scatter(
+        x=[place],
+        y=[value * scale_of(metric)],
+        mode="markers",
+        name=f"{BEST}{CONFIRMED}",
+        marker={"symbol": "star", "size": 13, "color": INK},
+        hovertext=[f"trial {number}, in rounds: {shown(metric, value)}"],
         hoverinfo="text",
     )
 

@@ -15,7 +15,7 @@ from optuna_dsat.errors import UsageError
 from optuna_dsat.report.view import StudyView, read_view
 from optuna_dsat.store import Store
 from optuna_dsat.store.registry import STUDY_UUID
-from optuna_dsat.trials import attributes
+from optuna_dsat.study.verdict import Verdict
 
 __all__ = ["History", "Source", "history_of", "view_of"]
 
@@ -31,8 +31,8 @@ class History:
     metric: str
     """Name of the metric; ``value`` if the study does not name one."""
     maximize: bool
-    attributes: Mapping[str, Any]
-    """User attributes of the study."""
+    verdict: Verdict | None
+    """What came of the study so far; None if nothing was measured, or optuna-dsat did not make the study."""
 
     @property
     def direction(self) -> StudyDirection:
@@ -41,8 +41,23 @@ class History:
 
     @property
     def winner(self) -> int | None:
-        """Number of the winning trial; None while there is none."""
-        return self.attributes.get(attributes.WINNER)
+        """Number of the trial that is handed over; None without a verdict."""
+        return None if self.verdict is None else self.verdict.handed_over
+
+    @property
+    def confirmed(self) -> Mapping[int, float]:
+        """Trial -> its metric in rounds; empty if no rounds decided."""
+        verdict = self.verdict
+        if verdict is None:
+            return {}
+        found = (verdict.contender(one.number) for one in verdict.contenders)
+        return {one.number: one.value for one in found if one is not None}
+
+    @property
+    def result(self) -> tuple[int, float] | None:
+        """Trial and metric that rounds confirmed; None if no rounds decided."""
+        verdict = self.verdict
+        return (verdict.handed_over, verdict.value) if verdict is not None and verdict.is_by_rounds else None
 
 
 def history_of(source: Source) -> History:
@@ -50,14 +65,12 @@ def history_of(source: Source) -> History:
     if not isinstance(source, StudyView) and STUDY_UUID in source.user_attrs:
         source = view_of(source)
     if isinstance(source, StudyView):
-        return History(
-            trials=source.trials, metric=source.metric, maximize=source.maximize, attributes=source.attributes
-        )
+        return History(trials=source.trials, metric=source.metric, maximize=source.maximize, verdict=source.verdict)
     return History(
         trials=tuple(source.get_trials(deepcopy=False)),
         metric=(source.metric_names or ["value"])[0],
         maximize=source.direction == StudyDirection.MAXIMIZE,
-        attributes=source.user_attrs,
+        verdict=None,
     )
 
 

@@ -1,0 +1,274 @@
+"""One best: whoever shows a study shows the same trial, the same metric and the same speed-up."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+from wsgiref.util import setup_testing_defaults
+
+import pytest
+
+from optuna_dsat.cli import main
+from optuna_dsat.cli.show import show_result
+from optuna_dsat.config import ds_config
+from optuna_dsat.display.lines import lines_of
+from optuna_dsat.launch.simulated import SimulatedLauncher, SimulatedResult
+from optuna_dsat.report import figures
+from optuna_dsat.report.notes import study_note, trial_note
+from optuna_dsat.report.page import render
+from optuna_dsat.report.serve import ResultStorage
+from optuna_dsat.report.view import StudyView
+from optuna_dsat.report.winner import winner_of
+from optuna_dsat.study.progress import SearchStarted
+from optuna_dsat.study.result import TuneResult
+from optuna_dsat.study.verdict import Verdict, VerdictKind
+from optuna_dsat.study.verdict_words import verdict_in_words
+from optuna_dsat.trials import attributes
+from optuna_dsat.words import metric_in_words
+from tests.harness.landscapes import Hill
+from tests.harness.reports import ReportedStudyBench
+from tests.harness.studies import USER_CONFIG
+
+CONFIRMED_STAR = figures.BEST + figures.CONFIRMED
+
+
+class Shown(NamedTuple):
+    """What one view shows."""
+
+    trial: int
+    value: float
+    speed_up: float | None
+
+
+class Changing(Hill):
+    """A model whose launches differ from what the first launch of a configuration measured.
+
+    Args:
+        lucky: Place of the configuration, in order of first launch, whose first launch is four times as fast.
+        again: Factor on the step time of further launches of all configurations but the user's.
+    """
+
+    def __init__(self, *, lucky: int = -1, again: float = 1.0) -> None:
+        super().__init__()
+        self._lucky = lucky
+        self._again = again
+        self._seen: dict[str, int] = {}
+
+    def run(self, ds_config: Mapping[str, Any], slots: int) -> SimulatedResult:
+        found = super().run(ds_config, slots)
+        key = json.dumps(ds_config, sort_keys=True)
+        first = key not in self._seen
+        place = self._seen.setdefault(key, len(self._seen))
+        own = ds_config["train_micro_batch_size_per_gpu"] == USER_CONFIG["train_micro_batch_size_per_gpu"]
+        factor = 0.25 if first and place == self._lucky else self._again if not first and not own else 1.0
+        times = {name: getattr(found, name) * factor for name in ("forward_s", "backward_s", "step_s")}
+        return replace(found, **times)
+
+
+def command(bench: ReportedStudyBench, capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        main([*args, "--storage", bench.url])
+    assert end.value.code == 0
+    return capsys.readouterr().out
+
+
+def of_rows(rows: list[dict[str, Any]]) -> Shown:
+    """Return the row that is marked as the best: its confirmed metric, or that of the search if it has none."""
+    (best,) = [row for row in rows if str(row["handed_over"]) == "True"]
+    confirmed = best["confirmed_value"] not in (None, "")
+    value = best["confirmed_value"] if confirmed else best["value"]
+    return Shown(int(best["number"]), float(value), float(best["speed_up"]) if confirmed else None)
+
+
+def of_commands(bench: ReportedStudyBench, capsys: pytest.CaptureFixture[str]) -> Iterator[tuple[str, Shown]]:
+    (listed,) = json.loads(command(bench, capsys, "studies", "--json"))
+    yield "studies", Shown(listed["best_trial"], listed["best"], listed["speed_up"])
+    state = json.loads(command(bench, capsys, "show", "s", "--json"))
+    ratio = state["verdict"]["speed_up"]["value"]
+    yield "show", Shown(state["verdict"]["handed_over"], state["verdict"]["value"], ratio)
+    yield "show, best", of_rows([state["best"]])
+    yield "trials", of_rows(json.loads(command(bench, capsys, "trials", "s", "--json")))
+    exported = json.loads(command(bench, capsys, "export", "s"))
+    yield "export", of_rows(exported["trials"])
+    yield (
+        "export, verdict",
+        Shown(
+            exported["verdict"]["handed_over"], exported["verdict"]["value"], exported["verdict"]["speed_up"]["value"]
+        ),
+    )
+    table = list(csv.DictReader(io.StringIO(command(bench, capsys, "export", "s", "--format", "csv"))))
+    yield "export, csv", of_rows(table)
+    told = json.loads(command(bench, capsys, "explain", "s", "--json"))
+    yield "explain", Shown(told["winner"], told["value"], told["speed_up"])
+
+
+def of_files(bench: ReportedStudyBench) -> Shown:
+    metrics = json.loads((bench.folder / "out" / "s" / "best_ds_metrics.json").read_text())
+    return Shown(metrics["trial"], metrics["value"], metrics["speed_up"])
+
+
+def of_report(view: StudyView) -> Iterator[tuple[str, Shown]]:
+    winner, verdict = winner_of(view), view.verdict
+    assert winner is not None
+    assert verdict is not None
+    number = winner.standing.trial.number
+    yield "report", Shown(number, winner.standing.value, winner.speed_up)
+    drawn = {trace.name: trace for plot in (figures.plot_metric, figures.plot_progress) for trace in plot(view).data}
+    confirmed = verdict.is_by_rounds
+    star = drawn[CONFIRMED_STAR if confirmed else figures.BEST]
+    yield "star", Shown(int(re.findall(r"trial (\d+)", star.hovertext[0])[0]), star.y[0], winner.speed_up)
+    assert (CONFIRMED_STAR in drawn) == confirmed
+    assert "best so far in the search" in drawn
+    metric = figures.plot_metric(view)
+    (star,) = [trace for trace in metric.data if trace.name.startswith(figures.BEST)]
+    (cross,) = [trace for trace in metric.data if trace.name.startswith(figures.USER)]
+    yield "plot_metric", Shown(number, star.y[0], winner.speed_up)
+    assert cross.y[0] == pytest.approx(verdict.user_value)
+    if confirmed:
+        (points,) = [one for one in figures.plot_finalists(view).data if one.name.startswith("confirmed")]
+        (at,) = [place for place, symbol in enumerate(points.marker.symbol) if symbol == "star"]
+        yield "finalists", Shown(number, points.x[at], winner.speed_up)
+
+
+def of_dashboard(bench: ReportedStudyBench, view: StudyView) -> Iterator[tuple[str, int]]:
+    """Yield the trial in the card of the best one, asked of optuna-dashboard itself, and that of the notes."""
+    dashboard = pytest.importorskip("optuna_dashboard", reason="optuna-dashboard is not installed")
+    storage = ResultStorage(bench.store)
+    study_id = storage.get_study_id_from_name("s")
+    environ: dict[str, Any] = {"PATH_INFO": f"/api/studies/{study_id}"}
+    setup_testing_defaults(environ)
+    answer = json.loads(b"".join(dashboard.wsgi(storage)(environ, lambda *_: None)))
+    (card,) = answer["best_trials"]
+    yield "card", card["number"]
+    (row,) = re.findall(r"\| best \| (\d+) ", study_note(view))
+    yield "note", int(row)
+    (named,) = [one.number for one in view.launched if "The best of this study" in trial_note(view, one)]
+    yield "note of the trial", named
+
+
+def agree(bench: ReportedStudyBench, capsys: pytest.CaptureFixture[str], *, result: TuneResult | None) -> Verdict:
+    """Read every view of the study, compare them with the verdict, and return it; ``result`` once it is concluded."""
+    view = bench.view()
+    verdict = view.verdict
+    assert verdict is not None
+    assert verdict.speed_up is not None
+    expected = Shown(verdict.handed_over, verdict.value, verdict.speed_up.value)
+    found = dict([*of_commands(bench, capsys), *of_report(view)])
+    if result is not None:
+        found["Python"] = Shown(result.trial, result.value, result.speed_up)
+        found["Python, rows"] = of_rows(result.trials(bench.url))
+        found["file"] = of_files(bench)
+        show_result(result, as_json=False)
+        printed = capsys.readouterr().out
+        assert all(line in printed for line in verdict_in_words(verdict, metric="throughput"))
+    for name, shown in found.items():
+        assert shown.trial == expected.trial, name
+        assert shown.value == pytest.approx(expected.value), name
+        assert shown.speed_up is None or shown.speed_up == pytest.approx(expected.speed_up), name
+    for name, number in of_dashboard(bench, view):
+        assert number == expected.trial, name
+    same_words(bench, capsys, view, verdict)
+    return verdict
+
+
+def same_words(
+    bench: ReportedStudyBench, capsys: pytest.CaptureFixture[str], view: StudyView, verdict: Verdict
+) -> None:
+    """Compare the sentences and the config that the views show."""
+    lines = verdict_in_words(verdict, metric=view.metric)
+    value = metric_in_words(view.metric, verdict.value)
+    shown = command(bench, capsys, "show", "s")
+    assert f"Best: trial {verdict.handed_over}, " in shown
+    assert all(line in shown for line in lines)
+    page, note = render(view), study_note(view)
+    assert all(line.replace("'", "&#39;") in page for line in lines)
+    assert all(line in note for line in lines)
+    (row,) = [line for line in command(bench, capsys, "trials", "s").splitlines() if " best " in line]
+    assert row.split()[0] == str(verdict.handed_over)
+    assert value in row
+    assert value in command(bench, capsys, "studies")
+    assert f"The result is trial {verdict.handed_over}, {value}, " in command(bench, capsys, "explain", "s")
+    best = json.loads(command(bench, capsys, "best", "s"))
+    trial = view.trials[verdict.handed_over]
+    assert best[ds_config.MICRO_BATCH] == trial.params["train_micro_batch_size_per_gpu"]
+    assert best == view.ready_config(trial)
+
+
+def exported(bench: ReportedStudyBench) -> Any:
+    return json.loads(Path(bench.folder, "out", "s", "best_ds_config.json").read_text())
+
+
+def test_all_views_show_the_confirmed_winner_though_the_search_measured_another_best(
+    bench: ReportedStudyBench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = bench.run(bench.spec(max_trials=6, confirm=3), Changing(lucky=4), noise=0.01)
+    assert result is not None
+    verdict = agree(bench, capsys, result=result)
+    assert verdict.kind is VerdictKind.WINNER
+    view = bench.view()
+    lucky = view.measured[0]
+    assert verdict.handed_over != lucky.number, "the search was misled"
+    assert verdict.value < 0.5 * lucky.values[0]
+    assert f"in the search {metric_in_words('throughput', lucky.values[0])}" in trial_note(view, lucky)
+    assert "only the rounds count" in render(view) or not verdict.warnings
+    assert bench.study().user_attrs[attributes.RESULT] == " ".join(verdict_in_words(verdict, metric="throughput"))
+    assert exported(bench) == result.config == view.ready_config(view.trials[verdict.handed_over])
+
+
+def test_all_views_show_the_users_own_config_where_nothing_is_surely_better(
+    bench: ReportedStudyBench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = bench.run(bench.spec(max_trials=5, confirm=2), Changing(again=8.0), noise=0.01)
+    assert result is not None
+    verdict = agree(bench, capsys, result=result)
+    assert verdict.kind is VerdictKind.BASELINE_IS_BEST
+    assert verdict.handed_over == verdict.baseline
+    assert bench.view().measured[0].number != verdict.baseline, "the search measured another best"
+    assert "Your own config is the best found" in render(bench.view())
+    assert "It is your own config" in command(bench, capsys, "explain", "s")
+    assert exported(bench)[ds_config.MICRO_BATCH] == USER_CONFIG["train_micro_batch_size_per_gpu"]
+
+
+def test_without_a_confirmation_all_views_show_the_best_of_the_search_as_such(
+    bench: ReportedStudyBench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = bench.run(bench.spec(max_trials=5, confirm=0), Changing(), noise=0.01)
+    assert result is not None
+    verdict = agree(bench, capsys, result=result)
+    assert verdict.kind is VerdictKind.UNCONFIRMED
+    assert verdict.handed_over == bench.study().best_trial.number
+    unsure = "by the few steps of the search, not confirmed"
+    for text in (command(bench, capsys, "show", "s"), command(bench, capsys, "explain", "s"), render(bench.view())):
+        assert unsure in text
+    assert "the search" in command(bench, capsys, "studies")
+
+
+def test_a_resumed_study_begins_with_what_was_confirmed_and_ends_with_what_is(
+    bench: ReportedStudyBench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Changing(lucky=2)
+    first = bench.run(bench.spec(max_trials=4, confirm=2), model, noise=0.01)
+    assert first is not None
+    before = agree(bench, capsys, result=first)
+    bench.news.clear()
+    spec = bench.spec(max_trials=7, confirm=2)
+    bench.session(spec, SimulatedLauncher(model, total_slots=2, noise=0.01), conclude=False).run()
+    (started,) = [event for event in bench.news if isinstance(event, SearchStarted)]
+    assert started.confirmed is not None
+    assert (started.confirmed.number, started.confirmed.value) == (before.handed_over, before.value)
+    assert started.best is not None
+    lines = lines_of(started, "throughput")
+    assert lines[1].startswith(f"Best in the search so far: trial {started.best.number}, ")
+    assert lines[2].startswith(f"Confirmed so far: trial {before.handed_over}, ")
+    assert agree(bench, capsys, result=None).handed_over == before.handed_over, "until rounds say otherwise"
+    result = bench.run(spec, model, noise=0.01)
+    assert result is not None
+    after = agree(bench, capsys, result=result)
+    assert after.rounds > before.rounds
