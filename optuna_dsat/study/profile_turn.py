@@ -12,11 +12,13 @@ from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.store import StoredProfile
 from optuna_dsat.study.context import StudyContext
+from optuna_dsat.study.data_size import dataset_size, largest_global_batch
 from optuna_dsat.study.profile import ProfileAttempt, Profiled, measure_profile
 from optuna_dsat.study.progress import ProfileFinished, ProfileStarted
 from optuna_dsat.study.space import largest_micro_batches, micro_batch_cap, objective
+from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.stored import attributes_of, has_trials
-from optuna_dsat.study.user_config import user_config
+from optuna_dsat.study.user_config import own_train_batch_size, user_config
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import differences_in_words
 
@@ -69,14 +71,8 @@ class ProfileTurn:
                 "The script builds its model within deepspeed.zero.Init, which is for ZeRO 3: only ZeRO 3 is searched. "
                 "Enter zero.Init at ZeRO 3 only (enabled=...) to have the other stages searched, too."
             )
-        samples = profiled.samples_per_rank
-        if samples is not None and micro_batch_cap(self._spec, profiled) == samples:
-            config, _ = user_config(profiled.followed_by(self._spec), data_parallel_size=profiled.data_parallel_size)
-            own = config[MICRO_BATCH]
-            self._context.say(
-                f"The training data give a rank {samples} samples in an epoch: no larger micro-batch is tried."
-                + (f" Your own, {own}, is not reached and cannot be compared with." if own > samples else "")
-            )
+        if told := _data_in_words(profiled.followed_by(self._spec), profiled):
+            self._context.say(told)
         if objective(self._spec, profiled) != self._spec.metric:
             self._context.say(
                 "FLOPs could not be counted for this model: throughput is optimised instead, "
@@ -146,3 +142,31 @@ class ProfileTurn:
             words = differences_in_words(differences, file=Path(path).name)
         if words:
             self._context.say(words)
+
+
+def _data_in_words(spec: StudySpec, profiled: Profiled) -> str:
+    """Return how the amount of training data bounds the search; empty if it does not.
+
+    Args:
+        spec: The study, as the script means it.
+        profiled: Result of the profile launch.
+    """
+    ranks = profiled.data_parallel_size or spec.slots_per_trial
+    cap, samples = micro_batch_cap(spec, profiled), profiled.samples_per_rank
+    own_batch = own_train_batch_size(spec, ranks=ranks)
+    bound = largest_global_batch(spec, profiled, own=own_batch)
+    if (
+        bound is not None
+        and spec.max_train_batch_size is None
+        and spec.train_batch_size is None
+        and bound < cap * ranks
+    ):
+        which = "that of your own config" if bound == own_batch else "a tenth of them"
+        have = f"The training data have {dataset_size(spec, profiled)} samples"
+        return f"{have}: no global batch beyond {bound}, {which}, is tried. --max-train-batch-size sets another bound."
+    if samples is None or cap != samples:
+        return ""
+    own = user_config(spec, data_parallel_size=profiled.data_parallel_size)[0][MICRO_BATCH]
+    return f"The training data give a rank {samples} samples in an epoch: no larger micro-batch is tried." + (
+        f" Your own, {own}, is not reached and cannot be compared with." if own > samples else ""
+    )

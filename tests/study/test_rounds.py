@@ -12,6 +12,7 @@ import pytest
 from optuna_dsat.errors import ConfigError, UsageError
 from optuna_dsat.launch.protocol import LaunchRequest
 from optuna_dsat.launch.simulated import SimulatedLauncher, SimulatedResult
+from optuna_dsat.study.progress import Message
 from optuna_dsat.study.result import TuneResult
 from optuna_dsat.study.rounds import Rounds
 from optuna_dsat.study.stored import read_stored
@@ -209,11 +210,14 @@ def test_no_global_batch_is_searched_beyond_a_tenth_of_the_data(
     configs = [one.user_attrs[attributes.CONFIG] for one in bench.study().trials if attributes.CONFIG in one.user_attrs]
     batches = [2 * micro_batch_of(one) for one in configs]
     assert most / 4 <= max(batches) <= most
+    told = [one.text for one in bench.news if isinstance(one, Message) and "no global batch beyond" in one.text]
+    expected = f"The training data have {options['dataset_size']} samples: no global batch beyond {most}"
+    assert [one.startswith(expected) for one in told] == [True] * ("max_train_batch_size" not in options)
     assert result.dataset_size == options["dataset_size"]
     if result.train_batch_size != 4:
-        told = str(result.learning_rate_advice)
-        assert f"an epoch from {options['dataset_size'] // 4} to" in told
-        assert "rule of thumb" in told
+        advice = str(result.learning_rate_advice)
+        assert f"an epoch from {options['dataset_size'] // 4} to" in advice
+        assert "rule of thumb" in advice
 
 
 @pytest.mark.parametrize("method", ["random", "binary", "guided"])
