@@ -110,6 +110,7 @@ def _write_tokenizer(folder: Path) -> None:
     told = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": 2048,
+        "model_input_names": ["input_ids", "attention_mask"],
         "pad_token": "<pad>",
         "bos_token": "<s>",
         "eos_token": "</s>",
