@@ -50,7 +50,8 @@ class Changing(Hill):
     """A model whose launches differ from what the first launch of a configuration measured.
 
     Args:
-        lucky: Place of the configuration, in order of first launch, whose first launch is four times as fast.
+        lucky: Place of the configuration, in order of first launch, whose first launch takes half its time, and whose
+            others take three times that.
         again: Factor on the step time of further launches of all configurations but the user's.
     """
 
@@ -66,7 +67,9 @@ class Changing(Hill):
         first = key not in self._seen
         place = self._seen.setdefault(key, len(self._seen))
         own = ds_config["train_micro_batch_size_per_gpu"] == USER_CONFIG["train_micro_batch_size_per_gpu"]
-        factor = 0.25 if first and place == self._lucky else self._again if not first and not own else 1.0
+        factor = self._again if not first and not own else 1.0
+        if place == self._lucky:
+            factor = 0.5 if first else 3.0
         times = {name: getattr(found, name) * factor for name in ("forward_s", "backward_s", "step_s")}
         return replace(found, **times)
 
@@ -215,7 +218,7 @@ def test_all_views_show_the_confirmed_winner_though_the_search_measured_another_
     view = bench.view()
     lucky = view.measured[0]
     assert verdict.handed_over != lucky.number, "the search was misled"
-    assert verdict.value < 0.5 * lucky.values[0]
+    assert verdict.value < lucky.values[0]
     assert f"in the search {metric_in_words('throughput', lucky.values[0])}" in trial_note(view, lucky)
     assert "only the rounds count" in render(view) or not verdict.warnings
     assert bench.study().user_attrs[attributes.RESULT] == " ".join(verdict_in_words(verdict, metric="throughput"))
