@@ -33,6 +33,8 @@ def not_judged(record: Mapping[str, Any]) -> str:
     """Return why a script counts as nothing, empty if it counts."""
     if record["not_judged"]:
         return str(record["not_judged"])
+    if any(way["verdict"] == "worked" for way in record["ways"].values()):
+        return ""  # it does train here
     alone = record["ways"].get("plain")
     return str(alone["message"]) if alone and alone["verdict"] == "not judged" else ""
 
