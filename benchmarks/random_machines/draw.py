@@ -182,9 +182,9 @@ def draw(seed: int, attempt: int = 0) -> Drawn:
         structure_times={structure: dice.lognormvariate(0, spread) for structure in STRUCTURES},
         structure_bytes={structure: dice.lognormvariate(0, 0.05) for structure in STRUCTURES},
         ordered=ordered,
-        flags={name: dice.uniform(0.92, 1.08) for name in FLAGS if dice.random() < 0.4},
+        flags={name: 1 + _either(dice) * 10 ** dice.uniform(-2.3, -1.1) for name in FLAGS if dice.random() < 0.4},
         sizes={
-            name: draw_size_effect(dice, strength=dice.choice((-1, 1)) * dice.uniform(0.01, 0.15))
+            name: draw_size_effect(dice, strength=_either(dice) * 10 ** dice.uniform(-2.3, -0.8))
             for name in SIZES
             if dice.random() < 0.35
         },
@@ -202,6 +202,10 @@ def draw(seed: int, attempt: int = 0) -> Drawn:
 
 def _sometimes(dice: random.Random, chance: float, value: _T) -> _T | None:
     return value if dice.random() < chance else None
+
+
+def _either(dice: random.Random) -> int:
+    return dice.choice((-1, 1))
 
 
 def _refused(dice: random.Random) -> frozenset[tuple[int, bool, bool]]:
