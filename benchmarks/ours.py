@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import optuna
 
-from benchmarks.rig import COMMAND, Rig
+from benchmarks.rig import COMMAND, BudgetSpentError, Rig
 from optuna_dsat.errors import NothingRunnableError
 from optuna_dsat.launch.simulated import SIMULATED_DEVICES
 from optuna_dsat.store import Store
@@ -45,7 +45,8 @@ def quick_store(folder: Path) -> Iterator[Store]:
 def spec_of(rig: Rig, *, method: str, budget: int, seed: int, folder: Path) -> StudySpec:
     """Return the study: the command line's defaults, one launch at a time.
 
-    The finalists (three and the user's config) are part of the budget, so that no method launches more than another.
+    The finalists (three and the user's config) are part of the budget, so that no method launches more than another:
+    the last launches are a single round of them, where a search leaves no more.
     """
     confirm = 3 if budget > 8 else 0
     return make_spec(
@@ -79,6 +80,8 @@ def run(method: str, rig: Rig, *, budget: int, seed: int, store: Store | None = 
             session.run()
         except NothingRunnableError:
             return  # an outcome of the search like any other
+        except BudgetSpentError:
+            pass  # the rounds of the finalists end with the budget
         if method == "guided":
             rig.posterior_means = posterior_means(rig, read_stored(store, request.spec.name))
 
