@@ -93,7 +93,7 @@ def _standing(study: StoredStudy) -> dict[str, Any]:
         "best": None if verdict is None else verdict.value,
         "best_trial": None if verdict is None else verdict.handed_over,
         "result": None if verdict is None else verdict.kind.value,
-        "rounds": None if verdict is None else verdict.rounds,
+        "rounds": None if verdict is None else verdict.decisive_rounds,
         "speed_up": None if ratio is None else ratio.value,
     }
 

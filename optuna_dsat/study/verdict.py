@@ -94,6 +94,10 @@ class Verdict:
     """Of ``best``, over the user's own; None without a baseline."""
     user_value: float | None
     """The metric of the user's own config in the rounds of ``speed_up``; None without a baseline."""
+    user_low: float | None
+    """Lower end of the 95 % interval of ``user_value``, from launch to launch; None without two rounds."""
+    user_high: float | None
+    """Its upper end."""
     value: float
     """The metric of the config that is handed over in the rounds of ``speed_up``."""
     low: float | None
@@ -126,12 +130,23 @@ class Verdict:
     def contender(self, number: int) -> Contender | None:
         """Return how a trial did in the rounds; None if they did not decide, or did not measure it.
 
-        The config that is handed over has the metric of the rounds that compare it with the user's own.
+        The config that is handed over and the user's own have the metrics of the rounds that compare the two.
         """
         found = next((one for one in self.contenders if one.number == number), None) if self.is_by_rounds else None
-        if found is None or number != self.handed_over or self.low is None:
+        if found is None or self.speed_up is None or self.speed_up.rounds < 2:
             return found
-        return replace(found, value=self.value, low=self.low, high=self.high)
+        common = replace(found, rounds=self.speed_up.rounds)
+        if number == self.handed_over and self.low is not None:
+            return replace(common, value=self.value, low=self.low, high=self.high)
+        if number == self.baseline and self.user_value is not None:
+            return replace(common, value=self.user_value, low=self.user_low, high=self.user_high)
+        return found
+
+    @property
+    def decisive_rounds(self) -> int:
+        """Rounds that measured what is handed over; 0 if the search decided."""
+        found = self.contender(self.handed_over)
+        return 0 if found is None else found.rounds
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain values."""
@@ -157,6 +172,10 @@ def verdict_of(
     if not found.measured:
         return None
     return found.by_rounds() if found.paired else found.by_search()
+
+
+_Mean = tuple[float, float | None, float | None]
+"""A metric with the ends of its 95 % interval, which are None if two rounds did not measure it."""
 
 
 class _Judge:
@@ -266,17 +285,18 @@ class _Judge:
         found = speed_up(*values, maximize=self._maximize)
         return None if found is None else Ratio(value=found, low=None, high=None, rounds=0)
 
-    def _compared_values(self, pick: int) -> tuple[float, float | None, float | None, float | None]:
-        """Return the metric of a trial with its interval, and that of the user's own config in the same rounds."""
+    def _compared_values(self, pick: int) -> tuple[_Mean, _Mean | tuple[None, None, None]]:
+        """Return the metric of a trial, and that of the user's own config in the same rounds, with their intervals."""
         own = self._baseline
+        searched = (None, None, None) if own is None else (self._searched(own), None, None)
         if not self.paired:
-            return self._searched(pick), None, None, None if own is None else self._searched(own)
+            return (self._searched(pick), None, None), searched
         values = self._values[pick]
         if own is None or not self._in_rounds:
-            return *mean_in_rounds(list(values.values())), None if own is None else self._searched(own)
+            return mean_in_rounds(list(values.values())), searched
         common = [one for one in values if one in self._values[own]]
-        user = mean_in_rounds([self._values[own][one] for one in common])[0]
-        return *mean_in_rounds([values[one] for one in common]), user
+        users = mean_in_rounds([self._values[own][one] for one in common])
+        return mean_in_rounds([values[one] for one in common]), users
 
     def _searched(self, number: int) -> float:
         return float(self._trials[number].values[0])
@@ -289,7 +309,7 @@ class _Judge:
         return max(known, key=lambda one: one.ratio.value, default=None)
 
     def _verdict(self, kind: VerdictKind, pick: int, best: int, *, ties: tuple[int, ...]) -> Verdict:
-        value, low, high, user = self._compared_values(pick)
+        (value, low, high), (user_value, user_low, user_high) = self._compared_values(pick)
         ratio = self._ratio(pick)
         batch = self._batch(pick)
         return Verdict(
@@ -300,7 +320,9 @@ class _Judge:
             rounds=len({one.round for one in self._rounds.launches if one.value is not None}),
             speed_up=ratio,
             best_ratio=self._ratio(best),
-            user_value=user,
+            user_value=user_value,
+            user_low=user_low,
+            user_high=user_high,
             value=value,
             low=low,
             high=high,

@@ -62,7 +62,8 @@ def how_known(verdict: Verdict) -> str:
     """Return what the metric of the result comes from: so many rounds, or the search."""
     if not verdict.is_by_rounds:
         return "by the few steps of the search, not confirmed"
-    return f"confirmed in {verdict.rounds} round{'s' * (verdict.rounds != 1)}"
+    count = verdict.decisive_rounds
+    return f"confirmed in {count} round{'s' * (count != 1)}"
 
 
 def ratio_in_words(ratio: Ratio) -> str:

@@ -18,6 +18,8 @@ version of plotly.js; no page colour is set, so they suit light and dark.
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from optuna_dsat.errors import UsageError
@@ -30,6 +32,7 @@ from optuna_dsat.report.figures._source import Source, history_of, view_of
 from optuna_dsat.report.figures._style import INK, missing, note_of
 from optuna_dsat.report.figures._time import time_spent_figure, timeline_figure
 from optuna_dsat.report.view import StudyView
+from optuna_dsat.study.finalists import Finalist
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -224,13 +227,12 @@ def _finalist_points(view: StudyView) -> list[FinalistPoint]:
 
     best, user = view.best, view.baseline
     by_number = {trial.number: trial for trial in view.trials}
-    by_rounds = view.verdict is not None and view.verdict.is_by_rounds
     points = [
         FinalistPoint(
             words=config_in_words(by_number[f.number].user_attrs[attributes.CONFIG]),
             number=f.number,
             searched=by_number[f.number].values[0],
-            value=view.standing(by_number[f.number]).value if by_rounds else f.value,
+            value=f.value,
             low=f.low,
             high=f.high,
             steps=f.steps,
@@ -238,10 +240,18 @@ def _finalist_points(view: StudyView) -> list[FinalistPoint]:
             winner=best is not None and best.trial.number == f.number,
             user=user is not None and user.trial.number == f.number,
         )
-        for f in view.finalists.values()
+        for f in map(partial(_as_compared, view), view.finalists.values())
         if f.value is not None and f.low is not None and f.high is not None
     ]
     return sorted(points, key=lambda point: -point.value if view.maximize else point.value)
+
+
+def _as_compared(view: StudyView, finalist: Finalist) -> Finalist:
+    """Return a finalist with its metric in the rounds that the verdict compares."""
+    one = None if view.verdict is None else view.verdict.contender(finalist.number)
+    if one is None or one.left or one.low is None:
+        return finalist
+    return replace(finalist, value=one.value, low=one.low, high=one.high, rounds=one.rounds)
 
 
 def _why_no_finalist(view: StudyView) -> str:
