@@ -83,7 +83,7 @@ def _best(view: StudyView) -> str:
             f"Plots and tables of optuna-dashboard show values of the search, by few steps each; by these trial "
             f"{first.number} is the best, at {metric_in_words(view.metric, first.values[0])}. The result is trial "
             f"{best.trial.number}, as the rounds measured it; `optuna-dsat dashboard` has it in the card of the best "
-            "trial, with its value of the search, where optuna-dashboard by itself has that of the search."
+            "trial, with its value of the search; optuna-dashboard started in another way has the search's best there."
         )
     lines.append(json_block(view.ready_config(best.trial)))
     return "\n\n".join(lines)

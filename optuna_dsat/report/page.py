@@ -234,7 +234,8 @@ def _cards(view: StudyView, winner: Winner | None) -> Iterator[tuple[str, str, s
     """Yield heading, value and remark of the key figures at the top."""
     if winner is not None:
         value, remark = _value(view, winner.standing)
-        yield ("Best" if winner.ended else "Best so far"), value, f"{remark}; {winner.how_known}"
+        remark = f"{remark}; {winner.how_known}" if winner.standing.confirmed else winner.how_known
+        yield ("Best" if winner.ended else "Best so far"), value, remark
         yield "Speed-up", *_speed_up(view, winner)
         if view.baseline is not None and not winner.is_own:
             yield "Your own config", *_value(view, view.baseline)
@@ -302,7 +303,7 @@ def _contenders(view: StudyView) -> Iterator[Mapping[str, str]]:
             "between": f"{metric_in_words(view.metric, one.low or 0)} to {metric_in_words(view.metric, one.high or 0)}"
             if known
             else "",
-            "ratio": "" if one.ratio is None else _ratio(one.ratio),
+            "ratio": "" if one.ratio is None or number == verdict.baseline else _ratio(one.ratio),
             "remark": "; ".join([*remarks, *([one.left] if one.left else [])]),
         }
 
