@@ -26,7 +26,7 @@ def test_a_stored_study_is_explained_whatever_method_searched(
     assert found.contributions[0].knob == "train_micro_batch_size_per_gpu"
     assert found.bound == "compute"
     storage = f"sqlite:///{bench.folder / 'study.db'}"
-    for options, shown in (([], f"Trial {result.trial} wins"), (["--json"], '"bound": "compute"')):
+    for options, shown in (([], f"The result is trial {result.trial}, "), (["--json"], '"bound": "compute"')):
         with pytest.raises(SystemExit) as ended:
             main(["explain", "s", "--storage", storage, *options])
         assert ended.value.code == 0
