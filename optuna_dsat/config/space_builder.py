@@ -93,6 +93,8 @@ class SpaceRequest:
     """Largest number of samples per rank and global step, None if unbounded."""
     divisible_by: int = 1
     """Number that every micro-batch is a multiple of, unless ``fix`` or ``no_tune`` hold the micro-batch."""
+    least_micro_batch: int = 1
+    """Smallest micro-batch that the script trains with, unless ``fix`` or ``no_tune`` hold the micro-batch."""
 
 
 def build_space(request: SpaceRequest) -> SearchSpace:
@@ -278,7 +280,7 @@ class _Builder:
             held = 1 if present in (None, configs.AUTO) else normalise(MICRO_BATCH, "count", present)
             return held, held
         section = configs.parse_autotuning(self._request.ds_config)
-        low = section.min_train_micro_batch_size_per_gpu or 1
+        low = max(section.min_train_micro_batch_size_per_gpu or 1, self._request.least_micro_batch)
         high = section.max_train_micro_batch_size_per_gpu or max(low, cap)
         if isinstance(listed, list) and listed:
             values = [normalise(MICRO_BATCH, "count", value) for value in listed]

@@ -6,6 +6,7 @@ structures that need less and less device memory are tried (the order of the Dee
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,7 +19,7 @@ from optuna_dsat.errors import DsatError, NothingRunnableError, ScriptFailedErro
 from optuna_dsat.launch.follow import follow
 from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.preload import Preload
-from optuna_dsat.launch.protocol import Launcher, LaunchReport
+from optuna_dsat.launch.protocol import Launcher, LaunchReport, LaunchRequest
 from optuna_dsat.launch.waiting import SlotWait
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import EngineReady, ProfileMeasured
@@ -27,7 +28,7 @@ from optuna_dsat.script.trainer import ScriptTrainer
 from optuna_dsat.study.batch_search import find_batch_rule
 from optuna_dsat.study.launch_requests import launch_request
 from optuna_dsat.study.spec import StudySpec
-from optuna_dsat.study.user_config import follow_script
+from optuna_dsat.study.user_config import follow_script, user_config
 
 __all__ = ["ProfileAttempt", "Profiled", "measure_profile", "profile_attempts"]
 
@@ -75,6 +76,8 @@ class Profiled:
     device: str
     only_zero_3: bool = False
     """Whether the script builds its model within ``deepspeed.zero.Init`` at any stage, which ZeRO 3 alone takes."""
+    least_micro_batch: int = 1
+    """Smallest micro-batch that the script trains with, as far as known: larger than 1 where it failed at less."""
     data_parallel_size: int | None = None
     """Ranks that consume different samples; None for all ranks (profiles of older versions)."""
     takes_local_rank: bool = False
@@ -127,6 +130,7 @@ class Profiled:
             "pipeline": self.pipeline,
             "device": self.device,
             "only_zero_3": self.only_zero_3,
+            "least_micro_batch": self.least_micro_batch,
             "data_parallel_size": self.data_parallel_size,
             "takes_local_rank": self.takes_local_rank,
             "trainer": None if self.trainer is None else self.trainer.to_json(),
@@ -149,6 +153,7 @@ class Profiled:
             pipeline=record["pipeline"],
             device=record["device"],
             only_zero_3=record.get("only_zero_3", False),
+            least_micro_batch=record.get("least_micro_batch", 1),
             data_parallel_size=record.get("data_parallel_size"),
             takes_local_rank=record.get("takes_local_rank", False),
             trainer=None if trainer is None else ScriptTrainer.from_json(trainer),
@@ -187,6 +192,8 @@ def measure_profile(
 ) -> Profiled:
     """Launch the script at the smallest micro-batch, with structures of ever less device memory while it is short.
 
+    Where the script fails in training for another reason, the user's own micro-batch is tried, and is the least then.
+
     Args:
         spec: The study.
         launcher: Where to launch.
@@ -202,29 +209,31 @@ def measure_profile(
     """
     tried: list[str] = []
     pipeline = only_zero_3 = False
-    for index, attempt in enumerate(profile_attempts(spec)):
+    attempts, launches, least = deque(profile_attempts(spec)), 0, 1
+    while attempts:
+        attempt = attempts.popleft()
+        attempt = replace(attempt, micro_batch=max(attempt.micro_batch, least))
         stage = None if attempt.structure is None else attempt.structure.stage
         if stage is not None and ((pipeline and stage > 1) or (only_zero_3 and stage < 3)):
             continue  # DeepSpeed refuses it
         on_attempt(attempt)
-        request = launch_request(
-            spec,
-            launch_id="profile" if index == 0 else f"profile-{index}",
-            purpose="profile",
-            overlay=attempt.overlay(),
-            start_profile_step=1,
-            end_profile_step=_PROFILE_END_STEP,
-        )
+        request = _request(spec, attempt, number=launches)
+        launches += 1
         record, report = follow(launcher, request, wait=wait)
         on_report(report, record)
         if report.outcome is Outcome.MEASURED and record.profile is not None and record.engine is not None:
             _check_data(record, smallest=attempt.micro_batch)
             batch = find_batch_rule(spec, launcher, record, overlay=request.overlay, on_report=on_report, wait=wait)
             found = _profiled(attempt, record, record.profile, record.engine, batch=batch)
-            return replace(found, option_defaults=_mapped_defaults(spec, record), only_zero_3=only_zero_3)
+            known = _mapped_defaults(spec, record)
+            return replace(found, option_defaults=known, only_zero_3=only_zero_3, least_micro_batch=least)
         only_zero_3 |= record.needs_zero_3 and 3 in spec.zero_stages
         if not (report.outcome.infeasible or (record.needs_zero_3 and only_zero_3)):
-            raise _failure(spec, report)
+            least = _own_micro_batch(spec, record)
+            if least <= attempt.micro_batch:
+                raise _failure(spec, report)
+            attempts.appendleft(attempt)
+            continue
         pipeline = record.engine is not None and record.engine.pipeline
         missing = "" if report.missing_bytes is None else f", short of {report.missing_bytes / 2**20:.0f} MiB"
         tried.append(f"{attempt.words} ({report.outcome.value}{missing})")
@@ -232,6 +241,29 @@ def measure_profile(
         f"The model does not fit at micro-batch {attempt.micro_batch}. Tried: " + "; ".join(tried) + ". "
         "Free device memory, allow more ZeRO stages with --zero-stages, use more GPUs, or make the model smaller."
     )
+
+
+def _request(spec: StudySpec, attempt: ProfileAttempt, *, number: int) -> LaunchRequest:
+    return launch_request(
+        spec,
+        launch_id=f"profile-{number}" if number else "profile",
+        purpose="profile",
+        overlay=attempt.overlay(),
+        start_profile_step=1,
+        end_profile_step=_PROFILE_END_STEP,
+    )
+
+
+def _own_micro_batch(spec: StudySpec, record: LaunchRecord) -> int:
+    """Return the user's own micro-batch where a failed launch had an engine, else 1.
+
+    Some models do not train on a single sample (batch normalisation of one value per channel, contrastive losses).
+    """
+    if record.engine is None:
+        return 1
+    config, _ = user_config(spec, data_parallel_size=record.engine.data_parallel_size)
+    scripts_value, _ = record.engine.config_differences.get(ds_config.MICRO_BATCH, (None, None))
+    return scripts_value if isinstance(scripts_value, int) else int(config[ds_config.MICRO_BATCH])
 
 
 def _check_data(record: LaunchRecord, *, smallest: int) -> None:

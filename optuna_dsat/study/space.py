@@ -129,5 +129,6 @@ def _space(spec: StudySpec, profiled: Profiled | None, *, cap: int) -> SearchSpa
         samples_per_rank=None if spec.train_batch_size is None else spec.train_batch_size // ranks,
         max_samples_per_rank=_max_samples_per_rank(spec, profiled, ranks),
         divisible_by=spec.divisible_by,
+        least_micro_batch=1 if profiled is None else profiled.least_micro_batch,
     )
     return build_space(request)

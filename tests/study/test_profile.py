@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from optuna_dsat.errors import ScriptFailedError
 from optuna_dsat.launch.follow import follow
+from optuna_dsat.launch.simulated import SimulatedResult
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import RankFailed
 from optuna_dsat.runtime.trial_config import PartitionedModelError
@@ -86,3 +89,39 @@ def test_a_model_built_within_zero_init_climbs_to_zero_3(bench: StudyBench, monk
     assert profiled is not None
     assert Profiled.from_json(profiled.to_json()).only_zero_3
     assert {trial.params["zero_stage"] for trial in bench.study().trials} == {3}
+
+
+def failing_below(least: int) -> Hill:
+    """Return a landscape of a script that fails in training at less than ``least`` samples."""
+
+    def fail(ds_config: Mapping[str, Any]) -> SimulatedResult | None:
+        if ds_config["train_micro_batch_size_per_gpu"] >= least:
+            return None
+        return SimulatedResult(outcome=Outcome.SCRIPT_ERROR, startup_s=1.0, message="Expected more than 1 value")
+
+    return Hill(fail)
+
+
+def test_a_model_that_trains_on_no_single_sample_is_profiled_and_searched_from_the_users_own_micro_batch(
+    bench: StudyBench,
+) -> None:
+    landscape = failing_below(2)
+    spec = bench.spec(max_trials=6, confirm=0)
+    spec = spec.model_copy(update={"ds_config": {**spec.ds_config, "train_micro_batch_size_per_gpu": 4}})
+    bench.run(spec, landscape)
+    sizes = [config["train_micro_batch_size_per_gpu"] for config in landscape.configs]
+    assert sizes[:2] == [1, 4]
+    assert min(sizes[1:]) >= 4
+    profiled = read_stored(bench.store, "s").profiled
+    assert profiled is not None
+    assert Profiled.from_json(profiled.to_json()).least_micro_batch == 4
+    assert all(trial.user_attrs["outcome"] != Outcome.SCRIPT_ERROR for trial in bench.study().trials)
+
+
+def test_a_script_that_fails_at_the_users_own_micro_batch_too_ends_after_that(bench: StudyBench) -> None:
+    landscape = failing_below(64)
+    spec = bench.spec(max_trials=6, confirm=0)
+    spec = spec.model_copy(update={"ds_config": {**spec.ds_config, "train_micro_batch_size_per_gpu": 4}})
+    with pytest.raises(ScriptFailedError, match="Expected more than 1 value"):
+        bench.run(spec, landscape)
+    assert [config["train_micro_batch_size_per_gpu"] for config in landscape.configs] == [1, 4]
