@@ -265,9 +265,7 @@ class LineageSampler(BaseSampler):
         history = self._history(study, trial)
         empty = Lineage(key=key, params=params, trials=(), micro_batch=self._name)
         lineage = history.lineages.get(key, empty)
-        proposal = self._next(
-            study, lineage, distribution, lineages=history.lineages, history=history.trials, rng=rng
-        )
+        proposal = self._next(study, lineage, distribution, lineages=history.lineages, history=history.trials, rng=rng)
         if proposal is None:
             return self._leftover(study, lineage, distribution, history)
         self._store_plan(study, trial, notes, {**notes.plan, **_bounds_of(proposal)})

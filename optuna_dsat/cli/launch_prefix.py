@@ -119,8 +119,7 @@ def _ranks(found: LaunchCommand) -> list[str]:
         return []
     devices = detect_devices()
     if devices.kind != "cuda":
-        sys.stderr.write("The command is for GPUs, and this machine offers none: it is tuned on the CPU.\n")
-        return []
+        return _cpu_ranks(found.ranks)
     if found.gpus is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = found.gpus
     elif found.without_gpus is not None:
@@ -128,3 +127,17 @@ def _ranks(found: LaunchCommand) -> list[str]:
         kept = [str(index) for index in range(len(devices.devices)) if str(index) not in left_out]
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(kept)
     return [] if found.ranks is None else ["--gpus-per-trial", str(found.ranks)]
+
+
+def _cpu_ranks(ranks: int | None) -> list[str]:
+    """Return the option for the ranks of a launch on the CPU: as many as the launcher starts, where cores suffice."""
+    cores = len(os.sched_getaffinity(0))
+    if ranks is None or ranks > cores:
+        beside = "" if ranks is None else f", with fewer ranks than {ranks}, as it has {cores} cores"
+        sys.stderr.write(f"The command is for GPUs, and this machine offers none: it is tuned on the CPU{beside}.\n")
+        return []
+    counted = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    sys.stderr.write(
+        f"The command is for GPUs, and this machine offers none: it is tuned on the CPU, with {counted}.\n"
+    )
+    return ["--cpu-ranks", str(ranks)]

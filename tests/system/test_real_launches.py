@@ -70,7 +70,7 @@ def test_kill_9_ends_the_launch_and_resume_measures_what_an_unbroken_study_does(
     wait_until(events.exists, what="the rank of the second launch is alive")
     assert len(tuner.launched()) >= 2, "torchrun and its rank"
     tuner.kill()
-    wait_until(lambda: not tuner.launched(), what="its launch is gone, with what a rank started meanwhile", limit_s=10.0)
+    wait_until(lambda: not tuner.launched(), what="its launch and what that started are gone", limit_s=10.0)
     start("resume", "killed", "--storage", SQLITE, "--quiet").finish()
     study = StoredStudy.read(f"sqlite:///{folder / DATABASE}", "killed")
     study.check_whole(budget=BUDGET)
