@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import importlib.util
 import json
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.first_try.entry import SCRIPTS, Entry, EntryError, read_entries
+from benchmarks.first_try.hugging_face import absent_modules
 from benchmarks.first_try.page import page
 from benchmarks.first_try.sources import SourceError
 from benchmarks.first_try.ways import WAYS, Limits, run_way
@@ -66,9 +66,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(entry: Entry, ways: Sequence[str], args: argparse.Namespace, limits: Limits) -> dict[str, Any]:
     """Return what became of a script, by way."""
-    if absent := [name for name in entry.modules or entry.needs if importlib.util.find_spec(name) is None]:
-        message = f"{', '.join(absent)} is not installed"
-        return {way: {"verdict": "not judged", "message": message} for way in ("plain",)}
+    try:
+        absent = absent_modules(entry)
+        message = f"{', '.join(absent)} is not installed" if absent else ""
+    except EntryError as error:
+        message = str(error)
+    if message:
+        return {"plain": {"verdict": "not judged", "message": message}}
     found = {}
     for way in ways:
         with tempfile.TemporaryDirectory(prefix="first-try-", ignore_cleanup_errors=True) as scratch:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from benchmarks.first_try.entry import Entry, EntryError
 
-__all__ = ["interpreter_of", "prepare_hub"]
+__all__ = ["absent_modules", "interpreter_of", "prepare_hub"]
 
 _ROOT = Path(__file__).parents[2]
+_ABSENT = "import sys; from importlib.util import find_spec; print(*(n for n in sys.argv[1:] if find_spec(n) is None))"
 
 
 def interpreter_of(entry: Entry) -> str:
@@ -27,6 +28,22 @@ def interpreter_of(entry: Entry) -> str:
     if variable not in os.environ:
         raise EntryError(f"{entry.name}: no interpreter was named for {entry.python} (the variable {variable}).")
     return os.environ[variable]
+
+
+def absent_modules(entry: Entry) -> list[str]:
+    """Return the modules of an entry's ``needs`` that the environment of its script lacks.
+
+    Raises:
+        EntryError: If that environment has no interpreter.
+    """
+    python, needed = interpreter_of(entry), entry.modules or entry.needs
+    if not needed:
+        return []
+    try:
+        done = subprocess.run([python, "-c", _ABSENT, *needed], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise EntryError(f"{entry.name}: {python} does not run: {error}") from error
+    return done.stdout.split()
 
 
 def prepare_hub(entry: Entry, *, python: str, folder: Path, cwd: Path) -> Mapping[str, str]:

@@ -6,13 +6,14 @@ import json
 import os
 import subprocess
 import sys
+import venv
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.first_try.entry import Entry, EntryError
-from benchmarks.first_try.hugging_face import interpreter_of, prepare_hub
+from benchmarks.first_try.hugging_face import absent_modules, interpreter_of, prepare_hub
 from benchmarks.first_try.stand_ins import hub_datasets
 
 LOADS = """
@@ -62,3 +63,15 @@ def test_an_environment_of_its_own_is_named_by_a_variable(monkeypatch: pytest.Mo
         interpreter_of(entry(python="old"))
     monkeypatch.setenv("FIRST_TRY_PYTHON_OLD", "/some/python")
     assert interpreter_of(entry(python="old")) == "/some/python"
+
+
+def test_what_a_script_needs_is_looked_for_in_its_own_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    venv.create(tmp_path / "old", with_pip=False)
+    monkeypatch.setenv("FIRST_TRY_PYTHON_OLD", str(tmp_path / "old" / "bin" / "python"))
+    assert absent_modules(entry(needs=("json", "torch", "no_such_thing"))) == ["no_such_thing"]
+    assert absent_modules(entry(needs=("json", "torch", "no_such_thing"), python="old")) == ["torch", "no_such_thing"]
+    monkeypatch.setenv("FIRST_TRY_PYTHON_OLD", str(tmp_path / "none"))
+    with pytest.raises(EntryError, match="does not run"):
+        absent_modules(entry(needs=("json",), python="old"))
