@@ -5,6 +5,7 @@ A launcher may run on other machines than the tuner: requests, updates and repor
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -26,6 +27,9 @@ __all__ = [
     "Settled",
     "SlotsBusyError",
 ]
+
+_RANK = re.compile(r"^rank \d+: ")
+"""Prefix of a message that names the rank which failed first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +113,22 @@ class LaunchReport:
     """From the last event of a rank until all processes are gone and the devices free."""
     conditions: Conditions = field(default_factory=Conditions)
     """What went on beside it while its steps were measured; empty where that was not looked at."""
+
+    @property
+    def cause(self) -> str:
+        """The message without the rank that failed first, which may differ from launch to launch."""
+        return _RANK.sub("", self.message)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it was neither measured nor pruned."""
+        return self.outcome not in (Outcome.MEASURED, Outcome.PRUNED)
+
+    @property
+    def failure_in_words(self) -> str:
+        """The cause, and the last line of the error where the cause does not say it."""
+        last = _RANK.sub("", self.error_excerpt.strip().rpartition("\n")[2].strip())
+        return self.cause if last in self.cause else f"{self.cause} ({last})"
 
     @property
     def held_s(self) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 import optuna
@@ -25,9 +24,6 @@ from optuna_dsat.study.verdict import verdict_of
 from optuna_dsat.trials import attributes
 
 __all__ = ["TrialRecorder"]
-
-_RANK = re.compile(r"^rank \d+: ")
-"""Prefix of a script error; the rank that fails first may differ from launch to launch."""
 
 _STATES = {
     Outcome.MEASURED: TrialState.COMPLETE,
@@ -140,7 +136,7 @@ class TrialRecorder:
         if report.outcome is Outcome.OUT_OF_DATA:
             trial.set_user_attr(attributes.DATA_LIMIT, _data_limit(flight))
         if report.outcome is Outcome.SCRIPT_ERROR:
-            trial.set_user_attr(attributes.ERROR, _RANK.sub("", report.message)[:500])
+            trial.set_user_attr(attributes.ERROR, report.cause[:500])
         if flight.record.steps:
             steps_s = sum(step.latency_s for step in flight.record.steps)
             trial.set_user_attr(attributes.OVERHEAD_S, max(0.0, report.held_s - steps_s))

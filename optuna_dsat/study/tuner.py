@@ -221,8 +221,15 @@ class Tuner:
         counts = ", ".join(f"{count} x {name}" for name, count in sorted(outcomes.items()))
         raise NothingRunnableError(
             f"No configuration could be measured ({counts or 'nothing was launched'}). "
-            f"The logs lie in {self._spec.study_dir}."
+            f"{self._commonest_failure()}The logs lie in {self._spec.study_dir}."
         )
+
+    def _commonest_failure(self) -> str:
+        """Return a sentence on the failure that most launches of trials ended with, the last of them; empty for none."""
+        launches = self._store.launches(self._context.study_uuid)
+        failed = [row.report for row in reversed(launches) if row.purpose == "trial" and row.report.failed]
+        commonest = Counter(report.failure_in_words for report in failed).most_common(1)
+        return f"The commonest failure: {commonest[0][0]}. " if commonest else ""
 
     def _trials(self) -> Sequence[FrozenTrial]:
         return self._study.get_trials(deepcopy=False)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,14 @@ def report() -> LaunchReport:
         measured_s=1.0,
         exit_s=1.0,
     )
+
+
+def test_a_failure_in_words_ends_with_the_last_line_of_its_error() -> None:
+    failed = replace(report(), message="rank 3: the script left with sys.exit(1)")
+    assert failed.failure_in_words == "the script left with sys.exit(1)"
+    said = replace(failed, error_excerpt="Traceback\nOSError: no disk\n")
+    assert said.failure_in_words == "the script left with sys.exit(1) (OSError: no disk)"
+    assert replace(failed, error_excerpt="sys.exit(1)").failure_in_words == failed.failure_in_words
 
 
 def test_every_path_lies_inside_and_is_distinct(tmp_path: Path) -> None:
