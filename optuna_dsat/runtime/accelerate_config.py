@@ -75,9 +75,15 @@ class AccelerateConfig:
         cls.__init__, cls.prepare = patched_init, patched_prepare
 
     def provide_for(self, arguments: Any) -> None:
-        """Provide the config to ``TrainingArguments`` that name none."""
+        """Provide the config to ``TrainingArguments`` that name none.
+
+        A script may build them again from the first ones, with what its command line says (``dataclasses.replace``, a
+        parser for files and options): where these name a config, the one that was provided is withdrawn.
+        """
         if not getattr(arguments, "deepspeed", None) and not getattr(arguments, "fsdp", None):
             self.provide()
+        elif self._provided:
+            self._withdraw()
 
     def leave_optimizer_to(self, arguments: Any) -> None:
         """Remove the sections for which ``TrainingArguments`` of a script without a config have settings themselves."""
@@ -105,6 +111,15 @@ class AccelerateConfig:
                 "are set for it.",
                 file=sys.stderr,
             )
+
+    def _withdraw(self) -> None:
+        """Remove the variables that were set."""
+        self._provided = False
+        for name in (_USE, _CONFIG_FILE):
+            os.environ.pop(name, None)
+        if self._rank.rank == 0:
+            self._write(EnvironmentSet(rank=0, time=time.time(), variables={}))
+            print("optuna-dsat: the script names its DeepSpeed config after all: these are unset.", file=sys.stderr)
 
 
 def _says_how_to_train() -> bool:

@@ -164,3 +164,19 @@ def test_what_names_no_config_trains_with_the_launchs(tmp_path: Path, script: st
         "optimizer.type": None,
     }
     assert "ACCELERATE_USE_DEEPSPEED=true" in launch.log("stderr")
+
+
+def test_what_names_its_config_in_the_end_keeps_it_whole(tmp_path: Path, warm_ranks: WarmRanks) -> None:
+    start = Starter(tmp_path, config_of("huggingface"))
+    launch = start.torchrun(
+        "first_try/trainer_twice.py",
+        *("out", str(start.user_config)),
+        overlay=overlay(stage=2, micro_batch=2, accumulation=1),
+        warm=warm_ranks,
+        end_profile_step=3,
+    )
+    check(launch, stage=2, micro_batch=2, accumulation=1, steps=3)
+    given, withdrawn = launch.of(EnvironmentSet)
+    assert given.variables
+    assert withdrawn.variables == {}
+    assert "optimizer.type" not in launch.of(EngineReady)[0].config_differences
