@@ -86,6 +86,8 @@ def _run(entry: Entry, ways: Sequence[str], args: argparse.Namespace, limits: Li
         if record:
             found[way] = record
             print(f"{entry.name}: {way}: {record['verdict']}: {record['message']}", flush=True)
+            if way == "plain" and record["verdict"] == "not judged":
+                break
     return found
 
 
