@@ -11,7 +11,7 @@ from typing import Any, Literal
 from optuna_dsat.config.ds_config import MICRO_BATCH, TRAIN_BATCH
 from optuna_dsat.runtime.events import BatchSourcesFound
 
-__all__ = ["BatchRule", "guesses", "held", "samples_per_rank"]
+__all__ = ["BatchRule", "guesses", "held", "names_training_batch", "samples_per_rank"]
 
 _BATCH = re.compile(r"batch|(^|[-_.])(m?bsz?|mbs|b)(=?$|[-_.=])", re.IGNORECASE)
 """Names that mean a batch size."""
@@ -132,7 +132,7 @@ def held(own: int, *, found: BatchSourcesFound | None = None, ranks: int = 1) ->
     if found is None:
         return BatchRule(kind="held", own=own)
     fitting = [one for one in found.constants if one["value"] in (own, own * ranks)]
-    named = [one for one in fitting if _BATCH.search(one["name"]) and not _ELSEWHERE.search(one["name"])]
+    named = [one for one in fitting if names_training_batch(one["name"])]
     fed_at = {(one["file"], one["line"]) for one in found.fed_at}
     on_the_way = [one for one in fitting if (one["file"], one["line"]) in fed_at]
     for likely in (named, on_the_way, fitting):
@@ -144,6 +144,11 @@ def held(own: int, *, found: BatchSourcesFound | None = None, ranks: int = 1) ->
             break
     place: Mapping[str, Any] = next(iter(found.fed_at), {"file": "", "line": 0})
     return BatchRule(kind="held", own=own, file=str(place["file"]), line=int(place["line"]))
+
+
+def names_training_batch(name: str) -> bool:
+    """Whether a name means a batch size of training."""
+    return _BATCH.search(name) is not None and not _elsewhere(name)
 
 
 def guesses(found: BatchSourcesFound, *, own: int, ranks: int) -> list[BatchRule]:

@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from optuna_dsat.config import ds_config
-from optuna_dsat.runtime.events import TrainerFound
+from optuna_dsat.runtime.events import BatchSourcesFound, TrainerFound
+from optuna_dsat.script.batch_rule import guesses, names_training_batch
 
-__all__ = ["ScriptTrainer"]
+__all__ = ["ScriptTrainer", "option_guesses"]
 
 _FIELDS = {
     "transformers": {
@@ -76,8 +77,12 @@ class ScriptTrainer:
 
     def advice(self, config: Mapping[str, Any]) -> str:
         """Return what to change in the script before it trains with ``config``; empty if its options set all of it."""
-        fields = {key: field for key, field in _FIELDS[self.framework].items() if key not in self.options}
-        if not fields:
+        fields = {
+            key: field
+            for key, field in _FIELDS[self.framework].items()
+            if key not in self.options and config[key] != self.script_value(key)
+        }
+        if not fields or (ds_config.GRADIENT_ACCUMULATION in fields and ds_config.TRAIN_BATCH in self.options):
             return ""
         settings = " and ".join(f"{field}={config[key]}" for key, field in fields.items())
         return f"Set {settings} in the script's {_NAMES[self.framework][1]}: it has to agree with the config."
@@ -94,3 +99,35 @@ class ScriptTrainer:
             key: Key of the DeepSpeed config.
         """
         return self.micro_batch if key == ds_config.MICRO_BATCH else self.gradient_accumulation_steps
+
+    def proof_steps(self) -> tuple[int, int | None]:
+        """Return the accumulation steps of a launch that proves ``options``, and what the script itself sets then."""
+        own = self.gradient_accumulation_steps
+        asked = 2 if own == 1 and ds_config.GRADIENT_ACCUMULATION in self.options else 1
+        follows = not {ds_config.GRADIENT_ACCUMULATION, ds_config.TRAIN_BATCH}.isdisjoint(self.options)
+        return asked, asked if follows else own
+
+
+def option_guesses(trainer: ScriptTrainer, found: BatchSourcesFound, *, ranks: int) -> list[dict[str, str]]:
+    """Return what options of a script may set its trainer's batch sizes, as of ``ScriptTrainer``, likeliest first.
+
+    They are options of the script's own parser, by whatever name, of the trainer's value: for the micro-batch, and with
+    it for the accumulation steps or for the global batch from which the script computes them.
+
+    Args:
+        trainer: The trainer; where its own options are parsed from the command line, nothing is guessed.
+        found: What the profile launch noted.
+        ranks: Data-parallel ranks.
+    """
+    own, steps = trainer.micro_batch, trainer.gradient_accumulation_steps
+    if trainer.framework != "transformers" or ds_config.MICRO_BATCH in trainer.options or own is None or steps is None:
+        return []
+    sizes = [rule.option for rule in guesses(found, own=own, ranks=1) if names_training_batch(rule.option)]
+    total = own * steps * ranks
+    companions = [
+        *({ds_config.GRADIENT_ACCUMULATION: name} for name, value in found.options.items()
+          if value == steps and "accum" in name.lower()),
+        *({ds_config.TRAIN_BATCH: name} for name, value in found.options.items()
+          if value == total != own and names_training_batch(name)),
+    ]  # fmt: skip
+    return [{ds_config.MICRO_BATCH: size, **more} for size in sizes for more in (*companions[:1], {})]

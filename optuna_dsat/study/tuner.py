@@ -225,7 +225,7 @@ class Tuner:
         )
 
     def _commonest_failure(self) -> str:
-        """Return a sentence on the failure that most launches of trials ended with, the last of them; empty for none."""
+        """Return a sentence on what most launches of trials died of, the last of equals; empty for none."""
         launches = self._store.launches(self._context.study_uuid)
         failed = [row.report for row in reversed(launches) if row.purpose == "trial" and row.report.failed]
         commonest = Counter(report.failure_in_words for report in failed).most_common(1)

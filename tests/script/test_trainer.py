@@ -99,6 +99,12 @@ def test_what_the_code_sets_is_left_to_the_user_in_plain_words() -> None:
         "Set per_device_train_batch_size=3 and gradient_accumulation_steps=2 in the script's TrainingArguments: it has "
         "to agree with the config."
     )
+    assert (
+        trainer_of(options={})
+        .advice({**config, "gradient_accumulation_steps": 4})
+        .startswith("Set per_device_train_batch_size=3 in the script's")
+    )
+    assert trainer_of(options={}).advice({"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 4}) == ""
     lightning = trainer_of(framework="lightning", micro_batch=None, options={})
     assert lightning.advice(config) == (
         "Set accumulate_grad_batches=2 in the script's Trainer: it has to agree with the config."

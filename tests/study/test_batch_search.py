@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from optuna_dsat.config.ds_config import MICRO_BATCH
+from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, batch_overlay
+from optuna_dsat.launch.protocol import LaunchRequest
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.events import BatchSourcesFound, TrainerFound
+from optuna_dsat.script.arg_mapping import map_arguments
 from optuna_dsat.study import batch_search
 from tests.harness.studies import StudyBench
+
+MAPPED = {"script": "/x/train.py", "cwd": "/x", "config_path": "/x/ds.json", "arg_mappings": {MICRO_BATCH: "--bs"}}
 
 
 class Record:
@@ -35,3 +42,82 @@ def test_a_fixed_micro_batch_is_compared_with_what_was_fed(
         spec, launcher, record, overlay={MICRO_BATCH: 16}, on_report=lambda _report, _record: None
     )
     assert (None if rule is None else (rule.kind, rule.own)) == (None if kept is None else ("held", kept))
+
+
+@dataclass
+class Trains:
+    """A launch of a script that computes its trainer's micro-batch and accumulation steps from options."""
+
+    micro_batch: int
+    steps: int
+    options: dict[str, int]
+    missing: bool = False
+    engine = Record.engine
+
+    @property
+    def outcome(self) -> Outcome:
+        return Outcome.OUT_OF_MEMORY if self.missing else Outcome.MEASURED
+
+    @property
+    def trainer(self) -> TrainerFound:
+        return TrainerFound(
+            rank=0, time=1.0, framework="transformers", micro_batch=self.micro_batch,
+            gradient_accumulation_steps=self.steps, options={},
+        )  # fmt: skip
+
+    @property
+    def batch_sources(self) -> BatchSourcesFound:
+        return BatchSourcesFound(rank=0, time=1.0, options=self.options)
+
+
+def of_own_names(options: dict[str, int]) -> tuple[int, int]:
+    return options["--train-batch"], options.get("--accumulate", 4)
+
+
+def of_both(options: dict[str, int]) -> tuple[int, int]:
+    return options["--mbs"], options["--batch_size"] // options["--mbs"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "expected"),
+    [
+        (of_own_names, {"--eval-batch": 3, "--rank": 3, "--train-batch": 3}, {MICRO_BATCH: "--train-batch"}),
+        (
+            of_own_names,
+            {"--train-batch": 3, "--accumulate": 1},
+            {MICRO_BATCH: "--train-batch", GRADIENT_ACCUMULATION: "--accumulate"},
+        ),
+        (of_own_names, {"--train-batch": 3, "--max-batches": 12}, {MICRO_BATCH: "--train-batch"}),
+        (of_both, {"--mbs": 4, "--batch_size": 32}, {MICRO_BATCH: "--mbs", TRAIN_BATCH: "--batch_size"}),
+        (lambda _: (8, 1), {"--batch-size": 8}, {}),
+    ],
+    ids=["alone", "with accumulation", "beside one that means nothing", "with the global batch", "a constant"],
+)
+@pytest.mark.parametrize("room", [100, 5])
+def test_options_of_any_name_that_set_a_trainers_batch_sizes_are_proven(
+    bench: StudyBench, monkeypatch: pytest.MonkeyPatch, sizes: Any, options: dict[str, int], expected: dict[str, str],
+    room: int,
+) -> None:  # fmt: skip
+    launched: list[str] = []
+
+    def follow(_launcher: Any, request: LaunchRequest, *, wait: Any) -> Any:
+        assert wait is None
+        launched.append(request.launch_id)
+        words = map_arguments((), request.command.arg_mappings, request.overlay, world_size=1)
+        given = {name: int(value) for name, value in zip(words[::2], words[1::2], strict=True)}
+        micro_batch, steps = sizes({**options, **given})
+        ran = Trains(micro_batch, steps, options, missing=request.overlay[MICRO_BATCH] > room)
+        return ran, ran
+
+    monkeypatch.setattr(batch_search, "follow", follow)
+    profile: Any = Trains(*sizes(options), options)
+    launcher: Any = None
+    asked: dict[str, Any] = {"overlay": batch_overlay(1), "on_report": lambda _report, _record: None}
+    trainer = batch_search.find_trainer(bench.spec(), launcher, profile, **asked)
+    assert trainer is not None
+    assert trainer.options == expected
+    assert len(set(launched)) == len(launched) > 0
+    for spec in (bench.spec(follow_batch=False), bench.spec(script=MAPPED)):
+        launched.clear()
+        trainer = batch_search.find_trainer(spec, launcher, profile, **asked)
+        assert (trainer and trainer.options, launched) == ({}, [])

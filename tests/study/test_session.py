@@ -187,7 +187,7 @@ def test_a_script_that_fails_at_once_ends_the_study_after_the_profile_launch(ben
     hill = Hill(override=lambda _: broken)
     with pytest.raises(ScriptFailedError) as caught:
         bench.run(bench.spec(), hill)
-    assert len(hill.configs) == 1
+    assert [config[ds_config.MICRO_BATCH] for config in hill.configs] == [1, 2], "the least, then the user's own"
     assert "no data" in caught.value.traceback_tail
 
 
