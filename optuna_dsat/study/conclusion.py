@@ -21,6 +21,7 @@ from optuna_dsat.study.methods import Method
 from optuna_dsat.study.profile import Profiled
 from optuna_dsat.study.result import (
     TuneResult,
+    best_settings,
     complete_config,
     fields_of,
     learning_rate_advice,
@@ -152,6 +153,9 @@ class Conclusion:
             spec.name, verdict, metric=self._metric, metrics=metrics, finalists=finalists, loss_check=loss_check
         )
         config_path, metrics_path = write_best(spec.study_dir, config, file)
+        settings = best_settings(spec, complete, spec.study_dir)
+        if settings is not None:
+            settings.path.write_text(settings.text, encoding="utf-8")
         command, names_config = training_command(
             spec,
             complete,
@@ -181,7 +185,7 @@ class Conclusion:
             loss_check=loss_check,
             command_names_config=names_config,
             measurement=measurement_in_words(trial, metrics=metrics),
-            advice=self._profiled.advice(complete),
+            advice=self._profiled.advice(complete, settings_written=settings is not None),
             launches=dict(Counter(row.report.outcome.value for row in launches if row.purpose == "trial")),
             slot_minutes=sum(_slot_seconds(row.report) for row in launches) / 60,
         )

@@ -25,7 +25,7 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import EngineReady, ProfileMeasured
 from optuna_dsat.script.batch_rule import BatchRule, samples_per_rank
 from optuna_dsat.script.trainer import ScriptTrainer
-from optuna_dsat.study.batch_search import find_batch_rule
+from optuna_dsat.study.batch_search import find_batch_rule, find_trainer
 from optuna_dsat.study.launch_requests import launch_request
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.user_config import follow_script, user_config
@@ -117,9 +117,14 @@ class Profiled:
             environment=self.environment,
         )
 
-    def advice(self, config: Mapping[str, Any]) -> str:
-        """Return what to change in the script before it trains with a config; empty if nothing is."""
-        advisers = [one for one in (self.trainer, self.batch) if one is not None]
+    def advice(self, config: Mapping[str, Any], *, settings_written: bool = False) -> str:
+        """Return what to change in the script before it trains with a config; empty if nothing is.
+
+        Args:
+            config: The config.
+            settings_written: Whether a copy of the script's settings file says its batch size.
+        """
+        advisers = [one for one in (self.trainer, None if settings_written else self.batch) if one is not None]
         return " ".join(filter(None, (one.advice(config) for one in advisers)))
 
     def to_json(self) -> dict[str, Any]:
@@ -224,9 +229,12 @@ def measure_profile(
         if report.outcome is Outcome.MEASURED and record.profile is not None and record.engine is not None:
             _check_data(record, smallest=attempt.micro_batch)
             batch = find_batch_rule(spec, launcher, record, overlay=request.overlay, on_report=on_report, wait=wait)
+            trainer = find_trainer(spec, launcher, record, overlay=request.overlay, on_report=on_report, wait=wait)
             found = _profiled(attempt, record, record.profile, record.engine, batch=batch)
             known = _mapped_defaults(spec, record)
-            return replace(found, option_defaults=known, only_zero_3=only_zero_3, least_micro_batch=least)
+            return replace(
+                found, trainer=trainer, option_defaults=known, only_zero_3=only_zero_3, least_micro_batch=least
+            )
         only_zero_3 |= record.needs_zero_3 and 3 in spec.zero_stages
         if not (report.outcome.infeasible or (record.needs_zero_3 and only_zero_3)):
             least = _own_micro_batch(spec, record)
@@ -300,7 +308,6 @@ def _profiled(
         device=engine.device,
         data_parallel_size=engine.data_parallel_size,
         takes_local_rank=engine.takes_local_rank,
-        trainer=None if record.trainer is None else ScriptTrainer.from_event(record.trainer),
         batch=batch,
         samples_per_rank=None if record.batch_sources is None else samples_per_rank(record.batch_sources),
         config_differences=engine.config_differences,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from optuna_dsat.config import ds_config
 from optuna_dsat.errors import StorageUrlError
 from optuna_dsat.script.arg_mapping import map_arguments
+from optuna_dsat.script.settings_file import SettingsCopy, names_file, settings_copy
 from optuna_dsat.script.trial_class import CHECKPOINTS, RUNNER, complete_training, train_command
 from optuna_dsat.study.finalists import Finalist
 from optuna_dsat.study.spec import ScriptSpec, StudySpec
@@ -26,6 +27,7 @@ __all__ = [
     "BEST_CONFIG",
     "BEST_METRICS",
     "TuneResult",
+    "best_settings",
     "complete_config",
     "fields_of",
     "learning_rate_advice",
@@ -230,6 +232,18 @@ def write_best(directory: Path, config: Mapping[str, Any], metrics: Mapping[str,
     return config_path, metrics_path
 
 
+def best_settings(spec: StudySpec, config: Mapping[str, Any], directory: Path) -> SettingsCopy | None:
+    """Return the copy of the script's settings file that sets the batch size of a config; None if there is none.
+
+    Args:
+        spec: The study.
+        config: The complete config.
+        directory: Where it is to lie, beside ``best_ds_config.json``.
+    """
+    script = spec.script
+    return settings_copy(script.batch_source, config, args=script.args, cwd=script.cwd, folder=directory)
+
+
 _ADAPTIVE = frozenset({"adam", "adamw", "lamb", "lion", "adagrad", "onebitadam", "zerooneadam", "onebitlamb"})
 
 
@@ -329,7 +343,8 @@ def training_command(
 ) -> tuple[str, bool]:
     """Return the shell command that trains with ``config``, written to ``config_path``, and whether it names that file.
 
-    An argument that names the user's config is replaced. A script that does not take its config on the command line has
+    An argument that names the user's config is replaced, and one that names a settings file of which ``best_settings``
+    has a copy. A script that does not take its config on the command line has
     to be changed by its user.
 
     Args:
@@ -346,6 +361,8 @@ def training_command(
     if config_option and not replaced:
         pointed, replaced = [*pointed, config_option, str(config_path)], True
     environment = _environment(script, config_path)
+    if (copy := best_settings(spec, config, config_path.parent)) is not None:
+        pointed = copy.pointed(pointed, cwd=script.cwd)
     args = map_arguments(pointed, script.arg_mappings, config, world_size=spec.slots_per_trial)
     if script.script == RUNNER:
         completed = complete_training(args, config_path.parent / CHECKPOINTS)
@@ -383,8 +400,8 @@ def _point_to(script: ScriptSpec, config_path: Path) -> tuple[list[str], bool]:
     replaced = False
     args = []
     for arg in script.args:
-        flag, equals, value = arg.rpartition("=")
-        if script.config_path and (Path(script.cwd) / value).resolve() == Path(script.config_path).resolve():
+        flag, equals, _ = arg.rpartition("=")
+        if script.config_path and names_file(arg, script.config_path, cwd=script.cwd):
             arg = f"{flag}{equals}{config_path}"
             replaced = True
         args.append(arg)

@@ -110,7 +110,8 @@ def test_options_of_any_name_that_set_a_trainers_batch_sizes_are_proven(
         return ran, ran
 
     monkeypatch.setattr(batch_search, "follow", follow)
-    profile: Any = Trains(*sizes(options), options)
+    micro_batch, steps = sizes(options)
+    profile: Any = Trains(micro_batch, steps, options)
     launcher: Any = None
     asked: dict[str, Any] = {"overlay": batch_overlay(1), "on_report": lambda _report, _record: None}
     trainer = batch_search.find_trainer(bench.spec(), launcher, profile, **asked)

@@ -84,8 +84,13 @@ def test_a_nested_field_of_a_settings_file(tmp_path: Path) -> None:
     assert "batch size from data.loader.batch_size in run.yaml (now 3)" in errors
     assert found["user_train_batch_size"] == 3
     assert found["config"]["train_micro_batch_size_per_gpu"] == 6, "twice the samples in hardly more time"
-    assert f"Set data.loader.batch_size in {settings} to 6" in found["advice"]
+    copy = Path(found["config_path"]).with_name("best_run.yaml")
+    assert found["command"].endswith(f"settings.py {copy}")
+    assert found["advice"] == ""
     assert "batch_size: 3" in settings.read_text(), "the file is the user's"
+    assert copy.read_text() == settings.read_text().replace("batch_size: 3", "batch_size: 6")
+    run = subprocess.run(shlex.split(found["command"]), cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "trained with 6" in run.stdout
 
 
 def test_an_application_of_hydras(tmp_path: Path) -> None:
@@ -107,3 +112,14 @@ def test_a_function_that_python_fire_calls(tmp_path: Path) -> None:
     found, errors = tuned(tmp_path, "--fix", "train_micro_batch_size_per_gpu=6", *command)
     assert "batch size from --batch_size (now 3)" in errors
     assert found["command"].endswith("fired.py train --batch_size 6")
+
+
+def test_a_trainer_whose_batch_sizes_are_options_of_another_name(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    given = ("--train-batch-size", "3", "--deepspeed", "ds.json")
+    fixed = ("--fix", "train_micro_batch_size_per_gpu=6", "--max-trials", "1", "--no-enqueue-user-config")
+    found, errors = tuned(tmp_path, *fixed, "python", str(SCRIPTS / "trainer_clicked.py"), *given)
+    assert "--train-batch-size (now 3) and --accumulate (now 1) follow" in errors
+    assert "--train-batch-size 6" in found["command"]
+    assert found["command"].endswith(f"--deepspeed {found['config_path']} --accumulate 1")
+    assert found["advice"] == ""
