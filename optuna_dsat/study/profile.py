@@ -230,11 +230,9 @@ def measure_profile(
             _check_data(record, smallest=attempt.micro_batch)
             batch = find_batch_rule(spec, launcher, record, overlay=request.overlay, on_report=on_report, wait=wait)
             trainer = find_trainer(spec, launcher, record, overlay=request.overlay, on_report=on_report, wait=wait)
-            found = _profiled(attempt, record, record.profile, record.engine, batch=batch)
+            found = _profiled(attempt, record, record.profile, record.engine, batch=batch, trainer=trainer)
             known = _mapped_defaults(spec, record)
-            return replace(
-                found, trainer=trainer, option_defaults=known, only_zero_3=only_zero_3, least_micro_batch=least
-            )
+            return replace(found, option_defaults=known, only_zero_3=only_zero_3, least_micro_batch=least)
         only_zero_3 |= record.needs_zero_3 and 3 in spec.zero_stages
         if not (report.outcome.infeasible or (record.needs_zero_3 and only_zero_3)):
             least = _own_micro_batch(spec, record)
@@ -300,6 +298,7 @@ def _profiled(
     engine: EngineReady,
     *,
     batch: BatchRule | None,
+    trainer: ScriptTrainer | None,
 ) -> Profiled:
     return Profiled(
         profile=ModelProfile.from_event(profile),
@@ -308,6 +307,7 @@ def _profiled(
         device=engine.device,
         data_parallel_size=engine.data_parallel_size,
         takes_local_rank=engine.takes_local_rank,
+        trainer=trainer,
         batch=batch,
         samples_per_rank=None if record.batch_sources is None else samples_per_rank(record.batch_sources),
         config_differences=engine.config_differences,
