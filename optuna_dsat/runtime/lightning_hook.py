@@ -10,6 +10,7 @@ In a launch that measures, the Trainer does not validate, save, log or resume. T
 from __future__ import annotations
 
 import functools
+import inspect
 import time
 from collections.abc import Callable, Mapping
 from types import ModuleType
@@ -91,7 +92,14 @@ class LightningHook:
         if not self._plan.measures:
             return
         cls = module.Trainer
-        fit = cls.fit
+        init, fit = cls.__init__, cls.fit
+        signature = inspect.signature(init)
+
+        @functools.wraps(init)
+        def init_as_launched(*args: Any, **kwargs: Any) -> None:
+            given = signature.bind(*args, **kwargs).arguments
+            self._check_ranks(given.get("devices", "auto"), given.get("num_nodes", 1))
+            init(*args, **kwargs)
 
         @functools.wraps(fit)
         def fit_without_validation(trainer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -99,7 +107,21 @@ class LightningHook:
             kwargs.pop("ckpt_path", None)  # of another ZeRO stage, and not part of the measurement
             return fit(trainer, *args[:4], **kwargs)
 
-        cls.fit = fit_without_validation
+        cls.__init__, cls.fit = init_as_launched, fit_without_validation
+
+    def _check_ranks(self, devices: Any, nodes: int) -> None:
+        """Refuse a Trainer that asks for another number of devices than the launch has ranks, as Lightning does later.
+
+        Raises:
+            ValueError: If it does; the message has the options with which it gets its number.
+        """
+        wanted = nodes * (len(devices) if isinstance(devices, (list, tuple)) else devices) if _counts(devices) else None
+        if wanted not in (None, self._rank.world_size):
+            raise ValueError(
+                f"the script's Trainer asks for devices={devices!r} on {nodes} node(s), and this launch has "
+                f"{self._rank.world_size} ranks: tune with --gpus-per-trial {wanted} (--cpu-ranks {wanted} on the CPU) "
+                'or let the script say devices="auto"'
+            )
 
     def _disable_evaluation_and_saving(self, trainer: Any) -> None:
         trainer.callbacks = [
@@ -131,3 +153,8 @@ class LightningHook:
                 options={},
             )
         )
+
+
+def _counts(devices: Any) -> bool:
+    """Whether an argument ``devices`` of Lightning says how many there are: a list, or a number that is not -1."""
+    return isinstance(devices, (list, tuple)) or (isinstance(devices, int) and devices >= 0)
