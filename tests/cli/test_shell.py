@@ -138,11 +138,25 @@ def test_what_reads_a_study_prints_it_to_stdout_alone(capsys: pytest.CaptureFixt
             assert told in shown.out
             if form:
                 json.loads(shown.out)
-    for arguments in (["best", STUDY], ["export", STUDY], ["db", "check"], ["db", "current"], ["db", "upgrade"]):
+    for arguments in (["export", STUDY], ["db", "check"], ["db", "current"], ["db", "upgrade"]):
         assert leave(*arguments) == 0
         shown = capsys.readouterr()
         assert shown.out
         assert shown.err == ""
+
+
+def test_best_prints_the_config_to_stdout_and_what_it_is_known_by_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert leave(*SEARCH, "--quiet") == 0
+    capsys.readouterr()
+    assert leave("best", STUDY) == 0
+    shown = capsys.readouterr()
+    assert "zero_optimization" in json.loads(shown.out)
+    assert re.fullmatch(r"(Trial \d+|Your own config|trial \d+).*\n", shown.err)
+
+
+def test_a_study_is_deleted_with_its_launches(capsys: pytest.CaptureFixture[str]) -> None:
+    assert leave(*SEARCH, "--quiet") == 0
+    capsys.readouterr()
     assert leave("delete", STUDY, "--yes") == 0
     shown = capsys.readouterr()
     assert shown.out == ""

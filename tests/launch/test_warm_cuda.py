@@ -99,6 +99,9 @@ class IdleGpus:
     def use(self, _gpu: str) -> GpuUse:
         return GpuUse(used_bytes=0, processes={})
 
+    def throttle_reasons(self, _gpu: str) -> tuple[str, ...]:
+        return ()
+
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
