@@ -74,7 +74,7 @@ def _run(entry: Entry, ways: Sequence[str], args: argparse.Namespace, limits: Li
     if message:
         return {"plain": {"verdict": "not judged", "message": message}}
     found = {}
-    for way in ways:
+    for way in ways if entry.alone else [one for one in ways if one != "plain"]:
         with tempfile.TemporaryDirectory(prefix="first-try-", ignore_cleanup_errors=True) as scratch:
             folder = Path(scratch) / way if args.keep is None else args.keep / entry.name / way
             folder.mkdir(parents=True)
@@ -86,8 +86,6 @@ def _run(entry: Entry, ways: Sequence[str], args: argparse.Namespace, limits: Li
         if record:
             found[way] = record
             print(f"{entry.name}: {way}: {record['verdict']}: {record['message']}", flush=True)
-            if way == "plain" and record["verdict"] == "not judged":
-                break
     return found
 
 

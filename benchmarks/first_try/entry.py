@@ -79,6 +79,8 @@ class Entry:
     """Options that the refusal of the first try names, for a second try."""
     not_judged: str = ""
     """Why the script cannot train here whatever tunes it; it is run all the same, and counts as nothing."""
+    alone: bool = True
+    """Whether the command trains without a tuner; not so for the arguments of ``det experiment create``."""
     kept_aside: bool = False
     """Whether it was written down but not run while the tool was worked on."""
 
