@@ -102,8 +102,8 @@ def _ties(verdict: Verdict) -> str:
         return ""
     names = ["your own config" if one == verdict.baseline else f"trial {one}" for one in verdict.ties]
     return (
-        f"As good as the result, as far as is known: {_listed(names)}. Of equals the smallest global batch is taken, "
-        "then what is nearest to your own config."
+        f"Not told from the result by these rounds: {_listed(names)}. Of what is within --tie of the best, or within "
+        "one standard error, the smallest global batch is taken, then what is nearest to your own config."
     )
 
 

@@ -149,6 +149,16 @@ def test_what_the_rounds_cannot_tell_apart_is_a_tie() -> None:
     assert (found.handed_over, found.ties) == (2, (1,))
 
 
+def test_what_is_not_told_from_the_result_is_not_called_equal_to_it() -> None:
+    trials = [trial(OWN, 100), trial(1, 150, micro_batch=64), trial(2, 150, micro_batch=4)]
+    rounds = rounds_of({OWN: [100, 100, 100], 1: [150, 151, 152], 2: [130, 145, 160]})
+    found = judged(trials, rounds)
+    assert (found.handed_over, found.ties) == (1, (2,)), "the mean of the smaller batch is 4 % lower"
+    [said] = [line for line in verdict_in_words(found, metric="throughput") if "Not told from the result" in line]
+    assert "trial 2" in said
+    assert "As good as" not in said
+
+
 def test_two_speed_ups_compare_the_same_batch_and_the_winners() -> None:
     trials = (*TRIALS[:2], trial(2, 12.0, overlap_comm=True))
     values = {OWN: [10.0, 10.1, 9.9], 1: [20.0, 20.3, 19.9], 2: [12.0, 12.1, 11.9]}
