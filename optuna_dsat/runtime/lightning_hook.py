@@ -115,7 +115,8 @@ class LightningHook:
         Raises:
             ValueError: If it does; the message has the options with which it gets its number.
         """
-        wanted = nodes * (len(devices) if isinstance(devices, (list, tuple)) else devices) if _counts(devices) else None
+        number = _number_of(devices)
+        wanted = None if number is None else nodes * number
         if wanted not in (None, self._rank.world_size):
             raise ValueError(
                 f"the script's Trainer asks for devices={devices!r} on {nodes} node(s), and this launch has "
@@ -155,6 +156,17 @@ class LightningHook:
         )
 
 
-def _counts(devices: Any) -> bool:
-    """Whether an argument ``devices`` of Lightning says how many there are: a list, or a number that is not -1."""
-    return isinstance(devices, (list, tuple)) or (isinstance(devices, int) and devices >= 0)
+def _number_of(devices: Any) -> int | None:
+    """Return how many devices an argument of Lightning's Trainer asks for; None if it leaves that open.
+
+    Args:
+        devices: A number, a list of indices, either of these as text (``"2"``, ``"0,1"``), ``-1`` or ``"auto"``.
+    """
+    if isinstance(devices, str):
+        indices = [word.strip() for word in devices.split(",") if word.strip()]
+        if not all(index.isdigit() for index in indices):
+            return None
+        devices = int(indices[0]) if len(indices) == 1 and "," not in devices else indices
+    if isinstance(devices, (list, tuple)):
+        return len(devices)
+    return devices if isinstance(devices, int) and devices > 0 else None

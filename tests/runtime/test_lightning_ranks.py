@@ -38,13 +38,32 @@ def trainer() -> Any:
     return Trainer
 
 
-@pytest.mark.parametrize("asked", [{}, {"devices": "auto"}, {"devices": -1}, {"devices": 2}, {"devices": [0, 1]}])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"devices": "auto"},
+        {"devices": -1},
+        {"devices": 2},
+        {"devices": [0, 1]},
+        {"devices": "2"},
+        {"devices": "0,1"},
+        {"devices": "-1"},
+    ],
+)
 def test_what_fits_the_launch_is_left_alone(trainer: Any, asked: dict[str, Any]) -> None:
     assert trainer(**asked).asked == (asked.get("devices", "auto"), 1)
 
 
 @pytest.mark.parametrize(
-    ("asked", "wanted"), [({"devices": 1}, 1), ({"devices": [3]}, 1), ({"devices": 2, "num_nodes": 2}, 4)]
+    ("asked", "wanted"),
+    [
+        ({"devices": 1}, 1),
+        ({"devices": [3]}, 1),
+        ({"devices": "1"}, 1),
+        ({"devices": "3,"}, 1),
+        ({"devices": 2, "num_nodes": 2}, 4),
+    ],
 )
 def test_what_does_not_is_refused_with_the_option_that_gives_it_its_number(
     trainer: Any, asked: dict[str, Any], wanted: int
