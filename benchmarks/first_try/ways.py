@@ -85,6 +85,7 @@ def _autotuning(sandbox: Sandbox, limits: Limits) -> dict[str, Any]:
             message = f"the command begins with {words[0]}; the autotuner belongs to the deepspeed launcher"
             return asdict(Verdict(verdict="refused", message=message))
         words[1:1] = ["--autotuning", "tune"]
+    _enable_autotuning(sandbox)
     ran = sandbox.run("autotuning", words, limit_s=limits.search_s)
     optimal = sandbox.cwd / "autotuning_results" / "ds_config_optimal.json"
     if not optimal.is_file():
@@ -96,6 +97,15 @@ def _autotuning(sandbox: Sandbox, limits: Limits) -> dict[str, Any]:
     return _record(
         ran, judged(replace(ran, witnessed=tuple(one_launch)), {"config": config}, names[-1] if names else "")
     )
+
+
+def _enable_autotuning(sandbox: Sandbox) -> None:
+    """Give the script's config file the section without which DeepSpeed's autotuner ends at once, as its guide says."""
+    path = sandbox.cwd / sandbox.entry.config
+    if not path.is_file():
+        return
+    config = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({"autotuning": {"enabled": True}, **config}), encoding="utf-8")
 
 
 def _optuna(sandbox: Sandbox, limits: Limits) -> dict[str, Any]:
