@@ -265,11 +265,19 @@ def _own_micro_batch(spec: StudySpec, record: LaunchRecord) -> int:
 
     Some models do not train on a single sample (batch normalisation of one value per channel, contrastive losses).
     """
-    if record.engine is None:
+    engine = record.engine
+    if engine is None:
         return 1
-    config, _ = user_config(spec, data_parallel_size=record.engine.data_parallel_size)
-    scripts_value, _ = record.engine.config_differences.get(ds_config.MICRO_BATCH, (None, None))
-    return scripts_value if isinstance(scripts_value, int) else int(config[ds_config.MICRO_BATCH])
+    meant = follow_script(
+        spec,
+        differences=engine.config_differences,
+        trainer=None if record.trainer is None else ScriptTrainer.from_event(record.trainer),
+        defaults=_mapped_defaults(spec, record),
+        batch=None,
+        ranks=engine.data_parallel_size,
+    )
+    config, _ = user_config(meant, data_parallel_size=engine.data_parallel_size)
+    return int(config[ds_config.MICRO_BATCH])
 
 
 def _check_data(record: LaunchRecord, *, smallest: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -125,3 +126,12 @@ def test_a_script_that_fails_at_the_users_own_micro_batch_too_ends_after_that(be
     with pytest.raises(ScriptFailedError, match="Expected more than 1 value"):
         bench.run(spec, landscape)
     assert [config["train_micro_batch_size_per_gpu"] for config in landscape.configs] == [1, 4]
+
+
+def test_the_users_own_micro_batch_is_the_one_that_the_script_means(bench: StudyBench) -> None:
+    engine = SimpleNamespace(config_differences={"train_batch_size": (24, None)}, data_parallel_size=4)
+    record: Any = SimpleNamespace(engine=engine, trainer=None, batch_sources=None)
+    spec = bench.spec()
+    left = {key: value for key, value in spec.ds_config.items() if key != "train_micro_batch_size_per_gpu"}
+    assert profile._own_micro_batch(spec.model_copy(update={"ds_config": left}), record) == 6
+    assert profile._own_micro_batch(spec, SimpleNamespace(engine=None)) == 1  # type: ignore[arg-type]
