@@ -18,6 +18,7 @@ from benchmarks.first_try.judge import by_hand, judged, last_json, launches, pla
 from benchmarks.first_try.page import page
 from benchmarks.first_try.sandbox import Ran, Sandbox
 from benchmarks.first_try.sources import SourceError, check_out
+from tests.harness.workers import ended, wait_until
 
 SCRIPT = """\
 import argparse
@@ -139,8 +140,7 @@ def test_a_command_beyond_its_time_is_ended_with_what_it_started(sources: Path, 
     done = sandbox.run("sleep", ["bash", "-c", "trap '' INT; sleep 60 & echo $! > child; wait"], limit_s=0.5)
     assert done.exit_code is None
     child = int((sandbox.cwd / "child").read_text())
-    state = Path(f"/proc/{child}/stat")
-    assert not state.exists() or state.read_text().split()[2] == "Z"
+    wait_until(lambda: ended(child), what="the command's child has ended", limit_s=10.0)
 
 
 def test_the_first_engine_fed_with_its_configs_batch_is_enough() -> None:

@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from optuna_dsat.config.op_builders import operators_of
@@ -16,6 +15,7 @@ from optuna_dsat.launch import operators
 from optuna_dsat.launch.build_locks import remove_stale_locks
 from optuna_dsat.launch.command import device_environment
 from optuna_dsat.launch.operators import compile_operators
+from tests.harness.workers import ended, wait_until
 
 
 @pytest.mark.parametrize(
@@ -88,4 +88,4 @@ def test_a_build_that_is_cut_short_leaves_neither_its_processes_nor_its_lock(
         compile_operators(["ShareMemCommBuilder"], environ)
     assert not (tmp_path / "deepspeed_shm_comm" / "lock").exists()
     compiler_pid = int((tmp_path / "pid").read_text())
-    assert not psutil.pid_exists(compiler_pid) or psutil.Process(compiler_pid).status() == psutil.STATUS_ZOMBIE
+    wait_until(lambda: ended(compiler_pid), what="the compiler has ended", limit_s=10.0)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+import psutil
 import pytest
 from optuna.trial import FrozenTrial, TrialState
 
@@ -30,6 +31,14 @@ def wait_until(condition: Callable[[], bool], *, what: str, limit_s: float = 60.
         if time.monotonic() > deadline:
             pytest.fail(f"Not within {limit_s:g} s: {what}.")
         time.sleep(0.02)
+
+
+def ended(pid: int) -> bool:
+    """Return whether a process runs no more; the kernel ends a killed one a moment after the signal was sent."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 class WorkerProcess:
