@@ -38,6 +38,7 @@ from typing import Any
 import psutil
 
 from benchmarks.launch_overhead import EXAMPLES, Launch, run
+from benchmarks.pdsh import write_pdsh
 from optuna_dsat.config import ds_config
 from optuna_dsat.launch.devices import Devices, cpu_devices, detect_devices
 from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
@@ -45,15 +46,6 @@ from optuna_dsat.launch.torchrun import TorchrunLauncher
 from optuna_dsat.runtime.events import StepMeasured, decode_event
 
 EXAMPLE = EXAMPLES["gpt"]
-PDSH = """#!/bin/bash
-# Stands for pdsh on one machine: runs the command here. Killing by name would reach the processes of others.
-command=()
-while [ $# -gt 0 ]; do
-  case "$1" in -S) shift;; -f|-w|-R) shift 2;; *) command+=("$1"); shift;; esac
-done
-case "${command[*]}" in *pkill*) exit 0;; esac
-exec bash -c "${command[*]}"
-"""
 WRAPPER = """
 import base64, runpy, sys, tempfile
 from pathlib import Path
@@ -135,8 +127,7 @@ def deepspeeds(folder: Path, slots: int, *, unbounded: bool, limit_s: float | No
         wanted["max_train_micro_batch_size_per_gpu"] = LARGEST
     config = {**own, "train_micro_batch_size_per_gpu": "auto", "autotuning": wanted}
     (folder / "ds_config.json").write_text(json.dumps(config))
-    (folder / "pdsh").write_text(PDSH)
-    (folder / "pdsh").chmod(0o755)
+    write_pdsh(folder)
     wrapper = folder / "train.py"
     wrapper.write_text(WRAPPER.format(script=str(EXAMPLE.script), folder=str(EXAMPLE.script.parent)))
     path = os.pathsep.join((str(folder), str(Path(sys.executable).parent), os.environ["PATH"]))

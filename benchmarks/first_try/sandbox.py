@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -19,6 +20,7 @@ from benchmarks.first_try.entry import Entry, EntryError
 from benchmarks.first_try.hugging_face import interpreter_of, prepare_hub
 from benchmarks.first_try.sources import check_out
 from benchmarks.first_try.stand_ins.files import GENERATORS
+from benchmarks.pdsh import write_pdsh
 
 __all__ = ["Ran", "Sandbox"]
 
@@ -79,8 +81,15 @@ class Sandbox:
         self._hub = prepare_hub(entry, python=self.python, folder=self.folder, cwd=self.cwd)
         site = self.folder / "site"
         site.mkdir()
+        self._bin = self.folder / "bin"
+        self._bin.mkdir()
         init = str(_STAND_INS / "__init__.py")
         (site / "sitecustomize.py").write_text(_SITE.format(init=init, folder=str(_STAND_INS)), encoding="utf-8")
+
+    def stand_in_for_pdsh(self) -> None:
+        """Give commands a pdsh where the machine has none: DeepSpeed's autotuner needs it, on one machine, too."""
+        if shutil.which("pdsh") is None:
+            write_pdsh(self._bin)
 
     def _alter(self) -> None:
         for edit in self.entry.edits:
@@ -107,7 +116,7 @@ class Sandbox:
             "FIRST_TRY_CHECKOUT": str(self.checkout),
             "FIRST_TRY_WITNESS": str(witness),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-            "PATH": os.pathsep.join((str(Path(self.python).parent), os.environ.get("PATH", ""))),
+            "PATH": os.pathsep.join((str(self._bin), str(Path(self.python).parent), os.environ.get("PATH", ""))),
             **self._hub,
             **self.entry.env,
             **more,

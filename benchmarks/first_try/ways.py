@@ -86,6 +86,7 @@ def _autotuning(sandbox: Sandbox, limits: Limits) -> dict[str, Any]:
             return asdict(Verdict(verdict="refused", message=message))
         words[1:1] = ["--autotuning", "tune"]
     _enable_autotuning(sandbox)
+    sandbox.stand_in_for_pdsh()
     ran = sandbox.run("autotuning", words, limit_s=limits.search_s)
     optimal = sandbox.cwd / "autotuning_results" / "ds_config_optimal.json"
     if not optimal.is_file():
