@@ -16,7 +16,7 @@ from typing import Any
 import optuna
 from optuna.trial import TrialState
 
-from benchmarks.landscapes import LANDSCAPES, Trained, throughput
+from benchmarks.named_landscapes import LANDSCAPES, Trained, throughput
 from benchmarks.optimum import search_space
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.search_space import SearchSpace

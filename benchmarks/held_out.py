@@ -1,6 +1,6 @@
 """Five more models on five more machines, made after guided search was finished and not looked at while it was tuned.
 
-They show what its figures on :mod:`benchmarks.landscapes` owe to its having been made beside those.
+They show what its figures on :mod:`benchmarks.named_landscapes` owe to its having been made beside those.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from benchmarks.landscapes import GIB, Trained, _gpt
+from benchmarks.named_landscapes import GIB, Trained, _gpt
 from benchmarks.physics import Machine, Quirks
 
 __all__ = ["HELD_OUT"]

@@ -12,7 +12,7 @@ import numpy as np
 import optuna
 from numpy.typing import NDArray
 
-from benchmarks.landscapes import Computed
+from benchmarks.named_landscapes import Computed
 from benchmarks.physics import Settings
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.space_builder import SearchSpace, SpaceRequest, build_space

@@ -24,7 +24,7 @@ import optuna
 
 from benchmarks import ours
 from benchmarks.held_out import HELD_OUT
-from benchmarks.landscapes import LANDSCAPES, Computed, throughput
+from benchmarks.named_landscapes import LANDSCAPES, Computed, throughput
 from benchmarks.optimum import Optimum, optimum
 from benchmarks.peers import deepspeed_autotuning, determined_dsat, optuna_samplers
 from benchmarks.recorded import Recorded

@@ -2,7 +2,7 @@
 
     python -m docs.generate.figures
 
-Runs one search per method on a landscape of ``benchmarks/landscapes.py``, writes what was launched to
+Runs one search per method on a landscape of ``benchmarks/named_landscapes.py``, writes what was launched to
 ``docs/figures/searches.json`` and draws an SVG per method from that. Everything follows from the seed.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import optuna
 
 from benchmarks import ours
-from benchmarks.landscapes import LANDSCAPES, throughput
+from benchmarks.named_landscapes import LANDSCAPES, throughput
 from benchmarks.rig import Launch, Rig
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.spec import METHODS

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.landscapes import LANDSCAPES, Trained, throughput
+from benchmarks.named_landscapes import LANDSCAPES, Trained, throughput
 from benchmarks.optimum import Reach, lineages, reaches, search_space
 from optuna_dsat.config import ds_config
 from optuna_dsat.cost import memory

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import benchmarks.random_machines
-from benchmarks.landscapes import throughput
+from benchmarks.named_landscapes import throughput
 from benchmarks.optimum import optimum, search_space
 from benchmarks.physics import Settings
 from benchmarks.random_machines.__main__ import compared, main, read

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks import search_efficiency
-from benchmarks.landscapes import throughput
+from benchmarks.named_landscapes import throughput
 from benchmarks.record_landscape import configurations, edge_walk
 from benchmarks.recorded import Recorded, key_of
 

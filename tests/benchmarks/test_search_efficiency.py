@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import ours, search_efficiency
-from benchmarks.landscapes import LANDSCAPES, throughput
+from benchmarks.named_landscapes import LANDSCAPES, throughput
 from benchmarks.rig import BudgetSpentError, Launch, Rig
 from benchmarks.search_efficiency import Row
 from optuna_dsat.outcome import Outcome
