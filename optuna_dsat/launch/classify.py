@@ -24,9 +24,10 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from optuna_dsat.launch.measurement import LaunchRecord
+from optuna_dsat.launch.protocol import dropped_in_words
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import (
     STEPS_SKIPPED,
@@ -79,6 +80,8 @@ class LaunchFacts:
     """Processes that the kernel killed for lack of memory during the launch; None if unknown."""
     config_path: str = "ds_config.json"
     """Path of the user's DeepSpeed config, for the remedy in messages."""
+    dropped_lines: int = 0
+    """Lines in the files of events that held none which this version can read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +97,12 @@ class Verdict:
 
 
 def classify(facts: LaunchFacts) -> Verdict:
-    """Return the outcome of a launch by the rules of the module's docstring."""
+    """Return the outcome of a launch by the rules of the module's docstring; the message names dropped lines."""
+    verdict = _by_rules(facts)
+    return replace(verdict, message=verdict.message + dropped_in_words(facts.dropped_lines))
+
+
+def _by_rules(facts: LaunchFacts) -> Verdict:
     rules = (
         _out_of_memory,
         _stopped,

@@ -32,6 +32,8 @@ class EventTail:
     """Reads events as a rank appends them to its file; an incomplete line is kept for the next read."""
 
     def __init__(self, path: Path) -> None:
+        self.dropped = 0
+        """Lines that held no event that this version can read."""
         self._path = path
         self._offset = 0
         self._partial = b""
@@ -48,8 +50,11 @@ class EventTail:
             return []
         self._offset += len(data)
         *lines, self._partial = (self._partial + data).split(b"\n")
-        decoded = (decode_event(line.decode("utf-8", errors="replace")) for line in lines)
-        return [event for event in decoded if event is not None]
+        written = [line for line in lines if line.strip()]
+        decoded = (decode_event(line.decode("utf-8", errors="replace")) for line in written)
+        events = [event for event in decoded if event is not None]
+        self.dropped += len(written) - len(events)
+        return events
 
 
 class EventLog:
@@ -72,13 +77,20 @@ class EventLog:
         """Return the new events of all ranks in the order of their times."""
         fresh: list[Event] = []
         for rank, tail in self._tails.items():
-            read = tail.read()
+            written = tail.read()
+            read = [event for event in written if event.rank == rank]
+            tail.dropped += len(written) - len(read)
             if read:
                 self.events.setdefault(rank, []).extend(read)
                 fresh += read
         if fresh:
             self.last_event = now
         return sorted(fresh, key=lambda event: event.time)
+
+    @property
+    def dropped(self) -> int:
+        """Lines of all ranks that held no event of theirs that this version can read."""
+        return sum(tail.dropped for tail in self._tails.values())
 
     def _all(self) -> list[Event]:
         return [event for events in self.events.values() for event in events]

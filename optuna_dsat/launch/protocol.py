@@ -26,10 +26,18 @@ __all__ = [
     "ScriptCommand",
     "Settled",
     "SlotsBusyError",
+    "dropped_in_words",
 ]
 
 _RANK = re.compile(r"^rank \d+: ")
 """Prefix of a message that names the rank which failed first."""
+_DROPPED = re.compile(r" \(\d+ lines? of events .*\)$")
+"""End of a message that names dropped lines, as ``dropped_in_words`` writes it."""
+
+
+def dropped_in_words(lines: int) -> str:
+    """Return the end of a message on lines of events that could not be read; empty if there are none."""
+    return f" ({lines} line{'s' * (lines > 1)} of events could not be read and were dropped)" if lines else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +124,8 @@ class LaunchReport:
 
     @property
     def cause(self) -> str:
-        """The message without the rank that failed first, which may differ from launch to launch."""
-        return _RANK.sub("", self.message)
+        """The message without rank that failed first and dropped lines, which may differ from launch to launch."""
+        return _DROPPED.sub("", _RANK.sub("", self.message))
 
     @property
     def failed(self) -> bool:

@@ -178,6 +178,7 @@ class RunningLaunch:
             stop=self.stop_reason,
             oom_kills=None if before is None or oom_kills_after is None else oom_kills_after - before,
             config_path=self.request.command.config_path,
+            dropped_lines=self._log.dropped,
         )
 
     def _decide(self, now: float, dead: set[int]) -> None:

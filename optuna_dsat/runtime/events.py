@@ -1,7 +1,8 @@
 """Events that a rank records; the format shared by training processes and the tuner.
 
 Each rank appends JSON lines to its own file in the run directory, one event per line, flushed immediately.
-Durations are in seconds, sizes in bytes, times are Unix times. This module imports only the standard library.
+Durations are in seconds, sizes in bytes, times are Unix times. Beside the standard library
+this module imports only what makes texts fit to be stored.
 """
 
 from __future__ import annotations
@@ -9,7 +10,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, ClassVar
+from functools import cache
+from types import UnionType
+from typing import Any, ClassVar, get_args, get_origin, get_type_hints
+
+from optuna_dsat.runtime.plain_text import TEXT_CHARS, shortened, storable
 
 __all__ = [
     "STEPS_SKIPPED",
@@ -44,6 +49,11 @@ class Event:
     time: float
     """Unix time in seconds."""
 
+    @property
+    def is_sound(self) -> bool:
+        """Whether its values can be those of a launch, each being of its type."""
+        return True
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankStarted(Event):
@@ -75,6 +85,20 @@ class TrainerFound(Event):
     """Key of the DeepSpeed config -> command-line option of the script that sets the same value; empty if none."""
 
 
+_FOUND_TYPES: Mapping[str, type | UnionType] = {
+    "attribute": str,
+    "batch_size": int | None,
+    "file": str,
+    "key": str,
+    "line": int,
+    "name": str,
+    "samples": int | None,
+    "trains": bool,
+    "value": int,
+}
+"""Type of what a ``BatchSourcesFound`` says of each place, by its name."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchSourcesFound(Event):
     """Whole numbers that may set the script's batch size, noted until the first step of a profile launch."""
@@ -95,6 +119,23 @@ class BatchSourcesFound(Event):
     """``file`` and ``line`` of the user's code that led to the engine's first input, the innermost first."""
     constants: Sequence[Mapping[str, Any]] = ()
     """``file``, ``line``, ``value`` and ``name`` of numbers in the source of the batch's size, or that of all ranks."""
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether what was found has the types that its readers take for granted."""
+        of_line = ("file", "line")
+        found = (
+            (self.settings, ("file", "key", "value")),
+            (self.loaders, ("batch_size", "samples", "trains")),
+            (self.fed_at, of_line),
+            (self.constants, (*of_line, "value", "name")),
+        )
+        return all(
+            one.keys() >= set(keys)
+            and all(isinstance(one[key], kind) for key, kind in _FOUND_TYPES.items() if key in one)
+            for places, keys in found
+            for one in places
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +185,12 @@ class EngineReady(Event):
     """Whether the script has an option ``--local_rank``, which only the ``deepspeed`` launcher sets."""
     host_threads: int = 0
     """torch's intra-op threads on the host, which an offloaded optimizer uses; 0 from an older runtime."""
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether there are ranks that train, and differences and spans are pairs."""
+        pairs = (*self.config_differences.values(), *self.spans.values())
+        return self.data_parallel_size > 0 and all(len(one) == 2 for one in pairs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,6 +278,14 @@ class StepMeasured(Event):
     """Elements of the engine's inputs, padding included (``runtime/inputs.py``); 0 if not observed."""
     elements_are_tokens: bool = False
     """Whether the inputs hold tokens, which ``elements`` then counts."""
+    steps_completed: int = 0
+    """Batches that the training has completed, as ``dsat_reporting_context`` was told or the engine counts them: with
+    those before a checkpoint that it resumed from, and skipped ones; 0 from an older runtime."""
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether it is a step that took time."""
+        return self.step > self.skipped_before and self.latency_s > 0
 
     @property
     def number(self) -> int:
@@ -295,11 +350,66 @@ def encode_event(event: Event) -> str:
 
 
 def decode_event(line: str) -> Event | None:
-    """Return the event of one JSON line; None if the line is truncated or of an unknown kind (a newer runtime's)."""
+    """Return the event of one JSON line; None if it is none that this version can read.
+
+    Such a line is truncated, of a kind that only a newer runtime writes, or says what no rank measures: a script may
+    write to the file, too. Texts are made ``storable`` and cut to ``TEXT_CHARS``.
+    """
     try:
         record: dict[str, Any] = json.loads(line)
         cls = _KINDS[record.pop("kind")]
-        known = {f.name for f in fields(cls)}
-        return cls(**{key: value for key, value in record.items() if key in known})
-    except (ValueError, KeyError, TypeError, AttributeError):
+        hints = _hints(cls)
+        values = {key: _clean(value) for key, value in record.items() if key in hints}
+        if not all(_fits(value, hints[key], signed=key in _SIGNED) for key, value in values.items()):
+            return None
+        event = cls(**values)
+        return event if event.is_sound else None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
+
+
+_SIGNED = frozenset({"loss"})
+"""Numbers that may be negative or not finite."""
+_LARGEST = 2**63
+"""Bound of the whole numbers that databases keep."""
+
+
+@cache
+def _hints(cls: type[Event]) -> Mapping[str, Any]:
+    """Return the types of an event's fields."""
+    hints = get_type_hints(cls)
+    return {one.name: hints[one.name] for one in fields(cls)}
+
+
+def _clean(value: Any) -> Any:
+    """Return a JSON value with texts that can be stored, of bounded length."""
+    if isinstance(value, str):
+        return shortened(storable(value), TEXT_CHARS)
+    if isinstance(value, list):
+        return [_clean(item) for item in value]
+    if isinstance(value, dict):
+        return {storable(key): _clean(item) for key, item in value.items()}
+    return value
+
+
+def _fits(value: Any, hint: Any, *, signed: bool = False) -> bool:
+    """Return whether a JSON value is of the type of a field; numbers count, so they are finite and not negative.
+
+    Args:
+        value: The value.
+        hint: The type.
+        signed: Whether numbers may be negative or not finite.
+    """
+    if hint is Any:
+        return True
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is UnionType:
+        return any(_fits(value, one, signed=signed) for one in inner)
+    if origin is Mapping:
+        return isinstance(value, dict) and all(_fits(item, inner[1], signed=True) for item in value.values())
+    if origin in (list, Sequence):
+        return isinstance(value, list) and all(_fits(item, inner[0], signed=True) for item in value)
+    if hint in (int, float):
+        number = isinstance(value, (int, float) if hint is float else int) and not isinstance(value, bool)
+        return number and (signed or 0 <= value < _LARGEST)
+    return isinstance(value, hint)

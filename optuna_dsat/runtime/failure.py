@@ -22,7 +22,15 @@ from typing import Any
 
 from optuna_dsat.outcome import Outcome
 
-__all__ = ["Diagnosis", "TooFewSamplesError", "diagnose", "format_traceback", "missing_bytes", "without_runtime_frames"]
+__all__ = [
+    "Diagnosis",
+    "TooFewSamplesError",
+    "diagnose",
+    "format_traceback",
+    "message_of",
+    "missing_bytes",
+    "without_runtime_frames",
+]
 
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _ALLOCATION = re.compile(
@@ -111,7 +119,7 @@ def diagnose(error: BaseException, *, phase: str, device: str, limited: bool) ->
     for link in _exception_chain(error):
         memory = _memory_outcome(link, on_cpu=on_cpu, limited=limited)
         if memory is not None:
-            return Diagnosis(outcome=memory, missing_bytes=missing_bytes(str(link)))
+            return Diagnosis(outcome=memory, missing_bytes=missing_bytes(message_of(link)))
     if any(_is_communication(link, phase) for link in _exception_chain(error)):
         return Diagnosis(outcome=Outcome.COMMUNICATION_ERROR, missing_bytes=None)
     if isinstance(error, TooFewSamplesError) or _ended_its_data(error):
@@ -141,6 +149,14 @@ def without_runtime_frames(trace: TracebackType | None, runtime_dir: str) -> Tra
     return trace
 
 
+def message_of(error: BaseException) -> str:
+    """Return an error's message; one whose own ``__str__`` fails is named by its type."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - the script's own method; its error is the one to record
+        return f"<{type(error).__name__} without a message that can be read>"
+
+
 def format_traceback(error: BaseException, trace: TracebackType | None) -> str:
     """Return the traceback as Python prints it."""
     return "".join(traceback.format_exception(type(error), error, trace))
@@ -157,7 +173,7 @@ def _exception_chain(error: BaseException) -> Iterator[BaseException]:
 
 def _memory_outcome(error: BaseException, *, on_cpu: bool, limited: bool) -> Outcome | None:
     host = Outcome.OUT_OF_MEMORY if on_cpu else Outcome.HOST_OUT_OF_MEMORY
-    message = str(error)
+    message = message_of(error)
     if isinstance(error, _torch_types("OutOfMemoryError", "cuda.OutOfMemoryError")):
         return Outcome.OUT_OF_MEMORY
     if isinstance(error, MemoryError):  # NumPy's _ArrayMemoryError is one
@@ -183,7 +199,7 @@ def _memory_outcome(error: BaseException, *, on_cpu: bool, limited: bool) -> Out
 
 def _is_pinned_allocation(error: BaseException) -> bool:
     """Return whether the failed allocation was of pinned host memory; CUDA's message is the same for device memory."""
-    if _PINNED_MEMORY.search(str(error)):
+    if _PINNED_MEMORY.search(message_of(error)):
         return True
     frames = traceback.extract_tb(error.__traceback__)
     if any(_PINNING_FUNCTIONS.search(frame.name) for frame in frames):
@@ -228,7 +244,7 @@ def _is_communication(error: BaseException, phase: str) -> bool:
         return True
     if isinstance(error, ConnectionError | TimeoutError):
         return phase != "script" and phase != "between"  # elsewhere it is the script's own connection
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _COMMUNICATION)
+    return isinstance(error, RuntimeError) and any(sign in message_of(error) for sign in _COMMUNICATION)
 
 
 def _ended_its_data(error: BaseException) -> bool:

@@ -26,12 +26,13 @@ from optuna_dsat.runtime.events import (
     RankStarted,
     decode_event,
 )
-from optuna_dsat.runtime.failure import diagnose, format_traceback, without_runtime_frames
+from optuna_dsat.runtime.failure import diagnose, format_traceback, message_of, without_runtime_frames
 from optuna_dsat.runtime.hook import DeepSpeedHook
 from optuna_dsat.runtime.imports import imported_modules, loaded_operators
 from optuna_dsat.runtime.launch_plan import LaunchPlan
 from optuna_dsat.runtime.local_rank import default_local_rank
 from optuna_dsat.runtime.meter import RankState
+from optuna_dsat.runtime.plain_text import MESSAGE_CHARS, TEXT_CHARS, shortened
 from optuna_dsat.runtime.rank import Rank
 from optuna_dsat.runtime.reporting import set_current_trial
 from optuna_dsat.runtime.side_effects import TemporaryFolders, record_temporary_folders
@@ -168,8 +169,8 @@ class _RankProcess:
                 outcome=diagnosis.outcome.value,
                 phase=self._state.phase,
                 error_type=type(error).__name__,
-                message=str(error),
-                traceback=format_traceback(error, trace),
+                message=shortened(message_of(error), MESSAGE_CHARS),
+                traceback=shortened(format_traceback(error, trace), TEXT_CHARS),
                 missing_bytes=diagnosis.missing_bytes,
                 steps=self._state.steps,
             )

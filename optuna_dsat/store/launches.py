@@ -13,6 +13,7 @@ from optuna_dsat.launch.conditions import Conditions
 from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import Event, StepMeasured
+from optuna_dsat.runtime.plain_text import MESSAGE_CHARS, TEXT_CHARS, shortened, storable
 from optuna_dsat.store.tables import LaunchRow, StepRow
 from optuna_dsat.store.upsert import insert_or_update
 
@@ -48,7 +49,7 @@ def record_launch(
         "purpose": purpose,
         "attempt": attempt,
         "outcome": report.outcome.value,
-        "message": _storable(report.message),
+        "message": shortened(storable(report.message), MESSAGE_CHARS),
         "command": list(report.command),
         "host": report.host,
         "devices": list(report.devices),
@@ -58,7 +59,7 @@ def record_launch(
         "measured_s": report.measured_s,
         "exit_s": report.exit_s,
         "exit_code": report.exit_code,
-        "error_excerpt": _storable(report.error_excerpt),
+        "error_excerpt": shortened(storable(report.error_excerpt), TEXT_CHARS),
         "missing_bytes": report.missing_bytes,
         "log_path": report.log_path,
         "conditions": report.conditions.to_json(),
@@ -173,8 +174,3 @@ def _step(row: StepRow) -> StepMeasured:
         elements=row.elements,
         elements_are_tokens=row.elements_are_tokens,
     )
-
-
-def _storable(text: str) -> str:
-    """Return the text without NUL characters, which Postgres does not store."""
-    return text.replace("\x00", "\N{SYMBOL FOR NULL}")

@@ -1,0 +1,184 @@
+"""What stands in a file of events is data: a line that no rank would write is dropped and counted, and ends nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optuna_dsat.launch.classify import LaunchFacts, classify
+from optuna_dsat.launch.event_log import EventLog
+from optuna_dsat.launch.run_directory import RunDirectory
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.events import (
+    BatchSourcesFound,
+    EngineReady,
+    RankFailed,
+    RankFinished,
+    RankStarted,
+    StepMeasured,
+    decode_event,
+    encode_event,
+)
+from optuna_dsat.runtime.failure import diagnose, message_of
+from optuna_dsat.runtime.plain_text import TEXT_CHARS, shortened, storable
+
+STEP = StepMeasured(
+    rank=0,
+    time=2.0,
+    step=1,
+    latency_s=0.5,
+    forward_s=0.1,
+    backward_s=0.1,
+    step_s=0.1,
+    samples=4,
+    observed_micro_batch=None,
+    loss=float("nan"),
+    peak_allocated_bytes=1,
+    peak_reserved_bytes=1,
+    rss_bytes=1,
+)
+ENGINE = EngineReady(
+    rank=0,
+    time=1.0,
+    zero_stage=1,
+    train_batch_size=4,
+    train_micro_batch_size_per_gpu=4,
+    gradient_accumulation_steps=1,
+    data_parallel_size=1,
+    pipeline=False,
+    params=1,
+    trainable_params=1,
+    initialize_s=0.1,
+    device="cpu",
+    torch_version="2",
+    deepspeed_version="0",
+    config_differences={"a": [1, None]},
+    spans={"imports": [1.0, 0.5]},
+)
+SOURCES = BatchSourcesFound(
+    rank=0,
+    time=1.0,
+    options={"--seed": -1},
+    settings=[{"file": "a.yaml", "key": "b", "value": 4}],
+    loaders=[{"batch_size": None, "file": "a.py", "line": 3, "samples": None, "trains": True, "attribute": ""}],
+    constants=[{"file": "a.py", "line": 3, "value": 4, "name": "B"}],
+)
+
+
+def changed(event: Any, **values: Any) -> str:
+    return json.dumps({**json.loads(encode_event(event)), **values})
+
+
+@pytest.mark.parametrize("event", [STEP, ENGINE, SOURCES])
+def test_what_a_rank_writes_is_read(event: Any) -> None:
+    read = decode_event(encode_event(event))
+    assert encode_event(read) == encode_event(event)  # type: ignore[arg-type]
+    assert decode_event(changed(event, of_a_newer_version=1)) is not None
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        changed(STEP, time="b"),
+        changed(STEP, time=None),
+        changed(STEP, time=float("nan")),
+        changed(STEP, time=True),
+        changed(STEP, rank=-1),
+        changed(STEP, rank=0.5),
+        changed(STEP, step=0),
+        changed(STEP, latency_s=0),
+        changed(STEP, latency_s=-1.0),
+        changed(STEP, latency_s=float("inf")),
+        changed(STEP, samples=10**30),
+        changed(STEP, loss="low"),
+        changed(STEP, skipped=1),
+        changed(ENGINE, data_parallel_size=0),
+        changed(ENGINE, config_differences={"a": 1}),
+        changed(ENGINE, config_differences={"a": [1]}),
+        changed(ENGINE, spans={"a": ["x", 1]}),
+        changed(SOURCES, options={"--b": "4"}),
+        changed(SOURCES, settings=[{"file": "a"}]),
+        changed(SOURCES, settings=["a"]),
+        changed(SOURCES, constants=[{"file": "a", "line": 1, "value": "x", "name": ""}]),
+        "[" * 100_000,
+        '{"kind": "step_measured", "step": ' + "9" * 5000 + "}",
+        '{"kind": []}',
+        '{"kind": {}}',
+        "[]",
+        "null",
+    ],
+)
+def test_what_no_rank_measures_is_no_event(line: str) -> None:
+    assert decode_event(line) is None
+
+
+def test_text_is_fit_to_be_stored() -> None:
+    failed = RankFailed(
+        rank=0,
+        time=1.0,
+        outcome="script_error",
+        phase="script",
+        error_type="E",
+        message="a\udcff\x00",
+        traceback="x" * 20_000_000,
+        missing_bytes=None,
+        steps=0,
+    )
+    read = decode_event(encode_event(failed))
+    assert isinstance(read, RankFailed)
+    assert read.message == "a\ufffd\u2400"
+    assert len(read.traceback) < TEXT_CHARS + 100
+    assert "19992000 characters left out" in read.traceback
+    read.message.encode()
+
+
+def test_of_a_long_text_beginning_and_end_are_kept() -> None:
+    cut = shortened("a" * 5000 + "b" * 5000, 300)
+    assert cut.startswith("a" * 100)
+    assert cut.endswith("b" * 200)
+    assert "9700 characters" in cut
+    assert shortened("short", 5) == "short"
+    assert storable("plain \U0001f600") == "plain \U0001f600"
+
+
+def test_an_error_that_cannot_say_itself_is_an_error_of_the_script() -> None:
+    class MuteError(RuntimeError):
+        def __str__(self) -> str:
+            raise ValueError("no words")
+
+    assert "MuteError" in message_of(MuteError())
+    assert diagnose(MuteError(), phase="forward", device="cpu", limited=False).outcome is Outcome.SCRIPT_ERROR
+
+
+def test_dropped_lines_are_counted_and_named(tmp_path: Path) -> None:
+    directory = RunDirectory.create(tmp_path, "trial-0000")
+    started = RankStarted(rank=0, time=1.0, local_rank=0, world_size=1, pid=1, host="h")
+    end = RankFinished(rank=0, time=3.0, reason="profile_done", steps=1)
+    foreign = changed(STEP, rank=7)
+    lines = [
+        encode_event(started),
+        changed(STEP, time="b"),
+        foreign,
+        "",
+        "no json",
+        encode_event(STEP),
+        encode_event(end),
+    ]
+    directory.events(0).write_text("\n".join(lines) + "\n")
+    log = EventLog(directory, slots=1, started=0.0)
+    assert [event.kind for event in log.read(1.0)] == ["rank_started", "step_measured", "rank_finished"]
+    assert log.dropped == 3
+    facts = LaunchFacts(
+        slots=1,
+        start_profile_step=1,
+        end_profile_step=1,
+        micro_batch=None,
+        events=log.events,
+        dropped_lines=log.dropped,
+    )
+    verdict = classify(facts)
+    assert verdict.outcome is Outcome.MEASURED
+    assert verdict.message.endswith("(3 lines of events could not be read and were dropped)")
