@@ -27,12 +27,19 @@ __all__ = [
     "Settled",
     "SlotsBusyError",
     "dropped_in_words",
+    "is_launch_id",
 ]
 
 _RANK = re.compile(r"^rank \d+: ")
 """Prefix of a message that names the rank which failed first."""
+_LAUNCH_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _DROPPED = re.compile(r" \(\d+ lines? of events .*\)$")
 """End of a message that names dropped lines, as ``dropped_in_words`` writes it."""
+
+
+def is_launch_id(text: str) -> bool:
+    """Return whether a text can name a launch and its run directory: letters, digits, '.', '_' and '-' only."""
+    return _LAUNCH_ID.fullmatch(text) is not None
 
 
 def dropped_in_words(lines: int) -> str:

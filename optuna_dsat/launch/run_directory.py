@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from optuna_dsat.errors import DsatError
-from optuna_dsat.launch.protocol import LaunchReport
+from optuna_dsat.launch.protocol import LaunchReport, is_launch_id
 from optuna_dsat.runtime.atomic_write import write_text_atomic
 
 __all__ = ["OutputError", "RunDirectory", "recorded_environment", "without_secrets"]
@@ -141,7 +141,7 @@ class RunDirectory:
             ValueError: If ``launch_id`` cannot be a directory's name.
             OutputError: If the directory cannot be created.
         """
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", launch_id):
+        if not is_launch_id(launch_id):
             raise ValueError(f"launch_id names a directory: letters, digits, '.', '_' and '-' only; got {launch_id!r}.")
         root = output_dir.resolve() / launch_id
         with _readable_errors(root):

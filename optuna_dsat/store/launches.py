@@ -10,11 +10,12 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from optuna_dsat.launch.conditions import Conditions
-from optuna_dsat.launch.protocol import LaunchReport
+from optuna_dsat.launch.protocol import LaunchReport, is_launch_id
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import Event, StepMeasured
 from optuna_dsat.runtime.plain_text import MESSAGE_CHARS, TEXT_CHARS, shortened, storable
 from optuna_dsat.store.tables import LaunchRow, StepRow
+from optuna_dsat.store.typed_rows import check_row, wrong_value
 from optuna_dsat.store.upsert import insert_or_update
 
 __all__ = ["StoredLaunch", "read_launches", "read_step_times", "read_steps", "record_launch", "record_steps"]
@@ -128,11 +129,22 @@ def read_step_times(session: Session, study_uuid: str, *, from_step: int) -> Map
     )
     found: dict[str, list[float]] = {}
     for launch_id, latency_s in rows:
-        found.setdefault(launch_id, []).append(latency_s)
+        found.setdefault(launch_id, []).append(float(latency_s))
     return {launch_id: tuple(times) for launch_id, times in found.items()}
 
 
 def _launch(row: LaunchRow) -> StoredLaunch:
+    """Return a stored launch.
+
+    Raises:
+        ValueError: If the row holds what no launch is recorded with; names it.
+    """
+    check_row(row)
+    if not is_launch_id(row.launch_id):
+        raise wrong_value("launch_id", row.launch_id)
+    numbers = [*row.devices, *row.pids]
+    if not all(isinstance(one, int) for one in numbers) or not all(isinstance(one, str) for one in row.command):
+        raise wrong_value("command, devices or pids", [*row.command, *numbers])
     report = LaunchReport(
         launch_id=row.launch_id,
         outcome=Outcome(row.outcome),

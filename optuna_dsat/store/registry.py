@@ -12,6 +12,7 @@ from typing import Any
 
 from optuna.exceptions import DuplicatedStudyError
 from optuna.storages import BaseStorage
+from optuna.storages._rdb.models import StudyModel, StudyUserAttributeModel
 from optuna.study import StudyDirection
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
@@ -19,6 +20,7 @@ from sqlalchemy.orm import Session
 from optuna_dsat.errors import StudyConflictError, UsageError
 from optuna_dsat.store.database import Database
 from optuna_dsat.store.tables import ClaimRow, HeartbeatRow, LaunchRow, StepRow, StudyRow
+from optuna_dsat.store.typed_rows import check_row, wrong_value
 from optuna_dsat.store.upsert import insert_or_skip
 
 __all__ = ["STUDY_UUID", "Registry", "StudyRecord"]
@@ -42,6 +44,8 @@ class StudyRecord:
     """Unix time."""
     versions: Mapping[str, str]
     """Package -> version at creation."""
+    unreadable: str = ""
+    """Why its row cannot be read; empty if it can. The other values are then empty where they cannot."""
 
 
 class Registry:
@@ -117,11 +121,7 @@ class Registry:
 
     def find(self, name: str) -> StudyRecord | None:
         """Return the study of this name; None if there is none or it was not created by optuna-dsat."""
-        try:
-            attrs = self._storage.get_study_user_attrs(self._storage.get_study_id_from_name(name))
-        except KeyError:
-            return None
-        study_uuid = attrs.get(STUDY_UUID)
+        study_uuid = self._uuids(name).get(name)
         if study_uuid is None:
             return None
         return self._database.run(lambda session: _record(session, study_uuid, name), read_only=True)
@@ -147,7 +147,7 @@ class Registry:
         uuids = self._uuids()
 
         def read(session: Session) -> Sequence[StudyRecord]:
-            records = (_record(session, study_uuid, name) for study_uuid, name in uuids.items())
+            records = (_record(session, study_uuid, name) for name, study_uuid in uuids.items())
             return tuple(record for record in records if record is not None)
 
         return self._database.run(read, read_only=True)
@@ -172,29 +172,52 @@ class Registry:
             Number of studies whose rows were deleted.
         """
         with self._database.exclusive("clean up after deleted studies"):
-            alive = self._uuids()
+            alive = set(self._uuids().values())
 
             def clean(session: Session) -> int:
                 known: set[str] = set(session.scalars(select(StudyRow.uuid)))
                 for model in _STUDY_TABLES:
                     known.update(session.scalars(select(model.study_uuid).distinct()))
-                gone = sorted(known - alive.keys())
+                gone = sorted(known - alive)
                 _delete_rows(session, gone)
                 return len(gone)
 
             return self._database.run(clean)
 
-    def _uuids(self) -> dict[str, str]:
-        """Return UUID -> name of Optuna's studies that were created by optuna-dsat."""
-        studies = self._storage.get_all_studies()
-        return {s.user_attrs[STUDY_UUID]: s.study_name for s in studies if STUDY_UUID in s.user_attrs}
+    def _uuids(self, name: str | None = None) -> dict[str, str]:
+        """Return name -> UUID of Optuna's studies that were created by optuna-dsat, the earliest first.
+
+        Optuna reads all attributes of all studies to list them, and fails if one of them is not JSON.
+
+        Args:
+            name: The only study to look for; None for all.
+        """
+        query = (
+            select(StudyModel.study_name, StudyUserAttributeModel.value_json)
+            .join(StudyUserAttributeModel, StudyUserAttributeModel.study_id == StudyModel.study_id)
+            .where(StudyUserAttributeModel.key == STUDY_UUID)
+            .order_by(StudyModel.study_id)
+        )
+        if name is not None:
+            query = query.where(StudyModel.study_name == name)
+        rows = self._database.run(lambda session: session.execute(query).all(), read_only=True)
+        return {study: text.strip('"') for study, text in rows}
 
 
 def _record(session: Session, study_uuid: str, name: str) -> StudyRecord | None:
-    row = session.get(StudyRow, study_uuid)
-    if row is None:
-        return None
-    return StudyRecord(uuid=row.uuid, name=name, spec=row.spec, created_at=row.created_at, versions=row.versions)
+    """Return a study's record; where its row cannot be read, one that says why. None if there is no row."""
+    try:
+        row = session.get(StudyRow, study_uuid)
+        if row is None:
+            return None
+        check_row(row)
+        if not isinstance(row.spec, dict) or not isinstance(row.versions, dict):
+            raise wrong_value("spec or versions", [row.spec, row.versions])
+    except ValueError as error:  # not JSON either
+        reason = f"its row in dsat_studies: {error}"
+        return StudyRecord(uuid=study_uuid, name=name, spec={}, created_at=0.0, versions={}, unreadable=reason)
+    versions = {str(package): str(version) for package, version in row.versions.items()}
+    return StudyRecord(uuid=row.uuid, name=name, spec=row.spec, created_at=row.created_at, versions=versions)
 
 
 def _delete_rows(session: Session, uuids: Sequence[str]) -> None:
