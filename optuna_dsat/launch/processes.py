@@ -2,15 +2,17 @@
 
 torchrun puts every rank into a session of its own, a rank may start data loaders, and orphans are re-parented, so
 neither process groups nor parents identify the processes of a launch. An environment variable does: every descendant
-inherits it, and ``/proc`` shows it (Linux). Its value names the tuner, so that another process can find launches whose
-tuner is gone.
+inherits it, and ``/proc`` shows it (Linux). Its value names the tuner and where its process number counts, so that
+another process of the same place can find launches whose tuner is gone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
+import socket
 import time
 import uuid
 from collections.abc import Iterable
@@ -30,11 +32,14 @@ __all__ = [
     "kernel_oom_kills",
     "kill_leftovers",
     "new_mark",
+    "process_space",
     "take_mark",
 ]
 
 MARK_ENV = "OPTUNA_DSAT_LAUNCH_ID"
-"""Environment variable that marks every process of a launch: ``<uuid>:<pid of the tuner>:<its start time>``."""
+"""Environment variable that marks every process of a launch:
+``<uuid>:<pid of the tuner>:<its start time>:<boot id>:<PID namespace>``.
+"""
 
 _START_TIME_FIELD = 19
 """Index of the start time (clock ticks since boot) after the command's name in ``/proc/PID/stat``: proc(5)."""
@@ -93,19 +98,33 @@ class LaunchProcess:
 
     @property
     def orphaned(self) -> bool:
-        """Whether the tuner that started the launch is gone."""
+        """Whether the tuner that started the launch is gone; False where that cannot be seen from here.
+
+        A process number counts in its own namespace only, and containers that share a host see one another's processes
+        where one is told to use the host's: what belongs to a tuner of another namespace is never judged.
+        """
         _, _, tuner = self.mark.partition(":")
-        pid, _, start = tuner.partition(":")
-        if not (pid.isdigit() and start.isdigit()):
+        pid, start, *place = tuner.split(":", 2) if tuner.count(":") > 1 else ("", "", "")
+        if not (pid.isdigit() and start.isdigit()) or place != [process_space()]:
             return False
         return not ProcessKey(int(pid), int(start)).alive
+
+
+@functools.cache
+def process_space() -> str:
+    """Return where process numbers of this process mean what they mean here: ``<boot id>:<PID namespace>``."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}:{Path('/proc/self/ns/pid').stat().st_ino}"
+    except OSError:
+        return f"{socket.gethostname()}:0"
 
 
 def new_mark() -> str:
     """Return a unique mark for a launch started by this process."""
     own = ProcessKey.of(os.getpid())
     start = own.start_ticks if own is not None else 0
-    return f"{uuid.uuid4()}:{os.getpid()}:{start}"
+    return f"{uuid.uuid4()}:{os.getpid()}:{start}:{process_space()}"
 
 
 def take_mark(mark: str) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from optuna_dsat.launch.processes import (
     kernel_oom_kills,
     kill_leftovers,
     new_mark,
+    process_space,
 )
 from optuna_dsat.runtime.events import RankFinished, encode_event
 
@@ -66,13 +68,58 @@ def test_a_launch_with_a_living_tuner_is_no_leftover(tree: tuple[str, int]) -> N
     assert find_marked("another mark") == []
 
 
+HERE = process_space()
+BOOT, NAMESPACE = HERE.split(":")
+
+
 @pytest.mark.parametrize(
     ("mark", "orphaned"),
-    [("id:4194305:1", True), (f"id:{os.getpid()}:1", True), (new_mark(), False), ("", False), ("id:x:y", False)],
-    ids=["gone", "another-of-its-number", "alive", "none", "no-numbers"],
+    [
+        (f"id:4194305:1:{HERE}", True),
+        (f"id:{os.getpid()}:1:{HERE}", True),
+        (new_mark(), False),
+        (f"id:4194305:1:{BOOT}:{int(NAMESPACE) + 1}", False),
+        (f"id:4194305:1:another-boot:{NAMESPACE}", False),
+        ("id:4194305:1", False),
+        ("", False),
+        (f"id:x:y:{HERE}", False),
+    ],
+    ids=["gone", "another-of-its-number", "alive", "namespace", "boot", "no-place", "none", "no-numbers"],
 )
 def test_a_mark_tells_whether_its_tuner_lives(mark: str, orphaned: bool) -> None:
     assert LaunchProcess(ProcessKey(1, 1), mark).orphaned is orphaned
+
+
+TUNER_OF_A_CONTAINER = """
+import os, subprocess, sys
+from optuna_dsat.launch.processes import MARK_ENV, new_mark
+rank = subprocess.Popen(["sleep", "600"], env={**os.environ, MARK_ENV: new_mark()})
+print("started", flush=True)
+sys.stdin.read()
+print(rank.poll(), flush=True)
+rank.kill()
+rank.wait()
+"""
+
+
+def test_launches_of_a_living_tuner_in_another_namespace_are_left_alone() -> None:
+    """A container that shares the host: its processes are seen here, under other numbers than its marks have."""
+    unshare = ["unshare", "--pid", "--fork", "--mount-proc"]
+    if shutil.which("unshare") is None or subprocess.run([*unshare, "true"], capture_output=True).returncode:
+        pytest.skip("no PID namespace can be made here")
+    with subprocess.Popen(
+        [*unshare, sys.executable, "-c", TUNER_OF_A_CONTAINER],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as container:
+        assert container.stdout is not None
+        assert container.stdout.readline() == "started\n"
+        seen = {process.key.pid for process in find_marked() if not process.mark.endswith(HERE)}
+        assert seen, "its processes are visible from here"
+        assert not seen & set(kill_leftovers())
+        assert container.communicate()[0] == "None\n", "its rank still runs"
 
 
 def test_leftovers_of_a_dead_tuner_are_ended() -> None:
