@@ -333,6 +333,11 @@ class LaunchRecord:
         return sum(step.skipped for step in self.boundaries)
 
     @property
+    def steps_completed(self) -> int:
+        """Batches that the training has completed with the last step; those of a resumed one included."""
+        return max((event.steps_completed for event in self.events[-self.world_size :]), default=0)
+
+    @property
     def input_variation(self) -> float:
         """By how much the inputs of the counted steps vary in size; 0 if they do not (see ``input_variation``)."""
         return input_variation(self.counted)

@@ -432,6 +432,7 @@ class _RankTimeline:
             peak_allocated_bytes=result.peak_bytes,
             peak_reserved_bytes=result.peak_bytes,
             rss_bytes=0,
+            steps_completed=step,
         )
 
     def _failure(self) -> RankFailed:

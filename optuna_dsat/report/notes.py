@@ -253,6 +253,8 @@ def _figures(view: StudyView, trial: FrozenTrial) -> str:
         for name, value in attrs.get(attributes.METRICS, {}).items()
         if name in (*METRICS, *PER_ELEMENT) and value > 0
     ]
+    if attributes.STEPS_COMPLETED in attrs:
+        rows.append((attributes.STEPS_COMPLETED, str(attrs[attributes.STEPS_COMPLETED])))
     if attributes.SKIPPED_STEPS in attrs:
         rows.append(("steps skipped by the loss scaler, not counted", str(attrs[attributes.SKIPPED_STEPS])))
     if attributes.INPUT_VARIATION in attrs:

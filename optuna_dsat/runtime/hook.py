@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from operator import index
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,12 +37,13 @@ from optuna_dsat.runtime.device_memory import (
     support_uuid_visible_devices,
     unlink_shared_buffers,
 )
+from optuna_dsat.runtime.engine_state import is_pipeline
 from optuna_dsat.runtime.events import EngineReady, Event
 from optuna_dsat.runtime.failure import diagnose
 from optuna_dsat.runtime.hugging_face_hook import HuggingFaceHook
 from optuna_dsat.runtime.launch_plan import LaunchPlan
 from optuna_dsat.runtime.lightning_hook import LightningHook
-from optuna_dsat.runtime.meter import Meter, RankState, is_pipeline
+from optuna_dsat.runtime.meter import Meter, RankState
 from optuna_dsat.runtime.profiler import Profiler, count_parameters
 from optuna_dsat.runtime.rank import Rank
 from optuna_dsat.runtime.side_effects import (
@@ -344,7 +346,17 @@ class DeepSpeedHook:
         self._differences = self._config.differences(config)
         return self._config.apply_overlay(config)
 
-    def reporting(self, engine: Any) -> AbstractContextManager[None]:
+    @contextmanager
+    def _said(self, steps_completed: int, reporting: AbstractContextManager[None]) -> Iterator[None]:
+        """Take the script's count of its batches for the steps that end within a context."""
+        self._state.steps_completed = steps_completed
+        try:
+            with reporting:
+                yield
+        finally:
+            self._state.steps_completed = None
+
+    def reporting(self, engine: Any, steps_completed: int | None) -> AbstractContextManager[None]:
         """Return a context for one micro-batch of a loop that the hook may not observe (``runtime/reporting.py``).
 
         Without an engine so far, the context is one around a whole training that builds its own, as a Trainer does:
@@ -355,6 +367,10 @@ class DeepSpeedHook:
         """
         if not self._plan.measures:
             return nullcontext()
+        reporting = self._reporting(engine)
+        return reporting if steps_completed is None else self._said(index(steps_completed), reporting)
+
+    def _reporting(self, engine: Any) -> AbstractContextManager[None]:
         given = _is_engine(engine)
         if self._meter is None:
             if not given:

@@ -18,12 +18,13 @@ from typing import Any, Protocol
 
 from optuna_dsat.runtime.clock import Clock
 from optuna_dsat.runtime.device_memory import MemoryProbe
+from optuna_dsat.runtime.engine_state import global_steps, is_pipeline, is_update_step, loss_of
 from optuna_dsat.runtime.events import Event, StepMeasured
 from optuna_dsat.runtime.inputs import InputSize, size_of
 from optuna_dsat.runtime.loss_scaling import MOST_SKIPPED_STEPS, SkipDetector
 from optuna_dsat.runtime.user_code import Place, places_of
 
-__all__ = ["Meter", "RankState", "StepObserver", "is_pipeline"]
+__all__ = ["Meter", "RankState", "StepObserver"]
 
 
 @dataclass
@@ -36,6 +37,8 @@ class RankState:
     """Global steps completed, without those that the loss scaler skipped."""
     skipped: int = 0
     """Global steps that the loss scaler skipped."""
+    steps_completed: int | None = None
+    """Batches completed as the script counts them around its current step; None if it does not say."""
     device: str = ""
     """``cuda`` or ``cpu``; empty before DeepSpeed was imported."""
     limited: bool = False
@@ -212,7 +215,7 @@ class Meter:
             finally:
                 self._in_forward = False
             self._step.forward_end = self._step.spans[-1][2]
-            self._step.loss = _scalar(output)
+            self._step.loss = loss_of(output)
             return output
 
         return forward
@@ -225,7 +228,7 @@ class Meter:
                 result = original(loss, *args, **kwargs)
             self._close_direct()
             self._step.forward_end = None
-            self._step.loss = _scalar(loss)
+            self._step.loss = loss_of(loss)
             return result
 
         return backward
@@ -235,7 +238,7 @@ class Meter:
         def step(*args: Any, **kwargs: Any) -> Any:
             self._prove_training()
             self._close_backward()
-            boundary = _is_update_step(self._engine)
+            boundary = is_update_step(self._engine)
             with self._phase("step"):
                 result = original(*args, **kwargs)
             if boundary:
@@ -277,7 +280,7 @@ class Meter:
         def train_batch(*args: Any, **kwargs: Any) -> Any:
             with self._phase("batch"):
                 loss = original(*args, **kwargs)
-            self._step.loss = _scalar(loss)
+            self._step.loss = loss_of(loss)
             self._finish_step()
             return loss
 
@@ -292,7 +295,7 @@ class Meter:
         ``global_steps`` increased, or with every context if the engine does not count steps.
         """
         self._hook_module_input()
-        state, counted, spans = self._state, _global_steps(self._engine), len(self._step.spans)
+        state, counted, spans = self._state, global_steps(self._engine), len(self._step.spans)
         ended = state.steps + state.skipped
         self._state.phase = "forward"
         start = self._clock.mark()
@@ -309,7 +312,7 @@ class Meter:
         if len(self._step.spans) == spans:
             self._step.spans.append(("batch", start, self._clock.mark()))
             self._memory.sample()
-        if counted is None or _global_steps(self._engine) != counted:
+        if counted is None or global_steps(self._engine) != counted:
             self._finish_step()
 
     def _hook_module_input(self) -> None:
@@ -459,6 +462,7 @@ class Meter:
                 skipped_before=skipped_before,
                 elements=step.fed.elements,
                 elements_are_tokens=step.fed.are_tokens,
+                steps_completed=self._steps_completed(),
             )
         )
         if self._observer is not None:
@@ -469,29 +473,9 @@ class Meter:
         if state.has_measured(self._last_step):
             self._exit_process()
 
-
-def is_pipeline(engine: Any) -> bool:
-    """Return whether an engine is a pipeline engine, whose ``train_batch`` runs a whole step."""
-    return any(cls.__name__ == "PipelineEngine" for cls in type(engine).__mro__)
-
-
-def _global_steps(engine: Any) -> int | None:
-    """Return the engine's own count of optimizer steps; None if it keeps none."""
-    count = getattr(engine, "global_steps", None)
-    return count if isinstance(count, int) else None
-
-
-def _is_update_step(engine: Any) -> bool:
-    """Return whether the next ``engine.step()`` updates the parameters."""
-    managed = getattr(engine, "managed_gradient_accumulation", None)
-    if managed is not None and not managed():
-        return True  # the script accumulates gradients itself: every step() is an update
-    return bool(engine.is_gradient_accumulation_boundary())
-
-
-def _scalar(output: Any) -> Any:
-    """Return the detached loss of a model's output (the output itself or its ``loss``); None if there is none."""
-    loss = getattr(output, "loss", output)
-    if hasattr(loss, "detach") and getattr(loss, "numel", lambda: 0)() == 1:
-        return loss.detach()
-    return None
+    def _steps_completed(self) -> int:
+        """Return the batches that the training has completed: the script's count, else the engine's, else ours."""
+        state = self._state
+        if state.steps_completed is not None:
+            return state.steps_completed
+        return max(global_steps(self._engine) or 0, state.steps + state.skipped)

@@ -20,7 +20,7 @@ __all__ = ["dsat_reporting_context", "get_ds_config_from_hparams", "set_current_
 class _Trial(Protocol):
     """Interface of a launch that this module uses (``runtime/hook.py``)."""
 
-    def reporting(self, engine: Any) -> AbstractContextManager[None]: ...
+    def reporting(self, engine: Any, steps_completed: int | None) -> AbstractContextManager[None]: ...
 
     def trial_config(self, config: Mapping[str, Any]) -> dict[str, Any]: ...
 
@@ -51,14 +51,17 @@ def dsat_reporting_context(
         engine: The DeepSpeed engine. Optional, and of any type, if the script has called ``deepspeed.initialize``.
             In a script with several engines, contexts of all but the first measured engine do nothing.
         op: Ignored. Loops written for Determined pass ``(core_context, op)`` and need no change.
-        steps_completed: Ignored, likewise: steps are counted here.
+        steps_completed: Batches (optimizer steps, each of all its micro-batches) that the training has completed, as
+            Determined counts them: with those before a checkpoint that it resumed from. The launch's result is
+            recorded at the last of them. None for the engine's own count, where Determined takes ``op.length``.
 
     Raises:
+        TypeError: In a trial, if ``steps_completed`` is no whole number.
         RuntimeError: In a trial, at the end of the context, if there is no engine to measure.
         ValueError: In a trial, if the engine was built without the trial's config.
     """
-    del op, steps_completed
-    return nullcontext() if _Current.trial is None else _Current.trial.reporting(engine)
+    del op
+    return nullcontext() if _Current.trial is None else _Current.trial.reporting(engine, steps_completed)
 
 
 def get_ds_config_from_hparams(

@@ -140,7 +140,8 @@ class TuneResult:
             metric), ``confirmed_value`` with ``confirmed_low`` and ``confirmed_high`` (of the confirmation, None
             without one), ``rounds``, ``speed_up`` (in those rounds), ``handed_over`` (whether it is the result),
             ``configuration`` (in words), ``attempts``, ``peak_memory_bytes``, ``message``, ``skipped_steps`` (by the
-            loss scaler), ``params``, ``metrics``, ``config``.
+            loss scaler), ``steps_completed`` (batches of the training, as Determined counts them), ``params``,
+            ``metrics``, ``config``.
 
         Raises:
             StorageUrlError: As ``optuna_study``.
@@ -176,6 +177,7 @@ def trial_row(trial: FrozenTrial, verdict: Verdict | None) -> dict[str, Any]:
         "peak_memory_bytes": attrs.get(attributes.PEAK_BYTES),
         "message": attrs.get(attributes.MESSAGE, attrs.get(attributes.VETOED)),
         "skipped_steps": attrs.get(attributes.SKIPPED_STEPS, 0),
+        "steps_completed": attrs.get(attributes.STEPS_COMPLETED),
         "params": trial.params,
         "metrics": attrs.get(attributes.METRICS, {}),
         "config": attrs.get(attributes.CONFIG),

@@ -140,6 +140,7 @@ class TrialRecorder:
         if flight.record.steps:
             steps_s = sum(step.latency_s for step in flight.record.steps)
             trial.set_user_attr(attributes.OVERHEAD_S, max(0.0, report.held_s - steps_s))
+            trial.set_user_attr(attributes.STEPS_COMPLETED, flight.record.steps_completed)
         if flight.record.skipped_steps:
             trial.set_user_attr(attributes.SKIPPED_STEPS, flight.record.skipped_steps)
         if flight.record.input_variation:

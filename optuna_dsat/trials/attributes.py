@@ -37,6 +37,7 @@ __all__ = [
     "PURPOSE",
     "RESULT",
     "SKIPPED_STEPS",
+    "STEPS_COMPLETED",
     "USER_CONFIG",
     "VETOED",
     "WARM_START",
@@ -75,6 +76,8 @@ PEAK_BYTES = "peak_memory_bytes"
 """Peak device memory of the worst rank, in bytes."""
 SKIPPED_STEPS = "skipped_steps"
 """Steps of the launch that the loss scaler skipped; absent if there were none."""
+STEPS_COMPLETED = "steps_completed"
+"""Batches that the training had completed at the launch's last step, as Determined counts them; absent without one."""
 INPUT_VARIATION = "input_variation"
 """Largest minus smallest size of the inputs per sample in counted steps, relative to their mean; absent if equal."""
 OVERHEAD_S = "overhead_s"

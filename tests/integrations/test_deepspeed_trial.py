@@ -72,7 +72,7 @@ def test_training_goes_on_after_a_kill_with_the_same_losses(folder: Path) -> Non
     printed = train(folder, "model_def:MyTrial", "whole")
     whole = lines(folder / "whole" / "metrics.jsonl")
     assert [json.loads(line) for line in printed.splitlines() if line.startswith("{")] == whole
-    assert [(line["kind"], line["batches"]) for line in whole if line["kind"] == "validation"] == [
+    assert [(line["kind"], line["steps_completed"]) for line in whole if line["kind"] == "validation"] == [
         ("validation", 5),
         ("validation", 10),
     ]
@@ -82,7 +82,7 @@ def test_training_goes_on_after_a_kill_with_the_same_losses(folder: Path) -> Non
     runs = folder / "runs"
     assert [path.name for path in sorted(runs.glob("batches-*"))] == ["batches-00000004"]
     killed = lines(runs / "metrics.jsonl")
-    assert killed[-1]["batches"] == 6
+    assert killed[-1]["steps_completed"] == 6
     (runs / "batches-00000008.partial").mkdir()
     with (runs / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"kind": "trai')

@@ -256,10 +256,10 @@ def test_averages_are_weighted_and_start_over() -> None:
 
 def test_lines_past_the_checkpoint_and_torn_ones_go(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"batches": 4}\n{"batches": 6}\n{"batc')
-    MetricsFile(path, batches=4).write({"batches": 5})
-    assert path.read_text() == '{"batches": 4}\n{"batches": 5}\n'
-    assert capsys.readouterr().out == '{"batches": 5}\n'
+    path.write_text('{"batches": 3}\n{"steps_completed": 4}\n{"steps_completed": 6}\n{"steps_comp')
+    MetricsFile(path, steps_completed=4).write({"steps_completed": 5})
+    assert path.read_text() == '{"batches": 3}\n{"steps_completed": 4}\n{"steps_completed": 5}\n'
+    assert capsys.readouterr().out == '{"steps_completed": 5}\n'
 
 
 def test_either_variable_leaves_the_initialisation_to_the_definition(tmp_path: Path) -> None:

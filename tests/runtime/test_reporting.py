@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import optuna_dsat
-from optuna_dsat.runtime.events import RankFailed
+from optuna_dsat.runtime.events import RankFailed, StepMeasured
 from tests.harness.meter import Engine, FakeClock, MeterBench
 from tests.harness.ranks import ROOT, Starter, script
 
@@ -78,6 +78,21 @@ def test_a_step_that_is_seen_in_part_keeps_the_phases_that_were() -> None:
         Unseen.step(bench.engine)
     [step] = bench.steps
     assert (step.samples, step.forward_s, step.backward_s, step.step_s) == (5, 1.0, 2.0, 0.0)
+
+
+def test_batches_completed_are_those_that_the_script_says_else_the_engines() -> None:
+    bench = MeterBench(lambda clock: Unseen(clock, accumulation=2))
+    bench.micro_step()
+    bench.micro_step()
+    engine = bench.engine
+    assert isinstance(engine, Unseen)
+    engine.global_steps = 300  # of a checkpoint that was loaded
+    bench.micro_step()
+    bench.micro_step()
+    bench.state.steps_completed = 1000  # a count of the script's own
+    bench.micro_step()
+    bench.micro_step()
+    assert [step.steps_completed for step in bench.steps] == [1, 301, 1000]
 
 
 def test_evaluation_in_a_context_feeds_nothing() -> None:
@@ -171,6 +186,31 @@ def test_in_a_trial_its_settings_lie_over_the_overwrites(start: Starter) -> None
     assert json.loads(config)["zero_optimization"]["stage"] == 3
     assert json.loads(config)["gradient_clipping"] == 1.0
     assert optuna == "False"
+
+
+@pytest.mark.torchrun
+def test_a_launch_records_the_batches_that_its_script_says_it_has_completed(start: Starter) -> None:
+    text = (
+        "import sys, deepspeed, torch\n"
+        "from optuna_dsat import dsat_reporting_context\n"
+        "def step():\n"
+        "    for _ in range(engine.gradient_accumulation_steps()):\n"
+        "        engine.backward(engine(torch.ones(engine.train_micro_batch_size_per_gpu(), 4)).mean())\n"
+        "        engine.step()\n"
+        "with dsat_reporting_context('core context', op='op', steps_completed=500):\n"
+        "    model = torch.nn.Linear(4, 1)\n"
+        "    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=sys.argv[1])\n"
+        "    step()\n"
+        "with dsat_reporting_context(engine, steps_completed=torch.tensor(501)):\n"
+        "    step()\n"
+        "step()\n"
+        "with dsat_reporting_context(engine, steps_completed=503.0):\n"
+        "    step()\n"
+    )
+    overlay = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+    launch = start.torchrun(script(start, text), str(start.user_config), overlay=overlay)
+    assert [step.steps_completed for step in launch.of(StepMeasured)] == [500, 501, 3]
+    assert "'float' object cannot be interpreted as an integer" in launch.of(RankFailed)[0].message
 
 
 def test_a_context_without_any_engine_says_what_it_needs(start: Starter, stubs: Path) -> None:

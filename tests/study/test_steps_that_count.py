@@ -25,6 +25,8 @@ from tests.harness.landscapes import Hill
 from tests.harness.studies import StudyBench
 
 SKIPS = 2
+RESUMED = 700
+"""Batches that the training had completed before each launch."""
 LENGTHS = (80, 100, 120)
 """Tokens per sample, in turn."""
 
@@ -46,7 +48,14 @@ def _changed(update: LaunchUpdate) -> Iterator[LaunchUpdate]:
             skipped = replace(event, step=index + 1, skipped=True, skipped_before=index, latency_s=99.0)
             yield Observed(launch_id=update.launch_id, event=skipped)
     elements = event.samples * LENGTHS[event.step % len(LENGTHS)]
-    padded = replace(event, step=event.step + SKIPS, skipped_before=SKIPS, elements=elements, elements_are_tokens=True)
+    padded = replace(
+        event,
+        step=event.step + SKIPS,
+        skipped_before=SKIPS,
+        elements=elements,
+        elements_are_tokens=True,
+        steps_completed=RESUMED + SKIPS + event.step,
+    )
     yield Observed(launch_id=update.launch_id, event=padded)
 
 
@@ -71,6 +80,8 @@ def test_every_record_of_a_study_counts_the_same_steps(bench: StudyBench, result
     for trial in measured:
         assert list(trial.intermediate_values) == [3, 4, 5, 6, 7, 8]  # and none ended early
         assert trial.user_attrs[attributes.SKIPPED_STEPS] == trial_row(trial, result.verdict)["skipped_steps"] == SKIPS
+        completed = trial_row(trial, result.verdict)["steps_completed"]
+        assert trial.user_attrs[attributes.STEPS_COMPLETED] == completed == RESUMED + SKIPS + 8
         assert trial.user_attrs[attributes.INPUT_VARIATION] == pytest.approx(0.4)
         metrics = trial.user_attrs[attributes.METRICS]
         assert metrics["tokens_per_s"] == pytest.approx(100 * metrics["throughput"])

@@ -12,9 +12,17 @@ from typing import Any
 import torch
 import torch.distributed
 
-__all__ = ["Checkpoints", "newest_checkpoint"]
+__all__ = ["STEPS_COMPLETED", "Checkpoints", "newest_checkpoint", "steps_completed_of"]
+
+STEPS_COMPLETED = "steps_completed"
+"""Key of the completed global batches in records and checkpoints, as Determined names and counts them."""
 
 _PREFIX, _PARTIAL, _STATE = "batches-", ".partial", "state.json"
+
+
+def steps_completed_of(record: Mapping[str, Any]) -> int:
+    """Return the completed global batches of a record or a checkpoint's state, also one that an older version wrote."""
+    return int(record[STEPS_COMPLETED if STEPS_COMPLETED in record else "batches"])
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
@@ -66,7 +74,7 @@ class Checkpoints:
         torch.distributed.barrier()
         if self._rank == 0:
             with (partial / _STATE).open("w", encoding="utf-8") as file:
-                json.dump({"batches": batches, **shared_state}, file, indent=2)
+                json.dump({STEPS_COMPLETED: batches, **shared_state}, file, indent=2)
                 file.flush()
                 os.fsync(file.fileno())
             partial.rename(target)
@@ -74,7 +82,7 @@ class Checkpoints:
         return target
 
     def read_shared_state(self, checkpoint: Path) -> dict[str, Any]:
-        """Return the state that is equal on all ranks, including ``batches``."""
+        """Return the state that is equal on all ranks, including ``STEPS_COMPLETED``."""
         state: dict[str, Any] = json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
         return state
 

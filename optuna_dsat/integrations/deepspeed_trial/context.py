@@ -14,7 +14,7 @@ from optuna_dsat.integrations.deepspeed_trial.loaders import Shard
 from optuna_dsat.integrations.deepspeed_trial.model_parallel import ModelParallelUnit, model_parallel_unit
 from optuna_dsat.integrations.deepspeed_trial.reducers import FunctionReducer, MetricReducer, RegisteredReducer
 from optuna_dsat.integrations.deepspeed_trial.tensorboard import make_writer
-from optuna_dsat.runtime.meter import is_pipeline
+from optuna_dsat.runtime.engine_state import is_pipeline
 from optuna_dsat.runtime.overlay import merge, read_config
 from optuna_dsat.runtime.rank import World
 from optuna_dsat.runtime.reporting import trial_config

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed
 
+from optuna_dsat.integrations.deepspeed_trial.checkpoints import steps_completed_of
 from optuna_dsat.integrations.deepspeed_trial.reducers import RegisteredReducer, cross_reduced
 from optuna_dsat.runtime.atomic_write import write_text_atomic
 
@@ -87,13 +88,13 @@ class MetricsFile:
 
     Args:
         path: The file; None to print only.
-        batches: Completed batches at the start of training; later records of a previous run are removed.
+        steps_completed: Completed global batches at the start of training; later records of a previous run are removed.
     """
 
-    def __init__(self, path: Path | None, *, batches: int) -> None:
+    def __init__(self, path: Path | None, *, steps_completed: int) -> None:
         self._path = path
         if path is not None and path.exists():
-            kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _is_before(line, batches)]
+            kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _is_before(line, steps_completed)]
             write_text_atomic(path, "".join(f"{line}\n" for line in kept))
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -128,8 +129,8 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, str | int | float | bool) or value is None else str(value)
 
 
-def _is_before(line: str, batches: int) -> bool:
+def _is_before(line: str, steps_completed: int) -> bool:
     try:
-        return bool(json.loads(line)["batches"] <= batches)
+        return steps_completed_of(json.loads(line)) <= steps_completed
     except (ValueError, KeyError, TypeError):  # truncated when the process was killed
         return False

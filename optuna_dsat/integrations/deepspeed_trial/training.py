@@ -10,7 +10,12 @@ from typing import Any
 import torch
 
 from optuna_dsat.integrations.deepspeed_trial.callbacks import Callbacks
-from optuna_dsat.integrations.deepspeed_trial.checkpoints import Checkpoints, newest_checkpoint
+from optuna_dsat.integrations.deepspeed_trial.checkpoints import (
+    STEPS_COMPLETED,
+    Checkpoints,
+    newest_checkpoint,
+    steps_completed_of,
+)
 from optuna_dsat.integrations.deepspeed_trial.context import DeepSpeedTrialContext
 from optuna_dsat.integrations.deepspeed_trial.loaders import DataLoader
 from optuna_dsat.integrations.deepspeed_trial.period_metrics import Averages, MetricsFile, gathered, reduced
@@ -106,7 +111,7 @@ class Training:
         else:
             self._callbacks.call("on_trial_startup", 0, None)
         path = None if folder is None else folder / METRICS
-        output = MetricsFile(path, batches=self._batches) if self._context.distributed.rank == 0 else None
+        output = MetricsFile(path, steps_completed=self._batches) if self._context.distributed.rank == 0 else None
         self._reset(training=True)
         try:
             self._callbacks.call("on_training_start")
@@ -211,7 +216,7 @@ class Training:
     def _report(self, output: MetricsFile | None, kind: str, metrics: Mapping[str, Any]) -> None:
         if output is not None:
             records = self._batches * self._train_batch_size
-            output.write({"kind": kind, "batches": self._batches, "records": records, "metrics": metrics})
+            output.write({"kind": kind, STEPS_COMPLETED: self._batches, "records": records, "metrics": metrics})
 
     def _save(self, checkpoints: Checkpoints) -> None:
         position = None if self._stream is None else asdict(self._stream.position)
@@ -238,7 +243,8 @@ class Training:
         for key, value in self._identity().items():
             if state.get(key) != value:
                 raise ValueError(f"{newest} was saved with {key} {state.get(key)}, and this training has {value}.")
-        self._callbacks.call("on_trial_startup", int(state["batches"]), newest.name)
+        completed = steps_completed_of(state)
+        self._callbacks.call("on_trial_startup", completed, newest.name)
         rank_state = checkpoints.read_rank_state(newest)
         self._callbacks.call("on_checkpoint_load_start", rank_state)
         self._trial.load(self._context, newest)
@@ -246,7 +252,7 @@ class Training:
         if self._stream is not None and rank_state["position"] is not None:
             self._stream.restore(Position(**rank_state["position"]))
         restore_random_states(rank_state["states"])
-        self._batches = self._context.finished_batches = int(state["batches"])
+        self._batches = self._context.finished_batches = completed
 
     def _identity(self) -> dict[str, Any]:
         """Return the settings that must be equal between a checkpoint and a training that resumes from it."""
