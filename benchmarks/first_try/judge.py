@@ -6,12 +6,23 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from benchmarks.first_try.sandbox import Ran
 
-__all__ = ["Launch", "Verdict", "by_hand", "judged", "launches", "plain", "searched", "wrong_batch"]
+__all__ = [
+    "Launch",
+    "Verdict",
+    "by_hand",
+    "judged",
+    "launches",
+    "plain",
+    "searched",
+    "tuned_by_deepspeed",
+    "wrong_batch",
+]
 
 _LONGEST = 400
 _TRACE = "Traceback (most recent call last)"
@@ -151,10 +162,25 @@ def last_json(text: str) -> dict[str, Any] | None:
 
 def last_line(ran: Ran) -> str:
     """Return the last line that a command said, shortened."""
-    said = [line.strip() for line in (ran.errors or ran.output).splitlines() if line.strip()]
+    return last_of(ran.errors or ran.output) or f"exit code {ran.exit_code}, not a word"
+
+
+def last_of(text: str) -> str:
+    """Return the last line of a text that says something, shortened; empty if none does."""
+    said = [line.strip() for line in text.splitlines() if line.strip()]
     lines = [line for line in said if not line.startswith("Full log: ")]
-    line = lines[-1] if lines else f"exit code {ran.exit_code}, not a word"
+    line = lines[-1] if lines else ""
     return line if len(line) <= _LONGEST else f"{line[:_LONGEST]} ..."
+
+
+def tuned_by_deepspeed(ran: Ran, experiments: Path) -> Verdict:
+    """Return what became of DeepSpeed's autotuner where it left no config, with what its first experiment said."""
+    verdict = judged(ran, None, "")
+    log = experiments / "profile_model_info" / "stderr.log"
+    said = last_of(log.read_text(encoding="utf-8", errors="replace")) if log.is_file() else ""
+    if ran.exit_code or not said:
+        return verdict
+    return replace(verdict, message=f"exit code {ran.exit_code} and no config; its profile launch said: {said}")
 
 
 def _varied(tried: Iterable[Launch]) -> dict[str, Any]:

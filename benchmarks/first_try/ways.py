@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.first_try.entry import Entry
-from benchmarks.first_try.judge import Verdict, by_hand, judged, launches, plain, searched, wrong_batch
+from benchmarks.first_try.judge import (
+    Verdict,
+    by_hand,
+    judged,
+    launches,
+    plain,
+    searched,
+    tuned_by_deepspeed,
+    wrong_batch,
+)
 from benchmarks.first_try.sandbox import Ran, Sandbox
 
 __all__ = ["WAYS", "Limits", "run_way"]
@@ -88,9 +97,10 @@ def _autotuning(sandbox: Sandbox, limits: Limits) -> dict[str, Any]:
     _enable_autotuning(sandbox)
     sandbox.stand_in_for_pdsh()
     ran = sandbox.run("autotuning", words, limit_s=limits.search_s)
-    optimal = sandbox.cwd / "autotuning_results" / "ds_config_optimal.json"
+    experiments = sandbox.cwd / "autotuning_results"
+    optimal = experiments / "ds_config_optimal.json"
     if not optimal.is_file():
-        return _record(ran, judged(ran, None, ""))
+        return _record(ran, tuned_by_deepspeed(ran, experiments))
     config = json.loads(optimal.read_text(encoding="utf-8"))
     best = config.get("train_micro_batch_size_per_gpu")
     one_launch = [{**row, "launch": str(row["pid"])} for row in ran.witnessed]

@@ -14,7 +14,16 @@ import yaml
 
 from benchmarks.first_try import __main__ as command
 from benchmarks.first_try.entry import EntryError, read_entries, read_entry
-from benchmarks.first_try.judge import by_hand, judged, last_json, launches, plain, searched, wrong_batch
+from benchmarks.first_try.judge import (
+    by_hand,
+    judged,
+    last_json,
+    launches,
+    plain,
+    searched,
+    tuned_by_deepspeed,
+    wrong_batch,
+)
 from benchmarks.first_try.page import page
 from benchmarks.first_try.sandbox import Ran, Sandbox
 from benchmarks.first_try.sources import SourceError, check_out
@@ -181,6 +190,31 @@ def test_a_study_by_hand_is_judged_by_its_best_trial() -> None:
     assert by_hand(ran(*launch("trial-0000", micro_batch=8, fed=8), output=said)).verdict == "worked"
     assert by_hand(ran(*launch("trial-0000", micro_batch=8, fed=2), output=said)).verdict == "wrong"
     assert by_hand(ran(output=json.dumps({"trial": None, "tried": tried}))).verdict == "refused"
+
+
+def test_deepspeeds_autotuner_without_a_config_says_what_its_profile_launch_died_of(tmp_path: Path) -> None:
+    verdict = tuned_by_deepspeed(ran(), tmp_path)
+    assert verdict == judged(ran(), None, "")
+    (tmp_path / "profile_model_info").mkdir()
+    (tmp_path / "profile_model_info" / "stderr.log").write_text("warning\nKeyError: 'data'\n\n")
+    verdict = tuned_by_deepspeed(ran(), tmp_path)
+    assert verdict.verdict == "wrong"
+    assert verdict.message == "exit code 0 and no config; its profile launch said: KeyError: 'data'"
+    assert tuned_by_deepspeed(ran(code=4), tmp_path).message == "it says why"
+
+
+def test_a_stand_in_for_pdsh_runs_here_and_ends_nothing_by_name(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    sandbox = Sandbox(read_entry(write_entry(sources)), tmp_path / "box", sources=sources)
+    assert not list((tmp_path / "box").rglob("pdsh"))
+    sandbox.stand_in_for_pdsh()
+    done = sandbox.run("say", ["pdsh", "-S", "-f", "1024", "-w", "localhost", "echo said"], limit_s=60.0)
+    assert (done.exit_code, done.output) == (0, "said\n")
+    done = sandbox.run("kill", ["pdsh", "-f", "1024", "-w", "localhost", "pkill", "-f", "pdsh"], limit_s=60.0)
+    assert (done.exit_code, done.output) == (0, "")
 
 
 def test_the_last_object_of_an_output_is_found() -> None:
