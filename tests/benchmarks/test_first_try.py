@@ -207,7 +207,7 @@ def test_a_stand_in_for_pdsh_runs_here_and_ends_nothing_by_name(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("shutil.which", lambda _: None)
     sandbox = Sandbox(read_entry(write_entry(sources)), tmp_path / "box", sources=sources)
     assert not list((tmp_path / "box").rglob("pdsh"))
     sandbox.stand_in_for_pdsh()
