@@ -16,6 +16,7 @@ from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.runtime.launch_plan import LAUNCH_ENV
 from optuna_dsat.runtime.rank import MANUAL_INIT_ENV
 from optuna_dsat.script.arg_mapping import map_arguments
+from optuna_dsat.secrecy.references import resolved, values_for
 
 __all__ = [
     "RANK_VARIABLES",
@@ -144,7 +145,8 @@ def launch_environment(
     }
     if request.purpose != "full":
         environ.update(_tracker_settings(environ, directory))
-    environ.update(request.env)
+    environ.update(resolved(request.env, base))
+    environ.update(values_for([request.command.args, request.ds_config, request.overlay], base))
     environ = device_environment(environ, kind=kind, python=python)
     if kind == "cuda":
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(device.visible_id for device in devices)

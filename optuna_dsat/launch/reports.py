@@ -16,6 +16,7 @@ from optuna_dsat.launch.running import RunningLaunch
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import RankFailed, StepMeasured
 from optuna_dsat.runtime.rank_process import EXIT_EVENTS_LOST
+from optuna_dsat.secrecy.references import hidden_text
 
 __all__ = ["complete_report", "report_of", "report_of_unstarted", "write_report"]
 
@@ -46,9 +47,11 @@ def report_of(launch: RunningLaunch, facts: LaunchFacts, verdict: Verdict, *, no
     return LaunchReport(
         launch_id=launch.request.launch_id,
         outcome=verdict.outcome,
-        message=verdict.message + note,
+        message=hidden_text(verdict.message) + note,
         exit_code=facts.agent_exit_code,
-        error_excerpt=verdict.error_excerpt or (_last_lines(log) if verdict.outcome in _EXPLAINED_BY_LOG else ""),
+        error_excerpt=hidden_text(
+            verdict.error_excerpt or (_last_lines(log) if verdict.outcome in _EXPLAINED_BY_LOG else "")
+        ),
         missing_bytes=verdict.missing_bytes,
         log_path=str(log),
         command=launch.command,

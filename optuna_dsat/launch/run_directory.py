@@ -21,9 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import json
-import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -33,8 +31,11 @@ from typing import Any
 from optuna_dsat.errors import DsatError
 from optuna_dsat.launch.protocol import LaunchReport, is_launch_id
 from optuna_dsat.runtime.atomic_write import write_text_atomic
+from optuna_dsat.secrecy.command import without_secrets
+from optuna_dsat.secrecy.names import is_secret_name
+from optuna_dsat.secrecy.references import hidden_text, shell_join
 
-__all__ = ["OutputError", "RunDirectory", "recorded_environment", "without_secrets"]
+__all__ = ["OutputError", "RunDirectory", "recorded_environment"]
 
 _RECORDED_NAMES = frozenset(
     {
@@ -65,12 +66,6 @@ _RECORDED_NAMES = frozenset(
     }
 )
 _RECORDED_PREFIXES = ("ACCELERATE_", "DS_BUILD_", "GLOO_", "NCCL_", "TORCH_NCCL_")
-_SECRET_WORDS = frozenset(
-    {"apikey", "auth", "credential", "credentials", "passphrase", "passwd", "password", "secret", "token"}
-)
-_SECRET_PAIRS = frozenset({("api", "key"), ("access", "key"), ("private", "key")})
-_URL_PASSWORD = re.compile(r"(?P<head>[a-zA-Z][a-zA-Z0-9+.-]*://[^/\s:@]*):[^/\s@]+@")
-_HIDDEN = "***"
 
 
 class OutputError(DsatError):
@@ -82,36 +77,12 @@ class OutputError(DsatError):
     exit_code = 5
 
 
-def _is_secret_name(name: str) -> bool:
-    words = re.split(r"[-_]+", name.strip("-").lower())
-    return bool(_SECRET_WORDS & set(words)) or bool(_SECRET_PAIRS & set(itertools.pairwise(words)))
-
-
-def without_secrets(command: Sequence[str]) -> tuple[str, ...]:
-    """Return the command with the values of secret-looking options and passwords in URLs replaced by ``***``.
-
-    An option counts as a secret by its name: ``--hf-token X``, ``--api_key=X``, ``--password X``.
-    """
-    shown: list[str] = []
-    hide_next = False
-    for word in command:
-        if hide_next and not word.startswith("-"):
-            shown.append(_HIDDEN)
-            hide_next = False
-            continue
-        name, equals, _ = word.partition("=")
-        secret = word.startswith("-") and _is_secret_name(name)
-        hide_next = secret and not equals
-        shown.append(f"{name}={_HIDDEN}" if secret and equals else _URL_PASSWORD.sub(rf"\g<head>:{_HIDDEN}@", word))
-    return tuple(shown)
-
-
 def recorded_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables on the allow-list, which holds no secret."""
+    """Return the environment variables on the allow-list, without what looks like a secret in their values."""
     return {
-        name: environ[name]
+        name: hidden_text(environ[name], environ)
         for name in sorted(environ)
-        if name in _RECORDED_NAMES or (name.startswith(_RECORDED_PREFIXES) and not _is_secret_name(name))
+        if name in _RECORDED_NAMES or (name.startswith(_RECORDED_PREFIXES) and not is_secret_name(name))
     }
 
 
@@ -132,6 +103,8 @@ class RunDirectory:
     """The directory of one launch and all paths in it."""
 
     root: Path
+    leavings: Path | None = None
+    """File outside of it in which the launch's processes note what they may leave elsewhere; None for none."""
 
     @classmethod
     def create(cls, output_dir: Path, launch_id: str) -> RunDirectory:
@@ -202,11 +175,6 @@ class RunDirectory:
         return self.root / "trackers"
 
     @property
-    def temporary_folders(self) -> Path:
-        """Folders that the launch's processes made in the temporary folder; missing if they made none."""
-        return self.root / "temporary_folders.jsonl"
-
-    @property
     def events_dir(self) -> Path:
         """Folder of the event files."""
         return self.root / "events"
@@ -273,7 +241,7 @@ class RunDirectory:
         self.write_json(self.command_json, {"command": shown, "cwd": cwd, "devices": list(devices)})
         self.write_json(self.environment, environment)
         settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in environment.items())
-        self.write_text(self.command_text, f"cd {shlex.quote(cwd)}\nenv {settings} {shlex.join(shown)}\n")
+        self.write_text(self.command_text, f"cd {shlex.quote(cwd)}\nenv {settings} {shell_join(shown)}\n")
 
     def write_report(self, report: LaunchReport) -> None:
         """Write the launch's report.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from optuna_dsat.launch.command import (
@@ -15,9 +15,10 @@ from optuna_dsat.launch.command import (
     torchrun_command,
 )
 from optuna_dsat.launch.protocol import LaunchRequest
-from optuna_dsat.launch.run_directory import RunDirectory, without_secrets
+from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.launch.slots import SlotLease, SlotPool
 from optuna_dsat.runtime.launch_plan import LaunchPlan
+from optuna_dsat.secrecy.command import without_secrets
 
 __all__ = ["PreparedLaunch", "prepare_launch", "write_run_directory"]
 
@@ -36,13 +37,18 @@ class PreparedLaunch:
     environ: dict[str, str]
 
 
-def write_run_directory(request: LaunchRequest, output_dir: Path) -> RunDirectory:
+def write_run_directory(request: LaunchRequest, output_dir: Path, *, leavings: Path | None = None) -> RunDirectory:
     """Create the run directory of a launch with the files that do not depend on its slots.
+
+    Args:
+        request: The launch.
+        output_dir: Folder of the run directories.
+        leavings: File in which its processes note what they may leave elsewhere; None for none.
 
     Raises:
         OutputError: If it cannot be written.
     """
-    directory = RunDirectory.create(output_dir, request.launch_id)
+    directory = replace(RunDirectory.create(output_dir, request.launch_id), leavings=leavings)
     directory.write_json(directory.config, request.ds_config)
     directory.write_json(directory.overlay, request.overlay)
     directory.write_json(directory.launch, _plan(request, directory))
@@ -103,7 +109,7 @@ def _plan(request: LaunchRequest, directory: RunDirectory) -> dict[str, object]:
         config_path=str(directory.config),
         user_config_path=request.command.config_path,
         trackers_dir="" if request.purpose == "full" else str(directory.trackers_dir),
-        temporary_folders="" if request.purpose == "full" else str(directory.temporary_folders),
+        leavings="" if directory.leavings is None else str(directory.leavings),
         overlay=dict(request.overlay),
         batch_source=dict(request.command.batch_source),
         start_profile_step=request.start_profile_step,

@@ -6,9 +6,10 @@ import shlex
 import time
 from collections import Counter
 
-from optuna_dsat.launch.run_directory import without_secrets
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.view import StudyView
+from optuna_dsat.secrecy.command import without_secrets
+from optuna_dsat.secrecy.references import shell_join
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import bytes_in_words
 
@@ -27,7 +28,7 @@ def script_command_line(view: StudyView) -> str:
     """Return the script with its arguments, without secrets."""
     script = view.spec.script
     target = ("-m", script.script) if script.is_module else (script.script,)
-    return shlex.join(without_secrets((*target, *script.args)))
+    return shell_join(without_secrets((*target, *script.args)))
 
 
 def ranks_of_a_launch(view: StudyView) -> str:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from optuna_dsat.launch.run_directory import without_secrets
+from optuna_dsat.secrecy.shapes import hidden_data
 
 __all__ = ["OWN_TEXT", "code", "fenced", "json_block", "keep_own_text", "redacted", "table"]
 
@@ -44,16 +44,9 @@ def json_block(data: Mapping[str, Any]) -> str:
     return fenced(json.dumps(redacted(data), indent=2), "json")
 
 
-def redacted(data: Any, name: str = "") -> Any:
-    """Return JSON data with the texts under secret-looking names replaced by ``***``."""
-    if isinstance(data, Mapping):
-        return {key: redacted(value, str(key)) for key, value in data.items()}
-    if isinstance(data, list):
-        return [redacted(item, name) for item in data]
-    if isinstance(data, str) and name:
-        option = f"--{name}="
-        return without_secrets((option + data,))[0].removeprefix(option)
-    return data
+def redacted(data: Any) -> Any:
+    """Return JSON data with the secrets in it replaced by ``***``."""
+    return hidden_data(data)
 
 
 def keep_own_text(generated: str, present: str) -> str:

@@ -9,11 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from optuna_dsat.config import ds_config
-from optuna_dsat.launch.run_directory import without_secrets
 from optuna_dsat.report.markdown import redacted
 from optuna_dsat.report.view import StudyView
+from optuna_dsat.secrecy.command import without_secrets
+from optuna_dsat.secrecy.references import shell_join
 from optuna_dsat.study.data_size import dataset_size
-from optuna_dsat.study.result import BEST_CONFIG, learning_rate_advice, trainable_config, training_command
+from optuna_dsat.study.result import (
+    BEST_CONFIG,
+    best_settings,
+    learning_rate_advice,
+    trainable_config,
+    training_command,
+)
 from optuna_dsat.study.standing import Standing
 from optuna_dsat.study.user_config import own_train_batch_size, user_config
 from optuna_dsat.study.verdict_words import how_known, verdict_in_words
@@ -72,7 +79,7 @@ def winner_of(view: StudyView) -> Winner | None:
     best, verdict = view.best, view.verdict
     if best is None or verdict is None:
         return None
-    spec, trainer = view.spec, view.trainer
+    spec = view.spec
     ranks = attributes.data_parallel_size(best.trial, slots=spec.slots_per_trial)
     complete, config = view.complete_config(best.trial), view.ready_config(best.trial)
     own = trainable_config(user_config(spec, data_parallel_size=ranks)[0], world_size=ranks)
@@ -91,7 +98,7 @@ def winner_of(view: StudyView) -> Winner | None:
         user_batch=own_train_batch_size(spec, ranks=ranks),
         samples=dataset_size(spec, view.profiled),
     )
-    script = "" if trainer is None else trainer.advice(complete)
+    script = _advice(view, complete)
     ratio = verdict.speed_up
     return Winner(
         standing=best,
@@ -102,13 +109,21 @@ def winner_of(view: StudyView) -> Winner | None:
         is_own=best.trial.user_attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG,
         config=redacted(config),
         changes=tuple(_changes(redacted(own), redacted(complete))),
-        command=shlex.join(without_secrets(shlex.split(command))),
+        command=shell_join(without_secrets(shlex.split(command))),
         command_names_config=names_config,
         advice=tuple(text for text in (rate, script) if text),
         speed_up=None if ratio is None else ratio.value,
         speed_up_low=None if ratio is None else ratio.low,
         speed_up_high=None if ratio is None else ratio.high,
     )
+
+
+def _advice(view: StudyView, config: Mapping[str, Any]) -> str:
+    """Return what to change in the script, or in its settings, before it trains with a config."""
+    if view.profiled is None:
+        return ""
+    copied = best_settings(view.spec, config, view.spec.study_dir) is not None
+    return view.profiled.advice(config, settings_written=copied)
 
 
 def _changes(own: Mapping[str, Any], best: Mapping[str, Any]) -> Iterator[Change]:

@@ -1,0 +1,75 @@
+"""Secrets among the words of a command line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from optuna_dsat.secrecy.names import is_secret, is_secret_name
+from optuna_dsat.secrecy.references import References
+from optuna_dsat.secrecy.shapes import HIDDEN, replaced
+
+__all__ = ["refer_in_command", "without_secrets"]
+
+_ASSIGNMENT = re.compile(r"(?P<head>[-+~]{0,2}(?P<name>[A-Za-z][\w./@-]*)=)(?P<value>.*)", re.DOTALL)
+"""``--token=x``, Hydra's ``+hub.token=x``, ``NAME=x``."""
+_OPTION = re.compile(r"--?(?P<name>[A-Za-z][\w.-]*)")
+_LIKE_AN_OPTION = re.compile(
+    r"--[A-Za-z]+(?:[-_.][A-Za-z0-9]+)*(?:=.*)?|--[a-z][a-z0-9]*(?:[-_.][a-z0-9]+)*(?:=.*)?", re.DOTALL
+)
+_SHORT_OPTION_CHARS = 2
+
+
+def without_secrets(command: Sequence[str]) -> tuple[str, ...]:
+    """Return the command with the secrets in it, found by name and by shape, replaced by ``***``.
+
+    ``--hf-token X``, ``--api_key=X``, ``wandb.key=X``, ``https://host/?token=X``, passwords in URLs, ``sk-...``.
+    """
+
+    def in_text(text: str, _name: str) -> str:
+        return replaced(text, lambda _: HIDDEN)
+
+    return _replaced(command, by_name=lambda _name, _value: HIDDEN, in_text=in_text)
+
+
+def refer_in_command(command: Sequence[str], references: References) -> tuple[str, ...]:
+    """Return the command with the secrets in it replaced by references, as ``without_secrets`` finds them."""
+    return _replaced(command, by_name=references.refer, in_text=references.text)
+
+
+def _replaced(
+    command: Sequence[str], *, by_name: Callable[[str, str], str], in_text: Callable[[str, str], str]
+) -> tuple[str, ...]:
+    """Return the command with its secrets replaced.
+
+    Args:
+        command: The words.
+        by_name: From the name of an option and a value that is a secret to what stands for it.
+        in_text: From a word that may hold secrets, and the name before it, to the word without them.
+    """
+    shown: list[str] = []
+    option = ""
+    """The option that the next word may be the value of."""
+    for word in command:
+        if option and is_secret(option, word) and (not word.startswith("-") or _is_value(word, option)):
+            shown.append(by_name(option, word))
+            option = option if option.endswith("s") else ""
+            continue
+        option = ""
+        if (assignment := _ASSIGNMENT.fullmatch(word)) is not None:
+            name, value = assignment["name"], assignment["value"]
+            new = by_name(name, value) if is_secret(name, value) else in_text(value, name)
+            shown.append(assignment["head"] + new)
+        elif (given := _OPTION.fullmatch(word)) is not None:
+            option = given["name"]
+            shown.append(word if is_secret_name(option) else in_text(word, ""))
+        else:
+            shown.append(in_text(word, ""))
+    return tuple(shown)
+
+
+def _is_value(word: str, option: str) -> bool:
+    """Return whether a word that begins with a dash is the value of a secret's option, rather than the next option."""
+    if not is_secret_name(option) or len(word) <= _SHORT_OPTION_CHARS:
+        return False
+    return not word.startswith("--") or _LIKE_AN_OPTION.fullmatch(word) is None

@@ -1,0 +1,127 @@
+"""Names of options, variables and keys whose values are secrets, and values that are none whatever their name."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+__all__ = ["is_secret", "is_secret_name", "looks_random"]
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_STRONG = _words(
+    """
+    accesskey apikey authtoken clientsecret credential credentials dsn jwt passcode passphrase
+    passwd password passwords passwort privatekey psk psswd pswd pwd secret secretkey secrets
+    """
+)
+"""Words of a name whose value is a secret whatever it looks like."""
+_WEAK = frozenset({"auth", "bearer", "cookie", "key", "pass", "pat", "sas", "token", "webhook"})
+"""Words whose value is a secret unless the words around them, or the value, say otherwise."""
+_PLURALS = {"keys": "key", "tokens": "token"}
+_KINDS = _words(
+    """
+    access account admin anthropic api auth aws azure bearer client cloud cohere comet database db
+    encryption gcp git github gitlab google groq hf hub huggingface jwt license master mistral
+    mlflow neptune openai personal private pypi refresh root s3 secret security session signing ssh
+    storage swanlab user wandb
+    """
+)
+"""Words before a weak one that say whose or what secret it is; only after these is a plural one."""
+_NEVER_BEFORE = _words(
+    """
+    additional answer attention audio author backward begin blank bos caption class cls column
+    context data dataset decoder dict dropped end eod eos eot extra feature features field first
+    foreign forward group head hot id image img index input json label labels last mask max message
+    messages metric min model n new next num number output pad padding per primary prompt public qa
+    query question register response sample sentence sep skip sort special split start state stop
+    target text train unk unknown use val value video vision vocab word
+    """
+)
+"""Words before a weak one that make it something else: the token that pads, the key of a column."""
+_NEVER_AFTER = _words(
+    """
+    backend batch budget chunk class classes count counts dim dims dir directory drop dropout embed
+    embedding embeddings enabled env error expiry factor file folder format frame frames frequency
+    head heads hidden id ids idx index kind layer layers len length level limit loss lr map mask
+    merge method mixer mode name norm num path point points pos position prob proj projection rate
+    ratio reduction scale shift size spec split step steps store strategy style timeout type types
+    var variable vocab weight weights width
+    """
+)
+"""Last words that make a name that of something about a secret, or of no secret at all."""
+_FLAGS = frozenset({"allow", "disable", "enable", "has", "is", "no", "require", "save", "skip", "with", "without"})
+"""First words of a name that is switched on and off."""
+_PLAIN_VALUES = _words(
+    """
+    auto basic bearer default digest env false no none null off on true yes
+    """
+)
+_NUMBER = re.compile(r"[-+]?(\d[\d_]*)?\.?\d*(e[-+]?\d+)?", re.IGNORECASE)
+_SPECIAL_TOKEN = re.compile(r"<[^<>]*>|\[[A-Z_0-9]+\]|\$\{.*\}|\$\w+|\*+")
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+_DIGITS_AT_END = re.compile(r"\d+$")
+
+
+def is_secret(name: str, value: str) -> bool:
+    """Return whether the value of an option, variable or key is a secret, by its name.
+
+    Args:
+        name: Such as ``--hf.token``, ``openaiKey`` or ``WANDB_API_KEY``.
+        value: Its value; plain numbers, truth values and paths of files that exist are none, except of a password.
+    """
+    strength = _strength(name)
+    text = value.strip().strip("\"'")
+    if strength == 0 or not text or text.lower() in _PLAIN_VALUES or _SPECIAL_TOKEN.fullmatch(text) or _is_file(text):
+        return False
+    if strength == 3:
+        return True
+    if _NUMBER.fullmatch(text):
+        return False
+    return strength == 2 or looks_random(text) or any(one.isdigit() for one in text) or len(text) >= 20
+
+
+def is_secret_name(name: str) -> bool:
+    """Return whether a name is that of a secret, whatever its value."""
+    return _strength(name) >= 2
+
+
+def looks_random(text: str) -> bool:
+    """Return whether a text looks as if drawn at random: long, one word, of letters and digits."""
+    letters, digits = sum(one.isalpha() for one in text), sum(one.isdigit() for one in text)
+    return len(text) >= 16 and letters >= 4 and digits >= 3 and not re.search(r"[\s/,:]", text)
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return "/" in text and len(text) < 4096 and Path(text).expanduser().exists()
+    except (OSError, ValueError, RuntimeError):
+        return False
+
+
+def _strength(name: str) -> int:
+    """Return 3 for a name of a secret, 2 if only a number is none, 1 if the value decides, 0 for any other name."""
+    words = [one.lower() for part in re.split(r"[^A-Za-z0-9]+", name) for one in _CAMEL.split(part) if one]
+    words = [_DIGITS_AT_END.sub("", one) or one for one in words]
+    if not words:
+        return 0
+    last = words[-1]
+    if last in _NEVER_AFTER or (words[0] in _FLAGS and len(words) > 1):
+        return 0
+    if words[0] == "use" and len(words) > 1:  # a switch, or the secret itself
+        return min(1, _strength("_".join(words[1:])))
+    if _STRONG & set(words) and not (words[-1] == "secrets" and words[0] in _NEVER_BEFORE):
+        return 3
+    pairs = [(before, _PLURALS.get(word, word)) for before, word in itertools.pairwise(["", *words])]
+    weak = [(before, word) for before, word in pairs if word in _WEAK]
+    if any(before in _KINDS for before, _ in weak):
+        return 3 if any(before in ("api", "access", "private", "secret", "auth") for before, _ in weak) else 2
+    singular = [before for before, word in weak if word in words and before not in _NEVER_BEFORE]
+    if not singular:
+        return 0
+    bare_key = any(word == "key" for _, word in weak) or any(word == "pass" for _, word in weak)
+    return 1 if bare_key or words[0] in _NEVER_BEFORE else 2

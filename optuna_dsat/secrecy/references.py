@@ -1,0 +1,178 @@
+"""Secrets that a launch needs again: kept as ``${OPTUNA_DSAT_SECRET_NAME}``, and read from the environment.
+
+What is stored and shown holds references alone. Their values are looked up, in this order: what this process was given
+(``keep``), the environment variable of that name, and, for a reference such as ``OPTUNA_DSAT_SECRET_HF_TOKEN`` whose
+rest is itself the name of a secret, the variable ``HF_TOKEN``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from optuna_dsat.secrecy.names import is_secret, is_secret_name
+from optuna_dsat.secrecy.shapes import HIDDEN, find_secrets, hidden
+
+__all__ = [
+    "PREFIX",
+    "References",
+    "hidden_text",
+    "keep",
+    "names_in",
+    "resolved",
+    "shell_join",
+    "value_of",
+    "values_for",
+]
+
+PREFIX = "OPTUNA_DSAT_SECRET_"
+"""First part of the variables' names."""
+
+_REFERENCE = re.compile(rf"\$\{{(?P<name>{PREFIX}[A-Z0-9_]+)(?::\?)?\}}")
+"""As it is stored, or as a shell that misses the variable complains about it."""
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_LEAST_KNOWN_CHARS = 6
+"""Shortest value that is looked for in other texts; a shorter one is found in any text."""
+
+_given: dict[str, str] = {}
+"""Variable -> value, of this process; never written anywhere."""
+
+
+def keep(values: Mapping[str, str]) -> None:
+    """Note values of references for as long as this process lives."""
+    _given.update(values)
+
+
+def value_of(name: str, environ: Mapping[str, str] | None = None) -> str | None:
+    """Return the value of a reference; None if it is not known here.
+
+    Args:
+        name: The variable.
+        environ: The environment; None for this process's own.
+    """
+    environ = os.environ if environ is None else environ
+    if name in _given:
+        return _given[name]
+    own = name.removeprefix(PREFIX)
+    return environ.get(name) or (environ.get(own) if "_" in own and is_secret_name(own) else None)
+
+
+def names_in(data: Any) -> list[str]:
+    """Return the variables that the references in data name, each once, in their order."""
+    texts: dict[str, None] = {}
+
+    def note(text: str) -> str:
+        texts.update(dict.fromkeys(match["name"] for match in _REFERENCE.finditer(text)))
+        return text
+
+    _mapped(data, note)
+    return list(texts)
+
+
+def values_for(data: Any, environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the known values of the references in data: variable -> value."""
+    values = {name: value_of(name, environ) for name in names_in(data)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def resolved(data: Any, environ: Mapping[str, str] | None = None) -> Any:
+    """Return data with the references in its texts replaced by their values; one that is not known stays.
+
+    Args:
+        data: A text, or JSON data.
+        environ: The environment; None for this process's own.
+    """
+
+    def resolve(text: str) -> str:
+        return _REFERENCE.sub(lambda match: value_of(match["name"], environ) or match[0], text)
+
+    return _mapped(data, resolve)
+
+
+def _mapped(data: Any, function: Callable[[str], str]) -> Any:
+    if isinstance(data, str):
+        return function(data) if "${" in data else data
+    if isinstance(data, Mapping):
+        return {key: _mapped(value, function) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return type(data)([_mapped(item, function) for item in data])
+    return data
+
+
+def shell_join(words: Iterable[str]) -> str:
+    """Return a command for a shell; a reference in it ends the command with an error if its variable is not set."""
+    return " ".join(_shell_word(word) for word in words)
+
+
+def _shell_word(word: str) -> str:
+    parts, end = [], 0
+    for match in _REFERENCE.finditer(word):
+        parts += [*_quoted(word[end : match.start()]), f'"${{{match["name"]}:?}}"']
+        end = match.end()
+    return "".join([*parts, *_quoted(word[end:])]) if parts else shlex.quote(word)
+
+
+def _quoted(text: str) -> list[str]:
+    return [shlex.quote(text)] if text else []
+
+
+def hidden_text(text: str, environ: Mapping[str, str] | None = None) -> str:
+    """Return a message without secrets: what looks like one, and what is known to be one in this process.
+
+    Args:
+        text: The message, such as that of an exception.
+        environ: The environment, whose values under names of secrets are known; None for this process's own.
+    """
+    environ = os.environ if environ is None else environ
+    known = {value for name, value in environ.items() if is_secret_name(name) and is_secret(name, value)}
+    known |= {value for name, value in environ.items() if name.startswith(PREFIX)}
+    for value in sorted({*known, *_given.values()}, key=len, reverse=True):
+        if len(value) >= _LEAST_KNOWN_CHARS:
+            text = text.replace(value, HIDDEN)
+    return hidden(text)
+
+
+class References:
+    """Replaces secrets by references, and collects the values; the same input gives the same names.
+
+    Args:
+        taken: Data whose references keep their names.
+    """
+
+    def __init__(self, *taken: Any) -> None:
+        self.values: dict[str, str] = {}
+        """Variable -> value."""
+        self._taken = {name for data in taken for name in names_in(data)}
+
+    def refer(self, name: str, value: str) -> str:
+        """Return the reference to a value that is given under a name."""
+        words = [word for part in re.split(r"[^A-Za-z0-9]+", name) for word in _CAMEL.split(part) if word]
+        base = PREFIX + ("_".join(words).upper() or "ARGUMENT")
+        number = 1
+        while (variable := base if number == 1 else f"{base}_{number}") in self._taken or (
+            self.values.get(variable, value) != value
+        ):
+            number += 1
+        self.values[variable] = value
+        return f"${{{variable}}}"
+
+    def text(self, text: str, name: str = "") -> str:
+        """Return a text with the secrets in it replaced; the whole of it if its name is that of a secret."""
+        if name and is_secret(name, text):
+            return self.refer(name, text)
+        end, parts = 0, []
+        for one in find_secrets(text):
+            parts += [text[end : one.start], self.refer(one.name or name, text[one.start : one.end])]
+            end = one.end
+        return "".join([*parts, text[end:]])
+
+    def data(self, data: Any, name: str = "") -> Any:
+        """Return JSON data with the secrets in it replaced; names of nested keys are joined by dots."""
+        if isinstance(data, Mapping):
+            return {key: self.data(value, f"{name}.{key}".lstrip(".")) for key, value in data.items()}
+        if isinstance(data, list | tuple):
+            return [self.data(item, name) for item in data]
+        return self.text(data, name) if isinstance(data, str) else data

@@ -1,0 +1,137 @@
+"""Secrets in text: those that their own shape gives away, and those behind a telling name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from optuna_dsat.secrecy.names import is_secret, is_secret_name, looks_random
+
+__all__ = ["HIDDEN", "Found", "find_secrets", "hidden", "hidden_data", "replaced"]
+
+HIDDEN = "***"
+
+_SHAPES = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"\b(?:sk|pk|rk)[-_](?:[A-Za-z0-9]+[-_])*[A-Za-z0-9_-]{12,}",  # OpenAI, Anthropic, Stripe and their like
+        r"\bhf_(?=[A-Za-z0-9]*[A-Z0-9])[A-Za-z0-9]{6,}",
+        r"\bhf_[A-Za-z]{24,}",
+        r"\b(?:gh[oprsu]_|github_pat_|glpat-|gldt-|npm_|gsk_|r8_|xai-|nvapi-|lsv2_|dop_v1_|dapi|whsec_|shpat_)[\w-]{10,}",
+        r"\bpypi-[\w-]{16,}",
+        r"\bxox[abeoprs]-[\w-]{8,}",
+        r"\b(?:AKIA|ASIA|AROA|AIDA)[A-Z0-9]{12,}\b",
+        r"\bAIza[\w-]{20,}",
+        r"\bya29\.[\w.-]{10,}",
+        r"\bSG\.[\w-]{10,}\.[\w-]{10,}",
+        r"\beyJ[\w-]{6,}\.[\w-]+(?:\.[\w-]*)?",  # JSON web tokens
+        r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|$)",
+        r"(?<=hooks\.slack\.com/services/)[\w/]+",
+        r"(?<=/api/webhooks/)\d+/[\w-]+",
+        r"(?i)(?<=\bbearer )[\w.~+/=-]{6,}",
+        r"(?i)(?<=\bauthorization: basic )[\w+/=-]{6,}",
+    )
+)
+_AWS_SECRET = re.compile(r"(?<![\w/+=.-])[A-Za-z0-9+][A-Za-z0-9/+]{39}(?![\w/+=.-])")
+_CHANGE = re.compile(r"(?<=[a-z])[A-Z0-9/+]|(?<=[A-Z])[a-z0-9/+]|(?<=[0-9/+])[A-Za-z]")
+_LEAST_CHANGES = 14
+"""Changes between small letters, capitals and digits in 40 characters; a text drawn at random has some 25."""
+_DATABASE_URL = re.compile(
+    r"(?i)\b(?:postgres|mysql|mariadb|mssql|oracle|cockroach|snowflake|redshift|mongodb|rediss?|amqps?)[\w+.-]*://"
+    r"[^:/@\s]*:(?P<secret>[^\s]+?)@(?=[^@\s]*(?:\s|$))"
+)
+"""As SQLAlchemy splits it: the password may hold ``/``, ``#`` and ``?``."""
+_URL = re.compile(
+    r"[a-zA-Z][a-zA-Z0-9+.-]*://[^/\s:@?#]*:(?!\d{1,5}(?:[/?#\s]|$))(?P<secret>[^@\s]+(?:@[^@/?#\s]+)*)@(?=[^\s@])"
+)
+_URL_USER = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://(?P<secret>[^/\s:@?#]{16,})@")
+_NAMED = re.compile(
+    r"(?P<name>[A-Za-z][\w.-]*)(?P<quote>[\"']?)\s*(?P<mark>[=:])\s*"
+    r"(?:\"(?P<double>[^\"]+)\"|'(?P<single>[^']+)'|(?P<bare>(?!//)[^\s\"'&,;={}\[\]()<>]+(?:=+(?![^\s\"'&,;]))?))"
+)
+_AFTER_OPTION = re.compile(r"(?<![\w-])--?(?P<name>[A-Za-z][\w.-]*)\s+(?P<value>[^\s\"'-][^\s\"']*)")
+_QUERY_NAMES = frozenset({"sig", "signature", "x-amz-signature", "x-amz-credential", "x-amz-security-token"})
+
+
+@dataclass(frozen=True, order=True)
+class Found:
+    """A secret in a text."""
+
+    start: int
+    end: int
+    name: str = ""
+    """The name before it, such as ``api_key``; empty if its shape alone gives it away."""
+
+
+def find_secrets(text: str, *, prose: bool = False) -> list[Found]:
+    """Return the secrets in a text, in their order, without overlaps.
+
+    Args:
+        text: Any text: an argument, a URL, JSON, a message.
+        prose: Whether it is a message of a program: there ``token: x`` may be a remark of a parser, and only what looks
+            like a secret is one.
+    """
+    found = sorted(_candidates(text, prose=prose), key=lambda one: (one.start, -one.end))
+    kept: list[Found] = []
+    for one in found:
+        taken = text.startswith("${", one.start) or set(text[one.start : one.end]) == {"*"}
+        if one.end > one.start and not taken and not (kept and one.start < kept[-1].end):
+            kept.append(one)
+    return kept
+
+
+def _candidates(text: str, *, prose: bool) -> Iterator[Found]:
+    if len(text) < 4:
+        return
+    for match in _NAMED.finditer(text):
+        group = next(one for one in ("double", "single", "bare") if match[one] is not None)
+        name, value = match["name"], match[group]
+        if name.lower() in _QUERY_NAMES or _is_named_secret(name, value, prose=prose and match["mark"] == ":"):
+            yield Found(*match.span(group), name)
+    for match in _AFTER_OPTION.finditer(text) if prose else ():
+        if _is_named_secret(match["name"], match["value"], prose=True):
+            yield Found(*match.span("value"), match["name"])
+    for pattern in (_DATABASE_URL, _URL):
+        for match in pattern.finditer(text):
+            yield Found(*match.span("secret"), "url password")
+    for match in _URL_USER.finditer(text):
+        if looks_random(match["secret"]):
+            yield Found(*match.span("secret"), "url user")
+    for pattern in _SHAPES:
+        for match in pattern.finditer(text):
+            yield Found(*match.span())
+    for match in _AWS_SECRET.finditer(text):
+        mixed = re.search("[A-Z]", match[0]) and re.search("[a-z]", match[0])
+        if mixed and len(_CHANGE.findall(match[0])) >= _LEAST_CHANGES:
+            yield Found(*match.span())
+
+
+def _is_named_secret(name: str, value: str, *, prose: bool) -> bool:
+    if not is_secret(name, value):
+        return False
+    return not prose or looks_random(value) or (is_secret_name(name) and any(one.isdigit() for one in value))
+
+
+def replaced(text: str, by: Callable[[Found], str], *, prose: bool = False) -> str:
+    """Return a text with each secret in it replaced by what ``by`` returns for it."""
+    for one in reversed(find_secrets(text, prose=prose)):
+        text = f"{text[: one.start]}{by(one)}{text[one.end :]}"
+    return text
+
+
+def hidden(text: str, *, prose: bool = True) -> str:
+    """Return a text with the secrets in it replaced by ``***``."""
+    return replaced(text, lambda _: HIDDEN, prose=prose)
+
+
+def hidden_data(data: Any, name: str = "") -> Any:
+    """Return JSON data with the secrets in it, by the names of their keys and by shape, replaced by ``***``."""
+    if isinstance(data, Mapping):
+        return {key: hidden_data(value, str(key)) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [hidden_data(item, name) for item in data]
+    if isinstance(data, str):
+        return HIDDEN if name and is_secret(name, data) else hidden(data)
+    return data
