@@ -11,6 +11,7 @@ The tree, with the exit code of the command::
     ├── OutputError              a run directory cannot be written, the disk is full (exit 5, ``launch.run_directory``)
     ├── DeviceError              the devices do not answer, or do not become free (exit 1, ``launch.nvml``)
     ├── ScriptFailedError        the user's script fails whatever the configuration (exit 4)
+    ├── UnreadableStudyError     what is stored of a study is not what this version reads (exit 5)
     └── StorageError             the database failed while the study ran (exit 5)
 
 Ctrl-C is no error: ``optuna_dsat.tune`` raises ``optuna_dsat.SearchInterrupted``, a ``KeyboardInterrupt`` (exit 130).
@@ -26,6 +27,7 @@ __all__ = [
     "StorageError",
     "StorageUrlError",
     "StudyConflictError",
+    "UnreadableStudyError",
     "UsageError",
 ]
 
@@ -77,6 +79,20 @@ class ScriptFailedError(DsatError):
         super().__init__(message)
         self.traceback_tail = traceback_tail
         self.log_path = log_path
+
+
+class UnreadableStudyError(DsatError):
+    """What is stored of a study is not what this version reads: a newer one wrote it, or it was altered.
+
+    Attributes:
+        reason: What cannot be read.
+    """
+
+    exit_code = 5
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class StorageError(DsatError):

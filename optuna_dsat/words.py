@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,12 +14,15 @@ from optuna_dsat.metrics import PER_ELEMENT
 __all__ = [
     "bytes_in_words",
     "config_in_words",
+    "date_in_words",
     "differences_in_words",
     "duration_in_words",
     "metric_in_words",
     "steps_in_words",
 ]
 
+_LAST_DATE_S = 2**35
+"""Unix times from here on, in a thousand years, are no dates that anything was made at."""
 _SHOWN_DIFFERENCES = 6
 _LIBRARYS_OWN = frozenset({"zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"})
 """Keys that accelerate sets for whatever optimizer the script has: not worth a word."""
@@ -81,6 +85,11 @@ def steps_in_words(*, skipped: int, variation: float, metrics: Mapping[str, floa
         speeds = [metric_in_words(name, metrics[name]) for name in PER_ELEMENT if name in metrics]
         remarks.append(": ".join([f"inputs vary in size by {variation:.0%} from step to step", *speeds[:1]]))
     return "; ".join(remarks)
+
+
+def date_in_words(unix_s: float) -> str:
+    """Return a Unix time as local date and time, such as ``2026-03-01 14:05``; empty if it is none."""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix_s)) if 0 < unix_s < _LAST_DATE_S else ""
 
 
 def duration_in_words(seconds: float) -> str:

@@ -29,6 +29,8 @@ from optuna_dsat.cli.search import add_searches
 from optuna_dsat.cli.train import train
 from optuna_dsat.display.stopping import EXIT_INTERRUPTED
 from optuna_dsat.errors import DsatError, ScriptFailedError
+from optuna_dsat.escape.terminal import say
+from optuna_dsat.runtime.plain_text import TEXT_CHARS, shortened
 from optuna_dsat.version import __version__
 
 __all__ = ["app", "main"]
@@ -91,12 +93,12 @@ def _commands() -> TyperGroup:
 
 
 def _report(error: DsatError) -> None:
-    sys.stderr.write(f"optuna-dsat: {error}\n")
+    say(f"optuna-dsat: {error}", file=sys.stderr)
     if isinstance(error, ScriptFailedError):
         if error.traceback_tail:
-            sys.stderr.write(f"\n{error.traceback_tail.rstrip()}\n")
+            say(f"\n{shortened(error.traceback_tail.rstrip(), TEXT_CHARS)}", file=sys.stderr)
         if error.log_path:
-            sys.stderr.write(f"\nFull log: {error.log_path}\n")
+            say(f"\nFull log: {error.log_path}", file=sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
@@ -122,7 +124,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
         context = getattr(error, "ctx", None)  # only usage errors have one
         remedy = "" if context is None else f" See {context.command_path} --help."
         if error.format_message():  # empty if the help was shown instead
-            sys.stderr.write(f"optuna-dsat: {error.format_message().rstrip('.')}.{remedy}\n")
+            say(f"optuna-dsat: {error.format_message().rstrip('.')}.{remedy}", file=sys.stderr)
         sys.exit(error.exit_code)
     except BrokenPipeError:  # the reader of stdout, such as `head`, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

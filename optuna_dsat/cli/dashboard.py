@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 from optuna_dsat.cli.parameters import DEFAULT_STORAGE, Name, Storage
+from optuna_dsat.escape.terminal import say
+from optuna_dsat.escape.urls import page_address
 
 __all__ = ["dashboard"]
 
@@ -34,7 +36,7 @@ def dashboard(
             _say(f"Whoever reaches {host} can read and delete studies: optuna-dashboard asks for no password.")
 
         def show_address(found: int) -> None:
-            print(f"http://{host}:{found}/dashboard/studies/{published.study_id}", flush=True)
+            say(page_address(host, found, "dashboard", "studies", published.study_id))
             _say("Press Ctrl-C to end; start again to show what the study did since.")
 
         try:
@@ -44,4 +46,4 @@ def dashboard(
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    say(text, file=sys.stderr)

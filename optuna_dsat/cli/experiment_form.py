@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from optuna_dsat.errors import UsageError
+from optuna_dsat.escape.terminal import say
 from optuna_dsat.script.experiment import Experiment, read_experiment
 from optuna_dsat.tuning.options import DEFAULT_OUTPUT_DIR, DEFAULT_STORAGE, OUTPUT_DIR_ENV, STORAGE_ENV
 from optuna_dsat.tuning.parse import NO_CONFIG
@@ -50,7 +51,8 @@ def unfold_experiment(words: Sequence[str], *, own: Sequence[str], known: frozen
     arguments = [*_settings(experiment, given=given, known=known), *_places(cwd, folder, given=given), *given]
     os.chdir(folder)
     named = os.path.relpath(file, folder)
-    sys.stderr.writelines(f"{named}: {note}\n" for note in _notes(experiment, known=known))
+    for note in _notes(experiment, known=known):
+        say(f"{named}: {note}", file=sys.stderr)
     return [*arguments, *_target(experiment, named, rest=rest)]
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from optuna_dsat.cli.parameters import DEFAULT_STORAGE, Json, Name, Storage
 from optuna_dsat.cli.tables import print_table
+from optuna_dsat.escape.terminal import say
 
 if TYPE_CHECKING:
     from optuna_dsat.report.explanation import Contribution, Explanation
@@ -36,18 +37,18 @@ def _show(explanation: Explanation, words: str) -> None:
 
     metric = explanation.metric
     value = metric_in_words(metric, explanation.value)
-    print(f"The result is trial {explanation.winner}, {value}, {explanation.how_known}: {words}.")
-    print(_against_own(explanation))
+    say(f"The result is trial {explanation.winner}, {value}, {explanation.how_known}: {words}.")
+    say(_against_own(explanation))
     _print_factors(explanation)
     shares = ", ".join(f"{name} {share:.0%}" for name, share in _largest_first(explanation))
-    print(f"A step of the winner goes into: {shares} (fitted model). It is bound by: {explanation.bound}.")
+    say(f"A step of the winner goes into: {shares} (fitted model). It is bound by: {explanation.bound}.")
     if explanation.peak_bytes is not None:
         device = bytes_in_words(explanation.device_bytes)
-        print(f"A rank takes {bytes_in_words(explanation.peak_bytes)} of the {device} that it may (measured).")
+        say(f"A rank takes {bytes_in_words(explanation.peak_bytes)} of the {device} that it may (measured).")
     if explanation.utilisation is not None:
-        print(f"It reaches {explanation.utilisation:.0%} of the GPU's peak FLOPS (measured).")
+        say(f"It reaches {explanation.utilisation:.0%} of the GPU's peak FLOPS (measured).")
     for text in explanation.proposals:
-        print(f"- {text}")
+        say(f"- {text}")
 
 
 def _largest_first(explanation: Explanation) -> list[tuple[str, float]]:

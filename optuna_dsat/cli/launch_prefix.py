@@ -14,6 +14,7 @@ from pathlib import Path
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from optuna_dsat.cli.experiment_form import is_experiment, unfold_experiment
+from optuna_dsat.escape.terminal import say
 from optuna_dsat.script.launch_command import LaunchCommand
 from optuna_dsat.tuning.parse import NO_CONFIG
 
@@ -62,7 +63,7 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> list[
     if found is None:
         return [*argv[: start + 1], *own, *_with_config(words, search.params)]
     for note in found.notes:
-        sys.stderr.write(f"{note}\n")
+        say(note, file=sys.stderr)
     return [*argv[: start + 1], *own, *_arguments(found, own=own, cwd=cwd)]
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
+from optuna_dsat.escape.terminal import cell
 from optuna_dsat.tuning.given import Given
 
 __all__ = ["show_options"]
@@ -25,7 +25,7 @@ def show_options(given: Given) -> None:
     for name, origin in given.origins.items():
         if name not in _POSITIONAL:
             text = _in_words(name, getattr(given.options, name))
-            table.add_row(name.replace("_", "-"), Text(text), Text(origin))
+            table.add_row(name.replace("_", "-"), cell(text), cell(origin))
     Console(highlight=False).print(table)
 
 

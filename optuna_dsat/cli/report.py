@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from optuna_dsat.cli.parameters import DEFAULT_STORAGE, Name, Storage
+from optuna_dsat.escape.terminal import say
 
 __all__ = ["report"]
 
@@ -30,4 +31,4 @@ def report(
     from optuna_dsat.store import Store
 
     with Store.open(storage, create=False) as store:
-        print(write_report(store, name, output))
+        say(write_report(store, name, output))

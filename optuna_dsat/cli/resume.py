@@ -11,6 +11,7 @@ import typer
 
 from optuna_dsat.cli.parameters import DEFAULT_STORAGE, Json, Name, Quiet, Storage
 from optuna_dsat.cli.search import run_request
+from optuna_dsat.escape.terminal import say
 
 __all__ = ["add_commands"]
 
@@ -91,7 +92,7 @@ def _continue(
         limits=limits,
         workdir=workdir,
         conclude=conclude,
-        on_notice=lambda text: print(text, file=sys.stderr),
+        on_notice=lambda text: say(text, file=sys.stderr),
     )
     run_request(request, quiet=quiet, as_json=as_json)
 

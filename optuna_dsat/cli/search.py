@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated
@@ -10,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from optuna_dsat.cli.commands import origins_of, with_options
+from optuna_dsat.escape.shell import shell_line
+from optuna_dsat.escape.terminal import say
 from optuna_dsat.tuning.declaration import Option
 from optuna_dsat.tuning.given import Given
 from optuna_dsat.tuning.options import (
@@ -106,7 +107,7 @@ def run(method: str | None, given: Given, output: OutputOptions) -> None:
 
     studies = prepare_each(method, given)
     for prepared in studies:
-        sys.stderr.writelines(f"{note}\n" for note in prepared.notes)
+        _say_each(prepared.notes)
         if output.dry_run:
             check_storage(prepared.request)
             show_preview(prepared.request.spec)
@@ -122,6 +123,11 @@ def run(method: str | None, given: Given, output: OutputOptions) -> None:
         _train(ended, as_json=output.json_output)
 
 
+def _say_each(lines: Sequence[str]) -> None:
+    for line in lines:
+        say(line, file=sys.stderr)
+
+
 def _run_each(studies: Sequence[Prepared], output: OutputOptions) -> None:
     """Search at each number of GPUs, show all results, and train with the best one if asked to."""
     from optuna_dsat.cli.show import show_by_gpus, show_result
@@ -132,7 +138,7 @@ def _run_each(studies: Sequence[Prepared], output: OutputOptions) -> None:
         search_each(
             studies,
             lambda one: run_request(one.request, quiet=options.quiet, as_json=as_json, show=not as_json),
-            on_notice=lambda text: print(text, file=sys.stderr),
+            on_notice=lambda text: say(text, file=sys.stderr),
         )
     )
     best, result = best_of(found)
@@ -178,11 +184,11 @@ def run_request(request: StudyRequest, *, quiet: bool, as_json: bool, show: bool
         show_result(result, as_json=as_json)
     if ended.interrupted:
         if ended.storage:
-            sys.stderr.write(f"Interrupted. Continue with: {_resume_command(request, ended.storage)}\n")
+            say(f"Interrupted. Continue with: {_resume_command(request, ended.storage)}", file=sys.stderr)
         raise KeyboardInterrupt
     if not request.conclude and not quiet:
         name = request.spec.name
-        sys.stderr.write(f"Nothing is left for this worker; `optuna-dsat show {name}` shows the study.\n")
+        say(f"Nothing is left for this worker; `optuna-dsat show {name}` shows the study.", file=sys.stderr)
     return ended
 
 
@@ -191,4 +197,4 @@ def _resume_command(request: StudyRequest, shown_url: str) -> str:
     command = ["optuna-dsat", "resume", request.spec.name]
     if request.storage != DEFAULT_STORAGE:
         command += ["--storage", shown_url]
-    return shlex.join(command)
+    return shell_line(command)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from optuna_dsat.escape.terminal import cell, say
 from optuna_dsat.study.result import TuneResult
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.verdict_words import verdict_in_words
@@ -26,25 +27,25 @@ def show_result(result: TuneResult, *, as_json: bool) -> None:
         print(json.dumps(asdict(result), indent=2))
         return
     ended = ", ".join(f"{count} {outcome}" for outcome, count in sorted(result.launches.items()))
-    print(f"The search ended: {result.reason}. Launches: {ended}; {result.slot_minutes:.1f} GPU (or rank) minutes.")
+    say(f"The search ended: {result.reason}. Launches: {ended}; {result.slot_minutes:.1f} GPU (or rank) minutes.")
     for line in verdict_in_words(result.verdict, metric=result.metric):
-        print(line)
+        say(line)
     if result.measurement:
-        print(result.measurement)
+        say(result.measurement)
     if result.learning_rate_advice is not None:
-        print(result.learning_rate_advice)
+        say(result.learning_rate_advice)
     if result.loss_check is not None:
-        print(result.loss_check["message"])
+        say(result.loss_check["message"])
     print(json.dumps(dict(result.config), indent=2))
-    print(f"Written to {result.config_path}")
-    print(f"Metrics in {result.metrics_path}")
+    say(f"Written to {result.config_path}")
+    say(f"Metrics in {result.metrics_path}")
     if result.command_names_config:
-        print("Train with it:")
+        say("Train with it:")
     else:
-        print(f"Train with it, once your script reads {result.config_path}:")
-    print(f"  {result.command}")
+        say(f"Train with it, once your script reads {result.config_path}:")
+    say(f"  {result.command}")
     if result.advice:
-        print(result.advice)
+        say(result.advice)
 
 
 def show_by_gpus(found: Sequence[AtGpus], *, best: TuneResult) -> None:
@@ -55,9 +56,10 @@ def show_by_gpus(found: Sequence[AtGpus], *, best: TuneResult) -> None:
     for one in found:
         speed_up = None if one.result is None else one.result.speed_up
         numbers = (one.samples_per_s, one.samples_per_s_per_gpu, speed_up)
-        table.add_row(str(one.gpus), *("-" if number is None else f"{number:.4g}" for number in numbers), one.study)
+        row = (one.gpus, *("-" if number is None else f"{number:.4g}" for number in numbers), one.study)
+        table.add_row(*map(cell, row))
     Console(highlight=False).print(table)
-    print(f"Most samples/s in all: {best.study}. Train with it:\n  {best.command}")
+    say(f"Most samples/s in all: {best.study}. Train with it:\n  {best.command}")
 
 
 def show_preview(spec: StudySpec) -> None:
@@ -71,16 +73,17 @@ def show_preview(spec: StudySpec) -> None:
     for heading in ("knob", "", "where it applies", "choices"):
         table.add_column(heading, overflow="fold")
     for row in found.space.describe():
-        table.add_row(row.knob, row.role, row.where, ", ".join(str(choice) for choice in row.choices))
+        choices = ", ".join(str(choice) for choice in row.choices)
+        table.add_row(*map(cell, (row.knob, row.role, row.where, choices)))
     console.print(table)
-    console.print(f"{found.space.classes()} classes of configurations beside the micro-batch.")
+    say(f"{found.space.classes()} classes of configurations beside the micro-batch.")
     first, *rest = found.profile_attempts
-    console.print(
+    say(
         f"Profile launch: {spec.slots_per_trial} {'GPUs' if spec.device == 'cuda' else 'CPU ranks'}, "
         f"micro-batch {found.profile_micro_batch}, "
         f"{first}; while memory is short: {', then '.join(rest) or 'nothing else'}."
     )
-    console.print(f"Your own config: {config_in_words(found.user_config)}")
-    console.print("Configurations such as these follow, their micro-batch bounded by memory:")
+    say(f"Your own config: {config_in_words(found.user_config)}")
+    say("Configurations such as these follow, their micro-batch bounded by memory:")
     for sample in found.samples:
         console.print_json(json.dumps(sample["zero_optimization"]))

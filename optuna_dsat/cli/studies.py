@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import sys
-import time
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +14,7 @@ import typer
 from optuna_dsat.cli.parameters import DEFAULT_STORAGE, Json, Name, Storage
 from optuna_dsat.cli.tables import UNBOUNDED, print_table
 from optuna_dsat.errors import NothingRunnableError, UsageError
+from optuna_dsat.escape.terminal import plain, say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -50,10 +50,12 @@ def _read(storage: str, name: str) -> StoredStudy:
 
 def studies(storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
     """List the studies of a database."""
-    from optuna_dsat.study.stored import read_stored
+    from optuna_dsat.study.stored import StoredStudy, UnreadableStudy, readable_studies
+    from optuna_dsat.words import date_in_words
 
     with _open(storage) as store:
-        found = [read_stored(store, record.name) for record in store.list_studies()]
+        found = list(readable_studies(store))
+    unreadable = [one for one in found if isinstance(one, UnreadableStudy)]
     rows = [
         {
             "study": study.spec.name,
@@ -62,11 +64,13 @@ def studies(storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
             "launches": f"{study.launches_used}/{study.spec.max_trials}",
             "metric": study.metric,
             **_standing(study),
-            "created": time.strftime("%Y-%m-%d %H:%M", time.localtime(study.record.created_at)),
+            "created": date_in_words(study.record.created_at),
         }
         for study in found
+        if isinstance(study, StoredStudy)
     ]
     if as_json:
+        rows += [{"study": one.record.name, "unreadable": one.reason} for one in unreadable]
         print(json.dumps(rows, indent=2))
     else:
         headings = (
@@ -83,6 +87,8 @@ def studies(storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
         )
         shown = [{**row, **_standing_in_words(row)} for row in rows]
         print_table(headings, [[row[heading] for heading in headings] for row in shown], piped_width=UNBOUNDED)
+        for one in unreadable:
+            say(f"{one.record.name} cannot be read: {one.reason}.")
 
 
 def _standing(study: StoredStudy) -> dict[str, Any]:
@@ -120,12 +126,12 @@ def show(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: Json = False) 
     """Show a study: what it tunes, how far it is, its best configuration."""
     from collections import Counter
 
-    from optuna_dsat.study.stored import read_stored
+    from optuna_dsat.study.stored import read_launches, read_stored
     from optuna_dsat.trials import attributes
 
     with _open(storage) as store:
         study = read_stored(store, name)
-        launches = store.launches(study.record.uuid)
+        launches = read_launches(store, study.record)
     spec, verdict = study.spec, study.verdict
     outcomes = Counter(t.user_attrs[attributes.OUTCOME] for t in study.trials if attributes.OUTCOME in t.user_attrs)
     if as_json:
@@ -140,10 +146,10 @@ def show(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: Json = False) 
         }
         print(json.dumps(state, indent=2))
         return
-    print(f"Study {name}: {spec.method}, {study.metric}, script {spec.script.script}")
-    print(f"Launches: {study.launches_used} of {spec.max_trials}; {dict(outcomes)}")
+    say(f"Study {name}: {spec.method}, {study.metric}, script {spec.script.script}")
+    say(f"Launches: {study.launches_used} of {spec.max_trials}; {dict(outcomes)}")
     for line in _result_lines(study):
-        print(line)
+        say(line)
 
 
 def _result_lines(study: StoredStudy) -> Iterator[str]:
@@ -207,7 +213,7 @@ def best(
     if study.best is None or verdict is None:
         raise NothingRunnableError(f"The study {name!r} has measured nothing yet.")
     shown = f"{value_in_words(verdict, metric=study.metric)}, {how_known(verdict)}"
-    sys.stderr.write(f"Trial {verdict.handed_over}, {shown}.\n")
+    say(f"Trial {verdict.handed_over}, {shown}.", file=sys.stderr)
     config = study.ready_config(study.best.trial)
     if output is None:
         print(json.dumps(config, indent=2))
@@ -216,7 +222,7 @@ def best(
             ds_config.write_json_atomic(output, config)
         except OSError as error:
             raise UsageError(f"{output} cannot be written: {error.strerror}.") from None
-        print(output)
+        say(output)
 
 
 def export(
@@ -271,9 +277,9 @@ def delete(
     with _open(storage) as store:
         record_of(store, name)
         if not yes:
-            typer.confirm(f"Delete the study {name!r} and all its trials?", abort=True, err=True)
+            typer.confirm(f"Delete the study {plain(name)!r} and all its trials?", abort=True, err=True)
         store.delete_study(name)
-    sys.stderr.write(f"Deleted the study {name!r}.\n")
+    say(f"Deleted the study {name!r}.", file=sys.stderr)
 
 
 def add_commands(app: typer.Typer) -> None:

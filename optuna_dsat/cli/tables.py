@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 
+from optuna_dsat.escape.terminal import cell
+
 __all__ = ["UNBOUNDED", "print_table"]
 
 UNBOUNDED = 10_000
@@ -21,7 +23,7 @@ def print_table(
     right: Sequence[str] = (),
     piped_width: int = _PIPED_WIDTH,
 ) -> None:
-    """Print a table as wide as the terminal; long cells are folded.
+    """Print a table as wide as the terminal; long cells are folded, and data are no markup.
 
     Args:
         headings: Headings of the columns.
@@ -34,7 +36,7 @@ def print_table(
 
     table = Table(show_edge=False, pad_edge=False)
     for heading in headings:
-        table.add_column(heading, overflow="fold", justify="right" if heading in right else "left")
+        table.add_column(cell(heading), overflow="fold", justify="right" if heading in right else "left")
     for row in rows:
-        table.add_row(*("" if cell is None else str(cell) for cell in row))
+        table.add_row(*map(cell, row))
     Console(highlight=False, width=None if sys.stdout.isatty() else piped_width).print(table)

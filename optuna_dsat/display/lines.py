@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from optuna_dsat.escape.terminal import say
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study import progress
 from optuna_dsat.words import bytes_in_words, metric_in_words
@@ -91,4 +92,4 @@ class LineView:
         if isinstance(event, progress.SearchStarted):
             self._metric = event.metric
         for line in lines_of(event, self._metric):
-            print(line, file=sys.stderr, flush=True)
+            say(line, file=sys.stderr)

@@ -17,6 +17,7 @@ from rich.text import Text
 from optuna_dsat.display.lines import LineView, lines_of
 from optuna_dsat.display.live_state import LaunchInFlight, LiveState
 from optuna_dsat.display.stopping import STOP_MESSAGE, Stopping
+from optuna_dsat.escape.terminal import one_line, plain
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study import progress
 from optuna_dsat.words import bytes_in_words, duration_in_words, metric_in_words
@@ -64,7 +65,8 @@ def render(state: LiveState, now: float, *, width: int, height: int, ascii_only:
     if state.in_flight:
         parts.append(_launches(state, now, width=width, height=height, ascii_only=ascii_only))
     if state.search is not None:
-        parts += [Text(line, no_wrap=True, overflow="ellipsis") for line in _summary(state, state.search, now)]
+        lines = map(one_line, _summary(state, state.search, now))
+        parts += [Text(line, no_wrap=True, overflow="ellipsis") for line in lines]
     return Group(*parts)
 
 
@@ -110,7 +112,7 @@ def _shortened(words: str, cells: int) -> str:
 
 
 def _text(cell: str | Text) -> Text:
-    return Text(cell) if isinstance(cell, str) else cell
+    return Text(one_line(cell)) if isinstance(cell, str) else cell
 
 
 def _steps(row: LaunchInFlight) -> str:
@@ -211,7 +213,7 @@ class LiveView:
             return
         metric = self._state.search.metric if self._state.search else ""
         for line in lines_of(event, metric):
-            self._console.print(Text(line, style=_style(event)))
+            self._console.print(Text(plain(line), style=_style(event)))
 
     def _render(self) -> RenderableType:
         size = self._console.size

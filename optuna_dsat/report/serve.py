@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from socketserver import ThreadingMixIn
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
@@ -10,7 +11,7 @@ from optuna.artifacts import FileSystemArtifactStore
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial
 
-from optuna_dsat.errors import UsageError
+from optuna_dsat.errors import UnreadableStudyError, UsageError
 from optuna_dsat.store import Store
 from optuna_dsat.store.retrying_storage import RetryingStorage
 from optuna_dsat.study.stored import read_stored
@@ -34,7 +35,10 @@ class ResultStorage(RetryingStorage):
     def get_best_trial(self, study_id: int) -> FrozenTrial:
         """Return the trial that is handed over; Optuna's own for a study that optuna-dsat did not make."""
         name = self.get_study_name_from_id(study_id)
-        best = None if self._store.find_study(name) is None else read_stored(self._store, name).best
+        best = None
+        if self._store.find_study(name) is not None:
+            with suppress(UnreadableStudyError):  # one of a newer version: Optuna's own
+                best = read_stored(self._store, name).best
         return super().get_best_trial(study_id) if best is None else best.trial
 
 

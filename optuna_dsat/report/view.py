@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 from optuna.trial import FrozenTrial, TrialState
@@ -11,7 +11,8 @@ from optuna.trial import FrozenTrial, TrialState
 from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.report.memory_belief import MemoryBelief
 from optuna_dsat.store import Store, StoredLaunch
-from optuna_dsat.study.stored import StoredStudy, read_stored
+from optuna_dsat.study.reading import reading
+from optuna_dsat.study.stored import StoredStudy, read_launches, read_stored
 from optuna_dsat.study.tuner import EndReason
 from optuna_dsat.trials import attributes
 
@@ -79,12 +80,16 @@ def read_view(store: Store, name: str) -> StudyView:
 
     Raises:
         UsageError: If there is no such study; names the existing ones.
+        UnreadableStudyError: If any of it is not what this version reads.
     """
     stored = read_stored(store, name)
-    uuid = stored.record.uuid
+    record = stored.record
+    launches = read_launches(store, record)
+    with reading(name, "its steps", record.versions):
+        step_times = store.step_times(record.uuid, from_step=stored.spec.start_profile_step)
     return StudyView(
-        **vars(stored),
-        launches=tuple(store.launches(uuid)),
-        step_times=store.step_times(uuid, from_step=stored.spec.start_profile_step),
+        **{one.name: getattr(stored, one.name) for one in fields(StoredStudy)},
+        launches=launches,
+        step_times=step_times,
         storage_url=store.url,
     )

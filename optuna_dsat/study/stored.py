@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,13 +10,15 @@ from typing import Any
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.config.search_space import SearchSpace
-from optuna_dsat.errors import StudyConflictError, UsageError
+from optuna_dsat.errors import StudyConflictError, UnreadableStudyError, UsageError
 from optuna_dsat.guided.prior_knowledge import PriorKnowledge
+from optuna_dsat.outcome import Outcome
 from optuna_dsat.script.trainer import ScriptTrainer
-from optuna_dsat.store import Store, StudyRecord
+from optuna_dsat.store import Store, StoredLaunch, StudyRecord
 from optuna_dsat.study.finalists import Finalist, finalists_of, standing_of
 from optuna_dsat.study.paired import Ratio
 from optuna_dsat.study.profile import Profiled
+from optuna_dsat.study.reading import check_record, check_study_attributes, check_trials, reading
 from optuna_dsat.study.result import complete_config, trial_row
 from optuna_dsat.study.rounds import Rounds
 from optuna_dsat.study.space import objective, space_of
@@ -27,14 +29,26 @@ from optuna_dsat.trials import attributes
 
 __all__ = [
     "StoredStudy",
+    "UnreadableStudy",
     "attributes_of",
     "check_study",
     "has_trials",
     "open_study",
+    "read_launches",
     "read_stored",
+    "readable_studies",
     "record_of",
     "spec_of",
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnreadableStudy:
+    """A study that this version cannot read."""
+
+    record: StudyRecord
+    reason: str
+    """What cannot be read, and which version made the study if that is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +159,23 @@ class StoredStudy:
         again = None if self.verdict is None else self.verdict.contender(standing.trial.number)
         return None if again is None or not standing.confirmed else again.ratio
 
+    def check(self) -> None:
+        """Read all that is made of the stored values.
+
+        Raises:
+            ValueError: If one of them is not what it is made of; so may ``TypeError`` and their like.
+        """
+        for one in self.rounds.launches:
+            Outcome(one.outcome)
+        known = {trial.number for trial in self.trials}
+        strangers = {*self.rounds.chosen, *(one.number for one in self.rounds.launches)} - known
+        if strangers:
+            raise ValueError(f"the rounds compare trials that there are not: {sorted(strangers)[:5]}")
+        for trial in self.trials:
+            self.row(trial)
+            attributes.step_facts(trial)
+        _ = (self.space, self.prior_knowledge, self.verdict, self.best, self.baseline, self.finalists)
+
     def row(self, trial: FrozenTrial) -> dict[str, Any]:
         """Return a trial as one flat row, with what the rounds measured."""
         return trial_row(trial, self.verdict)
@@ -171,11 +202,13 @@ def open_study(store: Store, spec: StudySpec, *, relocated: bool = False) -> tup
 
     Raises:
         StudyConflictError: If a study of this name has other settings; says what differs.
+        UnreadableStudyError: If the study of this name cannot be read.
     """
     found = store.find_study(spec.name)
     if found is None:
         record = store.create_study(spec.name, spec.model_dump(mode="json"), direction=spec.direction)
         return record, spec
+    read_stored(store, spec.name)  # refuses what later steps could not read
     if relocated:
         return found, spec
     check_study(store, spec)
@@ -228,8 +261,17 @@ def record_of(store: Store, name: str) -> StudyRecord:
 
 
 def spec_of(record: StudyRecord) -> StudySpec:
-    """Return the spec of a stored study as it was stored: the script's trainer is not followed."""
-    return StudySpec.model_validate(dict(record.spec))
+    """Return the spec of a stored study as it was stored: the script's trainer is not followed.
+
+    Raises:
+        UnreadableStudyError: If it is none of this version's.
+    """
+    with reading(record.name, "its spec", record.versions):
+        check_record(record)
+        spec = StudySpec.model_validate(dict(record.spec))
+        if spec.name != record.name:
+            raise ValueError(f"it is that of a study {spec.name!r}")
+    return spec
 
 
 def attributes_of(store: Store, name: str) -> Mapping[str, Any]:
@@ -247,18 +289,56 @@ def read_stored(store: Store, name: str) -> StoredStudy:
 
     Raises:
         UsageError: As ``record_of``.
+        UnreadableStudyError: If any of it is not what this version reads.
     """
     record = record_of(store, name)
-    user_attrs = attributes_of(store, name)
-    fingerprint = user_attrs.get(attributes.FINGERPRINT)
-    stored = None if fingerprint is None else store.find_profile(str(fingerprint))
-    profiled = None if stored is None else Profiled.from_json(stored.profile)
     spec = spec_of(record)
-    return StoredStudy(
+    with reading(name, "its attributes", record.versions):
+        user_attrs = attributes_of(store, name)
+        check_study_attributes(user_attrs)
+    with reading(name, "its profile", record.versions):
+        profiled = _profiled(store, user_attrs.get(attributes.FINGERPRINT))
+        followed = spec if profiled is None else profiled.followed_by(spec)
+    with reading(name, "its trials", record.versions):
+        trials = store.storage.get_all_trials(store.storage.get_study_id_from_name(name), deepcopy=False)
+        check_trials(trials)
+    study = StoredStudy(
         record=record,
         stored_spec=spec,
-        spec=spec if profiled is None else profiled.followed_by(spec),
-        trials=tuple(store.storage.get_all_trials(store.storage.get_study_id_from_name(name), deepcopy=False)),
+        spec=followed,
+        trials=tuple(trials),
         attributes=user_attrs,
         profiled=profiled,
     )
+    with reading(name, "what came of it", record.versions):
+        study.check()
+    return study
+
+
+def read_launches(store: Store, record: StudyRecord) -> tuple[StoredLaunch, ...]:
+    """Return the launches of a study, the earliest first.
+
+    Raises:
+        UnreadableStudyError: If one of them is not what this version records.
+    """
+    with reading(record.name, "its launches", record.versions):
+        return tuple(store.launches(record.uuid))
+
+
+def readable_studies(store: Store) -> Iterator[StoredStudy | UnreadableStudy]:
+    """Yield the studies of a database, the earliest first; one that cannot be read as what is known of it."""
+    for record in store.list_studies():
+        try:
+            study = read_stored(store, record.name)
+            read_launches(store, record)
+        except UnreadableStudyError as error:
+            yield UnreadableStudy(record=record, reason=error.reason)
+        except UsageError:  # deleted since
+            continue
+        else:
+            yield study
+
+
+def _profiled(store: Store, fingerprint: str | None) -> Profiled | None:
+    stored = None if fingerprint is None else store.find_profile(fingerprint)
+    return None if stored is None else Profiled.from_json(stored.profile)

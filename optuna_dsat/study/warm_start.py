@@ -13,7 +13,7 @@ import optuna
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.config.search_space import SearchSpace
-from optuna_dsat.errors import UsageError
+from optuna_dsat.errors import UnreadableStudyError, UsageError
 from optuna_dsat.guided.prior_knowledge import EarlierLaunch, PriorKnowledge, launches_of
 from optuna_dsat.store import Store
 from optuna_dsat.study.methods import make_planner
@@ -117,7 +117,10 @@ def _hardware(spec: StudySpec, profiled: Profiled) -> str:
 def _others(store: Store, name: str) -> Iterator[_Earlier]:
     """Yield the other measured studies of the database, the latest first."""
     for record in sorted(store.list_studies(), key=lambda record: -record.created_at):
-        earlier = None if record.name == name else _read(store, record.name)
+        try:
+            earlier = None if record.name == name else _read(store, record.name)
+        except UnreadableStudyError:
+            continue
         if earlier is not None:
             yield earlier
 

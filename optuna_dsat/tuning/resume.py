@@ -12,7 +12,7 @@ from optuna_dsat.script.module_file import module_file
 from optuna_dsat.store import Store
 from optuna_dsat.study.request import StudyRequest
 from optuna_dsat.study.spec import ScriptSpec, StudySpec, make_spec
-from optuna_dsat.study.stored import record_of, spec_of
+from optuna_dsat.study.stored import read_stored
 
 __all__ = ["resume_request"]
 
@@ -38,10 +38,11 @@ def resume_request(
 
     Raises:
         UsageError: If there is no such study, or script or devices are not what it needs.
+        UnreadableStudyError: If what is stored of it is not what this version reads.
     """
     with Store.open(storage, create=False) as store:
-        record = record_of(store, name)
-        spec = spec_of(record)
+        study = read_stored(store, name)
+        record, spec = study.record, study.stored_spec
         if "min_gain" in limits and spec.method != "guided":
             raise UsageError(f"--min-gain is an option of guided; this study is searched by {spec.method}.")
         if limits:

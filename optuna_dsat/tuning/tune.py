@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from optuna_dsat.errors import NothingRunnableError, ScriptFailedError
+from optuna_dsat.escape.terminal import say
 from optuna_dsat.study.result import TuneResult
 from optuna_dsat.tuning.given import Given
 from optuna_dsat.tuning.keywords import with_keywords
@@ -62,7 +63,7 @@ def tune(given: Given) -> TuneResult:
 
     def notice(text: str) -> None:
         if not options.quiet:
-            sys.stderr.write(f"{text}\n")
+            say(text, file=sys.stderr)
 
     for one in studies:
         for note in one.notes:

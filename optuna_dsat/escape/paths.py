@@ -1,0 +1,31 @@
+"""Paths that are made of names from elsewhere, held inside a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+__all__ = ["OutsideError", "held_inside"]
+
+
+class OutsideError(ValueError):
+    """A name leads out of the folder that it belongs to, by itself or by a link."""
+
+
+def held_inside(folder: Path, *names: str) -> Path:
+    """Return the path of a file in a folder, links followed.
+
+    Args:
+        folder: The folder; it may be reached by a link itself.
+        names: Names of the folders below it, and of the file.
+
+    Raises:
+        OutsideError: If the path lies outside of the folder; names it.
+    """
+    try:
+        root = folder.resolve()
+        path = root.joinpath(*names).resolve()
+    except (ValueError, OSError, RuntimeError) as error:  # a NUL character, a name too long, links in a circle
+        raise OutsideError(f"{names!r} is no path: {error}") from None
+    if not path.is_relative_to(root) or path == root:
+        raise OutsideError(f"{'/'.join(names)} leads out of {folder}")
+    return path

@@ -1,0 +1,63 @@
+"""Text on a terminal: shown as it is, never obeyed."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import TYPE_CHECKING, TextIO
+
+from optuna_dsat.runtime.plain_text import shortened
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+__all__ = ["CELL_CHARS", "cell", "one_line", "plain", "say"]
+
+CELL_CHARS = 600
+"""Longest text in a cell of a table."""
+
+_CONTROL = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 but tab and line feed, DEL, C1: escape sequences begin with these
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # turn the direction of what follows
+    "\u2028\u2029\ud800-\udfff]"  # other line ends, halves of surrogate pairs
+)
+
+
+def plain(text: object) -> str:
+    """Return text with control characters written out, by their numbers; tabs and line ends stay."""
+    return _CONTROL.sub(lambda found: _written_out(found[0]), str(text))
+
+
+def _written_out(character: str) -> str:
+    code = ord(character)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+
+def one_line(text: object, *, limit_chars: int = CELL_CHARS) -> str:
+    """Return text as ``plain``, in one line of bounded length.
+
+    Args:
+        text: The text.
+        limit_chars: Characters that are kept of a longer one.
+    """
+    whole = str(text)
+    return plain(shortened(" ".join(whole.split()) if "\n" in whole or "\t" in whole else whole, limit_chars))
+
+
+def cell(value: object) -> Text:
+    """Return the cell of a table of rich's, without markup; None is an empty one."""
+    from rich.text import Text
+
+    return Text("" if value is None else one_line(value))
+
+
+def say(text: object, *, file: TextIO | None = None) -> None:
+    """Print text as ``plain``; what the stream's encoding lacks is written out.
+
+    Args:
+        text: The text.
+        file: The stream; None for stdout.
+    """
+    stream = sys.stdout if file is None else file
+    encoding = stream.encoding or "utf-8"
+    print(plain(text).encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
