@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ import typer
 from optuna_dsat.cli.commands import with_options
 from optuna_dsat.cli.tables import print_table
 from optuna_dsat.errors import UsageError
+from optuna_dsat.escape.terminal import say
 from optuna_dsat.tuning.options import DEFAULT_OUTPUT_DIR, DEFAULT_STORAGE, OUTPUT_DIR_ENV, STORAGE_ENV, TuneOptions
 from optuna_dsat.words import bytes_in_words
 
@@ -203,7 +205,7 @@ def _with_launch(options: PlanOptions) -> Plan:
     """Return the plan of a script, by a profile that is stored or measured now."""
     from contextlib import closing
 
-    from optuna_dsat.launch.processes import kill_leftovers
+    from optuna_dsat.launch.leftovers import LeftoverWatch
     from optuna_dsat.launch.torchrun import TorchrunLauncher
     from optuna_dsat.plan.from_script import plan_script
     from optuna_dsat.store import Store
@@ -213,22 +215,22 @@ def _with_launch(options: PlanOptions) -> Plan:
     search = _search_options(options)
     devices = search_devices(search)
     for notice in devices.notices:
-        print(notice, file=sys.stderr)
+        say(notice, file=sys.stderr)
     spec = build_spec("guided", search, devices)
     spec = spec.model_copy(update={"name": f"{spec.name.removesuffix('-guided')}-plan"})
-    kill_leftovers()
+    LeftoverWatch(os.environ, on_notice=lambda text: print(text, file=sys.stderr)).begin()
     with Store.open(search.storage) as store:
         return plan_script(
             spec,
             store=store,
             device_names=tuple(device.name for device in devices.devices),
             launcher=lambda: closing(TorchrunLauncher(spec.study_dir, devices=devices, max_slots=spec.max_slots)),
-            on_attempt=lambda one: print(
+            on_attempt=lambda one: say(
                 f"Profile launch at micro-batch {one.micro_batch}, {one.words} ...", file=sys.stderr
             ),
             memory_margin=options.memory_margin,
             seq_length=options.seq_length,
-            on_notice=lambda text: print(text, file=sys.stderr),
+            on_notice=lambda text: say(text, file=sys.stderr),
         )
 
 
@@ -277,7 +279,7 @@ def _print_text(plan: Plan) -> None:
     from optuna_dsat.plan.advice import advise
 
     for line in plan.about:
-        print(line)
+        say(line)
     known = {"tokens/s": plan.subject.seq_length is not None, "MFU": any(_mfu(row) for row in plan.rows)}
     extra = tuple(heading for heading, shown in known.items() if shown)
     whose = "rank" if plan.subject.hardware.device == "cpu" else "GPU"
@@ -297,7 +299,7 @@ def _print_text(plan: Plan) -> None:
             "MFU is the share of the GPUs' peak FLOPS that the model's own operations reach, without recomputed ones."
         )
     for text in advise(plan):
-        print(f"- {text}")
+        say(f"- {text}")
 
 
 def _mfu(row: PlannedRow) -> str:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 from optuna_dsat.launch.agent_handle import AgentHandle
-from optuna_dsat.launch.processes import ProcessKey, children_of, end_processes, find_marked
+from optuna_dsat.launch.leftovers import shared_memory_of
+from optuna_dsat.launch.processes import ProcessKey, children_of, end_processes, find_marked, read_command
 
 __all__ = ["ProcessTree"]
+
+_CLEANERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
+"""Words of the commands of processes that remove shared memory once those that made it are gone."""
+_CLEANERS_S = 1.0
+"""Time that they have for it."""
 
 
 class ProcessTree:
@@ -23,6 +32,8 @@ class ProcessTree:
         self._ranks: dict[int, ProcessKey] = {}
         self._known: set[ProcessKey] = set() if self._agent_key is None else {self._agent_key}
         self._killed: set[int] = set()
+        self._shared_memory: set[Path] = set()
+        self._cleaners_until: float | None = None
 
     @property
     def known(self) -> frozenset[ProcessKey]:
@@ -38,6 +49,11 @@ class ProcessTree:
     def killed(self) -> tuple[int, ...]:
         """Numbers of the processes that were killed here."""
         return tuple(self._killed)
+
+    @property
+    def shared_memory(self) -> frozenset[Path]:
+        """Files in shared memory that its processes had when they were killed here."""
+        return frozenset(self._shared_memory)
 
     def add_rank(self, rank: int, pid: int) -> None:
         """Note the process of a rank, if it lives."""
@@ -89,8 +105,20 @@ class ProcessTree:
             return False
         return self._agent.returncode is not None
 
+    def _may_clean(self, key: ProcessKey) -> bool:
+        """Whether a process removes by itself what others left in shared memory, and has time left for it."""
+        command = read_command(key.pid)
+        if not any(name in word for word in command for name in _CLEANERS):
+            return False
+        now = time.monotonic()
+        if self._cleaners_until is None:
+            self._cleaners_until = now + _CLEANERS_S
+        return now < self._cleaners_until
+
     def _kill(self, keys: set[ProcessKey]) -> None:
         alive = {key for key in keys if key.alive}
         self._known |= alive
+        alive = {key for key in alive if not self._may_clean(key)}
         self._killed |= {key.pid for key in alive}
+        self._shared_memory |= shared_memory_of(key.pid for key in alive)
         end_processes(alive)

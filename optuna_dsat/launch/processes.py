@@ -33,6 +33,7 @@ __all__ = [
     "kill_leftovers",
     "new_mark",
     "process_space",
+    "read_command",
     "take_mark",
 ]
 
@@ -87,6 +88,15 @@ def cpu_seconds(key: ProcessKey) -> float | None:
     if not fields or int(fields[_START_TIME_FIELD]) != key.start_ticks:
         return None
     return sum(int(fields[index]) for index in _CPU_TIME_FIELDS) / os.sysconf("SC_CLK_TCK")
+
+
+def read_command(pid: int) -> list[str]:
+    """Return the command line of a process; empty if it is gone or has none."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return []
+    return [os.fsdecode(word) for word in words if word]
 
 
 @dataclass(frozen=True)

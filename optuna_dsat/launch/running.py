@@ -13,6 +13,7 @@ from optuna_dsat.launch.beside import BesideWatch, GpuSight
 from optuna_dsat.launch.classify import LaunchFacts, StopReason
 from optuna_dsat.launch.conditions import Conditions
 from optuna_dsat.launch.event_log import EventLog
+from optuna_dsat.launch.leftovers import remove_noted
 from optuna_dsat.launch.preload import Preload
 from optuna_dsat.launch.process_tree import ProcessTree
 from optuna_dsat.launch.processes import ProcessKey
@@ -21,7 +22,6 @@ from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.launch.slots import SlotLease
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import Event, RankStarted
-from optuna_dsat.runtime.side_effects import remove_recorded_folders
 
 __all__ = ["FailedFork", "RunningLaunch"]
 
@@ -139,7 +139,7 @@ class RunningLaunch:
         if self._sweeping and self._processes.sweep():
             if self.gone_at is None:
                 self.gone_at = now
-                remove_recorded_folders(self.directory.temporary_folders)
+                self.clean_up()
             events += self._read(now)
         return events
 
@@ -156,6 +156,11 @@ class RunningLaunch:
         if self.stop_reason is None and not self._sweeping:
             self.stop_reason = reason
             self._start_sweep()
+
+    def clean_up(self) -> None:
+        """Remove what its processes left outside the run directory; call it once all of them are gone."""
+        if self.directory.leavings is not None:
+            remove_noted(self.directory.leavings, seen=self._processes.shared_memory)
 
     def facts(self, oom_kills_after: int | None) -> LaunchFacts:
         """Return the observations of the launch, once it is over or settled.

@@ -13,6 +13,8 @@ from optuna_dsat.launch.command import device_environment
 from optuna_dsat.launch.device_return import DeviceReturn
 from optuna_dsat.launch.devices import Devices, Nvml
 from optuna_dsat.launch.forking import Forking
+from optuna_dsat.launch.leftovers import LeftoverWatch
+from optuna_dsat.launch.notes import TunerNotes
 from optuna_dsat.launch.operators import compile_operators
 from optuna_dsat.launch.preload import Preload
 from optuna_dsat.launch.processes import kernel_oom_kills, kill_leftovers
@@ -80,6 +82,8 @@ class TorchrunLauncher:
         self._running: dict[str, RunningLaunch] = {}
         self._queue = StartQueue()
         self._device_return = DeviceReturn(self._pool)
+        self._notes = TunerNotes(self._output_dir)
+        self._leftovers = LeftoverWatch(self._base_env, on_notice=self._notify)
         self._forking = Forking(self._output_dir / "warm.log", enabled=warm, on_notice=self._notify)
 
     @property
@@ -133,13 +137,16 @@ class TorchrunLauncher:
         if request.launch_id in self._running or request.launch_id in self._queue.names:
             raise ValueError(f"launch_id is unique; {request.launch_id!r} is running.")
         if _settled_slots(self._running.values()) and self._pool.free < request.slots <= self.free_slots:
-            self._queue.add(request, write_run_directory(request, self._output_dir))
+            self._queue.add(request, self._write_run_directory(request))
             return
         self._start_on(self._pool.take(request.slots), request)
 
+    def _write_run_directory(self, request: LaunchRequest) -> RunDirectory:
+        return write_run_directory(request, self._output_dir, leavings=self._notes.begin())
+
     def _start_on(self, lease: SlotLease, request: LaunchRequest, directory: RunDirectory | None = None) -> None:
         try:
-            directory = write_run_directory(request, self._output_dir) if directory is None else directory
+            directory = self._write_run_directory(request) if directory is None else directory
             self._running[request.launch_id] = spawn(
                 request, directory, lease, pool=self._pool, base_env=self._base_env, forking=self._forking
             )
@@ -155,6 +162,7 @@ class TorchrunLauncher:
             OutputError: If a launch failed because the disk is full; it has no outcome then, and can be repeated.
         """
         deadline = time.monotonic() + timeout_s
+        self._leftovers.check()
         while True:
             updates = self._advance()
             if updates or (now := time.monotonic()) >= deadline:
@@ -203,7 +211,7 @@ class TorchrunLauncher:
             lease = self._pool.take(launch.request.slots)
         except SlotsBusyError:
             return False
-        directory = write_run_directory(launch.request, self._output_dir)
+        directory = self._write_run_directory(launch.request)
         again = spawn(launch.request, directory, lease, pool=self._pool, base_env=self._base_env, forking=None)
         again.repeats = failed
         self._running[launch.request.launch_id] = again
@@ -227,11 +235,13 @@ class TorchrunLauncher:
         for launch in self._running.values():
             kill_leftovers(launch.mark)
             launch.agent.wait()
+            launch.clean_up()
             self._pool.give_back(launch.lease)
         self._device_return.close()
         self._running.clear()
         self._queue.clear()
         self._forking.close()
+        self._notes.close()
 
 
 def _settled_slots(launches: Iterable[RunningLaunch]) -> int:

@@ -35,8 +35,8 @@ class LaunchPlan:
     """The user's config file; ``config_path`` replaces it in the script's arguments."""
     trackers_dir: str = ""
     """Folder for logs of torch's ``SummaryWriter``; empty to keep the script's own folder."""
-    temporary_folders: str = ""
-    """File that receives the paths of folders made in the temporary folder; empty to note none."""
+    leavings: str = ""
+    """File in which ranks note what they may leave outside the run directory; empty to note nothing."""
     overlay: Mapping[str, Any] = field(default_factory=dict)
     """Merged into the config that the script passes to ``deepspeed.initialize``; None removes a key."""
     batch_source: Mapping[str, Any] = field(default_factory=dict)

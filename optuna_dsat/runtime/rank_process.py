@@ -30,13 +30,15 @@ from optuna_dsat.runtime.failure import diagnose, format_traceback, message_of, 
 from optuna_dsat.runtime.hook import DeepSpeedHook
 from optuna_dsat.runtime.imports import imported_modules, loaded_operators
 from optuna_dsat.runtime.launch_plan import LaunchPlan
+from optuna_dsat.runtime.leavings import note_shared_buffer, note_temporary_folders
 from optuna_dsat.runtime.local_rank import default_local_rank
 from optuna_dsat.runtime.meter import RankState
 from optuna_dsat.runtime.plain_text import MESSAGE_CHARS, TEXT_CHARS, shortened
 from optuna_dsat.runtime.rank import Rank
 from optuna_dsat.runtime.reporting import set_current_trial
-from optuna_dsat.runtime.side_effects import TemporaryFolders, record_temporary_folders
+from optuna_dsat.runtime.side_effects import TemporaryFolders
 from optuna_dsat.runtime.writer import EventWriteError, EventWriter, events_path
+from optuna_dsat.secrecy.references import hidden_text
 
 __all__ = ["EXIT_EVENTS_LOST", "FailedExit", "exit_as_python", "exit_code", "run_rank"]
 
@@ -91,8 +93,10 @@ class _RankProcess:
                 forked=self._forked,
             )
         )
-        if plan.temporary_folders:
-            record_temporary_folders(Path(plan.temporary_folders))
+        if plan.leavings:
+            note_shared_buffer(Path(plan.leavings), os.environ, rank=rank.rank)
+        if plan.leavings and plan.measures:  # a training may want its folders
+            note_temporary_folders(Path(plan.leavings))
         if self._reports_imports:
             self._environment.install()
         hook = DeepSpeedHook(
@@ -169,8 +173,8 @@ class _RankProcess:
                 outcome=diagnosis.outcome.value,
                 phase=self._state.phase,
                 error_type=type(error).__name__,
-                message=shortened(message_of(error), MESSAGE_CHARS),
-                traceback=shortened(format_traceback(error, trace), TEXT_CHARS),
+                message=shortened(hidden_text(message_of(error)), MESSAGE_CHARS),
+                traceback=shortened(hidden_text(format_traceback(error, trace)), TEXT_CHARS),
                 missing_bytes=diagnosis.missing_bytes,
                 steps=self._state.steps,
             )

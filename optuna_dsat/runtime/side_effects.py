@@ -7,11 +7,8 @@ tuned.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-import json
-import os
 import shutil
 import sys
 import tempfile
@@ -20,15 +17,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from optuna_dsat.runtime.replacing import replace_function
-
 __all__ = [
     "TemporaryFolders",
     "disable_checkpoints",
-    "record_temporary_folders",
     "redirect_accelerates_tensorboard",
     "redirect_tensorboard",
-    "remove_recorded_folders",
     "tolerate_mismatched_checkpoints",
     "without_monitors",
 ]
@@ -106,40 +99,6 @@ def redirect_accelerates_tensorboard(tracker_class: Any, folder: Path) -> None:
         original(*bound.args, **bound.kwargs)
 
     tracker_class.__init__ = __init__
-
-
-def record_temporary_folders(record: Path) -> None:
-    """Have every folder that ``tempfile.mkdtemp`` makes in the temporary folder noted, one JSON text a line.
-
-    Trackers leave such folders behind, and a rank that is killed leaves all of its own.
-
-    Args:
-        record: File that receives the paths; created by the first.
-    """
-    original = tempfile.mkdtemp
-
-    @functools.wraps(original)
-    def mkdtemp(suffix: Any = None, prefix: Any = None, dir: Any = None) -> Any:
-        made = original(suffix, prefix, dir)
-        if dir is None:
-            with contextlib.suppress(OSError), record.open("a", encoding="utf-8") as lines:
-                lines.write(json.dumps(os.fsdecode(made)) + "\n")
-        return made
-
-    replace_function(tempfile, "mkdtemp", mkdtemp)
-
-
-def remove_recorded_folders(record: Path) -> None:
-    """Remove the folders that ``record_temporary_folders`` noted; call it once all processes of the launch are gone."""
-    try:
-        lines = record.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        with contextlib.suppress(ValueError):  # a rank was killed while it wrote
-            folder = Path(json.loads(line))
-            if folder.is_absolute() and not folder.is_symlink():
-                shutil.rmtree(folder, ignore_errors=True)
 
 
 class TemporaryFolders:

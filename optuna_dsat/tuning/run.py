@@ -5,6 +5,7 @@ Shared by the commands and ``optuna_dsat.tune``, which differ only in how they s
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,11 +14,13 @@ from typing import TextIO
 
 import optuna
 
+from optuna_dsat.escape.terminal import say
 from optuna_dsat.launch.full_run import run_full
-from optuna_dsat.launch.processes import kill_leftovers
+from optuna_dsat.launch.leftovers import LeftoverWatch
 from optuna_dsat.launch.torchrun import TorchrunLauncher
 from optuna_dsat.store import Store, display_url, parse_url
 from optuna_dsat.study.launch_requests import full_request
+from optuna_dsat.study.needed_secrets import require_secrets
 from optuna_dsat.study.progress import Message, Observer
 from optuna_dsat.study.request import StudyRequest
 from optuna_dsat.study.result import TuneResult
@@ -50,14 +53,19 @@ def run_study(request: StudyRequest, *, observer: Observer) -> StudyRun:
     Raises:
         DsatError: As ``Session.run``. An interruption raises nothing: see ``StudyRun.interrupted``.
     """
-    kill_leftovers()  # launches whose tuner was killed, if any of their processes outlived it
+
+    def notify(text: str) -> None:
+        observer(Message(text=text))
+
+    LeftoverWatch(os.environ, on_notice=notify).begin()
     spec = request.spec
+    require_secrets(spec)
     launcher = TorchrunLauncher(
         spec.study_dir,
         devices=request.devices,
         max_slots=spec.max_slots,
         warm=spec.launcher == "warm",
-        on_notice=lambda text: observer(Message(text=text)),
+        on_notice=notify,
     )
     shown, result, interrupted = "", None, False
     try:
@@ -93,7 +101,7 @@ def train_with_best(run: StudyRun, result: TuneResult, *, stdout: TextIO | None 
         max_slots=spec.max_slots,
         stdout=stdout,
         wait_for_gpus_s=spec.wait_for_gpus_s,
-        on_notice=lambda text: print(text, file=sys.stderr),
+        on_notice=lambda text: say(text, file=sys.stderr),
     )
 
 

@@ -1,0 +1,182 @@
+"""Removes what launches leave behind, whatever ended them: processes, shared memory, folders, files, build locks.
+
+A launch that ends while its tuner lives is cleaned up by that at once (``remove_noted``). What a killed tuner leaves is
+removed by the next start of any command that launches, and by tuners that run beside it (``remove_leftovers``): its
+processes by their marks (``launch/processes.py``), all else by its notes (``launch/notes.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from optuna_dsat.errors import UsageError
+from optuna_dsat.launch.build_locks import remove_stale_locks
+from optuna_dsat.launch.notes import GoneTuner, any_gone, gone_tuners
+from optuna_dsat.launch.processes import kill_leftovers
+from optuna_dsat.runtime.leavings import SHARED_MEMORY
+
+__all__ = ["LeftoverWatch", "Removed", "remove_leftovers", "remove_noted", "shared_memory_of"]
+
+_WATCH_S = 5.0
+"""Pause between two looks for tuners beside this one that were killed."""
+
+_PARTIAL = re.compile(r"\..+\.(?P<pid>\d+)")
+"""Name of a file that was being written (``runtime/atomic_write.py``)."""
+
+_WORDS = {
+    "processes": ("process", "processes"),
+    "shared_memory": ("file in shared memory", "files in shared memory"),
+    "folders": ("temporary folder", "temporary folders"),
+    "partial_files": ("partly written file", "partly written files"),
+    "build_locks": ("lock of a build", "locks of builds"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Removed:
+    """How much was removed, by kind."""
+
+    processes: int = 0
+    shared_memory: int = 0
+    folders: int = 0
+    partial_files: int = 0
+    build_locks: int = 0
+
+    def __add__(self, other: Removed) -> Removed:
+        return Removed(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
+
+    def __bool__(self) -> bool:
+        return any(getattr(self, one.name) for one in fields(self))
+
+    def in_words(self) -> str:
+        """Return a line for people; empty if nothing was removed."""
+        counts = [(getattr(self, name), words) for name, words in _WORDS.items()]
+        found = [f"{count} {words[count > 1]}" for count, words in counts if count]
+        return f"Removed what a killed run had left: {', '.join(found)}." if found else ""
+
+
+class LeftoverWatch:
+    """Removes what killed tuners left: at the start of a command that launches, and while it runs.
+
+    Args:
+        environ: Environment of launches.
+        on_notice: Called with what was removed.
+    """
+
+    def __init__(self, environ: Mapping[str, str], *, on_notice: Callable[[str], None]) -> None:
+        self._environ = environ
+        self._notify = on_notice
+        self._looked = time.monotonic()
+
+    def begin(self) -> None:
+        """Remove everything that is left.
+
+        Raises:
+            UsageError, TimeoutError: As ``remove_leftovers``.
+        """
+        if removed := remove_leftovers(self._environ):
+            self._notify(removed.in_words())
+
+    def check(self) -> None:
+        """Remove what a tuner left that was killed since the last look; looks every few seconds only."""
+        if time.monotonic() - self._looked > _WATCH_S:
+            with contextlib.suppress(UsageError, TimeoutError, OSError):  # said at the start of whoever comes next
+                if any_gone():
+                    self.begin()
+            self._looked = time.monotonic()
+
+
+def remove_leftovers(environ: Mapping[str, str], *, notes: Path | None = None) -> Removed:
+    """Remove what tuners of this user on this machine left that are gone, and build locks that nobody holds.
+
+    Args:
+        environ: Environment of launches.
+        notes: Folder of all tuners' notes; None for that of the user.
+
+    Raises:
+        UsageError: If the user's own folder cannot be used.
+        TimeoutError: If processes outlive SIGKILL, which only an uninterruptible wait in the kernel explains.
+    """
+    removed = Removed(processes=len(kill_leftovers()))
+    with gone_tuners(notes) as tuners:
+        for tuner in tuners:
+            for record in tuner.records:
+                removed += remove_noted(record)
+            removed += _remove_partial_files(tuner)
+    return removed + Removed(build_locks=len(remove_stale_locks(environ)))
+
+
+def remove_noted(record: Path, *, seen: Collection[Path] = ()) -> Removed:
+    """Remove what the processes of a launch noted, and the notes; call it once all of them are gone.
+
+    Args:
+        record: Their notes.
+        seen: Files in shared memory that they had mapped.
+    """
+    try:
+        lines = record.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    noted = {*seen}
+    for line in lines:
+        with contextlib.suppress(ValueError, TypeError):  # a rank was killed while it wrote
+            noted.add(Path(json.loads(line)))
+    there = {path for path in noted if _is_there(path)}
+    folders = {path for path in there if path.is_dir()}
+    shared = {path for path in there - folders if path.parent == SHARED_MEMORY}
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+    if shared:
+        shared -= shared_memory_of(_all_processes())  # a launch of today may have the name that one of yesterday had
+    for path in shared:
+        path.unlink(missing_ok=True)
+    record.unlink(missing_ok=True)
+    return Removed(shared_memory=len(shared), folders=len(folders))
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.is_absolute() and not path.is_symlink() and path.exists()
+    except (OSError, ValueError):  # no path that a file system takes
+        return False
+
+
+def _remove_partial_files(tuner: GoneTuner) -> Removed:
+    """Remove files that a tuner was writing when it was killed, in the folder of its study and of its launches."""
+    if tuner.pid is None or tuner.output_dir is None:
+        return Removed()
+    found = [*tuner.output_dir.glob(".*"), *tuner.output_dir.glob("*/.*")]
+    partial = [path for path in found if (m := _PARTIAL.fullmatch(path.name)) and int(m["pid"]) == tuner.pid]
+    partial = [path for path in partial if path.is_file() and not path.is_symlink()]
+    for path in partial:
+        path.unlink(missing_ok=True)
+    return Removed(partial_files=len(partial))
+
+
+def shared_memory_of(pids: Iterable[int]) -> set[Path]:
+    """Return the files in shared memory that processes have mapped or open."""
+    found: set[Path] = set()
+    prefix = f"{SHARED_MEMORY}/"
+    for pid in pids:
+        with contextlib.suppress(OSError):  # another user's, or gone
+            lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+            mapped = (line[place:] for line in lines if (place := line.find(prefix)) >= 0)
+            found.update(Path(path) for path in mapped if not path.endswith(" (deleted)"))
+        with contextlib.suppress(OSError):
+            for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    target = str(descriptor.readlink())
+                    if target.startswith(prefix) and not target.endswith(" (deleted)"):
+                        found.add(Path(target))
+    return found
+
+
+def _all_processes() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]

@@ -1,0 +1,119 @@
+"""What a launch's processes note goes with them, also when they are killed."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from optuna_dsat.launch.classify import StopReason
+from optuna_dsat.launch.leftovers import Removed, remove_noted
+from optuna_dsat.launch.processes import MARK_ENV, new_mark
+from optuna_dsat.launch.run_directory import RunDirectory
+from optuna_dsat.launch.running import RunningLaunch
+from optuna_dsat.launch.slots import SlotLease
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.leavings import SHARED_MEMORY, note_shared_buffer, note_temporary_folders
+from tests.harness.launches import request
+
+RANK = """
+import os, sys, tempfile, time
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from tempfile import mkdtemp
+from optuna_dsat.runtime.leavings import note_shared_buffer, note_temporary_folders
+record = Path(sys.argv[1])
+note_shared_buffer(record, {"MASTER_ADDR": "test", "MASTER_PORT": str(os.getpid())}, rank=0)
+note_temporary_folders(record)
+made = [tempfile.mkdtemp(prefix="tracker-"), mkdtemp()]
+Path(made[0], "file").touch()
+buffer = Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_test_{os.getpid()}_0")
+buffer.write_text("as DeepSpeed leaves it")
+mapped, tracked = SharedMemory(create=True, size=4096), SharedMemory(create=True, size=4096)
+resource_tracker.unregister(mapped._name, "shared_memory")  # as of a library that tracks nothing
+tracked.close()  # its tracker removes it, if it may
+print(*made, buffer, f"/dev/shm/{mapped.name}", f"/dev/shm/{tracked.name}", flush=True)
+time.sleep(600)
+"""
+
+
+def test_what_a_killed_rank_leaves_is_removed(tmp_path: Path) -> None:
+    directory, mark = RunDirectory.create(tmp_path, "trial-0000"), new_mark()
+    record = tmp_path / "record"
+    agent = subprocess.Popen(
+        [sys.executable, "-c", RANK, str(record)],
+        env={**os.environ, MARK_ENV: mark},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert agent.stdout is not None
+    with agent.stdout as output:
+        left = [Path(one) for one in output.readline().split()]
+    assert len(left) == 5
+    assert all(path.exists() for path in left)
+    launch = RunningLaunch(
+        request=request(tmp_path, slots=1),
+        directory=replace(directory, leavings=record),
+        lease=SlotLease(devices=(), baseline_bytes={}),
+        mark=mark,
+        agent=agent,
+        command=(),
+        started=0.0,
+        started_unix=0.0,
+        oom_kills_before=None,
+    )
+    launch.end(StopReason(outcome=Outcome.PRUNED, message="enough"))
+    agent.wait()
+    now = 1.0
+    while launch.gone_at is None:
+        launch.advance(now)
+        now += 1.0
+    assert [path for path in left if path.exists()] == []
+    assert not record.exists()
+
+
+def test_only_folders_in_the_temporary_folder_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "mkdtemp", tempfile.mkdtemp)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    record = tmp_path / "record"
+    note_temporary_folders(record)
+    (tmp_path / "own").mkdir()
+    made, own = tempfile.mkdtemp(), tempfile.mkdtemp(dir=tmp_path / "own")
+    assert [json.loads(line) for line in record.read_text().splitlines()] == [made]
+    (tmp_path / "file").touch()
+    record.write_text(record.read_text() + f'"relative"\n3\n"{tmp_path / "file"}"\n"cut of')
+    assert remove_noted(record) == Removed(folders=1)
+    assert not Path(made).exists()
+    assert Path(own).exists()
+    assert (tmp_path / "file").exists(), "no file but one in shared memory"
+    assert not remove_noted(tmp_path / "none")
+
+
+def test_a_buffer_of_the_same_name_that_is_in_use_stays(tmp_path: Path) -> None:
+    """The next launch on the same port has it mapped."""
+    record, path = tmp_path / "record", SHARED_MEMORY / f"optuna-dsat-test-{os.getpid()}"
+    with path.open("wb+") as file:
+        file.write(b"buffer")
+        file.flush()
+        with mmap.mmap(file.fileno(), 0):
+            record.write_text(json.dumps(str(path)))
+            assert not remove_noted(record)
+            assert path.exists()
+    record.write_text(json.dumps(str(path)))
+    assert remove_noted(record) == Removed(shared_memory=1)
+    assert not path.exists()
+
+
+def test_the_buffer_has_the_name_that_deepspeed_gives_it(tmp_path: Path) -> None:
+    record = tmp_path / "record"
+    note_shared_buffer(record, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}, rank=3)
+    (path,) = (json.loads(line) for line in record.read_text().splitlines())
+    assert path == f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_29500_3"

@@ -1,0 +1,168 @@
+"""What a tuner leaves that was killed is removed by whoever comes next, and nothing else is."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optuna_dsat.errors import UsageError
+from optuna_dsat.launch import leftovers
+from optuna_dsat.launch.leftovers import LeftoverWatch, Removed, remove_leftovers
+from optuna_dsat.launch.notes import TunerNotes, any_gone, gone_tuners
+from optuna_dsat.launch.own_folder import own_folder
+from optuna_dsat.launch.processes import process_space
+from tests.harness.workers import ended, wait_until
+
+TUNER = """
+import os, subprocess, sys
+from pathlib import Path
+from optuna_dsat.launch.notes import TunerNotes
+from optuna_dsat.launch.processes import MARK_ENV, new_mark
+from optuna_dsat.runtime.leavings import note
+folder, made = Path(sys.argv[1]), Path(sys.argv[2])
+notes = TunerNotes(made, folder=folder)
+record = notes.begin()
+(made / "temporary").mkdir(parents=True)
+(made / "trial-0000").mkdir()
+(made / "trial-0000" / f".launch.json.{os.getpid()}").touch()
+(made / "trial-0000" / ".launch.json.1").touch()
+note(record, str(made / "temporary"))
+rank = subprocess.Popen(["sleep", "600"], env={**os.environ, MARK_ENV: new_mark()}, stdout=subprocess.DEVNULL)
+print(rank.pid, flush=True)
+sys.stdin.read()
+notes.close()
+"""
+
+
+@pytest.fixture
+def notes(tmp_path: Path) -> Path:
+    (tmp_path / "notes").mkdir()
+    return tmp_path / "notes"
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    return {"TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
+
+
+@pytest.fixture
+def tuner(notes: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, "-c", TUNER, str(notes), str(tmp_path / "made")],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        yield process
+        process.kill()
+
+
+def rank_of(tuner: subprocess.Popen[str]) -> int:
+    assert tuner.stdout is not None
+    return int(tuner.stdout.readline())
+
+
+def test_what_a_killed_tuner_left_is_removed(
+    tuner: subprocess.Popen[str], notes: Path, environ: dict[str, str], tmp_path: Path
+) -> None:
+    rank, made = rank_of(tuner), tmp_path / "made"
+    remove_leftovers(environ, notes=notes)
+    assert not ended(rank), "its tuner lives"
+    assert (made / "temporary").is_dir()
+    assert not any_gone(notes)
+    tuner.kill()
+    tuner.wait()
+    assert any_gone(notes)
+    removed = remove_leftovers(environ, notes=notes)
+    wait_until(lambda: ended(rank), what="its rank is gone")
+    assert removed.processes >= 1
+    assert (removed.folders, removed.partial_files) == (1, 1)
+    assert "1 temporary folder, 1 partly written file" in removed.in_words()
+    assert not (made / "temporary").exists()
+    assert [path.name for path in (made / "trial-0000").iterdir()] == [".launch.json.1"], "another process writes that"
+    assert list(notes.iterdir()) == []
+
+
+def test_a_tuner_that_ends_by_itself_leaves_no_notes(tuner: subprocess.Popen[str], notes: Path) -> None:
+    os.kill(rank_of(tuner), 9)
+    tuner.communicate()
+    assert list(notes.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("space", "left_alone"),
+    [
+        (process_space() + "1", True),
+        ("another-boot:1", False),
+    ],
+    ids=["a-container-beside", "before-the-restart"],
+)
+def test_another_container_keeps_its_notes(notes: Path, space: str, left_alone: bool) -> None:
+    (notes / "one").mkdir()
+    (notes / "one.lock").touch()
+    (notes / "one" / "tuner").write_text(json.dumps({"pid": 1, "space": space, "output_dir": "/nowhere"}))
+    with gone_tuners(notes) as found:
+        assert [tuner.pid for tuner in found] == ([] if left_alone else [None])
+    assert (notes / "one").exists() is left_alone
+
+
+def test_spoiled_notes_stop_nobody(notes: Path, environ: dict[str, str]) -> None:
+    for name, text in (("a", "{"), ("b", "[]"), ("c", '{"pid": "x"}'), ("d", "")):
+        (notes / name).mkdir()
+        (notes / name / "tuner").write_text(text)
+        (notes / name / "1.jsonl").write_bytes(b'\xff\n{"a": 1}\n"' + b"x" * 5000 + b'"\n')
+        (notes / f"{name}.lock").touch()
+    (notes / "e.lock").touch()
+    remove_leftovers(environ, notes=notes)
+    assert list(notes.iterdir()) == []
+
+
+def test_what_others_leave_is_removed_while_a_search_runs(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]
+) -> None:
+    said: list[str] = []
+    gone = [False]
+    monkeypatch.setattr(leftovers, "any_gone", lambda: gone[0])
+    monkeypatch.setattr(leftovers, "remove_leftovers", lambda _: Removed(processes=2, shared_memory=1))
+    watch = LeftoverWatch(environ, on_notice=said.append)
+    gone[0] = True
+    watch.check()
+    assert said == [], "it has just looked"
+    monkeypatch.setattr(leftovers, "_WATCH_S", -1.0)
+    watch.check()
+    assert said == ["Removed what a killed run had left: 2 processes, 1 file in shared memory."]
+
+
+def test_the_own_folder_is_nobody_else_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = own_folder("launches", parent=tmp_path)
+    assert made.parent == tmp_path / f"optuna-dsat-{os.getuid()}"
+    assert made.parent.stat().st_mode & 0o777 == 0o700
+    made.parent.chmod(0o777)
+    assert own_folder(parent=tmp_path).stat().st_mode & 0o777 == 0o700
+    found: Any = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: found + 1)
+    (tmp_path / f"optuna-dsat-{found + 1}").mkdir()
+    with pytest.raises(UsageError, match="another user's"):
+        own_folder(parent=tmp_path)
+    (tmp_path / f"optuna-dsat-{found + 1}").rmdir()
+    (tmp_path / f"optuna-dsat-{found + 1}").symlink_to(made)
+    with pytest.raises(UsageError, match="or no folder"):
+        own_folder(parent=tmp_path)
+
+
+def test_two_claims_do_not_meet(notes: Path, tmp_path: Path) -> None:
+    one, two = TunerNotes(tmp_path, folder=notes), TunerNotes(tmp_path, folder=notes)
+    assert one.begin() != two.begin()
+    assert one.begin().parent != two.begin().parent
+    assert not any_gone(notes)
+    one.close()
+    two.close()
+    assert list(notes.iterdir()) == []
