@@ -10,10 +10,12 @@ from typing import Any, cast
 
 import optuna
 
+from benchmarks.recorded import Recorded
 from benchmarks.rig import COMMAND, BudgetSpentError, Rig
 from optuna_dsat.errors import NothingRunnableError
 from optuna_dsat.launch.simulated import SIMULATED_DEVICES
 from optuna_dsat.store import Store
+from optuna_dsat.store.registry import STUDY_UUID, Registry
 from optuna_dsat.study.methods import make_method
 from optuna_dsat.study.request import StudyRequest
 from optuna_dsat.study.rounds import Rounds
@@ -26,6 +28,14 @@ from optuna_dsat.trials import attributes
 __all__ = ["quick_store", "run", "spec_of"]
 
 
+class _RegistryInMemory(Registry):
+    """Asks Optuna's storage which studies there are, where the tables of its studies are empty."""
+
+    def _uuids(self, name: str | None = None) -> dict[str, str]:
+        studies = [study for study in self._storage.get_all_studies() if name in (None, study.study_name)]
+        return {study.study_name: study.user_attrs[STUDY_UUID] for study in studies if STUDY_UUID in study.user_attrs}
+
+
 @contextmanager
 def quick_store(folder: Path) -> Iterator[Store]:
     """Open a throw-away store: the real one, but with Optuna's trials in memory.
@@ -36,6 +46,7 @@ def quick_store(folder: Path) -> Iterator[Store]:
     with Store.open(f"sqlite:///{folder / 'study.db'}") as store:
         trials = cast(optuna.storages.RDBStorage, optuna.storages.InMemoryStorage())
         quick = Store(store._database, trials)
+        quick._registry = _RegistryInMemory(store._database, trials)
         try:
             yield quick
         finally:
@@ -56,6 +67,7 @@ def spec_of(rig: Rig, *, method: str, budget: int, seed: int, folder: Path) -> S
         ds_config=rig.landscape.user_config,
         device=rig.landscape.kind,
         no_tune=rig.landscape.no_tune,
+        **_stages(rig),
         slots_per_trial=rig.landscape.slots,
         max_trials=budget - (confirm + 1 if confirm else 0),
         max_concurrent_trials=1,
@@ -63,6 +75,14 @@ def spec_of(rig: Rig, *, method: str, budget: int, seed: int, folder: Path) -> S
         confirm=confirm,
         output_dir=str(folder),
     )
+
+
+def _stages(rig: Rig) -> dict[str, tuple[int, ...]]:
+    """Return the stages of a record that lacks some of a search's; the method's own are searched elsewhere."""
+    landscape = rig.landscape
+    if isinstance(landscape, Recorded) and not {1, 2, 3} <= set(landscape.stages):
+        return {"zero_stages": landscape.stages}
+    return {}
 
 
 def run(method: str, rig: Rig, *, budget: int, seed: int, store: Store | None = None) -> None:

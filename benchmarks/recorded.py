@@ -1,7 +1,12 @@
 """A recorded landscape: real launches of one model on one machine, played back to searches.
 
-A configuration between two recorded micro-batches of its lineage takes times and memory in proportion; beyond the
-largest that ran it is out of memory. Knobs that were not recorded are no part of its search space.
+Between two recorded micro-batches of a structure the time of a step follows a power law: a line where both have
+logarithmic scales. Beyond the largest that was recorded samples take as long as there, so that nothing is found that
+was not recorded, and a launch costs what it would; where a larger one ran out of memory, it does so, too. Knobs that
+were not recorded have no effect, whatever a method sets them to; a bucket stands for the recorded one that is nearest.
+What other structures than the recorded ones would do is not known: they are refused.
+
+The noise is that of the repeated launches. Launches on a machine that was not quiet count only where there is no other.
 """
 
 from __future__ import annotations
@@ -9,34 +14,93 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from optuna_dsat.config import ds_config
-from optuna_dsat.config.knobs import KNOBS, NVME
+from optuna_dsat.config.knobs import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM
 from optuna_dsat.launch.simulated import SimulatedProfile, SimulatedResult
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.words import bytes_in_words
 
-__all__ = ["Recorded", "key_of"]
+__all__ = ["LANDSCAPES_FOLDER", "Key", "Recorded", "key_of", "recorded_landscapes", "relative_noise", "summary"]
 
-_TIMES = ("forward_s", "backward_s", "step_s", "latency_s")
-_RECORDED = ("zero_stage", "offload_optimizer", "offload_param", "reduce_bucket_size")
+LANDSCAPES_FOLDER = Path(__file__).with_name("landscapes")
+"""Where the records are kept that every table plays back."""
+
+Key = tuple[int, bool, bool, int]
+"""ZeRO stage, whether optimizer and parameters are offloaded, and the reduce bucket in elements."""
+
+_PHASES = ("forward_s", "backward_s", "step_s")
+_DEFAULT_BUCKET = 500_000_000
+"""DeepSpeed's, in elements."""
 
 
-def key_of(zero: Mapping[str, Any]) -> tuple[int, bool, bool, int]:
+def key_of(zero: Mapping[str, Any]) -> Key:
     """Return what tells recorded lineages apart: stage, both offloads and the bucket (0 without ZeRO)."""
     stage = int(zero.get("stage", 0))
 
     def offloaded(name: str) -> bool:
         return bool((zero.get(name) or {}).get("device", "none") != "none")
 
-    bucket = int(zero.get("reduce_bucket_size") or 500_000_000) if stage else 0
-    return stage, stage > 0 and offloaded("offload_optimizer"), stage == 3 and offloaded("offload_param"), bucket
+    bucket = zero.get("reduce_bucket_size")
+    elements = int(bucket) if isinstance(bucket, int | float) and bucket else _DEFAULT_BUCKET
+    return (
+        stage,
+        stage > 0 and offloaded(OFFLOAD_OPTIMIZER),
+        stage == 3 and offloaded(OFFLOAD_PARAM),
+        elements if stage else 0,
+    )
+
+
+def relative_noise(runs: Iterable[Mapping[str, Any]]) -> float:
+    """Return by how much the step times of one configuration differ from launch to launch, relative; 0 if unknown.
+
+    The standard deviation within configurations, pooled over all that have more than one counted launch.
+    """
+    squares, degrees = 0.0, 0
+    for sizes in _grouped(runs).values():
+        for launches in sizes.values():
+            logs = [math.log(run["latency_s"]) for run in launches]
+            squares += sum((one - statistics.fmean(logs)) ** 2 for one in logs)
+            degrees += len(logs) - 1
+    return math.sqrt(squares / degrees) if degrees else 0.0
+
+
+def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what a record says of its own quality."""
+    measured = [run for run in runs if run["outcome"] == Outcome.MEASURED]
+    groups = [launches for sizes in _grouped(runs).values() for launches in sizes.values()]
+    return {
+        "configurations": len(groups),
+        "launches": len(runs),
+        "noise": round(relative_noise(runs), 4),
+        "not_quiet_share": _share(not run.get("quiet", True) for run in measured),
+        "repeated_share": _share(run.get("attempt", 1) > 1 for run in runs),
+        "configurations_never_quiet": sum(not any(run.get("quiet", True) for run in one) for one in groups),
+    }
+
+
+def _share(flags: Iterable[bool]) -> float:
+    found = list(flags)
+    return round(statistics.fmean(found), 3) if found else 0.0
+
+
+def _grouped(runs: Iterable[Mapping[str, Any]]) -> dict[Key, dict[int, list[Mapping[str, Any]]]]:
+    """Return the launches that count of each lineage and micro-batch: the quiet ones where there are any."""
+    groups: dict[Key, dict[int, list[Mapping[str, Any]]]] = {}
+    for run in runs:
+        if run["outcome"] == Outcome.MEASURED:
+            groups.setdefault(key_of(run["zero"]), {}).setdefault(run["micro_batch"], []).append(run)
+    for sizes in groups.values():
+        for size, launches in sizes.items():
+            sizes[size] = [run for run in launches if run.get("quiet", True)] or launches
+    return groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +109,36 @@ class _Lineage:
 
     sizes: tuple[int, ...]
     """Micro-batches that ran, rising."""
-    columns: Mapping[str, tuple[float, ...]]
-    """Times in seconds, and peak bytes, at these sizes."""
+    latency_s: tuple[float, ...]
+    """Seconds of a step at these sizes."""
+    shares: Mapping[str, tuple[float, ...]]
+    """Phase -> its share of these seconds."""
+    peak_bytes: tuple[float, ...]
     startup_s: float
+    """From a launch's start to its first step."""
+    edge: bool
+    """Whether a larger micro-batch ran out of memory."""
 
-    def at(self, size: int) -> dict[str, float]:
-        return {name: float(np.interp(size, self.sizes, values)) for name, values in self.columns.items()}
+    def step_s(self, size: int) -> float:
+        """Return the seconds of a step."""
+        if size >= self.sizes[-1]:
+            return self.latency_s[-1] * size / self.sizes[-1]
+        return math.exp(float(np.interp(math.log(size), np.log(self.sizes), np.log(self.latency_s))))
+
+    def phases_s(self, size: int) -> tuple[float, float, float]:
+        """Return the seconds of forward, backward and the optimizer's step."""
+        total, place = self.step_s(size), math.log(size)
+        forward, backward, step = (
+            total * float(np.interp(place, np.log(self.sizes), self.shares[name])) for name in _PHASES
+        )
+        return forward, backward, step
+
+    def peak(self, size: int) -> int:
+        """Return the peak bytes of a rank, in proportion between two sizes and beyond the last two."""
+        if size <= self.sizes[-1] or len(self.sizes) < 2:
+            return int(np.interp(size, self.sizes, self.peak_bytes))
+        per_sample = (self.peak_bytes[-1] - self.peak_bytes[-2]) / (self.sizes[-1] - self.sizes[-2])
+        return int(self.peak_bytes[-1] + max(0.0, per_sample) * (size - self.sizes[-1]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +147,9 @@ class Recorded:
 
     name: str
     record: Mapping[str, Any]
-    lineages: Mapping[tuple[int, bool, bool, int], _Lineage]
+    lineages: Mapping[Key, _Lineage]
+    refused: Mapping[Key, Outcome]
+    """Lineages of which nothing ran, with what became of them."""
 
     @classmethod
     def load(cls, path: Path) -> Recorded:
@@ -68,14 +158,20 @@ class Recorded:
         Raises:
             ValueError: If nothing of it ran.
         """
-        record = json.loads(path.read_text())
-        groups: dict[tuple[int, bool, bool, int], dict[int, list[dict[str, Any]]]] = {}
-        for run in record["runs"]:
-            if run["outcome"] == Outcome.MEASURED:
-                groups.setdefault(key_of(run["zero"]), {}).setdefault(run["micro_batch"], []).append(run)
+        record = json.loads(path.read_text(encoding="utf-8"))
+        groups = _grouped(record["runs"])
         if not groups:
             raise ValueError(f"no run of {path} was measured")
-        return cls(name=path.stem, record=record, lineages={key: _lineage(sizes) for key, sizes in groups.items()})
+        failed = [run for run in (*record.get("scouts", []), *record["runs"]) if run["outcome"] != Outcome.MEASURED]
+        edges = {key_of(run["zero"]) for run in failed if Outcome(run["outcome"]).infeasible}
+        return cls(
+            name=path.stem,
+            record=record,
+            lineages={key: _lineage(sizes, edge=key in edges) for key, sizes in groups.items()},
+            refused={
+                key_of(run["zero"]): Outcome(run["outcome"]) for run in failed if key_of(run["zero"]) not in groups
+            },
+        )
 
     @property
     def slots(self) -> int:
@@ -83,51 +179,64 @@ class Recorded:
         return int(self.record["hardware"]["ranks"])
 
     @property
+    def nodes(self) -> int:
+        """Hosts."""
+        return 1
+
+    @property
     def kind(self) -> str:
         """``cuda`` or ``cpu``."""
         return str(self.record["hardware"]["kind"])
+
+    @property
+    def params(self) -> int:
+        """Parameters of the model."""
+        return int(self.record["profile"]["params"])
+
+    @property
+    def device_bytes(self) -> int:
+        """What one rank could allocate."""
+        return int(self.record["device_memory_bytes"])
 
     @property
     def flops_per_sample(self) -> float:
         """FLOPs of forward and backward."""
         return float(self.record["profile"]["flops_per_sample"])
 
+    @cached_property
+    def noise(self) -> float | None:
+        """Relative deviation of the step time from launch to launch; None if nothing was launched twice."""
+        return relative_noise(self.record["runs"]) or None
+
     @property
     def about(self) -> str:
         """What was recorded, where and when."""
         hardware, profile = self.record["hardware"], self.record["profile"]
+        noise = "" if self.noise is None else f"; launches differ by {self.noise:.1%}"
         return (
             f"Recorded {self.record['recorded']} on {hardware['ranks']} x {hardware['device']}: "
             f"{profile['params'] / 1e6:.3g} M parameters, {bytes_in_words(self.record['device_memory_bytes'])} a rank"
+            f"{noise}"
         )
 
     @property
     def user_config(self) -> dict[str, Any]:
-        """The config that every method starts from, with the recorded values as lists."""
-        zero = {key: value for key, value in self._user_zero.items() if key != "stage"}
-        buckets = sorted({key[3] for key in self.lineages if key[0]})
-        return {
-            **self.record["user_config"],
-            **ds_config.batch_overlay(1),
-            "zero_optimization": {
-                **zero,
-                "stage": sorted({key[0] for key in self.lineages}),
-                "reduce_bucket_size": buckets,
-            },
-        }
+        """The config that every method starts from: the user's, without what a trainer fills in."""
+        config = _without_auto(self.record["user_config"])
+        sizes = ds_config.batch_triangle(ds_config.effective(config), world_size=self.slots)
+        return ds_config.merge(config, ds_config.batch_overlay(sizes.micro_batch, sizes.gradient_accumulation_steps))
 
     @property
-    def _user_zero(self) -> dict[str, Any]:
-        return dict(self.record["user_config"].get("zero_optimization") or {})
+    def stages(self) -> tuple[int, ...]:
+        """Stages that were recorded, those that failed included."""
+        return tuple(sorted({key[0] for key in (*self.lineages, *self.refused)}))
 
     @property
     def no_tune(self) -> tuple[str, ...]:
-        """Knobs that were not recorded, and offloads where none was."""
-        varied = list(_RECORDED)
-        for place, name in ((1, "offload_optimizer"), (2, "offload_param")):
-            if not any(key[place] for key in self.lineages):
-                varied.remove(name)
-        return tuple(knob.name for knob in KNOBS if knob.name not in varied and not knob.inert and knob.name != NVME)
+        """Offloads where none was recorded; a search leaves them alone."""
+        known = (*self.lineages, *self.refused)
+        places = ((1, OFFLOAD_OPTIMIZER), (2, OFFLOAD_PARAM))
+        return tuple(name for place, name in places if not any(key[place] for key in known))
 
     def profile(self, slots: int) -> SimulatedProfile:  # noqa: ARG002 - the landscape has its own number of ranks
         """Return the recorded profile."""
@@ -136,44 +245,80 @@ class Recorded:
         return SimulatedProfile(**{**kept, "device_name": ""})
 
     def run(self, config: Mapping[str, Any], slots: int) -> SimulatedResult:  # noqa: ARG002 - see profile
-        """Return what became of the configuration, or would have."""
-        size = int(config["train_micro_batch_size_per_gpu"])
-        lineage = self.lineages.get(key_of(ds_config.zero_section(config)))
-        if lineage is None or size > lineage.sizes[-1]:
-            return SimulatedResult(outcome=Outcome.OUT_OF_MEMORY, startup_s=self._startup_s, message="out of memory")
-        found = lineage.at(size)
-        forward_s, backward_s, step_s = (found[name] for name in _TIMES[:3])
+        """Return what became of the configuration, or would have.
+
+        With accumulation, forward, backward and all that is no phase of the engine's happen once a micro-batch.
+        """
+        size = int(config[ds_config.MICRO_BATCH])
+        times = int(config.get(ds_config.GRADIENT_ACCUMULATION) or 1)
+        key = self._nearest(key_of(ds_config.zero_section(config)))
+        lineage = self.lineages.get(key)
+        if lineage is None:
+            outcome = self.refused.get(key, Outcome.INVALID_CONFIG)
+            return SimulatedResult(outcome=outcome, startup_s=self._startup_s, message="this does not run here")
+        peak = lineage.peak(size)
+        if size > lineage.sizes[-1] and (lineage.edge or peak > self.device_bytes):
+            return SimulatedResult(outcome=Outcome.OUT_OF_MEMORY, startup_s=lineage.startup_s, message="out of memory")
+        forward_s, backward_s, step_s = lineage.phases_s(size)
+        latency_s = lineage.step_s(size)
         # Each phase is that of its slowest rank, so that together they may be longer than the step.
-        within = min(1.0, found["latency_s"] / (forward_s + backward_s + step_s))
+        within = min(1.0, latency_s / (forward_s + backward_s + step_s))
         return SimulatedResult(
-            forward_s=within * forward_s,
-            backward_s=within * backward_s,
+            forward_s=times * within * forward_s,
+            backward_s=times * within * backward_s,
             step_s=within * step_s,
-            other_s=max(0.0, found["latency_s"] - forward_s - backward_s - step_s),
+            other_s=times * max(0.0, latency_s - forward_s - backward_s - step_s),
             startup_s=lineage.startup_s,
-            peak_bytes=int(found["peak_bytes"]),
+            peak_bytes=peak,
         )
+
+    def _nearest(self, key: Key) -> Key:
+        """Return the recorded lineage of the same structure whose bucket is nearest, the key itself without one."""
+        same = [one for one in (*self.lineages, *self.refused) if one[:3] == key[:3]]
+        return min(same, key=lambda one: abs(math.log((one[3] or 1) / (key[3] or 1))), default=key)
 
     @property
     def _startup_s(self) -> float:
         return statistics.median(lineage.startup_s for lineage in self.lineages.values())
 
-    def best(self) -> tuple[float, tuple[int, bool, bool, int], int]:
-        """Return the best throughput, its lineage and its micro-batch, over all sizes of all lineages."""
+    def best(self) -> tuple[float, Key, int]:
+        """Return the best throughput, its lineage and its micro-batch, over all sizes within the recorded ones."""
         found = (-math.inf, next(iter(self.lineages)), 0)
         for key, lineage in self.lineages.items():
-            for size in range(1, lineage.sizes[-1] + 1):
-                rate = size * self.slots / lineage.at(size)["latency_s"]
-                found = max(found, (rate, key, size))
+            for size in range(lineage.sizes[0], lineage.sizes[-1] + 1):
+                found = max(found, (size * self.slots / lineage.step_s(size), key, size))
         return found
 
 
-def _lineage(sizes: Mapping[int, Sequence[Mapping[str, Any]]]) -> _Lineage:
+def recorded_landscapes(folder: Path = LANDSCAPES_FOLDER) -> dict[str, Recorded]:
+    """Return the records of a folder by name, those that are complete."""
+    paths = [path for path in sorted(folder.glob("*.json")) if "summary" in json.loads(path.read_text("utf-8"))]
+    return {path.stem: Recorded.load(path) for path in paths}
+
+
+def _without_auto(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config without the values that are ``"auto"``."""
+    kept = {key: value for key, value in section.items() if value != ds_config.AUTO}
+    return {key: _without_auto(value) if isinstance(value, Mapping) else value for key, value in kept.items()}
+
+
+def _lineage(sizes: Mapping[int, Sequence[Mapping[str, Any]]], *, edge: bool) -> _Lineage:
     """Return the medians over the runs of each micro-batch."""
     ordered = sorted(sizes)
-    columns = {
-        name: tuple(statistics.median(float(run[name]) for run in sizes[size]) for size in ordered)
-        for name in (*_TIMES, "peak_bytes")
+
+    def medians(name: str) -> tuple[float, ...]:
+        return tuple(statistics.median(float(run[name]) for run in sizes[size]) for size in ordered)
+
+    latency_s = medians("latency_s")
+    shares = {
+        name: tuple(part / whole for part, whole in zip(medians(name), latency_s, strict=True)) for name in _PHASES
     }
-    startup_s = statistics.median(float(run["startup_s"]) for runs in sizes.values() for run in runs)
-    return _Lineage(sizes=tuple(ordered), columns=columns, startup_s=startup_s)
+    starts = [max(0.0, float(run["startup_s"]) - run["latency_s"]) for runs in sizes.values() for run in runs]
+    return _Lineage(
+        sizes=tuple(ordered),
+        latency_s=latency_s,
+        shares=shares,
+        peak_bytes=medians("peak_bytes"),
+        startup_s=statistics.median(starts),
+        edge=edge,
+    )

@@ -1,4 +1,4 @@
-"""How many launches and seconds each search method needs to find the fastest configuration, on simulated landscapes.
+"""How many launches and seconds each search method needs to find the fastest configuration, simulated or recorded.
 
     python -m benchmarks.search_efficiency [--seeds 11] [--landscapes NAME ...] [--methods NAME ...] [--json FILE]
 
@@ -27,11 +27,23 @@ from benchmarks.held_out import HELD_OUT
 from benchmarks.named_landscapes import LANDSCAPES, Computed, throughput
 from benchmarks.optimum import Optimum, optimum
 from benchmarks.peers import deepspeed_autotuning, determined_dsat, optuna_samplers
-from benchmarks.recorded import Recorded
+from benchmarks.recorded import Recorded, recorded_landscapes
 from benchmarks.rig import Launch, Rig
 from optuna_dsat.outcome import Outcome
 
-__all__ = ["METHODS", "NAMESAKES", "Result", "Row", "main", "missing", "run_one", "summarise"]
+__all__ = [
+    "METHODS",
+    "NAMESAKES",
+    "Result",
+    "Row",
+    "known",
+    "main",
+    "missing",
+    "noise_of",
+    "run_one",
+    "summarise",
+    "table",
+]
 
 Runner = Callable[..., None]
 
@@ -59,6 +71,8 @@ NAMESAKES = {
 """Method of ours -> the peers' methods of the same name."""
 NEAR = 0.01
 """A configuration this close to the true best counts as found."""
+NOISE = 0.02
+"""Relative deviation of measured times, where a landscape does not tell."""
 CLOSE = 0.05
 """A configuration this close is what most would be content with."""
 _NEEDS = {"dsat-": ("determined",), "deepspeed-": ("deepspeed", "tabulate"), "deepspeed-model": ("xgboost",)}
@@ -118,15 +132,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"{method} is left out: {', '.join(missing(method))} not installed (see benchmarks/README.md)\n")
     results: list[Result] = []
     rows: list[Row] = []
-    landscapes: list[Computed | Recorded] = [LANDSCAPES[name] for name in args.landscapes]
-    if args.held_out:
-        landscapes = list(HELD_OUT.values())
-    if args.recorded:
-        landscapes = [Recorded.load(path) for path in args.recorded]
-        methods = [method for method in methods if METHODS[method] is ours.run]
-    for landscape in landscapes:
+    for landscape in _chosen(args):
         name = landscape.name
-        best, heading = _known(landscape)
+        best, heading = known(landscape)
         print(heading, flush=True)
         for method in methods:
             began = time.monotonic()
@@ -136,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     method,
                     best=best,
                     budget=args.budget,
-                    noise=args.noise,
+                    noise=noise_of(landscape, args.noise),
                     seed=seed,
                     measured=args.measured,
                 )
@@ -145,23 +153,47 @@ def main(arguments: Sequence[str] | None = None) -> None:
             results += found
             rows.append(summarise(found))
             print(f"{name} {method}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
-        print(_table([row for row in rows if row.landscape == name]), flush=True)
+        print(table([row for row in rows if row.landscape == name]), flush=True)
     print(_verdicts(rows))
     if args.json:
         args.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
 
 
+def _chosen(args: argparse.Namespace) -> list[Computed | Recorded]:
+    """Return the landscapes that are asked for: without a choice the seven and all that are recorded."""
+    if args.held_out:
+        return list(HELD_OUT.values())
+    if args.recorded:
+        return [Recorded.load(path) for path in args.recorded]
+    every: dict[str, Computed | Recorded] = {**LANDSCAPES, **recorded_landscapes()}
+    return [every[name] for name in args.landscapes or every]
+
+
+def noise_of(landscape: Computed | Recorded, asked: float | None) -> float:
+    """Return the noise to search with: what is asked for, else the recorded one, else ``NOISE``."""
+    if asked is not None:
+        return asked
+    return (isinstance(landscape, Recorded) and landscape.noise) or NOISE
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.search_efficiency", description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", type=int, default=11, help="searches per method and landscape (default 11)")
-    parser.add_argument("--landscapes", nargs="+", choices=list(LANDSCAPES), default=list(LANDSCAPES))
-    parser.add_argument("--held-out", action="store_true", help="those of benchmarks/held_out.py instead")
     parser.add_argument(
-        "--recorded", nargs="+", type=Path, metavar="FILE", help="recorded landscapes instead; our methods only"
+        "--landscapes",
+        nargs="+",
+        choices=[*LANDSCAPES, *recorded_landscapes()],
+        help="default all, the recorded ones too",
     )
+    parser.add_argument("--held-out", action="store_true", help="those of benchmarks/held_out.py instead")
+    parser.add_argument("--recorded", nargs="+", type=Path, metavar="FILE", help="these records instead")
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--budget", type=int, default=64, help="launches after the profile launch (default 64)")
-    parser.add_argument("--noise", type=float, default=0.02, help="relative deviation of measured times (default 0.02)")
+    parser.add_argument(
+        "--noise",
+        type=float,
+        help=f"relative deviation of measured times (default {NOISE}, on records the recorded one)",
+    )
     parser.add_argument(
         "--measured", action="store_true", help="hold what measured best, whatever a method believes to be best"
     )
@@ -261,14 +293,15 @@ def _median(values: Iterable[float | None]) -> float:
     return statistics.median_high([math.inf if value is None else value for value in values])
 
 
-def _known(landscape: Computed | Recorded) -> tuple[float, str]:
+def known(landscape: Computed | Recorded) -> tuple[float, str]:
     """Return the best throughput of a landscape, and its heading."""
     if not isinstance(landscape, Recorded):
         best = optimum(landscape)
         return best.best.throughput, _heading(landscape, best)
     rate, (stage, *offloads, bucket), size = landscape.best()
     words = [name for name, chosen in zip(("optimizer", "parameters"), offloads, strict=True) if chosen]
-    where = f"ZeRO {stage}{' with offload of ' + ' and '.join(words) if words else ''}, reduce bucket {bucket:.0e}"
+    where = f"ZeRO {stage}{' with offload of ' + ' and '.join(words) if words else ''}"
+    where += f", reduce bucket {bucket:.0e}" if stage else ""
     return rate, (
         f"### {landscape.name}\n{landscape.about}.\n"
         f"Best recorded: {rate:.4g} samples/s at {where}, micro-batch {size}; {len(landscape.lineages)} lineages.\n"
@@ -288,19 +321,25 @@ def _heading(landscape: Computed, best: Optimum) -> str:
     return "\n".join(lines)
 
 
-def _table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[Row]) -> str:
+    """Return a markdown table, one row a method."""
     lines = [
         "| method | launches to 5 % | to 1 % | minutes to 1 % | seeds that got to 1 % | final distance "
         "| seeds with any | launches |",
         "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for row in rows:
-        minutes = "" if math.isinf(row.seconds_to_near) else f"{row.seconds_to_near / 60:.0f}"
+        minutes = "" if math.isinf(row.seconds_to_near) else f"{row.seconds_to_near / 60:.{_digits(row)}f}"
         lines.append(
             f"| {row.method} | {_count(row.launches_to_close)} | {_count(row.launches_to_near)} | {minutes} "
             f"| {row.near:.0%} | {row.distance:.1%} | {row.found:.0%} | {row.launches:.0f} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def _digits(row: Row) -> int:
+    """Return how many digits the minutes of a row have after the point."""
+    return 0 if row.seconds_to_near >= 60 else 1
 
 
 def _count(launches: float) -> str:
@@ -309,10 +348,10 @@ def _count(launches: float) -> str:
 
 def _verdicts(rows: Sequence[Row]) -> str:
     """Return one line per method of ours and landscape where a peer's method of the same name does better."""
-    known = {(row.landscape, row.method): row for row in rows}
+    found = {(row.landscape, row.method): row for row in rows}
     lines = []
-    for (landscape, method), own in known.items():
-        for other in (known.get((landscape, peer)) for peer in NAMESAKES.get(method, ())):
+    for (landscape, method), own in found.items():
+        for other in (found.get((landscape, peer)) for peer in NAMESAKES.get(method, ())):
             if other is not None and own.launches_to_near > other.launches_to_near:
                 lines.append(
                     f"- {landscape}: {method} gets to 1 % in {_count(own.launches_to_near)} launches, "

@@ -17,7 +17,6 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from benchmarks.recorded import Recorded
 from benchmarks.rig import BudgetSpentError, Rig
 from optuna_dsat.outcome import Outcome
 
@@ -72,8 +71,6 @@ def _autotuner(rig: Rig, folder: Path, section: dict[str, Any]) -> Any:
                 error = _answer(rig, experiment)
                 self.finished_experiments[experiment["exp_id"]] = (experiment, error)
 
-    if isinstance(rig.landscape, Recorded):
-        raise TypeError("a recorded landscape has no machine that DeepSpeed's tuner could be told of")
     machine = rig.landscape
 
     class Tuner(autotuner.Autotuner):  # type: ignore[misc, name-defined]
@@ -112,7 +109,11 @@ def _user_config(rig: Rig, folder: Path, section: dict[str, Any]) -> Path:
         "exps_dir": str(folder / "experiments"),
     }
     config = rig.landscape.user_config
-    config = {**config, "zero_optimization": {**config["zero_optimization"], "stage": "all"}, "autotuning": autotuning}
+    config = {
+        **config,
+        "zero_optimization": {**config.get("zero_optimization", {}), "stage": "all"},
+        "autotuning": autotuning,
+    }
     path = folder / "ds_config.json"
     path.write_text(json.dumps(config))
     return path

@@ -1,15 +1,17 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import search_efficiency
-from benchmarks.named_landscapes import throughput
+from benchmarks.named_landscapes import LANDSCAPES, throughput
 from benchmarks.record_landscape import configurations, edge_walk
-from benchmarks.recorded import Recorded, key_of
+from benchmarks.recorded import Recorded, key_of, recorded_landscapes, relative_noise, summary
+from optuna_dsat.outcome import Outcome
 
 EDGE = {(1, 500_000): 24, (1, 20_000_000): 20, (3, 500_000): 33}
 
@@ -82,9 +84,11 @@ def test_configurations_are_those_that_a_stage_knows() -> None:
 
 def test_records_are_played_back_and_filled_in_between(recorded: Recorded) -> None:
     assert throughput(recorded, config(16)) == pytest.approx(2 * 16 / 0.531)
-    assert throughput(recorded, config(11)) == pytest.approx(2 * 11 / 0.381)
+    assert throughput(recorded, config(11)) == pytest.approx(2 * 11 / 0.381, rel=0.01)
     assert throughput(recorded, config(40)) == 0.0
-    assert throughput(recorded, config(4, bucket=7)) == 0.0
+    assert throughput(recorded, config(4, bucket=7)) == throughput(recorded, config(4))
+    assert throughput(recorded, config(4, bucket=10**9)) == throughput(recorded, config(4, bucket=20_000_000))
+    assert recorded.run(config(4, stage=2), 2).outcome is Outcome.INVALID_CONFIG
     rate, key, size = recorded.best()
     assert key == (1, False, False, 500_000)
     assert rate == pytest.approx(throughput(recorded, config(size)))
@@ -93,8 +97,7 @@ def test_records_are_played_back_and_filled_in_between(recorded: Recorded) -> No
 def test_a_recorded_landscape_is_searched(
     recorded: Recorded, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "overlap_comm" in recorded.no_tune
-    assert "reduce_bucket_size" not in recorded.no_tune
+    assert recorded.no_tune == ("offload_optimizer", "offload_param")
     path, out = tmp_path / "small.json", tmp_path / "results.json"
     search_efficiency.main(
         ["--recorded", str(path), "--methods", "guided", "random", "--seeds", "1", "--budget", "12", "--json", str(out)]
@@ -104,3 +107,106 @@ def test_a_recorded_landscape_is_searched(
     results = {result["method"]: result for result in json.loads(out.read_text())}
     assert results["guided"]["distance"] < 0.03
     assert results["random"]["launches"] == 13
+
+
+def by_time() -> dict[str, Any]:
+    """A machine without an edge of memory, where throughput rises to micro-batch 16 and falls beyond."""
+    runs = []
+    for zero in ({"stage": 0}, {"stage": 2}, {"stage": 3, "offload_optimizer": {"device": "cpu"}}, {"stage": 3}):
+        slow = 1.0 + 0.1 * zero["stage"] + 0.3 * ("offload_optimizer" in zero)  # type: ignore[operator]
+        for size in (1, 2, 4, 8, 16, 32, 64):
+            for sign in (-1, 1):
+                latency = slow * (0.02 + 0.01 * size * (1.1 if size > 16 else 1.0)) * (1 + 0.01 * sign)
+                runs.append(
+                    {
+                        "round": 1 + (sign > 0), "attempt": 1, "zero": zero, "micro_batch": size,
+                        "outcome": "measured", "startup_s": 1.0 + latency, "peak_bytes": 10**7 * (5 + size),
+                        "quiet": True, "forward_s": 0.3 * latency, "backward_s": 0.5 * latency,
+                        "step_s": 0.1 * latency, "latency_s": latency,
+                    }
+                )  # fmt: skip
+    runs.append({"zero": {"stage": 1}, "micro_batch": 1, "outcome": "script_error", "startup_s": 1.0, "quiet": True})
+    found = record()
+    found["user_config"] |= {"train_micro_batch_size_per_gpu": 2, "scheduler": {"params": {"total_num_steps": "auto"}}}
+    found["user_config"]["zero_optimization"] = {"stage": 2}
+    return {**found, "format": 2, "device_memory_bytes": 10**10, "runs": runs, "summary": summary(runs)}
+
+
+@pytest.fixture
+def timed(tmp_path: Path) -> Recorded:
+    (tmp_path / "timed.json").write_text(json.dumps(by_time()))
+    return Recorded.load(tmp_path / "timed.json")
+
+
+def test_beyond_what_was_recorded_a_launch_costs_its_time_and_gains_nothing(timed: Recorded) -> None:
+    def at(size: int) -> dict[str, Any]:
+        return {"train_micro_batch_size_per_gpu": size, "zero_optimization": {"stage": 0}}
+
+    best, key, size = timed.best()
+    assert (key[0], size) == (0, 16)
+    assert throughput(timed, at(512)) == pytest.approx(throughput(timed, at(64)))
+    assert throughput(timed, at(512)) < best
+    assert timed.run(at(512), 2).latency_s == pytest.approx(8 * timed.run(at(64), 2).latency_s)
+    assert timed.run(at(512), 2).peak_bytes == pytest.approx(10**7 * 517)
+    assert timed.run(at(2048), 2).outcome is Outcome.OUT_OF_MEMORY  # 20 GB of 10
+    assert timed.run({**at(4), "zero_optimization": {"stage": 1}}, 2).outcome is Outcome.SCRIPT_ERROR
+
+
+def test_with_accumulation_all_but_the_optimizers_step_is_repeated(timed: Recorded) -> None:
+    config = {"train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": 0}}
+    once, thrice = timed.run(config, 2), timed.run({**config, "gradient_accumulation_steps": 3}, 2)
+    assert thrice.step_s == pytest.approx(once.step_s)
+    assert thrice.latency_s - thrice.step_s == pytest.approx(3 * (once.latency_s - once.step_s))
+
+
+def test_the_noise_is_that_of_repeated_launches_and_noisy_ones_do_not_count(timed: Recorded) -> None:
+    expected = math.log(1.01 / 0.99) / math.sqrt(2)
+    assert timed.noise == pytest.approx(expected, rel=1e-6)
+    assert search_efficiency.noise_of(timed, None) == timed.noise
+    assert search_efficiency.noise_of(timed, 0.07) == 0.07
+    runs = by_time()["runs"]
+    noisy = {**runs[0], "latency_s": 9.0, "quiet": False, "attempt": 2}
+    assert relative_noise([*runs, noisy]) == pytest.approx(expected)
+    told = summary([*runs, noisy])
+    assert told["repeated_share"] == round(1 / len([*runs, noisy]), 3)
+    assert told["configurations_never_quiet"] == 0
+    assert told["configurations"] == 28
+    alone = [{**run, "quiet": False} for run in runs]
+    assert summary(alone)["configurations_never_quiet"] == 28
+    assert relative_noise(alone) == pytest.approx(expected)
+
+
+def test_records_in_the_folder_are_part_of_every_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "timed.json").write_text(json.dumps(by_time()))
+    begun = {name: value for name, value in by_time().items() if name != "summary"}
+    (tmp_path / "begun.json").write_text(json.dumps(begun))
+    assert list(recorded_landscapes(tmp_path)) == ["timed"]
+    monkeypatch.setattr(search_efficiency, "recorded_landscapes", lambda: recorded_landscapes(tmp_path))
+    chosen = search_efficiency._chosen(search_efficiency._parser().parse_args([]))
+    assert [one.name for one in chosen] == [*LANDSCAPES, "timed"]
+    search_efficiency.main(["--landscapes", "timed", "--methods", "binary", "optuna-tpe", "--seeds", "1",
+                            "--budget", "10"])  # fmt: skip
+    printed = capsys.readouterr().out
+    assert "### timed" in printed
+    assert "launches differ by 1.4%" in printed
+    assert "| binary |" in printed
+    assert "| optuna-tpe |" in printed
+
+
+def test_the_users_config_is_played_back_as_it_was(timed: Recorded) -> None:
+    assert timed.user_config["train_micro_batch_size_per_gpu"] == 2
+    assert timed.user_config["zero_optimization"] == {"stage": 2}
+    assert timed.user_config["scheduler"] == {"params": {}}
+
+
+@pytest.mark.filterwarnings("ignore")  # of files that they leave open
+@pytest.mark.parametrize("method", ["deepspeed-fast", "dsat-random"])
+def test_peers_search_records_too(timed: Recorded, method: str) -> None:
+    if lacking := search_efficiency.missing(method):
+        pytest.skip(f"{', '.join(lacking)} not installed: see benchmarks/README.md")
+    best, _, _ = timed.best()
+    found = search_efficiency.run_one(timed, method, best=best, budget=8, noise=0.01, seed=0)
+    assert found.launches > 1
+    assert -0.2 < found.distance < 0.9
