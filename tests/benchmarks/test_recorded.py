@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import search_efficiency
 from benchmarks.named_landscapes import LANDSCAPES, throughput
+from benchmarks.random_machines import __main__ as random_machines
 from benchmarks.record_landscape import configurations, edge_walk
 from benchmarks.recorded import Recorded, key_of, recorded_landscapes, relative_noise, summary
 from optuna_dsat.outcome import Outcome
@@ -210,3 +211,23 @@ def test_peers_search_records_too(timed: Recorded, method: str) -> None:
     found = search_efficiency.run_one(timed, method, best=best, budget=8, noise=0.01, seed=0)
     assert found.launches > 1
     assert -0.2 < found.distance < 0.9
+
+
+def test_the_report_on_random_machines_has_a_section_of_records(
+    timed: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = tmp_path / "results.jsonl"
+    monkeypatch.setattr(random_machines, "recorded_landscapes", lambda: {"timed": timed})
+    arguments = ["--seeds", "1-0", "--methods", "binary", "optuna-random", "--budget", "6", "--recorded-seeds", "2"]
+    random_machines.main([*arguments, "--results", str(results)])
+    first = capsys.readouterr().out
+    assert "### timed" in first
+    assert "| optuna-random |" in first
+    assert len(results.read_text().splitlines()) == 4
+    assert random_machines.read(results) == {}
+    random_machines.main([*arguments, "--results", str(results)])
+    assert capsys.readouterr().out == first
+    assert len(results.read_text().splitlines()) == 4
+    monkeypatch.setattr(random_machines, "recorded_landscapes", dict)
+    random_machines.main([*arguments, "--results", str(results)])
+    assert "No landscape is recorded" in capsys.readouterr().out
