@@ -13,6 +13,7 @@ from optuna_dsat.escape.urls import page_address
 
 __all__ = ["dashboard"]
 
+_MOST_NAMED = 5
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -31,7 +32,9 @@ def dashboard(
     with Store.open(storage, create=False) as store:
         published = publish(store, name)
         if published.store is None:
-            _say("The study's output directory is not on this machine: logs and configs are not offered.")
+            _say("The folder of the study's files is not on this machine: logs and configs are not offered.")
+        if published.refused:
+            _say(f"Left out, as they lead out of the study's folder: {', '.join(published.refused[:_MOST_NAMED])}.")
         if host not in _LOOPBACK:
             _say(f"Whoever reaches {host} can read and delete studies: optuna-dashboard asks for no password.")
 

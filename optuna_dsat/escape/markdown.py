@@ -8,20 +8,20 @@ from collections.abc import Sequence
 from optuna_dsat.escape.terminal import one_line, plain
 from optuna_dsat.runtime.plain_text import MESSAGE_CHARS, TEXT_CHARS, shortened
 
-__all__ = ["Markdown", "code", "fenced", "table", "text"]
+__all__ = ["Markdown", "code", "fenced", "literal", "table"]
 
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~&!])")
-_LIST_MARK = re.compile(r"^(\s*)(\d*)([-+=.)])")
+_LIST_MARK = re.compile(r"^(\s*)(\d*)([-+=.)])(?=[-=\s]|$)")
 _RUN = re.compile("`+")
 
 
 class Markdown(str):
-    """Text that is Markdown already: made by this module, or constant."""
+    """Text that is Markdown already: made by this module, or our own."""
 
     __slots__ = ()
 
 
-def text(value: object) -> Markdown:
+def literal(value: object) -> Markdown:
     """Return text that stands for itself in a paragraph, heading or cell, in one line."""
     escaped = _SPECIAL.sub(r"\\\1", one_line(value))
     return Markdown(_LIST_MARK.sub(r"\1\2\\\3", escaped))
@@ -62,4 +62,4 @@ def _cell(value: object) -> str:
         return ""
     if isinstance(value, Markdown):
         return value.replace("\n", " ").replace("|", "\\|")
-    return text(value)
+    return literal(value)

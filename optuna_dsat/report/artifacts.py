@@ -8,11 +8,14 @@ An artifact's id is a hash of its study, trial, name and content; writing it aga
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import io
 import json
+import os
+import stat
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ import optuna
 from optuna.artifacts import FileSystemArtifactStore
 from optuna.artifacts.exceptions import ArtifactNotFound
 
+from optuna_dsat.escape.paths import OutsideError, held_inside
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.report.markdown import redacted
 from optuna_dsat.report.view import StudyView
@@ -72,9 +76,16 @@ def tail(path: Path, limit_bytes: int = LOG_LIMIT_BYTES) -> bytes:
     Args:
         path: The file.
         limit_bytes: A file up to this size is returned whole.
+
+    Raises:
+        OSError: If it cannot be read, is a link or no regular file.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "no regular file", str(path))
+        size = found.st_size
         if size <= limit_bytes:
             return file.read()
         file.seek(size - limit_bytes)
@@ -83,39 +94,56 @@ def tail(path: Path, limit_bytes: int = LOG_LIMIT_BYTES) -> bytes:
     return f"[the first {size - len(kept)} bytes are left out; the whole log: {path}]\n".encode() + kept
 
 
-def artifacts_of(view: StudyView) -> Iterator[Artifact]:
+def artifacts_of(view: StudyView, on_refused: Callable[[str], None] = lambda _: None) -> Iterator[Artifact]:
     """Yield the files of a study: its best config, the profile launch's logs, config and logs of every launched trial.
 
     Files that are not on this machine, and empty logs, are left out. Configs come without secrets.
+
+    Args:
+        view: The study.
+        on_refused: Called with the name of each file that leads out of the study's folder, and is left out.
     """
-    folder = view.spec.study_dir
     for name in (BEST_CONFIG, BEST_METRICS):
-        with contextlib.suppress(OSError, ValueError):
-            yield Artifact(trial_id=None, filename=name, content=_json(json.loads((folder / name).read_text())))
+        content = _content(view, name, on_refused=on_refused)
+        with contextlib.suppress(ValueError, RecursionError):
+            yield Artifact(trial_id=None, filename=name, content=_json(json.loads(content)))
     for row in view.launches:
         if row.trial_number is None:
-            yield from _logs(view, row.report.launch_id, trial_id=None)
+            yield from _logs(view, row.report.launch_id, trial_id=None, on_refused=on_refused)
     for trial in view.launched:
         config = trial.user_attrs[attributes.CONFIG]
         yield Artifact(trial_id=trial._trial_id, filename="ds_config.json", content=_json(config))
         for launch_id in view.launch_ids(trial):
-            yield from _logs(view, launch_id, trial_id=trial._trial_id)
+            yield from _logs(view, launch_id, trial_id=trial._trial_id, on_refused=on_refused)
 
 
 def _json(data: Mapping[str, Any]) -> bytes:
     return (json.dumps(redacted(data), indent=2) + "\n").encode()
 
 
-def _logs(view: StudyView, launch_id: str, *, trial_id: int | None) -> Iterator[Artifact]:
-    directory = RunDirectory(view.spec.study_dir / launch_id)
+def _logs(
+    view: StudyView, launch_id: str, *, trial_id: int | None, on_refused: Callable[[str], None]
+) -> Iterator[Artifact]:
+    directory = RunDirectory(Path(launch_id))
     ranks = range(view.spec.slots_per_trial)
     paths = [path for rank in ranks for path in (directory.stderr(rank), directory.stdout(rank))]
     for path in (*paths, directory.agent_log):
-        content = b""
-        with contextlib.suppress(OSError):
-            content = tail(path)
+        content = _content(view, *path.parts, on_refused=on_refused)
         if content:
             yield Artifact(trial_id=trial_id, filename=f"{launch_id}.{path.name}", content=content)
+
+
+def _content(view: StudyView, *names: str, on_refused: Callable[[str], None]) -> bytes:
+    """Return the end of a file in the study's folder; empty if it is not there, or leads out of the folder."""
+    if view.folder is None:
+        return b""
+    try:
+        return tail(held_inside(view.folder, *names))
+    except OutsideError:
+        on_refused("/".join(names))
+    except OSError:
+        pass
+    return b""
 
 
 def save_artifacts(

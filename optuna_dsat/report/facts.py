@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import time
 from collections import Counter
 
 from optuna_dsat.outcome import Outcome
@@ -11,7 +10,7 @@ from optuna_dsat.report.view import StudyView
 from optuna_dsat.secrecy.command import without_secrets
 from optuna_dsat.secrecy.references import shell_join
 from optuna_dsat.trials import attributes
-from optuna_dsat.words import bytes_in_words
+from optuna_dsat.words import bytes_in_words, date_in_words
 
 __all__ = [
     "cli_command",
@@ -45,7 +44,7 @@ def slot_name(device: str) -> str:
 
 def created(view: StudyView) -> str:
     """Return the local time at which the study was created."""
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(view.record.created_at))
+    return date_in_words(view.record.created_at)
 
 
 def versions(view: StudyView) -> str:

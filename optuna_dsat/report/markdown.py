@@ -1,47 +1,25 @@
-"""Small pieces of Markdown, as optuna-dashboard renders it (GitHub's, without HTML)."""
+"""What the notes for optuna-dashboard are made of, beside ``optuna_dsat.escape.markdown``."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from optuna_dsat.escape.markdown import Markdown, fenced
 from optuna_dsat.secrecy.shapes import hidden_data
 
-__all__ = ["OWN_TEXT", "code", "fenced", "json_block", "keep_own_text", "redacted", "table"]
+__all__ = ["OWN_TEXT", "WHOLE_CHARS", "json_block", "keep_own_text", "redacted"]
 
 OWN_TEXT = "*Written by optuna-dsat, anew at every refresh. What you write below this line is kept.*"
 """Last line of every generated note."""
+WHOLE_CHARS = 2**17
+"""Longest config or list of commands in a note; what is longer was not written by this program."""
 
 
-def table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Return a table; a cell of None is empty."""
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
-
-
-def _cell(value: object) -> str:
-    return "" if value is None else str(value).replace("\n", " ").replace("|", "\\|")
-
-
-def code(text: str) -> str:
-    """Return text as inline code."""
-    mark = "``" if "`" in text else "`"
-    padding = " " if "`" in text else ""
-    return f"{mark}{padding}{text}{padding}{mark}"
-
-
-def fenced(text: str, language: str = "") -> str:
-    """Return text as a code block."""
-    fence = "```"
-    while fence in text:
-        fence += "`"
-    return f"{fence}{language}\n{text.rstrip()}\n{fence}"
-
-
-def json_block(data: Mapping[str, Any]) -> str:
+def json_block(data: Mapping[str, Any]) -> Markdown:
     """Return a JSON object as a block, without secrets."""
-    return fenced(json.dumps(redacted(data), indent=2), "json")
+    return fenced(json.dumps(redacted(data), indent=2), "json", limit_chars=WHOLE_CHARS)
 
 
 def redacted(data: Any) -> Any:

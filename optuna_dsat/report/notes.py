@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from optuna.trial import FrozenTrial
 
+from optuna_dsat.escape.markdown import Markdown, code, fenced, literal, table
 from optuna_dsat.metrics import METRICS, PER_ELEMENT
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.facts import (
@@ -17,7 +18,7 @@ from optuna_dsat.report.facts import (
     slot_name,
     versions,
 )
-from optuna_dsat.report.markdown import code, fenced, json_block, table
+from optuna_dsat.report.markdown import WHOLE_CHARS, json_block
 from optuna_dsat.report.meanings import MEANING
 from optuna_dsat.report.memory_table import memory_table
 from optuna_dsat.report.view import StudyView
@@ -36,7 +37,7 @@ _MAX_CHOICES = 8
 
 def study_note(view: StudyView) -> str:
     """Return the note of a study: best, what was tuned, model, memory, outcomes, how to go on."""
-    parts = [f"# {view.spec.name}", _progress(view), "## Best", _best(view), "## What was tuned", _tuned(view)]
+    parts = [f"# {literal(view.spec.name)}", _progress(view), "## Best", _best(view), "## What was tuned", _tuned(view)]
     if view.profiled is not None:
         parts += ["### Search space", _space(view), "## Model and hardware", _profile(view)]
         parts += ["## Memory", _memory(view)]
@@ -53,12 +54,12 @@ def _progress(view: StudyView) -> str:
     )
 
 
-def _value(view: StudyView, standing: Standing) -> str:
+def _value(view: StudyView, standing: Standing) -> Markdown:
     text = f"**{metric_in_words(view.metric, standing.value)}**"
     if standing.low is not None and standing.high is not None:
         low, high = metric_in_words(view.metric, standing.low), metric_in_words(view.metric, standing.high)
         text += f" (95 % between {low} and {high})"
-    return text
+    return Markdown(text)
 
 
 def _best(view: StudyView) -> str:
@@ -74,9 +75,9 @@ def _best(view: StudyView) -> str:
     lines = [table(("", "trial", "configuration", view.metric, "speed-up"), rows)]
     if baseline is None:
         lines.append("Your own config was not measured, so there is no speed-up to show.")
-    lines += verdict_in_words(verdict, metric=view.metric)
+    lines += map(literal, verdict_in_words(verdict, metric=view.metric))
     if view.end_reason is None:
-        lines.append(f"The search has not ended: this is the best so far, {how_known(verdict)}.")
+        lines.append(f"The search has not ended: this is the best so far, {literal(how_known(verdict))}.")
     first = view.measured[0]
     if verdict.is_by_rounds:
         lines.append(
@@ -86,6 +87,8 @@ def _best(view: StudyView) -> str:
             "trial, with its value of the search; optuna-dashboard started in another way has the search's best there."
         )
     lines.append(json_block(view.ready_config(best.trial)))
+    winner = winner_of(view)
+    lines += map(literal, () if winner is None else winner.advice)
     return "\n\n".join(lines)
 
 
@@ -196,7 +199,7 @@ def _commands(view: StudyView) -> str:
     if winner is not None and winner.ended:
         purpose = "# train" if winner.command_names_config else f"# train, once the script reads {BEST_CONFIG}"
         lines += [purpose, winner.command]
-    return fenced("\n".join(lines), "sh")
+    return fenced("\n".join(lines), "sh", limit_chars=WHOLE_CHARS)
 
 
 def trial_note(view: StudyView, trial: FrozenTrial) -> str:
@@ -211,7 +214,7 @@ def trial_note(view: StudyView, trial: FrozenTrial) -> str:
     what, advice = MEANING[outcome]
     title = config_in_words(attrs[attributes.CONFIG])
     own = " (your own config)" if attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG else ""
-    parts = [f"## {title}{own}", f"**{outcome.value.replace('_', ' ')}**: {what}", _standing(view, trial)]
+    parts = [f"## {literal(title)}{own}", f"**{outcome.value.replace('_', ' ')}**: {what}", _standing(view, trial)]
     message = attrs.get(attributes.MESSAGE, "")
     report = view.last_report(trial)
     if message:
@@ -242,7 +245,7 @@ def _standing(view: StudyView, trial: FrozenTrial) -> str:
     else:
         text += ", in the search"
     if view.verdict is not None and view.verdict.handed_over == trial.number:
-        text += f". **The best of this study, {how_known(view.verdict)}.**"
+        text += f". **The best of this study, {literal(how_known(view.verdict))}.**"
     return text
 
 

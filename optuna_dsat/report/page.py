@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from optuna_dsat.escape.html import safe_figure
+from optuna_dsat.escape.terminal import one_line
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report import figures
 from optuna_dsat.report.facts import (
@@ -167,7 +169,7 @@ def _section(id: str, heading: str, lead: str, plot: Callable[[StudyView], go.Fi
     drawn = None
     if missing is None:
         figure.update_layout(title=None, meta=None)
-        drawn = json.loads(figure.to_json())
+        drawn = safe_figure(json.loads(figure.to_json()))
         drawn["layout"].pop("template", None)
     return Section(
         id=id,
@@ -348,7 +350,7 @@ def _launches(view: StudyView) -> Iterator[Mapping[str, Any]]:
             "peak": bytes_in_words(peak) if peak > 0 else "",
             "message": steps_in_words(**attributes.step_facts(trial))
             if outcome == Outcome.MEASURED
-            else attrs.get(attributes.MESSAGE, ""),
+            else one_line(attrs.get(attributes.MESSAGE, "")),
         }
 
 

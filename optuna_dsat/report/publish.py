@@ -20,6 +20,8 @@ from optuna.exceptions import ExperimentalWarning
 from optuna.trial import Trial
 
 from optuna_dsat.errors import UsageError
+from optuna_dsat.escape.html import safe_figure
+from optuna_dsat.escape.paths import OutsideError, held_inside
 from optuna_dsat.report.artifacts import FOLDER, artifacts_of, save_artifacts
 from optuna_dsat.report.figures import memory_figure, plot_metric
 from optuna_dsat.report.markdown import keep_own_text
@@ -58,7 +60,9 @@ class Published:
     artifacts: int
     """Artifacts that are new."""
     store: FileSystemArtifactStore | None
-    """Where the artifacts are; None if the study's output directory is not on this machine."""
+    """Where the artifacts are; None if the folder of the study's files is not on this machine."""
+    refused: tuple[str, ...] = ()
+    """Files that were not copied because they lead out of that folder."""
 
 
 class _CachedAttributes(RetryingStorage):
@@ -118,16 +122,19 @@ def require_installed() -> None:
 
 
 def artifact_store(view: StudyView) -> FileSystemArtifactStore | None:
-    """Return where a study's artifacts are kept; None if its output directory is not on this machine.
+    """Return where a study's artifacts are kept; None if the folder of its files is not on this machine.
 
     Raises:
         UsageError: If the folder cannot be made.
     """
-    folder = view.spec.study_dir / FOLDER
-    if not view.spec.study_dir.is_dir():
+    if view.folder is None:
         return None
+    folder = view.folder / FOLDER
     try:
+        held_inside(view.folder, FOLDER)
         folder.mkdir(exist_ok=True)
+    except OutsideError as error:
+        raise UsageError(f"The folder for the artifacts is not used: {error}.") from None
     except OSError as error:
         raise UsageError(f"Cannot make the folder {folder} for the artifacts: {error.strerror}.") from error
     return FileSystemArtifactStore(str(folder))
@@ -156,8 +163,11 @@ def publish(store: Store, name: str, *, artifacts: bool = True) -> Published:
         study.set_metric_names([f"{view.metric} in the search"])
     _save_result(study, view)
     files = artifact_store(view) if artifacts else None
-    saved = 0 if files is None else save_artifacts(study, view.record.uuid, artifacts_of(view), files)
-    return Published(study_id=study._study_id, notes=notes, artifacts=saved, store=files)
+    refused: list[str] = []
+    saved = 0 if files is None else save_artifacts(study, view.record.uuid, artifacts_of(view, refused.append), files)
+    return Published(
+        study_id=study._study_id, notes=notes, artifacts=saved, store=files, refused=tuple(dict.fromkeys(refused))
+    )
 
 
 def _save_notes(study: optuna.Study, view: StudyView, cached: _CachedAttributes) -> int:
@@ -190,7 +200,9 @@ def _save_note(target: optuna.Study | Trial, text: str) -> bool:
 def _save_plots(study: optuna.Study, view: StudyView) -> None:
     from optuna_dashboard import save_plotly_graph_object
 
-    figure = plot_metric(view)
-    save_plotly_graph_object(study, figure, graph_object_id=METRIC_PLOT)
+    figures = {METRIC_PLOT: plot_metric(view)}
     if view.profiled is not None:
-        save_plotly_graph_object(study, memory_figure(view), graph_object_id=MEMORY_PLOT)
+        figures[MEMORY_PLOT] = memory_figure(view)
+    for name, figure in figures.items():
+        safe = type(figure)(safe_figure(figure.to_plotly_json()), skip_invalid=True)
+        save_plotly_graph_object(study, safe, graph_object_id=name)

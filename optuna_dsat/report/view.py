@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
+from pathlib import Path
 
 from optuna.trial import FrozenTrial, TrialState
 
 from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.report.memory_belief import MemoryBelief
 from optuna_dsat.store import Store, StoredLaunch
+from optuna_dsat.study.folder import is_folder_of
 from optuna_dsat.study.reading import reading
 from optuna_dsat.study.stored import StoredStudy, read_launches, read_stored
 from optuna_dsat.study.tuner import EndReason
@@ -28,6 +30,12 @@ class StudyView(StoredStudy):
     """Launch id -> seconds of each counted step on its slowest rank, in order; without launches that counted none."""
     storage_url: str
     """Without its password."""
+
+    @cached_property
+    def folder(self) -> Path | None:
+        """The folder of the study's files; None if it is not on this machine, or not known to be this study's."""
+        folder = self.spec.study_dir
+        return folder if is_folder_of(folder, self.record.uuid, self.launches) else None
 
     @property
     def end_reason(self) -> str | None:

@@ -15,8 +15,7 @@ __all__ = ["default_path", "write_report"]
 
 def default_path(view: StudyView) -> Path:
     """Return the default path: among the study's files if they are on this machine, else in the working directory."""
-    folder = view.spec.study_dir
-    return folder / "report.html" if folder.is_dir() else Path(f"{view.spec.name}-report.html")
+    return Path(f"{view.spec.name}-report.html") if view.folder is None else view.folder / "report.html"
 
 
 def write_report(store: Store, name: str, path: Path | None = None) -> Path:

@@ -10,6 +10,8 @@ from typing import Any
 from optuna.trial import FrozenTrial
 from pydantic import ValidationError
 
+from optuna_dsat.config.ds_config import MICRO_BATCH
+from optuna_dsat.config.structures import Structure
 from optuna_dsat.errors import ConfigError, UnreadableStudyError
 from optuna_dsat.launch.protocol import is_launch_id
 from optuna_dsat.outcome import Outcome
@@ -132,8 +134,13 @@ def check_trials(trials: Sequence[FrozenTrial]) -> None:
     """
     for trial in trials:
         _check(trial.user_attrs, _OF_TRIALS, place=f"trial {trial.number}: ")
-        if attributes.LAUNCH_ID in trial.user_attrs and attributes.CONFIG not in trial.user_attrs:
+        config = trial.user_attrs.get(attributes.CONFIG)
+        if config is None and attributes.LAUNCH_ID in trial.user_attrs:
             raise ValueError(f"trial {trial.number} was launched without a {attributes.CONFIG}")
+        if config is not None and not _is_count(config.get(MICRO_BATCH, 1)):
+            raise ValueError(f"trial {trial.number}: its micro-batch is {repr(config[MICRO_BATCH])[:60]}")
+        if config is not None and Structure.of(config).stage not in (0, 1, 2, 3):
+            raise ValueError(f"trial {trial.number}: its ZeRO stage is {repr(Structure.of(config).stage)[:60]}")
 
 
 def check_study_attributes(user_attrs: Mapping[str, Any]) -> None:

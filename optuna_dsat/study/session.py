@@ -15,6 +15,7 @@ from optuna_dsat.store import Store
 from optuna_dsat.study.conclusion import Conclusion
 from optuna_dsat.study.context import StudyContext
 from optuna_dsat.study.fingerprint import fingerprint
+from optuna_dsat.study.folder import mark_folder
 from optuna_dsat.study.methods import Method, make_method
 from optuna_dsat.study.profile import Profiled
 from optuna_dsat.study.profile_turn import ProfileTurn
@@ -52,6 +53,7 @@ class Session:
         """Whether Ctrl-C ended it."""
         check_warm_start(store, request.spec)
         record, spec = open_study(store, request.spec, relocated=request.relocated)
+        mark_folder(spec.study_dir, record.uuid)
         wait = SlotWait(
             launcher.holders,
             slots=spec.slots_per_trial,

@@ -167,8 +167,9 @@ class StudySpec(_Frozen):
 
     @model_validator(mode="after")
     def _check(self) -> StudySpec:
-        if not self.name.strip() or self.name in (".", "..") or "/" in self.name:
-            raise ValueError(f"--study is {self.name!r}; a name is also that of a folder: no slash, not blank")
+        if not self.name.strip() or self.name in (".", "..") or "/" in self.name or not self.name.isprintable():
+            rule = "no slash, no control characters, not blank"
+            raise ValueError(f"--study is {self.name!r}; a name is also that of a folder: {rule}")
         if self.method not in METHODS:
             raise ValueError(f"the method is {self.method!r}; it must be one of {', '.join(METHODS)}")
         if self.metric not in METRICS:

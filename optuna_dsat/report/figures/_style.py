@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.config.structures import Structure
+from optuna_dsat.escape.html import figure_text
 from optuna_dsat.metrics import METRICS
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.trials import attributes
@@ -134,7 +135,7 @@ def lineage_words(trials: Sequence[FrozenTrial]) -> str:
 def wrapped(words: str, width: int = 22) -> str:
     """Return text with plotly's line breaks, at most ``width`` characters a line if its words allow."""
     lines = [""]
-    for word in words.split():
+    for word in figure_text(words).split():
         if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
             lines.append("")
         lines[-1] = f"{lines[-1]} {word}".strip()

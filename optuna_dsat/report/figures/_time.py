@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from optuna_dsat.escape.html import figure_text
 from optuna_dsat.report.facts import slot_name
 from optuna_dsat.report.figures._style import NEUTRAL, PHASE_COLOURS, empty_figure, lay_out, new_figure
 from optuna_dsat.report.slot_time import PHASES, Slot, SlotTime, Span, account
@@ -138,7 +139,7 @@ def _hover(span: Span) -> str:
 def _slot_words(slot: Slot, device: str, *, several: bool) -> str:
     host, index = slot
     words = f"{'GPU' if device == 'cuda' else 'rank'} {index}"
-    return f"{host}<br>{words}" if several else words
+    return f"{figure_text(host)}<br>{words}" if several else words
 
 
 def time_spent_figure(launches: Sequence[StoredLaunch], *, device: str) -> go.Figure:
