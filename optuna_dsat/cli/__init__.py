@@ -22,7 +22,7 @@ from optuna_dsat.cli.doctor import doctor
 from optuna_dsat.cli.explain import explain
 from optuna_dsat.cli.launch_prefix import SEARCHES, unfold_command
 from optuna_dsat.cli.options_file import find_options, read_options
-from optuna_dsat.cli.password import hide_password
+from optuna_dsat.cli.password import hide_secrets
 from optuna_dsat.cli.plan import plan
 from optuna_dsat.cli.report import report
 from optuna_dsat.cli.search import add_searches
@@ -31,6 +31,7 @@ from optuna_dsat.display.stopping import EXIT_INTERRUPTED
 from optuna_dsat.errors import DsatError, ScriptFailedError
 from optuna_dsat.escape.terminal import say
 from optuna_dsat.runtime.plain_text import TEXT_CHARS, shortened
+from optuna_dsat.secrecy.references import hidden_text
 from optuna_dsat.version import __version__
 
 __all__ = ["app", "main"]
@@ -93,10 +94,10 @@ def _commands() -> TyperGroup:
 
 
 def _report(error: DsatError) -> None:
-    say(f"optuna-dsat: {error}", file=sys.stderr)
+    say(f"optuna-dsat: {hidden_text(str(error))}", file=sys.stderr)
     if isinstance(error, ScriptFailedError):
         if error.traceback_tail:
-            say(f"\n{shortened(error.traceback_tail.rstrip(), TEXT_CHARS)}", file=sys.stderr)
+            say(f"\n{shortened(hidden_text(error.traceback_tail.rstrip()), TEXT_CHARS)}", file=sys.stderr)
         if error.log_path:
             say(f"\nFull log: {error.log_path}", file=sys.stderr)
 
@@ -104,7 +105,7 @@ def _report(error: DsatError) -> None:
 def main(argv: list[str] | None = None) -> NoReturn:
     """Run the command; exit with 0 (found), 2 (usage), 3 (nothing runs), 4 (script error), 5 (database) or 130."""
     if argv is None:
-        hide_password()
+        hide_secrets()
     arguments = sys.argv[1:] if argv is None else argv
 
     def interrupt(_signal: int, _frame: object) -> None:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from optuna_dsat.escape.terminal import cell
+from optuna_dsat.secrecy.command import without_secrets
 from optuna_dsat.tuning.given import Given
 
 __all__ = ["show_options"]
@@ -37,5 +38,5 @@ def _in_words(name: str, value: Any) -> str:
         return display_url(value)
     if isinstance(value, Mapping):
         pairs = ((key, one if isinstance(one, str) else json.dumps(one)) for key, one in value.items())
-        return " ".join(f"{key}={text}" for key, text in pairs)
+        return " ".join(without_secrets([f"{key}={text}" for key, text in pairs]))
     return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from optuna_dsat.cli.parameters import DEFAULT_STORAGE, Json, Name, Quiet, Storage
 from optuna_dsat.cli.search import run_request
 from optuna_dsat.escape.terminal import say
+
+if TYPE_CHECKING:
+    from optuna_dsat.study.spec import StudySpec
 
 __all__ = ["add_commands"]
 
@@ -94,7 +97,20 @@ def _continue(
         conclude=conclude,
         on_notice=lambda text: say(text, file=sys.stderr),
     )
+    _ask_for_secrets(request.spec)
     run_request(request, quiet=quiet, as_json=as_json)
+
+
+def _ask_for_secrets(spec: StudySpec) -> None:
+    """Ask on a terminal for what the study needs and nothing stores; elsewhere the run says what is missing."""
+    from optuna_dsat.secrecy.references import keep
+    from optuna_dsat.study.needed_secrets import missing_secrets
+
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return
+    for name, what in missing_secrets(spec).items():
+        value = typer.prompt(f"Secret value of {what} (not stored)", hide_input=True, err=True)
+        keep({name: str(value)})
 
 
 def add_commands(app: typer.Typer) -> None:

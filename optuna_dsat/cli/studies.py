@@ -15,6 +15,7 @@ from optuna_dsat.cli.parameters import DEFAULT_STORAGE, Json, Name, Storage
 from optuna_dsat.cli.tables import UNBOUNDED, print_table
 from optuna_dsat.errors import NothingRunnableError, UsageError
 from optuna_dsat.escape.terminal import plain, say
+from optuna_dsat.secrecy.shapes import hidden_data
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -136,7 +137,7 @@ def show(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: Json = False) 
     outcomes = Counter(t.user_attrs[attributes.OUTCOME] for t in study.trials if attributes.OUTCOME in t.user_attrs)
     if as_json:
         state = {
-            "spec": study.stored_spec.model_dump(mode="json"),
+            "spec": hidden_data(study.stored_spec.model_dump(mode="json")),
             "versions": dict(study.record.versions),
             "outcomes": outcomes,
             "launches": [{"purpose": row.purpose, "outcome": row.report.outcome.value} for row in launches],
@@ -235,7 +236,7 @@ def export(
     rows = [study.row(trial) for trial in study.trials]
     if fmt is ExportFormat.JSON:
         verdict = None if study.verdict is None else study.verdict.to_json()
-        found = {"spec": study.stored_spec.model_dump(mode="json"), "verdict": verdict, "trials": rows}
+        found = {"spec": hidden_data(study.stored_spec.model_dump(mode="json")), "verdict": verdict, "trials": rows}
         print(json.dumps(found, indent=2))
         return
     plain = (

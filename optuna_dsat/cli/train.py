@@ -56,6 +56,7 @@ def train(options: TrainOptions) -> None:
     from optuna_dsat.config import ds_config
     from optuna_dsat.launch.full_run import run_full
     from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
+    from optuna_dsat.secrecy.references import References, keep
     from optuna_dsat.tuning.devices import choose_devices
     from optuna_dsat.tuning.target import trial_target
 
@@ -69,6 +70,7 @@ def train(options: TrainOptions) -> None:
     devices = choose_devices(options.gpus, options.cpu_ranks, option="--gpus")
     for notice in devices.notices:
         print(notice, file=sys.stderr)
+    secrets = References()
     request = LaunchRequest(
         launch_id="train",
         purpose="full",
@@ -79,10 +81,11 @@ def train(options: TrainOptions) -> None:
             cwd=str(Path.cwd()),
             config_path=str(options.config.resolve()),
         ),
-        ds_config=settings,
+        ds_config=secrets.data(settings),
         overlay={},
         slots=devices.per_launch if options.gpus is None else options.gpus,
     )
+    keep(secrets.values)
     sys.exit(run_full(request, devices=devices, on_notice=lambda text: print(text, file=sys.stderr)))
 
 

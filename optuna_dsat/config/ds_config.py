@@ -488,11 +488,16 @@ def _canonical_zero(zero: Mapping[str, Any], params_count: int | None) -> dict[s
     return result
 
 
-def write_json_atomic(path: str | Path, data: Mapping[str, Any] | Iterable[Any]) -> None:
+def write_json_atomic(path: str | Path, data: Mapping[str, Any] | Iterable[Any], *, private: bool = False) -> None:
     """Write ``data`` as indented JSON, so that a reader sees the old file or the new one, never a part.
+
+    Args:
+        path: The file.
+        data: What to write.
+        private: Whether nobody else may read it.
 
     Raises:
         OSError: If the folder cannot be written; nothing is left behind.
     """
     text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
-    write_text_atomic(Path(path), text, durable=True, mode=0o644)
+    write_text_atomic(Path(path), text, durable=True, mode=0o600 if private else 0o644)

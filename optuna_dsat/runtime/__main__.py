@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import NoReturn
 
 from optuna_dsat.runtime.arguments import parse_command
 from optuna_dsat.runtime.launch_plan import LaunchPlan
+from optuna_dsat.runtime.own_secrets import take_secrets, with_secrets
 from optuna_dsat.runtime.rank import Rank
 from optuna_dsat.runtime.rank_process import FailedExit, exit_as_python, exit_code, run_rank
+from optuna_dsat.secrecy.references import resolved
 
 
 def main(argv: list[str], *, safe_path: bool, forked: bool = False) -> int:
     """Run the script as this rank; return its exit code (2 if the command or the launch description is invalid)."""
+    take_secrets(os.environ)
     try:
-        command = parse_command(argv)
+        command = parse_command(resolved(argv))
         rank = Rank.from_environment()
-        plan = LaunchPlan.load(rank.launch_path)
+        plan = with_secrets(LaunchPlan.load(rank.launch_path))
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2

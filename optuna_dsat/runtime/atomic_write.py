@@ -23,12 +23,12 @@ def write_text_atomic(path: Path, text: str, *, durable: bool = False, mode: int
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("w", encoding="utf-8") as file:
+            if mode is not None:
+                temporary.chmod(mode)
             file.write(text)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
-        if mode is not None:
-            temporary.chmod(mode)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)

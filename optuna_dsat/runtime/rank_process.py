@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from optuna_dsat.runtime.arguments import ScriptCommand, replace_config_paths
+from optuna_dsat.runtime.build_locks import guard_builds
 from optuna_dsat.runtime.config_option import default_config_option
 from optuna_dsat.runtime.config_redirect import reads_redirected
 from optuna_dsat.runtime.device_memory import unlink_shared_buffers
@@ -27,7 +28,7 @@ from optuna_dsat.runtime.events import (
     decode_event,
 )
 from optuna_dsat.runtime.failure import diagnose, format_traceback, message_of, without_runtime_frames
-from optuna_dsat.runtime.hook import DeepSpeedHook
+from optuna_dsat.runtime.hook import DeepSpeedHook, ImportWatch
 from optuna_dsat.runtime.imports import imported_modules, loaded_operators
 from optuna_dsat.runtime.launch_plan import LaunchPlan
 from optuna_dsat.runtime.leavings import note_shared_buffer, note_temporary_folders
@@ -40,10 +41,13 @@ from optuna_dsat.runtime.side_effects import TemporaryFolders
 from optuna_dsat.runtime.writer import EventWriteError, EventWriter, events_path
 from optuna_dsat.secrecy.references import hidden_text
 
-__all__ = ["EXIT_EVENTS_LOST", "FailedExit", "exit_as_python", "exit_code", "run_rank"]
+__all__ = ["AGENT_ENV", "EXIT_EVENTS_LOST", "FailedExit", "exit_as_python", "exit_code", "run_rank"]
 
 EXIT_EVENTS_LOST = 74
 """Exit code of a rank whose events could not be written (``EX_IOERR`` of ``sysexits.h``)."""
+
+AGENT_ENV = "OPTUNA_DSAT_AGENT_PID"
+"""Environment variable with the process number of torchrun, which starts the ranks; the script does not see it."""
 
 _PR_SET_PDEATHSIG = 1
 """``linux/prctl.h``."""
@@ -60,7 +64,8 @@ def run_rank(plan: LaunchPlan, rank: Rank, command: ScriptCommand, *, safe_path:
     Raises:
         SystemExit: If the script calls ``sys.exit``; the caller exits with its code.
     """
-    die_with_parent()
+    agent = os.environ.pop(AGENT_ENV, "")
+    die_with_parent(int(agent) if agent.isdigit() else os.getppid())
     if plan.log_dir:
         redirect_output(Path(plan.log_dir), rank.rank)
     try:
@@ -99,6 +104,7 @@ class _RankProcess:
             note_temporary_folders(Path(plan.leavings))
         if self._reports_imports:
             self._environment.install()
+        ImportWatch({"torch.utils.file_baton": guard_builds}).install()
         hook = DeepSpeedHook(
             plan=plan, rank=rank, writer=self._writer, state=self._state, exit_process=self._exit_after_last_step
         )
@@ -185,13 +191,17 @@ class _RankProcess:
         end_process(1, self._temporary)
 
 
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent, the torchrun agent, ends; does nothing outside Linux."""
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends; at once if it has ended. Does nothing outside Linux.
+
+    Args:
+        parent: Process number of the parent, taken by the parent itself: this process's own question for it may come
+            when that has ended, and then names another.
+    """
     if not sys.platform.startswith("linux"):
         return
-    parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # the parent ended before prctl took effect
+    if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -11,6 +11,7 @@ from optuna_dsat.runtime.config_differences import config_differences
 from optuna_dsat.runtime.launch_plan import LaunchPlan
 from optuna_dsat.runtime.overlay import effective_config, read_config
 from optuna_dsat.runtime.side_effects import without_monitors
+from optuna_dsat.secrecy.shapes import hidden_data
 
 __all__ = ["PartitionedModelError", "TrialConfig"]
 
@@ -49,13 +50,14 @@ class TrialConfig:
     def differences(self, config: Any) -> dict[str, list[Any]]:
         """Return the differences between the script's config and the user's file (see ``config_differences``).
 
-        Empty if either file could not be read.
+        Empty if either file could not be read. What looks like a secret is left to the script.
         """
         if self._user is None or self._launch is None:
             return {}
-        return config_differences(
+        found = config_differences(
             read_config(config), user=self._user, launch=self._launch, world_size=self._world_size
         )
+        return {key: values for key, values in found.items() if hidden_data(values, key) == values}
 
     @property
     def micro_batch(self) -> int | None:

@@ -11,6 +11,8 @@ from sqlalchemy.engine import URL
 from sqlalchemy.exc import ArgumentError
 
 from optuna_dsat.errors import StorageUrlError
+from optuna_dsat.secrecy.names import is_secret_name
+from optuna_dsat.secrecy.shapes import hidden
 
 __all__ = ["database_exists", "display_url", "parse_url"]
 
@@ -31,8 +33,8 @@ def display_url(url: str | URL) -> str:
         parsed = make_url(url)
     except (ArgumentError, ValueError):
         shown = re.sub(r"(://[^:/@]*):.*@", r"\1:***@", str(url))
-        return re.sub(r"(?i)([?&][^=&]*pass[^=&]*=)[^&]*", r"\1***", shown)
-    secret = [key for key in parsed.query if "pass" in key.lower()]
+        return hidden(re.sub(r"(?i)([?&][^=&]*pass[^=&]*=)[^&]*", r"\1***", shown))
+    secret = [key for key in parsed.query if "pass" in key.lower() or is_secret_name(key)]
     return parsed.update_query_dict(dict.fromkeys(secret, "***")).render_as_string(hide_password=True)
 
 

@@ -12,6 +12,8 @@ from optuna.trial import FrozenTrial
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.launch.protocol import LaunchReport
+from optuna_dsat.runtime.atomic_write import write_text_atomic
+from optuna_dsat.secrecy.shapes import find_secrets
 from optuna_dsat.study.confirmation import Confirmation
 from optuna_dsat.study.context import StudyContext
 from optuna_dsat.study.data_size import dataset_size
@@ -155,7 +157,7 @@ class Conclusion:
         config_path, metrics_path = write_best(spec.study_dir, config, file)
         settings = best_settings(spec, complete, spec.study_dir)
         if settings is not None:
-            settings.path.write_text(settings.text, encoding="utf-8")
+            write_text_atomic(settings.path, settings.text, mode=0o600 if find_secrets(settings.text) else None)
         command, names_config = training_command(
             spec,
             complete,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from optuna_dsat.errors import StorageUrlError
 from optuna_dsat.script.arg_mapping import map_arguments
 from optuna_dsat.script.settings_file import SettingsCopy, names_file, settings_copy
 from optuna_dsat.script.trial_class import CHECKPOINTS, RUNNER, complete_training, train_command
+from optuna_dsat.secrecy.references import names_in, resolved, shell_join
 from optuna_dsat.study.finalists import Finalist
 from optuna_dsat.study.spec import ScriptSpec, StudySpec
 from optuna_dsat.study.verdict import Verdict
@@ -226,10 +226,13 @@ def complete_config(trial: FrozenTrial, *, slots: int) -> dict[str, Any]:
 
 
 def write_best(directory: Path, config: Mapping[str, Any], metrics: Mapping[str, Any]) -> tuple[Path, Path]:
-    """Write the winning config and its metrics; return their paths."""
+    """Write the winning config and its metrics; return their paths.
+
+    The config is ready to train with: it has the values of its references, and then nobody else may read it.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     config_path, metrics_path = directory / BEST_CONFIG, directory / BEST_METRICS
-    ds_config.write_json_atomic(config_path, config)
+    ds_config.write_json_atomic(config_path, resolved(config), private=bool(names_in(config)))
     ds_config.write_json_atomic(metrics_path, metrics)
     return config_path, metrics_path
 
@@ -370,7 +373,7 @@ def training_command(
         completed = complete_training(args, config_path.parent / CHECKPOINTS)
         words = train_command(completed, config=str(config_path), device=spec.device, slots=spec.slots_per_trial)
         variables = [f"{name}={value}" for name, value in environment.items()]
-        return shlex.join([*(["env", *variables] if variables else []), *words]), replaced
+        return shell_join([*(["env", *variables] if variables else []), *words]), replaced
     ranks = str(spec.slots_per_trial)
     if deepspeed_launcher:
         launcher = ["deepspeed", "--num_gpus", ranks, *(["--module"] if script.is_module else [])]
@@ -381,7 +384,7 @@ def training_command(
         settings.append(f"OMP_NUM_THREADS={host_threads}")
     settings += [f"{name}={value}" for name, value in environment.items()]
     prefix = ["env", *settings] if settings else []
-    return shlex.join([*prefix, *launcher, script.script, *args]), replaced or _ACCELERATE_CONFIG in environment
+    return shell_join([*prefix, *launcher, script.script, *args]), replaced or _ACCELERATE_CONFIG in environment
 
 
 _ACCELERATE = "ACCELERATE_USE_DEEPSPEED"

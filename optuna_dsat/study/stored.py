@@ -14,6 +14,7 @@ from optuna_dsat.errors import StudyConflictError, UnreadableStudyError, UsageEr
 from optuna_dsat.guided.prior_knowledge import PriorKnowledge
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.script.trainer import ScriptTrainer
+from optuna_dsat.secrecy.shapes import hidden_data
 from optuna_dsat.store import Store, StoredLaunch, StudyRecord
 from optuna_dsat.study.finalists import Finalist, finalists_of, standing_of
 from optuna_dsat.study.paired import Ratio
@@ -241,7 +242,7 @@ def _differences(stored: Mapping[str, Any], given: Mapping[str, Any]) -> list[st
     lines = []
     for key in stored:
         if stored[key] != given.get(key):
-            old, new = str(stored[key]), str(given.get(key))
+            old, new = str(hidden_data(stored[key])), str(hidden_data(given.get(key)))
             detail = f"{key} was {old}, is {new}" if len(old) + len(new) < 80 else f"{key} differs"
             lines.append(detail)
     return lines

@@ -10,6 +10,8 @@ from typing import Any
 from optuna_dsat.config import ds_config
 from optuna_dsat.launch.devices import Devices
 from optuna_dsat.script.arg_mapping import parse_mappings
+from optuna_dsat.secrecy.command import refer_in_command
+from optuna_dsat.secrecy.references import References, keep
 from optuna_dsat.study.spec import MethodOptions, ScriptSpec, StudySpec, make_spec, parse_bytes
 from optuna_dsat.tuning.defaults import spec_field
 from optuna_dsat.tuning.options import TuneOptions
@@ -20,6 +22,8 @@ __all__ = ["build_spec"]
 
 def build_spec(method: str, options: TuneOptions, devices: Devices) -> StudySpec:
     """Check all options and return the spec; nothing is launched or written.
+
+    Secrets among arguments, variables and config stand in it as references; this process keeps their values.
 
     Raises:
         UsageError: On the first thing that cannot be used.
@@ -32,6 +36,7 @@ def build_spec(method: str, options: TuneOptions, devices: Devices) -> StudySpec
     ds_config.batch_triangle(ds_config.effective(config), world_size=slots)
     mappings = {**(user.autotuning.arg_mappings or {}), **(options.arg_mapping or {})}
     names = {one.name for one in fields(options)}
+    secrets = References(target.args, options.env or {}, config)
     values = {
         **_settings(options),
         "name": options.study or f"{target.stem}-{method}",
@@ -39,20 +44,21 @@ def build_spec(method: str, options: TuneOptions, devices: Devices) -> StudySpec
         "options": {name: getattr(options, name) for name in names & MethodOptions.model_fields.keys()},
         "script": ScriptSpec(
             script=target.script,
-            args=target.args,
+            args=refer_in_command(target.args, secrets),
             is_module=target.is_module,
             cwd=str(Path.cwd()),
             config_path="" if path is None else str(path.resolve()),
             arg_mappings=parse_mappings(mappings),
-            environment=dict(options.env or {}),
+            environment=secrets.data(options.env or {}),
         ),
-        "ds_config": config,
+        "ds_config": secrets.data(config),
         "device": devices.kind,
         "slots_per_trial": slots,
         "device_memory_bytes": _device_memory(options, devices),
         "output_dir": str(writable(Path(options.output_dir))),
     }
     spec = make_spec(**values)
+    keep(secrets.values)
     from optuna_dsat.study.space import space_of
 
     space_of(spec, None)  # refuses a knob or value that the space cannot take

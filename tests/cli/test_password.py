@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import pytest
+from sqlalchemy import make_url
 
-from optuna_dsat.cli.password import without_password
+from optuna_dsat.cli.password import STORAGE_ENV, without_password, without_secrets_of
 
 SECRET = "postgresql://me:geheim@host/db"
 PLAIN = ("optuna-dsat", "random", "train.py", "ds.json")
@@ -29,3 +30,22 @@ def test_a_password_in_the_query_is_found() -> None:
 )
 def test_everything_else_stays_as_it_is(given: tuple[str, ...]) -> None:
     assert without_password([*PLAIN, *given]) == ([*PLAIN, *given], None)
+
+
+@pytest.mark.parametrize("password", ["a/b", "a#b", "a?b", "a:b"])
+def test_a_password_is_found_as_sqlalchemy_splits_it(password: str) -> None:
+    url = f"postgresql://me:{password}@host/db"
+    assert make_url(url).password == password
+    assert without_password([*PLAIN, "--storage", url]) == (list(PLAIN), url)
+
+
+def test_secrets_of_the_script_leave_the_command_for_the_environment() -> None:
+    words = [*PLAIN, "--env", "HF_TOKEN=abc1", "--storage", SECRET, "--", "--password", "geheim2"]
+    command, variables = without_secrets_of(words)
+    assert command[len(PLAIN) :] == [
+        "--env", "HF_TOKEN=${OPTUNA_DSAT_SECRET_HF_TOKEN}", "--", "--password", "${OPTUNA_DSAT_SECRET_PASSWORD}"
+    ]  # fmt: skip
+    assert variables == {
+        "OPTUNA_DSAT_SECRET_HF_TOKEN": "abc1", "OPTUNA_DSAT_SECRET_PASSWORD": "geheim2", STORAGE_ENV: SECRET
+    }  # fmt: skip
+    assert without_secrets_of(command) == (command, {})

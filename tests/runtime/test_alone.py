@@ -272,3 +272,18 @@ def test_a_rank_leaves_no_temporary_folder_behind(start: Starter, stubs: Path) -
     folders = launch.log("stdout").split()
     assert len(folders) == 2
     assert not any(Path(folder).exists() for folder in folders)
+
+
+def test_a_reference_becomes_its_value_which_no_event_holds(start: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPTUNA_DSAT_SECRET_TOKEN", "geheim-7f3a")
+    monkeypatch.setenv("MY_PASSWORD", "rosenkohl")
+    text = (
+        "import os, sys\n"
+        "assert not [name for name in os.environ if name.startswith('OPTUNA_DSAT_SECRET_')]\n"
+        "raise ValueError(f'{sys.argv[1][3:]} and {os.environ[\"MY_PASSWORD\"]} are refused, as is hf_abcDEF123456')\n"
+    )
+    launch = start.alone(script(start, text), "at ${OPTUNA_DSAT_SECRET_TOKEN}")
+    [failure] = launch.of(RankFailed)
+    assert failure.message == "*** and *** are refused, as is ***"
+    assert "geheim" not in failure.traceback
+    assert "geheim-7f3a and rosenkohl" in launch.log("stderr")  # the script's own output is its own

@@ -1,0 +1,73 @@
+"""A script's secrets in a search with real launches: they reach the script, and nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.harness.commands import Command, search, write_config
+from tests.system.test_real_launches import SQLITE, whole_database
+
+pytestmark = pytest.mark.torchrun
+
+SECRETS = ("-rosenkohl9", "geheim-7f3a1", "kartoffel/8#x", "sellerie77", "spinat-5c5c")
+"""Token, key, password of a URL, variable, key in the DeepSpeed config."""
+SCRIPT = """
+import hashlib, json, os, sys
+config, token, key, url = sys.argv[1], sys.argv[3], sys.argv[4].partition("=")[2], sys.argv[5]
+seen = [token, key, url.partition("me:")[2].rpartition("@")[0], os.environ["MY_PASSWORD"],
+        json.load(open(config))["comet"]["api_key"]]
+assert not [name for name in os.environ if name.startswith("OPTUNA_DSAT_SECRET")]
+assert [hashlib.sha256(one.encode()).hexdigest() for one in seen] == {digests}, "not what was given"
+import deepspeed, torch
+model = torch.nn.Linear(16, 1)
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+for step in range(100):
+    engine.backward(engine(torch.randn(1, 16)).square().mean())
+    engine.step()
+"""
+
+
+def arguments_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def test_secrets_reach_the_script_and_stand_nowhere_else(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    path = tmp_path / "ds.json"
+    config = json.loads(path.read_text())
+    token, key, password, variable, api_key = SECRETS
+    path.write_text(json.dumps({**config, "comet": {"enabled": False, "api_key": api_key}}))
+    digests = [hashlib.sha256(one.encode()).hexdigest() for one in SECRETS]
+    (tmp_path / "own.py").write_text(SCRIPT.format(digests=digests))
+    options = search("s", SQLITE, budget=1, more=("--env", f"MY_PASSWORD={variable}"))
+    start = options.index("--")
+    words = ("ds.json", "--hf-token", token, f"wandb.key={key}", f"postgresql://me:{password}@host/db")
+    tuner = Command(tmp_path, "binary", "own.py", *options[2:start], "--", *words)
+    shown = set()
+    while tuner.process.poll() is None:
+        launched = [one.key.pid for one in tuner.launched()]
+        shown |= {arguments_of(pid) for pid in [*launched, *([tuner.process.pid] if launched else [])]}
+        time.sleep(0.05)
+    said = [*tuner.finish(), *shown]
+    for command in (("show", "s", "--json"), ("export", "s"), ("report", "s")):
+        said += Command(tmp_path, *command, "--storage", SQLITE).finish()
+    resume = ("resume", "s", "--storage", SQLITE, "--max-trials", "2")
+    refused = Command(tmp_path, *resume).finish(code=2)
+    assert "--hf-token by OPTUNA_DSAT_SECRET_HF_TOKEN" in refused[1]
+    assert len(refused[1].splitlines()) == 1
+    said += [*refused, whole_database(f"sqlite:///{tmp_path / 'study.db'}")]
+    best = tmp_path / "optuna-dsat-output" / "s" / "best_ds_config.json"
+    assert json.loads(best.read_text())["comet"]["api_key"] == api_key
+    assert best.stat().st_mode & 0o077 == 0
+    for root, _, names in os.walk(tmp_path / "optuna-dsat-output"):
+        said += [Path(root, name).read_text(errors="replace") for name in names if name != best.name]
+    assert [(one, text) for text in said for one in SECRETS if one in text] == []
