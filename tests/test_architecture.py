@@ -122,7 +122,7 @@ def test_hardly_anything_lies_flat() -> None:
 
 def test_the_tests_mirror_the_package() -> None:
     folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and any(path.glob("test_*.py"))}
-    beside = {"benchmarks", "cuda", "docs", "examples", "system"}
+    beside = {"benchmarks", "crash_points", "cuda", "docs", "examples", "system"}
     assert folders - beside <= MAY_IMPORT.keys()
 
 

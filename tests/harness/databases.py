@@ -10,6 +10,7 @@ import tempfile
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -29,9 +30,10 @@ class Server:
     restart: Callable[[], None] | None
     """None where the server is not ours to restart."""
 
-    def new_database(self) -> str:
+    def new_database(self, *, template: str | None = None) -> str:
+        """Create a database, empty or as another one; return its URL."""
         name = f"dsat_test_{uuid.uuid4().hex[:12]}"
-        self._execute(f'CREATE DATABASE "{name}"')
+        self._execute(f'CREATE DATABASE "{name}"' + (f' TEMPLATE "{template}"' if template else ""))
         return make_url(self.url).set(database=name).render_as_string(hide_password=False)
 
     def drop_database(self, url: str) -> None:
@@ -53,6 +55,12 @@ def _do_not_wait_for_the_disk(connection: object, _record: object) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _revisions_are_loaded_once() -> Iterator[None]:
+    with revisions_loaded_once():
+        yield
+
+
+@contextmanager
+def revisions_loaded_once() -> Iterator[None]:
     """Load each migration once a process: alembic does for every database that is opened, at most of its cost."""
     load = pyfiles.load_module_py
 
@@ -73,6 +81,13 @@ def _revisions_are_loaded_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def postgres_server() -> Iterator[Server]:
+    with running_server() as server:
+        yield server
+
+
+@contextmanager
+def running_server() -> Iterator[Server]:
+    """Start a PostgreSQL server, or use the one that the environment names; skips the test where there is none."""
     pytest.importorskip("psycopg", reason="psycopg 3 is not installed")
     external = os.environ.get(EXTERNAL)
     if external:

@@ -1,0 +1,126 @@
+"""Simulated launches that leave what real ones would if nobody cleared up: a run directory and a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from optuna_dsat.config import ds_config
+from optuna_dsat.launch import processes
+from optuna_dsat.launch.leftovers import remove_noted
+from optuna_dsat.launch.notes import TunerNotes
+from optuna_dsat.launch.protocol import Finished, LaunchRequest, LaunchUpdate
+from optuna_dsat.launch.run_directory import RunDirectory
+from optuna_dsat.launch.run_files import write_run_directory
+from optuna_dsat.launch.simulated import SimulatedLauncher, SimulatedProfile, SimulatedResult
+from optuna_dsat.outcome import Outcome
+from tests.harness.landscapes import Hill
+
+__all__ = ["SLOTS", "Launched", "ProcessLauncher"]
+
+SLOTS = 2
+_PATIENCE_S = 20.0
+"""How long a killed process may take to end."""
+
+
+class Edge(Hill):
+    """The hill, where the memory ends sooner, so that a search of a few launches comes to its edge."""
+
+    def run(self, ds_config: Mapping[str, Any], slots: int) -> SimulatedResult:
+        result = super().run(ds_config, slots)
+        if int(ds_config["train_micro_batch_size_per_gpu"]) > 30:
+            return SimulatedResult(outcome=Outcome.OUT_OF_MEMORY, startup_s=10, missing_bytes=2**30)
+        return result
+
+    def profile(self, slots: int) -> SimulatedProfile:
+        return super().profile(slots)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launched:
+    """A launch, as its launcher saw it start or end."""
+
+    launch_id: str
+    purpose: str
+    key: str
+    """Canonical key of the configuration."""
+    ended: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Alive:
+    """A launch that runs."""
+
+    request: LaunchRequest
+    directory: RunDirectory
+    record: Path
+    """Notes of what it may leave."""
+    mark: str
+    process: subprocess.Popen[bytes]
+
+
+class ProcessLauncher(SimulatedLauncher):
+    """Simulates launches; each has a run directory, and a marked process that lives as long as it does.
+
+    Args:
+        output_dir: Folder of the run directories.
+        notes: Descriptor that starts and ends are written to.
+    """
+
+    def __init__(self, output_dir: Path, *, notes: int) -> None:
+        super().__init__(Edge(), total_slots=SLOTS)
+        self._output_dir = Path(output_dir)
+        self._notes = notes
+        self._left = TunerNotes(self._output_dir)
+        self._alive: dict[str, _Alive] = {}
+
+    def start(self, request: LaunchRequest) -> None:
+        super().start(request)
+        directory = write_run_directory(request, self._output_dir)
+        record, mark = self._left.begin(), processes.new_mark()
+        self._note(request, ended=False)
+        process = subprocess.Popen(
+            ["/bin/sleep", "600"],
+            env={processes.MARK_ENV: mark},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        self._alive[request.launch_id] = _Alive(
+            request=request, directory=directory, record=record, mark=mark, process=process
+        )
+
+    def poll(self, timeout_s: float) -> Sequence[LaunchUpdate]:
+        updates = super().poll(timeout_s)
+        for update in updates:
+            if isinstance(update, Finished):
+                launch = self._end(update.launch_id)
+                launch.directory.write_report(update.report)
+                self._note(launch.request, ended=True)
+        return updates
+
+    def close(self) -> None:
+        for launch_id in list(self._alive):
+            self._end(launch_id)
+        self._left.close()
+        super().close()
+
+    def _end(self, launch_id: str) -> _Alive:
+        launch = self._alive.pop(launch_id)
+        key = processes.ProcessKey.of(launch.process.pid)  # its mark is not to be seen before it has started to run
+        processes.end_processes([key] if key else ())
+        processes.kill_leftovers(launch.mark)
+        launch.process.wait(_PATIENCE_S)
+        remove_noted(launch.record)
+        return launch
+
+    def _note(self, request: LaunchRequest, *, ended: bool) -> None:
+        key = ds_config.canonical_key(request.ds_config, params_count=self._landscape.profile(SLOTS).params)
+        note = Launched(launch_id=request.launch_id, purpose=request.purpose, key=key, ended=ended)
+        os.write(self._notes, f"{json.dumps(asdict(note))}\n".encode())
