@@ -26,6 +26,8 @@ __all__ = ["BatchSources"]
 
 _MOST = 400
 """Numbers of one kind that are noted."""
+_MOST_TEXT_BYTES = 2**20
+"""Size of a settings file that is compared with what the script parses; data are larger."""
 
 
 class BatchSources:
@@ -59,6 +61,7 @@ class BatchSources:
         self._parsers = ParserWatch(outputs=outputs)
         self._loaders = LoaderWatch(micro_batch=micro_batch, follow=follow, fed=fed, repeat=repeat)
         self._settings: dict[tuple[str, str], int] = {}
+        self._texts = _ArgumentTexts()
 
     def install(self) -> None:
         """Start noting what argparse parses; other libraries are watched as they are imported (``callbacks``)."""
@@ -98,7 +101,7 @@ class BatchSources:
         """Note the numbers of a settings file, and replace the one that follows the launch."""
         if not self._noting and self._follow.get("kind") != "setting":
             return
-        file = _name_of(source)
+        file = self._texts.file_of(source) if isinstance(source, str) else _name_of(source)
         if (
             file is None
             or not (self._noting or file == self._follow["file"])
@@ -115,11 +118,39 @@ class BatchSources:
         return follow.get("kind") == "setting" and follow.get("file") == file and follow.get("key") == key
 
     def _json_imported(self, module: ModuleType) -> None:
-        _after(module, "load", self._note_settings)
+        for name in ("load", "loads"):
+            _after(module, name, self._note_settings)
 
     def _yaml_imported(self, module: ModuleType) -> None:
         for name in ("load", "safe_load", "full_load", "unsafe_load"):
             _after(module, name, self._note_settings)
+
+
+class _ArgumentTexts:
+    """Texts of the settings files that the script's arguments name, for scripts that parse what they have read."""
+
+    def __init__(self) -> None:
+        self._arguments: list[str] | None = None
+        self._files: dict[str, str] = {}
+
+    def file_of(self, text: str) -> str | None:
+        """Return the absolute path of the file that has a text; None if no argument names one."""
+        if self._arguments != sys.argv:
+            self._arguments = list(sys.argv)
+            named = {arg.rpartition("=")[2] for arg in sys.argv[1:]}
+            self._files = {read: os.path.realpath(name) for name in named if (read := _settings_text(name))}
+        return self._files.get(text)
+
+
+def _settings_text(name: str) -> str:
+    """Return the text of a settings file; empty if the name is none's, or the file is too large for one."""
+    if not name.endswith((".json", ".toml", ".yaml", ".yml")):
+        return ""
+    try:
+        path = Path(name)
+        return path.read_text(encoding="utf-8") if path.stat().st_size <= _MOST_TEXT_BYTES else ""
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def _constants(places: Sequence[Place], values: set[int]) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ __all__ = ["SettingsCopy", "names_file", "settings_copy"]
 _FORMATS = (".json", ".yaml", ".yml")
 _STANDARD = "tag:yaml.org,2002:"
 """Prefix of the tags that every loader knows; others may read files beside the original."""
+_WRITTEN = re.compile(r"(^|_)(out|output|outputs|log|logs|logging|save|run)(_|$)", re.IGNORECASE)
+"""Keys of paths that a script writes to; an earlier run may have left them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +88,7 @@ def _with_number(text: str, key: Sequence[str], *, own: int, number: int, beside
     for name in key:
         node = dict(_children(node)).get(name)
     nodes = list(_nodes(root))
-    if sum(one is node for one in nodes) != 1 or any(_may_need(one, beside) for one in nodes):
+    if sum(one is node for _, one in nodes) != 1 or any(_may_need(name, one, beside) for name, one in nodes):
         return None
     start, end = node.start_mark.index, node.end_mark.index
     return f"{text[:start]}{number}{text[end:]}" if text[start:end] == str(own) else None
@@ -101,18 +104,18 @@ def _children(node: Any) -> Iterator[tuple[str, Any]]:
         yield from ((str(index), value) for index, value in enumerate(node.value))
 
 
-def _nodes(node: Any) -> Iterator[Any]:
-    """Yield a node and all below it; one that aliases name comes once for each."""
-    yield node
-    for _, child in _children(node):
-        yield from _nodes(child)
+def _nodes(node: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield a node and all below it with their keys; one that aliases name comes once for each."""
+    yield name, node
+    for key, child in _children(node):
+        yield from _nodes(child, key)
 
 
-def _may_need(node: Any, beside: Path) -> bool:
-    """Whether a node may mean a file in the folder of its document."""
+def _may_need(name: str, node: Any, beside: Path) -> bool:
+    """Whether a node may mean a file in the folder of its document, to read it."""
     if node is None or not node.tag.startswith(_STANDARD):
         return True
-    if node.tag != f"{_STANDARD}str" or not node.value.strip("./"):
+    if node.tag != f"{_STANDARD}str" or not node.value.strip("./") or _WRITTEN.search(name):
         return False
     try:
         return not Path(node.value).is_absolute() and (beside / node.value).exists()

@@ -8,14 +8,15 @@ the options of the command that trains with the best one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.runtime.events import BatchSourcesFound, TrainerFound
 from optuna_dsat.script.batch_rule import guesses, names_training_batch
 
-__all__ = ["ScriptTrainer", "option_guesses"]
+__all__ = ["ScriptTrainer", "trainer_guesses"]
 
 _FIELDS = {
     "transformers": {
@@ -45,6 +46,8 @@ class ScriptTrainer:
     """The number that the script itself sets; None if not observed."""
     options: Mapping[str, str]
     """Key of the DeepSpeed config -> option of the script that sets the same; without keys that the code sets."""
+    source: Mapping[str, Any] = field(default_factory=dict)
+    """The number in a settings file that sets the micro-batch, as of ``BatchRule.source``; empty if there is none."""
 
     @classmethod
     def from_event(cls, event: TrainerFound) -> ScriptTrainer:
@@ -69,23 +72,35 @@ class ScriptTrainer:
         """Return one line for the user: which settings follow each configuration, and their present values."""
         trainer, _ = _NAMES[self.framework]
         parts = []
-        for key, field in _FIELDS[self.framework].items():
-            own = self.script_value(key)
-            parts.append(self.options.get(key, field) + ("" if own is None else f" (now {own})"))
+        for key, its_name in _FIELDS[self.framework].items():
+            own, name = self.script_value(key), self.options.get(key, its_name)
+            if key == ds_config.MICRO_BATCH and self.source:
+                name = f"{self.source['key']} in {Path(self.source['file']).name}"
+            parts.append(name + ("" if own is None else f" (now {own})"))
         follow = "follow" if len(parts) > 1 else "follows"
         return f"The script trains with {trainer}: {' and '.join(parts)} {follow} each configuration."
 
-    def advice(self, config: Mapping[str, Any]) -> str:
-        """Return what to change in the script before it trains with ``config``; empty if its options set all of it."""
+    def advice(self, config: Mapping[str, Any], *, settings_written: bool = False) -> str:
+        """Return what to change in the script before it trains with a config; empty if its options set all of it.
+
+        Args:
+            config: The config.
+            settings_written: Whether a copy of the script's settings file says its micro-batch.
+        """
         fields = {
             key: field
             for key, field in _FIELDS[self.framework].items()
             if key not in self.options and config[key] != self.script_value(key)
         }
-        if not fields or (ds_config.GRADIENT_ACCUMULATION in fields and ds_config.TRAIN_BATCH in self.options):
+        in_file = fields.pop(ds_config.MICRO_BATCH, None) if self.source else None
+        if ds_config.GRADIENT_ACCUMULATION in fields and ds_config.TRAIN_BATCH in self.options:
             return ""
         settings = " and ".join(f"{field}={config[key]}" for key, field in fields.items())
-        return f"Set {settings} in the script's {_NAMES[self.framework][1]}: it has to agree with the config."
+        places = [f"{settings} in the script's {_NAMES[self.framework][1]}"] if fields else []
+        if in_file is not None and not settings_written:
+            size = config[ds_config.MICRO_BATCH]
+            places.insert(0, f"{self.source['key']} in {self.source['file']} to {size}")
+        return f"Set {' and '.join(places)}: it has to agree with the config." if places else ""
 
     def trainable(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``config`` as the trainer accepts it: Lightning's refuses one with gradient accumulation steps."""
@@ -108,11 +123,12 @@ class ScriptTrainer:
         return asked, asked if follows else own
 
 
-def option_guesses(trainer: ScriptTrainer, found: BatchSourcesFound, *, ranks: int) -> list[dict[str, str]]:
-    """Return what options of a script may set its trainer's batch sizes, as of ``ScriptTrainer``, likeliest first.
+def trainer_guesses(trainer: ScriptTrainer, found: BatchSourcesFound, *, ranks: int) -> list[ScriptTrainer]:
+    """Return a trainer with what may set its batch sizes, likeliest first.
 
     They are options of the script's own parser, by whatever name, of the trainer's value: for the micro-batch, and with
-    it for the accumulation steps or for the global batch from which the script computes them.
+    it for the accumulation steps or for the global batch from which the script computes them. After these come numbers
+    in settings files that the script read, for the micro-batch alone.
 
     Args:
         trainer: The trainer; where its own options are parsed from the command line, nothing is guessed.
@@ -122,7 +138,9 @@ def option_guesses(trainer: ScriptTrainer, found: BatchSourcesFound, *, ranks: i
     own, steps = trainer.micro_batch, trainer.gradient_accumulation_steps
     if trainer.framework != "transformers" or ds_config.MICRO_BATCH in trainer.options or own is None or steps is None:
         return []
-    sizes = [rule.option for rule in guesses(found, own=own, ranks=1) if names_training_batch(rule.option)]
+    rules = guesses(found, own=own, ranks=1)
+    sizes = [rule.option for rule in rules if names_training_batch(rule.option)]
+    settings = [rule for rule in rules if rule.kind == "setting" and names_training_batch(rule.key)]
     total = own * steps * ranks
     companions = [
         *({ds_config.GRADIENT_ACCUMULATION: name} for name, value in found.options.items()
@@ -130,4 +148,8 @@ def option_guesses(trainer: ScriptTrainer, found: BatchSourcesFound, *, ranks: i
         *({ds_config.TRAIN_BATCH: name} for name, value in found.options.items()
           if value == total != own and names_training_batch(name)),
     ]  # fmt: skip
-    return [{ds_config.MICRO_BATCH: size, **more} for size in sizes for more in (*companions[:1], {})]
+    options = [{ds_config.MICRO_BATCH: size, **more} for size in sizes for more in (*companions[:1], {})]
+    return [
+        *(replace(trainer, options=one) for one in options),
+        *(replace(trainer, source=rule.source(ranks=1)) for rule in settings),
+    ]

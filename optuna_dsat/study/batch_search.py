@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ from optuna_dsat.launch.protocol import Launcher, LaunchReport, LaunchRequest
 from optuna_dsat.launch.waiting import SlotWait
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.script.batch_rule import BatchRule, guesses, held
-from optuna_dsat.script.trainer import ScriptTrainer, option_guesses
+from optuna_dsat.script.trainer import ScriptTrainer, trainer_guesses
 from optuna_dsat.study.launch_requests import launch_request
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.user_config import follow_batch, follow_trainer
@@ -75,9 +74,9 @@ def find_trainer(
     on_report: Callable[[LaunchReport, LaunchRecord], None],
     wait: SlotWait | None = None,
 ) -> ScriptTrainer | None:
-    """Return the script's trainer, with the options of the script's own that are proven to set its batch sizes.
+    """Return the script's trainer, with what is proven to set its batch sizes: options or a settings file.
 
-    The trainer itself follows each configuration as it is; the options are for the command that trains with the best.
+    The trainer itself follows each configuration as it is; these are for the command that trains with the best.
 
     Args:
         spec: The study.
@@ -94,8 +93,7 @@ def find_trainer(
     mapped = ds_config.MICRO_BATCH in spec.script.arg_mappings
     if found is None or engine is None or trainer.micro_batch is None or mapped or not spec.follow_batch:
         return trainer
-    for index, options in enumerate(option_guesses(trainer, found, ranks=engine.data_parallel_size)):
-        guess = replace(trainer, options=options)
+    for index, guess in enumerate(trainer_guesses(trainer, found, ranks=engine.data_parallel_size)):
         asked, expected = guess.proof_steps()
         proven = _is_proven(
             follow_trainer(spec, guess),

@@ -124,8 +124,9 @@ class Profiled:
             config: The config.
             settings_written: Whether a copy of the script's settings file says its batch size.
         """
-        advisers = [one for one in (self.trainer, None if settings_written else self.batch) if one is not None]
-        return " ".join(filter(None, (one.advice(config) for one in advisers)))
+        trainer = "" if self.trainer is None else self.trainer.advice(config, settings_written=settings_written)
+        batch = "" if self.batch is None or settings_written else self.batch.advice(config)
+        return " ".join(filter(None, (trainer, batch)))
 
     def to_json(self) -> dict[str, Any]:
         """Return the input of ``from_json``."""

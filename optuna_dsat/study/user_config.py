@@ -83,7 +83,7 @@ def enqueue_user_config(
 def follow_trainer(
     spec: StudySpec, trainer: ScriptTrainer | None, defaults: Mapping[str, int] = MappingProxyType({})
 ) -> StudySpec:
-    """Return the spec with open batch sizes filled in, and the trainer's options mapped to the config.
+    """Return the spec with open batch sizes filled in, and what sets the trainer's to follow the config.
 
     A batch size that the user's config gives stays. An open one takes the value that the user passes as an option of
     ``--arg-mapping``, else that option's default, else the trainer's. The user's mappings take precedence over the
@@ -102,7 +102,10 @@ def follow_trainer(
                 config[key] = own
     found = {} if trainer is None else trainer.options
     options = {key: _as_given(option, spec.script.args) for key, option in found.items()}
-    script = spec.script.model_copy(update={"arg_mappings": {**options, **spec.script.arg_mappings}})
+    changes: dict[str, Any] = {"arg_mappings": {**options, **spec.script.arg_mappings}}
+    if trainer is not None and trainer.source:
+        changes["batch_source"] = dict(trainer.source)
+    script = spec.script.model_copy(update=changes)
     return spec.model_copy(update={"ds_config": config, "script": script})
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,14 @@ def libraries_stay_as_they_are() -> Iterator[None]:
         (DataLoader, "__init__"),
         (DataLoader, "__iter__"),
     ]
-    places += [(json, "load"), (yaml, "load"), (yaml, "safe_load"), (yaml, "full_load"), (yaml, "unsafe_load")]
+    places += [
+        (json, "load"),
+        (json, "loads"),
+        (yaml, "load"),
+        (yaml, "safe_load"),
+        (yaml, "full_load"),
+        (yaml, "unsafe_load"),
+    ]
     before = [getattr(holder, name) for holder, name in places]
     yield
     for (holder, name), value in zip(places, before, strict=True):
@@ -85,6 +93,22 @@ def test_settings_files_are_noted_and_followed(tmp_path: Path, kind: str) -> Non
     assert found == {"train": {"batch": 16, "name": "x"}, "epochs": 3}
     noted = {one["key"]: one["value"] for one in made.event(rank=0).settings}
     assert noted == {"train.batch": 4, "epochs": 3}
+
+
+@pytest.mark.parametrize("kind", ["json", "yaml"])
+def test_the_text_of_a_settings_file_is_known_by_the_argument_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    path, other = tmp_path / f"run.{kind}", tmp_path / f"other.{kind}"
+    path.write_text(json.dumps({"train": {"batch": 4}}))
+    other.write_text(json.dumps({"train": {"batch": 5}}))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py", f"--config=run.{kind}", "--missing", f"not-there.{kind}"])
+    made = sources({"kind": "setting", "file": str(path), "key": "train.batch", "own": 4, "scale": 1})
+    read = json.loads if kind == "json" else yaml.safe_load
+    assert read(path.read_text()) == {"train": {"batch": 8}}
+    assert read(other.read_text()) == {"train": {"batch": 5}}
+    assert made.event(rank=0).settings == [{"file": str(path), "key": "train.batch", "value": 4}]
 
 
 def test_a_launch_that_finds_nothing_out_leaves_settings_files_alone(tmp_path: Path) -> None:

@@ -46,6 +46,11 @@ def test_a_copy_differs_in_the_number_alone_and_stands_in_the_command(tmp_path: 
     ]
 
 
+def test_a_folder_that_an_earlier_run_wrote_is_no_file_to_read(tmp_path: Path) -> None:
+    assert copied(tmp_path, "data: [{batch: 3}]\noutput_dir: ../conf\n") is not None
+    assert copied(tmp_path, "data: [{batch: 3}]\ndataset: ../conf\n") is None
+
+
 def test_a_number_that_counts_the_samples_of_all_ranks_stays_one(tmp_path: Path) -> None:
     copy = copied(tmp_path, "data: [{batch: 12}]\n", scale=4)
     assert copy is not None

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -113,6 +114,23 @@ def test_what_the_code_sets_is_left_to_the_user_in_plain_words() -> None:
     assert trainer_of().trainable(config) == config
 
 
+IN_FILE = {"kind": "setting", "file": "/a/run.yaml", "key": "train.batch", "own": 8, "scale": 1}
+
+
+def test_a_size_in_a_settings_file_is_named_there_unless_a_copy_says_it() -> None:
+    trainer = replace(trainer_of(options={}), source=IN_FILE)
+    assert "train.batch in run.yaml (now 8) and gradient_accumulation_steps (now 4) follow" in trainer.announcement()
+    kept = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 4}
+    assert trainer.advice(kept) == "Set train.batch in /a/run.yaml to 3: it has to agree with the config."
+    assert trainer.advice(kept, settings_written=True) == ""
+    both = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}
+    in_code = "gradient_accumulation_steps=2 in the script's TrainingArguments: it has to agree with the config."
+    assert trainer.advice(both) == f"Set train.batch in /a/run.yaml to 3 and {in_code}"
+    assert trainer.advice(both, settings_written=True) == f"Set {in_code}"
+    assert follow_trainer(spec_of(AUTO), trainer).script.batch_source == IN_FILE
+
+
 def test_a_profile_keeps_it() -> None:
-    trainer = trainer_of()
-    assert ScriptTrainer.from_json(trainer.to_json()) == trainer
+    for trainer in (trainer_of(), replace(trainer_of(), source=IN_FILE)):
+        assert ScriptTrainer.from_json(trainer.to_json()) == trainer
+    assert ScriptTrainer.from_json({k: v for k, v in trainer_of().to_json().items() if k != "source"}) == trainer_of()

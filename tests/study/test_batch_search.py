@@ -122,3 +122,35 @@ def test_options_of_any_name_that_set_a_trainers_batch_sizes_are_proven(
         launched.clear()
         trainer = batch_search.find_trainer(spec, launcher, profile, **asked)
         assert (trainer and trainer.options, launched) == ({}, [])
+
+
+def test_a_settings_file_that_sets_a_trainers_size_is_proven(
+    bench: StudyBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {"eval_batch_size": 3, "layers": 3, "batch_of_another": 3, "train_batch_size": 3}
+    noted = [{"file": "/x/run.yaml", "key": key, "value": value} for key, value in keys.items()]
+
+    @dataclass
+    class ReadsAFile(Trains):
+        @property
+        def batch_sources(self) -> BatchSourcesFound:
+            return BatchSourcesFound(rank=0, time=1.0, options={}, settings=noted)
+
+    def follow(_launcher: Any, request: LaunchRequest, *, wait: Any) -> Any:
+        assert wait is None
+        source = request.command.batch_source
+        follows = source["key"] == "train_batch_size"
+        ran = ReadsAFile(request.overlay[MICRO_BATCH] if follows else 3, 1, {})
+        return ran, ran
+
+    monkeypatch.setattr(batch_search, "follow", follow)
+    profile: Any = ReadsAFile(3, 1, {})
+    launcher: Any = None
+    trainer = batch_search.find_trainer(
+        bench.spec(), launcher, profile, overlay=batch_overlay(1), on_report=lambda _report, _record: None
+    )
+    assert trainer is not None
+    assert trainer.options == {}
+    assert trainer.source == {
+        "kind": "setting", "file": "/x/run.yaml", "key": "train_batch_size", "own": 3, "scale": 1,
+    }  # fmt: skip

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,15 +15,20 @@ from optuna_dsat.cli import main
 from optuna_dsat.cli.show import show_result
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.search_space import SearchSpace
+from optuna_dsat.escape.markdown import literal
 from optuna_dsat.launch.simulated import SimulatedProfile, SimulatedResult
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.explanation import explain_study
 from optuna_dsat.report.notes import study_note
+from optuna_dsat.report.page import render
 from optuna_dsat.report.view import read_view
+from optuna_dsat.report.winner import winner_of
+from optuna_dsat.script.batch_rule import BatchRule
 from optuna_dsat.script.trainer import ScriptTrainer
 from optuna_dsat.study import warm_start
 from optuna_dsat.study.methods import make_planner
 from optuna_dsat.study.result import TuneResult
+from optuna_dsat.study.spec import ScriptSpec
 from optuna_dsat.study.stored import read_stored
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import metric_in_words
@@ -42,6 +49,40 @@ def run_with_trainer(bench: StudyBench, **changes: Any) -> TuneResult:
     result = bench.run(bench.spec(**{"max_trials": 4, "confirm": 0, **changes}), Hill())
     assert result is not None
     return result
+
+
+def test_report_and_note_advise_what_the_result_does(bench: StudyBench) -> None:
+    bench.run(bench.spec(name="first", max_trials=1, confirm=0), Hill())
+    first = read_stored(bench.store, "first")
+    assert first.profiled is not None
+    settings = bench.folder / "run.yaml"
+    settings.write_text("batch: 2\n")
+    rules = {
+        "loader": BatchRule(kind="loader", own=2, file="/a/train.py", line=7),
+        "setting": BatchRule(kind="setting", own=2, file=str(settings), key="batch"),
+    }
+    for name, rule in rules.items():
+        profiled = replace(first.profiled, batch=rule)
+        fingerprint = str(first.attributes[attributes.FINGERPRINT])
+        bench.store.save_profile(fingerprint, profiled.to_json(), study_uuid=first.record.uuid)
+        result = bench.run(bench.spec(name=name, max_trials=4, confirm=0), Hill())
+        assert result is not None
+        assert result.advice
+        view = read_view(bench.store, name)
+        winner = winner_of(view)
+        assert winner is not None
+        assert result.advice in winner.advice
+        assert result.advice in html.unescape(render(view))
+        assert literal(result.advice) in study_note(view)
+        spec = view.spec
+        copied = replace(view, spec=spec.model_copy(update={"script": _named(spec.script, settings)}))
+        winner = winner_of(copied)
+        assert winner is not None
+        assert (result.advice in winner.advice) is (name == "loader"), "a copy of the file says it"
+
+
+def _named(script: ScriptSpec, settings: Path) -> ScriptSpec:
+    return script.model_copy(update={"args": (str(settings),)})
 
 
 def test_what_best_prints_is_what_the_trainer_takes(bench: StudyBench, capsys: pytest.CaptureFixture[str]) -> None:

@@ -114,6 +114,25 @@ def test_a_function_that_python_fire_calls(tmp_path: Path) -> None:
     assert found["command"].endswith("fired.py train --batch_size 6")
 
 
+def test_a_trainer_whose_arguments_stand_in_a_file(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    settings = tmp_path / "run.yaml"
+    settings.write_text(
+        "output_dir: out\nper_device_train_batch_size: 3\nper_device_eval_batch_size: 3\nmax_steps: 2\n"
+        "learning_rate: 1.0e-3\nreport_to: none\n"
+    )
+    fixed = ("--fix", "train_micro_batch_size_per_gpu=6", "--max-trials", "1", "--no-enqueue-user-config")
+    command = ("python", str(SCRIPTS / "trainer_file.py"), "run.yaml", "ds.json")
+    found, errors = tuned(tmp_path, *fixed, *command)
+    assert "per_device_train_batch_size in run.yaml (now 3) and gradient_accumulation_steps (now 1) follow" in errors
+    copy = Path(found["config_path"]).with_name("best_run.yaml")
+    assert found["command"].endswith(f"trainer_file.py {copy} {found['config_path']}")
+    assert copy.read_text() == settings.read_text().replace("train_batch_size: 3", "train_batch_size: 6")
+    assert found["advice"] == ""
+    run = subprocess.run(shlex.split(found["command"]), cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "trained with 6" in run.stdout
+
+
 def test_a_trainer_whose_batch_sizes_are_options_of_another_name(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     given = ("--train-batch-size", "3", "--deepspeed", "ds.json")
