@@ -19,7 +19,7 @@ from typing import Any
 
 from optuna_dsat.launch.cuda_state import cuda_hidden
 from optuna_dsat.runtime.atomic_write import write_text_atomic
-from optuna_dsat.runtime.rank_process import die_with_parent
+from optuna_dsat.runtime.rank_process import AGENT_ENV, die_with_parent
 
 __all__ = ["main"]
 
@@ -58,9 +58,8 @@ def _hasten_rendezvous() -> None:
 def main(argv: list[str]) -> int:
     """Run torchrun with the arguments after the first two; return the exit code."""
     record, parent_pid, arguments = Path(argv[0]), int(argv[1]), argv[2:]
-    die_with_parent()
-    if os.getppid() != parent_pid:  # the tuner ended before this process was tied to it
-        return 1
+    die_with_parent(parent_pid)
+    os.environ[AGENT_ENV] = str(os.getpid())
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from optuna_dsat.launch.own_folder import own_folder
-from optuna_dsat.launch.processes import process_space
 from optuna_dsat.runtime.leavings import note
+from optuna_dsat.runtime.process_identity import process_space
 
 __all__ = ["GoneTuner", "TunerNotes", "any_gone", "gone_tuners"]
 

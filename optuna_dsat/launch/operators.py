@@ -1,6 +1,6 @@
 """Compiles DeepSpeed's operators before the first trial, so that no measurement includes compilation.
 
-    python -P -m optuna_dsat.launch.operators BUILDER...
+    python -P -m optuna_dsat.launch.operators TUNER_PID BUILDER...
 
 prints one line of JSON: builder -> why it could not be compiled, empty if it was. A process of its own, since on a GPU
 the compilation queries CUDA for the device's capability.
@@ -8,18 +8,18 @@ the compilation queries CUDA for the device's capability.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from subprocess import PIPE
 
-from optuna_dsat.launch.build_locks import remove_stale_locks, sign_lock
+from optuna_dsat.launch.build_locks import remove_stale_locks
+from optuna_dsat.launch.processes import MARK_ENV, kill_leftovers, new_mark
+from optuna_dsat.runtime.build_locks import guard_builds
+from optuna_dsat.runtime.rank_process import die_with_parent
 
 __all__ = ["compile_operators"]
 
@@ -36,10 +36,16 @@ def compile_operators(builders: Sequence[str], environ: Mapping[str, str]) -> di
         builders: Class names of DeepSpeed's builders.
         environ: Environment of the launches.
     """
-    command = [sys.executable, "-P", "-m", "optuna_dsat.launch.operators", *builders]
-    began = time.time()
+    command = [sys.executable, "-P", "-m", "optuna_dsat.launch.operators", str(os.getpid()), *builders]
+    mark = new_mark()
     with subprocess.Popen(
-        command, env=dict(environ), cwd="/", stdout=PIPE, stderr=PIPE, text=True, start_new_session=True
+        command,
+        env={**environ, MARK_ENV: mark},
+        cwd="/",
+        stdout=PIPE,
+        stderr=PIPE,
+        text=True,
+        start_new_session=True,
     ) as process:
         try:
             output, errors = _output(process, environ, until=time.monotonic() + _LIMIT_S)
@@ -47,9 +53,10 @@ def compile_operators(builders: Sequence[str], environ: Mapping[str, str]) -> di
             return dict.fromkeys(builders, f"it took more than {_LIMIT_S:g} s")
         finally:
             if process.poll() is None:  # with its compilers, which would write on
-                os.killpg(process.pid, signal.SIGKILL)
+                process.kill()
+                kill_leftovers(mark)
                 process.wait()
-                remove_stale_locks(environ, made_after=began)
+                remove_stale_locks(environ)
     try:
         answer: dict[str, str] = json.loads(output.rstrip().rpartition("\n")[2])
     except ValueError:
@@ -72,22 +79,6 @@ def _output(process: subprocess.Popen[str], environ: Mapping[str, str], *, until
                 raise
 
 
-def _sign_locks() -> None:
-    """Have torch's locks name this process, so that they are known to be stale once it is gone."""
-    from torch.utils.file_baton import FileBaton
-
-    acquire = FileBaton.try_acquire
-
-    @functools.wraps(acquire)
-    def try_acquire(baton: FileBaton) -> bool | None:
-        taken = acquire(baton)
-        if taken:
-            sign_lock(Path(baton.lock_file_path))
-        return taken
-
-    FileBaton.try_acquire = try_acquire  # type: ignore[assignment, method-assign]
-
-
 def _compile(name: str) -> str:
     from deepspeed.accelerator import get_accelerator
 
@@ -101,14 +92,17 @@ def _compile(name: str) -> str:
     return ""
 
 
-def main(builders: Sequence[str]) -> None:
-    """Compile and print the result; the compilers' output goes to standard error."""
+def main(tuner_pid: int, builders: Sequence[str]) -> None:
+    """Compile and print the result; the compilers' output goes to standard error. Ends with the tuner."""
+    die_with_parent(tuner_pid)
+    from torch.utils import file_baton
+
     answer = os.dup(1)
     os.dup2(2, 1)
-    _sign_locks()
+    guard_builds(file_baton)
     found = {name: _compile(name) for name in builders}
     os.write(answer, json.dumps(found).encode() + b"\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(int(sys.argv[1]), sys.argv[2:])

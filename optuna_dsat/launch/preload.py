@@ -27,7 +27,9 @@ from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
 from optuna_dsat.launch.cuda_state import driver_is_initialised, restore_cuda, use_named_gpu_count
+from optuna_dsat.runtime.build_locks import guard_builds
 from optuna_dsat.runtime.events import ModulesImported
+from optuna_dsat.runtime.hook import ImportWatch
 
 __all__ = ["BASE_MODULES", "Preload", "PreloadResult", "load"]
 
@@ -116,6 +118,7 @@ def load(preload: Preload, *, watched: frozenset[str]) -> PreloadResult:
         watched: Environment variables that differ between launches, which no import may read.
     """
     result = PreloadResult()
+    ImportWatch({"torch.utils.file_baton": guard_builds}).install()  # imports may build, and wait for whoever builds
     threads = _Threads()
     initialised = False
     if native := sorted(name for name in preload.environment if name.startswith(_READ_BY_NATIVE_CODE)):

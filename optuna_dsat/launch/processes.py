@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import os
-import socket
 import time
 import uuid
 from collections.abc import Iterable
@@ -20,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from optuna_dsat.runtime.process_identity import process_space, start_ticks
 
 __all__ = [
     "MARK_ENV",
@@ -32,7 +32,6 @@ __all__ = [
     "kernel_oom_kills",
     "kill_leftovers",
     "new_mark",
-    "process_space",
     "read_command",
     "take_mark",
 ]
@@ -63,14 +62,8 @@ class ProcessKey:
     @classmethod
     def of(cls, pid: int) -> ProcessKey | None:
         """Return the key of a living process; None if there is none (a zombie is dead)."""
-        try:
-            text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return None
-        fields = text.rpartition(")")[2].split()
-        if not fields or fields[0] in ("Z", "X"):
-            return None
-        return cls(pid, int(fields[_START_TIME_FIELD]))
+        start = start_ticks(pid)
+        return None if start is None else cls(pid, start)
 
     @property
     def alive(self) -> bool:
@@ -118,16 +111,6 @@ class LaunchProcess:
         if not (pid.isdigit() and start.isdigit()) or place != [process_space()]:
             return False
         return not ProcessKey(int(pid), int(start)).alive
-
-
-@functools.cache
-def process_space() -> str:
-    """Return where process numbers of this process mean what they mean here: ``<boot id>:<PID namespace>``."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot}:{Path('/proc/self/ns/pid').stat().st_ino}"
-    except OSError:
-        return f"{socket.gethostname()}:0"
 
 
 def new_mark() -> str:

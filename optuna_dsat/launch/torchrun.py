@@ -193,7 +193,7 @@ class TorchrunLauncher:
         if note is None:
             return None
         del self._running[launch.request.launch_id]
-        remove_stale_locks(self._base_env, made_after=launch.started_unix)
+        remove_stale_locks(self._base_env)
         exit_s = now - launch.last_event
         if launch.settled_as is not None:
             return complete_report(launch.settled_as, launch.directory, note=note, exit_s=exit_s)

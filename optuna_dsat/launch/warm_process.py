@@ -84,16 +84,17 @@ class _ForkServer:
                 event="refused", launch_id=order["launch_id"], why="something that was imported initialised CUDA"
             )
             return
-        pid = fork_child(lambda: self._become_agent(order, parent_state))
+        own = os.getpid()
+        pid = fork_child(lambda: self._become_agent(order, parent_state, parent=own))
         descriptor = os.pidfd_open(pid)
         self._selector.register(descriptor, selectors.EVENT_READ, (order["launch_id"], pid))
         self._send(event="started", launch_id=order["launch_id"], pid=pid)
 
-    def _become_agent(self, order: Mapping[str, Any], parent_state: ParentState) -> None:
+    def _become_agent(self, order: Mapping[str, Any], parent_state: ParentState, *, parent: int) -> None:
         def run() -> int:
             take_mark(order["mark"])
             with forked_ranks(parent_state):
-                return agent.main([order["record"], str(os.getppid()), *order["arguments"]])
+                return agent.main([order["record"], str(parent), *order["arguments"]])
 
         become_agent(run, parent_state=parent_state, environ=order["environ"], cwd=order["cwd"], log=order["log"])
 
@@ -108,9 +109,7 @@ class _ForkServer:
 def main(argv: list[str]) -> int:
     """Serve the tuner at the other end of the socket; return the exit code."""
     control, tuner = socket.socket(fileno=int(argv[0])), int(argv[1])
-    die_with_parent()
-    if os.getppid() != tuner:  # it ended before this process was tied to it
-        return 1
+    die_with_parent(tuner)
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the tuner is gone
         _ForkServer(control).run()
     return 0

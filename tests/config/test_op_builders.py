@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -49,13 +48,11 @@ def test_what_cannot_be_compiled_is_said(tmp_path: Path) -> None:
 
 
 def test_a_lock_of_a_build_that_was_killed_is_not_waited_for(tmp_path: Path) -> None:
-    """Its maker's name is in it; one that is younger than ten minutes and says nothing may be another machine's."""
+    """As plain torch leaves it, a moment old and empty."""
     environ = device_environment(os.environ, kind="cpu") | {"PATH": "/nowhere", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
     lock = tmp_path / "deepspeed_shm_comm" / "lock"
     lock.parent.mkdir()
-    with subprocess.Popen(["true"]) as gone:
-        pass
-    lock.write_text(f"{platform.node()} {gone.pid}\n")
+    lock.touch()
     began = time.monotonic()
     assert "ninja" in compile_operators(["ShareMemCommBuilder"], environ)["ShareMemCommBuilder"].lower()
     assert time.monotonic() - began < 60.0

@@ -17,7 +17,7 @@ from optuna_dsat.launch import leftovers
 from optuna_dsat.launch.leftovers import LeftoverWatch, Removed, remove_leftovers
 from optuna_dsat.launch.notes import TunerNotes, any_gone, gone_tuners
 from optuna_dsat.launch.own_folder import own_folder
-from optuna_dsat.launch.processes import process_space
+from optuna_dsat.runtime.process_identity import process_space
 from tests.harness.workers import ended, wait_until
 
 TUNER = """

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from optuna_dsat.launch.agent_record import first_failure_code, read_exit_codes
-from optuna_dsat.launch.build_locks import extensions_dir, remove_stale_locks
+from optuna_dsat.launch.build_locks import extensions_dir
 from optuna_dsat.launch.event_log import EventTail
 from optuna_dsat.launch.processes import (
     MARK_ENV,
@@ -22,9 +22,9 @@ from optuna_dsat.launch.processes import (
     kernel_oom_kills,
     kill_leftovers,
     new_mark,
-    process_space,
 )
 from optuna_dsat.runtime.events import RankFinished, encode_event
+from optuna_dsat.runtime.process_identity import process_space
 
 TREE = (
     "import subprocess, sys, time\n"
@@ -197,22 +197,6 @@ def test_exit_codes_are_read_from_the_agent_s_record(tmp_path: Path) -> None:
     assert first_failure_code(record) == -9
     record.write_text("{")
     assert read_exit_codes(record) == {}
-
-
-def test_a_lock_left_by_a_killed_build_is_removed(tmp_path: Path) -> None:
-    environ = {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
-    lock = tmp_path / "py311_cpu" / "op" / "lock"
-    lock.parent.mkdir(parents=True)
-    lock.touch()
-    now = time.time()
-    assert remove_stale_locks(environ) == ()  # fresh, and of no launch of ours
-    assert remove_stale_locks(environ, made_after=now + 60) == ()
-    with lock.open():  # its builder lives
-        assert remove_stale_locks(environ, made_after=now - 60) == ()
-    assert remove_stale_locks(environ, made_after=now - 60) == (lock,)
-    lock.touch()
-    os.utime(lock, (now - 3600, now - 3600))
-    assert remove_stale_locks(environ) == (lock,)
 
 
 def test_torch_s_folder_of_extensions_is_found() -> None:

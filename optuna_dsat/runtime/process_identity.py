@@ -1,0 +1,32 @@
+"""What tells a process from all others: where its number counts, its number, and when it started."""
+
+from __future__ import annotations
+
+import functools
+import socket
+from pathlib import Path
+
+__all__ = ["process_space", "start_ticks"]
+
+_START_TIME_FIELD = 19
+"""Index of the start time (clock ticks since boot) after the command's name in ``/proc/PID/stat``: proc(5)."""
+
+
+@functools.cache
+def process_space() -> str:
+    """Return where process numbers mean what they mean here, ``<boot id>:<PID namespace>``."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}:{Path('/proc/self/ns/pid').stat().st_ino}"
+    except OSError:
+        return f"{socket.gethostname()}:0"
+
+
+def start_ticks(pid: int) -> int | None:
+    """Return when a process started, in clock ticks since boot; None if it has ended (a zombie has)."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()
+    return None if not fields or fields[0] in ("Z", "X") else int(fields[_START_TIME_FIELD])
