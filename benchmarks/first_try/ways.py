@@ -26,6 +26,9 @@ from benchmarks.first_try.sandbox import Ran, Sandbox
 __all__ = ["WAYS", "Limits", "run_way"]
 
 _TRAIN_STEPS = "3"
+_NO_COMMAND = Verdict(
+    verdict="refused", message="what its README gives is no command that trains: there is none to put it in"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +91,8 @@ def _printed(sandbox: Sandbox, limits: Limits, name: str, result: Mapping[str, A
 
 def _autotuning(sandbox: Sandbox, limits: Limits) -> dict[str, Any]:
     """DeepSpeed's autotuner, by the script's own command."""
+    if not sandbox.entry.alone:
+        return asdict(_NO_COMMAND)
     words = shlex.split(sandbox.entry.autotuning or sandbox.entry.command)
     if not sandbox.entry.autotuning:
         if words[0] != "deepspeed":
@@ -122,6 +127,8 @@ def _enable_autotuning(sandbox: Sandbox) -> None:
 def _optuna(sandbox: Sandbox, limits: Limits) -> dict[str, Any]:
     """Plain Optuna over the config file, the whole command timed."""
     entry = sandbox.entry
+    if not entry.alone:
+        return asdict(_NO_COMMAND)
     if not entry.config:
         message = "no DeepSpeed config file to rewrite: the script must be changed"
         return asdict(Verdict(verdict="refused", message=message))
