@@ -22,8 +22,6 @@ __all__ = ["ATTEMPTS", "Recorder"]
 
 ATTEMPTS = 3
 """Most launches of one configuration in one round, while none was quiet."""
-_MOST_STEPS = 500
-"""Most steps of a launch, where steps take milliseconds."""
 
 
 @dataclass(kw_only=True)
@@ -42,6 +40,8 @@ class Recorder:
     rounds: int = 2
     within_s: float = 900.0
     """What all of it may take on a quiet machine: the ladder of micro-batches is thinned out until it does."""
+    most_steps: int = 300
+    """Of a launch, where steps take milliseconds."""
     _launches: int = field(default=0, init=False)
 
     def run(self) -> None:
@@ -136,7 +136,7 @@ class Recorder:
             size: The micro-batch.
             counted: First and last step that counts; None for as many as are enough.
         """
-        first, last = counted or (plan.WARM_UP + 1, _MOST_STEPS)
+        first, last = counted or (plan.WARM_UP + 1, self.most_steps)
         request = launch_request(
             self.spec,
             launch_id=self._name(),
