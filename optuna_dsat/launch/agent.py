@@ -2,10 +2,11 @@
 
     python -m optuna_dsat.launch.agent RECORD TUNER_PID TORCHRUN_ARGUMENTS...
 
-The same as ``python -m torch.distributed.run TORCHRUN_ARGUMENTS...``, with four differences. The kernel kills it when
+The same as ``python -m torch.distributed.run TORCHRUN_ARGUMENTS...``, with five differences. The kernel kills it when
 the thread that started it ends, and so with the tuner, also if that is killed. If ranks fail, it writes their exit
-codes and signals to RECORD as JSON: torchrun itself only logs them, and outcomes are not read from logs. It serves one
-machine, so it does not wait for others. It never calls CUDA (``launch/cuda_state.py``).
+codes and signals to RECORD as JSON: torchrun itself only logs them, and outcomes are not read from logs. Ended by a
+signal, it leaves with 128 and its number, as shells do. It serves one machine, so it does not wait for others. It never
+calls CUDA (``launch/cuda_state.py``).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from optuna_dsat.launch.cuda_state import cuda_hidden
+from optuna_dsat.launch.loopback import store_on_loopback
 from optuna_dsat.runtime.atomic_write import write_text_atomic
 from optuna_dsat.runtime.rank_process import AGENT_ENV, die_with_parent
 
@@ -61,16 +63,20 @@ def main(argv: list[str]) -> int:
     die_with_parent(parent_pid)
     os.environ[AGENT_ENV] = str(os.getpid())
     from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     _hasten_rendezvous()
     try:
-        with cuda_hidden():
+        with cuda_hidden(), store_on_loopback():
             run.run(run.parse_args(arguments))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         print(error, file=sys.stderr)
         _write_record(record, error.failures)
         return 1
+    except SignalException as error:  # it has ended its ranks
+        print(error, file=sys.stderr)
+        return 128 + int(error.sigval)
     return 0
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from optuna_dsat.launch.devices import Device
+from optuna_dsat.launch.loopback import LOOPBACK, LOOPBACK_ENVIRONMENT
 from optuna_dsat.launch.processes import MARK_ENV
 from optuna_dsat.launch.protocol import LaunchRequest
 from optuna_dsat.launch.run_directory import RunDirectory
@@ -95,9 +96,9 @@ def torchrun_command(
         *("--nnodes", "1"),
         *("--nproc_per_node", str(request.slots)),
         *("--rdzv_backend", "c10d"),
-        *("--rdzv_endpoint", "127.0.0.1:0"),
+        *("--rdzv_endpoint", f"{LOOPBACK}:0"),
         *("--rdzv_id", request.launch_id),
-        *("--local_addr", "127.0.0.1"),
+        *("--local_addr", LOOPBACK),
         *("--max_restarts", "0"),
         *("--log_dir", str(directory.torchrun_dir)),  # else torchrun leaves a folder among the temporary files
         *("-m", "optuna_dsat.runtime"),
@@ -145,7 +146,7 @@ def launch_environment(
     }
     if request.purpose != "full":
         environ.update(_tracker_settings(environ, directory))
-    environ.update(resolved(request.env, base))
+    environ = {**LOOPBACK_ENVIRONMENT, **environ, **resolved(request.env, base)}
     environ.update(values_for([request.command.args, request.ds_config, request.overlay], base))
     environ = device_environment(environ, kind=kind, python=python)
     if kind == "cuda":

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from filelock import BaseFileLock, FileLock, Timeout
 
+from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.processes import ProcessKey
 
 __all__ = ["LockOwner", "lock", "lock_owner", "lock_path", "unlock"]
@@ -71,8 +72,9 @@ def lock_owner(path: Path) -> LockOwner | None:
 
 
 def _try_lock(path: Path) -> BaseFileLock | None:
-    # Every user's tuner may lock the file, whatever the umask of the one that created it.
-    found = FileLock(path, timeout=_TRY_S, poll_interval=_PAUSE_S, mode=0o666, fallback_to_soft=False)
+    if path.is_symlink():
+        raise UsageError(f"{path} is a link, which no lock of a GPU is. Remove it.")
+    found = FileLock(path, timeout=_TRY_S, poll_interval=_PAUSE_S, mode=0o600, fallback_to_soft=False)
     try:
         found.acquire()
     except Timeout:
@@ -86,6 +88,7 @@ def _try_lock(path: Path) -> BaseFileLock | None:
 
 def _write(path: Path, text: str) -> None:
     """Replace the content of an existing file if this process may write it."""
-    with contextlib.suppress(OSError), path.open("r+", encoding="ascii") as file:
-        file.truncate()
-        file.write(text)
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            file.write(text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from optuna_dsat.launch.devices import Device, Devices
 from optuna_dsat.launch.gpu_monitor import GpuMonitor
 from optuna_dsat.launch.holders import holders_in_words, label
 from optuna_dsat.launch.nvml import DeviceError, Nvml, NvmlError
+from optuna_dsat.launch.own_folder import own_folder
 from optuna_dsat.launch.processes import ProcessKey
 from optuna_dsat.launch.protocol import Holder, SlotsBusyError
 from optuna_dsat.launch.slot_locks import lock, lock_owner, lock_path, unlock
@@ -45,14 +45,14 @@ class SlotLease:
 class SlotPool:
     """The devices that launches may take.
 
-    GPUs that other processes use, and GPUs that do not answer, are not taken. A lock file per GPU, in the system's
-    folder for temporary files, keeps two tuners from taking the same one.
+    GPUs that other processes use, and GPUs that do not answer, are not taken. A lock file per GPU, in the user's
+    own folder, keeps two tuners of a user from taking the same one; other users' are seen by their processes.
 
     Args:
         devices: All devices.
         max_slots: Most devices in use at a time; None for all.
         nvml: NVML to ask about GPUs; None for the machine's.
-        lock_dir: Folder of the lock files; None for the system's folder for temporary files.
+        lock_dir: Folder of the lock files; None for one in the user's own.
         clock: Monotonic time in seconds.
         on_notice: Called when a GPU stops answering or answers again.
 
@@ -76,7 +76,7 @@ class SlotPool:
         self._devices = devices
         self._limit = min(len(devices.devices), max_slots or len(devices.devices))
         self._leases: list[SlotLease] = []
-        self._lock_dir = Path(tempfile.gettempdir()) if lock_dir is None else lock_dir
+        self._lock_dir = own_folder("gpus") if lock_dir is None else lock_dir
         self._clock = clock
         self._survey: tuple[float, frozenset[int]] | None = None
         if devices.kind == "cuda" and nvml is None:

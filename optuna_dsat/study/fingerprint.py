@@ -46,7 +46,7 @@ def fingerprint(spec: StudySpec, *, device_names: tuple[str, ...]) -> str:
         "device": spec.device,
         "devices": device_names,
         "slots": spec.slots_per_trial,
-        "device_memory_bytes": spec.device_memory_bytes,
+        "device_memory_bytes": "free" if spec.free_memory else spec.device_memory_bytes,
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "deepspeed")},
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -120,6 +120,8 @@ class StudySpec(_Frozen):
     """Ranks of one launch: GPUs, or CPU processes."""
     device_memory_bytes: int | None = Field(default=None, gt=0)
     """Memory that one rank may allocate, in bytes; None for all of the device's."""
+    free_memory: bool = False
+    """Whether that is a share of what was available when the search was started, which differs from start to start."""
 
     max_trials: int = Field(default=64, ge=1)
     """Budget of trial launches; the profile launch and confirmations are not counted."""
@@ -226,6 +228,8 @@ class StudySpec(_Frozen):
             "adaptive_steps", "wait_for_gpus_s", "stall_timeout_s", "confirm_time_s", "tie",
         }  # fmt: skip
         ends = {"early_stopping", "min_gain"}
+        if self.free_memory:
+            budget.add("device_memory_bytes")
         return self.model_dump(mode="json", exclude={**dict.fromkeys(budget, True), "options": ends})
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.launch.devices import Devices
+from optuna_dsat.launch.host_memory import available_memory_bytes
 from optuna_dsat.script.arg_mapping import parse_mappings
 from optuna_dsat.secrecy.command import refer_in_command
 from optuna_dsat.secrecy.references import References, keep
@@ -55,6 +56,7 @@ def build_spec(method: str, options: TuneOptions, devices: Devices) -> StudySpec
         "device": devices.kind,
         "slots_per_trial": slots,
         "device_memory_bytes": _device_memory(options, devices),
+        "free_memory": options.device_memory is None and devices.kind == "cpu",
         "output_dir": str(writable(Path(options.output_dir))),
     }
     spec = make_spec(**values)
@@ -86,9 +88,12 @@ def _device_memory(options: TuneOptions, devices: Devices) -> int | None:
     """Return the bytes that one rank may allocate; None for all there is.
 
     The default on a GPU is None: an allocation that does not fit fails on its own. The default on the CPU is three
-    quarters of a rank's share of the host's memory: beyond that the kernel ends some process of the machine, which may
-    be another's.
+    quarters of a rank's share of the host's memory that is available now: beyond that the kernel ends some process of
+    the machine, which may be another's.
     """
     if options.device_memory is not None:
         return parse_bytes(str(options.device_memory))
-    return devices.devices[0].memory_bytes * 3 // 4 if devices.kind == "cpu" else None
+    if devices.kind != "cpu":
+        return None
+    share = min(devices.host_memory_bytes, available_memory_bytes()) // len(devices.devices)
+    return max(1, share * 3 // 4)

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import psutil
+import pytest
+
+from optuna_dsat.launch.command import launch_environment
+from optuna_dsat.launch.devices import cpu_devices
+from optuna_dsat.launch.processes import find_marked
+from optuna_dsat.launch.run_directory import RunDirectory
+from optuna_dsat.launch.torchrun import TorchrunLauncher
+from tests.harness.launches import DS_CONFIG, request
+from tests.harness.workers import wait_until
+from tests.launch.test_torchrun import BASE_ENV
+
+
+def listening(pid: int) -> set[str]:
+    try:
+        return {one.laddr.ip for one in psutil.Process(pid).net_connections("inet") if one.status == psutil.CONN_LISTEN}
+    except psutil.Error:
+        return set()
+
+
+@pytest.mark.torchrun
+@pytest.mark.parametrize("warm", [True, False])
+def test_every_port_of_a_launch_listens_on_loopback(tmp_path: Path, warm: bool) -> None:
+    (tmp_path / "user_config.json").write_text(json.dumps(DS_CONFIG), encoding="utf-8")
+    launcher = TorchrunLauncher(tmp_path / "out", devices=cpu_devices(2), base_env=BASE_ENV, warm=warm)
+    try:
+        launcher.start(request(tmp_path, args=("--end", "sleep", "--at", "2")))
+        wait_until(lambda: launcher.poll(0.2) is not None and "training starts" in output(tmp_path), what="they train")
+        own = [one.key.pid for one in find_marked() if str(one.mark).split(":")[1] == str(psutil.Process().pid)]
+        seen = set().union(*map(listening, own))
+        assert seen
+        assert seen <= {"127.0.0.1", "::ffff:127.0.0.1"}
+    finally:
+        launcher.close()
+
+
+def output(folder: Path) -> str:
+    path = folder / "out" / "trial-0000" / "logs" / "rank1.stdout.log"
+    return path.read_text() if path.exists() else ""
+
+
+def test_what_the_user_says_of_the_network_is_kept(tmp_path: Path) -> None:
+    made = launch_environment(
+        {"GLOO_SOCKET_IFNAME": "eth0"},
+        request=request(tmp_path),
+        directory=RunDirectory(tmp_path),
+        devices=cpu_devices(2).devices,
+        kind="cpu",
+        total_slots=2,
+        mark="mark",
+    )
+    assert (made["GLOO_SOCKET_IFNAME"], made["NCCL_SOCKET_IFNAME"]) == ("eth0", "lo")
