@@ -5,6 +5,8 @@ from __future__ import annotations
 import typer
 
 from optuna_dsat.cli.parameters import DEFAULT_STORAGE, Storage
+from optuna_dsat.errors import UnreadableStudyError
+from optuna_dsat.escape.terminal import say
 
 __all__ = ["add_commands"]
 
@@ -35,16 +37,26 @@ def _current(storage: Storage = DEFAULT_STORAGE) -> None:
 
 
 def _check(storage: Storage = DEFAULT_STORAGE) -> None:
-    """Say whether this version can use a database; exit with 2 if not."""
-    from optuna_dsat.store import migrate
+    """Say whether this version can use a database and read its studies; exit with 2 or 5 if not."""
+    from optuna_dsat.store import Store, database_exists, has_our_tables, migrate
     from optuna_dsat.store.database import Database
+    from optuna_dsat.study.stored import UnreadableStudy, readable_studies
 
+    if database_exists(storage) and not has_our_tables(storage):
+        print(migrate.SchemaState.NEW.value)
+        return
     database = Database(storage, create=False)
     try:
         migrate.require_usable(database)
         print(migrate.check(database).value)
     finally:
         database.close()
+    with Store.open(storage, create=False) as store:
+        unreadable = [one for one in readable_studies(store) if isinstance(one, UnreadableStudy)]
+    for one in unreadable:
+        say(f"{one.record.name} cannot be read: {one.reason}.")
+    if unreadable:
+        raise typer.Exit(UnreadableStudyError.exit_code)
 
 
 def add_commands(app: typer.Typer) -> None:

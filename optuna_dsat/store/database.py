@@ -18,7 +18,7 @@ from sqlalchemy.engine import URL
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
-from optuna_dsat.errors import StorageUrlError
+from optuna_dsat.errors import StorageError, StorageUrlError
 from optuna_dsat.store.locks import advisory_lock, file_lock
 from optuna_dsat.store.retry import RETRY_LIMIT_S, one_line_reason, retrying
 from optuna_dsat.store.urls import database_exists, display_url, parse_url
@@ -106,11 +106,38 @@ class Database:
         self.retry_limit_s = retry_limit_s
         self.engine = create_engine(self.url, **engine_options(self.url))
         install_events(self.engine)
+        self._opened: tuple[int, int] | None = None
         try:
             self._connect_once()
+            self._opened = self._file()
         except (DBAPIError, OSError) as error:
             self.engine.dispose()
             raise StorageUrlError(f"The storage '{self.shown}' cannot be opened: {one_line_reason(error)}.") from None
+
+    def _file(self) -> tuple[int, int] | None:
+        """Return device and inode of an SQLite file; None if it is gone. (0, 0) for a database on a server."""
+        if self.engine.dialect.name != "sqlite":
+            return 0, 0
+        try:
+            found = Path(str(self.url.database)).stat()
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
+
+    def require_present(self) -> None:
+        """Refuse to go on with an SQLite file that was removed or replaced since it was opened.
+
+        SQLite itself goes on without a word with the file that has no name any more.
+
+        Raises:
+            StorageError: If the file is not the one that was opened.
+        """
+        if self._opened is None or self._file() == self._opened:
+            return
+        raise StorageError(
+            f"The database {self.shown} was removed or replaced while the study ran: what is stored from now on would "
+            "be lost, so the run ends. Put the file back to resume the study."
+        )
 
     def _connect_once(self) -> None:
         with ExitStack() as stack:
@@ -134,6 +161,7 @@ class Database:
         """
 
         def attempt() -> T:
+            self.require_present()
             with self.engine.connect().execution_options(**{_READ_ONLY: read_only}) as connection:
                 with Session(connection, expire_on_commit=False) as session, session.begin():
                     result = work(session)
@@ -155,6 +183,7 @@ class Database:
         Raises:
             StorageError: If the lock was not free within two minutes, or the database is unreachable.
         """
+        self.require_present()
         if self.engine.dialect.name == "sqlite":
             with file_lock(Path(f"{self.url.database}-lock"), purpose=purpose, timeout_s=LOCK_TIMEOUT_S):
                 yield

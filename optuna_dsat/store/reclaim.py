@@ -3,7 +3,8 @@
 A trial is lost if the process that ran it no longer exists (observed on the same machine), or if its heartbeat is
 older than the grace period *and* has not changed while this process observed it for two intervals. The second
 condition protects a study after a long outage of the database, when all heartbeats are old and live workers need
-time to renew theirs.
+time to renew theirs. A running trial without a heartbeat is lost at once: trials are asked for and get their first
+heartbeat under the database's lock, so whoever holds that lock and finds none knows that the worker ended in between.
 
 A lost trial is processed under the database's lock, in an order that can be interrupted anywhere and completed by
 another worker: set outcome and message, set state FAIL, release the claim, enqueue a copy, delete the heartbeat. The
@@ -129,14 +130,16 @@ class Reclaimer:
         """
         running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
         now, beats = self._database.run(self._read, read_only=True)
-        without_beat = [trial.number for trial in running if trial.number not in beats]
-        if without_beat:
-            self._database.run(lambda session: self._add_missing_beats(session, without_beat))
-        if not _trial_numbers(self._stale(now, beats)):
+        stale = _trial_numbers(self._stale(now, beats))
+        if not stale and all(trial.number in beats for trial in running):
             return ()
         with self._database.exclusive("give lost trials back"):
-            now, beats = self._database.run(self._read, read_only=True)
+            _, beats = self._database.run(self._read, read_only=True)
             trials = study.get_trials(deepcopy=False)
+            nobodys = [t.number for t in trials if t.state is TrialState.RUNNING and t.number not in beats]
+            if nobodys:
+                self._database.run(lambda session: self._add_missing_beats(session, nobodys))
+            now, beats = self._database.run(self._read, read_only=True)
             lost = [trials[number] for number in _trial_numbers(self._stale(now, beats))]
             return tuple(
                 trial.number
@@ -188,7 +191,7 @@ class Reclaimer:
         return server_time(session), beats
 
     def _add_missing_beats(self, session: Session, numbers: Sequence[int]) -> None:
-        """Add heartbeats of unknown workers for trials without one: their worker may have died before its first."""
+        """Add heartbeats of nobody for running trials without one, which mark them as lost; the lock is held."""
         row = {
             "study_uuid": self._uuid,
             "beat_at": server_time(session),
@@ -210,7 +213,8 @@ class Reclaimer:
         return [
             number
             for number, beat in sorted(beats.items())
-            if beat.worker.is_dead()
+            if not beat.worker.machine
+            or beat.worker.is_dead()
             or (now - beat.beat_at > self._grace_s and watched - self._seen[number][1] >= 2 * self._interval_s)
         ]
 

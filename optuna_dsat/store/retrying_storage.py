@@ -42,15 +42,28 @@ class RetryingStorage(BaseStorage):
         backend: The wrapped storage.
         database: Name of the database in messages, without password.
         retry_limit_s: Seconds for which calls are retried after a transient error.
+        require_present: Called before each call; raises ``StorageError`` if the database is gone.
     """
 
-    def __init__(self, backend: BaseStorage, *, database: str, retry_limit_s: float = RETRY_LIMIT_S) -> None:
+    def __init__(
+        self,
+        backend: BaseStorage,
+        *,
+        database: str,
+        retry_limit_s: float = RETRY_LIMIT_S,
+        require_present: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._require_present = require_present
         self._backend = backend
         self._database = database
         self._retry_limit_s = retry_limit_s
 
     def _retry(self, work: Callable[[], T]) -> T:
-        return retrying(work, database=self._database, limit_s=self._retry_limit_s)
+        def attempt() -> T:
+            self._require_present()
+            return work()
+
+        return retrying(attempt, database=self._database, limit_s=self._retry_limit_s)
 
     def _retry_unless_done(self, work: Callable[[], T], done: Callable[[Exception], T]) -> T:
         """Run ``work``; after a transient error, pass non-transient errors of retries to ``done``.

@@ -20,12 +20,13 @@ from optuna_dsat.store import claims, launches, migrate, profiles
 from optuna_dsat.store.database import Database, engine_options, install_events
 from optuna_dsat.store.heartbeat import HEARTBEAT_INTERVAL_S, Heartbeat
 from optuna_dsat.store.launches import StoredLaunch
+from optuna_dsat.store.peek import has_our_tables
 from optuna_dsat.store.profiles import StoredProfile
 from optuna_dsat.store.reclaim import GRACE_S, MAX_LOSSES, Reclaimer
 from optuna_dsat.store.registry import STUDY_UUID, Registry, StudyRecord
 from optuna_dsat.store.retry import RETRY_LIMIT_S, one_line_reason
 from optuna_dsat.store.retrying_storage import RetryingStorage
-from optuna_dsat.store.urls import parse_url
+from optuna_dsat.store.urls import database_exists, display_url, parse_url
 from optuna_dsat.store.worker import this_worker
 
 __all__ = ["Store", "load_study"]
@@ -65,7 +66,10 @@ class Store:
         self._rdb = rdb
         self._worker = this_worker()
         self.storage: BaseStorage = RetryingStorage(
-            get_storage(rdb), database=database.shown, retry_limit_s=database.retry_limit_s
+            get_storage(rdb),
+            database=database.shown,
+            retry_limit_s=database.retry_limit_s,
+            require_present=database.require_present,
         )
         self.heartbeat = Heartbeat(database, worker=self._worker, interval_s=heartbeat_interval_s)
         self._registry = Registry(database, self.storage)
@@ -95,7 +99,8 @@ class Store:
         Args:
             url: ``sqlite:///FILE`` or ``postgresql://USER@HOST:PORT/DATABASE``. The password may also come from
                 the environment or a password file, as libpq reads them.
-            create: Whether to create a missing SQLite file; otherwise a missing file is an error.
+            create: Whether to create a missing SQLite file, and our tables in a database of Optuna's alone; otherwise
+                both are errors, and nothing is written.
             retry_limit_s: Seconds for which calls are retried after a transient error.
             heartbeat_interval_s: Time between two heartbeats, in seconds.
             grace_s: Age from which a heartbeat is stale, in seconds.
@@ -105,6 +110,8 @@ class Store:
             StorageUrlError: If the URL cannot be opened, or its schema is older or newer than this version's.
             StorageError: If the database failed.
         """
+        if not create and database_exists(url) and not has_our_tables(url):
+            raise StorageUrlError(f"The database {display_url(url)} holds no study of optuna-dsat.")
         database = Database(url, retry_limit_s=retry_limit_s, create=create)
         try:
             with database.exclusive("create or check the tables"):
@@ -133,6 +140,10 @@ class Store:
     def url(self) -> str:
         """The storage URL for display, with the password masked."""
         return self._database.shown
+
+    def require_present(self) -> None:
+        """Refuse to go on with a database that was removed or replaced. See ``Database.require_present``."""
+        self._database.require_present()
 
     def close(self) -> None:
         """Stop the heartbeat and close all connections."""

@@ -39,12 +39,10 @@ def reading(name: str, what: str, versions: Mapping[str, str]) -> Iterator[None]
         yield
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, ConfigError) as error:
         made = versions.get("optuna-dsat")
-        by = f" It was made by optuna-dsat {made}." if made else ""
-        reason = f"{what}: {_reason(error)}"
-        text = (
-            f"The study {name!r} cannot be read: {reason}.{by} A newer version may have written it, or it was altered."
-        )
-        raise UnreadableStudyError(text, reason=f"{reason}.{by}") from error
+        by = f" (made by optuna-dsat {made})" if made else ""
+        reason = f"{what}: {_reason(error)}{by}"
+        why = "A newer version may have written it, or it was altered."
+        raise UnreadableStudyError(f"The study {name!r} cannot be read: {reason}. {why}", reason=reason) from error
 
 
 def check_record(record: StudyRecord) -> None:

@@ -14,6 +14,7 @@ from typing import TextIO
 
 import optuna
 
+from optuna_dsat.errors import StorageError
 from optuna_dsat.escape.terminal import say
 from optuna_dsat.launch.full_run import run_full
 from optuna_dsat.launch.leftovers import LeftoverWatch
@@ -25,6 +26,7 @@ from optuna_dsat.study.progress import Message, Observer
 from optuna_dsat.study.request import StudyRequest
 from optuna_dsat.study.result import TuneResult
 from optuna_dsat.study.session import Session
+from optuna_dsat.tuning.kept import KeptResults
 
 __all__ = ["StudyRun", "fill_dashboard", "quiet_optuna", "run_study", "train_with_best"]
 
@@ -67,17 +69,24 @@ def run_study(request: StudyRequest, *, observer: Observer) -> StudyRun:
         warm=spec.launcher == "warm",
         on_notice=notify,
     )
+    kept = KeptResults(observer)
     shown, result, interrupted = "", None, False
     try:
         with quiet_optuna(), Store.open(request.storage) as store:
             shown = store.url
-            session = Session(request, store=store, launcher=launcher, observer=observer)
+            session = Session(request, store=store, launcher=launcher, observer=kept)
             result = session.run()
             if request.conclude:
                 fill_dashboard(store, spec.name, observer)
+            store.require_present()
             request, interrupted = replace(request, spec=session.spec), session.interrupted
     except KeyboardInterrupt:
         interrupted = True
+    except StorageError as error:
+        path = kept.write(spec.study_dir)
+        if path is None:
+            raise
+        raise StorageError(f"{error} What this run measured stands in {path}.") from error
     finally:
         launcher.close()
     if result is not None:

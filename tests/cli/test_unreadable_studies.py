@@ -1,0 +1,165 @@
+"""A study that this version cannot read hides no other one, and is named with what cannot be read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optuna_dsat.store import Store
+from tests.harness.entry_points import Ended, Run, run_here
+from tests.harness.landscapes import Hill
+from tests.harness.studies import StudyBench
+
+__all__ = ["run_here"]
+
+UNREADABLE = 5
+
+
+@pytest.fixture(scope="module")
+def two_studies(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a database with two finished studies; not to be changed."""
+    folder = tmp_path_factory.mktemp("two")
+    (folder / "train.py").write_text("")
+    with Store.open(f"sqlite:///{folder / 'study.db'}") as store:
+        bench = StudyBench(folder, store)
+        for name in ("good", "bad"):
+            bench.run(bench.spec(name=name, max_trials=3, confirm=1), Hill())
+    return folder
+
+
+class Altered:
+    """A copy of the database, of whose study ``bad`` something is changed."""
+
+    def __init__(self, database: Path, run: Run) -> None:
+        self.database = database
+        self._run = run
+
+    def __call__(self, *arguments: str) -> Ended:
+        return self._run(*arguments, "--storage", f"sqlite:///{self.database}")
+
+    def execute(self, query: str, *values: Any) -> None:
+        with sqlite3.connect(self.database) as connection:
+            assert connection.execute(query, values).rowcount > 0
+        connection.close()
+
+    def spec(self, **changes: Any) -> None:
+        with sqlite3.connect(self.database) as connection:
+            (text,) = connection.execute("SELECT spec FROM dsat_studies WHERE name = 'bad'").fetchone()
+        connection.close()
+        self.execute("UPDATE dsat_studies SET spec = ? WHERE name = 'bad'", json.dumps({**json.loads(text), **changes}))
+
+    def trial_attribute(self, key: str, value: str) -> None:
+        self.execute(
+            "UPDATE trial_user_attributes SET value_json = ? WHERE key = ? AND trial_id IN (SELECT trial_id FROM trials"
+            " JOIN studies USING (study_id) WHERE study_name = 'bad')",
+            value,
+            key,
+        )
+
+    def study_attribute(self, key: str, value: str) -> None:
+        self.execute(
+            "UPDATE study_user_attributes SET value_json = ? WHERE key = ? AND study_id ="
+            " (SELECT study_id FROM studies WHERE study_name = 'bad')",
+            value,
+            key,
+        )
+
+    def launch(self, column: str, value: Any) -> None:
+        self.execute(
+            f"UPDATE dsat_launches SET {column} = ? WHERE study_uuid ="
+            " (SELECT uuid FROM dsat_studies WHERE name = 'bad') AND launch_id = 'trial-0000'",
+            value,
+        )
+
+
+@pytest.fixture
+def altered(two_studies: Path, tmp_path: Path, run_here: Run) -> Altered:
+    shutil.copy(two_studies / "study.db", tmp_path / "study.db")
+    return Altered(tmp_path / "study.db", run_here)
+
+
+DAMAGES: dict[str, Callable[[Altered], None]] = {
+    "a field of a newer version": lambda db: db.spec(of_a_newer_version=1),
+    "a metric of a newer version": lambda db: db.spec(metric="joules"),
+    "a spec of another study": lambda db: db.spec(name="../bad"),
+    "a spec that is no JSON": lambda db: db.execute("UPDATE dsat_studies SET spec = '{' WHERE name = 'bad'"),
+    "a spec that is a list": lambda db: db.execute("UPDATE dsat_studies SET spec = '[]' WHERE name = 'bad'"),
+    "a date that is text": lambda db: db.execute("UPDATE dsat_studies SET created_at = 'x' WHERE name = 'bad'"),
+    "an outcome of a newer version": lambda db: db.trial_attribute("outcome", '"evaporated"'),
+    "an outcome that is a list": lambda db: db.trial_attribute("outcome", "[]"),
+    "a config that is text": lambda db: db.trial_attribute("config", '"x"'),
+    "a stage that there is not": lambda db: db.trial_attribute("config", '{"zero_optimization": {"stage": "<b>"}}'),
+    "a micro-batch that is text": lambda db: db.trial_attribute("config", '{"train_micro_batch_size_per_gpu": "x"}'),
+    "metrics that are text": lambda db: db.trial_attribute("metrics", '"x"'),
+    "a message that is a number": lambda db: db.trial_attribute("message", "1"),
+    "an attribute that is no JSON": lambda db: db.trial_attribute("message", "{"),
+    "a launch outside of the folder": lambda db: db.trial_attribute("launch_id", '"../../../etc"'),
+    "peak memory that is text": lambda db: db.trial_attribute("peak_memory_bytes", '"x"'),
+    "rounds without launches": lambda db: db.study_attribute("confirmation", "{}"),
+    "a finalist that is no trial": lambda db: db.study_attribute(
+        "confirmation", '{"chosen": [77], "measured": 1, "since": 1, "launches": []}'
+    ),
+    "a round of a newer version": lambda db: db.study_attribute(
+        "confirmation", '{"chosen": [], "measured": 1, "since": 1, "launches": [{"number": 0, "moon": "full"}]}'
+    ),
+    "rounds that are no JSON": lambda db: db.study_attribute("confirmation", "{"),
+    "a profile's name that is a list": lambda db: db.study_attribute("profile_fingerprint", "[]"),
+    "a launch's outcome of a newer version": lambda db: db.launch("outcome", "evaporated"),
+    "a launch's time that is text": lambda db: db.launch("started_at", "noon"),
+    "a launch's name with a path": lambda db: db.launch("launch_id", "../../etc"),
+    "a launch's devices that are no JSON": lambda db: db.launch("devices", "["),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_it_is_listed_as_such_beside_the_others(altered: Altered, damage: Callable[[Altered], None]) -> None:
+    damage(altered)
+    listed = altered("studies")
+    assert listed.returncode == 0, listed.stderr
+    assert "good" in listed.stdout
+    assert "bad cannot be read: " in listed.stdout
+    rows = json.loads(altered("studies", "--json").stdout)
+    assert rows[0]["study"] == "good"
+    assert rows[0]["best"] is not None
+    assert set(rows[1]) == {"study", "unreadable"}
+    checked = altered("db", "check")
+    assert checked.returncode == UNREADABLE
+    assert checked.stdout.startswith("current\nbad cannot be read: ")
+    for command in (("show",), ("trials",), ("best",), ("export",), ("explain",), ("report",), ("resume",)):
+        ended = altered(*command, "bad")
+        assert "Traceback" not in ended.stderr
+        assert len(ended.stderr.strip().splitlines()) <= 1, (command, ended.stderr)
+        assert ended.returncode in (0, UNREADABLE) or command == ("resume",), (command, ended.stderr)
+    shown = altered("show", "bad")
+    assert shown.returncode == UNREADABLE
+    assert shown.stderr.startswith("optuna-dsat: The study 'bad' cannot be read: ")
+    assert len(shown.stderr) < 1000
+    assert altered("show", "good").returncode == 0
+
+
+@pytest.mark.parametrize("name", ["a field of a newer version", "a spec that is no JSON"])
+def test_it_can_be_deleted(altered: Altered, name: str) -> None:
+    DAMAGES[name](altered)
+    assert altered("delete", "bad", "--yes").returncode == 0
+    assert altered("db", "check").returncode == 0
+
+
+def test_the_version_that_made_it_is_named(altered: Altered) -> None:
+    altered.execute("""UPDATE dsat_studies SET versions = '{"optuna-dsat": "9.1"}' WHERE name = 'bad'""")
+    altered.spec(of_a_newer_version=1)
+    shown = altered("show", "bad").stderr
+    assert "its spec: of_a_newer_version" in shown
+    assert "(made by optuna-dsat 9.1)" in shown
+
+
+def test_a_profile_that_is_none_is_named(altered: Altered) -> None:
+    altered.execute("UPDATE dsat_profiles SET profile = '{}'")
+    listed = altered("studies").stdout
+    assert "bad cannot be read: its profile" in listed
+    assert "good cannot be read: its profile" in listed
