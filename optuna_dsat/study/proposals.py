@@ -88,7 +88,7 @@ class Proposals:
             if attributes.launches_used(trials) + considered >= self._spec.max_trials:
                 return None
             trial = self._study.ask()
-        self._store.heartbeat.add(trial)
+            self._store.heartbeat.add(trial)  # under the lock: a running trial without a sign of life is nobody's
         return trial
 
     def consider(self, trial: optuna.Trial) -> Flight | Refusal:

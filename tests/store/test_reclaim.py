@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import optuna
 import pytest
@@ -17,8 +19,16 @@ from optuna_dsat.store.reclaim import Reclaimer
 from optuna_dsat.store.tables import HeartbeatRow
 from optuna_dsat.store.worker import Worker, this_worker
 from optuna_dsat.trials import attributes
+from tests.harness.landscapes import Hill
+from tests.harness.studies import StudyBench
 
 KEY = "key"
+
+
+@pytest.fixture
+def bench(tmp_path: Path, store: Store) -> StudyBench:
+    (tmp_path / "train.py").write_text("")
+    return StudyBench(tmp_path, store)
 
 
 def start(store: Store) -> tuple[str, optuna.Study]:
@@ -105,11 +115,32 @@ def test_an_old_heartbeat_is_watched_before_it_is_believed(store: Store) -> None
     assert reclaimer.reclaim(study) == (0,)
 
 
-def test_a_trial_without_any_heartbeat_is_found_lost(store: Store) -> None:
-    _, study = start(store)
+def test_a_trial_whose_worker_ended_before_its_first_heartbeat_is_lost_at_once(store: Store) -> None:
+    study_uuid, study = start(store)
     study.ask().suggest_int("train_micro_batch_size_per_gpu", 1, 8)
-    assert until(lambda: store.reclaim_stale(study) == (0,))
+    patient = Reclaimer(store._database, store.storage, study_uuid, grace_s=1e6)
+    assert patient.reclaim(study) == (0,)
     assert [trial.state for trial in study.trials] == [TrialState.FAIL, TrialState.WAITING]
+    assert patient.reclaim(study) == ()
+
+
+def test_a_trial_gets_its_first_heartbeat_while_the_lock_is_held_that_workers_ask_under(bench: StudyBench) -> None:
+    held: list[bool] = []
+    exclusive, add = bench.store.exclusive, bench.store.heartbeat.add
+
+    @contextmanager
+    def watched(purpose: str) -> Iterator[None]:
+        with exclusive(purpose):
+            held.append(True)
+            yield
+            held.clear()
+
+    seen: list[bool] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench.store, "exclusive", watched)
+        patch.setattr(bench.store.heartbeat, "add", lambda trial: (seen.append(bool(held)), add(trial)))
+        bench.run(bench.spec(max_trials=2, confirm=0), Hill())
+    assert seen == [True, True]
 
 
 def test_a_trial_that_decided_nothing_has_no_copy(store: Store) -> None:
