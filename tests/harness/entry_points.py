@@ -86,7 +86,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EntryPoin
     monkeypatch.chdir(tmp_path)
     made = EntryPointBench(tmp_path)
     monkeypatch.setattr(run, "TorchrunLauncher", made.launcher)
-    monkeypatch.setattr(run, "kill_leftovers", lambda: ())  # those of tests that run beside this one
+    monkeypatch.setattr(run.LeftoverWatch, "begin", lambda _: None)  # removes those of tests that run beside this one
     before = signal.getsignal(signal.SIGTERM)  # the command sets its own
     yield made
     signal.signal(signal.SIGTERM, before)
