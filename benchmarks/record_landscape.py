@@ -34,7 +34,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, chdir, closing
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -76,6 +76,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = _job_filled_in(_parser().parse_args(given[:cut]), given[cut + 1 :])
     with ExitStack() as stack:
         folder = args.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="landscape-")))
+        args.output, folder = args.output.absolute(), folder.absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        if args.job:
+            stack.enter_context(chdir(folder))  # what a script writes beside itself goes there, too
         try:
             _run(args, folder, shlex.join(["python", "-m", "benchmarks.record_landscape", *given]))
         except (DsatError, ValueError) as error:

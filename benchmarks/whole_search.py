@@ -1,21 +1,22 @@
 """A whole search on examples/gpt by our methods and by DeepSpeed's own autotuner, one after the other.
 
     .venv/bin/pip install --no-deps --target .cache/peers tabulate      # once: DeepSpeed's autotuner needs it
-    PYTHONPATH=.cache/peers .venv/bin/python -m benchmarks.whole_search [--json results.json]
+    PYTHONPATH=.cache/peers .venv/bin/python -m benchmarks.whole_search [--runs 3] [--limit 900] [--json results.json]
 
-``demo`` is what ``make demo`` runs, ``demo-torchrun`` the same by plain torchrun, ``random`` what it ran before
-``guided`` was there. ``quick`` makes as many launches as DeepSpeed's autotuner does here, and like it measures nothing
-twice.
+``guided`` has its defaults, and no limit on memory. ``deepspeed`` is DeepSpeed's autotuner at its defaults,
+``deepspeed-bounded`` the same with micro-batches of at most ``LARGEST``: on a CPU it takes the host's memory for the
+device's, and spends minutes on micro-batches of 1024. ``--limit`` ends what takes too long. ``demo`` is what ``make
+demo`` runs, ``demo-torchrun`` the same by plain torchrun, ``random`` what it ran before ``guided`` was there; ``quick``
+makes as many launches as DeepSpeed's autotuner does here, and like it measures nothing twice. These four have
+``--device-memory``, which lets some 110 samples fit.
 
 DeepSpeed's autotuner runs in its fast mode, its default, as on one machine without ssh: a stand-in for pdsh runs its
 commands here (and passes on none that kill by name), and a small script around the example takes the config as the
-autotuner hands it over, in base64. It would not start otherwise. On a CPU it takes the host's memory for the
-device's, and spends minutes on micro-batches of 1024. It is held to ``LARGEST`` samples, therefore, and ours by
-``--device-memory`` to what lets some 110 fit. ``--unbounded`` leaves both to their defaults; ``--limit`` ends what
-takes too long.
+autotuner hands it over, in base64. It would not start otherwise.
 
-Afterwards the configs that came out are measured again by plain torchrun, in turns, with the same steps: what each
-search hands over is compared side by side.
+Afterwards the configs that came out are measured again by plain torchrun, in rounds whose order is drawn anew, with the
+same steps; so is the first config of ours whose launch was within ``NEAR`` of the best that its search saw. Each
+comparison is the mean ratio within rounds with its 95 % interval, beside what it should be.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ import collections
 import contextlib
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +43,13 @@ from benchmarks.launch_overhead import EXAMPLES, Launch, run
 from benchmarks.pdsh import write_pdsh
 from optuna_dsat.config import ds_config
 from optuna_dsat.launch.devices import Devices, cpu_devices, detect_devices
+from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
 from optuna_dsat.launch.torchrun import TorchrunLauncher
-from optuna_dsat.runtime.events import StepMeasured, decode_event
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.events import Event, StepMeasured, decode_event
+from optuna_dsat.study.paired import Ratio, paired_ratio
+from optuna_dsat.study.spec import StudySpec
 
 EXAMPLE = EXAMPLES["gpt"]
 WRAPPER = """
@@ -59,21 +65,38 @@ runpy.run_path({script!r}, run_name="__main__")
 """
 DEVICE_MEMORY = "900MiB"
 LARGEST = 128
-"""Largest micro-batch that DeepSpeed's autotuner may try, unless it is unbounded."""
+"""Largest micro-batch that DeepSpeed's autotuner may try where it is bounded."""
 DEEPSPEED_STEPS = 6
 """Steps of a launch of DeepSpeed's autotuner; it records their mean in microseconds."""
 START, STEPS = 4, 12
 """First and last step that count when the results are compared."""
+NEAR = 0.02
+"""A config this close to the best is good enough to go on with."""
+WALL_AIM, THROUGHPUT_AIM, NEAR_AIM_S = 0.2, 0.99, 30.0
+"""Aims: share of the autotuner's wall time, of its config's throughput, seconds to a config within ``NEAR``."""
 
-
+_BOUNDED = ("--zero-stages", "0 1 2 3", "--device-memory", DEVICE_MEMORY)
 OURS = {
-    "demo-torchrun": ("guided", "--launcher", "torchrun", "--max-trials", "12", "--confirm", "2"),
-    "demo": ("guided", "--max-trials", "12", "--confirm", "2"),
-    "random": ("random", "--max-trials", "12", "--confirm", "2"),
-    "quick": ("guided", "--max-trials", "5", "--confirm", "0"),
+    "guided": ("guided",),
+    "demo-torchrun": ("guided", "--launcher", "torchrun", "--max-trials", "12", "--confirm", "2", *_BOUNDED),
+    "demo": ("guided", "--max-trials", "12", "--confirm", "2", *_BOUNDED),
+    "random": ("random", "--max-trials", "12", "--confirm", "2", *_BOUNDED),
+    "quick": ("guided", "--max-trials", "5", "--confirm", "0", *_BOUNDED),
 }
-"""What follows ``optuna-dsat`` in our searches."""
-SEARCHES = (*OURS, "deepspeed")
+"""The method and its options in our searches."""
+THEIRS = ("deepspeed", "deepspeed-bounded")
+SEARCHES = (*OURS, *THEIRS)
+EARLY = "guided, early"
+"""Name of the first config of ``guided`` that was near the best."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Early:
+    """The first launch of a search that was within ``NEAR`` of the best that the search saw."""
+
+    after_s: float
+    """From the search's start to the launch's end."""
+    config: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,18 +109,20 @@ class Search:
     """Seconds between the boundaries of steps, over all launches; by DeepSpeed's autotuner, of its timers' phases."""
     config: Mapping[str, Any] | None
     """None where it was ended before it had one."""
+    early: Early | None = None
+    """None for DeepSpeed's autotuner."""
 
 
-def ours(folder: Path, name: str, *, unbounded: bool) -> Search:
+def ours(folder: Path, name: str) -> Search:
     """Run one of our searches."""
     config = str(EXAMPLE.config)
+    method, *options = OURS[name]
     command = [
-        *(str(Path(sys.executable).with_name("optuna-dsat")), *OURS[name], str(EXAMPLE.script), config),
+        *(str(Path(sys.executable).with_name("optuna-dsat")), method, str(EXAMPLE.script), config, *options),
         *("--study", "s", "--storage", f"sqlite:///{folder}/study.db", "--output-dir", str(folder)),
-        *("--zero-stages", "0 1 2 3", *([] if unbounded else ["--device-memory", DEVICE_MEMORY])),
         *("--quiet", "--", "--deepspeed_config", config),
     ]
-    started = time.monotonic()
+    started, began = time.monotonic(), time.time()
     subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
     wall_s = time.monotonic() - started
     launches = [file.parent for file in (folder / "s").glob("*/report.json")]
@@ -106,24 +131,59 @@ def ours(folder: Path, name: str, *, unbounded: bool) -> Search:
         launches=len(launches),
         steps_s=sum(_steps_s(launch) for launch in launches),
         config=json.loads((folder / "s/best_ds_config.json").read_text()),
+        early=early([launch for launch in launches if launch.name.startswith("trial-")], began=began),
     )
+
+
+def early(launches: Sequence[Path], *, began: float) -> Early | None:
+    """Return the first of some launches that was near the best of them; None if none was measured.
+
+    Args:
+        launches: Their folders.
+        began: Unix time of the search's start.
+    """
+    ended, rates = {}, {}
+    for folder in launches:
+        report = json.loads((folder / "report.json").read_text())
+        if report["outcome"] == Outcome.MEASURED:
+            ended[folder] = report["started_at"] + report["startup_s"] + report["measured_s"] + report["exit_s"]
+            rates[folder] = _rate(folder)
+    near = [folder for folder in rates if rates[folder] >= (1 - NEAR) * max(rates.values())]
+    if not near:
+        return None
+    first = min(near, key=lambda folder: ended[folder])
+    return Early(after_s=ended[first] - began, config=json.loads((first / "ds_config.json").read_text()))
+
+
+def _rate(launch: Path) -> float:
+    """Return the samples per second that a launch of a search measured."""
+    events = _events(launch)
+    ranks = len({event.rank for event in events})
+    record = LaunchRecord(world_size=ranks, start_profile_step=StudySpec.model_fields["start_profile_step"].default)
+    for event in events:
+        record.add(event)
+    return record.metrics(flops_per_sample=0.0)["throughput"]
+
+
+def _events(launch: Path) -> list[Event]:
+    lines = [line for file in sorted(launch.glob("events/*.jsonl")) for line in file.read_text().splitlines()]
+    return [event for event in map(decode_event, lines) if event is not None]
 
 
 def _steps_s(launch: Path) -> float:
     """Return the seconds of all steps of a launch, of its slowest rank."""
-    found = [decode_event(line) for file in launch.glob("events/*.jsonl") for line in file.read_text().splitlines()]
     ranks = collections.defaultdict[int, float](float)
-    for event in found:
+    for event in _events(launch):
         if isinstance(event, StepMeasured):
             ranks[event.rank] += event.latency_s
     return max(ranks.values(), default=0.0)
 
 
-def deepspeeds(folder: Path, slots: int, *, unbounded: bool, limit_s: float | None) -> Search:
+def deepspeeds(folder: Path, slots: int, *, bounded: bool, limit_s: float | None) -> Search:
     """Run DeepSpeed's autotuner in its fast mode, no longer than ``limit_s``."""
     own = ds_config.load(EXAMPLE.config).raw
     wanted: dict[str, bool | int] = {"enabled": True, "fast": True}
-    if not unbounded:
+    if bounded:
         wanted["max_train_micro_batch_size_per_gpu"] = LARGEST
     config = {**own, "train_micro_batch_size_per_gpu": "auto", "autotuning": wanted}
     (folder / "ds_config.json").write_text(json.dumps(config))
@@ -181,77 +241,138 @@ def throughput(launch: Launch) -> float:
 
 def compare(
     configs: Mapping[str, Mapping[str, Any]], *, rounds: int, devices: Devices, folder: Path
-) -> dict[str, float]:
-    """Return the median throughput of what each search handed over, measured in turns by plain torchrun."""
-    slots = len(devices.devices)
+) -> dict[str, dict[int, float]]:
+    """Return the throughput of each config in each round, by plain torchrun, in an order drawn anew for each round."""
     launcher = TorchrunLauncher(folder, devices=devices)
-    found: dict[str, list[float]] = {name: [] for name in configs}
+    found: dict[str, dict[int, float]] = {name: {} for name in configs}
     try:
         for number in range(rounds):
-            for name, config in configs.items():
-                triangle = ds_config.batch_triangle(config, world_size=slots)
-                overlay = {
-                    **config,
-                    **ds_config.batch_overlay(triangle.micro_batch, triangle.gradient_accumulation_steps),
-                }
-                asked = LaunchRequest(
-                    launch_id=f"{name}-{number}",
-                    purpose="trial",
-                    command=ScriptCommand(
-                        script=str(EXAMPLE.script),
-                        args=("--deepspeed_config", str(EXAMPLE.config)),
-                        cwd=str(folder),
-                        config_path=str(EXAMPLE.config),
-                    ),
-                    ds_config=ds_config.merge(config, overlay),
-                    overlay=overlay,
-                    slots=slots,
-                    start_profile_step=START,
-                    end_profile_step=STEPS,
-                )
-                found[name].append(throughput(run(launcher, asked)))
+            for index, name in enumerate(random.sample(list(configs), len(configs))):
+                asked = _request(configs[name], f"round-{number}-{index}", slots=len(devices.devices), cwd=folder)
+                found[name][number] = throughput(run(launcher, asked))
     finally:
         launcher.close()
-    return {name: statistics.median(values) for name, values in found.items()}
+    return found
+
+
+def _request(config: Mapping[str, Any], launch_id: str, *, slots: int, cwd: Path) -> LaunchRequest:
+    triangle = ds_config.batch_triangle(config, world_size=slots)
+    sizes = ds_config.batch_overlay(triangle.micro_batch, triangle.gradient_accumulation_steps)
+    overlay = {**config, **sizes}
+    return LaunchRequest(
+        launch_id=launch_id,
+        purpose="trial",
+        command=ScriptCommand(
+            script=str(EXAMPLE.script),
+            args=("--deepspeed_config", str(EXAMPLE.config)),
+            cwd=str(cwd),
+            config_path=str(EXAMPLE.config),
+        ),
+        ds_config=ds_config.merge(config, overlay),
+        overlay=overlay,
+        slots=slots,
+        start_profile_step=START,
+        end_profile_step=STEPS,
+    )
+
+
+def table(searches: Mapping[str, Search], rates: Mapping[str, Mapping[int, float]]) -> list[str]:
+    """Return what each search took and handed over, as rows of a Markdown table."""
+    lines = [
+        "| search | launches | wall time (s) | beside steps, per launch (s) | first near the best after (s) "
+        "| throughput handed over (samples/s) |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    for name, search in searches.items():
+        speed = f"{statistics.median(rates[name].values()):.1f}" if name in rates else "ended before it had a result"
+        beside_s = (search.wall_s - search.steps_s) / max(1, search.launches)
+        near = "" if search.early is None else f"{search.early.after_s:.0f}"
+        lines.append(f"| {name} | {search.launches} | {search.wall_s:.0f} | {beside_s:.1f} | {near} | {speed} |")
+    return lines
+
+
+def verdicts(searches: Mapping[str, Search], rates: Mapping[str, Mapping[int, float]]) -> list[tuple[bool, str]]:
+    """Return whether each aim of ``guided`` is met, and the figures in words."""
+    own, found = searches["guided"], []
+    for name in THEIRS:
+        if name not in searches:
+            continue
+        share = own.wall_s / searches[name].wall_s
+        ended = searches[name].config is None
+        words = f"guided takes {'at most ' if ended else ''}{share:.2f} of the wall time of {name}"
+        found.append((share <= WALL_AIM, f"{words}; the aim is {WALL_AIM:g}"))
+        ratio = paired_ratio(rates["guided"], rates.get(name, {}), maximize=True)
+        if ratio is not None:
+            words = f"its config reaches {_in_words(ratio)} of the throughput of that of {name}"
+            found.append((ratio.value >= THROUGHPUT_AIM, f"{words}; the aim is {THROUGHPUT_AIM:g}"))
+    if own.early is not None:
+        best = max(set(rates) - {EARLY}, key=lambda name: statistics.median(rates[name].values()))
+        again = paired_ratio(rates.get(EARLY, rates["guided"]), rates[best], maximize=True)
+        near = again is not None and again.value >= 1 - NEAR
+        words = f"the first config near the best came after {own.early.after_s:.0f} s; the aim is {NEAR_AIM_S:g} s. "
+        measured = "nothing" if again is None else _in_words(again)
+        words += f"Measured again, it reaches {measured} of the throughput of the fastest ({best})"
+        found.append((own.early.after_s <= NEAR_AIM_S and near, words))
+    return found
+
+
+def _in_words(ratio: Ratio) -> str:
+    if ratio.low is None or ratio.high is None:
+        return f"{ratio.value:.3f}"
+    return f"{ratio.value:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
+
+
+def one_run(args: argparse.Namespace, devices: Devices) -> dict[str, Any]:
+    """Run every search and compare what came out; print and return it."""
+    with tempfile.TemporaryDirectory(prefix="whole-search-") as temporary:
+        searches: dict[str, Search] = {}
+        for name in args.searches:
+            folder = Path(temporary, name)
+            folder.mkdir()
+            if name in OURS:
+                searches[name] = ours(folder, name)
+            else:
+                bounded = name == "deepspeed-bounded"
+                searches[name] = deepspeeds(folder, len(devices.devices), bounded=bounded, limit_s=args.limit)
+            print(f"{name}: {searches[name].wall_s:.0f} s", file=sys.stderr, flush=True)
+        configs = {name: search.config for name, search in searches.items() if search.config is not None}
+        first = searches["guided"].early if "guided" in searches else None
+        if first is not None and first.config != configs["guided"]:
+            configs[EARLY] = first.config
+        compared = Path(temporary, "compared")
+        compared.mkdir()
+        rates = compare(configs, rounds=args.rounds, devices=devices, folder=compared)
+    print("\n".join(table(searches, rates)) + "\n")
+    judged = verdicts(searches, rates) if "guided" in searches else []
+    for met, words in judged:
+        print(f"- {'met' if met else 'missed'}: {words}.")
+    print(flush=True)
+    return {
+        "searches": {name: asdict(search) for name, search in searches.items()},
+        "rates": rates,
+        "aims": [{"met": met, "words": words} for met, words in judged],
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Search, compare and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--searches", nargs="+", choices=SEARCHES, default=SEARCHES)
+    parser.add_argument("--searches", nargs="+", choices=SEARCHES, default=["guided", *THEIRS])
+    parser.add_argument("--runs", type=int, default=1, help="how often all of it is done (default 1)")
     parser.add_argument("--rounds", type=int, default=5, help="launches of each result when they are compared")
-    parser.add_argument("--unbounded", action="store_true", help="limit neither memory nor micro-batch")
-    parser.add_argument("--limit", type=float, help="seconds after which DeepSpeed's autotuner is ended")
-    parser.add_argument("--json", type=Path, help="also write times and configs")
+    parser.add_argument("--limit", type=float, default=900.0, help="seconds after which the autotuner is ended")
+    parser.add_argument("--json", type=Path, help="also write times, configs and every measured value")
     args = parser.parse_args(argv)
     devices = detect_devices()
     devices = cpu_devices(2) if devices.kind == "cpu" else devices
     if devices.kind == "cpu":
         os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory(prefix="whole-search-") as temporary:
-        searches = {}
-        for name in args.searches:
-            folder = Path(temporary, name)
-            folder.mkdir()
-            if name != "deepspeed":
-                searches[name] = ours(folder, name, unbounded=args.unbounded)
-            else:
-                slots = len(devices.devices)
-                searches[name] = deepspeeds(folder, slots, unbounded=args.unbounded, limit_s=args.limit)
-            print(f"{name}: {searches[name].wall_s:.0f} s", file=sys.stderr)
-        compared = Path(temporary, "compared")
-        compared.mkdir()
-        configs = {name: search.config for name, search in searches.items() if search.config is not None}
-        speeds = compare(configs, rounds=args.rounds, devices=devices, folder=compared)
-    print("| search | launches | wall time (s) | beside steps, per launch (s) | throughput handed over (samples/s) |")
-    print("|---|--:|--:|--:|--:|")
-    for name, search in searches.items():
-        speed = f"{speeds[name]:.1f}" if name in speeds else "ended before it had a result"
-        beside_s = (search.wall_s - search.steps_s) / search.launches
-        print(f"| {name} | {search.launches} | {search.wall_s:.0f} | {beside_s:.1f} | {speed} |")
-    if args.json:
-        results = {name: {**vars(search), "throughput": speeds.get(name)} for name, search in searches.items()}
-        args.json.write_text(json.dumps(results, indent=2))
+    runs = []
+    for number in range(1, args.runs + 1):
+        print(f"Run {number} of {args.runs}\n", flush=True)
+        runs.append(one_run(args, devices))
+        if args.json:
+            args.json.write_text(json.dumps(runs, indent=2))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from benchmarks.launch_overhead import EXAMPLES, ROOT, Example
@@ -20,7 +21,7 @@ JOBS: Mapping[str, Example] = MappingProxyType(
     {
         "gpt": _job("examples/gpt"),
         "cnn": _job("benchmarks/jobs/cnn"),
-        "huggingface": EXAMPLES["huggingface"],
+        "huggingface": replace(EXAMPLES["huggingface"], args=(*EXAMPLES["huggingface"].args, "--samples", "65536")),
     }
 )
 """By name, which is also that of the record."""

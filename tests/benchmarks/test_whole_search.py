@@ -1,0 +1,82 @@
+"""What a whole search is said to have taken and found; the searches themselves take minutes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.whole_search import EARLY, Early, Search, early, table, verdicts
+from optuna_dsat.runtime.events import EngineReady, StepMeasured, encode_event
+
+BEGAN = 1_700_000_000.0
+
+
+def launch(folder: Path, name: str, *, at_s: float, step_s: float, size: int, outcome: str = "measured") -> Path:
+    """Leave what a launch of a search leaves: it ends three seconds after ``at_s``."""
+    (folder / name / "events").mkdir(parents=True)
+    report = {"outcome": outcome, "started_at": BEGAN + at_s, "startup_s": 1.0, "measured_s": 1.5, "exit_s": 0.5}
+    (folder / name / "report.json").write_text(json.dumps(report))
+    (folder / name / "ds_config.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": size}))
+    for rank in (0, 1):
+        ready = EngineReady(
+            rank=rank, time=0.0, zero_stage=0, train_batch_size=2 * size, train_micro_batch_size_per_gpu=size,
+            gradient_accumulation_steps=1, data_parallel_size=2, pipeline=False, params=1, trainable_params=1,
+            initialize_s=0.1, device="cpu", torch_version="", deepspeed_version="",
+        )  # fmt: skip
+        steps = [
+            StepMeasured(
+                rank=rank, time=0.0, step=step, latency_s=9.0 if step < 3 else step_s, forward_s=0.0, backward_s=0.0,
+                step_s=0.0, samples=size, observed_micro_batch=size, loss=None, peak_allocated_bytes=0,
+                peak_reserved_bytes=0, rss_bytes=0,
+            )
+            for step in range(1, 6)
+        ]  # fmt: skip
+        lines = [encode_event(event) for event in (ready, *steps)]
+        (folder / name / "events" / f"rank{rank}.jsonl").write_text("\n".join(lines) + "\n")
+    return folder / name
+
+
+def test_the_first_launch_near_the_best_is_the_earliest_within_two_per_cent(tmp_path: Path) -> None:
+    launches = [
+        launch(tmp_path, "trial-0003", at_s=40.0, step_s=0.10, size=8),  # the best: 160 samples/s
+        launch(tmp_path, "trial-0001", at_s=10.0, step_s=0.10, size=7),
+        launch(tmp_path, "trial-0002", at_s=20.0, step_s=0.101, size=8),
+        launch(tmp_path, "trial-0000", at_s=5.0, step_s=0.01, size=8, outcome="out_of_memory"),
+    ]
+    found = early(launches, began=BEGAN)
+    assert found is not None
+    assert found.after_s == pytest.approx(23.0)
+    assert found.config == {"train_micro_batch_size_per_gpu": 8}
+    assert early(launches[3:], began=BEGAN) is None
+
+
+def search(wall_s: float, *, config: dict[str, Any] | None = None, near: Early | None = None) -> Search:
+    return Search(wall_s=wall_s, launches=5, steps_s=wall_s / 2, config=config, early=near)
+
+
+def test_aims_are_judged_by_wall_time_and_paired_throughput() -> None:
+    searches = {
+        "guided": search(30.0, config={}, near=Early(after_s=21.0, config={"a": 1})),
+        "deepspeed": search(900.0),
+        "deepspeed-bounded": search(140.0, config={}),
+    }
+    rates = {
+        "guided": {0: 100.0, 1: 80.0},
+        "deepspeed-bounded": {0: 101.0, 1: 80.8},
+        EARLY: {0: 99.0, 1: 79.2},
+    }
+    found = verdicts(searches, rates)
+    assert [met for met, _ in found] == [True, False, True, True]
+    assert "at most 0.03 of the wall time of deepspeed;" in found[0][1]
+    assert "0.21 of the wall time of deepspeed-bounded" in found[1][1]
+    assert "0.990 (0.990 to 0.990)" in found[2][1]
+    assert "after 21 s" in found[3][1]
+    assert "0.980 (0.980 to 0.980) of the throughput of the fastest (deepspeed-bounded)" in found[3][1]
+    rows = table(searches, rates)
+    assert rows[2] == "| guided | 5 | 30 | 3.0 | 21 | 90.0 |"
+    assert rows[3] == "| deepspeed | 5 | 900 | 90.0 |  | ended before it had a result |"
+    slower = verdicts(searches, {**rates, "guided": {0: 98.0, 1: 79.9}, EARLY: {0: 90.0, 1: 79.0}})
+    assert [met for met, _ in slower] == [True, False, False, False]
