@@ -39,6 +39,9 @@ __all__ = ["app", "main"]
 EXIT_NO_READER = 1
 """Exit code if nobody reads stdout any more; typer's own."""
 
+EXIT_STORAGE = 5
+"""Exit code if files cannot be read or written, as for a database that fails."""
+
 app = typer.Typer(
     name="optuna-dsat",
     help="Find the DeepSpeed configuration that trains your model fastest on the GPUs you have.",
@@ -102,6 +105,12 @@ def _report(error: DsatError) -> None:
             say(f"\nFull log: {error.log_path}", file=sys.stderr)
 
 
+def _failed_file(error: OSError) -> str:
+    """Return one line on an operation of the system that failed."""
+    what = f"{error.filename}: " if error.filename is not None else ""
+    return f"{what}{error.strerror or error}. What was stored before is intact; resume the study once this is repaired."
+
+
 def main(argv: list[str] | None = None) -> NoReturn:
     """Run the command; exit with 0 (found), 2 (usage), 3 (nothing runs), 4 (script error), 5 (database) or 130."""
     if argv is None:
@@ -130,6 +139,9 @@ def main(argv: list[str] | None = None) -> NoReturn:
     except BrokenPipeError:  # the reader of stdout, such as `head`, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_NO_READER)
+    except OSError as error:  # a disk that fails where nobody expects it
+        say(f"optuna-dsat: {_failed_file(error)}", file=sys.stderr)
+        sys.exit(EXIT_STORAGE)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(EXIT_INTERRUPTED)
     sys.exit(code or 0)

@@ -170,4 +170,5 @@ def _age_s(own: Path) -> float:
 
 def _remove(own: Path) -> None:
     shutil.rmtree(own, ignore_errors=True)
-    own.with_name(f"{own.name}{_LOCK}").unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # the next start tries again
+        own.with_name(f"{own.name}{_LOCK}").unlink(missing_ok=True)

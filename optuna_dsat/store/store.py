@@ -24,7 +24,7 @@ from optuna_dsat.store.peek import has_our_tables
 from optuna_dsat.store.profiles import StoredProfile
 from optuna_dsat.store.reclaim import GRACE_S, MAX_LOSSES, Reclaimer
 from optuna_dsat.store.registry import STUDY_UUID, Registry, StudyRecord
-from optuna_dsat.store.retry import RETRY_LIMIT_S, one_line_reason
+from optuna_dsat.store.retry import RETRY_LIMIT_S, is_transient, one_line_reason, retrying
 from optuna_dsat.store.retrying_storage import RetryingStorage
 from optuna_dsat.store.urls import database_exists, display_url, parse_url
 from optuna_dsat.store.worker import this_worker
@@ -111,7 +111,7 @@ class Store:
             StorageError: If the database failed.
         """
         if not create and database_exists(url) and not has_our_tables(url):
-            raise StorageUrlError(f"The database {display_url(url)} holds no study of optuna-dsat.")
+            raise StorageUrlError(f"There is no study of optuna-dsat in the database {display_url(url)}.")
         database = Database(url, retry_limit_s=retry_limit_s, create=create)
         try:
             with database.exclusive("create or check the tables"):
@@ -313,16 +313,23 @@ def load_study(url: str, name: str) -> optuna.Study:
 
 def _open_optuna(database: Database) -> RDBStorage:
     """Open Optuna's tables and create missing ones; the caller holds the database's lock."""
-    try:
-        rdb = RDBStorage(
-            database.url.render_as_string(hide_password=False),
-            engine_kwargs=engine_options(database.url),
-            skip_compatibility_check=True,  # checked below, where connections are closed on failure
-        )
-        current, head = rdb.get_current_version(), rdb.get_head_version()
-        known = current in rdb.get_all_versions()
-    except (DBAPIError, optuna.exceptions.StorageInternalError) as error:
-        raise StorageUrlError(f"The storage '{database.shown}' cannot be used: {one_line_reason(error)}.") from None
+
+    def attempt() -> tuple[RDBStorage, str, str, bool]:
+        try:
+            rdb = RDBStorage(
+                database.url.render_as_string(hide_password=False),
+                engine_kwargs=engine_options(database.url),
+                skip_compatibility_check=True,  # checked below, where connections are closed on failure
+            )
+            current = rdb.get_current_version()
+            return rdb, current, rdb.get_head_version(), current in rdb.get_all_versions()
+        except (DBAPIError, optuna.exceptions.StorageInternalError) as error:
+            if is_transient(error):
+                raise
+            text = f"The storage '{database.shown}' cannot be used: {one_line_reason(error)}."
+            raise StorageUrlError(text) from None
+
+    rdb, current, head, known = retrying(attempt, database=database.shown, limit_s=database.retry_limit_s)
     # Drop connections that Optuna opened before our settings were installed.
     install_events(rdb.engine)
     rdb.remove_session()

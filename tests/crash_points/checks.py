@@ -71,7 +71,7 @@ def _ends(seen: Aftermath) -> Iterator[str]:
         yield f"the first process ended with {seen.first.code}"
     elif seen.blow in TRANSIENT and seen.first.code != 0:
         yield f"it did not get over it: {seen.first.code}, {seen.first.stderr[-300:]}"
-    elif seen.blow in DISK and seen.first.code not in (0, _EXIT_DATABASE):
+    elif seen.blow in DISK and seen.first.code not in (0, _EXIT_DATABASE, *_codes_of_opening(seen.between)):
         yield f"the first process ended with {seen.first.code}: {seen.first.stderr[-300:]}"
     if seen.second is not None and seen.second.code != 0:
         how = "hung" if seen.second.code is None else f"ended with {seen.second.code}"
@@ -79,6 +79,11 @@ def _ends(seen: Aftermath) -> Iterator[str]:
     for name, ended in (("first", seen.first), ("second", seen.second)):
         if ended is not None:
             yield from (f"{name} process: {what}" for what in _errors(ended.stderr))
+
+
+def _codes_of_opening(between: Observed) -> tuple[int, ...]:
+    """Return the exit codes of a command whose database could not be opened: one that cannot be used is bad input."""
+    return () if between.studies else (2,)
 
 
 def _errors(stderr: str) -> Iterator[str]:

@@ -81,8 +81,8 @@ class ProcessLauncher(SimulatedLauncher):
 
     def start(self, request: LaunchRequest) -> None:
         super().start(request)
-        directory = write_run_directory(request, self._output_dir)
         record, mark = self._left.begin(), processes.new_mark()
+        directory = write_run_directory(request, self._output_dir, leavings=record)
         self._note(request, ended=False)
         process = subprocess.Popen(
             ["/bin/sleep", "600"],

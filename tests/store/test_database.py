@@ -8,10 +8,13 @@ from typing import Any
 
 import optuna
 import pytest
+from optuna.storages import RDBStorage
 from sqlalchemy import text
+from sqlalchemy.exc import OperationalError
 
 from optuna_dsat.errors import StorageUrlError
 from optuna_dsat.store import Store, display_url
+from optuna_dsat.store import store as store_module
 from optuna_dsat.store.database import Database
 from optuna_dsat.store.urls import parse_url
 
@@ -164,3 +167,22 @@ def test_optuna_reads_the_database_with_its_own_url(url: str) -> None:
     assert optuna.get_all_study_names(storage) == ["one"]
     storage.remove_session()
     storage.engine.dispose()
+
+
+def test_a_database_that_is_locked_while_optunas_tables_are_made_is_waited_for(
+    sqlite_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def locked_once(*args: Any, **kwargs: Any) -> RDBStorage:
+        made.append("tried")
+        if len(made) == 1:
+            original = sqlite3.OperationalError("database is locked")
+            original.sqlite_errorcode = sqlite3.SQLITE_BUSY
+            raise OperationalError("CREATE TABLE studies", None, original)
+        return RDBStorage(*args, **kwargs)
+
+    monkeypatch.setattr(store_module, "RDBStorage", locked_once)
+    with Store.open(sqlite_url) as store:
+        assert store.list_studies() == ()
+    assert len(made) == 2
