@@ -28,6 +28,8 @@ class Outcome(StrEnum):
     """No sign of life from any rank for longer than ``--stall-timeout``."""
     TIMEOUT = "timeout"
     """The launch took longer than ``--trial-timeout``."""
+    KILLED = "killed"
+    """Something else on the machine ended a process of the launch by a signal: the script is not to blame."""
     PRUNED = "pruned"
     """Stopped in flight by the pruner, or returned to the study by the user."""
     LOST = "lost"
@@ -40,5 +42,5 @@ class Outcome(StrEnum):
 
     @property
     def retryable(self) -> bool:
-        """Whether the same configuration may succeed when launched again (up to ``--max-retries``)."""
-        return self in (Outcome.COMMUNICATION_ERROR, Outcome.STALLED, Outcome.TIMEOUT)
+        """Whether the same configuration may succeed when launched again (``study.tuner`` says how often)."""
+        return self in (Outcome.COMMUNICATION_ERROR, Outcome.STALLED, Outcome.TIMEOUT, Outcome.KILLED)

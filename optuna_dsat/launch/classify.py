@@ -7,12 +7,13 @@ Nothing here reads a log. The rules, in order of precedence:
 2. A stop of the launch: by the pruner, at its time limit, because all ranks were silent, or because the step time was
    known well enough (then rules 8 and 9 decide).
 3. A rank that the kernel killed for lack of host memory: SIGKILL not sent by the launcher, and no record. The kernel's
-   count of such kills decides. If it cannot be read, SIGKILL means ``host_out_of_memory``, since nothing else commonly
-   sends it; if it has not changed, another process sent it, and it is a ``script_error``.
+   count of such kills decides. If it cannot be read, SIGKILL of a rank means ``host_out_of_memory``, since nothing else
+   commonly sends it; if it has not changed, another process sent it (rule 5).
 4. An ``out_of_data`` record (a loader that cannot fill one batch), then ``invalid_config``, then ``script_error``.
-5. A rank that ended without a record: by a signal, or with an exit code of its own (``script_error``). SIGABRT and
-   SIGTERM rank below a communication error: NCCL and gloo abort processes, and torchrun ends the siblings of a failed
-   rank with SIGTERM.
+5. A rank that ended without a record: by a fault of its own or with an exit code of its own (``script_error``), or by
+   a signal that others send, which may also have ended torchrun or the process it was forked from (``killed``). SIGABRT
+   and SIGTERM rank below a communication error: NCCL and gloo abort processes, and torchrun ends the siblings of a
+   failed rank with SIGTERM.
 6. A ``communication_error`` record, or ranks that never started.
 7. A rank that ended before the profile steps were done: ``out_of_data`` if the script ended by itself while it
    trained, else ``script_error``; this also if the loss scaler skipped so many steps that none is left to count.
@@ -46,6 +47,11 @@ __all__ = ["LaunchFacts", "StopReason", "Verdict", "classify", "observed_micro_b
 
 _EXCERPT_LINES = 20
 """Most lines of a traceback in a report, the last ones."""
+
+_SENT_BY_OTHERS = frozenset({signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGQUIT, signal.SIGTERM})
+"""Signals with which others end a process; no fault of its own raises one."""
+
+_FROM_OUTSIDE = " from outside: neither by the search nor, by its count, by the kernel for want of memory"
 
 _QUIET_SIGNALS = frozenset({signal.SIGABRT, signal.SIGTERM})
 """Signals that are more often the consequence of another rank's failure than a cause."""
@@ -108,6 +114,7 @@ def _by_rules(facts: LaunchFacts) -> Verdict:
         _stopped,
         _killed_by_kernel,
         _own_failure,
+        _killed_from_outside,
         _silent_death,
         _communication,
         _left_early,
@@ -219,7 +226,7 @@ def _deaths(facts: LaunchFacts) -> dict[int, int]:
 
 def _killed_by_kernel(facts: LaunchFacts) -> Verdict | None:
     killed = [rank for rank, code in _deaths(facts).items() if code == -signal.SIGKILL]
-    agent = facts.agent_exit_code == -signal.SIGKILL
+    agent = facts.agent_exit_code == -signal.SIGKILL and facts.oom_kills is not None
     if not (killed or agent) or facts.oom_kills == 0:
         return None
     who = f"rank {killed[0]}" if killed else "torchrun"
@@ -254,6 +261,38 @@ def _own_failure(facts: LaunchFacts) -> Verdict | None:
     return None
 
 
+def _killed_from_outside(facts: LaunchFacts) -> Verdict | None:
+    """Tell processes that others ended from those that failed: torchrun's record, or the end of torchrun itself."""
+    recorded = [
+        any(isinstance(event, RankFailed | RankFinished) for event in facts.events.get(rank, ()))
+        for rank in range(facts.slots)
+    ]
+    deaths = _deaths(facts)
+    codes = {-code for code in deaths.values()}
+    aborted = signal.SIGABRT in codes and codes <= _QUIET_SIGNALS  # and torchrun ended the siblings
+    if all(recorded) or aborted or codes - _SENT_BY_OTHERS - _QUIET_SIGNALS:
+        return None
+    lost_others = bool(_failures(facts, Outcome.COMMUNICATION_ERROR))
+    killed = [rank for rank, code in deaths.items() if not (lost_others and -code in _QUIET_SIGNALS)]
+    if killed:
+        rank = min(killed, key=lambda one: -deaths[one] in _QUIET_SIGNALS)  # the siblings of the one that was meant
+        text = f"rank {rank}: killed by {signal.Signals(-deaths[rank]).name}{_FROM_OUTSIDE}"
+        return Verdict(outcome=Outcome.KILLED, message=text, rank=rank)
+    number = _signal_of(facts.agent_exit_code)
+    if deaths or number not in _SENT_BY_OTHERS:
+        return None
+    name = signal.Signals(number).name
+    text = f"torchrun, or the process that it was forked from, was killed by {name}{_FROM_OUTSIDE}"
+    return Verdict(outcome=Outcome.KILLED, message=text, rank=recorded.index(False))
+
+
+def _signal_of(exit_code: int | None) -> int:
+    """Return the signal that ended a process, as the kernel or the process itself says; 0 for none."""
+    if exit_code is None:
+        return 0
+    return -exit_code if exit_code < 0 else max(0, exit_code - 128)
+
+
 def _describe_death(rank: int, code: int) -> str:
     if code >= 0:
         return f"rank {rank}: left with exit code {code} and no traceback"
@@ -262,7 +301,6 @@ def _describe_death(rank: int, code: int) -> str:
     except ValueError:
         name = f"signal {-code}"
     hints = {
-        -signal.SIGKILL: " sent from outside; the kernel's count of memory kills has not moved",
         -signal.SIGBUS: "; a full /dev/shm is the usual cause",
     }
     return f"rank {rank}: killed by {name}{hints.get(code, '')}"

@@ -11,7 +11,10 @@ from optuna_dsat.launch.waiting import SlotWait
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import Event
 
-__all__ = ["follow"]
+__all__ = ["MOST_KILLED", "follow"]
+
+MOST_KILLED = 3
+"""Further launches of one that others have killed."""
 
 _RETRY_S = 0.5
 """Pause between two attempts to start."""
@@ -30,6 +33,8 @@ def follow(
 ) -> tuple[LaunchRecord, LaunchReport]:
     """Run one launch to its end and return its record and report; waits while others hold the slots.
 
+    A launch that others kill is repeated a few times.
+
     Args:
         launcher: Where to launch; no other launch of it may be running.
         request: The launch.
@@ -41,8 +46,24 @@ def follow(
     Raises:
         DeviceError: If others hold the slots for longer than ``wait`` allows.
     """
-    record = LaunchRecord(world_size=request.slots, start_profile_step=request.start_profile_step)
     wait = SlotWait(launcher.holders, slots=request.slots) if wait is None else wait
+    for _ in range(MOST_KILLED):
+        record, report = _follow_once(launcher, request, on_event, enough=enough, on_step=on_step, wait=wait)
+        if report.outcome is not Outcome.KILLED:
+            return record, report
+    return _follow_once(launcher, request, on_event, enough=enough, on_step=on_step, wait=wait)
+
+
+def _follow_once(
+    launcher: Launcher,
+    request: LaunchRequest,
+    on_event: Callable[[Event], None],
+    *,
+    enough: Callable[[Sequence[GlobalStep]], bool],
+    on_step: Callable[[GlobalStep], None],
+    wait: SlotWait,
+) -> tuple[LaunchRecord, LaunchReport]:
+    record = LaunchRecord(world_size=request.slots, start_profile_step=request.start_profile_step)
     _start(launcher, request, wait)
     while True:
         (wait.check if request.launch_id in launcher.waiting else wait.reset)()

@@ -89,6 +89,8 @@ class RunningLaunch:
         )
         self._kill_ranks_at: float | None = None
         self._sweeping = False
+        self._agent_ended_as: int | None = None
+        """Exit code of torchrun if it ended by itself; what is killed after that may include it, if it is forked."""
 
     @property
     def known(self) -> frozenset[ProcessKey]:
@@ -133,6 +135,8 @@ class RunningLaunch:
         agent_ended = self.agent.poll() is not None
         events = self._read(now)  # after the processes were checked, so that it includes what the dead ones wrote
         if agent_ended:
+            if not self._sweeping:
+                self._agent_ended_as = self.agent.returncode
             self._sweeping = True
         elif not self._sweeping:
             self._decide(now, dead)
@@ -179,12 +183,18 @@ class RunningLaunch:
             micro_batch=micro_batch if isinstance(micro_batch, int) else None,
             events=self._log.events,
             exit_codes=read_exit_codes(self.directory.agent_record, without=killed),
-            agent_exit_code=None if self.agent.pid in killed else self.agent.returncode,
+            agent_exit_code=self._agent_exit_code(),
             stop=self.stop_reason,
             oom_kills=None if before is None or oom_kills_after is None else oom_kills_after - before,
             config_path=self.request.command.config_path,
             dropped_lines=self._log.dropped,
         )
+
+    def _agent_exit_code(self) -> int | None:
+        """Return torchrun's exit code; None if it was killed here."""
+        if self._agent_ended_as is not None:
+            return self._agent_ended_as
+        return None if self.agent.pid in self._processes.killed else self.agent.returncode
 
     def _decide(self, now: float, dead: set[int]) -> None:
         ends, done = set(self._log.ends), self._log.done

@@ -191,6 +191,12 @@ class _ForkServer:
             self.receive(0.2)
 
     @property
+    def has_ended(self) -> bool:
+        """Whether the process is gone, without having been told to end."""
+        self.receive(0.0)
+        return self._dead or self.process.poll() is not None
+
+    @property
     def is_idle(self) -> bool:
         """Whether no launch forked from it runs."""
         self.receive(0.0)
@@ -228,6 +234,8 @@ class WarmLaunches:
         self._preloads_pending = 0
         """Preloads that the server has not finished."""
         self._restarts = 0
+        self._deaths = 0
+        """Servers that ended by themselves, or were killed."""
         self._read: set[str] = set()
         """Environment variables that the server's imports have read."""
         self._proven: Preload | None = None
@@ -274,6 +282,7 @@ class WarmLaunches:
     def prepare(self, preload: Preload) -> None:
         """Set what launches share; imported at once if the server runs, else with the first launch."""
         self._preload = replace(preload, left_out=tuple(sorted({*self._preload.left_out, *preload.left_out})))
+        self._drop_if_ended()
         if self._server is not None and (self._preloads_pending or self._read & set(preload.environment)):
             self.retire()  # it may have read what the script changes: another one is watched from its start
         elif self._server is not None:
@@ -285,10 +294,13 @@ class WarmLaunches:
         Raises:
             WarmUnavailableError: If this platform does not support it.
         """
+        self._drop_if_ended()
         if self._server is not None:
             return
         if not can_fork():
             raise WarmUnavailableError("it needs Linux 5.3 or newer")
+        if self._deaths > _RESTARTS:
+            raise WarmUnavailableError(f"the process that launches are forked from was killed {self._deaths} times")
         self._environ = dict(environ)
         hidden = _WATCHED | {LAUNCH_ENV, *self._preload.environment}
         own = {name: value for name, value in environ.items() if name not in hidden}
@@ -297,6 +309,16 @@ class WarmLaunches:
         self._preloads_pending = 0
         self._read = set()
         self._order_preload(self._server)
+
+    def _drop_if_ended(self) -> None:
+        if self._server is not None and self._server.has_ended:
+            self._drop(self._server)
+
+    def _drop(self, server: _ForkServer) -> None:
+        """Forget a server that has ended; the next one is started with the next launch, a few times at most."""
+        self._deaths += 1
+        self._server = None
+        server.close()
 
     def _order_preload(self, server: _ForkServer) -> None:
         server.order(do="preload", preload=self._preload.to_json(), watched=sorted(_WATCHED))
@@ -308,20 +330,25 @@ class WarmLaunches:
         Raises:
             WarmUnavailableError: If it cannot be forked.
         """
-        self.begin(order.environ)
-        self._check_environment(order.environ)
-        server = self._ready_server(order.environ)
-        server.order(
-            do="launch",
-            launch_id=order.launch_id,
-            mark=order.mark,
-            record=str(order.directory.agent_record),
-            arguments=list(order.arguments),
-            environ=dict(order.environ),
-            cwd=order.cwd,
-            log=str(order.directory.agent_log),
-        )
-        return WarmAgent(server, order.launch_id, self._preload)
+        while True:
+            self.begin(order.environ)
+            self._check_environment(order.environ)
+            server = self._ready_server(order.environ)
+            try:
+                server.order(
+                    do="launch",
+                    launch_id=order.launch_id,
+                    mark=order.mark,
+                    record=str(order.directory.agent_record),
+                    arguments=list(order.arguments),
+                    environ=dict(order.environ),
+                    cwd=order.cwd,
+                    log=str(order.directory.agent_log),
+                )
+                return WarmAgent(server, order.launch_id, self._preload)
+            except WarmUnavailableError:
+                if not server.has_ended:
+                    raise  # it refuses; one that was killed at this moment is started again
 
     def _check_environment(self, environ: Mapping[str, str]) -> None:
         changed = {
@@ -346,7 +373,10 @@ class WarmLaunches:
                     refused |= ready["refused"]
                     self._read |= set(ready["read"])
             except WarmUnavailableError:
-                self.close()
+                killed = server.has_ended
+                self._drop(server)
+                if killed and self._deaths <= _RESTARTS:
+                    continue
                 raise
             if not refused:
                 return server

@@ -42,6 +42,10 @@ MEANING: Mapping[Outcome, tuple[str, str]] = {
         "The launch took longer than --trial-timeout allows.",
         "Allow more time if slow configurations are of interest; else nothing.",
     ),
+    Outcome.KILLED: (
+        "A process of the launch was ended by a signal that neither the search nor the kernel's OOM killer had sent.",
+        "Nothing: it was launched again. If it comes back, look for what ends processes here, such as a batch system.",
+    ),
     Outcome.PRUNED: ("The launch was stopped: it could not be among the best.", ""),
     Outcome.LOST: ("Its worker died, or the search was stopped.", "Nothing: a copy is run by whoever continues."),
 }

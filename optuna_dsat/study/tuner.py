@@ -17,6 +17,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from optuna_dsat.config.space_builder import SearchSpace
 from optuna_dsat.errors import NothingRunnableError
+from optuna_dsat.launch.follow import MOST_KILLED
 from optuna_dsat.launch.measurement import GlobalStep, is_certain
 from optuna_dsat.launch.protocol import Finished, LaunchReport, LaunchUpdate, Observed, Settled
 from optuna_dsat.outcome import Outcome
@@ -193,7 +194,8 @@ class Tuner:
         """Retry the launch, or finish its trial."""
         self._recorder.record(flight, report)
         self._recorder.record_steps(flight)
-        if report.outcome.retryable and flight.attempt < self._spec.max_retries:
+        most = max(self._spec.max_retries, MOST_KILLED if report.outcome is Outcome.KILLED else 0)
+        if report.outcome.retryable and flight.attempt < most:
             self._context.say(f"Trial {flight.trial.number}: {report.outcome.value}, launched again.")
             self._flights.start(flight.retry())
             return

@@ -133,8 +133,21 @@ INVALID, SCRIPT = "invalid_config", "script_error"
         (facts(None, None, stop=StopReason(outcome=Outcome.STALLED, message="still")), Outcome.STALLED),
         (facts(None, failed(1, COMM), exit_codes={0: -9}, oom_kills=1), Outcome.HOST_OUT_OF_MEMORY),
         (facts(None, None, exit_codes={0: -9}, oom_kills=None), Outcome.HOST_OUT_OF_MEMORY),
-        (facts(None, None, exit_codes={0: -9}, oom_kills=0), Outcome.SCRIPT_ERROR),
-        (facts(None, failed(1, COMM), exit_codes={0: -9}, oom_kills=0), Outcome.SCRIPT_ERROR),
+        (facts(None, None, exit_codes={0: -9}, oom_kills=0), Outcome.KILLED),
+        (facts(None, failed(1, COMM), exit_codes={0: -9}, oom_kills=0), Outcome.KILLED),
+        (facts(None, None, exit_codes={0: -9, 1: -signal.SIGABRT}), Outcome.KILLED),
+        (facts(None, None, exit_codes={0: -9, 1: -signal.SIGTERM}), Outcome.KILLED),
+        (facts(None, None, exit_codes={0: -9, 1: -signal.SIGSEGV}), Outcome.SCRIPT_ERROR),
+        (facts(None, failed(1, SCRIPT), exit_codes={0: -9}), Outcome.SCRIPT_ERROR),
+        (facts(None, None, exit_codes={0: -signal.SIGTERM, 1: -signal.SIGTERM}), Outcome.KILLED),
+        (facts(None, None, exit_codes={0: -signal.SIGHUP}), Outcome.KILLED),
+        (facts(None, None, agent_exit_code=-9), Outcome.KILLED),
+        (facts(None, None, agent_exit_code=-9, oom_kills=None), Outcome.KILLED),
+        (facts(finished(0), None, agent_exit_code=-9), Outcome.KILLED),
+        (facts(finished(0), finished(1), agent_exit_code=-9), Outcome.MEASURED),
+        (facts(failed(0, SCRIPT), None, agent_exit_code=-9), Outcome.SCRIPT_ERROR),
+        (facts(events={}, agent_exit_code=-9), Outcome.KILLED),
+        (facts(None, None, agent_exit_code=128 + signal.SIGTERM), Outcome.KILLED),
         (facts(None, None, agent_exit_code=-9, oom_kills=2), Outcome.HOST_OUT_OF_MEMORY),
         (facts(finished(0), finished(1), exit_codes={1: -9}, oom_kills=1), Outcome.MEASURED),
         (facts(None, failed(1, COMM), exit_codes={0: -signal.SIGSEGV}), Outcome.SCRIPT_ERROR),
@@ -198,6 +211,14 @@ def test_the_rank_that_failed_first_is_quoted() -> None:
     verdict = classify(facts(failed(0, SCRIPT, time=5.0), failed(1, SCRIPT, time=4.0)))
     assert verdict.rank == 1
     assert verdict.error_excerpt == "Traceback: script_error in rank 1"
+
+
+def test_what_was_killed_from_outside_is_named_and_not_the_script() -> None:
+    verdict = classify(facts(None, failed(1, COMM), exit_codes={0: -9, 1: -signal.SIGTERM}))
+    assert (verdict.rank, verdict.message.partition(":")[0]) == (0, "rank 0")
+    assert "killed by SIGKILL from outside" in verdict.message
+    verdict = classify(facts(None, None, agent_exit_code=-9))
+    assert verdict.message.startswith("torchrun, or the process that it was forked from, was killed by SIGKILL")
 
 
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -16,10 +18,10 @@ from optuna_dsat.launch.preload import Preload
 from optuna_dsat.launch.processes import ProcessKey, find_marked
 from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest, LaunchUpdate, ScriptCommand
 from optuna_dsat.launch.torchrun import TorchrunLauncher
-from optuna_dsat.launch.warm import WarmLaunches
+from optuna_dsat.launch.warm import WarmLaunches, WarmUnavailableError
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import ModulesImported, RankFailed, RankStarted, StepMeasured
-from tests.harness.launches import DS_CONFIG, SCRIPTS, events, reports, request, updates_until_finished
+from tests.harness.launches import DS_CONFIG, SCRIPTS, STUB, events, reports, request, updates_until_finished
 
 from .test_torchrun import BASE_ENV, assert_gone
 
@@ -173,7 +175,8 @@ def test_a_rank_that_dies_is_explained_by_torchrun(
     launcher: TorchrunLauncher, folder: Path, end: str, said: str
 ) -> None:
     report, _ = run(launcher, request(folder, launch_id=f"dies-{end}", args=("--end", end, "--end-rank", "1")))
-    assert report.outcome in (Outcome.SCRIPT_ERROR, Outcome.HOST_OUT_OF_MEMORY), report
+    killed = (Outcome.KILLED, Outcome.HOST_OUT_OF_MEMORY)  # by what the kernel tells
+    assert report.outcome in (killed if end == "kill" else (Outcome.SCRIPT_ERROR,)), report
     assert said in report.message
     assert_gone(report.pids)
 
@@ -198,6 +201,39 @@ def test_a_stopped_launch_is_gone_with_everything_below_it(launcher: TorchrunLau
     assert (report.outcome, report.message) == (Outcome.PRUNED, "enough")
     assert_gone(report.pids)
     assert launcher.free_slots == 2
+
+
+def test_launches_whose_agent_or_parent_is_killed_are_told_so_and_the_next_is_forked(
+    folder: Path, tmp_path: Path
+) -> None:
+    notices: list[str] = []
+    launcher = TorchrunLauncher(
+        tmp_path, devices=cpu_devices(2), base_env=BASE_ENV, warm=True, on_notice=notices.append
+    )
+
+    def killed(victim: str) -> LaunchReport:
+        launcher.start(request(folder, launch_id=victim, script=STUB, args=("--end", "sleep", "--at", "2")))
+        updates: list[LaunchUpdate] = []
+        while not events(updates, StepMeasured):
+            updates += launcher.poll(1.0)
+        server = launcher._forking._warm._server
+        assert server is not None
+        os.kill({"agent": launcher._running[victim].agent.pid, "parent": server.process.pid}[victim], signal.SIGKILL)
+        return reports(updates_until_finished(launcher))[victim]
+
+    try:
+        for victim in ("agent", "parent"):
+            report = killed(victim)
+            assert report.outcome in (Outcome.KILLED, Outcome.HOST_OUT_OF_MEMORY), report  # by what the kernel tells
+            assert "killed" in report.message
+            assert_gone(report.pids)
+        launcher.start(request(folder, launch_id="again", script=STUB))
+        updates = updates_until_finished(launcher)
+        assert reports(updates)["again"].outcome is Outcome.MEASURED
+        assert all(event.forked for event in events(updates, RankStarted))
+        assert notices == []
+    finally:
+        launcher.close()
 
 
 def test_the_parent_ends_with_the_launcher(folder: Path, tmp_path: Path) -> None:
@@ -243,6 +279,31 @@ class TestWhatMustNotBeImported:
         warm.begin({**BASE_ENV, "PYTHONPATH": str(tmp_path), "DS_ACCELERATOR": "cpu"})
         warm.wait()
         return warm.preload
+
+    def test_a_parent_that_is_killed_is_started_again(self, warm: WarmLaunches, tmp_path: Path) -> None:
+        """Between launches, and while it imports; not without end."""
+        (tmp_path / "slow_package.py").write_text("import time\ntime.sleep(1.0)")
+        self.start(warm, tmp_path, "slow_package")
+        seen: list[int] = []
+        for _ in range(2):
+            assert warm._server is not None
+            seen.append(warm._server.process.pid)
+            warm._server.process.kill()
+            warm._server.process.wait()
+            warm.begin({**BASE_ENV, "PYTHONPATH": str(tmp_path), "DS_ACCELERATOR": "cpu"})
+        assert warm._server is not None
+        warm._server.process.kill()  # before its imports are done
+        warm.wait()
+        assert warm._server.process.pid not in seen
+        assert warm._server.process.poll() is None
+        for _ in range(10):
+            if warm._server is not None:
+                warm._server.process.kill()
+                warm._server.process.wait()
+            with contextlib.suppress(WarmUnavailableError):
+                warm.begin({**BASE_ENV, "PYTHONPATH": str(tmp_path)})
+        with pytest.raises(WarmUnavailableError, match="killed 6 times"):
+            warm.begin({**BASE_ENV, "PYTHONPATH": str(tmp_path)})
 
     @pytest.mark.parametrize(
         ("code", "left_out"),

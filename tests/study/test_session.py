@@ -309,6 +309,37 @@ def test_a_communication_error_is_launched_again_and_then_given_up(bench: StudyB
     assert [row.attempt for row in launches] == [0, 1, 2]
 
 
+def test_a_launch_that_others_kill_is_launched_again_whatever_it_is_for(bench: StudyBench) -> None:
+    killed = SimulatedResult(outcome=Outcome.KILLED, startup_s=1, message="killed by SIGKILL from outside")
+    profile, first_trial, later = {0, 1}, {3, 4, 5}, {8, 9, 10}
+
+    class Disturbed(Hill):
+        def run(self, ds_config: Mapping[str, Any], slots: int) -> SimulatedResult:
+            found = super().run(ds_config, slots)
+            return killed if len(self.configs) - 1 in profile | first_trial | later else found
+
+    result = bench.run(bench.spec(max_retries=0, max_trials=3, confirm=1), Disturbed())
+    assert result is not None
+    trials = bench.study().trials
+    assert trials[0].user_attrs[attributes.ATTEMPTS] == 4
+    assert all(trial.state is TrialState.COMPLETE for trial in trials)
+    rounds = Rounds.of(bench.study().user_attrs)
+    assert rounds.launches
+    assert all(launch.value is not None for launch in rounds.launches), "rounds repeat them, too"
+
+
+def test_a_launch_that_is_killed_each_time_is_given_up(bench: StudyBench) -> None:
+    killed = SimulatedResult(outcome=Outcome.KILLED, startup_s=1, message="killed by SIGKILL from outside")
+
+    def only_trials(config: Mapping[str, Any]) -> SimulatedResult | None:
+        return killed if config["train_micro_batch_size_per_gpu"] == 2 else None
+
+    bench.run(bench.spec(max_retries=1, confirm=0), Hill(override=only_trials))
+    first = bench.study().trials[0]
+    assert first.state is TrialState.FAIL
+    assert first.user_attrs[attributes.ATTEMPTS] == 4
+
+
 def test_early_stopping_ends_the_search_and_says_so(bench: StudyBench) -> None:
     result = bench.run(bench.spec(max_trials=60, options={"early_stopping": 4}, confirm=0), Hill())
     assert result is not None

@@ -65,6 +65,7 @@ OUTCOME_COLOURS: Mapping[Outcome, str] = {
     Outcome.COMMUNICATION_ERROR: "#A9745B",
     Outcome.STALLED: "#0072B2",
     Outcome.TIMEOUT: "#D55E00",
+    Outcome.KILLED: "#7A7A52",
     Outcome.LOST: NEUTRAL,
 }
 
