@@ -150,6 +150,10 @@ def test_a_command_beyond_its_time_is_ended_with_what_it_started(sources: Path, 
     assert done.exit_code is None
     child = int((sandbox.cwd / "child").read_text())
     wait_until(lambda: ended(child), what="the command's child has ended", limit_s=10.0)
+    done = sandbox.run("rank", ["bash", "-c", "setsid sleep 60 & echo $! > rank; exit 3"], limit_s=30.0)
+    assert done.exit_code == 3
+    rank = int((sandbox.cwd / "rank").read_text())
+    wait_until(lambda: ended(rank), what="a child in a session of its own has ended", limit_s=10.0)
 
 
 def test_the_first_engine_fed_with_its_configs_batch_is_enough() -> None:
