@@ -6,14 +6,16 @@ import contextlib
 import os
 import signal
 import subprocess
-import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
 from optuna_dsat.launch.agent_record import first_failure_code
 from optuna_dsat.launch.devices import Devices, Nvml
+from optuna_dsat.launch.leftovers import LeftoverWatch, remove_noted
+from optuna_dsat.launch.notes import TunerNotes
 from optuna_dsat.launch.processes import kill_leftovers, new_mark
 from optuna_dsat.launch.protocol import LaunchRequest, SlotsBusyError
 from optuna_dsat.launch.run_files import prepare_launch, write_run_directory
@@ -39,7 +41,8 @@ def run_full(
 ) -> int:
     """Run a launch to its end in the foreground, on the user's terminal, and return its exit code.
 
-    Ctrl-C reaches torchrun, which ends the ranks; a second one ends everything at once.
+    Ctrl-C reaches torchrun, which ends the ranks; SIGTERM and SIGHUP are passed on to it. A second one ends everything
+    at once.
 
     Args:
         request: The launch; its purpose is ``full``.
@@ -62,20 +65,25 @@ def run_full(
     if request.purpose != "full":
         raise ValueError(f"Only a launch of purpose 'full' runs in the foreground; got {request.purpose!r}.")
     pool, mark = SlotPool(devices, max_slots=max_slots, nvml=nvml, on_notice=on_notice), new_mark()
+    LeftoverWatch(os.environ, on_notice=on_notice).begin()
     wait = SlotWait(pool.holders, slots=request.slots, limit_s=wait_for_gpus_s, on_notice=on_notice)
     lease = _take(pool, request.slots, wait)
     with contextlib.ExitStack() as stack:
         stack.callback(pool.give_back, lease)
-        if output_dir is None:
-            output_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="optuna-dsat-"))
+        notes = TunerNotes(Path.cwd() if output_dir is None else Path(output_dir))
+        stack.callback(notes.close)
+        leavings = notes.begin()
+        stack.callback(remove_noted, leavings)
         stack.callback(kill_leftovers, mark)
-        directory = write_run_directory(request, Path(output_dir))
+        # A temporary one lies within the notes, which the next start removes if this process is killed.
+        folder = leavings.with_suffix("") if output_dir is None else Path(output_dir)
+        directory = write_run_directory(request, folder, leavings=leavings)
         prepared = prepare_launch(request, directory, lease, pool=pool, base_env=os.environ, mark=mark)
         agent = subprocess.Popen(prepared.argv, cwd=request.command.cwd, env=prepared.environ, stdout=stdout)
-        interrupted = _wait_in_foreground(agent)
+        ended_by = _wait_in_foreground(agent)
         code = first_failure_code(directory.agent_record)
-    if interrupted:
-        return 128 + signal.SIGINT
+    if ended_by is not None:
+        return 128 + ended_by
     code = agent.returncode if code is None else code
     return 128 - code if code < 0 else code
 
@@ -94,15 +102,41 @@ def _take(pool: SlotPool, slots: int, wait: SlotWait) -> SlotLease:
             time.sleep(_WAIT_S)
 
 
-def _wait_in_foreground(agent: subprocess.Popen[bytes]) -> bool:
-    """Wait for a foreground process; return whether the user interrupted it."""
-    try:
-        agent.wait()
-    except KeyboardInterrupt:
+def _wait_in_foreground(agent: subprocess.Popen[bytes]) -> signal.Signals | None:
+    """Wait for a foreground process; return the signal by which it was told to end, None if it ended by itself."""
+    with _passed_on(agent) as received:
         try:
             agent.wait()
         except KeyboardInterrupt:
-            agent.kill()
-            agent.wait()
-        return True
-    return False
+            received.append(signal.SIGINT)
+            try:
+                agent.wait()
+            except KeyboardInterrupt:
+                agent.kill()
+                agent.wait()
+    return received[0] if received else None
+
+
+@contextlib.contextmanager
+def _passed_on(agent: subprocess.Popen[bytes]) -> Iterator[list[signal.Signals]]:
+    """Within the block, pass SIGTERM and SIGHUP on to a process; yield the list of those that came.
+
+    torchrun ends its ranks then. A signal that is ignored, as nohup ignores SIGHUP, stays ignored; only the main thread
+    can do this.
+    """
+    received: list[signal.Signals] = []
+
+    def pass_on(number: int, _frame: object) -> None:
+        received.append(signal.Signals(number))
+        agent.send_signal(signal.SIGTERM if len(received) == 1 else signal.SIGKILL)
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, pass_on)
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

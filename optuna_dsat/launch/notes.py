@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from optuna_dsat.launch.own_folder import own_folder
-from optuna_dsat.runtime.leavings import note
 from optuna_dsat.runtime.process_identity import process_space
 
 __all__ = ["GoneTuner", "TunerNotes", "any_gone", "gone_tuners"]
@@ -53,7 +52,7 @@ class TunerNotes:
             UsageError: If the user's own folder cannot be used.
         """
         if self._own is None:
-            self._own, self._descriptor = _claim(own_folder(_FOLDER) if self._parent is None else self._parent)
+            self._own, self._descriptor = _claim(self._parent)
             tuner = {"pid": os.getpid(), "space": process_space(), "output_dir": str(self._output_dir.resolve())}
             (self._own / _TUNER).write_text(json.dumps(tuner), encoding="utf-8")
         self._count += 1
@@ -61,15 +60,13 @@ class TunerNotes:
         record.touch()
         return record
 
-    def begin_with(self, path: Path) -> None:
-        """Note a path that this process itself may leave."""
-        note(self.begin(), str(path))
-
     def close(self) -> None:
         """Remove the notes; what they name has been removed."""
         if self._own is not None and self._descriptor is not None:
             _remove(self._own)
             os.close(self._descriptor)
+            if self._parent is None:
+                _leave_no_empty_folder(self._own.parent)
         self._own = self._descriptor = None
 
 
@@ -109,6 +106,8 @@ def gone_tuners(folder: Path | None = None) -> Iterator[tuple[GoneTuner, ...]]:
         yield tuple(found.values())
         for own in found:
             _remove(own)
+        if folder is None and found:
+            _leave_no_empty_folder(own_folder(_FOLDER))
 
 
 @contextlib.contextmanager
@@ -124,11 +123,19 @@ def _gone(folder: Path | None) -> Iterator[dict[Path, GoneTuner]]:
             os.close(lock)
 
 
-def _claim(parent: Path) -> tuple[Path, int]:
+def _leave_no_empty_folder(parent: Path) -> None:
+    with contextlib.suppress(OSError):  # there are notes of others
+        parent.rmdir()
+
+
+def _claim(parent: Path | None) -> tuple[Path, int]:
     """Return a new folder for notes and the descriptor of its lock, which is held."""
     while True:
-        path = parent / f"{uuid.uuid4().hex}{_LOCK}"
-        path.touch(mode=0o600, exist_ok=False)
+        path = (own_folder(_FOLDER) if parent is None else parent) / f"{uuid.uuid4().hex}{_LOCK}"
+        try:
+            path.touch(mode=0o600, exist_ok=False)
+        except FileNotFoundError:  # another tuner has just removed the empty folder
+            continue
         descriptor = _try_lock(path)
         if descriptor is not None:  # else somebody took it for one of a tuner that is gone
             path.with_suffix("").mkdir(mode=0o700)

@@ -83,7 +83,6 @@ def test_what_a_killed_tuner_left_is_removed(
     assert any_gone(notes)
     removed = remove_leftovers(environ, notes=notes)
     wait_until(lambda: ended(rank), what="its rank is gone")
-    assert removed.processes >= 1
     assert (removed.folders, removed.partial_files) == (1, 1)
     assert "1 temporary folder, 1 partly written file" in removed.in_words()
     assert not (made / "temporary").exists()

@@ -1,0 +1,84 @@
+"""What ends a training in the foreground ends its ranks, and leaves nothing; a small process stands for torchrun."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from optuna_dsat.launch.leftovers import remove_leftovers
+from tests.harness.workers import ended, wait_until
+
+AGENT = """
+import pathlib, signal, subprocess, sys, time
+rank = subprocess.Popen(["sleep", "600"], start_new_session=True)
+def end(number, frame):
+    pathlib.Path("told").write_text(str(number))
+    sys.exit(1)
+signal.signal(signal.SIGTERM, end)
+print(rank.pid, flush=True)
+time.sleep(600)
+"""
+TUNER = """
+import signal, sys
+from pathlib import Path
+from optuna_dsat.launch import run_files
+from optuna_dsat.launch.devices import cpu_devices
+from optuna_dsat.launch.full_run import run_full
+from tests.harness.launches import request
+run_files.agent_command = lambda *_, **__: [sys.executable, "-c", sys.argv[1]]
+def interrupt(number, frame):
+    raise KeyboardInterrupt  # as the command line does
+signal.signal(signal.SIGTERM, interrupt)
+sys.exit(run_full(request(Path.cwd(), purpose="full"), devices=cpu_devices(2)))
+"""
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    (tmp_path / "tmp").mkdir()
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(tmp_path / "tmp")}
+    with subprocess.Popen(
+        [sys.executable, "-c", TUNER, AGENT], cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield process
+        process.kill()
+
+
+def rank_of(training: subprocess.Popen[str]) -> int:
+    assert training.stdout is not None
+    return int(training.stdout.readline())
+
+
+def notes_in(folder: Path) -> Path:
+    return folder / "tmp" / f"optuna-dsat-{os.getuid()}" / "launches"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_is_passed_on_and_nothing_is_left(
+    training: subprocess.Popen[str], tmp_path: Path, number: signal.Signals
+) -> None:
+    rank = rank_of(training)
+    training.send_signal(number)
+    assert training.wait(30) == 128 + number
+    assert (tmp_path / "told").read_text() == str(int(signal.SIGTERM))
+    wait_until(lambda: ended(rank), what="its rank is gone")
+    assert [path for path in (tmp_path / "tmp").rglob("*") if path.is_file()] == []
+    assert not notes_in(tmp_path).exists()
+
+
+def test_what_a_killed_training_leaves_is_removed_by_the_next_start(
+    training: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    rank = rank_of(training)
+    training.kill()
+    training.wait()
+    assert any(notes_in(tmp_path).rglob("ds_config.json")), "its run directory"
+    remove_leftovers({"TORCH_EXTENSIONS_DIR": str(tmp_path / "none")}, notes=notes_in(tmp_path))
+    wait_until(lambda: ended(rank), what="its rank is gone")
+    assert list(notes_in(tmp_path).iterdir()) == []
