@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +23,17 @@ pytest_plugins = ["tests.harness.databases", "tests.harness.ranks"]
 T = TypeVar("T")
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what is in its background with Ctrl-C ignored
+
+STATE_HOME = tempfile.mkdtemp(prefix="optuna-dsat-tests-")
+"""Where tests, and the processes that they start, note which studies they ran."""
+os.environ["XDG_STATE_HOME"] = STATE_HOME
+
+
+@atexit.register
+def _remove_state_home(owner: int = os.getpid()) -> None:
+    if os.getpid() == owner:  # not in a fork
+        shutil.rmtree(STATE_HOME, ignore_errors=True)
+
 
 ROOT = Path(__file__).parents[1]
 THIRD_PARTY_VARIABLES = ("PYTEST_", "PYTORCH_NVML_BASED_CUDA_CHECK", "KMP_", "TORCHINDUCTOR_", "TRITON_")

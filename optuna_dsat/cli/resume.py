@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,9 +11,11 @@ import typer
 
 from optuna_dsat.cli.parameters import DEFAULT_STORAGE, Json, Name, Quiet, Storage
 from optuna_dsat.cli.search import run_request
+from optuna_dsat.errors import UsageError
 from optuna_dsat.escape.terminal import say
 
 if TYPE_CHECKING:
+    from optuna_dsat.study.request import StudyRequest
     from optuna_dsat.study.spec import StudySpec
 
 __all__ = ["add_commands"]
@@ -45,6 +47,16 @@ _Workdir = Annotated[
 ]
 
 
+_Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust",
+        help="Run what the database names, although it was not started from this account on this machine: script, "
+        "arguments, variables, imports and folders are shown, and asked about on a terminal.",
+    ),
+]
+
+
 def resume(
     name: Name,
     storage: Storage = DEFAULT_STORAGE,
@@ -53,10 +65,11 @@ def resume(
     confirm_time: _ConfirmTime = None,
     wait_for_gpus: _WaitForGpus = None,
     workdir: _Workdir = None,
+    trust: _Trust = False,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Continue a study where it stands, with the settings it was started with."""
+    """Continue a study where it stands, with the settings it was started with: it runs the script that it names."""
     limits = {
         "max_trials": max_trials,
         "min_gain": min_gain,
@@ -64,29 +77,67 @@ def resume(
         "wait_for_gpus_s": wait_for_gpus,
     }
     given = {field: limit for field, limit in limits.items() if limit is not None}
-    _continue(name, storage, limits=given, workdir=workdir, quiet=quiet, as_json=as_json, conclude=True)
+    request = _request(name, storage, limits=given, workdir=workdir, approve=_Approval(trust, quiet), conclude=True)
+    run_request(request, quiet=quiet, as_json=as_json)
 
 
 def worker(
     name: Name,
     storage: Storage = DEFAULT_STORAGE,
     workdir: _Workdir = None,
+    trust: _Trust = False,
     quiet: Quiet = False,
 ) -> None:
     """Join a study from another process or machine; whoever started it confirms and exports the winner."""
-    _continue(name, storage, limits={}, workdir=workdir, quiet=quiet, as_json=False, conclude=False)
+    request = _request(name, storage, limits={}, workdir=workdir, approve=_Approval(trust, quiet), conclude=False)
+    run_request(request, quiet=quiet, as_json=False)
 
 
-def _continue(
+def _has_terminal() -> bool:
+    """Return whether somebody can be asked."""
+    return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
+
+
+class _Approval:
+    """Shows what a study would run; asks where this user did not run just that on this machine before.
+
+    Args:
+        trust: Whether it may run in any case.
+        quiet: Whether to show nothing of what ran here before.
+    """
+
+    def __init__(self, trust: bool, quiet: bool) -> None:
+        self._trust = trust
+        self._quiet = quiet
+
+    def __call__(self, lines: Sequence[str], ran_here: bool) -> None:
+        """Show the lines, and ask if need be.
+
+        Raises:
+            UsageError: If nobody may be asked, or the answer is no.
+        """
+        if ran_here and self._quiet:
+            return
+        for line in ("The study runs:", *lines):
+            say(line, file=sys.stderr)
+        if ran_here or self._trust:
+            return
+        what = "This was not started from this account on this machine"
+        if not _has_terminal():
+            raise UsageError(f"{what}: look at what the study runs, then give --trust.")
+        if not typer.confirm(f"{what}. Run it?", err=True):
+            raise UsageError("Nothing was run.")
+
+
+def _request(
     name: str,
     storage: str,
     *,
     limits: Mapping[str, float],
     workdir: Path | None,
-    quiet: bool,
-    as_json: bool,
+    approve: _Approval,
     conclude: bool,
-) -> None:
+) -> StudyRequest:
     from optuna_dsat.tuning.resume import resume_request
 
     request = resume_request(
@@ -96,9 +147,10 @@ def _continue(
         workdir=workdir,
         conclude=conclude,
         on_notice=lambda text: say(text, file=sys.stderr),
+        approve=approve,
     )
     _ask_for_secrets(request.spec)
-    run_request(request, quiet=quiet, as_json=as_json)
+    return request
 
 
 def _ask_for_secrets(spec: StudySpec) -> None:
@@ -106,7 +158,7 @@ def _ask_for_secrets(spec: StudySpec) -> None:
     from optuna_dsat.secrecy.references import keep
     from optuna_dsat.study.needed_secrets import missing_secrets
 
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+    if not _has_terminal():
         return
     for name, what in missing_secrets(spec).items():
         value = typer.prompt(f"Secret value of {what} (not stored)", hide_input=True, err=True)

@@ -18,9 +18,11 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.store import StudyRecord
 from optuna_dsat.trials import attributes
 
-__all__ = ["check_record", "check_study_attributes", "check_trials", "reading"]
+__all__ = ["check_profile_names", "check_record", "check_study_attributes", "check_trials", "reading"]
 
 _REASON_CHARS = 200
+_LEARNED_VARIABLES = "ACCELERATE_"
+"""Beginning of the variables that a profile launch learns (``runtime/accelerate_config.py``)."""
 
 
 @contextmanager
@@ -139,6 +141,18 @@ def check_trials(trials: Sequence[FrozenTrial]) -> None:
             raise ValueError(f"trial {trial.number}: its micro-batch is {repr(config[MICRO_BATCH])[:60]}")
         if config is not None and Structure.of(config).stage not in (0, 1, 2, 3):
             raise ValueError(f"trial {trial.number}: its ZeRO stage is {repr(Structure.of(config).stage)[:60]}")
+
+
+def check_profile_names(modules: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Check what a profile has later launches import, and the variables that it sets for them.
+
+    Raises:
+        ValueError: Names what no profile launch learns.
+    """
+    strange = [name for name in modules if not name.isprintable() or "/" in name or name.startswith(".")]
+    strange += [name for name in environment if not name.startswith(_LEARNED_VARIABLES)]
+    if strange:
+        raise ValueError(f"no launch learns {repr(strange[0])[:60]}")
 
 
 def check_study_attributes(user_attrs: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from optuna_dsat.store import Store, StoredLaunch, StudyRecord
 from optuna_dsat.study.finalists import Finalist, finalists_of, standing_of
 from optuna_dsat.study.paired import Ratio
 from optuna_dsat.study.profile import Profiled
-from optuna_dsat.study.reading import check_record, check_study_attributes, check_trials, reading
+from optuna_dsat.study.reading import check_profile_names, check_record, check_study_attributes, check_trials, reading
 from optuna_dsat.study.result import complete_config, trial_row
 from optuna_dsat.study.rounds import Rounds
 from optuna_dsat.study.space import objective, space_of
@@ -342,4 +342,9 @@ def readable_studies(store: Store) -> Iterator[StoredStudy | UnreadableStudy]:
 
 def _profiled(store: Store, fingerprint: str | None) -> Profiled | None:
     stored = None if fingerprint is None else store.find_profile(fingerprint)
-    return None if stored is None else Profiled.from_json(stored.profile)
+    if stored is None:
+        return None
+    profiled = Profiled.from_json(stored.profile)
+    names = (*profiled.preload.modules, *profiled.preload.left_out)
+    check_profile_names(names, profiled.environment)
+    return profiled

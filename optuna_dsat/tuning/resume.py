@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ from optuna_dsat.script.module_file import module_file
 from optuna_dsat.store import Store
 from optuna_dsat.study.request import StudyRequest
 from optuna_dsat.study.spec import ScriptSpec, StudySpec, make_spec
-from optuna_dsat.study.stored import read_stored
+from optuna_dsat.study.stored import StoredStudy, read_stored
+from optuna_dsat.study.trust import ran_here, remember, script_file, what_runs
 
 __all__ = ["resume_request"]
 
@@ -25,6 +26,7 @@ def resume_request(
     workdir: Path | None,
     conclude: bool,
     on_notice: Callable[[str], None],
+    approve: Callable[[Sequence[str], bool], None],
 ) -> StudyRequest:
     """Return the request that continues a stored study with the settings it was started with.
 
@@ -35,6 +37,8 @@ def resume_request(
         workdir: Working directory on this machine; None for the stored one.
         conclude: As in ``StudyRequest``.
         on_notice: Called with each line that the user should read about the devices.
+        approve: Called with what the study would run, line by line, and whether this user ran just that on this machine
+            before; raises ``UsageError`` if it is not to run.
 
     Raises:
         UsageError: If there is no such study, or script or devices are not what it needs.
@@ -47,12 +51,27 @@ def resume_request(
             raise UsageError(f"--min-gain is an option of guided; this study is searched by {spec.method}.")
         if limits:
             spec = make_spec(**_with_limits(spec.model_dump(), limits))
+        here = spec if workdir is None else _relocated(spec, workdir)
+        _check_script(here.script)
+        _approve(study, here, approve)
+        if limits:
             store.update_spec(record.uuid, spec.model_dump(mode="json"))
-    if workdir is not None:
-        spec = _relocated(spec, workdir)
-    _check_script(spec.script)
+    spec = here
     devices = _devices_for(spec, on_notice)
     return StudyRequest(spec=spec, devices=devices, storage=storage, conclude=conclude, relocated=workdir is not None)
+
+
+def _approve(study: StoredStudy, here: StudySpec, approve: Callable[[Sequence[str], bool], None]) -> None:
+    """Have approved what a study runs on this machine, and note that it was.
+
+    Args:
+        study: The study.
+        here: Its spec with this machine's paths.
+        approve: As of ``resume_request``.
+    """
+    file = script_file(here.script)
+    approve(what_runs(here, study.profiled), ran_here(study.stored_spec, file=file))
+    remember(study.stored_spec, file=file)
 
 
 def _with_limits(values: dict[str, Any], limits: Mapping[str, float]) -> dict[str, Any]:

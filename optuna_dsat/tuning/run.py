@@ -26,6 +26,7 @@ from optuna_dsat.study.progress import Message, Observer
 from optuna_dsat.study.request import StudyRequest
 from optuna_dsat.study.result import TuneResult
 from optuna_dsat.study.session import Session
+from optuna_dsat.study.trust import remember
 from optuna_dsat.tuning.kept import KeptResults
 
 __all__ = ["StudyRun", "fill_dashboard", "quiet_optuna", "run_study", "train_with_best"]
@@ -62,6 +63,8 @@ def run_study(request: StudyRequest, *, observer: Observer) -> StudyRun:
     LeftoverWatch(os.environ, on_notice=notify).begin()
     spec = request.spec
     require_secrets(spec)
+    if not request.relocated:
+        remember(spec)
     launcher = TorchrunLauncher(
         spec.study_dir,
         devices=request.devices,

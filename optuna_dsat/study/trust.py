@@ -1,0 +1,125 @@
+"""What a stored study would run on this machine, and whether this user ran just that before.
+
+Whoever resumes a study runs the script, arguments, variables and modules that the database names. What was started here
+is noted by its hash in a folder of the user's own (``XDG_STATE_HOME``, else ``~/.local/state``), with the script's
+content and owner: a database that others can write to cannot vouch for itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from optuna_dsat.errors import UsageError
+from optuna_dsat.escape.shell import shell_line
+from optuna_dsat.escape.terminal import one_line
+from optuna_dsat.launch.own_folder import own_folder
+from optuna_dsat.runtime.atomic_write import write_text_atomic
+from optuna_dsat.script.module_file import module_file
+from optuna_dsat.secrecy.command import without_secrets
+from optuna_dsat.secrecy.shapes import hidden
+from optuna_dsat.study.profile import Profiled
+from optuna_dsat.study.spec import ScriptSpec, StudySpec
+
+__all__ = ["ran_here", "remember", "script_file", "what_runs"]
+
+_FOLDER = "studies"
+_SHOWN_CHARS = 1000
+_MOST_MODULES = 8
+
+
+def what_runs(spec: StudySpec, profiled: Profiled | None) -> list[str]:
+    """Return in a few lines what a study runs on this machine, without secrets.
+
+    Args:
+        spec: The study with this machine's paths.
+        profiled: Result of its profile launch; None before it.
+    """
+    return [f"  {name:<12} {one_line(text, limit_chars=_SHOWN_CHARS)}" for name, text in _facts(spec, profiled)]
+
+
+def _facts(spec: StudySpec, profiled: Profiled | None) -> Iterator[tuple[str, str]]:
+    script = spec.script
+    variables = {**script.environment, **(profiled.environment if profiled is not None else {})}
+    modules = (*spec.preload, *(profiled.preload.modules if profiled is not None else ()))
+    yield "script", f"-m {script.script}" if script.is_module else script.script
+    if script.args:
+        yield "arguments", shell_line(without_secrets(script.args))
+    if variables:
+        yield "environment", hidden(shell_line(f"{name}={value}" for name, value in variables.items()))
+    if modules:
+        yield (
+            "imports",
+            f"{', '.join(modules[:_MOST_MODULES])}"
+            + (f" and {len(modules) - _MOST_MODULES} more" if len(modules) > _MOST_MODULES else ""),
+        )
+    yield "works in", script.cwd
+    if script.config_path:
+        yield "config", script.config_path
+    yield "writes to", str(spec.study_dir)
+
+
+def remember(spec: StudySpec, *, file: Path | None = None) -> None:
+    """Note that this user runs a study on this machine. Where nothing can be noted, ``resume`` asks.
+
+    Args:
+        spec: The study as it is stored.
+        file: File of its script; None for the one that the spec names.
+    """
+    path = script_file(spec.script) if file is None else file
+    if path is None:
+        return
+    try:
+        note = {"file": str(path), "content": _content(path), "owner": path.stat().st_uid}
+        write_text_atomic(_note_of(spec), json.dumps(note) + "\n", mode=0o600)
+    except (OSError, UsageError):
+        return
+
+
+def ran_here(spec: StudySpec, *, file: Path | None = None) -> bool:
+    """Return whether this user ran a study on this machine with the same script.
+
+    The script is the same if its content is, or if it lies where it lay and is of the same owner: it may have been
+    edited since.
+
+    Args:
+        spec: The study as it is stored.
+        file: File of its script; None for the one that the spec names.
+    """
+    path = script_file(spec.script) if file is None else file
+    try:
+        note = json.loads(_note_of(spec).read_text(encoding="utf-8"))
+        if path is None or not isinstance(note, dict):
+            return False
+        stays = note.get("file") == str(path) and note.get("owner") == path.stat().st_uid
+        return stays or note.get("content") == _content(path)
+    except (OSError, ValueError, UsageError):
+        return False
+
+
+def script_file(script: ScriptSpec) -> Path | None:
+    """Return the file of a study's script; None if it is not on this machine."""
+    path = module_file(script.script, Path(script.cwd)) if script.is_module else Path(script.script)
+    return path if path is not None and path.is_file() else None
+
+
+def _content(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _note_of(spec: StudySpec) -> Path:
+    """Return the file of the note on a study, named by all that decides what it runs and where it writes."""
+    decides: dict[str, Any] = {
+        "study": spec.identity(),
+        "name": spec.name,
+        "writes": spec.output_dir,
+        "preload": [spec.preload, spec.no_preload],
+    }
+    digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
+    home = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    home.mkdir(parents=True, exist_ok=True)
+    return own_folder(_FOLDER, parent=home) / f"{digest}.json"
