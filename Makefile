@@ -10,7 +10,7 @@ export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup operators demo test test-cuda lint types check docs figures prove-gpu pack-gpu clean
+.PHONY: setup operators demo test test-cuda crash-points chaos lint types check docs figures prove-gpu pack-gpu clean
 
 setup: $(VENV)/.installed
 
@@ -39,6 +39,15 @@ demo: operators
 # Real launches take turns in one of the two processes, the other tests are shared out. TEST_ARGS="tests/launch" runs some.
 test: operators
 	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=10 $(TEST_ARGS)
+
+# Ends or fails the command at every statement, file and process of a study, and checks what comes of it: hours. A sample
+# is part of the tests. CRASH_ARGS="--methods asha --databases sqlite --blows kill --sample 100" tries some.
+crash-points: setup
+	$(BIN)/python -m tests.crash_points $(CRASH_ARGS)
+
+# Kills tuners, warm parents, agents and ranks of real launches at random moments. CHAOS_ARGS="--kills 20 --seed 1".
+chaos: operators
+	$(BIN)/python -m benchmarks.chaos $(CHAOS_ARGS)
 
 # The CUDA path end to end, on a machine without a GPU: tests/cuda, with a CUDA build of torch and a stand-in for the driver
 # (CONTRIBUTING.md says what it downloads). `===` takes no build with a suffix, such as "+cpu" from a folder or an index

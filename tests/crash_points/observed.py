@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,14 +128,18 @@ def _file_is_locked(path: Path) -> bool:
         return False
 
 
+_DIGEST = re.compile(r"[0-9a-f]{32,}")
+"""Part of a name that differs from run to run: a digest of the database's URL, or a random one."""
+
+
 def files_of(folder: Path) -> frozenset[str]:
-    """Return the files and empty folders below a folder, by their relative paths."""
+    """Return the files and empty folders below a folder, by their relative paths, without digests."""
     found: set[str] = set()
     for place, folders, files in os.walk(folder):
         inside = Path(place).relative_to(folder)
         found.update(str(inside / name) for name in files)
         found.update(f"{inside / name}/" for name in folders if not any(Path(place, name).iterdir()))
-    return frozenset(found)
+    return frozenset(_DIGEST.sub("DIGEST", name) for name in found)
 
 
 def launches_of(notes: Path) -> tuple[Launched, ...]:

@@ -1,0 +1,54 @@
+"""Kill what works on real studies at random moments: ``python -m benchmarks.chaos --kills N``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.chaos.studies import StudyUnderFire
+
+_BLOWS_PER_STUDY = 6
+"""Most blows of one study: a configuration whose worker dies four times is not tried again, by design."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run studies until so many blows have befallen them; print what came of each; return 1 for any violation."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description=__doc__)
+    parser.add_argument("--kills", type=int, default=200, help="Blows in all.")
+    parser.add_argument("--seed", type=int, help="Draws moments and victims; otherwise drawn, and printed.")
+    parser.add_argument("--minutes", type=float, help="Begin no further study after so many minutes.")
+    parser.add_argument("--keep", action="store_true", help="Keep the folders of studies with violations.")
+    asked = parser.parse_args(argv)
+    seed = asked.seed if asked.seed is not None else random.SystemRandom().randrange(10**6)
+    print(f"seed {seed}", flush=True)
+    rng, blows, studies, wrong = random.Random(seed), Counter[str](), 0, 0
+    began = time.monotonic()
+    while blows.total() < asked.kills:
+        if asked.minutes is not None and time.monotonic() - began > 60 * asked.minutes:
+            break
+        folder = Path(tempfile.mkdtemp(prefix="dsat-chaos-"))
+        study = StudyUnderFire(folder=folder, rng=rng, two=studies % 2 == 1)
+        found = study.run(min(_BLOWS_PER_STUDY, asked.kills - blows.total()))
+        blows += study.blows
+        studies += 1
+        wrong += bool(found)
+        print(json.dumps({"study": studies, "two": study.two, "blows": study.blows, "violations": found}), flush=True)
+        if found and asked.keep:
+            print(f"kept: {folder}", flush=True)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+    minutes = (time.monotonic() - began) / 60
+    print(f"{blows.total()} blows ({dict(blows)}) on {studies} studies, {wrong} with violations, {minutes:.0f} min")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""What must hold at the end of a study, whatever was killed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import optuna
+
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.store import Store
+from optuna_dsat.trials import attributes
+
+__all__ = ["Ended", "Finished", "State", "finished_of", "violations"]
+
+State = tuple[str, tuple[float, ...] | None]
+"""State and values of a finished trial."""
+Finished = Mapping[int, State]
+"""Finished trials by their numbers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """A study at its end, and what it left on the machine."""
+
+    code: int | None
+    """Exit code of the last tuner; None if it hung."""
+    seen: Finished
+    """What was finished at any time before."""
+    processes: tuple[int, ...]
+    shared_memory: tuple[str, ...]
+    temporary: tuple[str, ...]
+    """Files in the temporary folder of its tuners."""
+    stderr: str
+    """Of all its tuners."""
+
+
+def _load(url: str, name: str) -> tuple[optuna.trial.FrozenTrial, ...]:
+    with Store.open(url, create=False) as store:
+        return tuple(optuna.load_study(study_name=name, storage=store.storage).get_trials(deepcopy=False))
+
+
+def finished_of(url: str, name: str) -> Finished:
+    """Return the finished trials of a study; nothing where it does not exist yet."""
+    try:
+        trials = _load(url, name)
+    except Exception:  # noqa: BLE001 - not made yet, or just being made
+        return {}
+    return {one.number: (one.state.name, _values(one)) for one in trials if one.state.is_finished()}
+
+
+def _values(trial: optuna.trial.FrozenTrial) -> tuple[float, ...] | None:
+    return None if trial.values is None else tuple(trial.values)
+
+
+def violations(ended: Ended, *, url: str, name: str, budget: int, output: Path) -> list[str]:
+    """Return what does not hold, in words."""
+    return [
+        *(
+            []
+            if ended.code == 0
+            else [f"the last tuner {'hung' if ended.code is None else f'ended with {ended.code}'}"]
+        ),
+        *_study(ended, url=url, name=name, budget=budget),
+        *(f"process left: {pid}" for pid in ended.processes),
+        *(f"shared memory left: {path}" for path in ended.shared_memory),
+        *(f"temporary file left: {path}" for path in ended.temporary),
+        *(f"partial file left: {path}" for path in output.rglob(".*.[0-9]*")),
+        *(["traceback of a tuner"] if "Traceback (most recent call last)" in ended.stderr else []),
+        *([] if (output / name / "best_ds_config.json").is_file() else ["no best_ds_config.json"]),
+    ]
+
+
+def _study(ended: Ended, *, url: str, name: str, budget: int) -> Iterator[str]:
+    trials = _load(url, name)
+    now = {one.number: (one.state.name, _values(one)) for one in trials}
+    for number, was in ended.seen.items():
+        if now.get(number) != was:
+            yield f"finished trial {number} was {was}, is {now.get(number)}"
+    yield from (f"trial {one.number} is {one.state.name}" for one in trials if not one.state.is_finished())
+    outcomes = [one for one in trials if one.user_attrs.get(attributes.OUTCOME, Outcome.LOST) != Outcome.LOST]
+    if len(outcomes) != budget:
+        yield f"{len(outcomes)} launches of a budget of {budget}"
+    measured = Counter(one.user_attrs[attributes.CONFIG_KEY] for one in outcomes)
+    yield from (f"measured {count} times: {key[:60]}" for key, count in measured.items() if count > 1)
+    for one in outcomes:
+        if one.user_attrs[attributes.OUTCOME] != Outcome.MEASURED:
+            message = one.user_attrs.get(attributes.MESSAGE, "")
+            yield f"trial {one.number} is {one.user_attrs[attributes.OUTCOME]} by a kill: {message[:160]}"

@@ -1,0 +1,59 @@
+"""The processes of tuners by their roles: tuner, warm parent, torchrun's agent, rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import psutil
+
+from optuna_dsat.launch.leftovers import shared_memory_of
+from optuna_dsat.launch.processes import find_marked
+from optuna_dsat.runtime.leavings import SHARED_MEMORY
+
+__all__ = ["ROLES", "marked_of", "roles_of", "shared_memory_left"]
+
+ROLES = ("tuner", "warm parent", "agent", "rank")
+_WARM_PARENT = "optuna_dsat.launch.warm_process"
+
+
+def roles_of(tuners: Iterable[int]) -> dict[str, list[int]]:
+    """Return the living processes of tuners, by their roles."""
+    found: dict[str, list[int]] = {role: [] for role in ROLES}
+    for tuner in tuners:
+        try:
+            found["tuner"].append(psutil.Process(tuner).pid)
+            for role, pid in _below(psutil.Process(tuner)):
+                found[role].append(pid)
+        except psutil.Error:
+            continue
+    return {role: pids for role, pids in found.items() if pids}
+
+
+def _below(tuner: psutil.Process) -> Iterator[tuple[str, int]]:
+    """Yield the processes that a tuner started: a warm parent forks agents, an agent starts ranks."""
+    for child in tuner.children():
+        if _WARM_PARENT in child.cmdline():
+            yield "warm parent", child.pid
+            agents = child.children()
+        else:
+            agents = [child] if _is_agent(child) else []
+        for agent in agents:
+            yield "agent", agent.pid
+            yield from (("rank", rank.pid) for rank in agent.children())
+
+
+def _is_agent(process: psutil.Process) -> bool:
+    return any("optuna_dsat.launch.agent" in word for word in process.cmdline())
+
+
+def marked_of(tuners: Iterable[int]) -> list[int]:
+    """Return the living processes that carry the mark of one of these tuners."""
+    numbers = {str(tuner) for tuner in tuners}
+    return [one.key.pid for one in find_marked() if one.mark.split(":")[1] in numbers]
+
+
+def shared_memory_left(before: Iterable[Path]) -> set[Path]:
+    """Return files in shared memory that were not there before and that no living process has open or mapped."""
+    new = set(SHARED_MEMORY.iterdir()) - set(before)
+    return new - shared_memory_of(psutil.pids())

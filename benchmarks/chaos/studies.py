@@ -1,0 +1,217 @@
+"""One study under fire: tuners of a tiny script on the CPU, killed or stopped at random moments until it is over."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.chaos.checks import Ended, State, finished_of, violations
+from benchmarks.chaos.processes import ROLES, marked_of, roles_of, shared_memory_left
+from optuna_dsat.runtime.leavings import SHARED_MEMORY
+
+__all__ = ["BUDGET", "Fire", "StudyUnderFire"]
+
+BUDGET = 4
+NAME = "chaos"
+RANKS = 2
+LIMIT_S = 1200.0
+"""How long a tuner that nothing befalls any more may take."""
+PATIENCE_S = 15.0
+"""How long processes and files may take to be gone."""
+_PAUSES_S = (0.5, 12.0)
+"""Shortest and longest time between two blows."""
+
+_SCRIPT = """
+import sys
+import time
+
+import deepspeed
+import torch
+
+model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(2)))
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=sys.argv[1])
+for _ in range(200):
+    time.sleep(0.05)
+    loss = engine(torch.ones(engine.train_micro_batch_size_per_gpu(), 32)).mean()
+    engine.backward(loss)
+    engine.step()
+"""
+_CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
+    "zero_optimization": {"stage": 1},
+    "autotuning": {"max_train_micro_batch_size_per_gpu": 2},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fire:
+    """What befalls studies."""
+
+    pause_s: tuple[float, float] = _PAUSES_S
+    stop_s: float = 7.0
+    """How long a tuner is stopped: longer than its heartbeat's interval."""
+    stops: float = 0.15
+    """Share of the blows that stop a tuner instead of killing something."""
+
+
+@dataclass
+class StudyUnderFire:
+    """A study in a folder of its own.
+
+    Args:
+        folder: Empty.
+        rng: Draws moments and victims.
+        two: Whether a second tuner works on it.
+        fire: What befalls it.
+    """
+
+    folder: Path
+    rng: random.Random
+    two: bool
+    fire: Fire = field(default_factory=Fire)
+    blows: Counter[str] = field(default_factory=Counter)
+    _tuners: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    _all: list[int] = field(default_factory=list)
+    _seen: dict[int, State] = field(default_factory=dict)
+
+    @property
+    def url(self) -> str:
+        """URL of its database."""
+        return f"sqlite:///{self.folder}/study.db"
+
+    def run(self, blows: int) -> list[str]:
+        """Let up to ``blows`` blows befall the study, then let it end; return what does not hold then."""
+        (self.folder / "train.py").write_text(_SCRIPT)
+        (self.folder / "ds.json").write_text(json.dumps(_CONFIG))
+        (self.folder / "tmp").mkdir()
+        before = set(SHARED_MEMORY.iterdir())
+        self._start()
+        for _ in range(blows):
+            self._keep_going()
+            self._wait(self.rng.uniform(*self.fire.pause_s))
+            if all(tuner.returncode == 0 for tuner in self._tuners):
+                break
+            self._strike()
+        code = self._finish()
+        return violations(self._ended(code, before), url=self.url, name=NAME, budget=BUDGET, output=self._output)
+
+    @property
+    def _output(self) -> Path:
+        return self.folder / "optuna-dsat-output"
+
+    def _start(self) -> None:
+        self._tuner(*self._search())
+
+    def _search(self) -> tuple[str, ...]:
+        options = ("--cpu-ranks", str(RANKS), "--zero-stages", "1", "2", "--no-tune", "offload_optimizer")
+        limits = ("--max-trials", str(BUDGET), "--confirm", "0", "--metric", "throughput", "--max-retries", "3")
+        steps = ("--start-profile-step", "2", "--end-profile-step", "4", "--quiet")
+        named = ("--study", NAME, "--storage", self.url)
+        return ("random", "train.py", "ds.json", *named, *options, *limits, *steps, "--", "ds.json")
+
+    def _tuner(self, *arguments: str) -> None:
+        number = len(self._all)
+        with (self.folder / f"tuner-{number}.stderr").open("wb") as errors:
+            process = subprocess.Popen(
+                [sys.executable, "-c", "from optuna_dsat.cli import main; main()", *arguments],
+                cwd=self.folder,
+                env={**os.environ, "TMPDIR": str(self.folder / "tmp"), "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+            )
+        self._tuners.append(process)
+        self._all.append(process.pid)
+
+    def _keep_going(self) -> None:
+        """Start a tuner where none is left, and the second one once the study is there."""
+        self._tuners = [tuner for tuner in self._tuners if tuner.poll() in (None, 0)]
+        alive = [tuner for tuner in self._tuners if tuner.returncode is None]
+        done = [tuner for tuner in self._tuners if tuner.returncode == 0]
+        there = bool(finished_of(self.url, NAME))
+        if not alive and not done:
+            self._tuner(*(("resume", NAME, "--storage", self.url, "--quiet") if there else self._search()))
+        elif self.two and len(alive) == 1 and not done and there:
+            self._tuner("worker", NAME, "--storage", self.url, "--quiet")
+
+    def _wait(self, seconds: float) -> None:
+        """Wait, and remember what was finished meanwhile."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and any(tuner.poll() is None for tuner in self._tuners):
+            time.sleep(0.1)
+        self._remember()
+
+    def _remember(self) -> None:
+        for number, was in finished_of(self.url, NAME).items():
+            self._seen.setdefault(number, was)
+
+    def _strike(self) -> None:
+        """Kill or stop one process: a role is drawn among those that live, then one of its processes."""
+        alive = [tuner.pid for tuner in self._tuners if tuner.returncode is None]
+        roles = roles_of(alive)
+        if not roles:
+            return
+        if self.rng.random() < self.fire.stops:
+            victim = self.rng.choice(roles["tuner"])
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(victim, signal.SIGSTOP)
+                time.sleep(self.fire.stop_s)
+                os.kill(victim, signal.SIGCONT)
+            self.blows["stopped tuner"] += 1
+            return
+        role = self.rng.choice([one for one in ROLES if one in roles])
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.rng.choice(roles[role]), signal.SIGKILL)
+        self.blows[role] += 1
+
+    def _finish(self) -> int | None:
+        """Let the study end; return the exit code of the last tuner, None if it hung."""
+        self._keep_going()
+        deadline = time.monotonic() + LIMIT_S
+        while any(tuner.poll() is None for tuner in self._tuners) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        hung = [tuner for tuner in self._tuners if tuner.poll() is None]
+        for tuner in hung:
+            tuner.kill()
+            tuner.wait()
+        if hung:
+            return None
+        if (
+            all(tuner.returncode for tuner in self._tuners)
+            or not (self._output / NAME / "best_ds_config.json").exists()
+        ):
+            self._tuners.clear()  # only workers came to the end, or the last blow hit the last tuner
+            self._tuner("resume", NAME, "--storage", self.url, "--quiet")
+            return self._tuners[0].wait(LIMIT_S)
+        return max(tuner.returncode for tuner in self._tuners)
+
+    def _ended(self, code: int | None, before: set[Path]) -> Ended:
+        deadline = time.monotonic() + PATIENCE_S
+        while (marked_of(self._all) or shared_memory_left(before)) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        folder = self.folder / "tmp"
+        return Ended(
+            code=code,
+            seen=self._seen,
+            processes=tuple(marked_of(self._all)),
+            shared_memory=tuple(sorted(map(str, shared_memory_left(before)))),
+            temporary=tuple(str(path.relative_to(folder)) for path in folder.rglob("*") if _is_left(path)),
+            stderr="".join(
+                path.read_text(encoding="utf-8", errors="replace") for path in sorted(self.folder.glob("*.stderr"))
+            ),
+        )
+
+
+def _is_left(path: Path) -> bool:
+    """Whether a file of the temporary folder is more than a folder or an empty lock that is kept for the next start."""
+    return path.is_file() and path.stat().st_size > 0
