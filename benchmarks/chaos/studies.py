@@ -95,7 +95,7 @@ class StudyUnderFire:
         (self.folder / "ds.json").write_text(json.dumps(_CONFIG))
         (self.folder / "tmp").mkdir()
         before = set(SHARED_MEMORY.iterdir())
-        self._start()
+        self._tuner(*self._search())
         for _ in range(blows):
             self._keep_going()
             self._wait(self.rng.uniform(*self.fire.pause_s))
@@ -108,9 +108,6 @@ class StudyUnderFire:
     @property
     def _output(self) -> Path:
         return self.folder / "optuna-dsat-output"
-
-    def _start(self) -> None:
-        self._tuner(*self._search())
 
     def _search(self) -> tuple[str, ...]:
         options = ("--cpu-ranks", str(RANKS), "--zero-stages", "1", "2", "--no-tune", "offload_optimizer")
@@ -138,11 +135,15 @@ class StudyUnderFire:
         self._tuners = [tuner for tuner in self._tuners if tuner.poll() in (None, 0)]
         alive = [tuner for tuner in self._tuners if tuner.returncode is None]
         done = [tuner for tuner in self._tuners if tuner.returncode == 0]
-        there = bool(finished_of(self.url, NAME))
         if not alive and not done:
-            self._tuner(*(("resume", NAME, "--storage", self.url, "--quiet") if there else self._search()))
-        elif self.two and len(alive) == 1 and not done and there:
+            self._go_on()
+        elif self.two and len(alive) == 1 and not done and finished_of(self.url, NAME):
             self._tuner("worker", NAME, "--storage", self.url, "--quiet")
+
+    def _go_on(self) -> None:
+        """Resume the study; where no trial has ended the same command is given again, as the study may not be there."""
+        there = bool(finished_of(self.url, NAME))
+        self._tuner(*(("resume", NAME, "--storage", self.url, "--quiet") if there else self._search()))
 
     def _wait(self, seconds: float) -> None:
         """Wait, and remember what was finished meanwhile."""
@@ -186,12 +187,10 @@ class StudyUnderFire:
             tuner.wait()
         if hung:
             return None
-        if (
-            all(tuner.returncode for tuner in self._tuners)
-            or not (self._output / NAME / "best_ds_config.json").exists()
-        ):
+        concluded = (self._output / NAME / "best_ds_config.json").exists()
+        if not concluded or all(tuner.returncode for tuner in self._tuners):
             self._tuners.clear()  # only workers came to the end, or the last blow hit the last tuner
-            self._tuner("resume", NAME, "--storage", self.url, "--quiet")
+            self._go_on()
             return self._tuners[0].wait(LIMIT_S)
         return max(tuner.returncode for tuner in self._tuners)
 
