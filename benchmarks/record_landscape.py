@@ -5,7 +5,7 @@
         [--gpus 1 | --cpu-ranks 2] [--device-memory 10GiB] [--longest-step 1] [-- SCRIPT_ARGS]
 
 By time (``--job``, ``--longest-step``): every ZeRO stage and offload at micro-batches 1, 2, 3, 4, ... until a step
-takes ``--longest-step`` seconds, and at two sizes beyond. Short launches find these sizes first; then each
+takes ``--longest-step`` seconds, and at one or two sizes beyond. Short launches find these sizes first; then each
 configuration is launched ``--repeat`` times, each round in an order of its own. A launch beside which the machine was
 not quiet (``benchmarks/recording/quiet.py`` says what that is) is repeated up to twice, and marked. ``--minutes`` thins
 the sizes out until all of it fits.

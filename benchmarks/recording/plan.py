@@ -14,16 +14,16 @@ __all__ = ["WARM_UP", "enough", "estimate_s", "ladder", "launch_s", "next_scout"
 
 WARM_UP = 2
 """Steps of a launch that do not count."""
-LEAST_STEPS = 3
+LEAST_STEPS = 2
 """Fewest steps that count."""
-WINDOW_S = 1.0
+WINDOW_S = 0.8
 """Shortest time over which the steps that count are measured: what else ran in it can be told then."""
-LEVELS = (2, 1, 0)
+LEVELS = (3, 2, 1, 0)
 """Densities of the ladder, densest first."""
 _SCOUT_FACTOR = 4
 """Most by which one scout is larger than the last."""
-_BEYOND = 2
-"""Sizes recorded beyond the one whose step takes the longest time that is wanted."""
+_BEYOND = (1, 2, 2, 2)
+"""By level: sizes recorded beyond the one whose step takes the longest time that is wanted."""
 
 
 def enough(counted: Sequence[GlobalStep]) -> bool:
@@ -61,16 +61,16 @@ def predicted(known: Mapping[int, float], size: int) -> float:
 def ladder(level: int, *, largest: int) -> list[int]:
     """Return micro-batches up to ``largest``, rising.
 
-    Level 0 is 1, 2, 4, ...; level 1 adds the middles, from 24 on multiples of 8; level 2 adds an odd number to each
-    doubling.
+    Level 0 is 1, 2, 4, ...; level 1 adds the middles from 12 on, most of them multiples of 8; level 2 an odd number to
+    every other doubling, level 3 to each, and the first middles.
     """
     found = set()
     power = 1
     while power <= largest:
         found.add(power)
-        if level >= 1 and power >= 2:
+        if (level >= 1 and power >= 8) or (level >= 3 and power >= 2):
             found.add(power + power // 2)
-        if level >= 2 and power >= 4:
+        if power >= 4 and (level >= 3 or (level >= 2 and power.bit_length() % 2)):
             found.add(power + power // 4 + (power > 4))
         power *= 2
     return sorted(size for size in found if size <= largest)
@@ -88,7 +88,7 @@ def sizes(known: Mapping[int, float], level: int, *, longest_step_s: float, most
     every = ladder(level, largest=4 * max(known))
     within = [size for size in every if predicted(known, size) <= longest_step_s]
     beyond = [size for size in every if size not in within and size in ladder(min(level, 1), largest=size)]
-    return [size for size in [*within, *beyond[:_BEYOND]] if most is None or size <= most]
+    return [size for size in [*within, *beyond[: _BEYOND[level]]] if most is None or size <= most]
 
 
 def launch_s(step_s: float, *, beside_s: float) -> float:

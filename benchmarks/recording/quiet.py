@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -13,10 +14,10 @@ import psutil
 from optuna_dsat.launch.beside import busy_seconds
 from optuna_dsat.launch.conditions import Conditions
 
-__all__ = ["QuietRule", "Surroundings", "Watch", "stolen_seconds"]
+__all__ = ["LOOK_S", "QuietRule", "Surroundings", "Watch", "stolen_seconds", "tree_seconds"]
 
-_LOOK_S = 0.3
-"""Length of one look at an idle machine: thirty of the kernel's ticks for each core."""
+LOOK_S = 0.2
+"""Length of one look at an idle machine: twenty of the kernel's ticks for each core."""
 _PAUSE_S = 1.0
 """Pause between two looks while the machine is not quiet."""
 
@@ -26,7 +27,7 @@ class QuietRule:
     """Largest shares of the cores' time that leave a launch quiet."""
 
     before: float = 0.10
-    """Of all processes in the moment before the launch, when nothing of the recorder's runs."""
+    """Of processes that are not the recorder's in the moment before the launch."""
     others: float = 0.06
     """Of processes that are neither the launch's nor the recorder while the steps that count were measured."""
     stolen: float = 0.02
@@ -80,6 +81,8 @@ class Watch:
     stolen: Callable[[Collection[int]], float | None] = lambda cores: stolen_seconds(cores)
     own: Callable[[], float] = time.process_time
     """CPU time of the recorder, which follows a launch as a search does."""
+    tree: Callable[[], float] = lambda: tree_seconds()
+    """CPU time of the recorder and of the processes that it has started and that live."""
     on_wait: Callable[[str], None] = lambda _: None
 
     def __post_init__(self) -> None:
@@ -103,11 +106,14 @@ class Watch:
         self._began, self._own_s, self._stolen_s = self.clock(), self.own(), self.stolen(self.cores)
 
     def _look(self) -> float | None:
-        """Return the share of the cores' time that is used in a short moment; None if unknown."""
-        began, first = self.clock(), self.busy(self.cores)
-        self.sleep(_LOOK_S)
+        """Return the share of the cores' time that others use in a short moment; None if unknown."""
+        own, began, first = self.tree(), self.clock(), self.busy(self.cores)
+        self.sleep(LOOK_S)
         passed_s, last = self.clock() - began, self.busy(self.cores)
-        return None if first is None or last is None else (last - first) / (passed_s * len(self.cores))
+        if first is None or last is None:
+            return None
+        own = max(0.0, self.tree() - own)
+        return max(0.0, last - first - own) / (passed_s * len(self.cores))
 
     def surroundings(self, conditions: Conditions) -> Surroundings:
         """Return what went on beside the launch since ``wait``.
@@ -125,6 +131,16 @@ class Watch:
             stolen=((stolen_s or 0.0) - (self._stolen_s or 0.0)) / core_s if known else None,
             on_gpus=(*conditions.gpu_processes, *conditions.throttle_reasons),
         )
+
+
+def tree_seconds() -> float:
+    """Return the CPU time of this process and of its living descendants, each for itself."""
+    total = 0.0
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
 
 
 def stolen_seconds(cores: Collection[int]) -> float | None:

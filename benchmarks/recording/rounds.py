@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.recorded import key_of, summary
 from benchmarks.recording import plan
-from benchmarks.recording.quiet import Watch
+from benchmarks.recording.quiet import LOOK_S, Watch
 from optuna_dsat.config import ds_config
 from optuna_dsat.launch.follow import follow
 from optuna_dsat.launch.protocol import Launcher
@@ -88,7 +88,7 @@ class Recorder:
         runs = [run for run in self.record["scouts"] if "latency_s" in run]
         if not runs:
             raise ValueError("no structure runs here")
-        beside_s = statistics.median(run["beside_s"] for run in runs)
+        beside_s = LOOK_S + statistics.median(run["beside_s"] for run in runs)
         spent_s = sum(run["held_s"] for run in self.record["scouts"])
         for level in plan.LEVELS:
             found = [

@@ -42,11 +42,12 @@ class Machine:
     """Two cores of which others take a share that changes with time; the recorder itself takes a tenth of one."""
 
     def __init__(self, shares: Callable[[float], float], *, stolen: float = 0.0) -> None:
-        self.now_s = self.busy_s = 0.0
+        self.now_s = self.busy_s = self.own_s = 0.0
         self.shares, self.stolen = shares, stolen
 
     def sleep(self, seconds: float) -> None:
-        self.busy_s += 2 * seconds * self.shares(self.now_s)
+        self.own_s += 0.4 * seconds  # processes that the recorder has started
+        self.busy_s += 0.4 * seconds + 2 * seconds * self.shares(self.now_s)
         self.now_s += seconds
 
     def clock(self) -> float:
@@ -56,7 +57,7 @@ class Machine:
     def watch(self, **options: Any) -> Watch:
         return Watch(
             rule=QuietRule(), cores=(0, 1), clock=self.clock, sleep=self.sleep, busy=lambda _: self.busy_s,
-            stolen=lambda _: 2 * self.stolen * self.now_s, own=lambda: 0.1 * self.now_s, **options,
+            stolen=lambda _: 2 * self.stolen * self.now_s, own=lambda: 0.1 * self.now_s, tree=lambda: self.own_s, **options,
         )  # fmt: skip
 
 
@@ -90,9 +91,10 @@ def test_the_real_machine_can_be_watched() -> None:
 
 def test_sizes_go_to_the_longest_step_and_two_beyond() -> None:
     known = {1: 0.02, 4: 0.05, 16: 0.25, 64: 0.9, 128: 1.8}
-    assert plan.sizes(known, 0, longest_step_s=1.0) == [1, 2, 4, 8, 16, 32, 64, 128, 256]
-    assert plan.sizes(known, 1, longest_step_s=1.0) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128]
-    dense = plan.sizes(known, 2, longest_step_s=1.0)
+    assert plan.sizes(known, 0, longest_step_s=1.0) == [1, 2, 4, 8, 16, 32, 64, 128]
+    assert plan.sizes(known, 1, longest_step_s=1.0) == [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128]
+    assert plan.sizes(known, 2, longest_step_s=1.0) == [1, 2, 4, 5, 8, 12, 16, 21, 24, 32, 48, 64, 96, 128]
+    dense = plan.sizes(known, 3, longest_step_s=1.0)
     assert [size for size in dense if size % 2] == [1, 3, 5, 11, 21, 41]
     assert dense[-2:] == [96, 128]
     assert {24, 48, 96} <= set(dense)
@@ -260,7 +262,7 @@ def test_the_ladder_is_thinned_out_until_all_fits_the_time(tmp_path: Path, capsy
     short.within_s = 1.0
     short.run()
     assert len(thin["runs"]) < len(dense["runs"])
-    assert thin["plan"][0] == [1, 2, 4, 8, 16, 32, 64]
+    assert thin["plan"][0] == [1, 2, 4, 8, 16, 32]
     told = capsys.readouterr().err
     assert "minutes on a quiet machine" in told
     assert "nothing is left to thin out" in told
