@@ -57,7 +57,8 @@ class Machine:
     def watch(self, **options: Any) -> Watch:
         return Watch(
             rule=QuietRule(), cores=(0, 1), clock=self.clock, sleep=self.sleep, busy=lambda _: self.busy_s,
-            stolen=lambda _: 2 * self.stolen * self.now_s, own=lambda: 0.1 * self.now_s, tree=lambda: self.own_s, **options,
+            stolen=lambda _: 2 * self.stolen * self.now_s, own=lambda: 0.1 * self.now_s, tree=lambda: self.own_s,
+            **options,
         )  # fmt: skip
 
 
