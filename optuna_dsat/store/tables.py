@@ -153,3 +153,4 @@ class HeartbeatRow(Base):
     """Boot id of the machine and process namespace, within which ``pid`` is valid."""
     pid: Mapped[int] = mapped_column(Integer)
     pid_started_at: Mapped[float] = mapped_column(Float)
+    """Clock ticks from the machine's boot to the process's start."""

@@ -5,15 +5,11 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
-import psutil
+from optuna_dsat.runtime.process_identity import process_space, start_ticks
 
 __all__ = ["Worker", "this_worker"]
-
-_START_TOLERANCE_S = 2.0
-"""psutil derives a process's start from the boot time, which clock corrections shift slightly."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,41 +19,32 @@ class Worker:
     name: str
     """Host and process id, for display only."""
     machine: str
-    """Boot id and process namespace; process ids are comparable only if equal."""
+    """Boot and process namespace; process numbers and starts are comparable only if equal."""
     pid: int
     pid_started_at: float
-    """Unix time at which the process started; distinguishes processes with a reused id."""
+    """Clock ticks from the machine's boot to the process's start, which no step of the wall clock changes; they tell
+    processes of the same number apart.
+    """
 
     def is_dead(self) -> bool:
         """Return whether the process is known to have ended; False if it is alive or on another machine."""
-        if self.machine != _machine():
+        if self.machine != process_space():
             return False
+        start = start_ticks(self.pid)
+        if start is not None:
+            return start != self.pid_started_at
         try:
-            process = psutil.Process(self.pid)
-            same = abs(process.create_time() - self.pid_started_at) <= _START_TOLERANCE_S
-            return not same or process.status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
             return True
-        except psutil.AccessDenied:
-            return False
+        except PermissionError:
+            pass
+        return Path(f"/proc/{self.pid}").exists()  # a zombie; else this user may not see it, or nobody can here
 
 
 def this_worker() -> Worker:
     """Return this process as a worker."""
     pid = os.getpid()
-    return Worker(
-        name=f"{socket.gethostname()}:{pid}",
-        machine=_machine(),
-        pid=pid,
-        pid_started_at=psutil.Process(pid).create_time(),
-    )
-
-
-@cache
-def _machine() -> str:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = Path("/proc/self/ns/pid").stat().st_ino
-    except OSError:
-        return f"{socket.gethostname()} {psutil.boot_time():.0f}"
-    return f"{boot} {namespace}"
+    start = start_ticks(pid)
+    name = f"{socket.gethostname()}:{pid}"
+    return Worker(name=name, machine=process_space(), pid=pid, pid_started_at=float(start or 0))

@@ -18,6 +18,7 @@ from optuna_dsat.study.launch_requests import launch_request
 from optuna_dsat.study.methods import Method
 from optuna_dsat.study.profile import Profiled
 from optuna_dsat.study.trial_recorder import TrialRecorder
+from optuna_dsat.study.uninterrupted import uninterrupted
 from optuna_dsat.study.user_config import user_config
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import config_in_words
@@ -72,6 +73,8 @@ class Proposals:
         self._config = ds_config.effective(context.spec.ds_config)
         self._refused = 0
         """Consecutive refused trials."""
+        self.in_hand: optuna.Trial | None = None
+        """The trial that was asked for last; it may neither be launched nor refused yet."""
 
     def exhausted(self) -> bool:
         """Whether no configuration is left that may win."""
@@ -82,14 +85,14 @@ class Proposals:
 
         Workers ask one at a time, so that together they do not exceed the budget.
         """
-        with self._store.exclusive("ask for a trial"):
+        with uninterrupted(), self._store.exclusive("ask for a trial"):
             trials = self._study.get_trials(deepcopy=False)
             considered = sum(t.state is TrialState.RUNNING and attributes.LAUNCH_ID not in t.user_attrs for t in trials)
             if attributes.launches_used(trials) + considered >= self._spec.max_trials:
                 return None
-            trial = self._study.ask()
+            self.in_hand = trial = self._study.ask()
             self._store.heartbeat.add(trial)  # under the lock: a running trial without a sign of life is nobody's
-        return trial
+            return trial
 
     def consider(self, trial: optuna.Trial) -> Flight | Refusal:
         """Return the launch of a trial, or finish the trial and return why it is not launched."""

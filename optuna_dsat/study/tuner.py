@@ -19,7 +19,7 @@ from optuna_dsat.config.space_builder import SearchSpace
 from optuna_dsat.errors import NothingRunnableError
 from optuna_dsat.launch.follow import MOST_KILLED
 from optuna_dsat.launch.measurement import GlobalStep, is_certain
-from optuna_dsat.launch.protocol import Finished, LaunchReport, LaunchUpdate, Observed, Settled
+from optuna_dsat.launch.protocol import Finished, LaunchUpdate, Observed, Settled
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.context import StudyContext
 from optuna_dsat.study.flights import Flight, Flights, frozen
@@ -28,6 +28,7 @@ from optuna_dsat.study.profile import Profiled
 from optuna_dsat.study.progress import TrialStepped
 from optuna_dsat.study.proposals import Proposals, Refusal
 from optuna_dsat.study.trial_recorder import TrialRecorder
+from optuna_dsat.study.uninterrupted import uninterrupted
 from optuna_dsat.trials import attributes
 
 __all__ = ["EndReason", "Tuner"]
@@ -78,6 +79,8 @@ class Tuner:
         self._proposals = Proposals(
             context, study=study, space=space, profiled=profiled, method=method, recorder=self._recorder
         )
+        self._retried: optuna.Trial | None = None
+        """The trial whose launch has ended and is about to be repeated."""
         timeout_s = context.spec.timeout_s
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
 
@@ -144,6 +147,7 @@ class Tuner:
             flight = self._proposals.consider(trial)
             if isinstance(flight, Flight):
                 self._flights.start(flight)
+                self._proposals.in_hand = None
             elif flight is not Refusal.VETOED and self._any_running():
                 return None  # running trials, here or elsewhere, may open new configurations
         return None
@@ -161,8 +165,7 @@ class Tuner:
                 if step is not None:
                     self._report(flight, step)
             else:
-                self._flights.land(update.launch_id, exiting=isinstance(update, Settled))
-                self._finish(flight, update.report)
+                self._finish(flight, update)
         except UpdateFinishedTrialError:
             self._flights.land(update.launch_id, exiting=False)
             self._launcher.stop(update.launch_id, outcome=Outcome.LOST, message="given to another worker")
@@ -190,16 +193,21 @@ class Tuner:
             message = f"measured to step {step.step}: the step time is known"
             self._launcher.stop(launch_id, outcome=Outcome.MEASURED, message=message)
 
-    def _finish(self, flight: Flight, report: LaunchReport) -> None:
+    def _finish(self, flight: Flight, update: Settled | Finished) -> None:
         """Retry the launch, or finish its trial."""
-        self._recorder.record(flight, report)
-        self._recorder.record_steps(flight)
-        most = max(self._spec.max_retries, MOST_KILLED if report.outcome is Outcome.KILLED else 0)
-        if report.outcome.retryable and flight.attempt < most:
-            self._context.say(f"Trial {flight.trial.number}: {report.outcome.value}, launched again.")
-            self._flights.start(flight.retry())
-            return
-        self._recorder.tell(flight, report)
+        report = update.report
+        with uninterrupted():
+            self._flights.land(update.launch_id, exiting=isinstance(update, Settled))
+            self._recorder.record(flight, report)
+            self._recorder.record_steps(flight)
+            most = max(self._spec.max_retries, MOST_KILLED if report.outcome is Outcome.KILLED else 0)
+            if not (report.outcome.retryable and flight.attempt < most):
+                self._recorder.tell(flight, report)
+                return
+            self._retried = flight.trial
+        self._context.say(f"Trial {flight.trial.number}: {report.outcome.value}, launched again.")
+        self._flights.start(flight.retry())
+        self._retried = None
 
     def _wait_for_exits(self) -> None:
         """Wait up to ``_EXIT_WAIT_S`` for exiting processes, so that the time they take is recorded."""
@@ -210,7 +218,11 @@ class Tuner:
 
     def _return_running(self) -> None:
         """Return running trials to the study; whoever resumes it runs them again."""
-        numbers = self._flights.return_all(reason="the search was stopped")
+        reason = "the search was stopped"
+        numbers = self._flights.return_all(reason=reason)
+        for trial in (self._retried, self._proposals.in_hand):  # stopped between two steps of theirs
+            if trial is not None and trial.number not in numbers:
+                numbers += [trial.number] if self._store.return_trial(self._study, trial, reason=reason) else []
         if numbers:
             listed = ", ".join(map(str, numbers))
             self._context.say(f"Returned to the study, to be run again when it goes on: trial {listed}.")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import subprocess
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -8,11 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import optuna
+import psutil
 import pytest
 from optuna.storages import RetryHeartbeatStaleTrialCallback
 from optuna.trial import TrialState
 from sqlalchemy import select, update
 
+from optuna_dsat.runtime.process_identity import start_ticks
 from optuna_dsat.store import Store
 from optuna_dsat.store.heartbeat import Heartbeat
 from optuna_dsat.store.reclaim import Reclaimer
@@ -21,6 +24,7 @@ from optuna_dsat.store.worker import Worker, this_worker
 from optuna_dsat.trials import attributes
 from tests.harness.landscapes import Hill
 from tests.harness.studies import StudyBench
+from tests.harness.workers import wait_until
 
 KEY = "key"
 
@@ -231,6 +235,25 @@ def test_a_process_is_dead_only_where_it_can_be_seen() -> None:
     assert replace(me, pid_started_at=me.pid_started_at - 1000).is_dead()
     assert not replace(me, machine="another", pid=2**22 + 1).is_dead()
     assert Worker(name="", machine=me.machine, pid=2**22 + 1, pid_started_at=0.0).is_dead()
+
+
+def test_a_clock_that_steps_kills_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    me = this_worker()
+    now = psutil.Process().create_time()
+    monkeypatch.setattr(psutil.Process, "create_time", lambda _: now + 3600.0)  # as after a step of an hour
+    assert not me.is_dead()
+    assert this_worker() == me
+
+
+def test_a_worker_that_is_a_zombie_is_dead() -> None:
+    with subprocess.Popen(["sleep", "600"]) as process:
+        start = start_ticks(process.pid)
+        assert start is not None
+        worker = replace(this_worker(), pid=process.pid, pid_started_at=float(start))
+        assert not worker.is_dead()
+        process.kill()
+        wait_until(worker.is_dead, what="it is seen to be dead")
+    assert worker.is_dead()
 
 
 def test_intervals_that_cannot_work_are_refused(store: Store) -> None:

@@ -1,0 +1,46 @@
+"""Ctrl-C between two steps that belong together comes after the second."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+__all__ = ["uninterrupted"]
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Within the block, a first SIGINT or SIGTERM waits for its end; a second one does not.
+
+    Only the main thread gets signals; elsewhere this does nothing.
+
+    Raises:
+        KeyboardInterrupt: At the end, if one came whose handler raises it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    came: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        handler = handlers[signal.Signals(number)]
+        if came and callable(handler):
+            handler(number, frame)
+        came.append(number)
+
+    taken = [number for number, handler in handlers.items() if callable(handler)]
+    for number in taken:
+        signal.signal(number, note)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, handlers[number])
+        for one in came[:1]:
+            handler = handlers[signal.Signals(one)]
+            if callable(handler):
+                handler(one, None)

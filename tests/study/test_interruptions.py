@@ -1,0 +1,104 @@
+"""Ctrl-C between any two steps of a trial leaves none running, and loses no result."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+
+from optuna_dsat.launch.simulated import SimulatedLauncher, SimulatedResult
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.store import Store
+from optuna_dsat.store.heartbeat import Heartbeat
+from optuna_dsat.study.flights import Flights
+from optuna_dsat.study.trial_recorder import TrialRecorder
+from optuna_dsat.study.uninterrupted import uninterrupted
+from tests.harness.landscapes import Hill
+from tests.harness.studies import StudyBench
+
+
+@contextmanager
+def ctrl_c_after(owner: Any, name: str, *, call: int = 2) -> Iterator[list[int]]:
+    """Within the block, Ctrl-C is pressed at the end of the given call of a method; yield the list of its calls."""
+    original = getattr(owner, name)
+    calls: list[int] = []
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        calls.append(len(calls) + 1)
+        if calls[-1] == call:
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, method)
+        yield calls
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (optuna.Study, "ask"),
+        (Heartbeat, "add"),
+        (Store, "claim"),
+        (optuna.Trial, "set_user_attr"),
+        (SimulatedLauncher, "start"),
+        (Flights, "start"),
+        (Flights, "land"),
+        (TrialRecorder, "record"),
+        (TrialRecorder, "record_steps"),
+        (optuna.Study, "tell"),
+        (Heartbeat, "remove"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_no_trial_is_left_running(bench: StudyBench, owner: Any, name: str) -> None:
+    session = bench.session(bench.spec(confirm=0), SimulatedLauncher(Hill(), total_slots=2))
+    with ctrl_c_after(owner, name) as calls:
+        session.run()
+    assert len(calls) >= 2
+    assert session.interrupted
+    trials = bench.study().get_trials(deepcopy=False)
+    assert [trial.number for trial in trials if trial.state is TrialState.RUNNING] == []
+    waiting = {trial.system_attrs["retry_history"][-1] for trial in trials if trial.state is TrialState.WAITING}
+    lost = {trial.number for trial in trials if trial.state is TrialState.FAIL and (trial.params or trial.number == 0)}
+    assert waiting == lost, "what was returned waits to be run"
+
+
+def test_a_launch_that_is_repeated_is_returned(bench: StudyBench) -> None:
+    flaky = SimulatedResult(outcome=Outcome.COMMUNICATION_ERROR, startup_s=1, message="connection reset")
+    hill = Hill(override=lambda _: flaky if len(hill.configs) == 2 else None)
+    session = bench.session(bench.spec(confirm=0), SimulatedLauncher(hill, total_slots=2))
+    with ctrl_c_after(TrialRecorder, "record_steps", call=1):
+        session.run()
+    first, copy = bench.study().get_trials(deepcopy=False)[:2]
+    assert (first.state, copy.state) == (TrialState.FAIL, TrialState.WAITING)
+
+
+@pytest.mark.parametrize(("presses", "done"), [(1, True), (2, False)])
+def test_a_second_ctrl_c_waits_for_nothing(presses: int, done: bool) -> None:
+    steps: list[str] = []
+
+    def work() -> None:
+        with uninterrupted():
+            for _ in range(presses):
+                signal.raise_signal(signal.SIGINT)
+            steps.append("the rest")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert bool(steps) is done
+
+
+def test_signals_that_are_ignored_stay_so() -> None:
+    before: Callable[..., Any] | int | None = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with uninterrupted():
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
