@@ -239,7 +239,7 @@ def export(
         found = {"spec": hidden_data(study.stored_spec.model_dump(mode="json")), "verdict": verdict, "trials": rows}
         print(json.dumps(found, indent=2))
         return
-    plain = (
+    headings = (
         "number",
         "state",
         "outcome",
@@ -258,13 +258,13 @@ def export(
     params = sorted({key for row in rows for key in row["params"]})
     metrics = sorted({key for row in rows for key in row["metrics"]})
     writer = csv.writer(sys.stdout)
-    writer.writerow([*plain, *(f"param:{key}" for key in params), *(f"metric:{key}" for key in metrics)])
+    names = [*headings, *(f"param:{key}" for key in params), *(f"metric:{key}" for key in metrics)]
+    writer.writerow(map(plain, names))
     for row in rows:
-        writer.writerow(
-            [row[key] for key in plain]
-            + [row["params"].get(key) for key in params]
-            + [row["metrics"].get(key) for key in metrics]
-        )
+        cells = [row[key] for key in headings]
+        cells += [row["params"].get(key) for key in params]
+        cells += [row["metrics"].get(key) for key in metrics]
+        writer.writerow([plain(cell) if isinstance(cell, str) else cell for cell in cells])
 
 
 def delete(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from optuna_dsat.escape.html import safe_figure
-from optuna_dsat.escape.terminal import one_line
+from optuna_dsat.escape.terminal import one_line, plain
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report import figures
 from optuna_dsat.report.facts import (
@@ -140,6 +140,7 @@ def render(view: StudyView) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
+        finalize=lambda value: plain(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
     )
 
     def verbatim(name: str) -> Markup:

@@ -39,7 +39,10 @@ class SettingsCopy:
 
 def names_file(arg: str, file: str | Path, *, cwd: str) -> bool:
     """Whether an argument, or what stands behind its ``=``, is the path of a file."""
-    return (Path(cwd) / arg.rpartition("=")[2]).resolve() == Path(file).resolve()
+    try:
+        return (Path(cwd) / arg.rpartition("=")[2]).resolve() == Path(file).resolve()
+    except (ValueError, OSError):  # an argument that can be no path: a NUL character, half a surrogate pair
+        return False
 
 
 def settings_copy(

@@ -32,6 +32,7 @@ SQLITE_BUSY_TIMEOUT_S = 60.0
 
 CONNECT_TIMEOUT_S = 10
 """libpq's timeout for a connection, in seconds."""
+_LONGEST_CONNECT_S = 9999
 
 LOCK_TIMEOUT_S = 120.0
 """Timeout of ``Database.exclusive`` for the lock, in seconds."""
@@ -56,10 +57,29 @@ def engine_options(url: URL) -> dict[str, Any]:
         "hide_parameters": True,
         "connect_args": {
             "options": f"{options} -c timezone=utc".strip(),
-            "connect_timeout": int(str(url.query.get("connect_timeout", CONNECT_TIMEOUT_S))),
+            "connect_timeout": _connect_timeout_s(url),
             "application_name": str(url.query.get("application_name", "optuna-dsat")),
         },
     }
+
+
+def _lenient_text(data: bytes) -> str:
+    """Return stored text; what is no UTF-8 in it, which SQLite keeps like any other, fails no query."""
+    return data.decode("utf-8", errors="replace")
+
+
+def _connect_timeout_s(url: URL) -> int:
+    """Return libpq's timeout for a connection.
+
+    Raises:
+        StorageUrlError: If the URL's is no whole number.
+    """
+    given = str(url.query.get("connect_timeout", CONNECT_TIMEOUT_S))
+    if not given.isascii() or not given.isdigit() or len(given) > len(str(_LONGEST_CONNECT_S)):
+        raise StorageUrlError(
+            f"connect_timeout of the storage URL is {given[:40]!r}; it is a number of seconds, such as {CONNECT_TIMEOUT_S}."
+        )
+    return int(given)
 
 
 def install_events(engine: Engine) -> None:
@@ -69,6 +89,7 @@ def install_events(engine: Engine) -> None:
 
     @event.listens_for(engine, "connect")
     def configure(dbapi_connection: Any, _record: Any) -> None:
+        dbapi_connection.text_factory = _lenient_text
         dbapi_connection.isolation_level = None  # disables the driver's implicit BEGIN; `begin` below issues it
         cursor = dbapi_connection.cursor()
         for pragma in _SQLITE_PRAGMAS:

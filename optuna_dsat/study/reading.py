@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +19,7 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.store import StudyRecord
 from optuna_dsat.trials import attributes
 
-__all__ = ["check_profile_names", "check_record", "check_study_attributes", "check_trials", "reading"]
+__all__ = ["check_paths", "check_profile_names", "check_record", "check_study_attributes", "check_trials", "reading"]
 
 _REASON_CHARS = 200
 _LEARNED_VARIABLES = "ACCELERATE_"
@@ -141,6 +142,17 @@ def check_trials(trials: Sequence[FrozenTrial]) -> None:
             raise ValueError(f"trial {trial.number}: its micro-batch is {repr(config[MICRO_BATCH])[:60]}")
         if config is not None and Structure.of(config).stage not in (0, 1, 2, 3):
             raise ValueError(f"trial {trial.number}: its ZeRO stage is {repr(Structure.of(config).stage)[:60]}")
+
+
+def check_paths(*paths: str) -> None:
+    """Check that texts can be paths.
+
+    Raises:
+        ValueError: Names one with a NUL character or half a surrogate pair.
+    """
+    for path in paths:
+        if b"\x00" in os.fsencode(path):
+            raise ValueError(f"{path[:60]!r} can be no path")
 
 
 def check_profile_names(modules: Sequence[str], environment: Mapping[str, str]) -> None:

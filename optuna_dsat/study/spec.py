@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from pathlib import Path
@@ -37,7 +38,7 @@ def parse_bytes(text: str) -> int:
     Raises:
         UsageError: If the text is not a positive number with a known unit.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
+    match = re.fullmatch(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([a-z]*)\s*", text.lower())
     if match is None or match.group(2) not in _UNITS or float(match.group(1)) <= 0:
         raise UsageError(f"{text!r} is not a size: write a positive number with a unit, such as 2GiB or 900MiB.")
     return math.floor(float(match.group(1)) * _UNITS[match.group(2)])
@@ -85,7 +86,7 @@ class MethodOptions(_Frozen):
     """``asha``: s of arXiv:1810.05934."""
     free_batch: bool = False
     """``random``, ``binary``, ``asha``: whether micro-batches may be larger than the history suggests."""
-    memory_margin: float = Field(default=0.05, ge=0, lt=1)
+    memory_margin: float = Field(default=0.0, ge=0, lt=1)
     """``guided``: share of the device's memory that a launch is expected to leave free."""
     min_gain: float = Field(default=0.003, ge=0)
     """``guided``: the search ends when no configuration is expected to improve the metric by this share of it."""
@@ -141,7 +142,7 @@ class StudySpec(_Frozen):
     """Most retries of a trial after a communication error, a stall or a time-out."""
     follow_batch: bool = True
     """Whether to find out what sets the script's batch size if that is not its DeepSpeed config."""
-    random_seed: int = Field(default=42, ge=0)
+    random_seed: int = Field(default=42, ge=0, le=2**32 - 1)
     enqueue_user_config: bool = True
     launcher: Literal["warm", "torchrun"] = "warm"
     """How trials are launched: forked from a process with the heavy modules imported, or by plain torchrun."""
@@ -172,6 +173,11 @@ class StudySpec(_Frozen):
         if not self.name.strip() or self.name in (".", "..") or "/" in self.name or not self.name.isprintable():
             rule = "no slash, no control characters, not blank"
             raise ValueError(f"--study is {self.name!r}; a name is also that of a folder: {rule}")
+        try:
+            json.dumps(self.model_dump(), ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError as error:
+            found = repr(error.object[max(0, error.start - 20) : error.end])
+            raise ValueError(f"{found} is no text in UTF-8, which a study is stored as: write it otherwise") from None
         if self.method not in METHODS:
             raise ValueError(f"the method is {self.method!r}; it must be one of {', '.join(METHODS)}")
         if self.metric not in METRICS:

@@ -19,7 +19,14 @@ from optuna_dsat.store import Store, StoredLaunch, StudyRecord
 from optuna_dsat.study.finalists import Finalist, finalists_of, standing_of
 from optuna_dsat.study.paired import Ratio
 from optuna_dsat.study.profile import Profiled
-from optuna_dsat.study.reading import check_profile_names, check_record, check_study_attributes, check_trials, reading
+from optuna_dsat.study.reading import (
+    check_paths,
+    check_profile_names,
+    check_record,
+    check_study_attributes,
+    check_trials,
+    reading,
+)
 from optuna_dsat.study.result import complete_config, trial_row
 from optuna_dsat.study.rounds import Rounds
 from optuna_dsat.study.space import objective, space_of
@@ -272,6 +279,7 @@ def spec_of(record: StudyRecord) -> StudySpec:
         spec = StudySpec.model_validate(dict(record.spec))
         if spec.name != record.name:
             raise ValueError(f"it is that of a study {spec.name!r}")
+        check_paths(spec.script.script, spec.script.cwd, spec.script.config_path, spec.output_dir, spec.nvme_path or "")
     return spec
 
 
