@@ -1,0 +1,116 @@
+"""A database that goes away in mid-run is named, and what was measured is kept; one of others is left as it is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+
+from optuna_dsat.cli import main
+from optuna_dsat.errors import StorageError, StorageUrlError
+from optuna_dsat.launch.simulated import SimulatedResult
+from optuna_dsat.store import Store, has_our_tables
+from tests.harness.entry_points import EntryPointBench, bench
+from tests.harness.landscapes import Hill
+
+__all__ = ["bench"]
+
+DATABASE = Path("optuna-dsat.db")
+SEARCH = ("random", "train.py", "ds.json", "--cpu-ranks", "2", "--metric", "throughput", "--max-trials", "4")
+SEARCH += ("--study", "s", "--confirm", "0")
+
+
+def leave(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as left:
+        main([*arguments])
+    return int(left.value.code or 0)
+
+
+def remove() -> None:
+    for path in Path().glob("optuna-dsat.db*"):
+        path.unlink()
+
+
+def replace() -> None:
+    shutil.copy(DATABASE, "copy.db")
+    Path("copy.db").rename(DATABASE)
+
+
+@pytest.mark.parametrize("goes", [remove, replace])
+def test_a_database_that_goes_away_ends_the_run_with_what_it_measured(
+    bench: EntryPointBench, capsys: pytest.CaptureFixture[str], goes: Any
+) -> None:
+    launches = []
+
+    def away_at_the_third(_: Mapping[str, Any]) -> SimulatedResult | None:
+        launches.append(1)
+        if len(launches) == 3:
+            goes()
+        return None
+
+    bench.landscape = Hill(override=away_at_the_third)
+    assert leave(*SEARCH) == 5
+    shown = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "was removed or replaced while the study ran" in shown
+    (kept,) = Path().rglob("kept_results.json")
+    assert str(kept.resolve()) in shown
+    found = json.loads(kept.read_text())
+    assert found
+    assert found[0]["outcome"] == "measured"
+    assert found[0]["value"] > 0
+    if goes is remove:
+        assert not DATABASE.exists(), "nor is an empty one made in its place"
+
+
+def test_no_part_of_a_store_goes_on(tmp_path: Path) -> None:
+    with Store.open(f"sqlite:///{tmp_path / 'a.db'}") as store:
+        store.create_study("s", {"a": 1})
+        store.require_present()
+        (tmp_path / "a.db").unlink()
+        for work in (
+            store.list_studies,
+            lambda: store.storage.get_all_studies(),
+            lambda: store.create_study("t", {"a": 1}),
+            lambda: store.exclusive("look").__enter__(),
+            store.require_present,
+        ):
+            with pytest.raises(StorageError, match="was removed or replaced"):
+                work()
+
+
+@pytest.fixture
+def of_optuna() -> str:
+    """A database of Optuna's alone in the working directory, with a study of another's."""
+    url = f"sqlite:///{DATABASE}"
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study(storage=url, study_name="theirs")
+    study.optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=1)
+    study._storage._backend.engine.dispose()  # type: ignore[attr-defined]
+    return url
+
+
+def content() -> dict[str, str]:
+    return {str(p): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(Path().rglob("*")) if p.is_file()}
+
+
+@pytest.mark.usefixtures("bench")
+def test_a_dry_run_writes_nothing_into_a_database_of_others(of_optuna: str) -> None:
+    assert not has_our_tables(of_optuna)
+    before = content()
+    assert leave(*SEARCH, "--dry-run", "--storage", of_optuna) == 0
+    assert leave(*SEARCH[:-4], "--study", "theirs", "--dry-run", "--storage", of_optuna) == 2
+    for command in (("studies",), ("show", "theirs"), ("resume", "theirs"), ("delete", "theirs", "--yes")):
+        assert leave(*command, "--storage", of_optuna) == 2
+    assert leave("db", "check", "--storage", of_optuna) == 0
+    assert content() == before
+    with pytest.raises(StorageUrlError, match="no study of optuna-dsat"):
+        Store.open(of_optuna, create=False)
+    assert leave(*SEARCH, "--storage", of_optuna) == 0, "a search adds its tables"
+    assert has_our_tables(of_optuna)
+    assert leave(*SEARCH, "--dry-run", "--storage", of_optuna) == 0
