@@ -161,8 +161,9 @@ def last_json(text: str) -> dict[str, Any] | None:
 
 
 def last_line(ran: Ran) -> str:
-    """Return the last line that a command said, shortened."""
-    return last_of(ran.errors or ran.output) or f"exit code {ran.exit_code}, not a word"
+    """Return the last line that a command said, shortened; the tool's own where the script's log stands below it."""
+    own = [line for line in ran.errors.splitlines() if line.startswith("optuna-dsat: The profile launch ended with ")]
+    return last_of(own[-1] if own else ran.errors or ran.output) or f"exit code {ran.exit_code}, not a word"
 
 
 def last_of(text: str) -> str:

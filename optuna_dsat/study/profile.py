@@ -238,7 +238,7 @@ def measure_profile(
         if not (report.outcome.infeasible or (record.needs_zero_3 and only_zero_3)):
             least = _own_micro_batch(spec, record)
             if least <= attempt.micro_batch:
-                raise _failure(spec, report)
+                raise _failure(spec, report, record)
             attempts.appendleft(attempt)
             continue
         pipeline = record.engine is not None and record.engine.pipeline
@@ -332,7 +332,7 @@ def _mapped_defaults(spec: StudySpec, record: LaunchRecord) -> dict[str, int]:
     return {option: known[option] for option in spec.script.arg_mappings.values() if option in known}
 
 
-def _hint(spec: StudySpec, report: LaunchReport) -> str:
+def _hint(spec: StudySpec, report: LaunchReport, record: LaunchRecord) -> str:
     """Return a further explanation of a failed profile launch; empty if there is none."""
     if report.outcome is Outcome.OUT_OF_DATA:
         return (
@@ -340,19 +340,22 @@ def _hint(spec: StudySpec, report: LaunchReport) -> str:
             "put `with optuna_dsat.dsat_reporting_context(...)` around forward, backward and step"
         )
     autos = [key for key, value in ds_config.flatten(spec.ds_config).items() if value == ds_config.AUTO]
-    if report.outcome is Outcome.INVALID_CONFIG or "auto" in report.error_excerpt:
+    if not autos or not (report.outcome is Outcome.INVALID_CONFIG or "auto" in report.error_excerpt):
+        return ""
+    if record.trainer is not None and record.trainer.framework == "transformers":
         return (
-            f'. "auto" is filled in by the Hugging Face Trainer and, in part, by accelerate and Lightning, not by '
-            f"DeepSpeed: give {', '.join(autos)} a value"
-            if autos
-            else ""
+            '. The Hugging Face Trainer fills in "auto" from TrainingArguments: if the value is one of '
+            f"{', '.join(autos)}, set it there or in the config"
         )
-    return ""
+    return (
+        '. "auto" is filled in by the Hugging Face Trainer and, in part, by accelerate and Lightning, not by '
+        f"DeepSpeed: give {', '.join(autos)} a value"
+    )
 
 
-def _failure(spec: StudySpec, report: LaunchReport) -> DsatError:
+def _failure(spec: StudySpec, report: LaunchReport, record: LaunchRecord) -> DsatError:
     return ScriptFailedError(
-        f"The profile launch ended with {report.outcome.value}: {report.message}" + _hint(spec, report),
+        f"The profile launch ended with {report.outcome.value}: {report.message}" + _hint(spec, report, record),
         traceback_tail=report.error_excerpt,
         log_path=report.log_path,
     )

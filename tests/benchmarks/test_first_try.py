@@ -176,6 +176,8 @@ def test_a_search_is_judged_by_what_was_witnessed() -> None:
     assert judged(ran(), None, "").verdict == "wrong"
     assert judged(ran(code=4), None, "").message == "it says why"
     assert judged(ran(code=4), None, "").verdict == "refused"
+    ended = "optuna-dsat: The profile launch ended with timeout: longer than the limit"
+    assert judged(ran(code=4, errors=f"said\n{ended}\n\nINFO: a log\n"), None, "").message == ended
     assert judged(ran(code=None), None, "").verdict == "lost"
     assert judged(ran(code=1, errors="Traceback (most recent call last)\nKeyError"), None, "").verdict == "lost"
 

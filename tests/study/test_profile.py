@@ -13,7 +13,7 @@ from optuna_dsat.errors import ScriptFailedError
 from optuna_dsat.launch.follow import follow
 from optuna_dsat.launch.simulated import SimulatedResult
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.runtime.events import RankFailed
+from optuna_dsat.runtime.events import RankFailed, TrainerFound
 from optuna_dsat.runtime.trial_config import PartitionedModelError
 from optuna_dsat.study import profile
 from optuna_dsat.study.profile import Profiled, profile_attempts
@@ -135,3 +135,30 @@ def test_the_users_own_micro_batch_is_the_one_that_the_script_means(bench: Study
     left = {key: value for key, value in spec.ds_config.items() if key != "train_micro_batch_size_per_gpu"}
     assert profile._own_micro_batch(spec.model_copy(update={"ds_config": left}), record) == 6
     assert profile._own_micro_batch(spec, SimpleNamespace(engine=None)) == 1  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("framework", "hint"),
+    [
+        ("transformers", 'fills in "auto" from TrainingArguments: if the value is one of scheduler.params.warmup'),
+        ("lightning", "not by DeepSpeed: give scheduler.params.warmup a value"),
+        (None, "not by DeepSpeed: give scheduler.params.warmup a value"),
+    ],
+)
+def test_what_auto_stands_for_is_looked_for_where_it_is_filled_in(
+    bench: StudyBench, monkeypatch: pytest.MonkeyPatch, framework: str | None, hint: str
+) -> None:
+    def followed(*args: Any, **kwargs: Any) -> Any:
+        record, report = follow(*args, **kwargs)
+        if framework is not None:
+            record.trainer = TrainerFound(
+                rank=0, time=1.0, framework=framework, micro_batch=2, gradient_accumulation_steps=1, options={}
+            )
+        return record, report
+
+    monkeypatch.setattr(profile, "follow", followed)
+    landscape = Hill(lambda _: SimulatedResult(outcome=Outcome.INVALID_CONFIG, startup_s=1.0, message="got 0"))
+    spec = bench.spec(max_trials=1)
+    scheduler = {"scheduler": {"params": {"warmup": "auto"}}}
+    with pytest.raises(ScriptFailedError, match=hint):
+        bench.run(spec.model_copy(update={"ds_config": {**spec.ds_config, **scheduler}}), landscape)

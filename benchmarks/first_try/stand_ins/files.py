@@ -56,6 +56,17 @@ def _records(path: Path, *, fields: dict[str, int], rows: int = 256, lines: bool
     path.write_text(text, encoding="utf-8")
 
 
+def _csv(path: Path, *, fields: dict[str, int], rows: int = 256) -> None:
+    """Write a CSV table of text; ``fields``: name -> words."""
+    import csv
+
+    draw = random.Random(7)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        table = csv.writer(file)
+        table.writerow(fields)
+        table.writerows([_sentence(draw, words) for words in fields.values()] for _ in range(rows))
+
+
 def _conversations(path: Path, *, rows: int = 256, roles: tuple[str, str] = ("user", "assistant")) -> None:
     """Write conversations of two turns as a JSON list, as LLaVA, FastChat and Qwen read them."""
     draw = random.Random(7)
@@ -91,6 +102,7 @@ GENERATORS: dict[str, Callable[..., None]] = {
     "text": _text,
     "gzip": _gzip_bytes,
     "records": _records,
+    "csv": _csv,
     "conversations": _conversations,
     "images": _images,
     "tokens": _tokens,
