@@ -23,7 +23,7 @@ class Markdown(str):
 
 def literal(value: object) -> Markdown:
     """Return text that stands for itself in a paragraph, heading or cell, in one line."""
-    escaped = _SPECIAL.sub(r"\\\1", one_line(value))
+    escaped = _SPECIAL.sub(r"\\\1", one_line(value).strip())
     return Markdown(_LIST_MARK.sub(r"\1\2\\\3", escaped))
 
 

@@ -1,0 +1,122 @@
+"""One place a medium: what comes from elsewhere is shown as it is."""
+
+from __future__ import annotations
+
+import io
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from markdown_it import MarkdownIt
+
+from optuna_dsat.cli.tables import print_table
+from optuna_dsat.escape.html import figure_text, safe_figure
+from optuna_dsat.escape.markdown import Markdown, code, fenced, literal, table
+from optuna_dsat.escape.paths import OutsideError, held_inside
+from optuna_dsat.escape.shell import shell_line
+from optuna_dsat.escape.terminal import CELL_CHARS, cell, one_line, plain, say
+from optuna_dsat.escape.urls import page_address
+
+TEXTS = [
+    "plain words, 0.95 x (yes)",
+    "`", "``", "a`b``c```d", " `edge` ", "two\n\nlines", "# heading", "- item", "1. item", "1) item", "+ item",
+    "> quote", "===", "---", "***", "| a | b |", "\\", "\\`", "[a](http://b.invalid)", "![a](http://b.invalid/c.png)",
+    "<img src=x>", "<!-- c -->", "&amp;", "*a* _b_ ~~c~~", "```\ncode\n```", "    indented", "http\t\ttabs",
+]  # fmt: skip
+
+
+def rendered(note: str) -> str:
+    """Return the text that a reader sees of a note."""
+    parser = MarkdownIt("commonmark").enable("table").enable("strikethrough")
+    shown = []
+    for block in parser.parse(note):
+        assert block.type not in ("html_block", "heading_open", "bullet_list_open", "blockquote_open", "hr"), note
+        for one in block.children or ():
+            assert one.type in ("text", "code_inline", "softbreak", "text_special"), (note, one)
+            shown.append(one.content)
+        if block.type == "fence":
+            shown.append(block.content.removesuffix("\n"))
+    return "".join(shown)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_in_markdown_reads_as_it_is(text: str) -> None:
+    for make in (literal, code):
+        assert rendered(make(text)).split() == text.split(), make
+    assert rendered(fenced(text)) == text.rstrip()
+    row = rendered(table(("a", "b"), [(text, code(text))]))
+    assert row.split() == ("ab" + " ".join(text.split()) * 2).split() or text.split()[0] in row
+
+
+def test_what_is_markdown_already_stays_in_a_table() -> None:
+    shown = table(("a",), [(Markdown("**b|c**"),), (None,), ("**d**",)])
+    assert shown == "| a |\n| --- |\n| **b\\|c** |\n|  |\n| \\*\\*d\\*\\* |"
+
+
+def test_control_characters_are_written_out() -> None:
+    assert plain("a\x1b[31mb\x07\rc\u202ed\ud800\ttab\nline") == "a\\x1b[31mb\\x07\\x0dc\\u202ed\\ud800\ttab\nline"
+    assert plain("Grüße, 你好 \U0001f600") == "Grüße, 你好 \U0001f600"
+    assert one_line("a\n  b\tc") == "a b c"
+    assert len(one_line("x" * 10**6)) < CELL_CHARS + 60
+    assert cell("[bold]x[/usr/lib] list[int]").plain == "[bold]x[/usr/lib] list[int]"
+    assert cell(None).plain == ""
+
+
+def test_a_stream_that_lacks_characters_gets_them_written_out() -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii", write_through=True)
+    say("a \u20ac \x1b[0m \ud800", file=stream)
+    assert raw.getvalue() == b"a \\u20ac \\x1b[0m \\ud800\n"
+
+
+def test_a_table_shows_brackets(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(("list[int]",), [("[rank0] [/usr/lib]\x1b[2J",)])
+    shown = capsys.readouterr().out
+    assert "list[int]" in shown
+    assert "[rank0] [/usr/lib]\\x1b[2J" in shown
+
+
+def test_a_figure_has_no_tags_of_others() -> None:
+    assert figure_text("<b>a</b> & c") == "&lt;b&gt;a&lt;/b&gt; &amp; c"
+    figure = {"data": [{"text": ["<b>x</b><br><a href='http://e.invalid'>y</a>", 1]}], "layout": {"title": "<img>"}}
+    assert safe_figure(figure) == {
+        "data": [{"text": ["<b>x</b><br>&lt;a href='http://e.invalid'>y&lt;/a>", 1]}],
+        "layout": {"title": "&lt;img>"},
+    }
+
+
+def test_a_command_line_gives_the_words_back() -> None:
+    words = ["a b", "$(touch x)", "it's", "", "`x`", "--a=b"]
+    assert shlex.split(shell_line(words)) == words
+    hostile = ["a\x1b[0mb", "two\nlines", "tab\there", "it's \x07 \\n"]
+    line = shell_line(hostile)
+    assert plain(line) == line
+    assert "\n" not in line
+    shown = subprocess.run(["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, check=True).stdout
+    assert shown.decode().split("\0")[:-1] == hostile
+
+
+def test_addresses() -> None:
+    assert page_address("::1", 80, "a b", "../c") == "http://[::1]:80/a%20b/..%2Fc"
+    assert page_address("localhost", 8080, 1) == "http://localhost:8080/1"
+
+
+def test_paths_are_held_inside_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "study"
+    (folder / "trial").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(folder, target_is_directory=True)
+    assert held_inside(tmp_path / "link", "trial", "log") == folder / "trial" / "log"
+    (folder / "out").symlink_to(tmp_path, target_is_directory=True)
+    (folder / "circle").symlink_to(folder / "circle")
+    for names in (
+        ("..",),
+        ("trial", "..", "..", "x"),
+        ("/etc",),
+        ("out", "x"),
+        ("a\x00b",),
+        (".",),
+        ("x" * 300, "y", "..", "..", ".."),
+    ):
+        with pytest.raises(OutsideError):
+            held_inside(folder, *names)
