@@ -5,6 +5,8 @@ Importing it imports neither torch nor Optuna: each command imports what it runs
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import signal
 import sys
@@ -28,14 +30,17 @@ from optuna_dsat.cli.report import report
 from optuna_dsat.cli.search import add_searches
 from optuna_dsat.cli.train import train
 from optuna_dsat.display.stopping import EXIT_INTERRUPTED
-from optuna_dsat.errors import DsatError, ScriptFailedError
-from optuna_dsat.escape.terminal import say
+from optuna_dsat.errors import DsatError, ScriptFailedError, UsageError
+from optuna_dsat.escape.terminal import one_line, say
 from optuna_dsat.runtime.plain_text import TEXT_CHARS, shortened
 from optuna_dsat.secrecy.references import hidden_text
 from optuna_dsat.version import __version__
 
 __all__ = ["app", "main"]
 
+LINE_CHARS = 900
+"""Longest text of a message about what was given."""
+_ERRORS_OF_PATHS = frozenset({errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.ENOTDIR})
 EXIT_NO_READER = 1
 """Exit code if nobody reads stdout any more; typer's own."""
 
@@ -97,7 +102,9 @@ def _commands() -> TyperGroup:
 
 
 def _report(error: DsatError) -> None:
-    say(f"optuna-dsat: {hidden_text(str(error))}", file=sys.stderr)
+    text = hidden_text(str(error))
+    shown = one_line(text, limit_chars=LINE_CHARS) if isinstance(error, UsageError) else text
+    say(f"optuna-dsat: {shown}", file=sys.stderr)
     if isinstance(error, ScriptFailedError):
         if error.traceback_tail:
             say(f"\n{shortened(hidden_text(error.traceback_tail.rstrip()), TEXT_CHARS)}", file=sys.stderr)
@@ -111,8 +118,37 @@ def _failed_file(error: OSError) -> str:
     return f"{what}{error.strerror or error}. What was stored before is intact; resume the study once this is repaired."
 
 
+def _open_streams() -> None:
+    """Open the standard streams that are closed: files opened later would take their places."""
+    for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != descriptor:
+                os.dup2(opened, descriptor)
+            setattr(sys, name, os.fdopen(descriptor, mode, closefd=False))
+
+
+def _drop_stdout() -> None:
+    """Lose what was not written to stdout, which would fail again when the interpreter exits."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _check_folder() -> None:
+    """Refuse a working directory that is gone.
+
+    Raises:
+        UsageError: If it is.
+    """
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise UsageError("The working directory was deleted: change to one that exists.") from None
+
+
 def main(argv: list[str] | None = None) -> NoReturn:
     """Run the command; exit with 0 (found), 2 (usage), 3 (nothing runs), 4 (script error), 5 (database) or 130."""
+    _open_streams()
     if argv is None:
         hide_secrets()
     arguments = sys.argv[1:] if argv is None else argv
@@ -122,6 +158,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
 
     signal.signal(signal.SIGTERM, interrupt)
     try:
+        _check_folder()
         arguments = lift_option(spread_numbers(arguments, "--zero-stages"), "--options")
         if SEARCHES.intersection(arguments):  # other commands are spared the parsers of all of them
             arguments = unfold_command(arguments, _commands(), cwd=Path.cwd())
@@ -134,13 +171,20 @@ def main(argv: list[str] | None = None) -> NoReturn:
         context = getattr(error, "ctx", None)  # only usage errors have one
         remedy = "" if context is None else f" See {context.command_path} --help."
         if error.format_message():  # empty if the help was shown instead
-            say(f"optuna-dsat: {error.format_message().rstrip('.')}.{remedy}", file=sys.stderr)
+            text = one_line(error.format_message().rstrip("."), limit_chars=LINE_CHARS)
+            say(f"optuna-dsat: {text}.{remedy}", file=sys.stderr)
         sys.exit(error.exit_code)
     except BrokenPipeError:  # the reader of stdout, such as `head`, has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()
         sys.exit(EXIT_NO_READER)
-    except OSError as error:  # a disk that fails where nobody expects it
+    except OSError as error:
+        if error.errno in _ERRORS_OF_PATHS:
+            what = "" if error.filename is None else f"{error.filename}: "
+            say(f"optuna-dsat: {one_line(f'{what}{error.strerror}.', limit_chars=LINE_CHARS)}", file=sys.stderr)
+            sys.exit(UsageError.exit_code)
+        # else a disk that fails where nobody expects it
         say(f"optuna-dsat: {_failed_file(error)}", file=sys.stderr)
+        _drop_stdout()
         sys.exit(EXIT_STORAGE)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(EXIT_INTERRUPTED)

@@ -25,6 +25,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 from typer.exceptions import TyperException
 
+from optuna_dsat.config.documents import check_nesting, checked, read_document
 from optuna_dsat.errors import UsageError
 
 __all__ = ["OptionsFile", "find_options", "read_options"]
@@ -132,11 +133,11 @@ def find_options(folder: Path) -> OptionsFile | None:
     for parent in (folder, *folder.parents):
         path = parent / "pyproject.toml"
         try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError):
+            text = read_document(path).decode()
+        except (OSError, UnicodeDecodeError, UsageError):
             continue  # absent, unreadable or not UTF-8, as TOML has to be: not a file with our table
         if _TABLE in text:
-            table = _parse_toml(path, text).get("tool", {}).get(_TABLE)
+            table = _own_table(_parse_toml(path, text))
             if table is not None:
                 return _options_file(path, table)
     return None
@@ -149,16 +150,21 @@ def read_options(path: Path) -> OptionsFile:
         UsageError: If it cannot be read, or is not a table of options.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_document(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--options {path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
     if path.suffix.lower() == ".toml":
         table = _parse_toml(path, text)
-        return _options_file(path, table.get("tool", {}).get(_TABLE, {}) if "tool" in table else table)
+        return _options_file(path, (_own_table(table) or {}) if "tool" in table else table)
     import yaml
 
+    check_nesting(text, f"--options {path}")
     try:
-        return _options_file(path, yaml.safe_load(text) or {})
+        return _options_file(path, checked(yaml.safe_load(text), f"--options {path}") or {})
+    except (ValueError, OverflowError, RecursionError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"{path} is not YAML: it holds what is no value, or too deep ({_first_line(error)})."
+        ) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = "" if mark is None else f" (line {mark.line + 1})"
@@ -169,9 +175,19 @@ def read_options(path: Path) -> OptionsFile:
 
 def _parse_toml(path: Path, text: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{path} is not TOML: {error}.") from None
+        return dict(checked(tomllib.loads(text), str(path)))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is not TOML: {_first_line(error)}.") from None
+
+
+def _own_table(document: Mapping[str, Any]) -> Any:
+    """Return what stands under ``[tool.optuna-dsat]``; None if nothing does."""
+    tools = document.get("tool")
+    return tools.get(_TABLE) if isinstance(tools, dict) else None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0][:200]
 
 
 def _options_file(path: Path, table: Any) -> OptionsFile:

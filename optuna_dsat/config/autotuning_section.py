@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -105,6 +106,11 @@ def positive_int(value: Any, key: str, *, where: str = "") -> int:
     Raises:
         ConfigError: If it is not an integer of at least 1; ``where`` and ``key`` name the value in the message.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < 1:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not 1 <= value < math.inf
+        or value != int(value)
+    ):
         raise ConfigError(f"{where}{key} is {value!r}; it must be a whole number of at least 1.")
     return int(value)

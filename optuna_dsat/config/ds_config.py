@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from optuna_dsat.config.autotuning_section import Autotuning, parse_autotuning, positive_int
+from optuna_dsat.config.documents import checked, read_document, read_hjson
 from optuna_dsat.errors import ConfigError
 from optuna_dsat.runtime.atomic_write import write_text_atomic
 from optuna_dsat.runtime.flattening import flatten
@@ -127,7 +128,7 @@ def load(path: str | Path | None) -> UserConfig:
     if path is None:
         return UserConfig(path="", raw={}, autotuning=parse_autotuning({}), lists={})
     try:
-        data = Path(path).read_bytes()
+        data = read_document(path, ConfigError)
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such DeepSpeed config file.") from None
     except IsADirectoryError:
@@ -156,28 +157,20 @@ def parse(text: str, *, path: str = "<config>") -> UserConfig:
     try:
         raw = json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, path), parse_constant=_no_constant)
     except json.JSONDecodeError as error:
-        raw = _hjson(text)
+        raw = read_hjson(text)
         if not isinstance(raw, dict):
             where = f"{path}, line {error.lineno}, column {error.colno}"
             raise ConfigError(f"{where}: not JSON ({error.msg}), nor HJSON.") from None
+    except ValueError:
+        raise ConfigError(f"{path}: holds a whole number of more than 64 bits.") from None
     except RecursionError:
         raise ConfigError(f"{path}: nested too deeply to be a DeepSpeed config.") from None
     except _BadConstantError as error:
         raise ConfigError(f"{path}: {error} is no JSON number.") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: a DeepSpeed config is a JSON object, this is {_kind(raw)}.")
-    _check_shape(raw, path)
+    _check_shape(checked(raw, path, ConfigError), path)
     return UserConfig(path=path, raw=raw, autotuning=parse_autotuning(raw, path=path), lists=_lists(raw))
-
-
-def _hjson(text: str) -> Any:
-    """Return what HJSON text holds, as DeepSpeed reads a config with comments; None if it is not HJSON."""
-    import hjson
-
-    try:
-        return json.loads(hjson.dumpsJSON(hjson.loads(text)))
-    except (ValueError, RecursionError):
-        return None
 
 
 class _BadConstantError(Exception):

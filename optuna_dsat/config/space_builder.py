@@ -302,7 +302,7 @@ class _Builder:
             allowed = [normalise(MICRO_BATCH, "count", value) for value in listed]
         held_samples, unit = self._request.samples_per_rank, 1 if held else self._request.divisible_by
         if held_samples is not None:
-            of_batch = range(1, held_samples + 1) if allowed is None else allowed
+            of_batch = range(max(1, low), min(high, held_samples) + 1) if allowed is None else allowed
             allowed = [value for value in of_batch if held_samples % value == 0]
         if unit > 1:
             allowed = [value for value in _multiples(unit, high) if allowed is None or value in allowed]

@@ -31,6 +31,8 @@ __all__ = [
 ]
 
 DEFAULT_CPU_RANKS = 2
+MOST_CPU_RANKS = 1024
+"""Far more ranks than the cores of any machine train anything on."""
 """Ranks of a launch on a machine without a GPU: the smallest number at which ZeRO partitions anything."""
 
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -130,6 +132,10 @@ def cpu_devices(ranks: int) -> Devices:
     """
     if ranks < 1:
         raise UsageError(f"There must be at least one rank; got {ranks}. Give --cpu-ranks 1 or more.")
+    if ranks > MOST_CPU_RANKS:
+        raise UsageError(
+            f"--cpu-ranks is {ranks}; this machine has {os.cpu_count()} cores. Give at most {MOST_CPU_RANKS}."
+        )
     memory, name = host_memory_bytes(), _cpu_name()
     return Devices(
         kind="cpu",

@@ -82,7 +82,7 @@ def _read(path: Path) -> Any:
 
         try:
             return yaml.safe_load(text)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError, OverflowError, RecursionError, TypeError, AttributeError):
             return None
     import hjson
 

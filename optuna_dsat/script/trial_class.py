@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from optuna_dsat.config.documents import check_nesting, checked, read_document
 from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH
 from optuna_dsat.errors import UsageError
 from optuna_dsat.runtime.flattening import nest
@@ -246,11 +247,20 @@ def read_settings(path: str | Path, *, what: str) -> Any:
     import yaml
 
     try:
-        record = _read_yaml(Path(path).read_text(encoding="utf-8"))
+        text = read_document(path).decode()
+        check_nesting(text, str(path))
+        record = checked(_read_yaml(text), str(path))
     except OSError as error:
         raise UsageError(f"{what} {path} cannot be read: {error.strerror}.") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is neither YAML nor JSON: {' '.join(str(error).split())}.") from None
+    except UsageError:
+        raise
+    except (ValueError, OverflowError, RecursionError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UsageError(
+            f"{path} is neither YAML nor JSON: it holds what is no value, or too deep ({reason})."
+        ) from None
     return {} if record is None else record
 
 

@@ -12,6 +12,8 @@ from optuna_dsat.secrecy.names import is_secret, is_secret_name, looks_random
 __all__ = ["HIDDEN", "Found", "find_secrets", "hidden", "hidden_data", "replaced"]
 
 HIDDEN = "***"
+_MOST_CHARS = 1_000_000
+"""Longest text that is looked at: no argument of a command is longer."""
 
 _SHAPES = tuple(
     re.compile(pattern)
@@ -40,15 +42,15 @@ _LEAST_CHANGES = 14
 """Changes between small letters, capitals and digits in 40 characters; a text drawn at random has some 25."""
 _DATABASE_URL = re.compile(
     r"(?i)\b(?:postgres|mysql|mariadb|mssql|oracle|cockroach|snowflake|redshift|mongodb|rediss?|amqps?)[\w+.-]*://"
-    r"[^:/@\s]*:(?P<secret>[^\s]+?)@(?=[^@\s]*(?:\s|$))"
+    r"[^:/@\s]*:(?P<secret>\S+)@(?=\S)"
 )
 """As SQLAlchemy splits it: the password may hold ``/``, ``#`` and ``?``."""
 _URL = re.compile(
-    r"[a-zA-Z][a-zA-Z0-9+.-]*://[^/\s:@?#]*:(?!\d{1,5}(?:[/?#\s]|$))(?P<secret>[^@\s]+(?:@[^@/?#\s]+)*)@(?=[^\s@])"
+    r"(?<![a-zA-Z0-9+.-])[a-zA-Z][a-zA-Z0-9+.-]*://[^/\s:@?#]*:(?!\d{1,5}(?:[/?#\s]|$))(?P<secret>[^@\s]+(?:@[^@/?#\s]+)*)@(?=[^\s@])"
 )
-_URL_USER = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://(?P<secret>[^/\s:@?#]{16,})@")
+_URL_USER = re.compile(r"(?<![a-zA-Z0-9+.-])[a-zA-Z][a-zA-Z0-9+.-]*://(?P<secret>[^/\s:@?#]{16,})@")
 _NAMED = re.compile(
-    r"(?P<name>[A-Za-z][\w.-]*)(?P<quote>[\"']?)\s*(?P<mark>[=:])\s*"
+    r"(?<![\w.-])(?P<name>[A-Za-z][\w.-]*)(?P<quote>[\"']?)\s*(?P<mark>[=:])\s*"
     r"(?:\"(?P<double>[^\"]+)\"|'(?P<single>[^']+)'|(?P<bare>(?!//)[^\s\"'&,;={}\[\]()<>]+(?:=+(?![^\s\"'&,;]))?))"
 )
 _AFTER_OPTION = re.compile(r"(?<![\w-])--?(?P<name>[A-Za-z][\w.-]*)\s+(?P<value>[^\s\"'-][^\s\"']*)")
@@ -83,7 +85,7 @@ def find_secrets(text: str, *, prose: bool = False) -> list[Found]:
 
 
 def _candidates(text: str, *, prose: bool) -> Iterator[Found]:
-    if len(text) < 4:
+    if not 4 <= len(text) <= _MOST_CHARS:
         return
     for match in _NAMED.finditer(text):
         group = next(one for one in ("double", "single", "bare") if match[one] is not None)

@@ -88,6 +88,8 @@ def _checked_sqlite(url: URL, shown: str) -> URL:
     path = Path(str(url.database)).absolute()
     if not path.parent.is_dir():
         raise StorageUrlError(f"The storage '{shown}' cannot be opened: the directory {path.parent} does not exist.")
+    if path.exists() and not path.is_dir() and not path.is_file():
+        raise StorageUrlError(f"The storage '{shown}' cannot be opened: {path} is no file.")
     if path.is_dir():
         raise StorageUrlError(f"The storage '{shown}' cannot be opened: {path} is a directory.")
     for needed in (path.parent, path):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from optuna_dsat.config.documents import checked
 from optuna_dsat.errors import UsageError
 
 __all__ = ["NO_CONFIG", "named_config", "share", "split_environment", "split_fixed", "split_mappings", "split_stages"]
@@ -64,9 +65,11 @@ def split_fixed(pairs: Sequence[str] | None) -> dict[str, Any] | None:
         if not equals or not key or not text:
             raise UsageError(f"--fix is {pair!r}; write KEY=VALUE, such as --fix overlap_comm=true.")
         try:
-            fixed[key] = json.loads(text)
+            fixed[key] = checked(json.loads(text), f"--fix {key}")
         except ValueError:
             fixed[key] = text
+        except RecursionError:
+            raise UsageError(f"--fix {key} is nested too deeply.") from None
     return fixed
 
 

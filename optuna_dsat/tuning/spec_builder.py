@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from optuna_dsat.config import ds_config
+from optuna_dsat.config.documents import is_pipe
+from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.devices import Devices
 from optuna_dsat.launch.host_memory import available_memory_bytes
 from optuna_dsat.script.arg_mapping import parse_mappings
@@ -48,7 +50,7 @@ def build_spec(method: str, options: TuneOptions, devices: Devices) -> StudySpec
             args=refer_in_command(target.args, secrets),
             is_module=target.is_module,
             cwd=str(Path.cwd()),
-            config_path="" if path is None else str(path.resolve()),
+            config_path="" if path is None else str(path.absolute() if is_pipe(path) else path.resolve()),
             arg_mappings=parse_mappings(mappings),
             environment=secrets.data(options.env or {}),
         ),
@@ -77,11 +79,22 @@ def _settings(options: TuneOptions) -> dict[str, Any]:
     if stages := settings.pop("zero_stages", ()):
         settings["zero_stages"] = tuple(sorted(set(stages)))
     if "nvme_path" in settings:
-        settings["nvme_path"] = os.fspath(settings["nvme_path"])
+        settings["nvme_path"] = _existing_folder(os.fspath(settings["nvme_path"]))
     for name in ("no_tune", "preload", "no_preload"):
         if name in settings:
             settings[name] = tuple(str(one) for one in settings[name])
     return settings
+
+
+def _existing_folder(path: str) -> str:
+    """Return the path of the folder for NVMe offload.
+
+    Raises:
+        UsageError: If it is not there, or cannot be written to.
+    """
+    if not os.path.isdir(path) or not os.access(path, os.W_OK | os.X_OK):
+        raise UsageError(f"--nvme-path is {path}, which is no folder that can be written to.")
+    return path
 
 
 def _device_memory(options: TuneOptions, devices: Devices) -> int | None:

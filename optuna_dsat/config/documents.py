@@ -1,0 +1,152 @@
+"""Files of the user's, read within bounds: size, depth, numbers, and the time that a pipe may take."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import re
+import select
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from optuna_dsat.errors import UsageError
+
+__all__ = ["check_nesting", "checked", "is_pipe", "read_document", "read_hjson"]
+
+_MOST_BYTES = 16 * 2**20
+_MOST_DEPTH = 64
+_MOST_VALUES = 100_000
+"""Values of a document, those behind an alias counted wherever it stands."""
+_BRACKETS = re.compile(r"[\[{\]}]")
+_MOST_BRACKETS = 256
+_LARGEST_INTEGER = 2**63 - 1
+_PIPE_S = 3.0
+"""Longest time in which a pipe's writer begins, or goes on."""
+
+
+def is_pipe(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path is that of a pipe, such as ``<(...)`` of a shell, whose content can be read once."""
+    try:
+        return stat.S_ISFIFO(Path(path).stat().st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def read_document(path: str | os.PathLike[str], error: Callable[[str], UsageError] = UsageError) -> bytes:
+    """Return the content of a file, or of a pipe, which is kept: it is there only once.
+
+    Args:
+        path: The file.
+        error: Makes the error of a message.
+
+    Raises:
+        OSError: If it cannot be opened or read.
+        UsageError: If it is neither file nor pipe, larger than a document is, or a pipe that nobody writes to.
+    """
+    text = os.fspath(path)
+    if "\x00" in text:
+        raise error("A path has no NUL character.")
+    descriptor = os.open(text, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        found = os.fstat(descriptor)
+        if stat.S_ISDIR(found.st_mode):
+            raise IsADirectoryError(errno.EISDIR, "Is a directory", text)
+        if stat.S_ISFIFO(found.st_mode):
+            return _pipe_content((os.path.realpath(text), found.st_ino), descriptor, text, error)
+        if not stat.S_ISREG(found.st_mode) and text != os.devnull:
+            raise error(f"{path} is no file: it is a device or a socket.")
+        if found.st_size > _MOST_BYTES:
+            raise error(f"{path} has {found.st_size} bytes, more than the {_MOST_BYTES} that are read.")
+        with os.fdopen(os.dup(descriptor), "rb") as file:
+            return file.read(_MOST_BYTES)
+    finally:
+        os.close(descriptor)
+
+
+_pipes: dict[tuple[str, int], bytes] = {}
+"""Pipe -> what it held, of this process."""
+
+
+def _pipe_content(key: tuple[str, int], descriptor: int, path: str, error: Callable[[str], UsageError]) -> bytes:
+    if key in _pipes:
+        return _pipes[key]
+    parts: list[bytes] = []
+    waiting = select.poll()
+    waiting.register(descriptor, select.POLLIN)
+    deadline = time.monotonic() + _PIPE_S
+    while time.monotonic() < deadline:
+        if not waiting.poll(100):
+            continue
+        try:
+            part = os.read(descriptor, 2**16)
+        except BlockingIOError:
+            continue
+        if not part and parts:
+            _pipes[key] = b"".join(parts)
+            return _pipes[key]
+        if not part:  # nobody writes yet, or it was empty
+            time.sleep(0.05)
+            continue
+        parts.append(part)
+        deadline = time.monotonic() + _PIPE_S
+        if sum(map(len, parts)) > _MOST_BYTES:
+            raise error(f"{path} gives more than the {_MOST_BYTES} bytes that are read.")
+    raise error(f"{path} is a pipe, and nothing was written to it within {_PIPE_S:.0f} s.")
+
+
+def check_nesting(text: str, where: str, error: Callable[[str], UsageError] = UsageError) -> None:
+    """Refuse a text whose brackets are nested so deeply that a parser written in Python takes seconds to fail.
+
+    Raises:
+        UsageError: If they are.
+    """
+    depth = 0
+    for bracket in _BRACKETS.findall(text):
+        depth = depth + 1 if bracket in "[{" else max(0, depth - 1)
+        if depth > _MOST_BRACKETS:
+            raise error(f"{where} is nested too deeply.")
+
+
+def checked(data: Any, where: str, error: Callable[[str], UsageError] = UsageError) -> Any:
+    """Return the data of a document if they are within bounds.
+
+    Args:
+        data: What was parsed.
+        where: The document, for messages.
+        error: Makes the error of a message.
+
+    Raises:
+        UsageError: If they are nested too deeply or in themselves, too many, or a number is beyond all measure.
+    """
+    left, pending = _MOST_VALUES, [(data, 0)]
+    while pending:
+        value, depth = pending.pop()
+        left -= 1
+        if depth > _MOST_DEPTH:
+            raise error(f"{where} is nested in itself, or more than {_MOST_DEPTH} levels deep.")
+        if left < 0:
+            raise error(f"{where} holds more than {_MOST_VALUES} values.")
+        if isinstance(value, dict):
+            pending += [(one, depth + 1) for pair in value.items() for one in pair]
+        elif isinstance(value, list | tuple | set):
+            pending += [(one, depth + 1) for one in value]
+        elif isinstance(value, int) and abs(value) > _LARGEST_INTEGER:
+            raise error(f"{where} holds a whole number of more than 64 bits.")
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise error(f"{where} holds a number that is not finite.")
+    return data
+
+
+def read_hjson(text: str) -> Any:
+    """Return what HJSON text holds, as DeepSpeed reads a config with comments; None if it is not HJSON."""
+    import hjson
+
+    try:
+        return json.loads(hjson.dumpsJSON(hjson.loads(text)))
+    except (ValueError, OverflowError, RecursionError):
+        return None
