@@ -145,6 +145,21 @@ def test_a_process_key_is_not_fooled_by_a_reused_number() -> None:
     assert ProcessKey.of(2**22 + 1) is None
 
 
+def test_a_child_whose_parent_ended_at_the_fork_ends_too() -> None:
+    """Its parent is another process by the time that it asks."""
+    code = (
+        "import os, sys\n"
+        "from optuna_dsat.runtime.rank_process import die_with_parent\n"
+        "die_with_parent(os.getppid() if sys.argv[1] == 'mine' else 4194305)\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    codes = [
+        subprocess.run([sys.executable, "-c", code, parent], env=environ, check=False).returncode
+        for parent in ("mine", "gone")
+    ]
+    assert codes == [0, -9]
+
+
 def test_a_zombie_is_dead() -> None:
     process = subprocess.Popen(["true"])
     deadline = time.monotonic() + 5
