@@ -63,7 +63,7 @@ def test_what_a_killed_tuner_leaves_is_removed_by_the_next_start(tmp_path: Path)
     assert "2 temporary folders" in done.stdout
     assert done.stdout.count("\n") == 1
     assert not shared or "2 files in shared memory" in done.stdout
-    assert [path for path in (tmp_path / "tmp").glob("optuna-dsat-*/launches/*")] == []
+    assert list((tmp_path / "tmp").glob("optuna-dsat-*/launches/*")) == []
     again = subprocess.run([sys.executable, "-c", NEXT], env=environ, cwd=tmp_path, capture_output=True, text=True)
     assert again.returncode == 0, again.stderr
     assert "temporary" not in again.stdout
