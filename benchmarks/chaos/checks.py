@@ -57,12 +57,10 @@ def _values(trial: optuna.trial.FrozenTrial) -> tuple[float, ...] | None:
 
 def violations(ended: Ended, *, url: str, name: str, budget: int, output: Path) -> list[str]:
     """Return what does not hold, in words."""
+    if ended.code != 0:
+        how = "hung" if ended.code is None else f"ended with {ended.code}"
+        return [f"the last tuner {how}: {ended.stderr[-500:]}"]
     return [
-        *(
-            []
-            if ended.code == 0
-            else [f"the last tuner {'hung' if ended.code is None else f'ended with {ended.code}'}"]
-        ),
         *_study(ended, url=url, name=name, budget=budget),
         *(f"process left: {pid}" for pid in ended.processes),
         *(f"shared memory left: {path}" for path in ended.shared_memory),
@@ -86,6 +84,6 @@ def _study(ended: Ended, *, url: str, name: str, budget: int) -> Iterator[str]:
     measured = Counter(one.user_attrs[attributes.CONFIG_KEY] for one in outcomes)
     yield from (f"measured {count} times: {key[:60]}" for key, count in measured.items() if count > 1)
     for one in outcomes:
-        if one.user_attrs[attributes.OUTCOME] != Outcome.MEASURED:
+        if one.user_attrs[attributes.OUTCOME] not in (Outcome.MEASURED, Outcome.PRUNED):
             message = one.user_attrs.get(attributes.MESSAGE, "")
             yield f"trial {one.number} is {one.user_attrs[attributes.OUTCOME]} by a kill: {message[:160]}"

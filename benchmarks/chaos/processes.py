@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import psutil
 
-from optuna_dsat.launch.leftovers import shared_memory_of
 from optuna_dsat.launch.processes import find_marked
-from optuna_dsat.runtime.leavings import SHARED_MEMORY
 
-__all__ = ["ROLES", "marked_of", "roles_of", "shared_memory_left"]
+__all__ = ["ROLES", "marked_of", "roles_of"]
 
 ROLES = ("tuner", "warm parent", "agent", "rank")
 _WARM_PARENT = "optuna_dsat.launch.warm_process"
@@ -51,9 +48,3 @@ def marked_of(tuners: Iterable[int]) -> list[int]:
     """Return the living processes that carry the mark of one of these tuners."""
     numbers = {str(tuner) for tuner in tuners}
     return [one.key.pid for one in find_marked() if one.mark.split(":")[1] in numbers]
-
-
-def shared_memory_left(before: Iterable[Path]) -> set[Path]:
-    """Return files in shared memory that were not there before and that no living process has open or mapped."""
-    new = set(SHARED_MEMORY.iterdir()) - set(before)
-    return new - shared_memory_of(psutil.pids())

@@ -14,9 +14,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from benchmarks.chaos.checks import Ended, State, finished_of, violations
-from benchmarks.chaos.processes import ROLES, marked_of, roles_of, shared_memory_left
-from optuna_dsat.runtime.leavings import SHARED_MEMORY
+from benchmarks.chaos.processes import ROLES, marked_of, roles_of
+from optuna_dsat.launch.leftovers import shared_memory_of
 
 __all__ = ["BUDGET", "Fire", "StudyUnderFire"]
 
@@ -27,8 +29,10 @@ LIMIT_S = 1200.0
 """How long a tuner that nothing befalls any more may take."""
 PATIENCE_S = 15.0
 """How long processes and files may take to be gone."""
-_PAUSES_S = (0.5, 12.0)
-"""Shortest and longest time between two blows."""
+_PAUSES_S = (0.0, 4.0)
+"""Shortest and longest time from the moment at which a role is there to the blow."""
+ROLE_S = 120.0
+"""How long a role is waited for."""
 
 _SCRIPT = """
 import sys
@@ -83,6 +87,8 @@ class StudyUnderFire:
     _tuners: list[subprocess.Popen[bytes]] = field(default_factory=list)
     _all: list[int] = field(default_factory=list)
     _seen: dict[int, State] = field(default_factory=dict)
+    _memory: set[Path] = field(default_factory=set)
+    """Files in shared memory that its launches were seen to use."""
 
     @property
     def url(self) -> str:
@@ -94,16 +100,14 @@ class StudyUnderFire:
         (self.folder / "train.py").write_text(_SCRIPT)
         (self.folder / "ds.json").write_text(json.dumps(_CONFIG))
         (self.folder / "tmp").mkdir()
-        before = set(SHARED_MEMORY.iterdir())
         self._tuner(*self._search())
         for _ in range(blows):
             self._keep_going()
-            self._wait(self.rng.uniform(*self.fire.pause_s))
-            if all(tuner.returncode == 0 for tuner in self._tuners):
-                break
             self._strike()
+            if all(tuner.poll() == 0 for tuner in self._tuners):
+                break
         code = self._finish()
-        return violations(self._ended(code, before), url=self.url, name=NAME, budget=BUDGET, output=self._output)
+        return violations(self._ended(code), url=self.url, name=NAME, budget=BUDGET, output=self._output)
 
     @property
     def _output(self) -> Path:
@@ -149,7 +153,8 @@ class StudyUnderFire:
         """Wait, and remember what was finished meanwhile."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and any(tuner.poll() is None for tuner in self._tuners):
-            time.sleep(0.1)
+            self._memory |= shared_memory_of(marked_of(self._all))
+            time.sleep(0.2)
         self._remember()
 
     def _remember(self) -> None:
@@ -157,23 +162,29 @@ class StudyUnderFire:
             self._seen.setdefault(number, was)
 
     def _strike(self) -> None:
-        """Kill or stop one process: a role is drawn among those that live, then one of its processes."""
-        alive = [tuner.pid for tuner in self._tuners if tuner.returncode is None]
-        roles = roles_of(alive)
-        if not roles:
+        """Kill a process of a role that is drawn first, at a random moment once there is one, or stop a tuner."""
+        stop = self.rng.random() < self.fire.stops
+        role = "tuner" if stop else self.rng.choice(ROLES)
+        deadline = time.monotonic() + ROLE_S
+        while not self._of(role) and time.monotonic() < deadline:
+            if all(tuner.poll() is not None for tuner in self._tuners):
+                return
+            self._wait(0.5)
+        self._wait(self.rng.uniform(*self.fire.pause_s))
+        if not (found := self._of(role)):
             return
-        if self.rng.random() < self.fire.stops:
-            victim = self.rng.choice(roles["tuner"])
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(victim, signal.SIGSTOP)
+        victim = self.rng.choice(found)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGSTOP if stop else signal.SIGKILL)
+            self.blows["stopped tuner" if stop else role] += 1
+            if stop:
                 time.sleep(self.fire.stop_s)
                 os.kill(victim, signal.SIGCONT)
-            self.blows["stopped tuner"] += 1
-            return
-        role = self.rng.choice([one for one in ROLES if one in roles])
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.rng.choice(roles[role]), signal.SIGKILL)
-        self.blows[role] += 1
+
+    def _of(self, role: str) -> list[int]:
+        """Return the living processes of a role."""
+        alive = [tuner.pid for tuner in self._tuners if tuner.poll() is None]
+        return roles_of(alive).get(role, [])
 
     def _finish(self) -> int | None:
         """Let the study end; return the exit code of the last tuner, None if it hung."""
@@ -194,16 +205,20 @@ class StudyUnderFire:
             return self._tuners[0].wait(LIMIT_S)
         return max(tuner.returncode for tuner in self._tuners)
 
-    def _ended(self, code: int | None, before: set[Path]) -> Ended:
+    def _memory_left(self) -> set[Path]:
+        """Return what its launches used in shared memory and no living process has open or mapped."""
+        return {path for path in self._memory if path.exists()} - shared_memory_of(psutil.pids())
+
+    def _ended(self, code: int | None) -> Ended:
         deadline = time.monotonic() + PATIENCE_S
-        while (marked_of(self._all) or shared_memory_left(before)) and time.monotonic() < deadline:
+        while (marked_of(self._all) or self._memory_left()) and time.monotonic() < deadline:
             time.sleep(0.5)
         folder = self.folder / "tmp"
         return Ended(
             code=code,
             seen=self._seen,
             processes=tuple(marked_of(self._all)),
-            shared_memory=tuple(sorted(map(str, shared_memory_left(before)))),
+            shared_memory=tuple(sorted(map(str, self._memory_left()))),
             temporary=tuple(str(path.relative_to(folder)) for path in folder.rglob("*") if _is_left(path)),
             stderr="".join(
                 path.read_text(encoding="utf-8", errors="replace") for path in sorted(self.folder.glob("*.stderr"))

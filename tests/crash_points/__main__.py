@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import math
 import os
 import pickle
 import random
@@ -12,12 +13,13 @@ import shutil
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import NoReturn
 
 import optuna
 from sqlalchemy.engine import make_url
@@ -29,6 +31,9 @@ from tests.harness.databases import Server, revisions_loaded_once, running_serve
 
 SEED = "OPTUNA_DSAT_CRASH_SEED"
 """Environment variable with the seed of a sample, to repeat one."""
+
+_ANSWERS = "answers"
+"""File in which a process of the harness leaves what came of its blows."""
 
 _SUBREAPER = 36
 """``PR_SET_CHILD_SUBREAPER`` of prctl(2): orphans of ended processes become children of this one."""
@@ -51,6 +56,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sample", type=int, help="Try so many blows instead of all.")
     parser.add_argument("--every", type=int, default=1, help="Try each Nth blow instead of all.")
     parser.add_argument("--seed", type=int, help=f"Seed of the sample; otherwise {SEED}, or drawn.")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="Try no further ones after so many minutes.")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="Studies at a time.")
     parser.add_argument("--json", type=Path, help="Write every outcome to this file, one line each.")
     return parser.parse_args(argv)
@@ -76,10 +82,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{case.words}: {len(reference.points)} points", flush=True)
         if asked.sample is not None:
             print(f"a sample of {len(trials)}; to repeat it: {SEED}={seed}", flush=True)
-        tried = _try_all(trials, studies, references, folder=folder, jobs=asked.jobs)
+        until = time.monotonic() + 60 * asked.minutes
+        tried = _try_all(trials, studies, references, folder=folder, jobs=asked.jobs, until=until)
     if asked.json is not None:
         asked.json.write_text("".join(f"{json.dumps({**asdict(t), **asdict(r)})}\n" for t, r in tried))
-    return _show(tried)
+    return _show(tried, chosen=len(trials))
 
 
 def _studies(asked: argparse.Namespace, folder: Path, server: Server | None) -> Iterator[StudyOfPoints]:
@@ -128,29 +135,26 @@ def _try_all(
     *,
     folder: Path,
     jobs: int,
+    until: float,
 ) -> list[tuple[Trial, Tried]]:
-    """Try blows in several processes; each tells what came of its own through a pipe."""
-    readers: list[tuple[int, BinaryIO]] = []
+    """Try blows in several processes; each writes what came of its own to a file.
+
+    Raises:
+        RuntimeError: If one of the processes died.
+    """
     sys.stdout.flush()
+    children = []
     for job in range(jobs):
-        read, write = os.pipe()
         child = os.fork()
         if child == 0:
-            os.close(read)
-            _work(trials[job::jobs], studies, references, folder=folder / f"job-{job}", answers=write)
-        os.close(write)
-        readers.append((child, os.fdopen(read, "rb")))
+            _work(trials[job::jobs], studies, references, folder=folder / f"job-{job}", until=until)
+        children.append(child)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    if any(codes):
+        raise RuntimeError(f"Processes of the harness ended with {codes}.")
     tried: list[tuple[Trial, Tried]] = []
-    for child, reader in readers:
-        with reader:
-            while True:
-                try:
-                    tried.append(pickle.load(reader))
-                except EOFError:
-                    break
-        os.waitpid(child, 0)
-    if len(tried) != len(trials):
-        raise RuntimeError(f"{len(tried)} of {len(trials)} blows were tried: a process of the harness died.")
+    for job in range(jobs):
+        tried += pickle.loads((folder / f"job-{job}" / _ANSWERS).read_bytes())
     return tried
 
 
@@ -160,32 +164,37 @@ def _work(
     references: dict[Case, Reference],
     *,
     folder: Path,
-    answers: int,
-) -> None:
-    """Try blows in this process, and end it."""
+    until: float,
+) -> NoReturn:
+    """Try blows in this process until a moment of the monotonic clock, and end it."""
     code = 1
     try:
         ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
         by_case = {study.case: study.moved(folder / str(number)) for number, study in enumerate(studies)}
-        with os.fdopen(answers, "wb") as pipe:
-            for trial in trials:
-                tried = by_case[trial.case].strike(trial.number, trial.blow, references[trial.case])
-                pickle.dump((trial, tried), pipe)
-                pipe.flush()
-                if tried.violations:
-                    _say(trial, tried)
+        answers = []
+        for trial in trials:
+            if time.monotonic() > until:
+                break
+            answers.append((trial, by_case[trial.case].strike(trial.number, trial.blow, references[trial.case])))
+            _say(*answers[-1])
+        (folder / _ANSWERS).write_bytes(pickle.dumps(answers))
         code = 0
+    except BaseException:  # noqa: BLE001 - the process ends here, whatever it is
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(code)
 
 
 def _say(trial: Trial, tried: Tried) -> None:
+    if not tried.violations:
+        return
     place = f"{trial.case.words}, {trial.blow} at point {trial.number} ({tried.point.kind}: {tried.point.what})"
     print(f"{place}: {'; '.join(tried.violations)}", flush=True)
 
 
-def _show(tried: Sequence[tuple[Trial, Tried]]) -> int:
+def _show(tried: Sequence[tuple[Trial, Tried]], *, chosen: int) -> int:
     """Print how many blows of each kind were tried and what became of the processes; return 1 for any violation."""
     rows: dict[tuple[str, str], Counter[str]] = {}
     for trial, result in tried:
@@ -199,7 +208,8 @@ def _show(tried: Sequence[tuple[Trial, Tried]]) -> int:
     for (words, blow), count in sorted(rows.items()):
         print(f"{words:32} {blow:10}" + "".join(f" {count[name]:>15}" for name in columns))
     wrong = sum(count["violations"] for count in rows.values())
-    print(f"{len(tried)} blows, {wrong} with violations")
+    left = f" ({chosen - len(tried)} more were not tried)" if chosen > len(tried) else ""
+    print(f"{len(tried)} blows, {wrong} with violations{left}")
     return 1 if wrong else 0
 
 
