@@ -26,11 +26,8 @@ from sqlalchemy.engine import make_url
 
 from optuna_dsat.store import Store
 from tests.crash_points.points import Blow, applies
-from tests.crash_points.runs import METHODS, Case, Reference, StudyOfPoints, Tried
+from tests.crash_points.runs import METHODS, SEED, Case, Reference, StudyOfPoints, Tried
 from tests.harness.databases import Server, revisions_loaded_once, running_server
-
-SEED = "OPTUNA_DSAT_CRASH_SEED"
-"""Environment variable with the seed of a sample, to repeat one."""
 
 _ANSWERS = "answers"
 """File in which a process of the harness leaves what came of its blows."""
@@ -73,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         stack.enter_context(revisions_loaded_once())
         server = stack.enter_context(running_server()) if "postgres" in asked.databases else None
-        studies = list(_studies(asked, folder, server))
+        studies = list(_studies(asked, folder, server, stack))
         for study in studies:
             study.warm_up()
         references = {study.case: study.reference() for study in studies}
@@ -89,11 +86,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _show(tried, chosen=len(trials))
 
 
-def _studies(asked: argparse.Namespace, folder: Path, server: Server | None) -> Iterator[StudyOfPoints]:
+def _studies(
+    asked: argparse.Namespace, folder: Path, server: Server | None, stack: ExitStack
+) -> Iterator[StudyOfPoints]:
     """Yield the studies: each method on a database with tables, and one that makes its own database."""
     for database in asked.databases:
         used = server if database == "postgres" else None
-        template = _template(folder, used)
+        template = _template(folder, used, stack)
         for method in asked.methods:
             case = Case(method=method, database=database)
             place = folder / f"{method}-{database}"
@@ -106,9 +105,11 @@ def _studies(asked: argparse.Namespace, folder: Path, server: Server | None) -> 
         )
 
 
-def _template(folder: Path, server: Server | None) -> str:
-    """Make a database with all tables; return its file, or its name on the server."""
+def _template(folder: Path, server: Server | None, stack: ExitStack) -> str:
+    """Make a database with all tables, which lasts as long as the stack; return its file, or its name on the server."""
     url = f"sqlite:///{folder}/template.db" if server is None else server.new_database()
+    if server is not None:
+        stack.callback(server.drop_database, url)
     Store.open(url).close()
     return str(make_url(url).database)
 
