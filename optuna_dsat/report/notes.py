@@ -72,7 +72,7 @@ def _best(view: StudyView) -> str:
     if baseline is not None:
         words = config_in_words(baseline.trial.user_attrs[attributes.CONFIG])
         rows.append(["your own config", baseline.trial.number, words, _value(view, baseline), _times(1.0)])
-    lines = [table(("", "trial", "configuration", view.metric, "speed-up"), rows)]
+    lines: list[str] = [table(("", "trial", "configuration", view.metric, "speed-up"), rows)]
     if baseline is None:
         lines.append("Your own config was not measured, so there is no speed-up to show.")
     lines += map(literal, verdict_in_words(verdict, metric=view.metric))

@@ -358,7 +358,7 @@ def decode_event(line: str) -> Event | None:
     try:
         record: dict[str, Any] = json.loads(line)
         cls = _KINDS[record.pop("kind")]
-        hints = _hints(cls)
+        hints = _hints(cls.kind)
         values = {key: _clean(value) for key, value in record.items() if key in hints}
         if not all(_fits(value, hints[key], signed=key in _SIGNED) for key, value in values.items()):
             return None
@@ -375,8 +375,9 @@ _LARGEST = 2**63
 
 
 @cache
-def _hints(cls: type[Event]) -> Mapping[str, Any]:
-    """Return the types of an event's fields."""
+def _hints(kind: str) -> Mapping[str, Any]:
+    """Return the types of the fields of a kind of event."""
+    cls = _KINDS[kind]
     hints = get_type_hints(cls)
     return {one.name: hints[one.name] for one in fields(cls)}
 

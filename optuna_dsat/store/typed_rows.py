@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from sqlalchemy import JSON, Column
+from sqlalchemy import JSON, ColumnElement
 
 from optuna_dsat.store.tables import Base
 
@@ -31,9 +31,9 @@ def wrong_value(name: str, value: object) -> ValueError:
     return ValueError(f"{name} is {repr(value)[:_SHOWN_CHARS]}")
 
 
-def _fits(value: Any, column: Column[Any]) -> bool:
+def _fits(value: Any, column: ColumnElement[Any]) -> bool:
     if value is None:
-        return bool(column.nullable)
+        return bool(getattr(column, "nullable", False))
     if isinstance(column.type, JSON):
         return isinstance(value, dict | list)
     kind = column.type.python_type

@@ -164,7 +164,7 @@ def elements(page: str) -> set[str]:
 
 def test_the_report_has_no_element_of_its_own(hostile: Path, template: Path, run_here: Run, tmp_path: Path) -> None:
     shutil.copytree(template, tmp_path / "plain")
-    pages = []
+    pages: list[str] = []
     for folder, name in ((hostile, NAME), (tmp_path / "plain", "s")):
         target = tmp_path / f"{len(pages)}.html"
         arguments = ("report", name, "--storage", f"sqlite:///{folder / 'study.db'}", "-o", str(target))

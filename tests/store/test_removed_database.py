@@ -22,8 +22,21 @@ from tests.harness.landscapes import Hill
 __all__ = ["bench"]
 
 DATABASE = Path("optuna-dsat.db")
-SEARCH = ("random", "train.py", "ds.json", "--cpu-ranks", "2", "--metric", "throughput", "--max-trials", "4")
-SEARCH += ("--study", "s", "--confirm", "0")
+SEARCH = (
+    "random",
+    "train.py",
+    "ds.json",
+    "--cpu-ranks",
+    "2",
+    "--metric",
+    "throughput",
+    "--max-trials",
+    "4",
+    "--study",
+    "s",
+    "--confirm",
+    "0",
+)
 
 
 def leave(*arguments: str) -> int:

@@ -17,8 +17,22 @@ from tests.harness.entry_points import EntryPointBench, bench
 
 __all__ = ["bench"]
 
-SEARCH = ("random", "train.py", "ds.json", "--cpu-ranks", "2", "--metric", "throughput", "--max-trials", "2")
-SEARCH += ("--confirm", "0", "--quiet", "--study", "s")
+SEARCH = (
+    "random",
+    "train.py",
+    "ds.json",
+    "--cpu-ranks",
+    "2",
+    "--metric",
+    "throughput",
+    "--max-trials",
+    "2",
+    "--confirm",
+    "0",
+    "--quiet",
+    "--study",
+    "s",
+)
 RESUME = ("resume", "s", "--max-trials", "3", "--confirm-time", "0")
 
 Leave = Callable[..., tuple[int, str]]
