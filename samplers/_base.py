@@ -30,7 +30,7 @@ from optuna_dsat.trials.lineage import (
     unused_micro_batches,
 )
 from optuna_dsat.trials.lineage_cache import StudyHistory, read_history, trial_notes
-from optuna_dsat.trials.lineage_index import Lineages
+from optuna_dsat.trials.lineage_index import Lineages, StructureGroup, structure_edge
 from optuna_dsat.trials.reach import within_reach
 
 __all__ = ["LineageSampler", "MaxMicroBatch", "Proposal"]
@@ -40,6 +40,8 @@ MaxMicroBatch = Callable[[Mapping[str, Any], Sequence[FrozenTrial]], int]
 
 _SEED_ATTR = "dsat:sampler_seed"
 _PLAN_ATTEMPTS = 3
+_COMPARED = 8
+"""Lineages that were too large whose memory is compared with that of another."""
 _MISSING = object()
 
 
@@ -192,14 +194,15 @@ class LineageSampler(BaseSampler):
             planned = _MISSING
         if planned is not _MISSING and _holds(param_distribution, planned):
             return planned
-        rng = generator(self._study_seed(study, notes), plan.get("draw", trial.number), param_name)
+        seed, number = self._study_seed(study, notes), plan.get("draw", trial.number)
+        rng = generator(seed, number, param_name)
         if sizes is not None:
             return self._sample_micro_batch(study, trial, sizes, notes, rng)
         if not isinstance(param_distribution, CategoricalDistribution):
             return draw(rng, param_distribution)
         history = self._history(study, trial, again=False)
         return draw_choice(
-            rng,
+            lambda about: generator(seed, number, about),
             param_name,
             param_distribution,
             params=trial.params,
@@ -311,6 +314,35 @@ class LineageSampler(BaseSampler):
         largest = distribution.high if self._max_micro_batch is None else self._max_micro_batch(params, history)
         return int(min(distribution.high, max(distribution.low, self._factor * largest)))
 
+    def _edge(
+        self, lineage: Lineage, lineages: Lineages, history: Sequence[FrozenTrial], distribution: IntDistribution
+    ) -> int | None:
+        """Return the largest micro-batch that the failures of others of the structure leave to try, None for any.
+
+        What was too large for a lineage is too large for those that need as much memory by the memory model, unless it
+        fitted one that needs no less than they do. Without such a lineage, or without a model, what was too large for
+        one, and fitted none, may be tried again: other buckets and flags may free enough memory for it, but not for
+        much more.
+        """
+        edge, group = structure_edge(lineage, lineages), lineages.structure_group(lineage.params)
+        if group is None or self._max_micro_batch is None or lineage.smallest_too_large is not None:
+            return edge
+        own = self._ceiling(lineage.params, history, distribution)
+        too_large = sorted((one.smallest_too_large or 0, one.first_number, one.key) for one in _failed(group))
+        fitted = sorted((-(one.largest_fit or 0), one.first_number, one.key) for one in group.members.values())
+        limits = (
+            size - 1
+            for size, _, key in too_large[:_COMPARED]
+            if self._ceiling(lineages[key].params, history, distribution) >= own
+        )
+        limit = min(limits, default=None)
+        if limit is None or any(
+            -size > limit and self._ceiling(lineages[key].params, history, distribution) <= own
+            for size, _, key in fitted[:_COMPARED]
+        ):
+            return edge
+        return limit
+
     def _likely(self, lineage: Lineage, low: int, high: int) -> int:
         """Return the lower end of the interval to try, raised to its upper half while the memory model is trusted.
 
@@ -348,6 +380,11 @@ class LineageSampler(BaseSampler):
     def _store_plan(self, study: Study, trial: FrozenTrial, notes: _TrialNotes, plan: dict[str, Any]) -> None:
         study._storage.set_trial_system_attr(trial._trial_id, PLAN_ATTR, plan)
         notes.plan = plan
+
+
+def _failed(group: StructureGroup) -> Sequence[Lineage]:
+    """Return the lineages of a structure that ran out of memory at some micro-batch."""
+    return [one for one in group.members.values() if one.smallest_too_large is not None]
 
 
 def _without(params: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from optuna.trial import FrozenTrial
 from optuna_dsat.samplers._base import LineageSampler, Proposal
 from optuna_dsat.trials.bisection import edge_interval, refine
 from optuna_dsat.trials.lineage import Lineage, middle, past_peak, search_interval, unused_micro_batches
-from optuna_dsat.trials.lineage_index import Lineages, best_lineage, best_score, structure_edge
+from optuna_dsat.trials.lineage_index import Lineages, best_lineage, best_of_all, best_score
 
 __all__ = ["BinarySearchSampler"]
 
@@ -32,7 +32,8 @@ class BinarySearchSampler(LineageSampler):
       fitted or two were too large: models seldom err by a factor of two;
     - if a lineage of the same structure (ZeRO stage and offload) was measured: a new lineage starts with the best one's
       micro-batch, so that both are compared at the same size, and an eighth lower if that is too large. It goes no
-      further than micro-batches that were too large, or slower, for the others.
+      further than micro-batches that were slower for the best one, or too large for others that need no more memory.
+      The first lineage of a structure starts with the micro-batch of the best one of the study.
 
     A bisection ends when ``low > high``. For a rate (a metric to maximize) it also ends when less than a twentieth of
     the micro-batch is left, or when the lineage cannot become the best of the study, as a rate grows at most in
@@ -91,13 +92,14 @@ class BinarySearchSampler(LineageSampler):
             best_other = _best_other(lineage, lineages, direction)
             ceiling = self._ceiling(lineage.params, history, distribution)
             limits = (
-                structure_edge(lineage, lineages),
+                self._edge(lineage, lineages, history, distribution),
                 None if best_other is None else _first_slower(best_other, direction),
             )
             ceiling = min([ceiling, *(limit for limit in limits if limit is not None)])
             bounds = edge_interval(lineage, ceiling, distribution, direction=direction, best=best)
             if bounds is not None:
-                size = self._pick(lineage, best_other, *bounds, distribution, direction)
+                model = best_other or _best_elsewhere(lineage, lineages, direction)
+                size = self._pick(lineage, model, *bounds, distribution, direction)
                 return Proposal(micro_batch=size, low=bounds[0], high=bounds[1])
         gap = lineage.derived(
             ("gap", direction, distribution, best),
@@ -108,7 +110,7 @@ class BinarySearchSampler(LineageSampler):
     def _pick(
         self,
         lineage: Lineage,
-        best_other: Lineage | None,
+        model: Lineage | None,
         low: int,
         high: int,
         distribution: IntDistribution,
@@ -116,9 +118,9 @@ class BinarySearchSampler(LineageSampler):
     ) -> int:
         """Return where to divide the interval: first at the best of another lineage's, then in the middle."""
         left = unused_micro_batches(low, high, distribution, used=lineage.used)
-        best = None if best_other is None else best_other.best(direction)
-        if best_other is not None and best is not None and lineage.largest_fit is None:
-            target = best_other.size(best)
+        best = None if model is None else model.best(direction)
+        if model is not None and best is not None and lineage.largest_fit is None:
+            target = model.size(best)
             if target > high:
                 target = high - high // 8
             return min(left, key=lambda size: (abs(size - target), size))
@@ -143,6 +145,14 @@ def _best_other(lineage: Lineage, lineages: Lineages, direction: StudyDirection)
     if best is not None and best.key == lineage.key:
         return None
     return best
+
+
+def _best_elsewhere(lineage: Lineage, lineages: Lineages, direction: StudyDirection) -> Lineage | None:
+    """Return the best lineage of the study for one whose own structure was not measured, None if there is none."""
+    group = lineages.structure_group(lineage.params)
+    if direction == StudyDirection.MINIMIZE or (group is not None and best_lineage(group, direction) is not None):
+        return None
+    return best_of_all(lineages, direction)
 
 
 def _first_slower(lineage: Lineage, direction: StudyDirection) -> int | None:

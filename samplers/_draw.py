@@ -1,18 +1,19 @@
-"""Draws the knobs of a new lineage: balanced over those opened before, weighted by what is known to fit.
+"""Draws the knobs of a new lineage: by what was learnt of their effects, else balanced over those opened before.
 
 Pure functions of the history and of a random generator. Four rules, in this order:
 
 1. A choice all of whose completions were opened before is not drawn: no lineage is opened twice.
 2. The first lineage of a structure (ZeRO stage and offload) has the usual values of all other knobs, if they are known:
-   the user's, or DeepSpeed's defaults. In later ones each of these knobs is taken over from the best lineage of the
-   structure with probability 3/4 (uniform crossover with a new draw; Syswerda 1989), so that good configurations are
-   varied rather than forgotten.
-3. Choices are balanced rather than independent: with weights ``w`` and counts ``n`` of lineages opened so far, one of
-   the choices with the largest ``w / (2 n + 1)`` is taken (the highest averages of Sainte-Laguë), ties at random. With
-   equal weights this is one coordinate of a Latin hypercube (McKay et al. 1979): every choice comes once before any
-   comes again, so few lineages cover all choices.
-4. All weights are equal except those of ``zero_stage`` and the offload knobs, which decide what fits and what is
-   communicated: see ``_structural_weight`` and ``_structure_merit``.
+   the user's, or DeepSpeed's defaults, unless other structures showed a choice to be surely better. In later ones each
+   of these knobs is taken over from the best lineage of the structure with probability 1/2 (uniform crossover with a
+   new draw; Syswerda 1989), so that good configurations are varied rather than forgotten.
+3. Once some launches were measured (``optuna_dsat.trials.effects``), a structure is drawn in proportion to what it may
+   gain (``optuna_dsat.samplers._structures``), and a choice of a knob with the chance that it is the best.
+4. Before, choices are balanced rather than independent: with weights ``w`` and counts ``n`` of lineages opened so far,
+   one of the choices with the largest ``w / (2 n + 1)`` is taken (highest averages of Sainte-Laguë), ties at random.
+   With equal weights this is one coordinate of a Latin hypercube (McKay et al. 1979): every choice comes once before
+   any comes again. All weights are equal except those of ``zero_stage`` and the offload knobs, which decide what fits:
+   see ``_structural_weight``.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ from optuna.distributions import (
 )
 from optuna.study import StudyDirection
 
+from optuna_dsat.samplers._structures import DEAD_FACTOR, HOPELESS_FACTOR, dead, draw_structure, largest_fit
+from optuna_dsat.trials.effects import effects_of
 from optuna_dsat.trials.lineage import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, STRUCTURE, agrees, structure
-from optuna_dsat.trials.lineage_index import Lineages, StructureGroup, best_lineage, best_structure_score
+from optuna_dsat.trials.lineage_index import Lineages, StructureGroup, best_lineage
 
 __all__ = ["Usual", "draw", "draw_choice", "generator"]
 
@@ -41,17 +44,7 @@ _OFFLOAD_WEIGHTS = (1 / 16, 1 / 2)
 """Bounds of the weight of offloading if a lineage fits without: 1 / (largest micro-batch that fits)."""
 _UNKNOWN_WEIGHT = 1 / 8
 """Weight of offloading while it is unknown what fits without."""
-_DEAD_FACTOR = 1 / 4
-"""Factor per lineage that did not fit at the smallest micro-batch, if none of its structure fits."""
-_HOPELESS_FACTOR = 1 / 50
-"""Factor if the pruner calls all structures with this choice hopeless."""
-_MIN_JUDGED_LAUNCHES = 3
-"""Conclusive launches of a structure from which its best metric counts."""
-_MERIT_POWER = 12
-"""A structure at 95 % of the best is drawn about half as often, one at 80 % of it 0.07 times."""
-_LEAST_RATIO = 0.65
-"""Lower bound of that ratio."""
-_INHERITANCE_PROBABILITY = 3 / 4
+_INHERITANCE_PROBABILITY = 1 / 2
 """Probability that a knob is taken over from the best lineage of its structure."""
 
 Usual = Callable[[str, Mapping[str, Any]], Any]
@@ -76,7 +69,7 @@ def draw(rng: random.Random, distribution: BaseDistribution) -> Any:
 
 
 def draw_choice(
-    rng: random.Random,
+    generate: Callable[[str], random.Random],
     name: str,
     distribution: CategoricalDistribution,
     *,
@@ -90,7 +83,7 @@ def draw_choice(
     """Return the choice of one knob of a new lineage.
 
     Args:
-        rng: Breaks ties.
+        generate: What is drawn -> generator; equal for all knobs of a new lineage.
         name: The knob.
         distribution: Its choices.
         params: The knobs drawn before.
@@ -100,25 +93,59 @@ def draw_choice(
         direction: Direction of the metric.
         usual: Values of the first lineage of each structure; None to draw them like all others.
     """
-    context = structure(params)
-    groups = [group for group in lineages.structures.values() if group.complete]
+    context, choices = structure(params), distribution.choices
+    effects = effects_of(lineages, direction)
+    left = [choice for choice in choices if not lineages.tree.closed({**params, name: choice})]
+    if name in STRUCTURE and effects is not None:
+        drawn = draw_structure(
+            generate("structure"), context, lineages, effects, hopeless=hopeless, direction=direction
+        )
+        if drawn is not None and drawn.get(name) in left:
+            return drawn[name]
+    rng = generate(name)
     if name not in STRUCTURE:
         kept = _inherited(rng, name, params, context, lineages, opening, direction, usual)
-        if kept in distribution.choices and not lineages.tree.closed({**params, name: kept}):
+        if effects is not None and kept in choices and not _is_open(lineages, context):
+            kept = effects.better(name, kept, choices, params)
+        if kept in left:
             return kept
+        if effects is not None and left:
+            values = effects.draw(rng, name, choices, params)
+            return max(left, key=lambda choice: values[choices.index(choice)])
+    return _balanced(rng, name, choices, left, context=context, lineages=lineages, opening=opening, hopeless=hopeless)
+
+
+def _balanced(
+    rng: random.Random,
+    name: str,
+    choices: Sequence[Any],
+    left: Sequence[Any],
+    *,
+    context: Mapping[str, Any],
+    lineages: Lineages,
+    opening: Sequence[Mapping[str, Any]],
+    hopeless: Sequence[Mapping[str, Any]],
+) -> Any:
+    """Return the choice with the highest average (rule 4 of the module), any if none is left."""
+    groups = [group for group in lineages.structures.values() if group.complete]
     same_context = [group for group in groups if agrees(group.params, context)]
     being_opened = [p for p in opening if agrees(p, context)]
     priorities = []
-    for choice in distribution.choices:
-        weight = 0.0 if lineages.tree.closed({**params, name: choice}) else 1.0
+    for choice in choices:
+        weight = 1.0 if choice in left else 0.0
         if weight and name in STRUCTURE:
             weight *= _structural_weight(name, choice, context, groups, hopeless)
-            weight *= _structure_merit({**context, name: choice}, groups, direction)
         count = sum(name in p and agrees(p, {name: choice}) for p in being_opened)
         count += sum(group.count(name, choice) for group in same_context)
         priorities.append(weight / (2 * count + 1))
     best = max(priorities)
-    return rng.choice([c for c, priority in zip(distribution.choices, priorities, strict=True) if priority == best])
+    return rng.choice([c for c, priority in zip(choices, priorities, strict=True) if priority == best])
+
+
+def _is_open(lineages: Lineages, context: Mapping[str, Any]) -> bool:
+    """Return whether a structure has a complete lineage."""
+    group = lineages.structure_group(context)
+    return group is not None and bool(group.complete)
 
 
 def _structural_weight(
@@ -138,40 +165,11 @@ def _structural_weight(
     weight = 1.0
     if name in (OFFLOAD_OPTIMIZER, OFFLOAD_PARAM) and choice not in _NO_OFFLOAD:
         weight = _offload_weight(name, context, groups)
-    if not any(_largest_fit(group) is not None for group in matching):
-        weight *= _DEAD_FACTOR ** sum(_dead(group) for group in matching)
+    if not any(largest_fit(group) is not None for group in matching):
+        weight *= DEAD_FACTOR ** sum(dead(group) for group in matching)
     if matching and all(group.params in hopeless for group in matching):
-        weight *= _HOPELESS_FACTOR
+        weight *= HOPELESS_FACTOR
     return weight
-
-
-def _structure_merit(params: Mapping[str, Any], groups: Sequence[StructureGroup], direction: StudyDirection) -> float:
-    """Return the metric of a structure's best lineage relative to the best of all, raised to a power.
-
-    Only structures with some conclusive launches count, so that none is judged by its first micro-batch. Without any,
-    or with metrics that are not positive, the result is 1.
-    """
-    all_scores = [best for group in groups if (best := _judged_score(group, direction)) is not None]
-    scores = [
-        best
-        for group in groups
-        if agrees(group.params, params, strict=True) and (best := _judged_score(group, direction)) is not None
-    ]
-    if not scores or min(all_scores) <= 0 or max(all_scores) == math.inf:
-        return 1.0
-    maximize = direction == StudyDirection.MAXIMIZE
-    ratio = max(scores) / max(all_scores) if maximize else min(all_scores) / min(scores)
-    return float(max(ratio, _LEAST_RATIO) ** _MERIT_POWER)
-
-
-def _judged_score(group: StructureGroup, direction: StudyDirection) -> float | None:
-    """Return the best metric of a group with enough conclusive launches, None for others."""
-
-    def find() -> float | None:
-        launches = sum(len(lineage.conclusive) for lineage in group.members.values())
-        return best_structure_score(group, direction) if launches >= _MIN_JUDGED_LAUNCHES else None
-
-    return group.derived(("judged", direction), find)
 
 
 def _inherited(
@@ -196,27 +194,14 @@ def _inherited(
     return best.params.get(name)
 
 
-def _largest_fit(group: StructureGroup) -> int | None:
-    """Return the largest micro-batch that fitted a lineage of a group, None if none did."""
-    return group.derived(
-        "largest fit",
-        lambda: max((o.largest_fit for o in group.members.values() if o.largest_fit is not None), default=None),
-    )
-
-
-def _dead(group: StructureGroup) -> int:
-    """Return the number of lineages of a group that did not fit at the smallest micro-batch."""
-    return group.derived("dead", lambda: sum(o.dead for o in group.members.values()))
-
-
 def _offload_weight(name: str, context: Mapping[str, Any], groups: Sequence[StructureGroup]) -> float:
     """Return the weight of offloading, which trades time for memory and pays if little fits without it."""
     without = [k for k in groups if agrees(k.params, context, strict=True) and k.params.get(name) in _NO_OFFLOAD]
-    fits = max((fit for group in without if (fit := _largest_fit(group)) is not None), default=None)
+    fits = max((fit for group in without if (fit := largest_fit(group)) is not None), default=None)
     if fits is not None:
         rare, common = _OFFLOAD_WEIGHTS
         return min(max(1 / fits, rare), common)
-    return 1.0 if any(_dead(group) for group in without) else _UNKNOWN_WEIGHT
+    return 1.0 if any(dead(group) for group in without) else _UNKNOWN_WEIGHT
 
 
 def _draw_int(rng: random.Random, distribution: IntDistribution) -> int:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 from optuna.distributions import IntDistribution
-from optuna.study import Study
+from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.samplers._base import LineageSampler, MaxMicroBatch, Proposal
@@ -20,9 +20,12 @@ from optuna_dsat.trials.lineage import (
     score,
     unused_micro_batches,
 )
-from optuna_dsat.trials.lineage_index import Lineages, structure_edge
+from optuna_dsat.trials.lineage_index import Lineages, best_of_all, structure_edge
 
 __all__ = ["LineageRandomSampler"]
+
+_ELSEWHERE_PROBABILITY = 1 / 2
+"""Probability that a new lineage opens by the best of the study, not of its structure."""
 
 
 class LineageRandomSampler(LineageSampler):
@@ -33,8 +36,8 @@ class LineageRandomSampler(LineageSampler):
     micro-batch - 1``. A lineage ends after ``trials_per_random_config`` conclusive launches or when ``low > high``.
 
     A new lineage starts between 1 and ``high = search_range_factor * max_micro_batch``; with a memory model, in the
-    upper half of that. If a lineage of the same structure (ZeRO stage and offload) was measured, with its best at
-    micro-batch ``b``:
+    upper half of that. If a lineage was measured, of the same structure (ZeRO stage and offload) or, for half of the
+    new lineages, of any, with the best at micro-batch ``b``:
 
     - half of the new lineages start above, between ``b + 1`` and ``high``, as Determined AI's ``dsat random`` does for
       all, unless the best lineage is known to be slower or not to fit there: such launches are not informative;
@@ -98,14 +101,18 @@ class LineageRandomSampler(LineageSampler):
     ) -> Proposal | None:
         if lineage.running or lineage.broken or len(lineage.conclusive) >= self._budget:
             return None
-        edge = structure_edge(lineage, lineages)
         opened = _opening_bounds(lineage) is not None
         ceiling = distribution.high if opened else self._ceiling(lineage.params, history, distribution)
         if not lineage.trials:
+            edge = structure_edge(lineage, lineages)
             best = _best_measured(study, lineage, lineages)
+            elsewhere = _best_elsewhere(lineages, ceiling if edge is None else min(ceiling, edge - 1), study.direction)
+            if elsewhere is not None and rng.random() < _ELSEWHERE_PROBABILITY:
+                best = elsewhere
             if best is None:
                 return self._draw_upper_half(lineage, distribution.low, ceiling, distribution, rng)
             return _first_proposal(lineage, distribution, ceiling, best, edge, rng)
+        edge = self._edge(lineage, lineages, history, distribution)
         low, high = lineage.derived(
             ("bounds", ceiling, distribution, edge), lambda: bounds_left(lineage, ceiling, distribution, edge=edge)
         )
@@ -127,8 +134,8 @@ def bounds_left(
         lineage: The lineage; one without a plan starts with [lower end of the distribution, ceiling].
         ceiling: Largest micro-batch worth a launch by the memory model; a soft limit, which success raises.
         distribution: Distribution of the micro-batch; its upper end is a hard limit.
-        edge: Smallest micro-batch too large for the structure, None if there is none. ``high`` is raised no further:
-            other buckets and flags may free enough memory for it, but not for much more.
+        edge: Largest micro-batch that failures of others of the structure leave to try, None for any. ``high`` is
+            raised no further.
     """
     low, high = _opening_bounds(lineage) or (distribution.low, ceiling)
     limit = distribution.high
@@ -168,6 +175,13 @@ def _first_proposal(
     elif size < high and rng.random() < 0.5:
         return _draw_between(size + 1, high, distribution, lineage, rng)
     return Proposal(micro_batch=min(size, distribution.high), low=distribution.low, high=max(high, size))
+
+
+def _best_elsewhere(lineages: Lineages, highest: int, direction: StudyDirection) -> tuple[Lineage, FrozenTrial] | None:
+    """Return the best measured trial of the study with its lineage, None without one or if it is above ``highest``."""
+    best = None if direction == StudyDirection.MINIMIZE else best_of_all(lineages, direction)
+    trial = None if best is None else best.best(direction)
+    return None if best is None or trial is None or best.size(trial) > highest else (best, trial)
 
 
 def _draw_between(

@@ -249,12 +249,16 @@ class Lineage:
 
     def points(self) -> Sequence[tuple[int, float]]:
         """Return (micro-batch, metric) of all trials with a metric, by number."""
+        return self.derived("points", lambda: tuple((size, value) for _, size, value in self.measurements()))
 
-        def find() -> tuple[tuple[int, float], ...]:
+    def measurements(self) -> Sequence[tuple[int, int, float]]:
+        """Return (number, micro-batch, metric) of all trials with a metric, by number."""
+
+        def find() -> tuple[tuple[int, int, float], ...]:
             shown = ((t, score(t)) for t in self.trials)
-            return tuple((self.size(t), value) for t, value in shown if value is not None)
+            return tuple((t.number, self.size(t), value) for t, value in shown if value is not None)
 
-        return self.derived("points", find)
+        return self.derived("measured", find)
 
     def best(self, direction: StudyDirection) -> FrozenTrial | None:
         """Return the best completed trial with a metric, the earliest of ties; None if there is none."""

@@ -16,7 +16,15 @@ from optuna.study import StudyDirection
 from optuna_dsat.trials.lineage import Lineage, lineage_key, structure
 from optuna_dsat.trials.lineage_tree import Choice, Tree, choice_of
 
-__all__ = ["Lineages", "StructureGroup", "best_lineage", "best_score", "best_structure_score", "structure_edge"]
+__all__ = [
+    "Lineages",
+    "StructureGroup",
+    "best_lineage",
+    "best_of_all",
+    "best_score",
+    "best_structure_score",
+    "structure_edge",
+]
 
 T = TypeVar("T")
 
@@ -187,6 +195,18 @@ def best_lineage(group: StructureGroup, direction: StudyDirection) -> Lineage | 
         return min(holders, key=lambda lineage: lineage.first_number, default=None)
 
     return group.derived(("best member", direction), find)
+
+
+def best_of_all(lineages: Lineages, direction: StudyDirection) -> Lineage | None:
+    """Return the lineage with the best metric of the study, the earliest of ties; None if none was measured."""
+
+    def find() -> Lineage | None:
+        best = best_score(lineages, direction)
+        found = (best_lineage(group, direction) for group in lineages.structures.values())
+        holders = [one for one in found if one is not None and one.best_score(direction) == best]
+        return min(holders, key=lambda one: one.first_number, default=None)
+
+    return lineages.derived(("best of all", direction), find)
 
 
 def structure_edge(lineage: Lineage, lineages: Lineages) -> int | None:
