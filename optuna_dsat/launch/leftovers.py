@@ -19,7 +19,7 @@ from pathlib import Path
 from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.build_locks import remove_stale_locks
 from optuna_dsat.launch.notes import GoneTuner, any_gone, gone_tuners
-from optuna_dsat.launch.processes import kill_leftovers
+from optuna_dsat.launch.processes import find_leftovers, kill_leftovers
 from optuna_dsat.runtime.leavings import SHARED_MEMORY
 
 __all__ = ["LeftoverWatch", "Removed", "remove_leftovers", "remove_noted", "shared_memory_of"]
@@ -104,7 +104,8 @@ def remove_leftovers(environ: Mapping[str, str], *, notes: Path | None = None) -
         UsageError: If the user's own folder cannot be used.
         TimeoutError: If processes outlive SIGKILL, which only an uninterruptible wait in the kernel explains.
     """
-    removed = Removed(processes=len(kill_leftovers()))
+    seen = shared_memory_of(process.key.pid for process in find_leftovers())
+    removed = Removed(processes=len(kill_leftovers())) + Removed(shared_memory=_remove_shared_memory(seen))
     with gone_tuners(notes) as tuners:
         for tuner in tuners:
             for record in tuner.records:
@@ -133,12 +134,18 @@ def remove_noted(record: Path, *, seen: Collection[Path] = ()) -> Removed:
     shared = {path for path in there - folders if path.parent == SHARED_MEMORY}
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
-    if shared:
-        shared -= shared_memory_of(_all_processes())  # a launch of today may have the name that one of yesterday had
-    for path in shared:
-        path.unlink(missing_ok=True)
     record.unlink(missing_ok=True)
-    return Removed(shared_memory=len(shared), folders=len(folders))
+    return Removed(shared_memory=_remove_shared_memory(shared), folders=len(folders))
+
+
+def _remove_shared_memory(paths: Collection[Path]) -> int:
+    """Remove files in shared memory that no process uses; return how many."""
+    there = {path for path in paths if _is_there(path)}
+    if there:
+        there -= shared_memory_of(_all_processes())  # a launch of today may have the name that one of yesterday had
+    for path in there:
+        path.unlink(missing_ok=True)
+    return len(there)
 
 
 def _is_there(path: Path) -> bool:

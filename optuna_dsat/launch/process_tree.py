@@ -7,14 +7,16 @@ from pathlib import Path
 
 from optuna_dsat.launch.agent_handle import AgentHandle
 from optuna_dsat.launch.leftovers import shared_memory_of
-from optuna_dsat.launch.processes import ProcessKey, children_of, end_processes, find_marked, read_command
+from optuna_dsat.launch.processes import (
+    CLEANERS_S,
+    ProcessKey,
+    children_of,
+    end_processes,
+    find_marked,
+    is_cleaner,
+)
 
 __all__ = ["ProcessTree"]
-
-_CLEANERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
-"""Words of the commands of processes that remove shared memory once those that made it are gone."""
-_CLEANERS_S = 1.0
-"""Time that they have for it."""
 
 
 class ProcessTree:
@@ -107,12 +109,11 @@ class ProcessTree:
 
     def _may_clean(self, key: ProcessKey) -> bool:
         """Whether a process removes by itself what others left in shared memory, and has time left for it."""
-        command = read_command(key.pid)
-        if not any(name in word for word in command for name in _CLEANERS):
+        if not is_cleaner(key.pid):
             return False
         now = time.monotonic()
         if self._cleaners_until is None:
-            self._cleaners_until = now + _CLEANERS_S
+            self._cleaners_until = now + CLEANERS_S
         return now < self._cleaners_until
 
     def _kill(self, keys: set[ProcessKey]) -> None:

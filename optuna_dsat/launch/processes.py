@@ -22,6 +22,7 @@ import psutil
 from optuna_dsat.runtime.process_identity import process_space, start_ticks
 
 __all__ = [
+    "CLEANERS_S",
     "MARK_ENV",
     "LaunchProcess",
     "ProcessKey",
@@ -29,6 +30,7 @@ __all__ = [
     "end_processes",
     "find_leftovers",
     "find_marked",
+    "is_cleaner",
     "kernel_oom_kills",
     "kill_leftovers",
     "new_mark",
@@ -49,6 +51,13 @@ _CPU_TIME_FIELDS = (11, 12)
 
 _ENV_START_FIELD = 47
 """Index of the address of the initial environment after the command's name in ``/proc/PID/stat``: proc(5)."""
+
+
+_CLEANERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
+"""Words of the commands of processes that remove shared memory once those that made it are gone."""
+
+CLEANERS_S = 1.0
+"""Time that they have for it."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +99,11 @@ def read_command(pid: int) -> list[str]:
     except OSError:
         return []
     return [os.fsdecode(word) for word in words if word]
+
+
+def is_cleaner(pid: int) -> bool:
+    """Whether a process removes from shared memory by itself what others left there, once all of these are gone."""
+    return any(name in word for word in read_command(pid) for name in _CLEANERS)
 
 
 @dataclass(frozen=True)
@@ -227,15 +241,16 @@ def kill_leftovers(mark: str | None = None, *, timeout_s: float = 10.0) -> tuple
     Raises:
         TimeoutError: If some still run after ``timeout_s``, which only an uninterruptible wait in the kernel explains.
     """
-    deadline = time.monotonic() + timeout_s
+    began = time.monotonic()
     ended: set[int] = set()
     while found := find_leftovers() if mark is None else find_marked(mark):
-        if time.monotonic() > deadline:
+        waited_s = time.monotonic() - began
+        if waited_s > timeout_s:
             pids = sorted(process.key.pid for process in found)
             raise TimeoutError(f"Processes {pids} still run {timeout_s:g} s after SIGKILL.")
         keys = {process.key for process in found}
         keys |= children_of(keys)
-        end_processes(keys)
+        end_processes(key for key in keys if waited_s > CLEANERS_S or not is_cleaner(key.pid))
         ended |= {key.pid for key in keys}
         time.sleep(0.02)
     return tuple(sorted(ended))

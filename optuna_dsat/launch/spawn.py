@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from optuna_dsat.launch.agent_handle import AgentHandle
 from optuna_dsat.launch.build_locks import remove_stale_locks
 from optuna_dsat.launch.forking import Forking
-from optuna_dsat.launch.processes import kernel_oom_kills, new_mark
+from optuna_dsat.launch.processes import kernel_oom_kills
 from optuna_dsat.launch.protocol import LaunchRequest
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.launch.run_files import PreparedLaunch, prepare_launch
@@ -28,6 +28,7 @@ def spawn(
     pool: SlotPool,
     base_env: Mapping[str, str],
     forking: Forking | None,
+    mark: str,
 ) -> RunningLaunch:
     """Start a launch.
 
@@ -38,11 +39,11 @@ def spawn(
         pool: The pool they are from.
         base_env: Environment to inherit from.
         forking: Forks launches; None for plain torchrun.
+        mark: Mark of its processes.
 
     Raises:
         OutputError: If the run directory cannot be written.
     """
-    mark = new_mark()
     prepared = prepare_launch(request, directory, lease, pool=pool, base_env=base_env, mark=mark)
     remove_stale_locks(base_env)
     oom_kills = kernel_oom_kills()

@@ -13,11 +13,11 @@ from optuna_dsat.launch.command import device_environment
 from optuna_dsat.launch.device_return import DeviceReturn
 from optuna_dsat.launch.devices import Devices, Nvml
 from optuna_dsat.launch.forking import Forking
-from optuna_dsat.launch.leftovers import LeftoverWatch
+from optuna_dsat.launch.leftovers import LeftoverWatch, remove_noted
 from optuna_dsat.launch.notes import TunerNotes
 from optuna_dsat.launch.operators import compile_operators
 from optuna_dsat.launch.preload import Preload
-from optuna_dsat.launch.processes import kernel_oom_kills, kill_leftovers
+from optuna_dsat.launch.processes import kernel_oom_kills, kill_leftovers, new_mark
 from optuna_dsat.launch.protocol import (
     Finished,
     Holder,
@@ -147,12 +147,27 @@ class TorchrunLauncher:
     def _start_on(self, lease: SlotLease, request: LaunchRequest, directory: RunDirectory | None = None) -> None:
         try:
             directory = self._write_run_directory(request) if directory is None else directory
-            self._running[request.launch_id] = spawn(
-                request, directory, lease, pool=self._pool, base_env=self._base_env, forking=self._forking
-            )
+            self._spawn(request, directory, lease, forking=self._forking)
         except BaseException:
             self._pool.give_back(lease)
             raise
+
+    def _spawn(
+        self, request: LaunchRequest, directory: RunDirectory, lease: SlotLease, *, forking: Forking | None
+    ) -> RunningLaunch:
+        """Start the processes of a launch; interrupted, it leaves none of them, nor what they left."""
+        mark = new_mark()
+        try:
+            launch = spawn(
+                request, directory, lease, pool=self._pool, base_env=self._base_env, forking=forking, mark=mark
+            )
+            self._running[request.launch_id] = launch
+        except BaseException:
+            kill_leftovers(mark)
+            if directory.leavings is not None:
+                remove_noted(directory.leavings)
+            raise
+        return launch
 
     def poll(self, timeout_s: float) -> Sequence[LaunchUpdate]:
         """Return what happened since the last call, waiting up to ``timeout_s`` for something to happen.
@@ -212,9 +227,7 @@ class TorchrunLauncher:
         except SlotsBusyError:
             return False
         directory = self._write_run_directory(launch.request)
-        again = spawn(launch.request, directory, lease, pool=self._pool, base_env=self._base_env, forking=None)
-        again.repeats = failed
-        self._running[launch.request.launch_id] = again
+        self._spawn(launch.request, directory, lease, forking=None).repeats = failed
         return True
 
     def stop(self, launch_id: str, *, outcome: Outcome = Outcome.PRUNED, message: str = "") -> None:

@@ -13,14 +13,20 @@ from typing import Any
 import pytest
 
 from optuna_dsat.errors import UsageError
-from optuna_dsat.launch import leftovers
+from optuna_dsat.launch import leftovers, torchrun
+from optuna_dsat.launch.devices import cpu_devices
 from optuna_dsat.launch.leftovers import LeftoverWatch, Removed, remove_leftovers
 from optuna_dsat.launch.notes import TunerNotes, any_gone, gone_tuners
 from optuna_dsat.launch.own_folder import own_folder
+from optuna_dsat.launch.processes import MARK_ENV
+from optuna_dsat.launch.protocol import LaunchRequest
+from optuna_dsat.launch.run_directory import RunDirectory
+from optuna_dsat.runtime.leavings import note
 from optuna_dsat.runtime.process_identity import process_space
+from tests.harness.launches import request
 from tests.harness.workers import ended, wait_until
 
-TUNER = """
+TUNER = '''
 import os, subprocess, sys
 from pathlib import Path
 from optuna_dsat.launch.notes import TunerNotes
@@ -34,11 +40,22 @@ record = notes.begin()
 (made / "trial-0000" / f".launch.json.{os.getpid()}").touch()
 (made / "trial-0000" / ".launch.json.1").touch()
 note(record, str(made / "temporary"))
-rank = subprocess.Popen(["sleep", "600"], env={**os.environ, MARK_ENV: new_mark()}, stdout=subprocess.DEVNULL)
-print(rank.pid, flush=True)
+CODE = """
+import sys, time
+from multiprocessing import get_context, resource_tracker
+from multiprocessing.shared_memory import SharedMemory
+lock, mapped = get_context("spawn").Lock(), SharedMemory(create=True, size=4096)
+resource_tracker.unregister(mapped._name, "shared_memory")  # as of a library that tracks nothing
+print(lock._semlock.name, mapped.name, flush=True)
+time.sleep(600)
+"""
+mark = {**os.environ, MARK_ENV: new_mark()}
+rank = subprocess.Popen([sys.executable, "-c", CODE], env=mark, stdout=subprocess.PIPE, text=True)
+lock, mapped = rank.stdout.readline().split()
+print(rank.pid, f"/dev/shm/sem.{lock.strip('/')}", f"/dev/shm/{mapped}", flush=True)
 sys.stdin.read()
 notes.close()
-"""
+'''
 
 
 @pytest.fixture
@@ -65,15 +82,18 @@ def tuner(notes: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def rank_of(tuner: subprocess.Popen[str]) -> int:
+def rank_of(tuner: subprocess.Popen[str]) -> tuple[int, list[Path]]:
+    """Return the number of a tuner's rank, and what that has in shared memory: tracked, and not."""
     assert tuner.stdout is not None
-    return int(tuner.stdout.readline())
+    pid, *shared = tuner.stdout.readline().split()
+    return int(pid), [Path(one) for one in shared]
 
 
 def test_what_a_killed_tuner_left_is_removed(
     tuner: subprocess.Popen[str], notes: Path, environ: dict[str, str], tmp_path: Path
 ) -> None:
-    rank, made = rank_of(tuner), tmp_path / "made"
+    (rank, shared), made = rank_of(tuner), tmp_path / "made"
+    assert all(path.exists() for path in shared)
     remove_leftovers(environ, notes=notes)
     assert not ended(rank), "its tuner lives"
     assert (made / "temporary").is_dir()
@@ -85,13 +105,14 @@ def test_what_a_killed_tuner_left_is_removed(
     wait_until(lambda: ended(rank), what="its rank is gone")
     assert (removed.folders, removed.partial_files) == (1, 1)
     assert "1 temporary folder, 1 partly written file" in removed.in_words()
+    wait_until(lambda: not any(path.exists() for path in shared), what="its shared memory is gone")
     assert not (made / "temporary").exists()
     assert [path.name for path in (made / "trial-0000").iterdir()] == [".launch.json.1"], "another process writes that"
     assert list(notes.iterdir()) == []
 
 
 def test_a_tuner_that_ends_by_itself_leaves_no_notes(tuner: subprocess.Popen[str], notes: Path) -> None:
-    os.kill(rank_of(tuner), 9)
+    os.kill(rank_of(tuner)[0], 9)
     tuner.communicate()
     assert list(notes.iterdir()) == []
 
@@ -165,3 +186,26 @@ def test_two_claims_do_not_meet(notes: Path, tmp_path: Path) -> None:
     one.close()
     two.close()
     assert list(notes.iterdir()) == []
+
+
+def test_a_launch_that_is_interrupted_as_it_starts_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C after its processes were started and before the launcher follows them."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def interrupted(_: LaunchRequest, directory: RunDirectory, *__: Any, mark: str, **___: Any) -> None:
+        assert directory.leavings is not None
+        (tmp_path / "temporary").mkdir()
+        note(directory.leavings, str(tmp_path / "temporary"))
+        started.append(subprocess.Popen(["sleep", "600"], env={**os.environ, MARK_ENV: mark}))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torchrun, "spawn", interrupted)
+    launcher = torchrun.TorchrunLauncher(tmp_path / "out", devices=cpu_devices(2))
+    with pytest.raises(KeyboardInterrupt):
+        launcher.start(request(tmp_path))
+    assert started[0].wait(10) == -9
+    assert not (tmp_path / "temporary").exists()
+    assert launcher.free_slots == 2
+    launcher.close()
