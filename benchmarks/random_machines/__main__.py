@@ -97,28 +97,50 @@ def row(method: str, results: Sequence[Result]) -> str:
     def share(holds: Callable[[Result], bool]) -> str:
         return f"{statistics.fmean(map(holds, results)):.0%}"
 
-    reached = statistics.median_high(math.inf if r.launches_to_near is None else r.launches_to_near for r in results)
-    ninth = distances[min(len(distances) - 1, math.ceil(0.9 * len(distances)) - 1)]
     cells = (
         method,
         str(len(results)),
         share(lambda result: result.distance <= 0.01),
         share(lambda result: result.distance <= 0.03),
         share(lambda result: result.launches_to_near is not None and result.launches_to_near <= 15),
-        "never" if math.isinf(reached) else f"{reached:.0f}",
+        _launches(_reached(results)),
         f"{statistics.median(result.launches for result in results):.0f}",
         f"{statistics.median(distances):.1%}",
-        f"{ninth:.1%}",
+        f"{_ninth(results):.1%}",
         f"{distances[-1]:.1%}",
     )
     return f"| {' | '.join(cells)} |"
 
 
 def compared(pairs: Sequence[tuple[Result, Result]]) -> str:
-    """Return in how many machines ours is better than, equal to or worse than the other."""
+    """Return how ours does against the other on the same machines: in pairs, and by medians and 90th percentiles."""
     better = sum(own.distance < other.distance - _EQUAL for own, other in pairs)
     worse = sum(own.distance > other.distance + _EQUAL for own, other in pairs)
-    return f"better on {better}, equal on {len(pairs) - better - worse}, worse on {worse} of {len(pairs)}"
+    equal = len(pairs) - better - worse
+    sides = [[pair[side] for pair in pairs] for side in (0, 1)]
+    medians = " and ".join(f"{statistics.median(result.distance for result in results):.1%}" for results in sides)
+    ninths = " and ".join(f"{_ninth(results):.1%}" for results in sides)
+    reached = " and ".join(_launches(_reached(results)) for results in sides)
+    return (
+        f"better or equal on {(better + equal) / len(pairs):.0%} (better on {better}, equal on {equal}, "
+        f"worse on {worse} of {len(pairs)}); distance in the median {medians}, 90th percentile {ninths}; "
+        f"launches to 1 % in the median {reached}"
+    )
+
+
+def _ninth(results: Sequence[Result]) -> float:
+    """Return the 90th percentile of the final distances: the smallest that nine in ten do not exceed."""
+    distances = sorted(result.distance for result in results)
+    return distances[math.ceil(0.9 * len(distances)) - 1]
+
+
+def _reached(results: Sequence[Result]) -> float:
+    """Return the median of the launches to 1 %, infinite where half of the searches or more never got there."""
+    return statistics.median_high(math.inf if r.launches_to_near is None else r.launches_to_near for r in results)
+
+
+def _launches(number: float) -> str:
+    return "never" if math.isinf(number) else f"{number:.0f}"
 
 
 def _seeds(text: str) -> list[int]:

@@ -103,12 +103,15 @@ def test_searches_are_kept_and_not_repeated(tmp_path: Path, capsys: pytest.Captu
     assert "| binary | 1 |" in capsys.readouterr().out
 
 
-def test_methods_are_compared_by_pairs() -> None:
-    def ended(distance: float) -> Result:
+def test_methods_are_compared_by_pairs_medians_and_percentiles() -> None:
+    def ended(distance: float, near: int | None = None) -> Result:
         return Result(
-            landscape="machine-1", method="binary", seed=1, launches=9, seconds=1.0, launches_to_near=None,
+            landscape="machine-1", method="binary", seed=1, launches=9, seconds=1.0, launches_to_near=near,
             seconds_to_near=None, launches_to_close=None, distance=distance, outcomes={},
         )  # fmt: skip
 
-    pairs = [(ended(0.01), ended(0.02)), (ended(0.02), ended(0.021)), (ended(0.2), ended(0.1))]
-    assert compared(pairs) == "better on 1, equal on 1, worse on 1 of 3"
+    pairs = [(ended(0.01, 7), ended(0.02)), (ended(0.02, 9), ended(0.021, 3)), (ended(0.2), ended(0.1))]
+    assert compared(pairs) == (
+        "better or equal on 67% (better on 1, equal on 1, worse on 1 of 3); distance in the median 2.0% and 2.1%, "
+        "90th percentile 20.0% and 10.0%; launches to 1 % in the median 9 and never"
+    )
