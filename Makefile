@@ -10,7 +10,7 @@ export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup operators demo test test-cuda crash-points chaos lint types check docs figures prove-gpu pack-gpu clean
+.PHONY: setup operators demo test test-cuda crash-points chaos lint types fuzz check docs figures prove-gpu pack-gpu clean
 
 setup: $(VENV)/.installed
 
@@ -71,6 +71,11 @@ types: setup
 	$(BIN)/mypy optuna_dsat samplers pruners tests
 
 check: test lint types
+
+# Inputs that nobody would type, thousands of them: each has to end in one line and a documented exit code.
+FUZZ_EXAMPLES := 700
+fuzz: setup
+	OPTUNA_DSAT_FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(BIN)/python -m pytest tests/cli/test_fuzzed_input.py
 
 # The documentation, in build/docs/index.html; no network is needed. A warning is an error.
 docs: setup

@@ -1,0 +1,211 @@
+"""Inputs that hypothesis invents: each ends in a documented exit code and, if refused, in one line.
+
+The suite runs some hundred; ``make fuzz`` some thousand. No examples are kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import signal
+import string
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from optuna_dsat.cli import main
+from optuna_dsat.config.knobs import KNOBS
+from optuna_dsat.store import Store
+from optuna_dsat.study.spec import ScriptSpec, StudySpec
+from optuna_dsat.trials import attributes
+from tests.cli.test_bad_input import GOOD
+
+DOCUMENTED = frozenset({0, 2, 3, 4, 5, 130})
+LIMIT_S = 5.0
+EXAMPLES = int(os.environ.get("OPTUNA_DSAT_FUZZ_EXAMPLES", "40"))
+DRY = ("--dry-run", "--cpu-ranks", "2")
+
+fuzzed = settings(
+    max_examples=EXAMPLES,
+    database=None,
+    deadline=None,
+    derandomize=EXAMPLES <= 40,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much],
+)
+
+Check = Callable[..., int]
+
+
+@pytest.fixture
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Check]:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("raise SystemExit('never run')\n")
+    (tmp_path / "definition.py").write_text("class MyTrial:\n    raise SystemExit('never run')\n")
+    (tmp_path / "ds.json").write_text(json.dumps(GOOD))
+    before = signal.getsignal(signal.SIGTERM)
+
+    def run(*arguments: str) -> int:
+        out, err = io.StringIO(), io.StringIO()
+        begun = time.process_time()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as ended:
+            main(list(arguments))
+        code, lines = int(ended.value.code or 0), err.getvalue().strip().split("\n")
+        assert time.process_time() - begun < LIMIT_S
+        assert code in DOCUMENTED, err.getvalue()
+        assert code == 0 or len(lines) == 1, err.getvalue()
+        assert max(map(len, lines)) <= 1000
+        assert "Traceback" not in err.getvalue()
+        assert not (tmp_path / "optuna-dsat-output").exists()
+        return code
+
+    yield run
+    signal.signal(signal.SIGTERM, before)
+
+
+def _split(text: str) -> list[str]:
+    return text.split()
+
+
+def names(text: str) -> st.SearchStrategy[str]:
+    return st.sampled_from(_split(text))
+
+
+numbers = st.one_of(
+    st.integers(-3, 70),
+    st.integers(),
+    st.sampled_from([10**9, 2**31, 2**63, 10**30, 10**4000, 1e308, 5e-324, -0.0]),
+    st.floats(allow_nan=True),
+)
+words = st.one_of(st.sampled_from(["", "auto", "all", "none", "cpu", "nvme", "0", "1e9", "true", "Adam"]), st.text())
+values = st.recursive(
+    st.none() | st.booleans() | numbers | words,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(words, inner, max_size=4),
+    max_leaves=8,
+)
+sections = names(
+    """
+    optimizer scheduler fp16 bf16 zero_optimization autotuning train_batch_size comet aio
+    train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping
+    activation_checkpointing
+    """
+)
+inner_keys = names(
+    """
+    stage type params enabled device offload_optimizer offload_param reduce_bucket_size lr
+    overlap_comm cpu_offload metric num_gpus arg_mappings tuner_type tuner_num_trials stage3
+    max_train_micro_batch_size_per_gpu start_profile_step stage3_max_live_parameters pin_memory
+    """
+)
+configs = st.dictionaries(
+    sections | words, st.one_of(values, st.dictionaries(inner_keys | words, values, max_size=4)), max_size=5
+)
+
+
+@fuzzed
+@given(config=configs)
+def test_ds_configs(check: Check, config: Any) -> None:
+    Path("fuzzed.json").write_text(json.dumps(config))
+    check("random", "train.py", "fuzzed.json", *DRY)
+
+
+hparams_keys = names(
+    """
+    hyperparameters overwrite_deepspeed_args deepspeed_config searcher entrypoint resources name
+    max_length min_validation_period environment global_batch_size type val minval
+    """
+)
+
+
+@fuzzed
+@given(
+    data=st.dictionaries(hparams_keys | words, st.dictionaries(hparams_keys | words, values, max_size=3) | values,
+                         max_size=4),
+    tail=st.sampled_from(["", "\nx: *y", "\nx: &x [*x]", "\n<<: 5", "\n? [a]\n: b", "\nd: 2020-99-99", "\n\t"]),
+)  # fmt: skip
+def test_hyperparameters(check: Check, data: Any, tail: str) -> None:
+    text = "\n".join(f"{json.dumps(key)}: {json.dumps(one)}" for key, one in data.items())
+    Path("hparams.yaml").write_text(text + tail)
+    check("asha", "definition:MyTrial", "ds.json", "--hparams", "hparams.yaml", *DRY)
+
+
+OPTIONS = _split(
+    """
+    --metric --zero-stages --fix --no-tune --arg-mapping --env --nvme-path --max-trials
+    --max-concurrent-trials --max-slots --timeout --trial-timeout --stall-timeout --max-retries
+    --start-profile-step --end-profile-step --adaptive-steps --random-seed --gpus-per-trial
+    --wait-for-gpus --device-memory --launcher --preload --no-preload --storage --output-dir
+    --train-batch-size --batch --max-train-batch-size --divisible-by --dataset-size --tie --confirm
+    --confirm-time --early-stopping --trials-per-random-config --options --hparams --module
+    """
+)
+option_values = st.one_of(
+    numbers.map(str),
+    words,
+    st.tuples(st.sampled_from([*(knob.name for knob in KNOBS), "x"]), values).map(
+        lambda pair: f"{pair[0]}={json.dumps(pair[1])}"
+    ),
+    st.sampled_from(
+        ["nan", "inf", "-inf", "1e999", "x" * 5000, "/", "..", "a\nb", "sqlite:///x", "postgresql://[", "%"]
+    ),
+)
+
+
+@fuzzed
+@given(given_options=st.lists(st.tuples(st.sampled_from(OPTIONS), option_values), min_size=1, max_size=3))
+def test_options(check: Check, given_options: list[tuple[str, str]]) -> None:
+    check("random", "train.py", "ds.json", *(f"{name}={value}" for name, value in given_options), *DRY)
+
+
+@fuzzed
+@given(table=st.dictionaries(st.sampled_from([one[2:] for one in OPTIONS] + ["random", "db"]) | words, values))
+def test_files_of_options(check: Check, table: Any) -> None:
+    Path("options.json").write_text(json.dumps(table))
+    check("--options", "options.json", "random", "train.py", "ds.json", *DRY)
+
+
+@fuzzed
+@given(name=st.text(alphabet=st.characters() | st.sampled_from(string.punctuation)))
+def test_names_of_studies(check: Check, name: str) -> None:
+    check("random", "train.py", "ds.json", f"--study={name}", *DRY)
+
+
+ATTRIBUTES = [
+    getattr(attributes, name)
+    for name in dir(attributes)
+    if name.isupper() and isinstance(getattr(attributes, name), str)
+]
+
+
+@settings(fuzzed, max_examples=max(1, EXAMPLES // 4))  # each makes a database
+@given(
+    found=st.dictionaries(st.sampled_from(ATTRIBUTES), values, max_size=5),
+    command=st.sampled_from(["studies", "show", "trials", "best", "export", "explain"]),
+)
+def test_stored_attributes(check: Check, tmp_path: Path, found: dict[str, Any], command: str) -> None:
+    url = f"sqlite:///{tmp_path / 'fuzzed.db'}"
+    (tmp_path / "fuzzed.db").unlink(missing_ok=True)
+    script = ScriptSpec(script=str(tmp_path / "train.py"), cwd=str(tmp_path), config_path="")
+    spec = StudySpec(
+        name="s",
+        method="random",
+        script=script,
+        ds_config={},
+        device="cpu",
+        slots_per_trial=1,
+        output_dir=str(tmp_path),
+    )
+    with Store.open(url) as store:
+        store.create_study("s", spec.model_dump(mode="json"), direction=spec.direction)
+        study_id = store.storage.get_study_id_from_name("s")
+        trial_id = store.storage.create_new_trial(study_id)
+        for key, value in found.items():
+            store.storage.set_study_user_attr(study_id, key, value)
+            store.storage.set_trial_user_attr(trial_id, key, value)
+    check(command, *([] if command == "studies" else ["s"]), "--storage", url)
