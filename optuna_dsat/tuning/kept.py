@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from optuna_dsat.runtime.atomic_write import write_text_atomic
+from optuna_dsat.config.ds_config import write_json_atomic
 from optuna_dsat.study.progress import FinalistMeasured, Observer, ProgressEvent, TrialFinished
 
 __all__ = ["KEPT", "KeptResults"]
@@ -57,7 +56,7 @@ class KeptResults:
         path = folder / KEPT
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            write_text_atomic(path, json.dumps(self._measured, indent=2) + "\n")
+            write_json_atomic(path, {"measured": self._measured})
         except OSError:
             return None
         return path
