@@ -18,6 +18,7 @@ __all__ = [
     "MethodOptions",
     "ScriptSpec",
     "StudySpec",
+    "default_stages",
     "make_spec",
     "parse_bytes",
 ]
@@ -45,7 +46,15 @@ def parse_bytes(text: str) -> int:
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def default_stages(method: str) -> tuple[int, ...]:
+    """Return the ZeRO stages that a method searches where none are asked for.
+
+    The three methods of Determined's DeepSpeed Autotune keep its default; small models are fastest without ZeRO.
+    """
+    return (0, 1, 2, 3) if method == "guided" else (1, 2, 3)
 
 
 class ScriptSpec(_Frozen):
@@ -85,11 +94,11 @@ class MethodOptions(_Frozen):
     asha_early_stopping: int = Field(default=0, ge=0)
     """``asha``: s of arXiv:1810.05934."""
     free_batch: bool = False
-    """``random``, ``binary``, ``asha``: whether micro-batches may be larger than the history suggests."""
+    """Whether micro-batches may be larger than the history suggests."""
     memory_margin: float = Field(default=0.0, ge=0, lt=1)
     """``guided``: share of the device's memory that a launch is expected to leave free."""
-    min_gain: float = Field(default=0.003, ge=0)
-    """``guided``: the search ends when no configuration is expected to improve the metric by this share of it."""
+    min_gain: float = Field(default=0.002, ge=0)
+    """``guided``: the search ends when no launch is expected to improve the metric by this share of it."""
     warm_start: str | None = None
     """``guided``: study to take prior knowledge from; None for those of the same script, config and hardware."""
     no_warm_start: bool = False
@@ -108,6 +117,7 @@ class StudySpec(_Frozen):
     metric: str = "FLOPS_per_gpu"
 
     zero_stages: tuple[int, ...] = (1, 2, 3)
+    """Stages to search; by default those of ``default_stages``."""
     fix: dict[str, Any] = Field(default_factory=dict)
     """Knobs held at one value."""
     no_tune: tuple[str, ...] = ()
@@ -167,6 +177,13 @@ class StudySpec(_Frozen):
     """Number that every searched micro-batch is a multiple of."""
     output_dir: str
     """Absolute path of the directory that receives the study's files."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _stages_of_method(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "zero_stages" not in values:
+            return {**values, "zero_stages": default_stages(str(values.get("method")))}
+        return values
 
     @model_validator(mode="after")
     def _check(self) -> StudySpec:

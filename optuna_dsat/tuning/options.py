@@ -13,7 +13,7 @@ from dataclasses import KW_ONLY, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from optuna_dsat.study.spec import METHODS
+from optuna_dsat.study.spec import METHODS, default_stages
 from optuna_dsat.tuning.declaration import BUDGET, MEASURE, METHOD, OUTPUT_PANEL, WHAT, WHERE, Option
 from optuna_dsat.tuning.defaults import default
 from optuna_dsat.tuning.parse import named_config, split_environment, split_fixed, split_mappings, split_stages
@@ -55,6 +55,10 @@ def _knobs() -> Iterable[str]:
     from optuna_dsat.config.knobs import KNOBS
 
     return [knob.name for knob in KNOBS]
+
+
+def _stages(method: str) -> str:
+    return ", ".join(map(str, default_stages(method)))
 
 
 StrPath = str | os.PathLike[str]
@@ -124,8 +128,9 @@ class TuneOptions(ResultOptions):
         Sequence[int] | None,
         Option(
             help="ZeRO stages to search: '1 2 3', '1,2,3' or the option repeated.",
-            none=" ".join(map(str, default("zero_stages"))),
-            python_help=f"ZeRO stages to search. None for {', '.join(map(str, default('zero_stages')))}.",
+            none=f"{_stages('random')}; guided: {_stages('guided')}",
+            python_help=f"ZeRO stages to search. None for {_stages('random')}, with ``guided`` for "
+            f"{_stages('guided')}.",
             metavar="STAGES",
             text_type=list[str] | None,
             parse=split_stages,
@@ -176,8 +181,8 @@ class TuneOptions(ResultOptions):
     env: Annotated[
         Mapping[str, str] | None,
         Option(
-            help="Give the script this variable: NAME=VALUE (repeatable); it is stored with the study.",
-            python_help="Variables of the environment that the script is given; stored with the study.",
+            help="Give the script this variable: NAME=VALUE (repeatable); it is stored with the study unless it is a secret.",
+            python_help="Variables of the environment that the script is given; stored with the study unless secret.",
             text_type=list[str] | None,
             parse=split_environment,
             panel=WHAT,
@@ -360,8 +365,8 @@ class _LineageOptions(TuneOptions):
     free_batch: Annotated[
         bool,
         Option(
-            help="Launch any micro-batch that memory is thought to hold, not only up to twice the largest that fitted "
-            "so far, and also where a doubling gained less than 2 %.",
+            help="Launch any micro-batch that memory is thought to hold, not only up to twice (guided: eight times) "
+            "the largest that fitted so far, and also where a doubling gained less than 2 %.",
             panel=METHOD,
         ),
     ] = default("free_batch")
@@ -418,7 +423,7 @@ class AshaOptions(BinaryOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GuidedOptions(TuneOptions):
+class GuidedOptions(_LineageOptions):
     """Options of ``guided``, with those of every method."""
 
     memory_margin: Annotated[
@@ -427,7 +432,8 @@ class GuidedOptions(TuneOptions):
     min_gain: Annotated[
         float,
         Option(
-            help="End when no configuration is expected to be better than the best by this share; 0 for never.",
+            help="End when no launch is expected to improve the best by this share, one as long as the best's; 0 for "
+            "never.",
             panel=METHOD,
         ),
     ] = default("min_gain")

@@ -1,0 +1,147 @@
+"""Inputs that a person hardly types: huge, endless, self-referring, or not there. One line and exit code 2 each."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_bad_input import GOOD
+from tests.harness.entry_points import Run, run_here
+
+__all__ = ["run_here"]
+
+DIGITS = "9" * 5000
+BOMB = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10)
+)
+TEXTS = {
+    "huge.json": f'{{"train_batch_size": {DIGITS}}}',
+    "endless.json": '{"train_micro_batch_size_per_gpu": 1e999}',
+    "deep.json": '{"a":' * 300 + "1" + "}" * 300,
+    "words.json": '{"gradient_accumulation_steps": {}}',
+    "bomb.yaml": BOMB,
+    "cycle.yaml": "fix: &x {a: *x}\n",
+    "deep.yaml": "a: " + "[" * 5000,
+    "date.yaml": "study: 2020-99-99\n",
+    "digits.yaml": f"max-trials: {DIGITS}\n",
+    "digits.toml": f"max-trials = {DIGITS}\n",
+}
+OF_FILES = [
+    *(["random", "train.py", name] for name in TEXTS if name.endswith(".json")),
+    *(["--options", name, "random", "train.py", "ds.json"] for name in TEXTS if name.endswith(("yaml", "toml"))),
+    *(["random", "def:MyTrial", "ds.json", "--hparams", name] for name in TEXTS if name.endswith("yaml")),
+]
+OF_OPTIONS = [
+    ["--timeout", "inf"],
+    ["--timeout", "nan"],
+    ["--cpu-ranks", "100000000"],
+    ["--random-seed", "1" + "0" * 30],
+    ["--train-batch-size", DIGITS],
+    ["--device-memory", f"{DIGITS}GiB"],
+    ["--fix", f"reduce_bucket_size={DIGITS}"],
+    ["--fix", "reduce_bucket_size=" + "[" * 5000],
+    ["--output-dir", "x" * 5000],
+    ["--study", "x" * 5000],
+    ["--nvme-path", "gone"],
+    ["--storage", "sqlite:///pipe"],
+]
+
+
+@pytest.fixture
+def refused(run_here: Run, tmp_path: Path) -> Run:
+    (tmp_path / "train.py").write_text("raise SystemExit('never run')\n")
+    (tmp_path / "def.py").write_text("class MyTrial:\n    pass\n")
+    (tmp_path / "ds.json").write_text(json.dumps(GOOD))
+    for name, text in TEXTS.items():
+        (tmp_path / name).write_text(text)
+    os.mkfifo(tmp_path / "pipe")
+
+    def run(*arguments: str) -> object:
+        begun = time.process_time()
+        done = run_here(*arguments)
+        assert done.returncode == 2, done.stderr
+        [line] = done.stderr.strip().split("\n")
+        assert len(line) <= 1000
+        assert time.process_time() - begun < 5
+        return done
+
+    return run  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("arguments", OF_FILES, ids=" ".join)
+def test_files_are_read_within_bounds(refused: Run, arguments: list[str]) -> None:
+    refused(*arguments, "--dry-run")
+
+
+@pytest.mark.parametrize("options", OF_OPTIONS, ids=lambda words: words[0] + words[1][:20])
+def test_options_are_checked(refused: Run, options: list[str]) -> None:
+    ranks = [] if "--cpu-ranks" in options else ["--cpu-ranks", "2"]
+    refused("random", "train.py", "ds.json", "--dry-run", *ranks, *options)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["random", "train.py", "pipe", "--dry-run"],
+        ["random", "train.py", "/dev/zero", "--dry-run"],
+        ["--options", "pipe", "random", "train.py", "ds.json", "--dry-run"],
+        ["random", "def:MyTrial", "ds.json", "--hparams", "pipe", "--dry-run"],
+        ["random", "pipe", "ds.json", "--dry-run"],
+        ["studies", "--storage", "postgresql://me@127.0.0.1:1/db?connect_timeout=abc"],
+        ["plan", "--params", "7e9", "--hidden", "0", "--layers", "32", "--gpu", "a100-80g", "--gpus", "8"],
+    ],
+    ids=" ".join,
+)
+def test_nothing_is_waited_for(refused: Run, arguments: list[str]) -> None:
+    refused(*arguments)
+
+
+@pytest.mark.parametrize("samples", [10**9, 2 * (10**18 + 9)])
+@pytest.mark.usefixtures("refused")
+def test_a_huge_batch_is_divided_at_once(run_here: Run, samples: int) -> None:
+    begun = time.process_time()
+    done = run_here(
+        "random", "train.py", "ds.json", "--dry-run", "--cpu-ranks", "2", "--train-batch-size", str(samples)
+    )
+    assert done.returncode in (0, 2), done.stderr
+    assert time.process_time() - begun < 5
+
+
+@pytest.mark.usefixtures("refused")
+def test_a_pipe_is_read_once_and_used_all_the_same(run_here: Run, tmp_path: Path) -> None:
+    config = {**GOOD, "train_micro_batch_size_per_gpu": 7}
+    writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=(json.dumps(config),))
+    writer.start()
+    done = run_here("random", "train.py", "pipe", "--dry-run", "--cpu-ranks", "2")
+    writer.join()
+    assert done.returncode == 0, done.stderr
+    assert "micro-batch 7" in done.stdout
+
+
+@pytest.mark.parametrize("table", ['tool = "optuna-dsat"\n', "[[tool]]\noptuna-dsat = 5\n"])
+@pytest.mark.usefixtures("refused")
+def test_another_kind_of_section_is_no_table_of_options(run_here: Run, tmp_path: Path, table: str) -> None:
+    (tmp_path / "pyproject.toml").write_text(table)
+    assert run_here("random", "train.py", "ds.json", "--dry-run", "--cpu-ranks", "2").returncode == 0
+
+
+def test_a_folder_that_is_gone_and_streams_that_are_closed_or_full(tmp_path: Path) -> None:
+    command = f"{sys.executable} -c 'from optuna_dsat.cli import main; main()'"
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    for shell, code, said in (
+        (f"cd {gone} && rmdir {gone} && {command} studies", 2, "working directory was deleted"),
+        (f"{command} --version >/dev/full", 5, "No space left"),
+        (f"{command} --version >&-", 0, ""),
+    ):
+        done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=False, cwd=tmp_path)
+        assert done.returncode == code, done.stderr
+        assert said in done.stderr
+        assert len(done.stderr.splitlines()) == bool(said)
