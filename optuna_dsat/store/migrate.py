@@ -132,7 +132,7 @@ def upgrade_locked(database: Database) -> str:
         require_usable(database)
 
     def work() -> None:
-        with database.engine.connect() as connection:
+        with database.engine.begin() as connection:  # all or nothing: no half-made schema that looks like an older one
             alembic_upgrade(_config(connection), "head")
 
     retrying(work, database=database.shown, limit_s=database.retry_limit_s)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -11,10 +12,11 @@ import pytest
 from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import inspect, text
+from sqlalchemy import event, inspect, text
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
-from optuna_dsat.errors import StorageUrlError
+from optuna_dsat.errors import StorageError, StorageUrlError
 from optuna_dsat.store import Store, migrate
 from optuna_dsat.store.database import Database
 from optuna_dsat.store.launches import read_step_times, read_steps
@@ -74,6 +76,22 @@ def test_steps_of_the_first_version_count_and_have_no_size(database: Database) -
         (step,) = read_steps(session, "u", "trial-0000")
         assert (step.number, step.skipped, step.elements) == (3, False, 0)
         assert read_step_times(session, "u", from_step=3) == {"trial-0000": (0.5,)}
+
+
+def test_an_upgrade_that_fails_halfway_leaves_no_older_schema_behind(database: Database) -> None:
+    def fails(_cursor: object, statement: str, *_: object) -> None:
+        if statement.startswith("UPDATE dsat_alembic_version"):  # between the first migration and the second
+            original = sqlite3.OperationalError("database or disk is full")
+            original.sqlite_errorcode = sqlite3.SQLITE_FULL
+            raise OperationalError(statement, None, original)
+
+    event.listen(database.engine, "do_execute", fails)
+    with pytest.raises(StorageError, match="disk is full"):
+        migrate.upgrade(database)
+    event.remove(database.engine, "do_execute", fails)
+    assert migrate.check(database) is migrate.SchemaState.NEW
+    migrate.upgrade(database)
+    assert migrate.check(database) is migrate.SchemaState.CURRENT
 
 
 def test_upgrading_twice_changes_nothing(database: Database) -> None:
