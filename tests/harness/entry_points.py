@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from optuna_dsat.cli import main
+from optuna_dsat.launch.leftovers import LeftoverWatch
 from optuna_dsat.launch.simulated import Landscape, SimulatedLauncher
 from optuna_dsat.tuning import run
 from tests.harness.landscapes import Hill
@@ -86,7 +87,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EntryPoin
     monkeypatch.chdir(tmp_path)
     made = EntryPointBench(tmp_path)
     monkeypatch.setattr(run, "TorchrunLauncher", made.launcher)
-    monkeypatch.setattr(run.LeftoverWatch, "begin", lambda _: None)  # removes those of tests that run beside this one
+    monkeypatch.setattr(LeftoverWatch, "begin", lambda _: None)  # removes those of tests that run beside this one
     before = signal.getsignal(signal.SIGTERM)  # the command sets its own
     yield made
     signal.signal(signal.SIGTERM, before)
