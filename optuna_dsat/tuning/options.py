@@ -181,7 +181,7 @@ class TuneOptions(ResultOptions):
     env: Annotated[
         Mapping[str, str] | None,
         Option(
-            help="Give the script this variable: NAME=VALUE (repeatable); it is stored with the study unless it is a secret.",
+            help="Give the script this variable: NAME=VALUE (repeatable); stored with the study unless secret.",
             python_help="Variables of the environment that the script is given; stored with the study unless secret.",
             text_type=list[str] | None,
             parse=split_environment,

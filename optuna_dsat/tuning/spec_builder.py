@@ -92,7 +92,7 @@ def _existing_folder(path: str) -> str:
     Raises:
         UsageError: If it is not there, or cannot be written to.
     """
-    if not os.path.isdir(path) or not os.access(path, os.W_OK | os.X_OK):
+    if not Path(path).is_dir() or not os.access(path, os.W_OK | os.X_OK):
         raise UsageError(f"--nvme-path is {path}, which is no folder that can be written to.")
     return path
 
