@@ -11,6 +11,7 @@ from optuna.trial import TrialState
 
 from optuna_dsat.cli import main
 from optuna_dsat.cli.show import show_result
+from optuna_dsat.escape.markdown import literal
 from optuna_dsat.launch.protocol import LaunchUpdate, Observed
 from optuna_dsat.launch.simulated import SimulatedLauncher
 from optuna_dsat.report.notes import trial_note
@@ -123,4 +124,6 @@ def test_show_report_and_notes_say_so(
     note = trial_note(view, next(trial for trial in view.trials if trial.number == winner.number))
     assert "| steps skipped by the loss scaler, not counted | 2 |" in note
     assert "| inputs vary in size from step to step by | 40% |" in note
-    assert f"| tokens_per_s | {winner.user_attrs[attributes.METRICS]['tokens_per_s']:.4g} tokens/s |" in note
+    speed = winner.user_attrs[attributes.METRICS]["tokens_per_s"]
+    assert f"| {literal('tokens_per_s')} | {speed:.4g} tokens/s |" in note
+    assert f"| {literal('steps_completed')} | {RESUMED + SKIPS + 8} |" in note
