@@ -33,7 +33,7 @@ def follow(
 ) -> tuple[LaunchRecord, LaunchReport]:
     """Run one launch to its end and return its record and report; waits while others hold the slots.
 
-    A launch that others kill is repeated a few times.
+    A launch that others kill is repeated a few times, with a notice through ``wait``.
 
     Args:
         launcher: Where to launch; no other launch of it may be running.
@@ -51,6 +51,7 @@ def follow(
         record, report = _follow_once(launcher, request, on_event, enough=enough, on_step=on_step, wait=wait)
         if report.outcome is not Outcome.KILLED:
             return record, report
+        wait.repeat(report.message)
     return _follow_once(launcher, request, on_event, enough=enough, on_step=on_step, wait=wait)
 
 

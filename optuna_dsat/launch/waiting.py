@@ -81,6 +81,10 @@ class SlotWait:
                 f"(--wait-for-gpus). {_sentence(holders)}"
             )
 
+    def repeat(self, message: str) -> None:
+        """Report that a launch is repeated for a reason that is not its own."""
+        self._on_notice(f"Launched again: {message}.")
+
     def reset(self) -> None:
         """Note that no slots are missing."""
         self._begun = self._state = self._reported = None

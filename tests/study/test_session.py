@@ -311,12 +311,12 @@ def test_a_communication_error_is_launched_again_and_then_given_up(bench: StudyB
 
 def test_a_launch_that_others_kill_is_launched_again_whatever_it_is_for(bench: StudyBench) -> None:
     killed = SimulatedResult(outcome=Outcome.KILLED, startup_s=1, message="killed by SIGKILL from outside")
-    profile, first_trial, later = {0, 1}, {3, 4, 5}, {8, 9, 10}
+    profile, first_trial, first_round = {0, 1}, {3, 4, 5}, {9, 10}
 
     class Disturbed(Hill):
         def run(self, ds_config: Mapping[str, Any], slots: int) -> SimulatedResult:
             found = super().run(ds_config, slots)
-            return killed if len(self.configs) - 1 in profile | first_trial | later else found
+            return killed if len(self.configs) - 1 in profile | first_trial | first_round else found
 
     result = bench.run(bench.spec(max_retries=0, max_trials=3, confirm=1), Disturbed())
     assert result is not None
@@ -326,6 +326,8 @@ def test_a_launch_that_others_kill_is_launched_again_whatever_it_is_for(bench: S
     rounds = Rounds.of(bench.study().user_attrs)
     assert rounds.launches
     assert all(launch.value is not None for launch in rounds.launches), "rounds repeat them, too"
+    said = [news.text for news in bench.news if isinstance(news, Message)]
+    assert said.count("Launched again: killed by SIGKILL from outside.") == 4
 
 
 def test_a_launch_that_is_killed_each_time_is_given_up(bench: StudyBench) -> None:
