@@ -13,6 +13,9 @@
     config_redirect     redirects reads of the user's config file to the launch's
     config_differences  differences between the script's config and the user's file
     local_rank          default of the script's ``--local_rank`` option
+    leavings            notes what a rank may leave behind, for whoever removes it
+    build_locks         locks of torch's builds that nobody holds, used by launch
+    process_identity    what tells a process from all others, used by launch and store
     side_effects        disables checkpoints and monitors during a trial
     reporting           public functions for training loops that the hook cannot observe
     meter, clock        measure each optimizer step
