@@ -216,7 +216,8 @@ def open_study(store: Store, spec: StudySpec, *, relocated: bool = False) -> tup
     if found is None:
         record = store.create_study(spec.name, spec.model_dump(mode="json"), direction=spec.direction)
         return record, spec
-    read_stored(store, spec.name)  # refuses what later steps could not read
+    read_stored(store, spec.name)  # both refuse what later steps could not read
+    read_launches(store, found)
     if relocated:
         return found, spec
     check_study(store, spec)

@@ -12,7 +12,7 @@ from optuna_dsat.script.module_file import module_file
 from optuna_dsat.store import Store
 from optuna_dsat.study.request import StudyRequest
 from optuna_dsat.study.spec import ScriptSpec, StudySpec, make_spec
-from optuna_dsat.study.stored import StoredStudy, read_stored
+from optuna_dsat.study.stored import StoredStudy, read_launches, read_stored
 from optuna_dsat.study.trust import ran_here, remember, script_file, what_runs
 
 __all__ = ["resume_request"]
@@ -46,6 +46,7 @@ def resume_request(
     """
     with Store.open(storage, create=False) as store:
         study = read_stored(store, name)
+        read_launches(store, study.record)
         record, spec = study.record, study.stored_spec
         if "min_gain" in limits and spec.method != "guided":
             raise UsageError(f"--min-gain is an option of guided; this study is searched by {spec.method}.")
