@@ -19,6 +19,8 @@ _LONGEST_LINE = 1000
 _EXIT_DATABASE = 5
 _SET_ASIDE = re.compile(r"/[^/]+\.old-\d+/")
 _RUN_DIRECTORY = re.compile(r"^work/optuna-dsat-output/[^/]+/(?:trial-\d{4}|profile|confirm)[^/]*/")
+_OWN_FOLDER = re.compile(r"^tmp/optuna-dsat-\d+/(?:[a-z]+/)?$")
+"""The user's own folder, empty: it stays."""
 _PARTIAL = re.compile(r"(?:^|/)\.[^/]+\.\d+$")
 """What ``runtime.atomic_write`` calls a file until it is whole."""
 
@@ -147,10 +149,11 @@ def _left_in_database(after: Observed) -> Iterator[str]:
 
 def _left_in_folder(files: Iterable[str], undisturbed: Iterable[str]) -> Iterator[str]:
     """Yield files that an undisturbed study has not, apart from what launches that were lost wrote."""
-    for name in sorted(set(files) - set(undisturbed)):
+    files, undisturbed = ({name for name in names if not _OWN_FOLDER.match(name)} for names in (files, undisturbed))
+    for name in sorted(files - undisturbed):
         if _PARTIAL.search(name) or not (_RUN_DIRECTORY.match(name) or _SET_ASIDE.search(name)):
             yield f"left: {name}"
-    missing = [name for name in sorted(set(undisturbed) - set(files)) if not _RUN_DIRECTORY.match(name)]
+    missing = [name for name in sorted(undisturbed - files) if not _RUN_DIRECTORY.match(name)]
     if missing:
         yield f"missing: {missing}"
 

@@ -148,7 +148,7 @@ def _prepare(folder: Path) -> None:
         os.environ[variable] = str(folder / name)
     for variable in ("XDG_STATE_HOME", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR", "XDG_CONFIG_HOME", "XDG_DATA_HOME"):
         os.environ.pop(variable, None)
-    tempfile.tempdir = None
+    tempfile.tempdir = str(folder / "tmp")  # else it is looked for by writing a file, which is not ours
     os.chdir(folder / "work")
     launches = _appending(folder / "notes" / LAUNCHES_FILE)
     patched: Any = run

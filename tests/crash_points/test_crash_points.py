@@ -47,7 +47,7 @@ KILL = replace(UNDISTURBED, blow=Blow.KILL, first=KILLED, second=WELL)
 
 
 def run_sample(database: str, environ: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Try some points of one method, both drawn by a seed that is printed; the environment may give it, to repeat one."""
+    """Try points of one method, both drawn by a seed, which is printed; the environment may give it."""
     seed = int(os.environ.get(SEED) or random.SystemRandom().randrange(10**6))
     chosen = ("--methods", METHODS[seed % len(METHODS)], "--databases", database, "--seed", str(seed))
     command = [sys.executable, "-m", "tests.crash_points", "--jobs", "1", "--sample", str(SAMPLE), *chosen]
@@ -109,6 +109,12 @@ def test_one_launch_in_flight_may_be_repeated_and_its_folder_stays() -> None:
     files = frozenset({"work/study.db", "work/optuna-dsat-output/s/profile.old-1/ds_config.json"})
     again = replace(KILL, launches=(LAUNCH, *UNDISTURBED.launches), files=files)
     assert violations(again, UNDISTURBED, budget=1) == []
+
+
+def test_the_users_own_folder_may_stay_empty_and_nothing_may_stay_in_it() -> None:
+    empty = replace(KILL, files=KILL.files | {"tmp/optuna-dsat-0/launches/"})
+    assert violations(empty, UNDISTURBED, budget=1) == []
+    assert violations(replace(empty, files=KILL.files | {"tmp/optuna-dsat-0/launches/a.lock"}), UNDISTURBED, budget=1)
 
 
 def test_a_disk_that_is_full_may_end_the_command_with_its_own_code_and_a_lock_may_not() -> None:
