@@ -77,7 +77,8 @@ def _connect_timeout_s(url: URL) -> int:
     given = str(url.query.get("connect_timeout", CONNECT_TIMEOUT_S))
     if not given.isascii() or not given.isdigit() or len(given) > len(str(_LONGEST_CONNECT_S)):
         raise StorageUrlError(
-            f"connect_timeout of the storage URL is {given[:40]!r}; it is a number of seconds, such as {CONNECT_TIMEOUT_S}."
+            f"connect_timeout of the storage URL is {given[:40]!r}; it is a number of seconds, such as "
+            f"{CONNECT_TIMEOUT_S}."
         )
     return int(given)
 
