@@ -25,11 +25,15 @@ __all__ = ["MemoryInputs", "MemoryPosterior", "knob_similarity", "normal_cdf", "
 
 Numbers: TypeAlias = npt.NDArray[Any]
 
-_SLOPE_SD = 0.08
+_SLOPE_SD = 0.1
 """Relative standard deviation of the profiled activations per sample, shared by all lineages."""
 _STRUCTURE_SLOPE_SD = 0.03
 """The same for each structure."""
-_SHARED_SD, _STRUCTURE_SD, _KNOBS_SD, _LINEAGE_SD, _NOISE_SD = 0.01, 0.03, 0.02, 0.01, 0.003
+_CURVE_SD, _CURVE_WIDTH = 0.03, 1.0
+"""The same of a smooth function of the micro-batch's logarithm, and its length scale in doublings."""
+_BUFFER_SD = 0.6
+"""Relative standard deviation of the bytes that the formulas give for a knob's value beyond its least."""
+_SHARED_SD, _STRUCTURE_SD, _KNOBS_SD, _LINEAGE_SD, _NOISE_SD = 0.01, 0.035, 0.02, 0.005, 0.003
 """Standard deviations of the formulas' error, relative to the device's memory."""
 _FRAGMENTATION = 0.03
 """Share of the memory lost to fragmentation, prior mean."""
@@ -68,6 +72,8 @@ class MemoryInputs:
     """Predicted bytes at the end of the forward pass at micro-batch 0."""
     others: Numbers
     """Predicted bytes at the other moments of a step."""
+    buffers: Numbers
+    """Predicted bytes of each knob's value beyond those of its cheapest value, shape (n, knobs)."""
     non_contiguous: Numbers
     """1 if gradients are not contiguous, which fragments memory; else 0."""
 
@@ -199,8 +205,9 @@ class MemoryPosterior:
         constant += _KNOBS_SD**2 * sum_by_knob(
             observed.structure, observed.knobs, weights, inputs.structure, inputs.knobs
         )
+        buffers: Numbers = _BUFFER_SD**2 * inputs.buffers @ (observed.buffers.T @ weights)
         own = _STRUCTURE_SLOPE_SD**2 * sum_by_structure(observed.structure, weights * samples, inputs.structure)
-        return self._device**2 * constant, self._slope * (_SLOPE_SD**2 * (weights @ samples) + own)
+        return self._device**2 * constant + buffers, self._slope * (_SLOPE_SD**2 * (weights @ samples) + own)
 
     @property
     def limit(self) -> float:
@@ -247,6 +254,9 @@ class MemoryPosterior:
         found: Numbers = samples * (_SLOPE_SD**2 + _STRUCTURE_SLOPE_SD**2 * same) + scale * (
             _SHARED_SD**2 + within * same
         )
+        octaves = np.log2(np.maximum(a.micro_batch, 1))[:, None] - np.log2(np.maximum(b.micro_batch, 1))
+        found += samples * _CURVE_SD**2 * np.exp(-0.5 * (octaves / _CURVE_WIDTH) ** 2)
+        found += _BUFFER_SD**2 * a.buffers @ b.buffers.T
         found += scale * _LINEAGE_SD**2 * (a.lineage[:, None] == b.lineage[None, :])
         return found
 
@@ -259,8 +269,9 @@ class MemoryPosterior:
     def _variance(self, inputs: MemoryInputs) -> Numbers:
         errors = _SHARED_SD**2 + _STRUCTURE_SD**2 + _KNOBS_SD**2 + _LINEAGE_SD**2
         found: Numbers = (self._slope * inputs.micro_batch) ** 2 * (
-            _SLOPE_SD**2 + _STRUCTURE_SLOPE_SD**2
+            _SLOPE_SD**2 + _STRUCTURE_SLOPE_SD**2 + _CURVE_SD**2
         ) + errors * self._device**2
+        found += _BUFFER_SD**2 * (inputs.buffers**2).sum(axis=1)
         return found
 
 

@@ -44,7 +44,7 @@ _PRIORS = {
     "speed": (5e13, 1.5),  # FLOP/s of one rank
     "idle": (1.5, 1.3),  # h, in samples
     "backward": (2.0, 0.3),  # computation of the backward pass over that of the forward pass
-    "pressure": (0.03, 1.5),  # slow-down of the computation when memory is full
+    "pressure": (0.03, 1.0),  # slow-down of the computation when memory is full
     "steepness": (5.0, 0.6),  # power of the filled share with which that grows
     "edge": (0.03, 1.0),  # slow-down of the computation in the last per cent of memory
     "link": (5e-11, 1.5),  # seconds per byte of a collective
@@ -301,21 +301,25 @@ class StepTimeModel:
         """Return the bytes that a rank transfers to gather or to scatter ``elements``."""
         return self.param_bytes * elements * (self.ranks - 1) / self.ranks
 
-    def fit(self, timings: Timings) -> LogCoefficients:
+    def fit(self, timings: Timings, *, error: float = ERROR) -> LogCoefficients:
         """Return the maximum a posteriori coefficients given measured steps; without any, the prior.
 
         Levenberg-Marquardt iterations on the logarithms, from the prior's medians.
+
+        Args:
+            timings: The measured steps.
+            error: Relative standard deviation of the model's error per phase, including noise.
         """
         prior = self.prior_coefficients()
         start, weight = prior.mean, np.linalg.inv(prior.covariance)
         logs, damping = start, 1e-2
-        residuals, jacobian = self._residuals(logs, timings)
+        residuals, jacobian = self._residuals(logs, timings, error)
         for _ in range(_MAX_ITERATIONS if len(timings.latency) else 0):
             normal = jacobian.T @ jacobian + weight
             downhill = jacobian.T @ residuals + weight @ (logs - start)
             change = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), downhill)
             trial = logs - np.clip(change, -_MAX_CHANGE, _MAX_CHANGE)
-            trial_residuals, trial_jacobian = self._residuals(trial, timings)
+            trial_residuals, trial_jacobian = self._residuals(trial, timings, error)
             before = residuals @ residuals + (logs - start) @ weight @ (logs - start)
             after = trial_residuals @ trial_residuals + (trial - start) @ weight @ (trial - start)
             if after < before:
@@ -326,17 +330,17 @@ class StepTimeModel:
                 damping *= 10
         return LogCoefficients(mean=logs, covariance=np.linalg.inv(jacobian.T @ jacobian + weight))
 
-    def _residuals(self, logs: Numbers, timings: Timings) -> tuple[Numbers, Numbers]:
+    def _residuals(self, logs: Numbers, timings: Timings, error: float) -> tuple[Numbers, Numbers]:
         """Return the residuals in standard deviations, and their Jacobian in the logarithms of the coefficients."""
         step = 1e-4
         variants = np.concatenate([logs[:, None], logs[:, None] + step * np.eye(len(logs))], axis=1)[:, :, None]
         found = self.phases(variants, timings.columns, timings.micro_batch, timings.accumulation, timings.fill)
         known = ~np.isnan(timings.phases)
         phases = np.where(known, timings.phases, 0.0)[:, None, :]
-        residuals = (found - phases) / (ERROR * phases + _FLOOR * timings.latency)
+        residuals = (found - phases) / (error * phases + _FLOOR * timings.latency)
         by_phase = np.moveaxis(residuals, 0, 1)[:, known]
         whole = ~known.all(axis=0)
-        total = ((found.sum(axis=0) - timings.latency) / (ERROR * timings.latency))[:, whole]
+        total = ((found.sum(axis=0) - timings.latency) / (error * timings.latency))[:, whole]
         values = np.concatenate([by_phase, total], axis=1)
         values = np.clip(values, -1e6, 1e6)
         return values[0], ((values[1:] - values[0]) / step).T

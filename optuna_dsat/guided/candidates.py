@@ -19,6 +19,7 @@ from optuna_dsat.cost.memory_posterior import MemoryInputs
 from optuna_dsat.cost.step_time import PHASES, Columns
 from optuna_dsat.cost.zero_states import ZeroSettings, moments, rank_host_parts
 from optuna_dsat.guided.prior_knowledge import EarlierLaunch
+from optuna_dsat.guided.residual_gp import knob_kernel
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import (
@@ -112,8 +113,10 @@ class CandidateTable:
         indices = {key: index for index, key in enumerate(dict.fromkeys(structures))}
         self.structure = np.array([indices[key] for key in structures], dtype=np.int64)
         """Index of each row's structure: ZeRO stage and offload, NVMe apart from CPU."""
-        self.knobs = self._codes()
-        """Index of the value of each other knob, shape (rows, knobs)."""
+        self.knobs, self.knob_values = self._codes()
+        """Index of the value of each other knob, shape (rows, knobs), and the values of each, None for without one."""
+        self.knob_kernels = [knob_kernel(values) for values in self.knob_values]
+        """Of each other knob, the covariance of its values' effects."""
         self.non_default_knobs = self._count_non_default_knobs()
         """Number of knobs per row, except stage and offload, that differ from the user's config (else the default)."""
         settings = self._settings()
@@ -124,6 +127,26 @@ class CandidateTable:
         """Predicted bytes: on the device at the end of the forward pass without activations, on the device at other
         moments, and on one host.
         """
+        self.buffers = self._buffers()
+        """Predicted bytes on the device of each knob's value beyond those of its cheapest, shape (rows, knobs)."""
+
+    def marginal_means(self, values: Numbers) -> Numbers:
+        """Return the means of values over the rows of one structure and one value of a knob, shape (rows, knobs)."""
+        found = np.zeros(self.knobs.shape)
+        for one in np.unique(self.structure):
+            own = np.flatnonzero(self.structure == one)
+            for place in range(self.knobs.shape[1]):
+                index = self.knobs[own, place]
+                found[own, place] = (np.bincount(index, values[own]) / np.maximum(1, np.bincount(index)))[index]
+        return found
+
+    def _buffers(self) -> Numbers:
+        """Return the bytes on the device of each knob's value beyond its cheapest in the structure, (rows, knobs)."""
+        found = self.marginal_means(self.forward)
+        for one in np.unique(self.structure):
+            own = np.flatnonzero(self.structure == one)
+            found[own] -= found[own].min(axis=0)
+        return found
 
     def row_index(self, params: Mapping[str, Any]) -> int | None:
         """Return the row of a lineage, None if it is not in this space."""
@@ -138,10 +161,11 @@ class CandidateTable:
             micro_batch=np.asarray(micro_batch, dtype=np.float64),
             forward=self.forward[rows],
             others=self.others[rows],
+            buffers=self.buffers[rows],
             non_contiguous=1 - self.columns.contiguous[rows],
         )
 
-    def _codes(self) -> Numbers:
+    def _codes(self) -> tuple[Numbers, list[list[Any]]]:
         names = [tuned.name for tuned in self._space.knobs if tuned.name not in (*STRUCTURE, NVME)]
         values: list[dict[Any, int]] = [{} for _ in names]
         codes = [
@@ -151,7 +175,7 @@ class CandidateTable:
             ]
             for params in self.lineages
         ]
-        return np.array(codes, dtype=np.int64).reshape(len(self.lineages), len(names))
+        return np.array(codes, dtype=np.int64).reshape(len(self.lineages), len(names)), [list(ids) for ids in values]
 
     def _count_non_default_knobs(self) -> Numbers:
         usual: dict[tuple[str, int], Any] = {}

@@ -7,13 +7,16 @@ its own lineage most, that of its structure less, and that of others as far as t
 
 The next launch has the largest expected improvement (Jones et al. 1998) per cost in seconds (Snoek et al. 2012)::
 
-    P(fits)^2 EI / sqrt(P(fits) T_run + (1 - P(fits)) T_failed)
+    P(fits) EI / (P(fits) T_run + (1 - P(fits)) T_failed)
 
 with EI the expected improvement of the metric's logarithm over the best posterior mean so far, ``T_run`` the seconds of
-start-up and profile steps, and ``T_failed`` those of start-up; start-up time is estimated from the launches so far. The
-root tempers the cost: with the full cost as the divisor, the late launches of a search go to cheap small micro-batches
-that cannot win (Lee et al. 2020, arXiv:2003.10870, also reduce the exponent over time). The search ends when no
-configuration has an expected improvement of at least ``min_gain`` (as in Jones et al. 1998).
+start-up and profile steps, and ``T_failed`` those of start-up; start-up time is estimated from the launches so far. A
+launch of ten times the seconds must be expected to gain ten times as much. For structures that were never measured the
+improvement is that of a heavy-tailed error (``optuna_dsat.guided.acquisition``): where the formula is wrong about a
+structure, it is wrong by much. No micro-batch is larger than ``Problem.reach`` times the largest that ran.
+
+The search ends when no configuration has an expected improvement of at least ``min_gain`` (as in Jones et al. 1998) per
+launch, a launch being as long as one of the best configuration. ``remaining`` says what is then left to gain.
 
 Launches in flight count as if measured at their predicted metric (the "kriging believer" of Ginsbourger et al. 2010),
 and no other launch of their lineages is proposed.
@@ -24,6 +27,7 @@ profile.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -33,9 +37,10 @@ import numpy as np
 import numpy.typing as npt
 from optuna.trial import FrozenTrial
 
-from optuna_dsat.cost.step_time import LogCoefficients
+from optuna_dsat.cost.step_time import ERROR, LogCoefficients
+from optuna_dsat.guided.acquisition import Acquisition
 from optuna_dsat.guided.candidates import Observations
-from optuna_dsat.guided.posterior import Posterior, Prediction, memory_posterior
+from optuna_dsat.guided.posterior import DOUBTED_FORMULA, Posterior, Prediction, memory_posterior
 from optuna_dsat.guided.problem import Problem
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import agrees, lineage_key
@@ -65,7 +70,7 @@ class GuidedPlanner:
 
     Args:
         problem: Model, machine, space and metric.
-        min_gain: Least expected relative improvement of the metric for which the search goes on.
+        min_gain: Least expected relative improvement of the metric, per launch, for which the search goes on.
 
     Raises:
         ValueError: If ``min_gain`` is negative.
@@ -95,7 +100,7 @@ class GuidedPlanner:
 
     def fitted_coefficients(self, trials: Sequence[FrozenTrial]) -> LogCoefficients:
         """Return the coefficients of the step-time model fitted to these trials."""
-        return self._posterior(trials).fitted
+        return self._posterior(trials, formula_error=ERROR).fitted
 
     def posterior_means(self, trials: Sequence[FrozenTrial]) -> dict[int, float]:
         """Return the posterior mean metric of measured trials: trial number -> metric.
@@ -128,7 +133,7 @@ class GuidedPlanner:
         if not inside:
             return [None] * len(queried)
         rows, sizes = (np.array(column, dtype=np.int64) for column in zip(*inside, strict=True))
-        found = iter(self._posterior(trials).predict(rows, sizes))
+        found = iter(self._posterior(trials, formula_error=ERROR).predict(rows, sizes))
         return [None if row is None else next(found) for row, _ in queried]
 
     def expected_peaks(
@@ -177,7 +182,8 @@ class GuidedPlanner:
         if None in rows:
             return None
         sizes = np.array([size for _, size in configurations], dtype=np.float64)
-        found = self._posterior(trials).formula_log_objective(np.array(rows, dtype=np.int64), sizes)
+        posterior = self._posterior(trials, formula_error=ERROR)
+        found = posterior.formula_log_objective(np.array(rows, dtype=np.int64), sizes)
         return [self.problem.metric_of(float(one)) for one in found]
 
     def rate_ratio(
@@ -205,18 +211,17 @@ class GuidedPlanner:
         rates = size * steps / seconds
         return float(rates[1] / rates[0])
 
-    def _posterior(self, trials: Sequence[FrozenTrial]) -> Posterior:
-        return Posterior(self.problem, self.problem.table.observations_of_trials(trials), samples_limit=None)
+    def _posterior(self, trials: Sequence[FrozenTrial], *, formula_error: float = DOUBTED_FORMULA) -> Posterior:
+        observations = self.problem.table.observations_of_trials(trials)
+        return Posterior(self.problem, observations, samples_limit=None, formula_error=formula_error)
 
     def _choose(self, observations: Observations, samples: int | None, fixed: Mapping[str, Any]) -> Candidate | None:
-        rows = self._open_rows(observations, fixed)
         posterior = Posterior(self.problem, observations, samples_limit=samples)
-        rows, sizes = posterior.shortlist(rows)
+        rows, sizes, acquisition = self._evaluated(posterior, self._open_rows(observations, fixed))
         if not len(rows):
             return None
-        acquisition = posterior.acquisition(rows, sizes)
         best = int(np.argmax(acquisition.value))
-        if not acquisition.value[best] > 0 or (posterior.has_measured and acquisition.gain.max() < self.min_gain):
+        if not acquisition.value[best] > 0 or posterior.gain_rate(acquisition) < self.min_gain:
             return None
         row = int(rows[best])
         return Candidate(
@@ -226,6 +231,26 @@ class GuidedPlanner:
             value=self.problem.metric_of(float(acquisition.log_objective[best])),
             fits=float(acquisition.fits[best]),
         )
+
+    def remaining(self, trials: Sequence[FrozenTrial]) -> float:
+        """Return what is left to gain: the best configuration is better by less than this share with 90 % probability.
+
+        By the posterior given these trials; infinite before a metric was measured.
+        """
+        observations = self.problem.table.observations_of_trials(trials)
+        samples = attributes.data_limit([trial for trial in trials if trial.state.is_finished()])
+        posterior = Posterior(self.problem, observations, samples_limit=samples)
+        rows, sizes, _ = self._evaluated(posterior, self._open_rows(observations, {}))
+        return math.expm1(posterior.remaining(rows, sizes)) if len(rows) else 0.0
+
+    @staticmethod
+    def _evaluated(posterior: Posterior, rows: Numbers) -> tuple[Numbers, Numbers, Acquisition]:
+        """Return the configurations of rows that are worth a look, with the acquisition function at each."""
+        rows, sizes = posterior.shortlist(rows)
+        acquisition = posterior.acquisition(rows, sizes)
+        more = posterior.refined(rows, sizes, acquisition.value)
+        rows, sizes = np.concatenate([rows, more[0]]), np.concatenate([sizes, more[1]])
+        return rows, sizes, posterior.acquisition(rows, sizes)
 
     def _open_rows(self, observations: Observations, fixed: Mapping[str, Any]) -> Numbers:
         """Return the rows that may be launched: neither broken, nor in flight, nor too large for the host."""

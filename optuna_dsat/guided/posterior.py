@@ -15,12 +15,14 @@ import numpy.typing as npt
 
 from optuna_dsat.cost.memory_posterior import MemoryPosterior, normal_cdf
 from optuna_dsat.cost.step_time import Timings
+from optuna_dsat.guided.acquisition import Acquisition, expected_improvement, heavy_tailed_improvement
 from optuna_dsat.guided.candidates import Observations
 from optuna_dsat.guided.problem import Problem
 from optuna_dsat.guided.residual_gp import Points, ResidualGP
+from optuna_dsat.guided.sizes import largest_size, spread_sizes
 from optuna_dsat.metrics import LARGER_IS_BETTER
 
-__all__ = ["Acquisition", "Posterior", "Prediction", "memory_posterior"]
+__all__ = ["DOUBTED_FORMULA", "Posterior", "Prediction", "memory_posterior"]
 
 Numbers: TypeAlias = npt.NDArray[Any]
 
@@ -30,28 +32,47 @@ _DEFAULT_START_UP_S = 30.0
 """Launch seconds outside training steps until one launch was measured; only the ratio to the steps matters."""
 _NON_DEFAULT_PENALTY = 5e-4
 """Log objective subtracted per knob that differs from the user's value (or DeepSpeed's default), to break ties."""
-_COST_POWER = 0.5
-"""Power of a launch's expected seconds in the acquisition function."""
-_FITS_POWER = 2
-"""Power of the probability to fit: an out-of-memory launch is less informative than it is expensive."""
-_MIN_FITS = 0.5
+_BREAKS = 4.0
+"""Weight of a launch that failed, but not for memory, against one that ran: what breaks, mostly breaks again."""
+DOUBTED_FORMULA = 0.12
+"""Relative error of the step time's formula, per phase, to plan a search by.
+
+It is larger than that of the formula where it holds: a fit that follows the measurements closely is sure of what it
+says of other structures, also on machines where that is wrong.
+"""
+_MIN_FITS = 0.05
 """Probability to fit below which no candidate is launched once a metric was measured."""
 _HOST_SD = 0.1
 """Relative standard deviation of the predicted host memory."""
+_LARGER_PENALTY = 2e-4
+"""The same per doubling of the micro-batch: of equals, the smaller."""
+_DRAWS, _HOPEFUL, _HOPE_SIGMAS, _SURE = 256, 160, 2.0, 0.9
+"""Draws of the joint posterior, configurations in it, the standard deviations by which these are chosen, and the
+quantile of what remains to be gained."""
 _INITIAL_IMPROVEMENT = math.log(10)
 """Until a metric is measured, the incumbent is a tenth of the best predicted metric: running at all counts most."""
-_COARSE_SHARES = (0.2, 0.4, 0.6, 0.8, 0.9, 1.0)
+_COARSE_SHARES = (1.0, 0.9, 0.7, 0.5, 0.35, 0.25, *(2.0**-octave for octave in range(3, 13)))
 """Shares of each lineage's predicted edge at which all lineages are evaluated for the shortlist."""
+_SAMPLED_ROWS = 24
+"""Lineages of each structure among which the best of these shares are chosen."""
 _COARSE_PEAK_SD = 0.05
 """Standard deviation of a peak relative to the device's memory, in that evaluation."""
 _SHORTLISTED, _SHORTLISTED_PER_STRUCTURE = 96, 8
 """Lineages on the shortlist: the best of all, and the best of each structure."""
 _SHORTLISTED_MEASURED = 64
 """Measured lineages on the shortlist: the best."""
+_USUAL_FILL = 0.5
+"""Share of the memory in use at which the formula's effects of structures and knobs are compared."""
+_BOUND_SIGMAS = 1.0
+"""Standard deviations of the knobs' parts that are added to the mean by which lineages are shortlisted."""
+_NEIGHBOURED = 3
+"""Lineages of the best posterior means of which those that differ in one knob are on the shortlist, too."""
 _MAX_TIES = 3
 """Lineages on the shortlist among those of equal predictions."""
-_NEAR_EDGE, _GRID_POINTS = 4, 14
-"""Micro-batches evaluated on either side of the predicted edge, and evenly between the smallest and the edge."""
+_REFINED = 8
+"""Configurations of the largest acquisition values around which more micro-batches are evaluated."""
+_FINE = tuple(2 ** (sixth / 6) for sixth in range(-6, 7))
+"""Multiples of their micro-batches at which that is done."""
 _MAX_OBSERVATIONS = 120
 """Largest number of measurements conditioned on: the best, and as many of the latest."""
 
@@ -70,20 +91,6 @@ class Prediction:
     """Probability that it fits."""
     bounds: Mapping[str, float]
     """Seconds of a step by resource, see ``StepTimeModel.bounds``."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Acquisition:
-    """Acquisition function at n configurations; each array has length n."""
-
-    value: Numbers
-    """Acquisition value: the next launch maximizes it."""
-    gain: Numbers
-    """Expected improvement over the incumbent, in the metric's logarithm."""
-    log_objective: Numbers
-    """Posterior mean log objective: log of the metric, of its inverse if the metric is minimized."""
-    fits: Numbers
-    """Probability that the configuration runs."""
 
 
 def memory_posterior(problem: Problem, observations: Observations) -> MemoryPosterior:
@@ -112,14 +119,22 @@ class Posterior:
         problem: Model, machine, space and metric.
         observations: The trials.
         samples_limit: Largest number of samples per rank and step for which the script's data last; None if unknown.
+        formula_error: Relative error of the step time's formula, per phase.
     """
 
-    def __init__(self, problem: Problem, observations: Observations, *, samples_limit: int | None) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        observations: Observations,
+        *,
+        samples_limit: int | None,
+        formula_error: float = DOUBTED_FORMULA,
+    ) -> None:
         self._problem = problem
         self._table = problem.table
         self._observations = observations
-        self._largest = _largest_size(problem, samples_limit)
-        """Largest micro-batch that the script's data allow."""
+        self._largest = largest_size(problem, observations, samples_limit=samples_limit)
+        """Largest micro-batch that the script's data allow, and that is within reach of one that ran."""
         self._prior_observations = problem.prior_observations
         self.measured = measured = observations.take(_most_informative(observations))
         """Measured trials."""
@@ -133,14 +148,18 @@ class Posterior:
             observations.device_out_of_memory, np.minimum, np.iinfo(np.int64).max
         )
         """Smallest micro-batch of each lineage that ran out of memory; the largest integer if none did."""
-        self._fit(measured)
+        used = [(row, size) for row, sizes in observations.used.items() for size in sizes]
+        every = np.array(used, dtype=np.int64).reshape(-1, 2)
+        self._used_keys = every[:, 0] * len(problem.sizes) + problem.size_index(every[:, 1])
+        """Of each configuration with a trial: its row times the number of sizes, plus the index of its size."""
+        self._fit(measured, formula_error)
 
     def _extreme_sizes(self, chosen: Numbers, extreme: np.ufunc, default: int) -> Numbers:
         found = np.full(len(self._table.lineages), default, dtype=np.int64)
         extreme.at(found, self._observations.row[chosen], self._observations.micro_batch[chosen].astype(np.int64))
         return found
 
-    def _fit(self, measured: Observations) -> None:
+    def _fit(self, measured: Observations, formula_error: float) -> None:
         """Fit the coefficients, then the residuals; launches in flight count with their predicted metric."""
         problem = self._problem
         size, accumulation = measured.micro_batch, problem.accumulation(measured.micro_batch)
@@ -153,16 +172,16 @@ class Posterior:
                 np.isnan(latency), problem.work_per_sample * size * accumulation / measured.value, latency
             )
         timed = np.flatnonzero(~np.isnan(latency))
-        self.fitted = problem.step_time.fit(
-            Timings(
-                columns=self._table.columns.take(measured.row[timed]),
-                micro_batch=size[timed],
-                accumulation=accumulation[timed],
-                fill=fill[timed],
-                phases=measured.phases[:, timed],
-                latency=latency[timed],
-            )
+        timings = Timings(
+            columns=self._table.columns.take(measured.row[timed]),
+            micro_batch=size[timed],
+            accumulation=accumulation[timed],
+            fill=fill[timed],
+            phases=measured.phases[:, timed],
+            latency=latency[timed],
         )
+        self.fitted = problem.step_time.fit(timings, error=formula_error)
+        self._structure_effects, self._knob_effects = self._predicted_effects(measured)
         pending = self._observations.take(np.flatnonzero(self._observations.pending))
         prior = self._prior_observations
         earlier = prior.take(np.flatnonzero(~np.isnan(prior.value)))
@@ -174,9 +193,28 @@ class Posterior:
         )
         values = np.concatenate([measured.value, earlier.value])
         log_objectives = np.log(values) if problem.metric in LARGER_IS_BETTER else -np.log(values)
-        self.residuals = ResidualGP(points, log_objectives)
+        self.residuals = ResidualGP(points, log_objectives, problem.table.knob_kernels)
         count = len(measured.row)
         self._incumbent = float(self.residuals.posterior_means[:count].max()) if count else None
+
+    def _predicted_effects(self, measured: Observations) -> tuple[Numbers, Numbers]:
+        """Return what the fitted formula says of structures and knobs, at the micro-batch that measured best.
+
+        Returns:
+            For each row, the effect of its structure on the log objective, from the best measured row's, shape (rows,);
+            and of each knob's value, from the mean in the structure, shape (rows, knobs).
+        """
+        table, rows = self._table, np.arange(len(self._table.lineages))
+        larger = self._problem.metric in LARGER_IS_BETTER
+        best = int(np.argmax(measured.value if larger else -measured.value)) if len(measured.row) else None
+        size = self._problem.sizes[0] if best is None else measured.micro_batch[best]
+        found = self._formula(rows, np.full(len(rows), float(size)), np.full(len(rows), _USUAL_FILL))
+        means = np.bincount(table.structure, found) / np.bincount(table.structure)
+        structure = means[table.structure] - (
+            means.max() if best is None else means[table.structure[measured.row[best]]]
+        )
+        knobs = table.marginal_means(found) - means[table.structure][:, None]
+        return structure, knobs
 
     @property
     def has_measured(self) -> bool:
@@ -202,6 +240,8 @@ class Posterior:
             row=row,
             structure=self._table.structure[row],
             knobs=self._table.knobs[row],
+            structure_effect=self._structure_effects[row],
+            knob_effects=self._knob_effects[row],
             micro_batch=size,
             fill=fill,
             log_objective=problem.log_objective(phases, size),
@@ -214,16 +254,54 @@ class Posterior:
         """Return the configurations (rows and micro-batches) of these rows to evaluate the acquisition function at."""
         if not len(rows):
             return rows, rows
-        problem, low = self._problem, int(self._problem.sizes[0])
+        edge = np.maximum(int(self._problem.sizes[0]), self.edges(rows))
+        structure = self._table.structure[rows]
+        scores = np.full(len(rows), -np.inf)
+        for share in self._promising_shares(edge, rows, structure):
+            scores = np.maximum(scores, self._coarse_scores(rows, share * edge))
+        return self._select(rows, edge, scores + self._knob_bounds(rows, structure))
+
+    def _promising_shares(self, edge: Numbers, rows: Numbers, structure: Numbers) -> Numbers:
+        """Return the shares of the edge at which each row is worth evaluating, shape (2, rows).
+
+        They are those of the best scores among some rows of the structure: knobs move the best micro-batch little.
+        """
+        found = np.ones((2, len(rows)))
+        shares = np.array(_COARSE_SHARES)
+        for one in np.unique(structure):
+            own = np.flatnonzero(structure == one)
+            some = own[:: max(1, len(own) // _SAMPLED_ROWS)]
+            sizes = np.outer(shares, edge[some])
+            scores = self._coarse_scores(np.broadcast_to(rows[some], sizes.shape).ravel(), sizes.ravel())
+            best = scores.reshape(sizes.shape).max(axis=1)
+            found[:, own] = shares[np.argsort(-best, kind="stable")[:2], None]
+        return found
+
+    def _coarse_scores(self, rows: Numbers, sizes: Numbers) -> Numbers:
+        """Return posterior mean log objectives without the knobs' part, plus the log of the probability to fit."""
+        problem = self._problem
+        size = problem.sizes[problem.size_index(np.maximum(sizes, problem.sizes[0]))]
+        peak = self._memory.peaks(self._table.memory_inputs(rows, size))
         limit = min(self._memory.limit, problem.allowed_bytes)
-        edge = np.maximum(low, self.edges(rows))
-        shares = np.maximum(np.outer(_COARSE_SHARES, edge), low)
-        size = problem.sizes[problem.size_index(shares)]
-        every = np.broadcast_to(rows, size.shape).ravel()
-        free = limit - self._memory.peaks(self._table.memory_inputs(every, size.ravel()))
-        log_fits = np.log(normal_cdf(free / (_COARSE_PEAK_SD * problem.device_bytes)) + 1e-9)
-        scores = (self._approximate_log_objective(every, size.ravel()) + log_fits).reshape(size.shape).max(axis=0)
-        return self._select(rows, edge, scores)
+        log_fits = np.log(normal_cdf((limit - peak) / (_COARSE_PEAK_SD * problem.device_bytes)) + 1e-9)
+        structure = self._table.structure[rows]
+        return (
+            self._formula(rows, size, self._share(peak))
+            + log_fits
+            + self.residuals.size_means(structure, size.astype(np.float64))
+            + self.residuals.structure_means(structure, self._structure_effects[rows])
+        )
+
+    def _knob_bounds(self, rows: Numbers, structure: Numbers) -> Numbers:
+        """Return an upper confidence bound of the knobs' parts of the residual for rows, given their structures."""
+        found = np.zeros(len(rows))
+        for one in np.unique(structure):
+            own = np.flatnonzero(structure == one)
+            mean, variance = self.residuals.knob_moments(
+                int(one), self._table.knobs[rows[own]], self._knob_effects[rows[own]]
+            )
+            found[own] = mean + _BOUND_SIGMAS * np.sqrt(variance)
+        return found
 
     def edges(self, rows: Numbers) -> Numbers:
         """Return the largest micro-batch of each row that is expected to fit, within what ran and what did not."""
@@ -233,17 +311,14 @@ class Posterior:
         found: Numbers = np.minimum(np.maximum(edge, self._largest_fit[rows]), highest)
         return found
 
-    def _approximate_log_objective(self, row: Numbers, size: Numbers) -> Numbers:
-        """Return the posterior mean log objective, without the parts of lineage, memory in use and micro-batch."""
-        means = self.residuals.structure_means(self._table.structure, self._table.knobs)
-        found: Numbers = self.formula_log_objective(row, size) + means[row]
-        return found
-
     def formula_log_objective(self, row: Numbers, size: Numbers) -> Numbers:
         """Return the log objective by the fitted formula of the step time alone."""
+        return self._formula(row, size, self._fill(row, size))
+
+    def _formula(self, row: Numbers, size: Numbers, fill: Numbers) -> Numbers:
         problem = self._problem
         phases = problem.step_time.phases(
-            self.fitted.mean, self._table.columns.take(row), size, problem.accumulation(size), self._fill(row, size)
+            self.fitted.mean, self._table.columns.take(row), size, problem.accumulation(size), fill
         )
         return problem.log_objective(phases, size)
 
@@ -252,26 +327,56 @@ class Posterior:
         order = np.argsort(_NON_DEFAULT_PENALTY * self._table.non_default_knobs[rows] - scores, kind="stable")
         structures = self._table.structure[rows[order]]
         ties = np.unique(np.stack([structures, np.round(scores[order] * 1e6)]), axis=1, return_inverse=True)[1].ravel()
-        order = order[_rank_within(ties) < _MAX_TIES]
+        neighbours = self._neighbours()
+        order = order[(_rank_within(ties) < _MAX_TIES) | np.isin(rows[order], neighbours)]
         first = _rank_within(self._table.structure[rows[order]]) < _SHORTLISTED_PER_STRUCTURE
         first[:_SHORTLISTED] = True
         measured = np.isin(rows[order], self.residuals.points.row)
+        first |= np.isin(rows[order], neighbours)
         chosen = order[first | (measured & (np.cumsum(measured) <= _SHORTLISTED_MEASURED))]
-        found = [(int(rows[one]), self._micro_batches(int(rows[one]), int(edge[one]))) for one in chosen]
-        return (
-            np.concatenate([np.full(len(sizes), row, dtype=np.int64) for row, sizes in found]),
-            np.concatenate([sizes for _, sizes in found]),
-        )
+        return self._unused(rows[chosen], spread_sizes(edge[chosen]))
 
-    def _micro_batches(self, row: int, edge: int) -> Numbers:
-        """Return unused micro-batches of a lineage: all near its predicted edge, a grid below."""
-        problem = self._problem
-        near = np.arange(edge - _NEAR_EDGE, edge + max(_NEAR_EDGE, edge // 8) + 1)
-        spread = np.linspace(problem.sizes[0], edge, _GRID_POINTS)
-        wanted = np.concatenate([near, spread, spread // 8 * 8, [edge // 8 * 8, edge // 8 * 8 + 8]])
-        found = np.unique(problem.sizes[problem.size_index(wanted)])
-        found = found[(found < self._smallest_too_large[row]) & (found <= self._largest)]
-        return np.setdiff1d(found, list(self._observations.used.get(row, ())))
+    def _neighbours(self) -> Numbers:
+        """Return the rows that differ in one knob from the lineages of the best posterior means.
+
+        They show what a knob does, also where the formula knows of no effect.
+        """
+        count = len(self.measured.row)
+        order = np.argsort(-self.residuals.posterior_means[:count], kind="stable")
+        best = list(dict.fromkeys(self.measured.row[order].tolist()))[:_NEIGHBOURED]
+        table = self._table
+        near = [
+            (table.structure == table.structure[row]) & ((table.knobs != table.knobs[row]).sum(axis=1) == 1)
+            for row in best
+        ]
+        return np.flatnonzero(np.any(near, axis=0)) if near else np.zeros(0, dtype=np.int64)
+
+    def _unused(self, rows: Numbers, wanted: Numbers) -> tuple[Numbers, Numbers]:
+        """Return the configurations next to the wanted ones that may be launched, each once: rows and micro-batches.
+
+        Args:
+            rows: n rows.
+            wanted: Micro-batches of each, shape (n, k).
+        """
+        sizes = self._problem.sizes
+        index = self._problem.size_index(wanted)
+        allowed = (sizes[index] < self._smallest_too_large[rows][:, None]) & (sizes[index] <= self._largest)
+        keys = np.unique((rows[:, None] * len(sizes) + index)[allowed])
+        keys = keys[~np.isin(keys, self._used_keys)]
+        return keys // len(sizes), sizes[keys % len(sizes)]
+
+    def refined(self, rows: Numbers, sizes: Numbers, value: Numbers) -> tuple[Numbers, Numbers]:
+        """Return more micro-batches around those with the largest acquisition values, one lineage each.
+
+        Args:
+            rows: Rows of evaluated configurations.
+            sizes: Their micro-batches.
+            value: Their acquisition values.
+        """
+        order = np.argsort(-value, kind="stable")
+        chosen = order[_rank_within(rows[order]) == 0][:_REFINED]
+        fine = np.outer(sizes[chosen], _FINE)
+        return self._unused(rows[chosen], np.concatenate([fine, fine // 8 * 8, fine // 64 * 64], axis=1))
 
     def predict(self, rows: Numbers, sizes: Numbers) -> list[Prediction]:
         """Return the prediction for each configuration."""
@@ -304,16 +409,56 @@ class Posterior:
             if self._incumbent is None
             else self._incumbent
         )
-        penalised = mean - _NON_DEFAULT_PENALTY * self._table.non_default_knobs[rows]
-        gain = _expected_improvement(penalised - best, np.sqrt(variance))
+        penalised = mean - _NON_DEFAULT_PENALTY * self._table.non_default_knobs[rows] - _LARGER_PENALTY * np.log2(sizes)
+        gain = expected_improvement(penalised - best, np.sqrt(variance))
+        unknown = ~np.isin(self._table.structure[rows], self._table.structure[self.measured.row])
+        gain = np.where(unknown, heavy_tailed_improvement(penalised - best, np.sqrt(variance)), gain)
         run_s = self._start_up_s + self._problem.profile_steps * new.latency
         if self._incumbent is not None:
             gain = gain * (fits >= _MIN_FITS)
         fits = fits * self._success_probability(rows)
         cost_s = fits * run_s + (1 - fits) * self._start_up_s
-        return Acquisition(
-            value=fits**_FITS_POWER * gain / cost_s**_COST_POWER, gain=fits * gain, log_objective=mean, fits=fits
-        )
+        return Acquisition(value=fits * gain / cost_s, gain=fits * gain, log_objective=mean, fits=fits, cost_s=cost_s)
+
+    def gain_rate(self, acquisition: Acquisition) -> float:
+        """Return the largest expected improvement per launch, a launch being as long as one of the best configuration.
+
+        A configuration whose launch takes ten times as long must be expected to gain ten times as much.
+        """
+        if self._incumbent is None:
+            return math.inf
+        points = self.residuals.points
+        best = int(np.argmax(self.residuals.posterior_means))
+        usual_s = self._start_up_s + self._problem.profile_steps * float(points.latency[best])
+        return float((acquisition.gain * usual_s / acquisition.cost_s).max())
+
+    def remaining(self, rows: Numbers, sizes: Numbers) -> float:
+        """Return what the best of some configurations gains over the incumbent, in the metric's logarithm.
+
+        The 0.9 quantile of the joint posterior, by ``_DRAWS`` draws; measured configurations are included, and those
+        near the edge of memory fit or not together.
+
+        Args:
+            rows: Rows of the configurations.
+            sizes: Their micro-batches.
+        """
+        if self._incumbent is None:
+            return math.inf
+        peak, fits = self._fit_probability(rows, sizes)
+        fits = fits * self._success_probability(rows)
+        new = self._points(rows, sizes.astype(np.float64), self._share(peak))
+        mean, variance = self.residuals.predict(new)
+        hopeful = np.argsort(-(mean + _HOPE_SIGMAS * np.sqrt(variance) + np.log(fits + 1e-9)), kind="stable")[:_HOPEFUL]
+        count = len(self.residuals.posterior_means)
+        both = new.take(hopeful).joined(self.residuals.points.take(np.arange(count)))
+        means, covariance = self.residuals.joint(both)
+        held = len(hopeful) + int(np.argmax(self.residuals.posterior_means))
+        values, vectors = np.linalg.eigh(covariance)
+        draws = np.random.default_rng(0).standard_normal((_DRAWS, len(means)))
+        drawn = means + draws * np.sqrt(np.maximum(values, 0.0)) @ vectors.T
+        runs = np.concatenate([fits[hopeful], np.ones(count)]) > np.random.default_rng(1).random((_DRAWS, 1))
+        best = np.where(runs, drawn, -np.inf).max(axis=1)
+        return float(np.quantile(np.maximum(0.0, best - drawn[:, held]), _SURE))
 
     def _fit_probability(self, rows: Numbers, sizes: Numbers) -> tuple[Numbers, Numbers]:
         """Return the posterior mean peaks, and the probabilities that configurations fit on device and host."""
@@ -334,16 +479,8 @@ class Posterior:
         count = len(self._table.lineages)
         broken = np.bincount(self._table.structure[observations.row[observations.broken]], minlength=count)
         sound = np.bincount(self._table.structure[observations.row[observations.fits]], minlength=count)
-        found: Numbers = ((1 + sound) / (1 + sound + broken))[self._table.structure[rows]]
+        found: Numbers = ((1 + sound) / (1 + sound + _BREAKS * broken))[self._table.structure[rows]]
         return found
-
-
-def _largest_size(problem: Problem, samples_limit: int | None) -> int:
-    """Return the largest micro-batch within a number of samples per rank and step, the smallest of all if none is."""
-    if samples_limit is None:
-        return int(problem.sizes[-1])
-    within = problem.sizes[problem.sizes * problem.accumulation(problem.sizes) <= samples_limit]
-    return int(within[-1] if len(within) else problem.sizes[0])
 
 
 def _most_informative(observations: Observations) -> Numbers:
@@ -364,11 +501,3 @@ def _rank_within(groups: Numbers) -> Numbers:
     ranks = np.empty(len(groups), dtype=np.int64)
     ranks[order] = np.arange(len(groups)) - np.repeat(starts, np.diff(np.append(starts, len(groups))))
     return ranks
-
-
-def _expected_improvement(gain: Numbers, spread: Numbers) -> Numbers:
-    """Return ``E[max(0, X)]`` for X normal with these means and standard deviations."""
-    z = gain / spread
-    density = np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi)
-    found: Numbers = np.maximum(0.0, gain * normal_cdf(z) + spread * density)
-    return found

@@ -18,9 +18,13 @@ from optuna_dsat.guided.candidates import CandidateTable
 from optuna_dsat.guided.prior_knowledge import PriorKnowledge
 from optuna_dsat.metrics import LARGER_IS_BETTER, METRICS
 
-__all__ = ["Problem"]
+__all__ = ["REACH", "Problem"]
 
 Numbers: TypeAlias = npt.NDArray[Any]
+
+
+REACH = 8.0
+"""Factor from the largest micro-batch that ran, or the user's own, to the largest that may be launched next."""
 
 
 class Problem:
@@ -34,6 +38,7 @@ class Problem:
         metric: The metric to optimise: a key of the trials' metrics (``optuna_dsat.trials.attributes.METRICS``).
         memory_margin: Share of the device's memory that must be predicted to stay free.
         profile_steps: Steps of a launch, warm-up included.
+        reach: Largest factor from a micro-batch that ran, or the user's own, to the next; None for no bound.
         prior_knowledge: Knowledge from earlier studies, None without a warm start.
 
     Raises:
@@ -48,8 +53,9 @@ class Problem:
         config: Mapping[str, Any],
         space: SearchSpace,
         metric: str = "throughput",
-        memory_margin: float = 0.05,
+        memory_margin: float = 0.0,
         profile_steps: int = 5,
+        reach: float | None = REACH,
         prior_knowledge: PriorKnowledge | None = None,
     ) -> None:
         if not 0 <= memory_margin < 1:
@@ -61,6 +67,7 @@ class Problem:
         self.hardware = hardware
         self.space = space
         self.profile_steps = profile_steps
+        self.reach = reach
         ranks = min(hardware.ranks_per_node, hardware.world_size)
         self.device_bytes = hardware.device_memory_bytes
         if hardware.device == "cpu":
@@ -81,6 +88,8 @@ class Problem:
         low, high = space.micro_batches
         self.sizes = np.array(space.micro_batch_values or range(low, high + 1), dtype=np.int64)
         """All micro-batches, ascending."""
+        self.user_micro_batch = _user_micro_batch(config, low)
+        """The micro-batch of the user's config, the least of the space if it names none."""
         self._accumulation = np.array([space.accumulation(int(size)) for size in self.sizes], dtype=np.float64)
 
     def metric_of(self, log_objective: float) -> float:
@@ -116,3 +125,8 @@ class Problem:
         timed = [PHASES.index(self.metric)] if self.metric in PHASES else list(range(len(PHASES)))
         relative: Numbers = slopes[timed].sum(axis=0) / phases[timed].sum(axis=0)
         return -relative
+
+
+def _user_micro_batch(config: Mapping[str, Any], least: int) -> int:
+    found = config.get("train_micro_batch_size_per_gpu")
+    return found if isinstance(found, int) and found >= least else least

@@ -1,11 +1,20 @@
 """Gaussian process over the residuals of the step-time model, in the logarithm of the metric.
 
-Rasmussen and Williams 2006, chapter 2. The residual of a configuration is a sum of independent parts: one per structure
-(ZeRO stage and offload), one per value of a knob within a structure, one per lineage, smooth functions of the share of
-memory in use and of the micro-batch (caches, kernels), one shared by micro-batches that are multiples of 8 (their
-kernels differ; NVIDIA, "Matrix Multiplication Background"), and the effect of the coefficients' own uncertainty, by the
-model's derivatives. A common factor, estimated from the measurements, scales the variances of all parts but the last
-two: the model's accuracy elsewhere carries no information on kernels.
+Rasmussen and Williams 2006, chapter 2. The formula of the step time is a prior mean, never a law. The residual of a
+configuration is a sum of independent parts:
+
+- of its structure (ZeRO stage and offload) and of the lineage;
+- of each other knob's value, mostly the same in all structures; those of a size are alike where the sizes are;
+- of the micro-batch: smooth functions of its logarithm, one shared by all structures and one for each, which can follow
+  any smooth curve; and the work that kernels waste on incomplete tiles ("tile quantization" in NVIDIA, "Matrix
+  Multiplication Background"), the logarithm of ``ceil(m / t) t / m`` for tiles of ``t`` samples;
+- of the share of memory in use;
+- of the coefficients' own uncertainty, by the model's derivatives.
+
+How large these parts are differs between machines by orders of magnitude, and most knobs do nothing: each has a factor
+on its variance, and so has the noise. They are those of the largest posterior density (type II maximum likelihood,
+MacKay 2003, chapter 28, with log-normal priors; one factor per knob is automatic relevance determination, Neal 1996),
+climbed to one factor at a time.
 
 Measurements of an earlier study have a larger noise than those of this one, and an error in common (conditions of that
 day).
@@ -14,32 +23,73 @@ day).
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from optuna_dsat.cost.memory_posterior import knob_similarity, sum_by_knob, sum_by_structure
+from optuna_dsat.cost.memory_posterior import sum_by_structure
 
-__all__ = ["NOISE_SD", "Points", "ResidualGP"]
+__all__ = ["NOISE_SD", "Points", "ResidualGP", "knob_kernel"]
 
 Numbers: TypeAlias = npt.NDArray[Any]
 
-_STRUCTURE_SD, _KNOBS_SD, _LINEAGE_SD, _FILL_SD, _SIZE_SD, _MULTIPLE_OF_8_SD = 0.05, 0.05, 0.015, 0.03, 0.03, 0.04
-"""Prior standard deviations of the residuals' parts, relative to the metric."""
-_SCALES = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0)
-"""Candidate factors on these variances; the one with the largest likelihood is used."""
-_SCALE_LOG_SD = 1.5
-"""Prior standard deviation of the factor's logarithm."""
+_STRUCTURE_SD, _LINEAGE_SD, _FILL_SD = 0.15, 0.005, 0.03
+"""Prior standard deviations of the parts of a configuration, relative to the metric, at a factor of 1."""
+_KNOB_SD, _OWN_SHARE = 0.015, 0.2
+"""The same of a knob's value, and the share of its variance that is each structure's own."""
+_DOUBTED_STRUCTURE, _DOUBTED_KNOB = 0.3, 0.5
+"""Relative standard deviations of the effects that the formula predicts for a structure and for a knob's value."""
+_DECADE_WIDTH, _SMOOTH_SHARE = 1.0, 0.7
+"""Length scale of a knob's size in decades, and the share of its variance that is smooth in that."""
+_SIZE_SD, _STRUCTURE_SIZE_SD, _SHORT_SIZE_SD = 0.06, 0.03, 0.02
+"""The same of the micro-batch: slow and shared, slow and of one structure, fast and shared."""
+_SIZE_WIDTH, _SHORT_SIZE_WIDTH = 3.0, 1.0
+"""Their length scales, in doublings."""
+_TILES, _TILE_SD = (2, 4, 8, 16, 32, 64), 0.04
+"""Samples of a tile, and the standard deviation of the share of the work that each wastes."""
 _FILL_WIDTH = 0.2
 """Length scale of the share of memory in use."""
-_SIZE_WIDTH = 1.0
-"""Length scale of the micro-batch, in doublings."""
 NOISE_SD = 0.02
-"""Relative standard deviation of a measured metric between launches of one configuration."""
+"""Relative standard deviation of a measured metric between launches of one configuration: the prior's median."""
+_STEP = 4.0
+"""Ratio of neighbouring candidate factors."""
+_LIMITS = {
+    "structure": (0, 2),
+    "configuration": (-2, 2),
+    "size": (-2, 4),
+    "tile": (-2, 3),
+    "doubt": (-2, 1),
+    "noise": (-2, 2),
+}
+"""Least and largest power of ``_STEP`` of each group's factor."""
+_KNOB_LIMITS = (-3, 3)
+_LOG_SD = {"structure": 1.5, "configuration": 1.0, "size": 2.0, "tile": 1.5, "doubt": 1.5, "noise": 1.2}
+"""Prior standard deviation of the factors' logarithms."""
+_KNOB_LOG_SD = 2.0
+_SWEEPS = 4
+"""Largest number of times that each factor is moved in turn."""
+_GRID_POINTS = 129
+"""Micro-batches, evenly spaced in their logarithm, at which means are computed before they are interpolated."""
 _EARLIER_STUDY_SD, _EARLIER_LAUNCH_SD = 0.05, 0.02
 """Relative standard deviations of errors in earlier studies: shared by all their launches, and per launch."""
+
+
+def knob_kernel(values: Sequence[Any]) -> Numbers:
+    """Return the covariance of a knob's values at a variance of 1, shape (values, values); 0 for None."""
+    count = len(values)
+    known = np.array([value is not None for value in values])
+    numbers = all(
+        isinstance(value, int | float) and not isinstance(value, bool) for value in values if value is not None
+    )
+    same = np.eye(count)
+    if numbers:
+        place = np.log10([max(float(value or 0), 1.0) for value in values])
+        same = _SMOOTH_SHARE * _bell(place, place, _DECADE_WIDTH) + (1 - _SMOOTH_SHARE) * same
+    found: Numbers = same * np.outer(known, known)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +102,10 @@ class Points:
     """Index of the structure."""
     knobs: Numbers
     """Index of each knob's value, shape (n, knobs)."""
+    structure_effect: Numbers
+    """Predicted effect of the structure on the log objective, from that of the best measured configuration."""
+    knob_effects: Numbers
+    """Predicted effect of each knob's value on the same, from the mean in its structure, shape (n, knobs)."""
     micro_batch: Numbers
     fill: Numbers
     """Share of the device's memory in use."""
@@ -68,6 +122,12 @@ class Points:
         """Return the configurations at an index array."""
         return Points(**{one.name: getattr(self, one.name)[index] for one in fields(self)})
 
+    def joined(self, other: Points) -> Points:
+        """Return these configurations followed by others."""
+        return Points(
+            **{one.name: np.concatenate([getattr(self, one.name), getattr(other, one.name)]) for one in fields(self)}
+        )
+
 
 class ResidualGP:
     """Posterior of the residuals given measurements.
@@ -75,83 +135,203 @@ class ResidualGP:
     Args:
         points: Measured configurations, followed by those in flight.
         observed: Measured log objectives of the first ``len(observed)`` points.
+        kernels: Of each knob, its values' covariance at a variance of 1.
     """
 
-    def __init__(self, points: Points, observed: Numbers) -> None:
+    def __init__(self, points: Points, observed: Numbers, kernels: Sequence[Numbers]) -> None:
         self.points = points
+        self._kernels = kernels
         count = len(observed)
         measured = points.take(np.arange(count))
-        self.scale = self._max_likelihood_scale(measured, observed - measured.log_objective)
-        signal = self.covariance(points, points)
-        prior = signal + _noise_covariance(points)
+        parts = self._parts(points, points)
+        self.factors = self._most_likely_factors(
+            {name: part[:count, :count] for name, part in parts.items()}, measured, observed - measured.log_objective
+        )
+        """Factor on the variances of each group of parts, the noise's included."""
+        signal = self._weighted(parts)
+        prior = signal + _noise_covariance(points, self.factors["noise"])
         self.weights = np.zeros(len(points.row))
         self.weights[:count] = np.linalg.solve(prior[:count, :count], observed - measured.log_objective)
         self._inverse = np.linalg.inv(prior)
         self.posterior_means: Numbers = (points.log_objective + signal @ self.weights)[:count]
         """Posterior mean log objective of each measured point, without noise."""
 
-    def _max_likelihood_scale(self, points: Points, residuals: Numbers) -> float:
-        """Return the factor on the residuals' variances with the largest posterior density, among ``_SCALES``.
-
-        The accuracy of the step-time model differs between studies, from a per cent to a tenth. Type II maximum
-        likelihood (MacKay 2003, chapter 28) with a log-normal prior.
-        """
-        found = []
-        for scale in _SCALES:
-            self.scale = scale
-            covariance = self.covariance(points, points) + _noise_covariance(points)
-            fit = residuals @ np.linalg.solve(covariance, residuals) + np.linalg.slogdet(covariance)[1]
-            found.append(-0.5 * fit - 0.5 * math.log(scale) ** 2 / _SCALE_LOG_SD**2)
-        return _SCALES[int(np.argmax(found))]
-
-    @property
-    def structure_variance(self) -> float:
-        """Prior variance of a structure's part, before the common factor is applied.
-
-        Scaled, it is never below the prior: agreement within one structure carries no information on others.
-        """
-        return _STRUCTURE_SD**2 / min(1.0, self.scale)
-
     def covariance(self, a: Points, b: Points) -> Numbers:
         """Return the prior covariance of the log objectives of two sets of configurations, without noise."""
-        same = a.structure[:, None] == b.structure[None, :]
-        found: Numbers = same * (self.structure_variance + _KNOBS_SD**2 * knob_similarity(a.knobs, b.knobs))
-        found += _LINEAGE_SD**2 * (a.row[:, None] == b.row[None, :])
-        found += _FILL_SD**2 * np.exp(-0.5 * ((a.fill[:, None] - b.fill[None, :]) / _FILL_WIDTH) ** 2)
-        sizes = np.log2(a.micro_batch)[:, None] - np.log2(b.micro_batch)[None, :]
-        found += _SIZE_SD**2 * np.exp(-0.5 * (sizes / _SIZE_WIDTH) ** 2)
-        found *= self.scale
-        found += _MULTIPLE_OF_8_SD**2 * np.outer(a.micro_batch % 8 == 0, b.micro_batch % 8 == 0)
-        found += a.coefficient_factors @ b.coefficient_factors.T
-        return found
+        return self._weighted(self._parts(a, b))
 
     def predict(self, new: Points) -> tuple[Numbers, Numbers]:
         """Return posterior mean and variance of the log objective of configurations."""
         shared = self.covariance(new, self.points)
-        own = self.scale * (self.structure_variance + _KNOBS_SD**2 + _LINEAGE_SD**2 + _FILL_SD**2 + _SIZE_SD**2)
-        own += _MULTIPLE_OF_8_SD**2 * (new.micro_batch % 8 == 0)
-        own += (new.coefficient_factors**2).sum(axis=1)
-        variance = own - np.einsum("ij,jk,ik->i", shared, self._inverse, shared, optimize=True)
+        variance = self._own_variance(new)
+        variance -= np.einsum("ij,ij->i", shared @ self._inverse, shared)
         return new.log_objective + shared @ self.weights, np.maximum(variance, 1e-8)
 
-    def structure_means(self, structure: Numbers, knobs: Numbers) -> Numbers:
-        """Return for n lineages the posterior mean of the structure's and the knobs' parts of the residual.
+    def joint(self, new: Points) -> tuple[Numbers, Numbers]:
+        """Return posterior mean (n,) and covariance (n, n) of the log objectives of n configurations."""
+        shared = self.covariance(new, self.points)
+        covariance = self.covariance(new, new) - shared @ self._inverse @ shared.T
+        return new.log_objective + shared @ self.weights, covariance
+
+    def structure_means(self, structure: Numbers, effect: Numbers) -> Numbers:
+        """Return the posterior mean of the structures' part of the residual for n lineages.
 
         Args:
-            structure: Index of each lineage's structure, length n.
-            knobs: Index of each knob's value, shape (n, knobs).
+            structure: Index of each lineage's structure.
+            effect: Predicted effect of that structure, as in ``Points``.
         """
         points = self.points
         if not len(points.row):
             return np.zeros(len(structure))
-        found: Numbers = (
-            self.scale * self.structure_variance * sum_by_structure(points.structure, self.weights, structure)
+        own = self.factors["structure"] * _STRUCTURE_SD**2
+        doubt = self.factors["doubt"] * _DOUBTED_STRUCTURE**2
+        found: Numbers = own * sum_by_structure(points.structure, self.weights, structure)
+        return found + doubt * effect * sum_by_structure(
+            points.structure, self.weights * points.structure_effect, structure
         )
-        shared = sum_by_knob(points.structure, points.knobs, self.weights, structure, knobs)
-        return found + self.scale * _KNOBS_SD**2 * shared
+
+    def knob_moments(self, structure: int, knobs: Numbers, effects: Numbers) -> tuple[Numbers, Numbers]:
+        """Return posterior mean and variance of the knobs' parts of the residual for n lineages of one structure.
+
+        Args:
+            structure: Its index.
+            knobs: Index of each knob's value, shape (n, knobs).
+            effects: Predicted effect of each knob's value, as in ``Points``.
+        """
+        doubt = self.factors["doubt"] * _DOUBTED_KNOB**2
+        shared = doubt * effects @ self.points.knob_effects.T
+        variance = doubt * (effects**2).sum(axis=1)
+        near = (1 - _OWN_SHARE) + _OWN_SHARE * (self.points.structure == structure)
+        for place, kernel in enumerate(self._kernels):
+            factor = self.factors[_knob(place)] * _KNOB_SD**2
+            variance += factor * np.diag(kernel)[knobs[:, place]]
+            shared += (factor * near * kernel[:, self.points.knobs[:, place]])[knobs[:, place]]
+        variance -= np.einsum("ij,ij->i", shared @ self._inverse, shared)
+        return shared @ self.weights, np.maximum(variance, 0.0)
+
+    def size_means(self, structure: Numbers, micro_batch: Numbers) -> Numbers:
+        """Return the posterior mean of the micro-batch's smooth parts of the residual, (..., n) as ``micro_batch``.
+
+        Args:
+            structure: Index of each lineage's structure, length n.
+            micro_batch: Micro-batches of each lineage.
+        """
+        points, factor = self.points, self.factors["size"]
+        found = np.zeros(micro_batch.shape)
+        if not len(points.row):
+            return found
+        grid = np.linspace(0.0, max(1.0, float(np.log2(micro_batch.max()))), _GRID_POINTS)
+        slow = _bell(grid, np.log2(points.micro_batch), _SIZE_WIDTH)
+        shared = _SIZE_SD**2 * slow + _SHORT_SIZE_SD**2 * _bell(grid, np.log2(points.micro_batch), _SHORT_SIZE_WIDTH)
+        place = np.log2(micro_batch)
+        found += np.interp(place, grid, factor * shared @ self.weights)
+        for one in np.unique(points.structure):
+            own = factor * _STRUCTURE_SIZE_SD**2 * slow @ np.where(points.structure == one, self.weights, 0.0)
+            found += np.where(structure == one, np.interp(place, grid, own), 0.0)
+        return found
+
+    def _parts(self, a: Points, b: Points) -> dict[str, Numbers]:
+        """Return the covariances of each group of parts at a factor of 1."""
+        same = a.structure[:, None] == b.structure[None, :]
+        near = (1 - _OWN_SHARE) + _OWN_SHARE * same
+        configuration: Numbers = _LINEAGE_SD**2 * (a.row[:, None] == b.row[None, :])
+        configuration += _FILL_SD**2 * _bell(a.fill, b.fill, _FILL_WIDTH)
+        octaves = np.log2(a.micro_batch), np.log2(b.micro_batch)
+        size = _bell(*octaves, _SIZE_WIDTH) * (_SIZE_SD**2 + _STRUCTURE_SIZE_SD**2 * same)
+        size += _SHORT_SIZE_SD**2 * _bell(*octaves, _SHORT_SIZE_WIDTH)
+        found = {
+            "given": a.coefficient_factors @ b.coefficient_factors.T,
+            "structure": _STRUCTURE_SD**2 * same,
+            "configuration": configuration,
+            "size": size,
+            "tile": _TILE_SD**2 * _tile_waste(a.micro_batch) @ _tile_waste(b.micro_batch).T,
+        }
+        effects = np.outer(a.structure_effect, b.structure_effect)
+        found["doubt"] = _DOUBTED_STRUCTURE**2 * effects * same + _DOUBTED_KNOB**2 * a.knob_effects @ b.knob_effects.T
+        for place, kernel in enumerate(self._kernels):
+            found[_knob(place)] = _KNOB_SD**2 * near * kernel[np.ix_(a.knobs[:, place], b.knobs[:, place])]
+        return found
+
+    def _weighted(self, parts: Mapping[str, Numbers]) -> Numbers:
+        """Return the sum of parts with their factors."""
+        total = parts["given"].copy()
+        for group, part in parts.items():
+            if group != "given":
+                total += self.factors[group] * part
+        return total
+
+    def _own_variance(self, new: Points) -> Numbers:
+        """Return the prior variance of each configuration: the diagonal of ``covariance(new, new)``."""
+        of = self.factors
+        found: Numbers = (
+            of["structure"] * _STRUCTURE_SD**2
+            + of["configuration"] * (_LINEAGE_SD**2 + _FILL_SD**2)
+            + of["size"] * (_SIZE_SD**2 + _STRUCTURE_SIZE_SD**2 + _SHORT_SIZE_SD**2)
+            + of["doubt"]
+            * (_DOUBTED_STRUCTURE**2 * new.structure_effect**2 + _DOUBTED_KNOB**2 * (new.knob_effects**2).sum(axis=1))
+            + of["tile"] * _TILE_SD**2 * (_tile_waste(new.micro_batch) ** 2).sum(axis=1)
+            + (new.coefficient_factors**2).sum(axis=1)
+        )
+        for place, kernel in enumerate(self._kernels):
+            found += of[_knob(place)] * _KNOB_SD**2 * np.diag(kernel)[new.knobs[:, place]]
+        return found
+
+    def _most_likely_factors(
+        self, parts: Mapping[str, Numbers], points: Points, residuals: Numbers
+    ) -> dict[str, float]:
+        """Return the factors of a large posterior density, each moved in turn, the others given, until none moves."""
+        knobs = [_knob(place) for place in range(len(self._kernels))]
+        limits = {**_LIMITS, **dict.fromkeys(knobs, _KNOB_LIMITS)}
+        spreads = {**_LOG_SD, **dict.fromkeys(knobs, _KNOB_LOG_SD)}
+        powers = dict.fromkeys(limits, 0)
+        noise = np.diag(np.full(len(residuals), NOISE_SD**2))
+        steady = parts["given"] + _noise_covariance(points, 0.0)
+        groups = {**{name: parts[name] for name in parts if name != "given"}, "noise": noise}
+        moving = [name for name, part in groups.items() if np.any(part)]
+        total = steady + sum(groups[name] for name in moving) if moving else steady
+
+        def density(covariance: Numbers) -> float:
+            root = np.linalg.cholesky(covariance)
+            fit = float((np.linalg.solve(root, residuals) ** 2).sum()) + 2 * float(np.log(np.diag(root)).sum())
+            return -0.5 * (fit + sum((powers[name] * math.log(_STEP) / spreads[name]) ** 2 for name in moving))
+
+        best = density(total) if len(residuals) else 0.0
+        for _ in range(_SWEEPS if len(residuals) else 0):
+            moved = False
+            for name in moving:
+                for way in (-1, 1):
+                    while limits[name][0] <= powers[name] + way <= limits[name][1]:
+                        step = (_STEP ** (powers[name] + way) - _STEP ** powers[name]) * groups[name]
+                        powers[name] += way
+                        found = density(total + step)
+                        if found <= best:
+                            powers[name] -= way
+                            break
+                        best, total, moved = found, total + step, True
+            if not moved:
+                break
+        return {name: _STEP**power for name, power in powers.items()}
 
 
-def _noise_covariance(points: Points) -> Numbers:
+def _knob(place: int) -> str:
+    return f"knob {place}"
+
+
+def _bell(a: Numbers, b: Numbers, width: float) -> Numbers:
+    """Return the squared exponential kernel, shape (len(a), len(b))."""
+    found: Numbers = np.exp(-0.5 * ((a[:, None] - b[None, :]) / width) ** 2)
+    return found
+
+
+def _tile_waste(micro_batch: Numbers) -> Numbers:
+    """Return the logarithm of what kernels compute over what is asked, for each size of a tile, shape (n, tiles)."""
+    tiles = np.array(_TILES, dtype=np.float64)
+    done = np.ceil(micro_batch[:, None] / tiles) * tiles
+    found: Numbers = np.minimum(np.log(done / micro_batch[:, None]), math.log(2))
+    return found
+
+
+def _noise_covariance(points: Points, factor: float) -> Numbers:
     """Return the noise covariance of measured log objectives."""
-    found: Numbers = np.diag(NOISE_SD**2 + _EARLIER_LAUNCH_SD**2 * points.earlier)
+    found: Numbers = np.diag(factor * NOISE_SD**2 + _EARLIER_LAUNCH_SD**2 * points.earlier)
     return found + _EARLIER_STUDY_SD**2 * np.outer(points.earlier, points.earlier)

@@ -17,7 +17,7 @@ from optuna_dsat.cost.memory_fit import CorrectionFit
 from optuna_dsat.errors import UsageError
 from optuna_dsat.guided.planner import GuidedPlanner
 from optuna_dsat.guided.prior_knowledge import PriorKnowledge
-from optuna_dsat.guided.problem import Problem
+from optuna_dsat.guided.problem import REACH, Problem
 from optuna_dsat.pruners import AshaPruner, DeepSpeedPruner
 from optuna_dsat.samplers import BinarySearchSampler, GuidedSampler, LineageRandomSampler
 from optuna_dsat.study.profile import Profiled, profile_attempts
@@ -194,6 +194,7 @@ def make_planner(
             metric=spec.metric,
             memory_margin=spec.options.memory_margin,
             profile_steps=spec.end_profile_step,
+            reach=None if spec.options.free_batch else REACH,
             prior_knowledge=prior_knowledge,
         ),
         min_gain=spec.options.min_gain,

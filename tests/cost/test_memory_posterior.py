@@ -12,7 +12,9 @@ GIB = 2.0**30
 Numbers: TypeAlias = npt.NDArray[Any]
 
 
-def loads(sizes: list[int], *, lineage: int = 0, structure: int = 0, knobs: tuple[int, ...] = (0, 0)) -> MemoryInputs:
+def loads(
+    sizes: list[int], *, lineage: int = 0, structure: int = 0, knobs: tuple[int, ...] = (0, 0), buffers: float = 0.0
+) -> MemoryInputs:
     count = len(sizes)
     return MemoryInputs(
         lineage=np.full(count, lineage),
@@ -21,6 +23,7 @@ def loads(sizes: list[int], *, lineage: int = 0, structure: int = 0, knobs: tupl
         micro_batch=np.array(sizes, dtype=np.float64),
         forward=np.full(count, 10 * GIB),
         others=np.full(count, 12 * GIB),
+        buffers=np.full((count, len(knobs)), buffers),
         non_contiguous=np.zeros(count),
     )
 

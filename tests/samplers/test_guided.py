@@ -222,7 +222,7 @@ def test_a_multiple_of_8_near_the_edge_is_tried_and_wins(kit: SimpleNamespace) -
     hardware = replace(HARDWARE, device_memory_bytes=35 * GIB)
     planner = GuidedPlanner(Problem(profile=PROFILE, hardware=hardware, config=CONFIG, space=small_space()))
     study, machine = guided(kit, planner), Eights(device_gib=33.5)
-    machine.run(study, 12)
+    machine.run(study, 18)
     largest = max(trial.params[MICRO_BATCH] for trial in study.trials if trial.value)
     assert largest > 24
     assert study.best_params[MICRO_BATCH] == 24

@@ -59,7 +59,7 @@ def test_a_second_study_of_the_same_begins_with_what_the_first_learnt(bench: Stu
     assert len(told(bench)) == 1
     assert "first (same script, config and hardware)" in told(bench)[0]
     best = max(trial.values[0] for trial in bench.study("first").trials if trial.values)
-    assert bench.study("second").trials[1].values[0] >= 0.95 * best
+    assert bench.study("second").trials[1].values[0] >= 0.8 * best
     bench.run(guided(bench, "third", max_trials=2, options={"no_warm_start": True}), Hill())
     assert len(told(bench)) == 1
     assert bench.study("third").user_attrs[attributes.WARM_START] == {}

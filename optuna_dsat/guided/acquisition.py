@@ -1,0 +1,53 @@
+"""What a launch may gain: the acquisition function's values, and expected improvements in closed form."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from optuna_dsat.cost.memory_posterior import normal_cdf
+
+__all__ = ["Acquisition", "expected_improvement", "heavy_tailed_improvement"]
+
+Numbers: TypeAlias = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Acquisition:
+    """Acquisition function at n configurations; each array has length n."""
+
+    value: Numbers
+    """Acquisition value: the next launch maximizes it."""
+    gain: Numbers
+    """Expected improvement over the incumbent, in the metric's logarithm."""
+    log_objective: Numbers
+    """Posterior mean log objective: log of the metric, of its inverse if the metric is minimized."""
+    fits: Numbers
+    """Probability that the configuration runs."""
+    cost_s: Numbers
+    """Expected seconds of the launch."""
+
+
+def heavy_tailed_improvement(mean: Numbers, sd: Numbers) -> Numbers:
+    """Return the expected improvement over 0 if errors follow Student's t with 3 degrees of freedom and scale ``sd``.
+
+    For structures that were never measured: where the formula does not hold, it fails by more than a normal error.
+    The closed form is that of Tracey and Wolpert 2018, "Upgrading from Gaussian Processes to Student's-T Processes".
+    """
+    u = mean / sd
+    density = 6 * math.sqrt(3) / (math.pi * (3 + u**2) ** 2)
+    below = 0.5 + (u / math.sqrt(3) / (1 + u**2 / 3) + np.arctan(u / math.sqrt(3))) / math.pi
+    found: Numbers = mean * below + sd * (3 + u**2) / 2 * density
+    return np.maximum(found, 0.0)
+
+
+def expected_improvement(gain: Numbers, spread: Numbers) -> Numbers:
+    """Return ``E[max(0, X)]`` for X normal with these means and standard deviations."""
+    z = gain / spread
+    density = np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi)
+    found: Numbers = np.maximum(0.0, gain * normal_cdf(z) + spread * density)
+    return found
