@@ -67,10 +67,12 @@ def largest_micro_batches(spec: StudySpec, profiled: Profiled) -> dict[tuple[int
 def micro_batch_cap(spec: StudySpec, profiled: Profiled) -> int:
     """Return the upper end of the micro-batch's distribution: twice what the most frugal configuration can hold.
 
-    The factor two leaves room for the memory model's error.
+    The factor two leaves room for the memory model's error. Where that leaves next to nothing, its error in the model's
+    states decides: there it is at least what fits beside no states at all, up to ``_LEAST_CAP``.
     """
     best = max(1, *largest_micro_batches(spec, profiled).values())
-    wanted = max(2, int(2 * best * spec.options.search_range_factor))
+    alone = hardware_of(spec, profiled).device_memory_bytes // max(1, profiled.profile.activation_bytes_per_sample)
+    wanted = max(2, min(_LEAST_CAP, alone), int(2 * best * spec.options.search_range_factor))
     limit = ds_config.parse_autotuning(spec.ds_config).max_train_micro_batch_size_per_gpu or ds_config.MICRO_BATCH_CAP
     return min(wanted, limit, profiled.samples_per_rank or limit, ds_config.MICRO_BATCH_CAP)
 
