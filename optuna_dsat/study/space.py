@@ -14,6 +14,9 @@ from optuna_dsat.study.user_config import own_train_batch_size
 
 __all__ = ["hardware_of", "largest_micro_batches", "micro_batch_cap", "objective", "space_of"]
 
+_LEAST_CAP = 16
+"""Micro-batch up to which the memory model's states do not bound the search."""
+
 
 def hardware_of(spec: StudySpec, profiled: Profiled) -> memory.Hardware:
     """Return the hardware of one launch, as the memory model takes it."""

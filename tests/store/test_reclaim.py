@@ -139,10 +139,14 @@ def test_a_trial_gets_its_first_heartbeat_while_the_lock_is_held_that_workers_as
             yield
             held.clear()
 
+    def noted(trial: int) -> None:
+        seen.append(bool(held))
+        add(trial)
+
     seen: list[bool] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench.store, "exclusive", watched)
-        patch.setattr(bench.store.heartbeat, "add", lambda trial: seen.append(bool(held)) or add(trial))
+        patch.setattr(bench.store.heartbeat, "add", noted)
         bench.run(bench.spec(max_trials=2, confirm=0), Hill())
     assert seen == [True, True]
 
