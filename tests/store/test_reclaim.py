@@ -139,7 +139,7 @@ def test_a_trial_gets_its_first_heartbeat_while_the_lock_is_held_that_workers_as
             yield
             held.clear()
 
-    def noted(trial: int) -> None:
+    def noted(trial: optuna.Trial) -> None:
         seen.append(bool(held))
         add(trial)
 
