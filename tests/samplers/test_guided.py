@@ -12,7 +12,7 @@ import optuna
 import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.pruners import NopPruner
-from optuna.trial import TrialState, create_trial
+from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from optuna_dsat.guided.planner import GuidedPlanner
 from optuna_dsat.guided.problem import Problem
@@ -235,6 +235,25 @@ def test_a_launch_that_ran_out_of_memory_keeps_its_like_away_from_the_edge(kit: 
     machine.run(study, 20)
     assert outcomes(study)[:6].count("out_of_memory") >= 1
     assert outcomes(study)[6:].count("out_of_memory") <= 2
+
+
+class Single(Machine):
+    """Its script fails at more than three samples, whatever the knobs."""
+
+    def answer(self, study: optuna.Study, trial: optuna.Trial) -> FrozenTrial:
+        if trial.params[MICRO_BATCH] <= 3:
+            return super().answer(study, trial)
+        trial.set_user_attr(attributes.OUTCOME, Outcome.SCRIPT_ERROR.value)
+        return study.tell(trial, state=TrialState.FAIL)
+
+
+def test_a_script_that_fails_above_a_micro_batch_is_launched_below_it(kit: SimpleNamespace) -> None:
+    study, machine = guided(kit), Single()
+    study.enqueue_trial({**(machine.space.params_of(CONFIG) or {}), MICRO_BATCH: 3})
+    machine.run(study, 12)
+    failed = [trial.number for trial in study.trials if trial.params[MICRO_BATCH] > 3]
+    assert 0 < len(failed) <= 7
+    assert max(failed) < 9
 
 
 def test_what_cannot_be_planned_with_is_refused() -> None:
