@@ -167,7 +167,7 @@ def test_of_what_runs_as_fast_the_smaller_batch_is_found_and_wins(bench: StudyBe
         micro_batch = micro_batch_of(config)
         return None if micro_batch > 40 else step_of(0.02 * max(micro_batch, 8) * (1.0005 if micro_batch < 20 else 1.0))
 
-    spec = bench.spec(method="binary", max_trials=24, zero_stages=(2,))
+    spec = bench.spec(method="guided", max_trials=24, zero_stages=(2,))
     result = found(bench.run(spec, Hill(saturates)))
     trials = [one for one in bench.study().trials if one.value is not None]
     best = max(trials, key=lambda one: one.value or 0.0)

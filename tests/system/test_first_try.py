@@ -109,7 +109,8 @@ def test_an_application_of_hydras(tmp_path: Path) -> None:
 def test_a_function_that_python_fire_calls(tmp_path: Path) -> None:
     pytest.importorskip("fire")
     command = ("torchrun", "--nproc_per_node", "1", str(SCRIPTS / "fired.py"), "train")
-    found, errors = tuned(tmp_path, "--fix", "train_micro_batch_size_per_gpu=6", *command)
+    fixed = ("--fix", "train_micro_batch_size_per_gpu=6", "--max-trials", "1", "--no-enqueue-user-config")
+    found, errors = tuned(tmp_path, *fixed, *command)
     assert "batch size from --batch_size (now 3)" in errors
     assert found["command"].endswith("fired.py train --batch_size 6")
 
