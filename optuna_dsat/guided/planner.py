@@ -40,7 +40,8 @@ from optuna.trial import FrozenTrial
 from optuna_dsat.cost.step_time import ERROR, LogCoefficients
 from optuna_dsat.guided.acquisition import Acquisition
 from optuna_dsat.guided.candidates import Observations
-from optuna_dsat.guided.posterior import DOUBTED_FORMULA, Posterior, Prediction, memory_posterior
+from optuna_dsat.guided.memory import memory_posterior
+from optuna_dsat.guided.posterior import DOUBTED_FORMULA, Posterior, Prediction
 from optuna_dsat.guided.problem import Problem
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import agrees, lineage_key

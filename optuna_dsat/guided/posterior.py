@@ -13,16 +13,17 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from optuna_dsat.cost.memory_posterior import MemoryPosterior, normal_cdf
+from optuna_dsat.cost.memory_posterior import normal_cdf
 from optuna_dsat.cost.step_time import Timings
 from optuna_dsat.guided.acquisition import Acquisition, expected_improvement, heavy_tailed_improvement
 from optuna_dsat.guided.candidates import Observations
+from optuna_dsat.guided.memory import memory_posterior, most_informative
 from optuna_dsat.guided.problem import Problem
 from optuna_dsat.guided.residual_gp import Points, ResidualGP
 from optuna_dsat.guided.sizes import largest_size, spread_sizes
 from optuna_dsat.metrics import LARGER_IS_BETTER
 
-__all__ = ["DOUBTED_FORMULA", "Posterior", "Prediction", "memory_posterior"]
+__all__ = ["DOUBTED_FORMULA", "Posterior", "Prediction"]
 
 Numbers: TypeAlias = npt.NDArray[Any]
 
@@ -32,6 +33,8 @@ _DEFAULT_START_UP_S = 30.0
 """Launch seconds outside training steps until one launch was measured; only the ratio to the steps matters."""
 _NON_DEFAULT_PENALTY = 5e-4
 """Log objective subtracted per knob that differs from the user's value (or DeepSpeed's default), to break ties."""
+_LARGER_PENALTY = 2e-4
+"""The same per doubling of the micro-batch: of equals, the smaller."""
 _BREAKS = 4.0
 """Weight of a launch that failed, but not for memory, against one that ran: what breaks, mostly breaks again."""
 DOUBTED_FORMULA = 0.12
@@ -44,8 +47,6 @@ _MIN_FITS = 0.05
 """Probability to fit below which no candidate is launched once a metric was measured."""
 _HOST_SD = 0.1
 """Relative standard deviation of the predicted host memory."""
-_LARGER_PENALTY = 2e-4
-"""The same per doubling of the micro-batch: of equals, the smaller."""
 _DRAWS, _HOPEFUL, _HOPE_SIGMAS, _SURE = 256, 160, 2.0, 0.9
 """Draws of the joint posterior, configurations in it, the standard deviations by which these are chosen, and the
 quantile of what remains to be gained."""
@@ -73,8 +74,6 @@ _REFINED = 8
 """Configurations of the largest acquisition values around which more micro-batches are evaluated."""
 _FINE = tuple(2 ** (sixth / 6) for sixth in range(-6, 7))
 """Multiples of their micro-batches at which that is done."""
-_MAX_OBSERVATIONS = 120
-"""Largest number of measurements conditioned on: the best, and as many of the latest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,25 +90,6 @@ class Prediction:
     """Probability that it fits."""
     bounds: Mapping[str, float]
     """Seconds of a step by resource, see ``StepTimeModel.bounds``."""
-
-
-def memory_posterior(problem: Problem, observations: Observations) -> MemoryPosterior:
-    """Return the posterior of memory use given the trials of a study at one moment, and those of earlier studies."""
-    found = MemoryPosterior(
-        device_bytes=problem.device_bytes,
-        bytes_per_sample=problem.profile.activation_bytes_per_sample,
-        on_cpu=problem.hardware.device == "cpu",
-    )
-    measured = observations.take(_most_informative(observations))
-    unmeasured = observations.fits & np.isnan(observations.value)
-    sided = np.concatenate([np.flatnonzero(observations.device_out_of_memory), np.flatnonzero(unmeasured)])
-    all_observed = (measured, observations.take(sided), problem.prior_observations)
-    rows, sizes, peaks, out_of_memory = (
-        np.concatenate([getattr(one, name) for one in all_observed])
-        for name in ("row", "micro_batch", "peak", "device_out_of_memory")
-    )
-    found.observe(problem.table.memory_inputs(rows, sizes), peaks, out_of_memory)
-    return found
 
 
 class Posterior:
@@ -136,7 +116,7 @@ class Posterior:
         self._largest = largest_size(problem, observations, samples_limit=samples_limit)
         """Largest micro-batch that the script's data allow, and that is within reach of one that ran."""
         self._prior_observations = problem.prior_observations
-        self.measured = measured = observations.take(_most_informative(observations))
+        self.measured = measured = observations.take(most_informative(observations))
         """Measured trials."""
         self._memory = memory_posterior(problem, observations)
         timed = observations.overhead[~np.isnan(observations.overhead)]
@@ -481,16 +461,6 @@ class Posterior:
         sound = np.bincount(self._table.structure[observations.row[observations.fits]], minlength=count)
         found: Numbers = ((1 + sound) / (1 + sound + _BREAKS * broken))[self._table.structure[rows]]
         return found
-
-
-def _most_informative(observations: Observations) -> Numbers:
-    """Return the measured trials to condition on: all, or of too many the best, a few of the worst and the latest."""
-    measured = np.flatnonzero(observations.fits & ~np.isnan(observations.value))
-    if len(measured) <= _MAX_OBSERVATIONS:
-        return measured
-    spread = measured[np.argsort(observations.value[measured], kind="stable")]
-    half = _MAX_OBSERVATIONS // 2
-    return np.unique(np.concatenate([spread[-half:], spread[:8], measured[-half:]]))
 
 
 def _rank_within(groups: Numbers) -> Numbers:

@@ -1,0 +1,48 @@
+"""What a study's trials say of memory use, and which of them are worth conditioning on."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from optuna_dsat.cost.memory_posterior import MemoryPosterior
+from optuna_dsat.guided.candidates import Observations
+from optuna_dsat.guided.problem import Problem
+
+__all__ = ["memory_posterior", "most_informative"]
+
+Numbers: TypeAlias = npt.NDArray[Any]
+
+_MAX_OBSERVATIONS = 120
+"""Largest number of measurements conditioned on: the best, and as many of the latest."""
+
+
+def memory_posterior(problem: Problem, observations: Observations) -> MemoryPosterior:
+    """Return the posterior of memory use given the trials of a study at one moment, and those of earlier studies."""
+    found = MemoryPosterior(
+        device_bytes=problem.device_bytes,
+        bytes_per_sample=problem.profile.activation_bytes_per_sample,
+        on_cpu=problem.hardware.device == "cpu",
+    )
+    measured = observations.take(most_informative(observations))
+    unmeasured = observations.fits & np.isnan(observations.value)
+    sided = np.concatenate([np.flatnonzero(observations.device_out_of_memory), np.flatnonzero(unmeasured)])
+    all_observed = (measured, observations.take(sided), problem.prior_observations)
+    rows, sizes, peaks, out_of_memory = (
+        np.concatenate([getattr(one, name) for one in all_observed])
+        for name in ("row", "micro_batch", "peak", "device_out_of_memory")
+    )
+    found.observe(problem.table.memory_inputs(rows, sizes), peaks, out_of_memory)
+    return found
+
+
+def most_informative(observations: Observations) -> Numbers:
+    """Return the measured trials to condition on: all, or of too many the best, a few of the worst and the latest."""
+    measured = np.flatnonzero(observations.fits & ~np.isnan(observations.value))
+    if len(measured) <= _MAX_OBSERVATIONS:
+        return measured
+    spread = measured[np.argsort(observations.value[measured], kind="stable")]
+    half = _MAX_OBSERVATIONS // 2
+    return np.unique(np.concatenate([spread[-half:], spread[:8], measured[-half:]]))
