@@ -35,6 +35,7 @@ run_files.agent_command = lambda *_, **__: [sys.executable, "-c", sys.argv[1]]
 def interrupt(number, frame):
     raise KeyboardInterrupt  # as the command line does
 signal.signal(signal.SIGTERM, interrupt)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may ignore it, as nohup does
 sys.exit(run_full(request(Path.cwd(), purpose="full"), devices=cpu_devices(2)))
 """
 
