@@ -26,14 +26,20 @@ _PER_OCTAVE = 50
 
 
 def search_space(landscape: Computed, *, fix: Mapping[str, Any] = MappingProxyType({})) -> SearchSpace:
-    """Return the tuner's own search space for the landscape's user config, the micro-batch aside.
+    """Return the tuner's own search space for the landscape's user config, all stages, the micro-batch aside.
 
     Args:
         landscape: The landscape.
         fix: Knobs to hold, for a coarser look.
     """
     return build_space(
-        SpaceRequest(ds_config=landscape.user_config, params=landscape.params, device=landscape.kind, fix=fix)
+        SpaceRequest(
+            ds_config=landscape.user_config,
+            params=landscape.params,
+            device=landscape.kind,
+            zero_stages=(0, 1, 2, 3),
+            fix=fix,
+        )
     )
 
 

@@ -42,7 +42,7 @@ def stage(reach: Reach) -> int:
 
 
 def offloads(reach: Reach) -> bool:
-    return bool(reach.params["offload_optimizer"] == "cpu")
+    return bool(reach.params.get("offload_optimizer") == "cpu")
 
 
 @pytest.mark.parametrize("name", LANDSCAPES)
