@@ -113,9 +113,9 @@ class CandidateTable:
         indices = {key: index for index, key in enumerate(dict.fromkeys(structures))}
         self.structure = np.array([indices[key] for key in structures], dtype=np.int64)
         """Index of each row's structure: ZeRO stage and offload, NVMe apart from CPU."""
-        self.knobs, self.knob_values = self._codes()
-        """Index of the value of each other knob, shape (rows, knobs), and the values of each, None for without one."""
-        self.knob_kernels = [knob_kernel(values) for values in self.knob_values]
+        self.knobs, values = self._codes()
+        """Index of the value of each other knob, shape (rows, knobs)."""
+        self.knob_kernels = [knob_kernel(one) for one in values]
         """Of each other knob, the covariance of its values' effects."""
         self.non_default_knobs = self._count_non_default_knobs()
         """Number of knobs per row, except stage and offload, that differ from the user's config (else the default)."""
@@ -166,6 +166,7 @@ class CandidateTable:
         )
 
     def _codes(self) -> tuple[Numbers, list[list[Any]]]:
+        """Return the index of each knob's value, shape (rows, knobs), and the values of each, None for without one."""
         names = [tuned.name for tuned in self._space.knobs if tuned.name not in (*STRUCTURE, NVME)]
         values: list[dict[Any, int]] = [{} for _ in names]
         codes = [

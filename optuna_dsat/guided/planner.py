@@ -92,8 +92,7 @@ class GuidedPlanner:
             trials: The study's trials, without the one to suggest for.
             fixed: Knobs that this trial already has.
         """
-        observations = self.problem.table.observations_of_trials(trials)
-        samples = attributes.data_limit([trial for trial in trials if trial.state.is_finished()])
+        observations, samples = self._observed(trials)
         key = (observations.digest(), samples, lineage_key(fixed, micro_batch=""))
         if self._cached is None or self._cached[0] != key:
             self._cached = key, self._choose(observations, samples, fixed)
@@ -238,11 +237,15 @@ class GuidedPlanner:
 
         By the posterior given these trials; infinite before a metric was measured.
         """
-        observations = self.problem.table.observations_of_trials(trials)
-        samples = attributes.data_limit([trial for trial in trials if trial.state.is_finished()])
+        observations, samples = self._observed(trials)
         posterior = Posterior(self.problem, observations, samples_limit=samples)
         rows, sizes, _ = self._evaluated(posterior, self._open_rows(observations, {}))
         return math.expm1(posterior.remaining(rows, sizes)) if len(rows) else 0.0
+
+    def _observed(self, trials: Sequence[FrozenTrial]) -> tuple[Observations, int | None]:
+        """Return the observations of trials, and the samples per rank and step for which the script's data last."""
+        finished = [trial for trial in trials if trial.state.is_finished()]
+        return self.problem.table.observations_of_trials(trials), attributes.data_limit(finished)
 
     @staticmethod
     def _evaluated(posterior: Posterior, rows: Numbers) -> tuple[Numbers, Numbers, Acquisition]:
