@@ -14,12 +14,13 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "optuna_dsat"
 
-GROUND = {"errors", "outcome", "metrics", "escape", "secrecy", "words"}
+GROUND = {"errors", "outcome", "metrics", "escape", "secrecy", "signals", "words"}
 PURE = {"config", "trials", "cost"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "outcome": set(),
     "metrics": set(),
+    "signals": set(),
     "version": set(),
     "secrecy": set(),
     "runtime": {"outcome", "secrecy"},

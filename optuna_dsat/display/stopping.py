@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
+from optuna_dsat.signals import handling
+
 __all__ = ["EXIT_INTERRUPTED", "STOP_MESSAGE", "Stopping", "stopping_on_signals"]
 
 EXIT_INTERRUPTED = 130
@@ -64,12 +66,5 @@ def stopping_on_signals() -> Iterator[Stopping]:
     A signal that is ignored, as a shell ignores SIGINT for what runs in its background, stays ignored.
     """
     stopping = Stopping()
-    before = {}
-    for number in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            before[number] = signal.signal(number, stopping)
-    try:
+    with handling((signal.SIGINT, signal.SIGTERM), stopping):
         yield stopping
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from optuna_dsat.launch.protocol import LaunchRequest, SlotsBusyError
 from optuna_dsat.launch.run_files import prepare_launch, write_run_directory
 from optuna_dsat.launch.slots import SlotLease, SlotPool
 from optuna_dsat.launch.waiting import DEFAULT_LIMIT_S, SlotWait
+from optuna_dsat.signals import handling
 
 __all__ = ["run_full"]
 
@@ -121,8 +121,7 @@ def _wait_in_foreground(agent: subprocess.Popen[bytes]) -> signal.Signals | None
 def _passed_on(agent: subprocess.Popen[bytes]) -> Iterator[list[signal.Signals]]:
     """Within the block, pass SIGTERM and SIGHUP on to a process; yield the list of those that came.
 
-    torchrun ends its ranks then. A signal that is ignored, as nohup ignores SIGHUP, stays ignored; only the main thread
-    can do this.
+    torchrun ends its ranks then. A signal that is ignored stays ignored; only the main thread can do this.
     """
     received: list[signal.Signals] = []
 
@@ -130,13 +129,5 @@ def _passed_on(agent: subprocess.Popen[bytes]) -> Iterator[list[signal.Signals]]
         received.append(signal.Signals(number))
         agent.send_signal(signal.SIGTERM if len(received) == 1 else signal.SIGKILL)
 
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                before[number] = signal.signal(number, pass_on)
-    try:
+    with handling((signal.SIGTERM, signal.SIGHUP), pass_on):
         yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from optuna_dsat.signals import handling
+
 __all__ = ["uninterrupted"]
 
 
@@ -32,14 +34,10 @@ def uninterrupted() -> Iterator[None]:
             handler(number, frame)
         came.append(number)
 
-    taken = [number for number, handler in handlers.items() if callable(handler)]
-    for number in taken:
-        signal.signal(number, note)
     try:
-        yield
+        with handling([number for number, handler in handlers.items() if callable(handler)], note):
+            yield
     finally:
-        for number in taken:
-            signal.signal(number, handlers[number])
         for one in came[:1]:
             handler = handlers[signal.Signals(one)]
             if callable(handler):

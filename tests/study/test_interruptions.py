@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ from optuna.trial import TrialState
 
 from optuna_dsat.launch.simulated import SimulatedLauncher, SimulatedResult
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.signals import handling
 from optuna_dsat.store import Store
 from optuna_dsat.store.heartbeat import Heartbeat
 from optuna_dsat.study.flights import Flights
@@ -102,3 +104,30 @@ def test_signals_that_are_ignored_stay_so() -> None:
             assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_handlers_of_a_block_are_put_back_whatever_ends_it() -> None:
+    came: list[int] = []
+
+    def at_once() -> None:
+        with handling((signal.SIGTERM,), lambda number, _frame: came.append(number)):
+            signal.raise_signal(signal.SIGTERM)
+            raise OSError("in the block")
+
+    def elsewhere() -> None:
+        with handling((signal.SIGTERM,), print):  # which only the main thread may do: nothing is put in place
+            came.append(0)
+
+    before: Callable[..., Any] | int | None = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        own = signal.getsignal(signal.SIGTERM)
+        with pytest.raises(OSError, match="in the block"):
+            at_once()
+        assert signal.getsignal(signal.SIGTERM) is own
+        other = threading.Thread(target=elsewhere)
+        other.start()
+        other.join()
+        assert signal.getsignal(signal.SIGTERM) is own
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert came == [signal.SIGTERM, 0]
