@@ -31,7 +31,7 @@ from optuna_dsat.trials.lineage import (
 )
 from optuna_dsat.trials.lineage_cache import StudyHistory, read_history, trial_notes
 from optuna_dsat.trials.lineage_index import Lineages, StructureGroup, structure_edge
-from optuna_dsat.trials.reach import within_reach
+from optuna_dsat.trials.reach import within_reach, worth_its_seconds
 
 __all__ = ["LineageSampler", "MaxMicroBatch", "Proposal"]
 
@@ -85,6 +85,8 @@ class LineageSampler(BaseSampler):
         proven: Micro-batches that ran before the study, such as the user's own: no launch goes beyond twice the
             largest that fitted, these included, nor beyond one where a doubling gained too little
             (``optuna_dsat.trials.reach``). Empty for no such bound.
+        profile_steps: Steps of a launch, by which those that would take far more seconds than one at the largest of
+            ``proven`` are bounded.
         micro_batch: Name of the micro-batch's parameter. It must be an integer parameter, or a categorical one of
             whole numbers, suggested last.
         seed: Seed of the draws; None draws one for the study and stores it there.
@@ -100,6 +102,7 @@ class LineageSampler(BaseSampler):
         max_micro_batch: MaxMicroBatch | None = None,
         usual: Usual | None = None,
         proven: Sequence[int] = (),
+        profile_steps: int = 5,
         micro_batch: str = MICRO_BATCH,
         seed: int | None = None,
     ) -> None:
@@ -113,6 +116,7 @@ class LineageSampler(BaseSampler):
         self._max_micro_batch = max_micro_batch
         self._usual = usual
         self._proven = tuple(proven)
+        self._profile_steps = profile_steps
         self._name = micro_batch
         self._seed = seed
 
@@ -297,8 +301,10 @@ class LineageSampler(BaseSampler):
         """Return the largest micro-batch of a lineage that the history allows, see ``optuna_dsat.trials.reach``."""
         if not self._proven:
             return distribution.high
-        top = within_reach(lineage, lineages, distribution, proven=self._proven, direction=study.direction)
-        return min(distribution.high, top)
+        direction, own = study.direction, max(self._proven)
+        top = within_reach(lineage, lineages, distribution, proven=self._proven, direction=direction)
+        paid = worth_its_seconds(lineage, lineages, own=own, profile_steps=self._profile_steps, direction=direction)
+        return int(min(distribution.high, top, paid))
 
     def _leftover(self, study: Study, lineage: Lineage, distribution: IntDistribution, history: StudyHistory) -> int:
         """Return an unused micro-batch of a finished lineage, or any that may be launched if all were used."""

@@ -67,6 +67,8 @@ class BinarySearchSampler(LineageSampler):
         proven: Micro-batches that ran before the study, such as the user's own: no launch goes beyond twice the
             largest that fitted, these included, nor beyond one where a doubling gained too little
             (``optuna_dsat.trials.reach``). Empty for no such bound.
+        profile_steps: Steps of a launch, by which those that would take far more seconds than one at the largest of
+            ``proven`` are bounded.
         micro_batch: Name of the micro-batch's parameter. It must be an integer parameter, suggested last.
         seed: Seed of the draws; None draws one for the study and stores it there.
     """

@@ -56,6 +56,8 @@ class LineageRandomSampler(LineageSampler):
         proven: Micro-batches that ran before the study, such as the user's own: no launch goes beyond twice the
             largest that fitted, these included, nor beyond one where a doubling gained too little
             (``optuna_dsat.trials.reach``). Empty for no such bound.
+        profile_steps: Steps of a launch, by which those that would take far more seconds than one at the largest of
+            ``proven`` are bounded.
         micro_batch: Name of the micro-batch's parameter. It must be an integer parameter, suggested last.
         seed: Seed of the draws; None draws one for the study and stores it there.
 
@@ -71,6 +73,7 @@ class LineageRandomSampler(LineageSampler):
         max_micro_batch: MaxMicroBatch | None = None,
         usual: Usual | None = None,
         proven: Sequence[int] = (),
+        profile_steps: int = 5,
         micro_batch: str = MICRO_BATCH,
         seed: int | None = None,
     ) -> None:
@@ -79,6 +82,7 @@ class LineageRandomSampler(LineageSampler):
             max_micro_batch=max_micro_batch,
             usual=usual,
             proven=proven,
+            profile_steps=profile_steps,
             micro_batch=micro_batch,
             seed=seed,
         )

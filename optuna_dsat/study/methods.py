@@ -142,6 +142,7 @@ def _random(spec: StudySpec, profiled: Profiled, space: SearchSpace) -> Method:
             max_micro_batch=Ceiling(spec, profiled, space),
             usual=space.usual,
             proven=_proven(spec, profiled),
+            profile_steps=spec.end_profile_step,
             seed=spec.random_seed,
         ),
         pruner=DeepSpeedPruner(trials_per_random_config=limit),
@@ -155,6 +156,7 @@ def _bisection(spec: StudySpec, profiled: Profiled, space: SearchSpace) -> Binar
         max_micro_batch=Ceiling(spec, profiled, space),
         usual=space.usual,
         proven=_proven(spec, profiled),
+        profile_steps=spec.end_profile_step,
         seed=spec.random_seed,
     )
 

@@ -9,18 +9,23 @@ less than ``LEAST_GAIN``, the structure goes no higher.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from optuna.distributions import IntDistribution
 from optuna.study import StudyDirection
 
+from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import Lineage, unused_micro_batches
 from optuna_dsat.trials.lineage_index import Lineages, StructureGroup
 
-__all__ = ["LEAST_GAIN", "within_reach"]
+__all__ = ["DEAR", "LEAST_GAIN", "within_reach", "worth_its_seconds"]
 
 LEAST_GAIN = 0.02
 """Relative gain of a doubling below which a larger micro-batch is not worth a launch."""
+DEAR = 10.0
+"""Seconds of a launch, relative to one at the user's own micro-batch, that no gain has to pay for."""
 
 
 def within_reach(
@@ -53,6 +58,76 @@ def within_reach(
     largest = max(fitted, paid)
     above = unused_micro_batches(largest + 1, distribution.high, distribution)
     return max(2 * largest, distribution.low, above[0] if above else 0)
+
+
+def worth_its_seconds(
+    lineage: Lineage, lineages: Lineages, *, own: int, profile_steps: int, direction: StudyDirection
+) -> float:
+    """Return the largest micro-batch of a lineage whose launch is not too long for what it may gain; infinite if any.
+
+    Steps are taken to last as long per sample as at the largest micro-batch measured in the structure, which is an
+    upper bound where larger micro-batches are more efficient; seconds outside the steps as long as there.
+
+    Args:
+        lineage: The lineage, with or without trials.
+        lineages: The lineages of the study.
+        own: Micro-batch of the user's own config.
+        profile_steps: Steps of a launch.
+        direction: Direction of the metric; of durations to minimize none is too long.
+    """
+    if direction == StudyDirection.MINIMIZE:
+        return math.inf
+    known = lineages.derived(("timed", profile_steps), lambda: _timed(lineages.values()))
+    usual = min((one.seconds(profile_steps) for one in known if one.micro_batch >= own), default=None)
+    group = lineages.structure_group(lineage.params)
+    if usual is None or group is None:
+        return math.inf
+    measured = group.derived("timed", lambda: _timed(group.members.values()))
+    if not measured:
+        return math.inf
+    largest = max(measured, key=lambda one: (one.micro_batch, -one.step_s))
+    allowed_s = DEAR * usual * max(1.0, _last_gain(group) / LEAST_GAIN)
+    steps_s = profile_steps * largest.step_s / largest.micro_batch
+    return max(float(own), (allowed_s - largest.overhead_s) / steps_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Timed:
+    """What a measured launch took."""
+
+    micro_batch: int
+    step_s: float
+    overhead_s: float
+
+    def seconds(self, profile_steps: int) -> float:
+        return self.overhead_s + profile_steps * self.step_s
+
+
+def _timed(lineages: Iterable[Lineage]) -> tuple[_Timed, ...]:
+    """Return the launches of lineages that measured the seconds of a step."""
+    found = []
+    for lineage in lineages:
+        for trial in lineage.trials:
+            step_s = (trial.user_attrs.get(attributes.METRICS) or {}).get("latency")
+            if step_s:
+                overhead_s = float(trial.user_attrs.get(attributes.OVERHEAD_S) or 0.0)
+                found.append(_Timed(micro_batch=lineage.size(trial), step_s=step_s, overhead_s=overhead_s))
+    return tuple(found)
+
+
+def _last_gain(group: StructureGroup) -> float:
+    """Return the relative gain of the largest doubling measured in a structure, 0 without one."""
+
+    def find() -> float:
+        doublings = [
+            (size, value / max(smaller) - 1)
+            for one in group.members.values()
+            for size, value in one.points()
+            if (smaller := [other for at, other in one.points() if 2 * at <= size])
+        ]
+        return max(doublings, default=(0, 0.0))[1]
+
+    return group.derived("last gain", find)
 
 
 def _known(lineages: Lineages, direction: StudyDirection) -> tuple[int, int | None]:

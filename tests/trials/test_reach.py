@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -8,10 +9,10 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.trials.attributes import OUTCOME
+from optuna_dsat.trials.attributes import METRICS, OUTCOME, OVERHEAD_S
 from optuna_dsat.trials.lineage import MICRO_BATCH, MicroBatchSet, group
 from optuna_dsat.trials.lineage_index import Lineages
-from optuna_dsat.trials.reach import within_reach
+from optuna_dsat.trials.reach import DEAR, within_reach, worth_its_seconds
 
 UP, DOWN = StudyDirection.MAXIMIZE, StudyDirection.MINIMIZE
 SIZES = IntDistribution(1, 1024)
@@ -86,3 +87,51 @@ def test_a_structure_goes_no_higher_than_a_doubling_without_gain(
     points: Sequence[tuple[int, int, float]], direction: StudyDirection, expected: int
 ) -> None:
     assert reach(lineages(*points), direction=direction) == expected
+
+
+STEPS, START_UP_S = 5, 2.0
+
+
+def timed(*points: tuple[int, int, float]) -> Lineages:
+    """Lineages of launches: ZeRO stage, micro-batch, seconds of a step."""
+    trials = [trial(number, stage, size, size / step_s) for number, (stage, size, step_s) in enumerate(points)]
+    for made, (_, _, step_s) in zip(trials, points, strict=True):
+        made.set_user_attr(METRICS, {"latency": step_s})
+        made.set_user_attr(OVERHEAD_S, START_UP_S)
+    return Lineages(group(trials).values())
+
+
+def worth(known: Lineages, *, own: int = 4, direction: StudyDirection = UP) -> float:
+    (asking,) = group([trial(99, 1, 1, 1.0)]).values()
+    return worth_its_seconds(asking, known, own=own, profile_steps=STEPS, direction=direction)
+
+
+def seconds(size: float, *, of: tuple[int, float]) -> float:
+    measured, step_s = of
+    return START_UP_S + STEPS * step_s * size / measured
+
+
+@pytest.mark.parametrize(
+    "points", [[], [(2, 4, 0.2)], [(1, 2, 0.1)]], ids=["nothing", "another structure", "less than the user's own"]
+)
+def test_any_size_is_worth_its_seconds_until_they_are_known(points: Sequence[tuple[int, int, float]]) -> None:
+    assert worth(timed(*points)) == math.inf
+
+
+def test_a_launch_takes_ten_times_the_seconds_of_the_users_own() -> None:
+    known = timed((1, 4, 0.4), (1, 16, 1.6))
+    assert seconds(worth(known), of=(16, 1.6)) == pytest.approx(DEAR * seconds(4, of=(4, 0.4)))
+
+
+def test_a_doubling_that_gained_much_may_take_more_seconds() -> None:
+    known = timed((1, 4, 0.4), (1, 8, 0.8 / 1.08))
+    allowed = DEAR * seconds(4, of=(4, 0.4)) * 0.08 / 0.02
+    assert seconds(worth(known), of=(8, 0.8 / 1.08)) == pytest.approx(allowed)
+
+
+def test_the_users_own_size_is_worth_it_however_long_it_takes() -> None:
+    assert worth(timed((1, 1, 400.0), (2, 4, 0.2)), own=4) == 4
+
+
+def test_no_duration_is_too_long_where_durations_are_minimised() -> None:
+    assert worth(timed((1, 4, 0.4), (1, 16, 1.6)), direction=DOWN) == math.inf
