@@ -35,13 +35,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "samplers": {"trials", "guided"},
     "integrations": {"errors", "runtime", "script"},
     "launch": GROUND | {"config", "runtime", "script"},
+    "cluster": GROUND | {"config", "runtime", "script", "launch"},
     "store": GROUND | {"runtime", "trials", "launch"},
     "study": GROUND | PURE | {"runtime", "script", "samplers", "pruners", "guided", "launch", "store"},
     "report": {"version"} | GROUND | PURE | {"runtime", "pruners", "guided", "launch", "store", "study"},
     "plan": GROUND | PURE | {"launch", "store", "study"},
     "display": GROUND | {"study"},
-    "doctor": GROUND | {"launch", "store"},
-    "tuning": GROUND | PURE | {"script", "launch", "store", "study", "display", "report"},
+    "doctor": GROUND | {"launch", "cluster", "store"},
+    "tuning": GROUND | PURE | {"script", "launch", "cluster", "store", "study", "display", "report"},
     "cli": GROUND
     | PURE
     | {"version", "runtime", "script", "launch", "store", "study", "report", "plan", "display", "doctor", "tuning"},
