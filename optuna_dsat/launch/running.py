@@ -153,7 +153,16 @@ class RunningLaunch:
             if isinstance(event, RankStarted):
                 self._processes.add_rank(event.rank, event.pid)
         self._beside.update(events)
+        if (flood := self._flood()) is not None:
+            self.end(flood)
         return events
+
+    def _flood(self) -> StopReason | None:
+        """Return why a launch ends whose script writes into the files of events; None where that is no matter."""
+        if not self._log.flooded or len(self._log.done) == self.request.slots:
+            return None
+        text = f"{self._log.flooded} (events/ of the launch's folder), into which only optuna-dsat may write"
+        return StopReason(outcome=Outcome.SCRIPT_ERROR, message=text)
 
     def end(self, reason: StopReason) -> None:
         """Kill the launch without waiting; one that is already ending keeps its first reason."""
@@ -184,7 +193,7 @@ class RunningLaunch:
             events=self._log.events,
             exit_codes=read_exit_codes(self.directory.agent_record, without=killed),
             agent_exit_code=self._agent_exit_code(),
-            stop=self.stop_reason,
+            stop=self.stop_reason or self._flood(),
             oom_kills=None if before is None or oom_kills_after is None else oom_kills_after - before,
             config_path=self.request.command.config_path,
             dropped_lines=self._log.dropped,
