@@ -13,6 +13,7 @@ from optuna_dsat.launch.devices import Device
 from optuna_dsat.launch.loopback import LOOPBACK, LOOPBACK_ENVIRONMENT
 from optuna_dsat.launch.processes import MARK_ENV
 from optuna_dsat.launch.protocol import LaunchRequest
+from optuna_dsat.launch.rendezvous import Rendezvous
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.runtime.launch_plan import LAUNCH_ENV
 from optuna_dsat.runtime.rank import MANUAL_INIT_ENV
@@ -80,12 +81,16 @@ TRACKER_FOLDERS = frozenset(_TRACKER_PLACES)
 
 
 def torchrun_command(
-    request: LaunchRequest, *, directory: RunDirectory, python: str = sys.executable
+    request: LaunchRequest,
+    *,
+    directory: RunDirectory,
+    rendezvous: Rendezvous | None = None,
+    python: str = sys.executable,
 ) -> tuple[str, ...]:
-    """Return the launch's command as plain torchrun.
+    """Return the launch's command as plain torchrun, that of one node where ``rendezvous`` is given.
 
-    A rendezvous on port 0 lets the operating system choose the port, so that concurrent launches do not clash; the
-    ranks' own store shares that port.
+    On one machine a rendezvous on port 0 lets the operating system choose the port, so that concurrent launches do not
+    clash; the ranks' own store shares that port.
     """
     script = request.command
     target = ("--module", script.script) if script.is_module else (script.script,)
@@ -93,17 +98,33 @@ def torchrun_command(
         python,
         "-m",
         "torch.distributed.run",
-        *("--nnodes", "1"),
-        *("--nproc_per_node", str(request.slots)),
-        *("--rdzv_backend", "c10d"),
-        *("--rdzv_endpoint", f"{LOOPBACK}:0"),
-        *("--rdzv_id", request.launch_id),
-        *("--local_addr", LOOPBACK),
+        *_meeting(request, rendezvous),
         *("--max_restarts", "0"),
         *("--log_dir", str(directory.torchrun_dir)),  # else torchrun leaves a folder among the temporary files
         *("-m", "optuna_dsat.runtime"),
         *target,
         *map_arguments(script.args, script.arg_mappings, request.ds_config, world_size=request.slots),
+    )
+
+
+def _meeting(request: LaunchRequest, rendezvous: Rendezvous | None) -> tuple[str, ...]:
+    if rendezvous is None:
+        return (
+            *("--nnodes", "1"),
+            *("--nproc_per_node", str(request.slots)),
+            *("--rdzv_backend", "c10d"),
+            *("--rdzv_endpoint", f"{LOOPBACK}:0"),
+            *("--rdzv_id", request.launch_id),
+            *("--local_addr", LOOPBACK),
+        )
+    return (
+        *("--nnodes", str(rendezvous.nodes)),
+        *("--node_rank", str(rendezvous.node_rank)),
+        *("--nproc_per_node", str(request.slots // rendezvous.nodes)),
+        *("--rdzv_backend", "static"),
+        *("--master_addr", rendezvous.address),
+        *("--master_port", str(rendezvous.port)),
+        *("--rdzv_id", request.launch_id),
     )
 
 
@@ -123,6 +144,7 @@ def launch_environment(
     total_slots: int,
     mark: str,
     cores: int | None = None,
+    rendezvous: Rendezvous | None = None,
     python: str = sys.executable,
 ) -> dict[str, str]:
     """Return the environment of a launch.
@@ -136,6 +158,7 @@ def launch_environment(
         total_slots: Ranks that may run at once on this machine, over all launches.
         mark: Mark of the launch's processes.
         cores: CPU cores to share; None for those this process may use.
+        rendezvous: Where the nodes of the launch meet; None for a launch on this machine alone.
         python: Interpreter of the launch. Its folder is added to the end of ``PATH``: DeepSpeed looks there for ninja
             when it compiles its operators, and the virtual environment may not be activated.
     """
@@ -146,7 +169,7 @@ def launch_environment(
     }
     if request.purpose != "full":
         environ.update(_tracker_settings(environ, directory))
-    environ = {**LOOPBACK_ENVIRONMENT, **environ, **resolved(request.env, base)}
+    environ = {**_network(rendezvous), **environ, **resolved(request.env, base)}
     environ.update(values_for([request.command.args, request.ds_config, request.overlay], base))
     environ = device_environment(environ, kind=kind, python=python)
     if kind == "cuda":
@@ -159,6 +182,13 @@ def launch_environment(
     environ[LAUNCH_ENV] = str(directory.launch)
     environ[MARK_ENV] = mark
     return environ
+
+
+def _network(rendezvous: Rendezvous | None) -> Mapping[str, str]:
+    """Return variables that say by which interface ranks reach each other; what the user has set takes precedence."""
+    if rendezvous is None or rendezvous.address == LOOPBACK:
+        return LOOPBACK_ENVIRONMENT
+    return {"GLOO_SOCKET_IFNAME": rendezvous.interface} if rendezvous.interface else {}
 
 
 def device_environment(base: Mapping[str, str], *, kind: str, python: str = sys.executable) -> dict[str, str]:

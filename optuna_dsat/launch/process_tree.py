@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Protocol
 
+from optuna_dsat.launch.activity import ProcessUsage, read_usage
 from optuna_dsat.launch.agent_handle import AgentHandle
+from optuna_dsat.launch.agent_record import read_exit_codes
 from optuna_dsat.launch.leftovers import shared_memory_of
 from optuna_dsat.launch.processes import (
     CLEANERS_S,
@@ -16,7 +20,66 @@ from optuna_dsat.launch.processes import (
     is_cleaner,
 )
 
-__all__ = ["ProcessTree"]
+__all__ = ["LaunchProcesses", "ProcessTree"]
+
+
+class LaunchProcesses(Protocol):
+    """What a running launch asks of its processes and does to them, on this machine or on nodes of a cluster."""
+
+    @property
+    def known(self) -> frozenset[ProcessKey]:
+        """All processes of the launch ever seen."""
+        ...
+
+    @property
+    def ranks(self) -> set[ProcessKey]:
+        """The ranks seen so far."""
+        ...
+
+    @property
+    def shared_memory(self) -> frozenset[Path]:
+        """Files in shared memory of this machine that its processes had when they were killed."""
+        ...
+
+    def add_rank(self, rank: int, pid: int) -> None:
+        """Note the process of a rank, if it lives."""
+        ...
+
+    def dead_ranks(self) -> set[int]:
+        """Return the ranks whose process has ended."""
+        ...
+
+    def living(self) -> Collection[ProcessKey]:
+        """Return torchrun, the ranks, and all their living descendants."""
+        ...
+
+    def usage(self) -> Mapping[ProcessKey, ProcessUsage]:
+        """Return what the ranks and all their descendants have used."""
+        ...
+
+    def exit_codes(self, record: Path) -> dict[int, int]:
+        """Return rank -> exit code of those that torchrun saw fail and that were not killed by the launcher.
+
+        Args:
+            record: File that torchrun's agent leaves in the run directory.
+        """
+        ...
+
+    def has_killed(self, pid: int) -> bool:
+        """Return whether the launcher killed a process."""
+        ...
+
+    def kill_ranks(self) -> None:
+        """Kill everything but torchrun."""
+        ...
+
+    def kill_all(self) -> None:
+        """Kill everything, torchrun first."""
+        ...
+
+    def sweep(self) -> bool:
+        """Kill what remains; return whether none was left."""
+        ...
 
 
 class ProcessTree:
@@ -56,6 +119,18 @@ class ProcessTree:
     def shared_memory(self) -> frozenset[Path]:
         """Files in shared memory that its processes had when they were killed here."""
         return frozenset(self._shared_memory)
+
+    def usage(self) -> dict[ProcessKey, ProcessUsage]:
+        """Return what the ranks and all descendants of torchrun have used."""
+        return read_usage(self.descendants() | self.ranks)
+
+    def exit_codes(self, record: Path) -> dict[int, int]:
+        """Return rank -> exit code of those that torchrun saw fail and that were not killed here."""
+        return read_exit_codes(record, without=self.killed)
+
+    def has_killed(self, pid: int) -> bool:
+        """Return whether a process was killed here."""
+        return pid in self._killed
 
     def add_rank(self, rank: int, pid: int) -> None:
         """Note the process of a rank, if it lives."""

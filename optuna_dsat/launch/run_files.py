@@ -15,6 +15,7 @@ from optuna_dsat.launch.command import (
     torchrun_command,
 )
 from optuna_dsat.launch.protocol import LaunchRequest
+from optuna_dsat.launch.rendezvous import Rendezvous
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.launch.slots import SlotLease, SlotPool
 from optuna_dsat.runtime.launch_plan import LaunchPlan
@@ -63,6 +64,7 @@ def prepare_launch(
     pool: SlotPool,
     base_env: Mapping[str, str],
     mark: str,
+    rendezvous: Rendezvous | None = None,
 ) -> PreparedLaunch:
     """Return command and environment of a launch on its slots, after writing both to the run directory.
 
@@ -73,11 +75,12 @@ def prepare_launch(
         pool: The pool they are from.
         base_env: Environment to inherit from.
         mark: Mark of the launch's processes.
+        rendezvous: Where the nodes of the launch meet; None for a launch on this machine alone.
 
     Raises:
         OutputError: If they cannot be written.
     """
-    command = torchrun_command(request, directory=directory)
+    command = torchrun_command(request, directory=directory, rendezvous=rendezvous)
     environ = launch_environment(
         base_env,
         request=request,
@@ -86,6 +89,7 @@ def prepare_launch(
         kind=pool.kind,
         total_slots=pool.total,
         mark=mark,
+        rendezvous=rendezvous,
     )
     if needs_python_path():
         link = str(directory.link_package(package_dir()))

@@ -1,4 +1,4 @@
-"""One launch in flight on this machine: its events, its limits and its termination."""
+"""One launch in flight: its events, its limits and its termination."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from optuna_dsat.config.ds_config import MICRO_BATCH
-from optuna_dsat.launch.activity import MAX_STALL_LIMITS, ActivityMonitor, read_usage
+from optuna_dsat.launch.activity import MAX_STALL_LIMITS, ActivityMonitor
 from optuna_dsat.launch.agent_handle import AgentHandle
-from optuna_dsat.launch.agent_record import read_exit_codes
 from optuna_dsat.launch.beside import BesideWatch, GpuSight
 from optuna_dsat.launch.classify import LaunchFacts, StopReason
 from optuna_dsat.launch.conditions import Conditions
 from optuna_dsat.launch.event_log import EventLog
 from optuna_dsat.launch.leftovers import remove_noted
 from optuna_dsat.launch.preload import Preload
-from optuna_dsat.launch.process_tree import ProcessTree
+from optuna_dsat.launch.process_tree import LaunchProcesses, ProcessTree
 from optuna_dsat.launch.processes import ProcessKey
 from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest
 from optuna_dsat.launch.run_directory import RunDirectory
@@ -67,6 +66,10 @@ class RunningLaunch:
     """Imports of the process that it was forked from; None for a launch by plain torchrun."""
     look_at_gpus: Callable[[Collection[int]], GpuSight] = lambda _: GpuSight()
     """Returns what goes on beside it on its GPUs, given its processes' numbers."""
+    processes: LaunchProcesses | None = None
+    """Its processes where they run on other machines; None for those of ``agent`` on this one."""
+    conditions_elsewhere: Callable[[], Conditions] | None = None
+    """Returns what went on beside it on other machines; None to watch this one."""
     repeats: FailedFork | None = None
     """The failed forked launch that this one repeats plainly, to find out whether the fork was the cause."""
 
@@ -79,7 +82,7 @@ class RunningLaunch:
 
     def __post_init__(self) -> None:
         self._log = EventLog(self.directory, slots=self.request.slots, started=self.started)
-        self._processes = ProcessTree(self.agent, mark=self.mark)
+        self._processes = ProcessTree(self.agent, mark=self.mark) if self.processes is None else self.processes
         self._activity = ActivityMonitor(limit_s=self.request.stall_s, started=self.started)
         self._beside = BesideWatch(
             start_profile_step=self.request.start_profile_step,
@@ -115,7 +118,7 @@ class RunningLaunch:
     @property
     def conditions(self) -> Conditions:
         """What went on beside it while its steps were measured."""
-        return self._beside.conditions
+        return self._beside.conditions if self.conditions_elsewhere is None else self.conditions_elsewhere()
 
     @property
     def is_forked(self) -> bool:
@@ -152,7 +155,8 @@ class RunningLaunch:
         for event in events:
             if isinstance(event, RankStarted):
                 self._processes.add_rank(event.rank, event.pid)
-        self._beside.update(events)
+        if self.conditions_elsewhere is None:
+            self._beside.update(events)
         if (flood := self._flood()) is not None:
             self.end(flood)
         return events
@@ -184,14 +188,14 @@ class RunningLaunch:
         micro_batch = self.request.ds_config.get(MICRO_BATCH)
         if self.request.purpose == "profile" and not self.request.command.arg_mappings:
             micro_batch = None  # any batch will do: what is measured is divided by the samples seen
-        before, killed = self.oom_kills_before, self._processes.killed
+        before = self.oom_kills_before
         return LaunchFacts(
             slots=self.request.slots,
             start_profile_step=self.request.start_profile_step,
             end_profile_step=self.request.end_profile_step,
             micro_batch=micro_batch if isinstance(micro_batch, int) else None,
             events=self._log.events,
-            exit_codes=read_exit_codes(self.directory.agent_record, without=killed),
+            exit_codes=self._processes.exit_codes(self.directory.agent_record),
             agent_exit_code=self._agent_exit_code(),
             stop=self.stop_reason or self._flood(),
             oom_kills=None if before is None or oom_kills_after is None else oom_kills_after - before,
@@ -203,7 +207,7 @@ class RunningLaunch:
         """Return torchrun's exit code; None if it was killed here."""
         if self._agent_ended_as is not None:
             return self._agent_ended_as
-        return None if self.agent.pid in self._processes.killed else self.agent.returncode
+        return None if self._processes.has_killed(self.agent.pid) else self.agent.returncode
 
     def _decide(self, now: float, dead: set[int]) -> None:
         ends, done = set(self._log.ends), self._log.done
@@ -265,7 +269,6 @@ class RunningLaunch:
     def _last_activity(self, now: float) -> float:
         """Return the time of the last event or of the last activity of the launch's processes."""
         if self._activity.is_due(now, last_event=self.last_event):
-            ranks = self._processes.ranks
-            usage = read_usage(self._processes.descendants() | ranks)
+            ranks, usage = self._processes.ranks, self._processes.usage()
             self._activity.update(usage, now, last_event=self.last_event, ranks=ranks, trained=self.has_trained)
         return self._activity.last_activity(self.last_event)
