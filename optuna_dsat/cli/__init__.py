@@ -1,6 +1,7 @@
 """The ``optuna-dsat`` command.
 
-Importing it imports neither torch nor Optuna: each command imports what it runs when it runs.
+Importing it imports neither torch nor Optuna, nor any command: each is imported when it is asked for, and what it runs
+when it runs.
 """
 
 from __future__ import annotations
@@ -17,18 +18,12 @@ import typer
 from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
-from optuna_dsat.cli import database, resume, studies
-from optuna_dsat.cli.commands import lift_option, spread_numbers, with_options
-from optuna_dsat.cli.dashboard import dashboard
-from optuna_dsat.cli.doctor import doctor
-from optuna_dsat.cli.explain import explain
+from optuna_dsat.cli.catalogue import Catalogue
+from optuna_dsat.cli.help import HELP_NAMES
 from optuna_dsat.cli.launch_prefix import SEARCHES, unfold_command
 from optuna_dsat.cli.options_file import find_options, read_options
 from optuna_dsat.cli.password import hide_secrets
-from optuna_dsat.cli.plan import plan
-from optuna_dsat.cli.report import report
-from optuna_dsat.cli.search import add_searches
-from optuna_dsat.cli.train import train
+from optuna_dsat.cli.rewriting import lift_option, spread_numbers
 from optuna_dsat.display.stopping import EXIT_INTERRUPTED
 from optuna_dsat.errors import DsatError, ScriptFailedError, UsageError
 from optuna_dsat.escape.terminal import one_line, say
@@ -52,8 +47,9 @@ app = typer.Typer(
     help="Find the DeepSpeed configuration that trains your model fastest on the GPUs you have.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["--help", "-h"]},
+    rich_markup_mode=None,
+    cls=Catalogue,
+    context_settings={"help_option_names": list(HELP_NAMES)},
 )
 
 
@@ -82,17 +78,6 @@ def _root(
     if file is not None and isinstance(context.command, TyperGroup):
         context.default_map = file.default_map(context.command, context)
         context.obj = str(file.path)
-
-
-add_searches(app)
-for group in (studies, resume, database):
-    group.add_commands(app)
-app.command("plan")(plan)
-app.command("explain")(explain)
-app.command("train")(with_options(train))
-app.command("dashboard")(dashboard)
-app.command("report")(report)
-app.command("doctor")(doctor)
 
 
 def _commands() -> TyperGroup:
@@ -160,9 +145,10 @@ def main(argv: list[str] | None = None) -> NoReturn:
     try:
         _check_folder()
         arguments = lift_option(spread_numbers(arguments, "--zero-stages"), "--options")
-        if SEARCHES.intersection(arguments):  # other commands are spared the parsers of all of them
-            arguments = unfold_command(arguments, _commands(), cwd=Path.cwd())
-        code = app(args=arguments, standalone_mode=False)
+        commands = _commands()
+        if SEARCHES.intersection(arguments):
+            arguments = unfold_command(arguments, commands, cwd=Path.cwd())
+        code = commands.main(args=arguments, standalone_mode=False)
         sys.stdout.flush()  # a closed pipe raises here rather than at the interpreter's exit
     except DsatError as error:
         _report(error)

@@ -1,4 +1,4 @@
-"""Commands made from classes of options, and the rewriting of arguments before they are parsed."""
+"""Commands made from classes of options."""
 
 from __future__ import annotations
 
@@ -9,9 +9,30 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from optuna_dsat.tuning.declaration import Option, option_of
+from optuna_dsat.tuning.declaration import Option, option_of, options_in
 
-__all__ = ["lift_option", "origins_of", "spread_numbers", "with_options"]
+__all__ = ["first_options", "origins_of", "takes_options", "with_options"]
+
+
+def takes_options(run: Callable[..., None]) -> bool:
+    """Return whether a function takes a class of options, see ``with_options``."""
+    return bool(_classes(run))
+
+
+def first_options(run: Callable[..., None]) -> frozenset[str]:
+    """Return the names of the options that the help of a command shows first; empty for all.
+
+    Args:
+        run: As of ``with_options``, or any other function.
+    """
+    declared = (options_in(kind) for kind in _classes(run).values())
+    return frozenset(name for options in declared for name, option in options.items() if option.first)
+
+
+def _classes(run: Callable[..., None]) -> dict[str, Any]:
+    """Return the classes of options that a function takes, by the name of the parameter."""
+    hints = get_type_hints(run).items()
+    return {name: kind for name, kind in hints if name != "return" and is_dataclass(kind)}
 
 
 def with_options(run: Callable[..., None], doc: str | None = None) -> Callable[..., None]:
@@ -23,7 +44,7 @@ def with_options(run: Callable[..., None], doc: str | None = None) -> Callable[.
         doc: Help of the command; None for the docstring of ``run``.
     """
     kinds = {name: hint for name, hint in get_type_hints(run).items() if name != "return"}
-    classes: dict[str, Any] = {name: kind for name, kind in kinds.items() if is_dataclass(kind)}
+    classes = _classes(run)
     of_class = {name: _parameters(kind) for name, kind in classes.items()}
 
     def command(context: typer.Context, **values: Any) -> None:
@@ -110,46 +131,3 @@ def origins_of(context: typer.Context, names: Iterable[str]) -> dict[str, str]:
         else:
             origins[name] = "command line"
     return origins
-
-
-def spread_numbers(argv: list[str], option: str) -> list[str]:
-    """Return ``argv`` with ``option 1 2 3`` written as ``option 1,2,3``: an option takes one value.
-
-    Arguments after ``--`` stay.
-    """
-    result: list[str] = []
-    tokens = iter(enumerate(argv))
-    skip_to = 0
-    for index, token in tokens:
-        if index < skip_to:
-            continue
-        if token == "--":
-            return result + argv[index:]
-        result.append(token)
-        if token == option:
-            end = index + 1
-            while end < len(argv) and argv[end].replace(",", "").isdigit():
-                end += 1
-            if end > index + 2:
-                result.append(",".join(argv[index + 1 : end]))
-                skip_to = end
-    return result
-
-
-def lift_option(argv: list[str], option: str) -> list[str]:
-    """Return ``argv`` with ``option VALUE`` moved to the front, where options of all commands are parsed.
-
-    Arguments after ``--`` stay.
-    """
-    end = argv.index("--") if "--" in argv else len(argv)
-    front: list[str] = []
-    rest: list[str] = []
-    index = 0
-    while index < end:
-        if argv[index] == option:
-            front += argv[index : min(index + 2, end)]
-            index += 2
-        else:
-            (front if argv[index].startswith(f"{option}=") else rest).append(argv[index])
-            index += 1
-    return [*front, *rest, *argv[end:]]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import typer
 
+from optuna_dsat.cli.help import HelpCommand, HelpGroup
 from optuna_dsat.cli.parameters import DEFAULT_STORAGE, Storage
 from optuna_dsat.errors import UnreadableStudyError
 from optuna_dsat.escape.terminal import say
 
-__all__ = ["add_commands"]
+__all__ = ["database"]
 
 
 def _upgrade(storage: Storage = DEFAULT_STORAGE) -> None:
@@ -16,12 +17,12 @@ def _upgrade(storage: Storage = DEFAULT_STORAGE) -> None:
     from optuna_dsat.store import migrate
     from optuna_dsat.store.database import Database
 
-    database = Database(storage)
+    opened = Database(storage)
     try:
-        migrate.upgrade(database)
-        print(migrate.current(database))
+        migrate.upgrade(opened)
+        print(migrate.current(opened))
     finally:
-        database.close()
+        opened.close()
 
 
 def _current(storage: Storage = DEFAULT_STORAGE) -> None:
@@ -29,11 +30,11 @@ def _current(storage: Storage = DEFAULT_STORAGE) -> None:
     from optuna_dsat.store import migrate
     from optuna_dsat.store.database import Database
 
-    database = Database(storage, create=False)
+    opened = Database(storage, create=False)
     try:
-        print(migrate.current(database))
+        print(migrate.current(opened))
     finally:
-        database.close()
+        opened.close()
 
 
 def _check(storage: Storage = DEFAULT_STORAGE) -> None:
@@ -45,12 +46,12 @@ def _check(storage: Storage = DEFAULT_STORAGE) -> None:
     if database_exists(storage) and not has_our_tables(storage):
         print(migrate.SchemaState.NEW.value)
         return
-    database = Database(storage, create=False)
+    opened = Database(storage, create=False)
     try:
-        migrate.require_usable(database)
-        print(migrate.check(database).value)
+        migrate.require_usable(opened)
+        print(migrate.check(opened).value)
     finally:
-        database.close()
+        opened.close()
     with Store.open(storage, create=False) as store:
         unreadable = [one for one in readable_studies(store) if isinstance(one, UnreadableStudy)]
     for one in unreadable:
@@ -59,10 +60,8 @@ def _check(storage: Storage = DEFAULT_STORAGE) -> None:
         raise typer.Exit(UnreadableStudyError.exit_code)
 
 
-def add_commands(app: typer.Typer) -> None:
-    """Add the commands of this module to ``app``."""
-    database = typer.Typer(help="The database's schema.", no_args_is_help=True)
-    database.command("upgrade")(_upgrade)
-    database.command("current")(_current)
-    database.command("check")(_check)
-    app.add_typer(database, name="db")
+database = typer.Typer(
+    help="The database's schema.", no_args_is_help=True, add_completion=False, rich_markup_mode=None, cls=HelpGroup
+)
+for _name, _command in (("upgrade", _upgrade), ("current", _current), ("check", _check)):
+    database.command(_name, cls=HelpCommand)(_command)

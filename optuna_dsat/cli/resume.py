@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from optuna_dsat.study.request import StudyRequest
     from optuna_dsat.study.spec import StudySpec
 
-__all__ = ["add_commands"]
+__all__ = ["resume", "worker"]
 
 _MaxTrials = Annotated[
     int | None, typer.Option("--max-trials", help="New number of launches of trials.", show_default=False)
@@ -163,9 +163,3 @@ def _ask_for_secrets(spec: StudySpec) -> None:
     for name, what in missing_secrets(spec).items():
         value = typer.prompt(f"Secret value of {what} (not stored)", hide_input=True, err=True)
         keep({name: str(value)})
-
-
-def add_commands(app: typer.Typer) -> None:
-    """Add the commands of this module to ``app``."""
-    for command in (resume, worker):
-        app.command()(command)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from optuna_dsat.cli.commands import origins_of, with_options
+from optuna_dsat.cli.commands import origins_of
 from optuna_dsat.escape.shell import shell_line
 from optuna_dsat.escape.terminal import say
 from optuna_dsat.tuning.declaration import Option
@@ -31,7 +31,17 @@ if TYPE_CHECKING:
     from optuna_dsat.tuning.prepare import Prepared
     from optuna_dsat.tuning.run import StudyRun
 
-__all__ = ["OutputOptions", "add_searches", "run", "run_request"]
+__all__ = [
+    "OutputOptions",
+    "asha_search",
+    "binary_search",
+    "guided_search",
+    "random_search",
+    "run",
+    "run_request",
+    "run_search",
+    "tune_search",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,42 +62,34 @@ def _search(method: str | None, context: typer.Context, options: TuneOptions, ou
     run(method, Given(options=options, origins=origins), output)
 
 
-def _random(context: typer.Context, options: RandomOptions, output: OutputOptions) -> None:
+def random_search(context: typer.Context, options: RandomOptions, output: OutputOptions) -> None:
     """Search random configurations; knowledge of DeepSpeed and the search's history stop those that cannot win."""
     _search("random", context, options, output)
 
 
-def _binary(context: typer.Context, options: BinaryOptions, output: OutputOptions) -> None:
+def binary_search(context: typer.Context, options: BinaryOptions, output: OutputOptions) -> None:
     """Bisect the micro-batch of randomly drawn configurations."""
     _search("binary", context, options, output)
 
 
-def _asha(context: typer.Context, options: AshaOptions, output: OutputOptions) -> None:
+def asha_search(context: typer.Context, options: AshaOptions, output: OutputOptions) -> None:
     """Bisect the micro-batch of random configurations, giving more launches to the best (successive halving)."""
     _search("asha", context, options, output)
 
 
-def _guided(context: typer.Context, options: GuidedOptions, output: OutputOptions) -> None:
+def guided_search(context: typer.Context, options: GuidedOptions, output: OutputOptions) -> None:
     """Plan every launch: memory and step time are modelled, fitted to what was measured, and the best is run next."""
     _search("guided", context, options, output)
 
 
-def _tune(context: typer.Context, options: AutotuningOptions, output: OutputOptions) -> None:
+def tune_search(context: typer.Context, options: AutotuningOptions, output: OutputOptions) -> None:
     """Search by the autotuning section of your config, as deepspeed --autotuning=tune does."""
     _search(None, context, options, output)
 
 
-def _run(context: typer.Context, options: AutotuningOptions, output: OutputOptions) -> None:
+def run_search(context: typer.Context, options: AutotuningOptions, output: OutputOptions) -> None:
     """As tune, then train with the best configuration, as deepspeed --autotuning=run does."""
     _search(None, context, replace(options, run_full_experiment=True), output)
-
-
-def add_searches(app: typer.Typer) -> None:
-    """Add the commands of this module to ``app``."""
-    for name, command in (
-        ("random", _random), ("binary", _binary), ("asha", _asha), ("guided", _guided), ("tune", _tune), ("run", _run),
-    ):  # fmt: skip
-        app.command(name)(with_options(command))
 
 
 def run(method: str | None, given: Given, output: OutputOptions) -> None:

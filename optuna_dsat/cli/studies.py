@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from optuna_dsat.store import Store
     from optuna_dsat.study.stored import StoredStudy
 
-__all__ = ["add_commands"]
+__all__ = ["best", "delete", "export", "show", "studies", "trials"]
 
 _MOST_SHOWN = 5
 """Trials of the search that ``show`` lists."""
@@ -281,9 +281,3 @@ def delete(
             typer.confirm(f"Delete the study {plain(name)!r} and all its trials?", abort=True, err=True)
         store.delete_study(name)
     say(f"Deleted the study {name!r}.", file=sys.stderr)
-
-
-def add_commands(app: typer.Typer) -> None:
-    """Add the commands of this module to ``app``."""
-    for command in (studies, show, trials, best, export, delete):
-        app.command()(command)

@@ -23,6 +23,8 @@ class Option:
     help: str
     panel: str | None = None
     """Group of the command's help; None for a positional argument."""
+    first: bool = False
+    """Whether the help shows it before one asks for all options."""
     none: str | None = None
     """What None stands for, in words."""
     none_if: str = ""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from optuna_dsat.cli import search
-from optuna_dsat.cli.commands import lift_option
+from optuna_dsat.cli.rewriting import lift_option
 from optuna_dsat.tuning import prepare as tuning_prepare
 from optuna_dsat.tuning.given import Given
 from optuna_dsat.tuning.options import AshaOptions, AutotuningOptions, TuneOptions

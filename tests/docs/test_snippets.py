@@ -16,9 +16,9 @@ import yaml
 from typer.core import TyperGroup
 
 from optuna_dsat.cli import app
-from optuna_dsat.cli.commands import lift_option, spread_numbers
 from optuna_dsat.cli.launch_prefix import unfold_command
 from optuna_dsat.cli.options_file import OptionsFile
+from optuna_dsat.cli.rewriting import lift_option, spread_numbers
 from tests.harness.entry_points import EntryPointBench, bench
 
 __all__ = ["bench"]

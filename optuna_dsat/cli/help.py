@@ -1,0 +1,244 @@
+"""The help of commands: plain text of words, the options that matter first, and commands in groups.
+
+``--help`` shows the options that a command declares as the first ones, ``--help-all`` shows all.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from enum import Enum
+from typing import Any, get_args
+
+import typer
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
+
+__all__ = ["HELP_NAMES", "HelpCommand", "HelpGroup", "placeholder", "shown_default"]
+
+_ALL = "--help-all"
+HELP_NAMES = ("--help", "-h", _ALL)
+"""Spellings of the option for help, of every command."""
+_WANTS_ALL = "optuna_dsat.help_all"
+_WIDEST = 100
+"""Columns that help takes at most."""
+_NARROWEST = 40
+_LEFT = 28
+"""Columns of names and placeholders at most; longer ones have a line of their own."""
+_OTHERS = "Options"
+_COMMANDS = "Commands"
+_PLACEHOLDERS = {"int": "N", "float": "X", "Path": "PATH"}
+"""Type of a value -> word that stands for it."""
+
+
+def placeholder(param: TyperOption) -> str:
+    """Return the word that stands for an option's value; empty for a flag."""
+    if param.is_flag or param.count:
+        return ""
+    if param.metavar:
+        return param.metavar
+    choices = param.type_descriptor.choices
+    if choices:
+        return "|".join(str(getattr(one, "value", one)) for one in choices)
+    kind = param.type_descriptor.annotation
+    (inner,) = get_args(kind) or (kind,)
+    return _PLACEHOLDERS.get(getattr(inner, "__name__", ""), "TEXT")
+
+
+def shown_default(param: TyperOption) -> str:
+    """Return an option's default in words; empty where there is none, or the text of the help says it."""
+    if param.is_flag:
+        return ("on" if param.default else "off") if param.secondary_opts else ""
+    default = param.default.value if isinstance(param.default, Enum) else param.default
+    if default is None or callable(default) or not param.show_default:
+        return ""
+    return f"{default:g}" if isinstance(default, float) else str(default)
+
+
+class _Page:
+    """Lines of help for a terminal of some width, coloured or not."""
+
+    def __init__(self, *, columns: int, coloured: bool) -> None:
+        self._columns = columns
+        self._coloured = coloured
+        self.lines: list[str] = []
+
+    def paragraph(self, text: str, *, indent: int = 2) -> None:
+        space = " " * indent
+        self.lines += textwrap.wrap(
+            " ".join(text.split()),
+            self._columns,
+            initial_indent=space,
+            subsequent_indent=space,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+
+    def section(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
+        """Add a titled table of two columns; the second one is wrapped."""
+        if not rows:
+            return
+        self.lines += ["", self._style(f"{title}:", bold=True)]
+        width = min(max(len(name) for name, _ in rows), _LEFT, self._columns // 3)
+        for name, text in rows:
+            self._row(name, text, width)
+
+    def _row(self, name: str, text: str, width: int) -> None:
+        right = " " * (width + 4)
+        wrapped = textwrap.wrap(
+            " ".join(text.split()), self._columns - len(right), break_long_words=False, break_on_hyphens=False
+        )
+        shown = self._style(name, fg="cyan")
+        if len(name) > width or not wrapped:
+            self.lines.append(f"  {shown}")
+        else:
+            self.lines.append(f"  {shown}{' ' * (width - len(name))}  {wrapped.pop(0)}")
+        self.lines += [right + line for line in wrapped]
+
+    def _style(self, text: str, **style: Any) -> str:
+        return typer.style(text, **style) if self._coloured else text
+
+
+def _begin(context: typer.Context) -> _Page:
+    """Return an empty page for stdout as it is; the context lets colours through if there are any."""
+    forced, shown = os.environ.get("FORCE_COLOR"), sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    coloured = bool(forced or shown) and not os.environ.get("NO_COLOR")
+    context.color = coloured
+    columns = max(_NARROWEST, min(_WIDEST, shutil.get_terminal_size().columns - 1))
+    return _Page(columns=columns, coloured=coloured)
+
+
+def _note_wish(context: typer.Context, args: Sequence[str]) -> None:
+    """Note whether the arguments ask for all options."""
+    own = args[: args.index("--")] if "--" in args else args
+    context.meta[_WANTS_ALL] = _ALL in own
+
+
+def _text(text: str | None) -> str:
+    """Return the text of a help without the escapes of markup."""
+    return (text or "").partition("\f")[0].replace("\\[", "[")
+
+
+def _names(option: TyperOption) -> str:
+    """Return the spellings of an option with the placeholder of its value, the short one first."""
+    spellings = [*sorted(option.opts, key=len), *option.secondary_opts]
+    value = placeholder(option)
+    return ", ".join(spellings) + (f" {value}" if value else "")
+
+
+_STATED = re.compile(r"\[default[^]]*\]|\[default.*\]$")
+
+
+def _meaning(option: TyperOption) -> str:
+    text = _text(option.help)
+    facts = []
+    default = shown_default(option)
+    if default and not _STATED.search(text):
+        facts.append(f"default: {default}")
+    low, high = getattr(option, "min", None), getattr(option, "max", None)
+    if low is not None and high is not None:
+        facts.append(f"{low} to {high}")
+    elif low is not None:
+        facts.append(f"at least {low}")
+    if option.envvar:
+        facts.append(f"environment: {option.envvar}")
+    return " ".join([text, *(f"[{fact}]" for fact in facts)])
+
+
+def _arguments(params: Iterable[object]) -> list[tuple[str, str]]:
+    """Return the rows of a command's arguments."""
+    found = [one for one in params if isinstance(one, TyperArgument) and not one.hidden]
+    return [(_argument(one), _text(one.help)) for one in found]
+
+
+def _argument(argument: TyperArgument) -> str:
+    """Return an argument as the usage shows it, in brackets where it may be left out."""
+    name = argument.metavar or str(argument.name).upper()
+    return name if argument.required or name.startswith("[") else f"[{name}]"
+
+
+def _options(params: Iterable[object]) -> list[TyperOption]:
+    """Return the options that help shows, without that for help itself."""
+    found = [one for one in params if isinstance(one, TyperOption) and not one.hidden]
+    return [one for one in found if _ALL not in one.opts]
+
+
+class HelpCommand(TyperCommand):
+    """A command with help of two lengths.
+
+    Attributes:
+        first: Names of the parameters that ``--help`` shows; empty for all.
+    """
+
+    first: frozenset[str] = frozenset()
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse, with a note on which help is asked for."""
+        _note_wish(ctx, args)
+        return super().parse_args(ctx, args)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help."""
+        page = _begin(ctx)
+        params = self.get_params(ctx)
+        arguments, options = _arguments(params), _options(params)
+        usage = [ctx.command_path, "[OPTIONS]", *(name for name, _ in arguments)]
+        page.paragraph(f"Usage: {' '.join(usage)}", indent=0)
+        page.lines.append("")
+        page.paragraph(_text(self.help))
+        page.section("Arguments", arguments)
+        few = bool(self.first) and not ctx.meta.get(_WANTS_ALL)
+        if few:
+            shown = [one for one in options if one.name in self.first]
+            page.section("Options that matter most", [(_names(one), _meaning(one)) for one in shown])
+            page.lines.append("")
+            more = len(options) - len(shown)
+            page.paragraph(f"{more} more options: {ctx.command_path} {_ALL}", indent=0)
+        else:
+            for title, rows in _by_panel(options):
+                page.section(title, rows)
+        formatter.write("\n".join(page.lines) + "\n")
+
+
+def _by_panel(options: Sequence[TyperOption]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Yield the rows of each panel, in the order in which the panels come first."""
+    panels: dict[str, list[tuple[str, str]]] = {}
+    for option in options:
+        panel = option.rich_help_panel if isinstance(option.rich_help_panel, str) else _OTHERS
+        panels.setdefault(panel, []).append((_names(option), _meaning(option)))
+    yield from panels.items()
+
+
+class HelpGroup(TyperGroup):
+    """A group of commands whose help shows them in panels."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse; show the help where nothing is asked for."""
+        if not args and self.no_args_is_help and not ctx.resilient_parsing:
+            typer.echo(ctx.get_help(), color=ctx.color)
+            ctx.exit(2)
+        return super().parse_args(ctx, args)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help."""
+        page = _begin(ctx)
+        page.paragraph(f"Usage: {ctx.command_path} [OPTIONS] COMMAND [ARGS]...", indent=0)
+        page.lines.append("")
+        page.paragraph(_text(self.help))
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for name in self.list_commands(ctx):
+            command = self.get_command(ctx, name)
+            if command is not None and not command.hidden:
+                panel = getattr(command, "rich_help_panel", None)
+                text = _text(command.help).partition("\n\n")[0]
+                panels.setdefault(panel if isinstance(panel, str) else _COMMANDS, []).append((name, text))
+        for title, rows in panels.items():
+            page.section(title, rows)
+        for title, rows in _by_panel(_options(self.get_params(ctx))):
+            page.section(title, rows)
+        page.lines.append("")
+        page.paragraph(f"{ctx.command_path} COMMAND --help shows a command's options.", indent=0)
+        formatter.write("\n".join(page.lines) + "\n")

@@ -1,0 +1,48 @@
+"""Rewriting of arguments before they are parsed."""
+
+from __future__ import annotations
+
+__all__ = ["lift_option", "spread_numbers"]
+
+
+def spread_numbers(argv: list[str], option: str) -> list[str]:
+    """Return ``argv`` with ``option 1 2 3`` written as ``option 1,2,3``: an option takes one value.
+
+    Arguments after ``--`` stay.
+    """
+    result: list[str] = []
+    tokens = iter(enumerate(argv))
+    skip_to = 0
+    for index, token in tokens:
+        if index < skip_to:
+            continue
+        if token == "--":
+            return result + argv[index:]
+        result.append(token)
+        if token == option:
+            end = index + 1
+            while end < len(argv) and argv[end].replace(",", "").isdigit():
+                end += 1
+            if end > index + 2:
+                result.append(",".join(argv[index + 1 : end]))
+                skip_to = end
+    return result
+
+
+def lift_option(argv: list[str], option: str) -> list[str]:
+    """Return ``argv`` with ``option VALUE`` moved to the front, where options of all commands are parsed.
+
+    Arguments after ``--`` stay.
+    """
+    end = argv.index("--") if "--" in argv else len(argv)
+    front: list[str] = []
+    rest: list[str] = []
+    index = 0
+    while index < end:
+        if argv[index] == option:
+            front += argv[index : min(index + 2, end)]
+            index += 2
+        else:
+            (front if argv[index].startswith(f"{option}=") else rest).append(argv[index])
+            index += 1
+    return [*front, *rest, *argv[end:]]
