@@ -8,7 +8,7 @@ no longer.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from optuna_dsat.launch.classify import Verdict
@@ -60,6 +60,17 @@ class Forking:
         if self._enabled:
             with self._plain_if_unavailable():
                 self._warm.prepare(preload)
+
+    def begin(self, environ: Mapping[str, str]) -> None:
+        """Begin with the imports for launches in ``environ``, if that has not been done; does not wait."""
+        if self._enabled:
+            with self._plain_if_unavailable():
+                self._warm.begin(environ)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether ``start`` would not wait for imports."""
+        return not self._enabled or self._warm.is_ready
 
     def start(self, order: WarmOrder) -> WarmAgent | None:
         """Fork a launch; return its agent, None if it must be started by plain torchrun."""

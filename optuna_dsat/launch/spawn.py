@@ -13,7 +13,6 @@ from optuna_dsat.launch.forking import Forking
 from optuna_dsat.launch.processes import kernel_oom_kills
 from optuna_dsat.launch.preload import Preload
 from optuna_dsat.launch.protocol import LaunchRequest
-from optuna_dsat.launch.rendezvous import Rendezvous
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.launch.run_files import PreparedLaunch, prepare_launch
 from optuna_dsat.launch.running import RunningLaunch
@@ -63,9 +62,8 @@ def spawn(
     Raises:
         OutputError: If the run directory cannot be written.
     """
-    begun = start_processes(
-        request, directory, lease, pool=pool, base_env=base_env, forking=forking, mark=mark, rendezvous=None
-    )
+    prepared = prepare_launch(request, directory, lease, pool=pool, base_env=base_env, mark=mark)
+    begun = start_processes(request, prepared, base_env=base_env, forking=forking, mark=mark)
     return RunningLaunch(
         request=request,
         directory=directory,
@@ -83,33 +81,21 @@ def spawn(
 
 def start_processes(
     request: LaunchRequest,
-    directory: RunDirectory,
-    lease: SlotLease,
+    prepared: PreparedLaunch,
     *,
-    pool: SlotPool,
     base_env: Mapping[str, str],
     forking: Forking | None,
     mark: str,
-    rendezvous: Rendezvous | None,
 ) -> Started:
     """Start the processes of a launch on this machine.
 
     Args:
         request: The launch.
-        directory: Its run directory, written.
-        lease: Its slots.
-        pool: The pool they are from.
-        base_env: Environment to inherit from.
+        prepared: Its command and environment.
+        base_env: Environment that they are made from.
         forking: Forks launches; None for plain torchrun.
         mark: Mark of its processes.
-        rendezvous: Where the nodes of the launch meet; None for a launch on this machine alone.
-
-    Raises:
-        OutputError: If the run directory cannot be written.
     """
-    prepared = prepare_launch(
-        request, directory, lease, pool=pool, base_env=base_env, mark=mark, rendezvous=rendezvous
-    )
     remove_stale_locks(base_env)
     oom_kills = kernel_oom_kills()
     agent = None if forking is None else forking.start(_warm_order(request, prepared, mark))

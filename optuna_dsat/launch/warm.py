@@ -158,6 +158,12 @@ class _ForkServer:
                 self._codes[answer["launch_id"]] = answer["exit_code"]
                 self._running.discard(answer["launch_id"])
 
+    @property
+    def finished_preloads(self) -> int:
+        """Preloads that have ended and were not asked for by ``await_ready``."""
+        self.receive(0.0)
+        return len(self._ready)
+
     def await_ready(self) -> Mapping[str, Any]:
         """Wait for the end of the imports and return the ``ready`` event.
 
@@ -309,6 +315,11 @@ class WarmLaunches:
         self._preloads_pending = 0
         self._read = set()
         self._order_preload(self._server)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a fork waits for no imports: they are done, or were not begun, or their process has ended."""
+        return self._server is None or self._server.has_ended or self._server.finished_preloads >= self._preloads_pending
 
     def _drop_if_ended(self) -> None:
         if self._server is not None and self._server.has_ended:

@@ -1,0 +1,83 @@
+"""``python -m optuna_dsat.cluster.agent``: the agent of a node whose standard input and output are the connection.
+
+Orders are lines of JSON on standard input, of which those for another node (``to``) are left alone; news goes to
+standard output (``cluster/wire.py``). The end of the input ends everything.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+
+from optuna_dsat.cluster.node import NodeAgent
+from optuna_dsat.cluster.wire import decode_line, to_lines
+
+__all__ = ["main"]
+
+_PAUSE_S = 0.02
+"""Pause between two looks at the launches."""
+
+
+class _Ended(Exception):
+    """The connection is gone, or a signal came."""
+
+
+def _number_and_name(environ: Mapping[str, str]) -> tuple[int, str]:
+    """Return the number of this node in its place and what SLURM calls it."""
+    return int(environ.get("SLURM_PROCID", "0")), environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def _serve(agent: NodeAgent, node: int, *, news_to: int) -> None:
+    """Carry orders and news until the agent leaves.
+
+    Raises:
+        _Ended: If the head is gone.
+    """
+    partial = b""
+    while not agent.leaving:
+        if select.select([0], [], [], _PAUSE_S)[0]:
+            data = os.read(0, 1 << 20)
+            if not data:
+                raise _Ended
+            *lines, partial = (partial + data).split(b"\n")
+            for order in filter(None, map(decode_line, lines)):
+                if order.get("to") in (None, node):
+                    agent.take(order)
+        for message in agent.advance():
+            for line in to_lines(node, message):
+                _write(news_to, line)
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def main() -> int:
+    """Serve a head; return the exit code."""
+
+    def end(_number: int, _frame: object) -> None:
+        raise _Ended
+
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, end)
+    news_to = os.dup(1)
+    os.dup2(2, 1)  # what an import prints is no news
+    node, name = _number_and_name(os.environ)
+    agent = NodeAgent(node=node, name=name)
+    try:
+        _serve(agent, node, news_to=news_to)
+    except (_Ended, BrokenPipeError):
+        pass
+    finally:
+        agent.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

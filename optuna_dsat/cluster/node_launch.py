@@ -1,0 +1,234 @@
+"""The part of one launch that runs on this node: started, watched and ended by order of the head.
+
+What becomes of the launch is decided at the head, by the same rules as for one on its own machine
+(``launch/running.py``); here is only what a machine alone can see and do.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from optuna_dsat.cluster.node_files import LaunchFiles
+from optuna_dsat.cluster.wire import request_from_json
+from optuna_dsat.launch.beside import BesideWatch
+from optuna_dsat.launch.conditions import Conditions
+from optuna_dsat.launch.forking import Forking
+from optuna_dsat.launch.leftovers import remove_noted
+from optuna_dsat.launch.process_tree import ProcessTree
+from optuna_dsat.launch.processes import kernel_oom_kills, kill_leftovers, new_mark
+from optuna_dsat.launch.rendezvous import Rendezvous
+from optuna_dsat.launch.run_files import prepare_launch, write_run_directory
+from optuna_dsat.launch.slots import SlotLease, SlotPool
+from optuna_dsat.launch.spawn import Started, start_processes
+from optuna_dsat.runtime.events import Event, RankStarted, decode_event
+
+__all__ = ["Machine", "NodeLaunch"]
+
+_USAGE_S = 2.0
+"""Time between two readings of what the processes use, while no rank writes events."""
+_FREE_DEADLINE_S = 60.0
+"""Longest time for a GPU's memory to be back after the last process is gone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What the launches of this node share."""
+
+    node: int
+    """Number of the node in its place."""
+    pool: SlotPool
+    environ: Mapping[str, str]
+    forking: Forking
+    new_folder: Callable[[], tuple[Path, Path]]
+    """Returns a folder for a run directory, and the file in which a launch notes what it may leave elsewhere."""
+
+
+class NodeLaunch:
+    """One launch on this node. Call ``advance`` often, until ``ended``.
+
+    Args:
+        order: The head's order.
+        machine: This node.
+
+    Raises:
+        SlotsBusyError: If fewer slots are free than it needs.
+        OutputError: If its files cannot be written.
+    """
+
+    def __init__(self, order: Mapping[str, Any], *, machine: Machine) -> None:
+        self._machine = machine
+        self._request = request_from_json(order["request"])
+        given = order["rendezvous"]
+        rendezvous = None if given is None else Rendezvous.from_json(given)
+        self._own = self._request.slots // (1 if rendezvous is None else rendezvous.nodes)
+        self._base_env = {**machine.environ, **order["environ"]}
+        self._warm = bool(order["warm"])
+        self.name = self._request.launch_id
+        self.ended = False
+        """Whether it is over, its devices are free, and nothing of it is left here."""
+        self._tree: ProcessTree | None = None
+        self._started: Started | None = None
+        self._sweeping = False
+        self._gone_at: float | None = None
+        self._told: tuple[list[int], int | None] = ([], None)
+        self._usage_at = time.monotonic()
+        self._mark = new_mark()
+        self._lease: SlotLease = machine.pool.take(self._own)
+        self._folder, self._leavings = machine.new_folder()
+        try:
+            self._directory = write_run_directory(self._request, self._folder, leavings=self._leavings)
+            self._prepared = prepare_launch(
+                self._request,
+                self._directory,
+                self._lease,
+                pool=machine.pool,
+                base_env=self._base_env,
+                mark=self._mark,
+                rendezvous=rendezvous,
+            )
+        except BaseException:
+            self._leave()
+            raise
+        first = machine.node * self._own
+        self._files = LaunchFiles(self._directory, ranks=range(first, first + self._own), node=machine.node)
+        if self._warm:
+            machine.forking.begin(self._prepared.environ)
+
+    def advance(self, now: float) -> list[dict[str, Any]]:
+        """Start, read and sweep as far as that is possible now; return news for the head."""
+        if self.ended:
+            return []
+        if self._gone_at is not None:
+            return self._return_devices(now, self._gone_at)
+        if self._tree is None or self._started is None:
+            if self._sweeping:
+                self._gone_at = now
+                return [self._gone({}, oom_kills=0, agent=None, conditions=Conditions())]
+            return self._start() if not self._warm or self._machine.forking.is_ready else []
+        return self._follow(self._tree, self._started, now)
+
+    def _start(self) -> list[dict[str, Any]]:
+        started = start_processes(
+            self._request,
+            self._prepared,
+            base_env=self._base_env,
+            forking=self._machine.forking if self._warm else None,
+            mark=self._mark,
+        )
+        tree = ProcessTree(started.agent, mark=self._mark)
+        self._beside = BesideWatch(
+            start_profile_step=self._request.start_profile_step,
+            ranks=lambda: tree.ranks,
+            find=tree.living,
+            look=lambda own: self._machine.pool.sight(self._lease, own),
+        )
+        self._started, self._tree = started, tree
+        forked = started.preloaded is not None
+        shown = list(started.command)
+        return [self._news("started", pid=started.agent.pid, forked=forked, command=shown, time=started.started_unix)]
+
+    def _follow(self, tree: ProcessTree, started: Started, now: float) -> list[dict[str, Any]]:
+        dead = sorted(tree.dead_ranks())
+        code = started.agent.poll()
+        news = self._read(tree)  # after the processes were checked, so that it includes what the dead ones wrote
+        if code is not None and not self._sweeping:
+            self._sweeping = True
+            news.append(self._news("state", dead=dead, agent=code))
+            self._told = (dead, code)
+        elif not self._sweeping and (dead, None) != self._told:
+            self._told = (dead, None)
+            news.append(self._news("state", dead=dead, agent=None))
+        if not self._sweeping and now - self._usage_at >= _USAGE_S:
+            self._usage_at = now
+            news.append(self._use(tree))
+        if self._sweeping and tree.sweep():
+            self._gone_at = now
+            news += self._read(tree)
+            before, after = started.oom_kills_before, kernel_oom_kills()
+            news.append(
+                self._gone(
+                    tree.exit_codes(self._directory.agent_record),
+                    oom_kills=None if before is None or after is None else after - before,
+                    agent=self._told[1],
+                    conditions=self._beside.conditions,
+                )
+            )
+        return news
+
+    def _use(self, tree: ProcessTree) -> dict[str, Any]:
+        ranks = tree.ranks
+        usage = [
+            [key.pid, key.start_ticks, key in ranks, use.cpu_s, use.ended_cpu_s, use.io_bytes]
+            for key, use in tree.usage().items()
+        ]
+        return self._news("usage", usage=usage)
+
+    def _read(self, tree: ProcessTree) -> list[dict[str, Any]]:
+        news: list[dict[str, Any]] = []
+        events: list[Event] = []
+        for rank, lines in self._files.event_lines():
+            news.append(self._news("events", rank=rank, lines=lines))
+            events += [event for line in lines if (event := decode_event(line)) is not None]
+        for event in events:
+            if isinstance(event, RankStarted):
+                tree.add_rank(event.rank, event.pid)
+        self._beside.update(events)
+        if events:
+            self._usage_at = time.monotonic()
+        return news + [self._news("log", file=name, text=text) for name, text in self._files.log_texts()]
+
+    def _gone(
+        self, exit_codes: Mapping[int, int], *, oom_kills: int | None, agent: int | None, conditions: Conditions
+    ) -> dict[str, Any]:
+        codes = {str(rank): code for rank, code in exit_codes.items()}
+        return self._news("gone", exit_codes=codes, oom_kills=oom_kills, agent=agent, conditions=conditions.to_json())
+
+    def _news(self, kind: str, **content: Any) -> dict[str, Any]:
+        return {"news": kind, "launch_id": self.name, **content}
+
+    def _return_devices(self, now: float, gone_at: float) -> list[dict[str, Any]]:
+        """Wait until the devices are free, and leave."""
+        known = self._tree.known if self._tree is not None else ()
+        note = ""
+        if not self._machine.pool.is_free(self._lease, known):
+            if now - gone_at < _FREE_DEADLINE_S:
+                return []
+            note = f" (not free after {_FREE_DEADLINE_S:g} s: {self._machine.pool.describe_use(self._lease)})"
+        self._leave()
+        return [self._news("free", note=note)]
+
+    def end_ranks(self) -> None:
+        """Kill everything but torchrun, which then records how the ranks ended."""
+        if self._tree is not None and not self._sweeping:
+            self._tree.kill_ranks()
+
+    def end(self) -> None:
+        """Kill everything; ``advance`` says when it is gone."""
+        if not self._sweeping:
+            self._sweeping = True
+            if self._tree is not None:
+                self._tree.kill_all()
+
+    def close(self) -> None:
+        """Kill everything and wait until it is gone."""
+        if self.ended:
+            return
+        if self._started is not None:
+            kill_leftovers(self._mark)
+            self._started.agent.wait()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Give the slots back and remove the files."""
+        seen = self._tree.shared_memory if self._tree is not None else ()
+        remove_noted(self._leavings, seen=seen)
+        with suppress(OSError):
+            shutil.rmtree(self._folder)
+        self._machine.pool.give_back(self._lease)
+        self.ended = True
