@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from optuna_dsat.cli import app
+from optuna_dsat.cli.help import placeholder, shown_default
 
 __all__ = ["PAGE", "commands", "main", "page"]
 
@@ -24,7 +25,7 @@ _HEAD = """# Commands and options
 
 <!-- Written by `python -m docs.generate.options`; do not edit. -->
 
-`optuna-dsat COMMAND --help` shows the same. How options come from the environment and from files, what goes to which
+`optuna-dsat COMMAND --help-all` shows the same, `--help` of a search its ten most useful options. How options come from the environment and from files, what goes to which
 stream and what exit codes mean is in [The command in a shell](shell.md).
 """
 _SHARED = """## Options of every search
@@ -108,13 +109,12 @@ def _table(options: Sequence[TyperOption]) -> str:
 
 def _names(option: TyperOption) -> str:
     """Return all spellings of an option with the placeholder of its value."""
-    value = "" if option.is_flag else f" {option.metavar or _VALUES.get(option.bare_type(), 'TEXT')}"
+    shown = placeholder(option).replace("|", r"\|")  # within a table
+    value = f" {shown}" if shown else ""
     spellings = sorted(option.opts, key=len) + list(option.secondary_opts)
     return ", ".join(f"`{name}{value}`" for name in spellings)
 
 
-_VALUES = {"int": "N", "float": "X", "Path": "PATH", "ExportFormat": "FORMAT"}
-"""Type of an option -> placeholder of its value."""
 _STATED_DEFAULT = re.compile(r"\s*\\?\[(default[^:]*): (.*)\]$")
 
 
@@ -129,10 +129,8 @@ def _default(option: TyperOption) -> str:
     if stated is not None:
         condition = stated.group(1).removeprefix("default").strip()
         return _text(stated.group(2)) + (f" ({condition})" if condition else "")
-    if option.is_flag:
-        return ("on" if option.default else "off") if option.secondary_opts else ""
-    default = getattr(option.default, "value", option.default)
-    return "" if default is None or callable(default) else f"`{default}`"
+    default = shown_default(option)
+    return default if option.is_flag or not default else f"`{default}`"
 
 
 def _text(text: str) -> str:

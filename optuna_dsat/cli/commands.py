@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from optuna_dsat.tuning.declaration import Option, option_of, options_in
+from optuna_dsat.tuning.declaration import PANELS, Option, option_of, options_in
 
 __all__ = ["first_options", "origins_of", "takes_options", "with_options"]
 
@@ -65,7 +65,7 @@ def with_options(run: Callable[..., None], doc: str | None = None) -> Callable[.
 def _parameters(options: Any) -> list[inspect.Parameter]:
     """Return the fields of a class of options as keyword-only parameters."""
     hints = get_type_hints(options, include_extras=True)
-    return [
+    found = [
         inspect.Parameter(
             one.name,
             inspect.Parameter.KEYWORD_ONLY,
@@ -74,6 +74,13 @@ def _parameters(options: Any) -> list[inspect.Parameter]:
         )
         for one in fields(options)
     ]
+    return sorted(found, key=_place)
+
+
+def _place(parameter: inspect.Parameter) -> int:
+    """Return the place of a parameter's panel in the help; arguments come first."""
+    option = option_of(parameter.annotation)
+    return -1 if option is None or option.panel is None else PANELS.index(option.panel)
 
 
 def _parser(annotation: Any) -> Callable[[Any], Any]:

@@ -50,7 +50,11 @@ class OutputOptions:
 
     dry_run: Annotated[
         bool,
-        Option(help="Show the space, the profile launch and the first configs; launch nothing.", panel=OUTPUT_PANEL),
+        Option(
+            help="Show the space, the profile launch and the first configs; launch nothing.",
+            first=True,
+            panel=OUTPUT_PANEL,
+        ),
     ] = False
     json_output: Annotated[bool, Option(help="Print the result as JSON.", flags=("--json",), panel=OUTPUT_PANEL)] = (
         False

@@ -6,7 +6,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
-__all__ = ["BUDGET", "MEASURE", "METHOD", "OUTPUT_PANEL", "WHAT", "WHERE", "Option", "option_of", "options_in"]
+__all__ = [
+    "BUDGET",
+    "MEASURE",
+    "METHOD",
+    "OUTPUT_PANEL",
+    "PANELS",
+    "WHAT",
+    "WHERE",
+    "Option",
+    "option_of",
+    "options_in",
+]
 
 WHAT = "What to tune"
 BUDGET = "Budget"
@@ -14,6 +25,8 @@ MEASURE = "Measuring"
 WHERE = "Where"
 METHOD = "Method"
 OUTPUT_PANEL = "Output"
+PANELS = (WHAT, BUDGET, MEASURE, WHERE, METHOD, OUTPUT_PANEL)
+"""Groups of a search's options in the order of its help."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,19 +7,27 @@ default that ``StudySpec`` has is taken from there.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from optuna_dsat.study.spec import METHODS, default_stages
-from optuna_dsat.tuning.declaration import BUDGET, MEASURE, METHOD, OUTPUT_PANEL, WHAT, WHERE, Option
+from optuna_dsat.tuning.declaration import BUDGET, MEASURE, METHOD, OUTPUT_PANEL, WHAT, Option
 from optuna_dsat.tuning.defaults import default
 from optuna_dsat.tuning.parse import named_config, split_environment, split_fixed, split_mappings, split_stages
+from optuna_dsat.tuning.place_options import (
+    DEFAULT_OUTPUT_DIR,
+    DEFAULT_STORAGE,
+    OUTPUT_DIR_ENV,
+    STORAGE_ENV,
+    PlaceOptions,
+    StrPath,
+)
 from optuna_dsat.tuning.result_options import ResultOptions
 
 __all__ = [
+    "DEFAULT_METHOD",
     "DEFAULT_OUTPUT_DIR",
     "DEFAULT_STORAGE",
     "OUTPUT_DIR_ENV",
@@ -34,11 +42,9 @@ __all__ = [
     "methods_of",
 ]
 
-DEFAULT_STORAGE = "sqlite:///optuna-dsat.db"
-STORAGE_ENV = "OPTUNA_DSAT_STORAGE"
-"""Environment variable that commands read ``--storage`` from if it is not given."""
-DEFAULT_OUTPUT_DIR = "optuna-dsat-output"
-OUTPUT_DIR_ENV = "OPTUNA_DSAT_OUTPUT_DIR"
+
+DEFAULT_METHOD = "guided"
+"""Method of a search for which neither an option nor the config names one."""
 
 
 def _metrics() -> Iterable[str]:
@@ -61,11 +67,8 @@ def _stages(method: str) -> str:
     return ", ".join(map(str, default_stages(method)))
 
 
-StrPath = str | os.PathLike[str]
-
-
 @dataclass(frozen=True)
-class TuneOptions(ResultOptions):
+class TuneOptions(ResultOptions, PlaceOptions):
     """Options of every method."""
 
     script: Annotated[
@@ -121,6 +124,7 @@ class TuneOptions(ResultOptions):
             "a time in seconds per step: ``latency``, ``forward``, ``backward``, ``step``.",
             choices=_metrics,
             autotuning="metric",
+            metavar="NAME",
             panel=WHAT,
         ),
     ] = default("metric")
@@ -131,9 +135,10 @@ class TuneOptions(ResultOptions):
             none=f"{_stages('random')}; guided: {_stages('guided')}",
             python_help=f"ZeRO stages to search. None for {_stages('random')}, with ``guided`` for "
             f"{_stages('guided')}.",
-            metavar="STAGES",
+            metavar="STAGE,...",
             text_type=list[str] | None,
             parse=split_stages,
+            first=True,
             panel=WHAT,
         ),
     ] = None
@@ -144,6 +149,8 @@ class TuneOptions(ResultOptions):
             python_help="Knob -> the one value that it keeps.",
             text_type=list[str] | None,
             parse=split_fixed,
+            metavar="KEY=VALUE",
+            first=True,
             panel=WHAT,
         ),
     ] = None
@@ -167,6 +174,7 @@ class TuneOptions(ResultOptions):
             '``{"train_micro_batch_size_per_gpu": "--batch-size"}``.',
             text_type=list[str] | None,
             parse=split_mappings,
+            metavar="KEY=--OPTION",
             panel=WHAT,
         ),
     ] = None
@@ -185,12 +193,18 @@ class TuneOptions(ResultOptions):
             python_help="Variables of the environment that the script is given; stored with the study unless secret.",
             text_type=list[str] | None,
             parse=split_environment,
+            metavar="NAME=VALUE",
             panel=WHAT,
         ),
     ] = None
     nvme_path: Annotated[
         StrPath | None,
-        Option(help="Directory for NVMe offload; without it NVMe is not tried.", text_type=str | None, panel=WHAT),
+        Option(
+            help="Directory for NVMe offload; without it NVMe is not tried.",
+            text_type=str | None,
+            metavar="PATH",
+            panel=WHAT,
+        ),
     ] = None
     enqueue_user_config: Annotated[
         bool, Option(help="Measure your present config first, to show speed-ups over it.", panel=WHAT)
@@ -206,6 +220,7 @@ class TuneOptions(ResultOptions):
             help="Launches of trials.",
             python_help="Launches of trials; the profile launch and those of the finalists are not counted.",
             autotuning="tuner_num_trials",
+            first=True,
             panel=BUDGET,
         ),
     ] = default("max_trials")
@@ -225,6 +240,8 @@ class TuneOptions(ResultOptions):
         Option(
             help="Seconds after which the search ends.",
             python_help="Seconds after which the search ends. None for no limit.",
+            metavar="SECONDS",
+            first=True,
             panel=BUDGET,
         ),
     ] = default("timeout")
@@ -233,6 +250,7 @@ class TuneOptions(ResultOptions):
         Option(
             help="Seconds after which one launch is ended.",
             python_help="Seconds after which one launch is ended. None for no limit.",
+            metavar="SECONDS",
             panel=BUDGET,
         ),
     ] = default("trial_timeout")
@@ -241,6 +259,7 @@ class TuneOptions(ResultOptions):
         Option(
             help="Seconds without a sign of life after which one launch is ended: an event of a rank or, until it "
             "trains, processes at work.",
+            metavar="SECONDS",
             panel=BUDGET,
         ),
     ] = default("stall_timeout")
@@ -268,79 +287,6 @@ class TuneOptions(ResultOptions):
         ),
     ] = default("adaptive_steps")
     random_seed: Annotated[int, Option(help="Seed of the search.", panel=MEASURE)] = default("random_seed")
-
-    gpus_per_trial: Annotated[
-        int | None, Option(help="GPUs of one launch.", none="all", autotuning="num_gpus", panel=WHERE)
-    ] = None
-    only_free_gpus: Annotated[bool, Option(help="Tune on those GPUs that are free at the start.", panel=WHERE)] = False
-    wait_for_gpus: Annotated[
-        float,
-        Option(
-            help="Seconds to wait for GPUs that others hold, counted anew when the holders change; 0 for not at all.",
-            panel=WHERE,
-        ),
-    ] = default("wait_for_gpus")
-    cpu_ranks: Annotated[
-        int | None,
-        Option(help="Run on the CPU with this many ranks.", none="2", none_if="without a GPU", panel=WHERE),
-    ] = None
-    device_memory: Annotated[
-        str | int | None,
-        Option(
-            help="What one rank may allocate, such as 2GiB.",
-            none="all there is",
-            python_help="What one rank may allocate: bytes, or text such as ``2GiB``. None for all there is.",
-            text_type=str | None,
-            panel=WHERE,
-        ),
-    ] = None
-    launcher: Annotated[
-        Literal["warm", "torchrun"],
-        Option(
-            help="How trials are launched: warm (forked from a process that has torch, DeepSpeed and what your script "
-            "imports ready; plain torchrun where that is unsafe) or always torchrun.",
-            panel=WHERE,
-        ),
-    ] = default("launcher")
-    preload: Annotated[
-        Sequence[str] | None,
-        Option(
-            help="Import this module, too, before a warm launch (repeatable).",
-            python_help="Modules to import, too, before a warm launch.",
-            metavar="MODULE",
-            text_type=list[str] | None,
-            panel=WHERE,
-        ),
-    ] = None
-    no_preload: Annotated[
-        Sequence[str] | None,
-        Option(
-            help="Have every warm launch import this package for itself (repeatable).",
-            python_help="Packages that every warm launch imports for itself.",
-            metavar="PACKAGE",
-            text_type=list[str] | None,
-            panel=WHERE,
-        ),
-    ] = None
-    storage: Annotated[
-        str,
-        Option(
-            help="Database of the study: SQLite or PostgreSQL.",
-            python_help="Database of the study: ``sqlite:///FILE`` or ``postgresql://USER@HOST/DATABASE``.",
-            env=STORAGE_ENV,
-            panel=WHERE,
-        ),
-    ] = DEFAULT_STORAGE
-    study: Annotated[str | None, Option(help="Name of the study.", none="SCRIPT-METHOD", panel=WHERE)] = None
-    output_dir: Annotated[
-        StrPath,
-        Option(
-            help="Directory for launches, logs and the best config.",
-            env=OUTPUT_DIR_ENV,
-            text_type=Path,
-            panel=WHERE,
-        ),
-    ] = DEFAULT_OUTPUT_DIR
 
     run_full_experiment: Annotated[
         bool,
@@ -396,7 +342,10 @@ class BinaryOptions(_LineageOptions):
     """Options of ``binary``, with those of every method."""
 
     search_range_factor: Annotated[
-        float, Option(help="Factor on the largest micro-batch that the memory model predicts.", panel=METHOD)
+        float,
+        Option(
+            help="Factor on the largest micro-batch that the memory model predicts.", metavar="FACTOR", panel=METHOD
+        ),
     ] = default("search_range_factor")
 
 
@@ -427,13 +376,17 @@ class GuidedOptions(_LineageOptions):
     """Options of ``guided``, with those of every method."""
 
     memory_margin: Annotated[
-        float, Option(help="Share of the device's memory that a launch is expected to leave free.", panel=METHOD)
+        float,
+        Option(
+            help="Share of the device's memory that a launch is expected to leave free.", metavar="SHARE", panel=METHOD
+        ),
     ] = default("memory_margin")
     min_gain: Annotated[
         float,
         Option(
             help="End when no launch is expected to improve the best by this share, one as long as the best's; 0 for "
             "never.",
+            metavar="SHARE",
             panel=METHOD,
         ),
     ] = default("min_gain")
@@ -460,12 +413,14 @@ class AutotuningOptions(AshaOptions, RandomOptions, GuidedOptions):
     method: Annotated[
         str | None,
         Option(
-            help="random, binary, asha or guided.",
-            none="by autotuning.tuner_type of the config, else asha",
-            python_help="``random``, ``binary``, ``asha`` or ``guided``. None for ``autotuning.tuner_type`` of the "
-            "config, else ``asha``.",
+            help="guided, asha, binary or random.",
+            none=f"by autotuning.tuner_type of the config, else {DEFAULT_METHOD}",
+            python_help="``guided``, ``asha``, ``binary`` or ``random``. None for ``autotuning.tuner_type`` of the "
+            f"config, else ``{DEFAULT_METHOD}``.",
             choices=_methods,
             autotuning="tuner_type",
+            metavar="NAME",
+            first=True,
             panel=METHOD,
         ),
     ] = None

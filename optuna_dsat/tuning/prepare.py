@@ -9,12 +9,11 @@ from optuna_dsat.study.request import StudyRequest
 from optuna_dsat.tuning.autotuning import searches_by_gpus, with_autotuning
 from optuna_dsat.tuning.devices import search_devices
 from optuna_dsat.tuning.given import Given
+from optuna_dsat.tuning.options import DEFAULT_METHOD
 from optuna_dsat.tuning.spec_builder import build_spec
 
 __all__ = ["Prepared", "check_storage", "prepare", "prepare_each"]
 
-_DEFAULT_METHOD = "asha"
-"""Method of a search for which neither an option nor the config names one."""
 _DEVICES = ("gpus_per_trial", "cpu_ranks")
 _OF_THIS_SEARCH = ("command line", "argument")
 """Origins of options given for this search; files and the environment hold for all searches."""
@@ -72,7 +71,7 @@ def prepare(method: str | None, given: Given) -> Prepared:
     given, notes = with_autotuning(_one_kind_of_device(given), keep_values=method is None)
     options = given.options
     if method is None:
-        method = getattr(options, "method", None) or _DEFAULT_METHOD
+        method = getattr(options, "method", None) or DEFAULT_METHOD
     devices = search_devices(options)
     request = StudyRequest(
         spec=build_spec(method, options, devices),

@@ -23,6 +23,7 @@ class ResultOptions:
             none="it follows the micro-batch",
             python_help="Global batch, in samples, that every trial keeps: gradient accumulation makes up what a "
             "micro-batch lacks. None to let it follow the micro-batch.",
+            first=True,
             panel=WHAT,
         ),
     ] = default("train_batch_size")
@@ -64,6 +65,7 @@ class ResultOptions:
         Option(
             help="Seconds that these rounds may take; they end sooner once the speed-up is known to 2 %.",
             none="three rounds, then up to a quarter of the search's time",
+            metavar="SECONDS",
             panel=BUDGET,
         ),
     ] = default("confirm_time")
