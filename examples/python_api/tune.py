@@ -27,7 +27,6 @@ def main() -> None:
             args.script,
             args.ds_config,
             ["--deepspeed_config", args.ds_config],
-            method="asha",
             metric="throughput",
             zero_stages=[1, 2],
             fix={"overlap_comm": True},
