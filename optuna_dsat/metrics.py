@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["LARGER_IS_BETTER", "METRICS", "PER_ELEMENT", "SMALLER_IS_BETTER", "direction_of", "speed_up"]
+__all__ = ["LARGER_IS_BETTER", "METRICS", "PER_ELEMENT", "SMALLER_IS_BETTER", "Speed", "direction_of", "speed_up"]
 
 LARGER_IS_BETTER = ("FLOPS_per_gpu", "throughput")
 """FLOP/s per GPU, and samples/s over all ranks."""
@@ -15,6 +16,18 @@ PER_ELEMENT = ("tokens_per_s", "elements_per_s")
 size. None can be optimised: padding, which larger batches have more of, would count as work done.
 """
 METRICS = (*LARGER_IS_BETTER, *SMALLER_IS_BETTER)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """How fast a configuration trains."""
+
+    samples_per_s: float
+    """Over all ranks."""
+    tokens_per_s: float | None = None
+    """Likewise; None if its inputs are not known to be tokens."""
+    utilisation: float | None = None
+    """Share of the device's peak FLOPS (MFU); None where the peak is not known."""
 
 
 def direction_of(metric: str) -> Literal["maximize", "minimize"]:

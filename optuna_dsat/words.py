@@ -3,34 +3,105 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
+from itertools import starmap
 from typing import Any
 
+from optuna_dsat.config.differences import knob_differences
 from optuna_dsat.config.ds_config import MICRO_BATCH
 from optuna_dsat.config.structures import Structure
-from optuna_dsat.metrics import PER_ELEMENT
+from optuna_dsat.metrics import PER_ELEMENT, SMALLER_IS_BETTER, Speed
 
 __all__ = [
+    "KNOBS_APART",
     "bytes_in_words",
     "config_in_words",
+    "count_in_words",
     "date_in_words",
     "differences_in_words",
     "duration_in_words",
+    "knob_in_words",
     "metric_in_words",
+    "outcome_in_words",
+    "outcomes_in_words",
+    "params_in_words",
+    "setting_in_words",
+    "slot_name",
+    "speed_in_words",
     "steps_in_words",
 ]
 
 _LAST_DATE_S = 2**35
 """Unix times from here on, in a thousand years, are no dates that anything was made at."""
 _SHOWN_DIFFERENCES = 6
+KNOBS_APART = "; "
+"""Between a configuration in words and its knobs."""
+_ROUND_FROM = 100_000
+"""Numbers from which on round ones are written with an exponent."""
+_PHASES = {"latency": "per step", "forward": "forward", "backward": "backward", "step": "in the optimizer"}
+"""Metric of a duration -> what it lasts."""
 _LIBRARYS_OWN = frozenset({"zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"})
 """Keys that accelerate sets for whatever optimizer the script has: not worth a word."""
 
 
-def config_in_words(config: Mapping[str, Any]) -> str:
-    """Return stage, offloads and micro-batch of a config, such as ``ZeRO 2 + optimizer offload, micro-batch 8``."""
-    return f"{Structure.of(config).words}, micro-batch {config.get(MICRO_BATCH, '?')}"
+def config_in_words(
+    config: Mapping[str, Any], *, own: Mapping[str, Any] | None = None, params_count: int | None = None
+) -> str:
+    """Return stage, offloads and micro-batch of a config, such as ``ZeRO 2 + optimizer offload, micro-batch 8``.
+
+    Args:
+        config: The config.
+        own: The user's config, which names the knobs that differ: ``ZeRO 2, micro-batch 8; overlap_comm=true``.
+        params_count: Parameters of the model, as for ``knob_differences``.
+    """
+    words = f"{Structure.of(config).words}, micro-batch {config.get(MICRO_BATCH, '?')}"
+    if own is None:
+        return words
+    different = knob_differences(config, own, params_count=params_count)
+    return KNOBS_APART.join([words, *filter(None, [", ".join(starmap(knob_in_words, different.items()))])])
+
+
+def knob_in_words(name: str, value: Any) -> str:
+    """Return a knob's value as ``--fix`` takes it, such as ``reduce_bucket_size=5e7``."""
+    return f"{name}={setting_in_words(value)}"
+
+
+def setting_in_words(value: Any) -> str:
+    """Return a value of a DeepSpeed config as a person writes it: ``5e9``, ``true``, ``16``."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or abs(value) < _ROUND_FROM:
+        return value if isinstance(value, str) else json.dumps(value)
+    digits = str(value).rstrip("0")
+    zeros = len(str(value)) - len(digits)
+    return f"{digits}e{zeros}" if zeros > len(digits) else str(value)
+
+
+def count_in_words(count: float) -> str:
+    """Return a number as a person writes it: thousands set apart (``13,984``), and of a measured one four digits."""
+    if isinstance(count, int):
+        return f"{count:,}"
+    if not math.isfinite(count) or abs(count) < 1000:
+        return f"{count:.4g}"
+    return f"{float(f'{count:.4g}'):,.0f}"
+
+
+def outcome_in_words(outcome: str) -> str:
+    """Return an outcome such as ``out of memory``."""
+    return outcome.replace("_", " ")
+
+
+def outcomes_in_words(counts: Mapping[str, int]) -> str:
+    """Return how many launches ended how, such as ``12 measured, 2 out of memory``; empty for none."""
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{count} {outcome_in_words(outcome)}" for outcome, count in ordered)
+
+
+def slot_name(device: str) -> str:
+    """Return what a rank of a launch runs on: ``GPU``, or ``rank`` where it has none."""
+    return "GPU" if device == "cuda" else "rank"
 
 
 def differences_in_words(differences: Mapping[str, Sequence[Any]], *, file: str) -> str:
@@ -46,7 +117,7 @@ def differences_in_words(differences: Mapping[str, Sequence[Any]], *, file: str)
     if not told:
         return ""
     parts = [
-        f"{key} is {_value_in_words(mine)} ({_value_in_words(theirs)} in the file)"
+        f"{key} is {_setting_or_none(mine)} ({_setting_or_none(theirs)} in the file)"
         for key, (mine, theirs) in list(told.items())[:_SHOWN_DIFFERENCES]
     ]
     if len(told) > _SHOWN_DIFFERENCES:
@@ -57,8 +128,10 @@ def differences_in_words(differences: Mapping[str, Sequence[Any]], *, file: str)
     )
 
 
-def _value_in_words(value: Any) -> str:
-    return "not set" if value is None else json.dumps(value)
+def _setting_or_none(value: Any) -> str:
+    if isinstance(value, str):
+        return json.dumps(value)
+    return "not set" if value is None else setting_in_words(value)
 
 
 def bytes_in_words(count: float) -> str:
@@ -68,6 +141,14 @@ def bytes_in_words(count: float) -> str:
     if abs(count) >= 2**20:
         return f"{count / 2**20:.4g} MiB"
     return f"{count / 2**10:.3g} KiB"
+
+
+def params_in_words(count: int) -> str:
+    """Return a number of parameters such as ``8.03 B``, ``124 M`` or ``1633``."""
+    for factor, suffix in ((1e9, " B"), (1e6, " M")):
+        if count >= factor:
+            return f"{count / factor:.3g}{suffix}"
+    return str(count)
 
 
 def steps_in_words(*, skipped: int, variation: float, metrics: Mapping[str, float]) -> str:
@@ -102,15 +183,44 @@ def duration_in_words(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-def metric_in_words(metric: str, value: float) -> str:
-    """Return a metric's value with its unit, such as ``141.2 samples/s``."""
+def metric_in_words(metric: str, value: float, *, device: str = "cuda") -> str:
+    """Return a metric's value with its unit, such as ``141.2 samples/s``.
+
+    Args:
+        metric: The metric.
+        value: Its value.
+        device: ``cuda`` or ``cpu``: whether what a rank does is said of a GPU.
+    """
     if metric == "throughput":
-        return f"{value:.4g} samples/s"
+        return f"{count_in_words(value)} samples/s"
     if metric in PER_ELEMENT:
-        return f"{value:.4g} {'tokens' if metric == 'tokens_per_s' else 'elements'}/s"
+        return f"{count_in_words(value)} {'tokens' if metric == 'tokens_per_s' else 'elements'}/s"
     if metric == "FLOPS_per_gpu":
         for power, prefix in ((15, "P"), (12, "T"), (9, "G"), (6, "M")):
             if value >= 10**power:
-                return f"{value / 10**power:.4g} {prefix}FLOP/s per GPU"
-        return f"{value:.4g} FLOP/s per GPU"
-    return f"{value * 1000:.4g} ms"
+                return f"{value / 10**power:.4g} {prefix}FLOP/s per {slot_name(device)}"
+        return f"{value:.4g} FLOP/s per {slot_name(device)}"
+    return f"{count_in_words(value * 1000)} ms"
+
+
+def speed_in_words(speed: Speed, *, metric: str, value: float, device: str) -> str:
+    """Return how fast a configuration is: samples/s first, then what else is known, then the metric if it is another.
+
+    FLOPS are told as the share of the GPU's peak where that is known (MFU).
+
+    Args:
+        speed: Its speed.
+        metric: The metric that is optimised.
+        value: The metric of the configuration.
+        device: ``cuda`` or ``cpu``.
+    """
+    parts = [metric_in_words("throughput", speed.samples_per_s)]
+    if speed.tokens_per_s is not None:
+        parts.append(metric_in_words("tokens_per_s", speed.tokens_per_s))
+    if speed.utilisation is not None:
+        parts.append(f"{speed.utilisation:.0%} MFU")
+    elif metric == "FLOPS_per_gpu":
+        parts.append(metric_in_words(metric, value, device=device))
+    if metric in SMALLER_IS_BETTER:
+        parts.append(f"{metric_in_words(metric, value)} {_PHASES[metric]}")
+    return ", ".join(parts)

@@ -36,6 +36,7 @@ __all__ = [
     "batch_triangle",
     "canonical_key",
     "canonical_number",
+    "canonical_zero",
     "effective",
     "flatten",
     "load",
@@ -83,15 +84,19 @@ _ZERO_DEFAULTS: Mapping[str, Any] = {
     "stage3_param_persistence_threshold": 100_000,
     "stage3_max_live_parameters": 1_000_000_000,
     "stage3_max_reuse_distance": 1_000_000_000,
+    "zero_hpz_partition_size": 1,
 }
 """Defaults of ``deepspeed.runtime.zero.config.DeepSpeedZeroConfig`` 0.19.8, but that of ``overlap_comm``, which
 depends on the stage.
 """
 
-_STAGE3_KEYS = frozenset(
-    {"sub_group_size", "offload_param", *(key for key in _ZERO_DEFAULTS if key.startswith("stage3_"))}
-)
-_SIZES = frozenset(key for key, value in _ZERO_DEFAULTS.items() if type(value) is int and key != "stage")
+_STAGE3_KEYS = frozenset({
+    "sub_group_size", "offload_param", "zero_hpz_partition_size",
+    *(key for key in _ZERO_DEFAULTS if key.startswith("stage3_")),
+})  # fmt: skip
+_SIZES = frozenset(key for key, value in _ZERO_DEFAULTS.items() if type(value) is int) - {
+    "stage", "zero_hpz_partition_size",
+}  # fmt: skip
 _ZERO_STAGE_KEYS = frozenset({*_ZERO_DEFAULTS, *_STAGE3_KEYS, "overlap_comm", "offload_optimizer"}) - {"stage"}
 
 
@@ -436,7 +441,7 @@ def canonical_key(config: Mapping[str, Any], *, params_count: int | None = None)
         params_count: Parameters of the model, to which sizes are limited; None if unknown.
     """
     plain = _canonical(effective(config))
-    zero = _canonical_zero(plain.pop(ZERO, {}), params_count)
+    zero = canonical_zero(plain.pop(ZERO, {}), params_count)
     if plain.get(GRADIENT_ACCUMULATION) == 1 and MICRO_BATCH in plain:
         del plain[GRADIENT_ACCUMULATION]
     if zero:
@@ -458,7 +463,8 @@ def canonical_number(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _canonical_zero(zero: Mapping[str, Any], params_count: int | None) -> dict[str, Any]:
+def canonical_zero(zero: Mapping[str, Any], params_count: int | None) -> dict[str, Any]:
+    """Return a ZeRO section without what makes no difference to DeepSpeed, as ``canonical_key`` says."""
     stage = zero.get("stage", 0)
     if stage == 0:
         return {key: value for key, value in zero.items() if key not in _ZERO_STAGE_KEYS | {"stage"}}

@@ -1,0 +1,55 @@
+"""The knobs in which a configuration differs from the user's own settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, ZERO, canonical_zero, effective, merge, zero_default
+from optuna_dsat.config.structures import Structure
+
+__all__ = ["knob_differences"]
+
+_IN_THE_STRUCTURE = frozenset({"stage", "device", "nvme_path"})
+"""Keys that say stage and offloads."""
+
+
+def knob_differences(
+    config: Mapping[str, Any], own: Mapping[str, Any], *, params_count: int | None = None
+) -> dict[str, Any]:
+    """Return the knobs, beside stage, offloads and micro-batch, that DeepSpeed treats otherwise than the user's own.
+
+    Compared is with the user's settings at the configuration's own stage and offloads.
+
+    Args:
+        config: A DeepSpeed config.
+        own: The user's config.
+        params_count: Parameters of the model, beyond which all sizes are alike; None if unknown.
+
+    Returns:
+        Dotted key within the ZeRO section, or ``gradient_accumulation_steps`` -> value; sorted by key.
+    """
+    given, mine = effective(config), effective(own)
+    stage = Structure.of(given).stage
+    there = merge(mine, {ZERO: Structure.of(given).zero_section()})
+    here, there_zero = (_flat(canonical_zero(one.get(ZERO) or {}, params_count)) for one in (given, there))
+    written = _flat(given.get(ZERO) or {})
+    found = {}
+    for key in sorted(here.keys() | there_zero.keys()):
+        if key.rpartition(".")[2] not in _IN_THE_STRUCTURE and here.get(key) != there_zero.get(key):
+            found[key] = written.get(key, zero_default(key, stage=stage))
+    steps = given.get(GRADIENT_ACCUMULATION, 1)
+    if steps != mine.get(GRADIENT_ACCUMULATION, 1):
+        found[GRADIENT_ACCUMULATION] = steps
+    return found
+
+
+def _flat(zero: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a ZeRO section with the keys of its own sections dotted."""
+    found: dict[str, Any] = {}
+    for key, value in zero.items():
+        if isinstance(value, Mapping):
+            found |= {f"{key}.{name}": one for name, one in value.items()}
+        else:
+            found[key] = value
+    return found
