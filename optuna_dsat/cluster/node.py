@@ -23,6 +23,7 @@ import platform
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -92,7 +93,7 @@ class NodeAgent:
         self._clock = clock
         self._heard = clock()
         self._left = False
-        self._news: list[dict[str, Any]] = []
+        self._news: deque[dict[str, Any]] = deque()  # a thread that compiles appends to it, too
         self._notes = TunerNotes(Path.cwd())
         self._machine: Machine | None = None
         self._launches: dict[str, NodeLaunch] = {}
@@ -135,11 +136,10 @@ class NodeAgent:
         """Let all launches go on; return the news since the last call."""
         now = time.monotonic()
         for launch in list(self._launches.values()):
-            self._news += launch.advance(now)
+            self._news.extend(launch.advance(now))
             if launch.ended:
                 del self._launches[launch.name]
-        news, self._news = self._news, []
-        return news
+        return [self._news.popleft() for _ in range(len(self._news))]
 
     def close(self) -> None:
         """End everything, and wait until it is gone."""
@@ -187,6 +187,7 @@ class NodeAgent:
             devices=[one.name for one in shown],
             memory_bytes=min((one.memory_bytes for one in shown), default=0),
             doors=[] if self._doors is None else self._doors.open,
+            interfaces=addresses() if order.get("listen") else [],
         )
 
     def _devices(self, kind: str, slots: int) -> Devices:
