@@ -11,16 +11,20 @@ from dataclasses import replace
 import optuna
 from optuna.trial import FrozenTrial
 
+from optuna_dsat.cost.memory import ModelProfile
 from optuna_dsat.launch.measurement import GlobalStep
+from optuna_dsat.runtime.events import Event
 from optuna_dsat.study.context import StudyContext
 from optuna_dsat.study.finalists import choose_finalists, confirmation_request, measure_again, round_launch
 from optuna_dsat.study.paired import is_precise, paired_ratio
-from optuna_dsat.study.progress import FinalistMeasured, FinalistStarted, TrialStepped
+from optuna_dsat.study.phases import phase_of
+from optuna_dsat.study.progress import FinalistMeasured, FinalistStarted, LaunchEnded, Message, TrialPhase, TrialStepped
 from optuna_dsat.study.rounds import MIN_ROUNDS, RoundLaunch, Rounds, order_of_round
 from optuna_dsat.study.spec import StudySpec
+from optuna_dsat.study.speeds import Speeds
+from optuna_dsat.study.substitutes import refuted, with_next_best, without_failed
 from optuna_dsat.study.verdict import Verdict, verdict_of
 from optuna_dsat.trials import attributes
-from optuna_dsat.words import config_in_words
 
 __all__ = ["SEARCH_SHARE", "Confirmation", "is_known", "next_in_rounds", "staying"]
 
@@ -36,23 +40,25 @@ class Confirmation:
         context: The running study.
         study: The Optuna study.
         metric: The metric that is optimised.
-        flops_per_sample: FLOPs of forward and backward, per sample.
+        profile: What the profile launch measured.
     """
 
-    def __init__(self, context: StudyContext, *, study: optuna.Study, metric: str, flops_per_sample: float) -> None:
+    def __init__(self, context: StudyContext, *, study: optuna.Study, metric: str, profile: ModelProfile) -> None:
         self._context = context
         self._spec = context.spec
         self._study = study
         self._metric = metric
-        self._flops_per_sample = flops_per_sample
+        self._flops_per_sample = profile.flops_per_sample
+        self._speeds = Speeds(profile)
         self.interrupted = False
         """Whether Ctrl-C ended it."""
 
     def run(self, trials: Sequence[FrozenTrial], candidates: Sequence[FrozenTrial]) -> Rounds:
         """Launch round after round until the speed-up is known, or the time for it is spent.
 
-        One that fails with more steps is replaced by the next best trial, at most ``--confirm`` times. An interruption
-        ends it with what was measured so far.
+        One that fails with more steps is replaced by the next best trial, at most ``--confirm`` times; where all prove
+        no better than the user's config, the next best that claims to be is measured, too (``study/substitutes.py``).
+        An interruption ends it with what was measured so far.
 
         Args:
             trials: All trials.
@@ -62,9 +68,12 @@ class Confirmation:
         rounds = self._begun(trials, candidates)
         allowed_s = self._allowed_s()
         try:
-            while (turn := next_in_rounds(rounds, trials, spec=self._spec, allowed_s=allowed_s)) is not None:
+            while True:
+                rounds, turn = self._next(rounds, trials, candidates, allowed_s=allowed_s)
+                if turn is None:
+                    break
                 launch = self._launch(by_number[turn[1]], round_number=turn[0])
-                rounds = self._with_substitute(rounds.with_launch(launch), trials, candidates)
+                rounds = without_failed(rounds.with_launch(launch), trials, candidates, spec=self._spec)
                 self._study.set_user_attr(attributes.CONFIRMATION, rounds.to_json())
                 self._announce(launch, by_number[launch.number])
         except KeyboardInterrupt:
@@ -78,8 +87,23 @@ class Confirmation:
             return rounds
         before = _verdict(rounds, trials, self._spec)
         noise = None if before is None or before.noise is None else before.noise.relative_sd
-        numbers = choose_finalists(trials, candidates, spec=self._spec, noise=noise)
+        out = refuted(rounds, trials, spec=self._spec)
+        numbers = choose_finalists(trials, candidates, spec=self._spec, noise=noise, out=out)
         return replace(rounds, chosen=tuple(numbers), measured=len(candidates), since=rounds.last + 1)
+
+    def _next(
+        self, rounds: Rounds, trials: Sequence[FrozenTrial], candidates: Sequence[FrozenTrial], *, allowed_s: float
+    ) -> tuple[Rounds, tuple[int, int] | None]:
+        """Return the rounds and what is launched next in them, which may be one more finalist; None if it is enough."""
+        turn = next_in_rounds(rounds, trials, spec=self._spec, allowed_s=allowed_s)
+        if turn is not None:
+            return rounds, turn
+        more = with_next_best(rounds, trials, candidates, spec=self._spec)
+        if more == rounds:
+            return rounds, None
+        words = "None of the finalists is better than your own config; the next best of the search is measured."
+        self._context.observer(Message(text=words))
+        return more, next_in_rounds(more, trials, spec=self._spec, allowed_s=allowed_s)
 
     def _allowed_s(self) -> float:
         """Return the device seconds of rounds beyond the first few: a share of the search's, without an option."""
@@ -88,7 +112,7 @@ class Confirmation:
 
     def _launch(self, trial: FrozenTrial, *, round_number: int) -> RoundLaunch:
         request = confirmation_request(self._spec, trial, round_number=round_number)
-        words = config_in_words(trial.user_attrs[attributes.CONFIG])
+        words = trial.user_attrs[attributes.CONFIGURATION]
         self._context.observer(
             FinalistStarted(
                 number=trial.number, words=words, end_profile_step=request.end_profile_step, round=round_number
@@ -99,10 +123,11 @@ class Confirmation:
             request,
             launcher=self._context.launcher,
             on_step=lambda step: self._stepped(trial, step),
+            on_event=lambda event: self._entered(trial, event),
             wait=self._context.wait,
         )
-        self._context.record_launch(report, record, purpose="confirm", trial_number=trial.number)
-        return round_launch(
+        self._speeds.learn(record)
+        launch = round_launch(
             record,
             report,
             spec=self._spec,
@@ -111,18 +136,23 @@ class Confirmation:
             metric=self._metric,
             flops_per_sample=self._flops_per_sample,
         )
+        self._context.observer(
+            LaunchEnded(
+                launch_id=request.launch_id,
+                purpose=request.purpose,
+                number=trial.number,
+                words=words,
+                outcome=report.outcome,
+                value=launch.value,
+                message=report.message,
+            )
+        )
+        self._context.record_launch(report, record, purpose=request.purpose, trial_number=trial.number)
+        return launch
 
-    def _with_substitute(
-        self, rounds: Rounds, trials: Sequence[FrozenTrial], candidates: Sequence[FrozenTrial]
-    ) -> Rounds:
-        """Return the rounds with the next best trial among the chosen if the last launch ended a finalist."""
-        last = rounds.launches[-1].number
-        own = attributes.user_config_trial(trials)
-        failed = [one for one in rounds.chosen if rounds.failure(one) is not None]
-        if last not in failed or (own is not None and last == own.number) or len(failed) > self._spec.confirm:
-            return rounds
-        waiting = [one.number for one in candidates if one.number not in rounds.chosen]
-        return replace(rounds, chosen=(*rounds.chosen, *waiting[:1]))
+    def _entered(self, trial: FrozenTrial, event: Event) -> None:
+        if (phase := phase_of(event)) is not None:
+            self._context.observer(TrialPhase(number=trial.number, words=phase))
 
     def _stepped(self, trial: FrozenTrial, step: GlobalStep) -> None:
         self._context.observer(
@@ -138,12 +168,13 @@ class Confirmation:
         self._context.observer(
             FinalistMeasured(
                 number=launch.number,
-                words=config_in_words(trial.user_attrs[attributes.CONFIG]),
+                words=trial.user_attrs[attributes.CONFIGURATION],
                 value=launch.value,
                 low=launch.low,
                 high=launch.high,
                 message=launch.message,
                 round=launch.round,
+                speed=self._speeds.of(launch.metrics, trial.user_attrs[attributes.CONFIG]),
             )
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from optuna.trial import FrozenTrial
@@ -12,6 +12,7 @@ from optuna_dsat.launch.measurement import GlobalStep, LaunchRecord, confidence_
 from optuna_dsat.launch.protocol import Launcher, LaunchReport, LaunchRequest
 from optuna_dsat.launch.waiting import SlotWait
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.events import Event
 from optuna_dsat.study.launch_requests import launch_request
 from optuna_dsat.study.paired import mean_in_rounds
 from optuna_dsat.study.rounds import RoundLaunch, Rounds
@@ -149,6 +150,7 @@ def choose_finalists(
     *,
     spec: StudySpec,
     noise: float | None,
+    out: Collection[int] = (),
 ) -> list[int]:
     """Return the numbers of the trials that are measured again, the user's config among them.
 
@@ -162,9 +164,11 @@ def choose_finalists(
         candidates: The measured trials, best first.
         spec: The study.
         noise: Relative standard deviation from launch to launch; None if unknown.
+        out: Numbers of trials that earlier rounds have shown to be no better than the user's config, or that failed.
     """
     baseline = attributes.user_config_trial(trials)
-    others = [one for one in candidates if baseline is None or one.number != baseline.number]
+    left_out = {*out} if baseline is None else {*out, baseline.number}
+    others = [one for one in candidates if one.number not in left_out]
     own = [] if baseline is None or not spec.confirm else [baseline.number]
     if not spec.confirm or not others:
         return own
@@ -202,6 +206,7 @@ def measure_again(
     *,
     launcher: Launcher,
     on_step: Callable[[GlobalStep], None],
+    on_event: Callable[[Event], None] = lambda _: None,
     wait: SlotWait | None = None,
 ) -> tuple[LaunchRecord, LaunchReport]:
     """Launch a finalist, until its step time is known; return what its ranks recorded and the report.
@@ -211,13 +216,14 @@ def measure_again(
         request: Its launch.
         launcher: Where to launch.
         on_step: Called with each global step.
+        on_event: Called with each event.
         wait: As for ``follow``.
 
     Raises:
         DeviceError: If others hold the slots for longer than ``wait`` allows.
     """
     enough = _is_known_or_long if spec.adaptive_steps is None else _is_known
-    return follow(launcher, request, enough=enough, on_step=on_step, wait=wait)
+    return follow(launcher, request, on_event, enough=enough, on_step=on_step, wait=wait)
 
 
 def round_launch(

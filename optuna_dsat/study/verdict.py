@@ -348,8 +348,10 @@ class _Judge:
         value, low, high = mean_in_rounds(list(self._values[number].values()))
         failed = self._rounds.failure(number)
         left = "" if failed is None else f"{failed.outcome}: {failed.message}"
+        ratio = self._against(number, self._baseline) if self._in_rounds else None
         if not left and self._rounds.chosen and number not in self._rounds.begun(self._rounds.last):
-            left = "clearly worse than the best"
+            better = ratio is None or ratio.surely_above_1 or number in self._rounds.chosen
+            left = "clearly worse than the best" if better else "no better than your own config"
         return Contender(
             number=number,
             train_batch_size=self._batch(number),
@@ -358,7 +360,7 @@ class _Judge:
             value=value,
             low=low,
             high=high,
-            ratio=self._against(number, self._baseline) if self._in_rounds else None,
+            ratio=ratio,
             left=left,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,12 @@ from optuna_dsat.trials import attributes
 from tests.harness.landscapes import Hill
 from tests.harness.studies import USER_CONFIG, StudyBench
 
-IN_THE_DATABASE = frozenset({"test_a_killed_tuner_goes_on_with_the_round_that_was_begun"})
+IN_THE_DATABASE = frozenset(
+    {
+        "test_a_killed_tuner_goes_on_with_the_round_that_was_begun",
+        "test_a_false_winner_is_followed_by_the_next_best",
+    }
+)
 """Tests whose trials are in SQLite."""
 
 
@@ -60,6 +66,33 @@ class Interrupting(SimulatedLauncher):
         super().start(request)
 
 
+class Fooling(SimulatedLauncher):
+    """Larger micro-batches are faster in the search; the first so many that are measured again prove to be slower."""
+
+    def __init__(self, false: int, *, interrupt_at: int | None = None) -> None:
+        super().__init__(Hill(self._result), total_slots=2, noise=0.002)
+        self._false = false
+        self._seen: list[str] = []
+        self._interrupt_at = interrupt_at
+        self._confirmed = 0
+        self._again = False
+
+    def start(self, request: LaunchRequest) -> None:
+        self._again = request.purpose == "confirm"
+        self._confirmed += self._again
+        if self._again and self._confirmed == self._interrupt_at:
+            raise KeyboardInterrupt
+        super().start(request)
+
+    def _result(self, config: Mapping[str, Any]) -> SimulatedResult:
+        micro_batch = micro_batch_of(config)
+        key = json.dumps(config, sort_keys=True)
+        if self._again and micro_batch > 2 and key not in self._seen:
+            self._seen.append(key)
+        is_false = self._again and key in self._seen[: self._false]
+        return step_of(0.02 * micro_batch * (1.05 if is_false else 1 / (1 + micro_batch / 100)))
+
+
 def test_finalists_and_the_users_config_run_in_rounds_in_orders_drawn_anew(bench: StudyBench) -> None:
     result = found(bench.run(bench.spec(), Hill()))
     turns, chosen = turns_of(bench), rounds_of(bench).chosen
@@ -88,6 +121,45 @@ def test_a_killed_tuner_goes_on_with_the_round_that_was_begun(bench: StudyBench)
     assert turns_of(bench) == expected[:4]
     found(bench.run(bench.spec(), Hill()))
     assert turns_of(bench) == expected
+
+
+def test_a_false_winner_is_followed_by_the_next_best(bench: StudyBench) -> None:
+    """'Your own config is the best found' was said, although nothing but one false finalist had been compared."""
+    result = found(bench.session(bench.spec(confirm=1), Fooling(1)).run())
+    ranked = attributes.best_trials(bench.study().get_trials(deepcopy=False), maximize=True)
+    false, second = (one.number for one in ranked[:2])
+    assert (result.verdict.kind, result.trial) == (VerdictKind.WINNER, second)
+    counted = Counter(number for _, number in turns_of(bench))
+    assert (counted[false], counted[second] >= 3) == (3, True)
+    assert any(isinstance(one, Message) and "next best of the search is measured" in one.text for one in bench.news)
+    whole, name = turns_of(bench), "again"
+    launcher = Fooling(1, interrupt_at=8)
+    assert found(bench.session(bench.spec(name=name, confirm=1), launcher).run()).trial == 0
+    found(bench.session(bench.spec(name=name, confirm=1), launcher).run())
+    resumed = [(one.round, one.number) for one in Rounds.of(bench.study(name).user_attrs).launches]
+    assert resumed == whole
+
+
+@pytest.mark.parametrize("confirm", [1, 2, 3])
+def test_where_all_finalists_are_false_their_number_is_limited(bench: StudyBench, confirm: int) -> None:
+    result = found(bench.session(bench.spec(confirm=confirm, max_trials=16), Fooling(99)).run())
+    assert (result.verdict.kind, result.trial) == (VerdictKind.BASELINE_IS_BEST, 0)
+    heard = {number for _, number in turns_of(bench)} - {0}
+    assert confirm < len(heard) <= 2 * confirm
+    again = Hill()
+    found(bench.run(bench.spec(confirm=confirm, max_trials=16), again))
+    assert again.configs == []
+
+
+def test_what_rounds_refuted_is_not_measured_again_when_the_study_goes_on(bench: StudyBench) -> None:
+    found(bench.session(bench.spec(confirm=1, max_trials=4), Fooling(99)).run())
+    before = turns_of(bench)
+    refuted = {number for _, number in before} - {0}
+    result = found(bench.session(bench.spec(confirm=1, max_trials=8), Fooling(0)).run())
+    later = {number for _, number in turns_of(bench)[len(before) :]}
+    assert later
+    assert not later & refuted
+    assert result.trial in later
 
 
 def test_a_raised_budget_compares_a_new_best_in_rounds_of_its_own(bench: StudyBench) -> None:

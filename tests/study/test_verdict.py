@@ -18,6 +18,7 @@ from optuna_dsat.study.confirmation import next_in_rounds, staying
 from optuna_dsat.study.finalists import choose_finalists
 from optuna_dsat.study.rounds import RoundLaunch, Rounds, order_of_round
 from optuna_dsat.study.spec import StudySpec, make_spec
+from optuna_dsat.study.substitutes import refuted, with_next_best
 from optuna_dsat.study.verdict import Verdict, VerdictKind, verdict_of
 from optuna_dsat.study.verdict_words import verdict_in_words
 from optuna_dsat.trials import attributes
@@ -284,3 +285,35 @@ def test_finalists_are_the_best_an_equal_of_a_smaller_batch_and_the_best_at_the_
     assert choose_finalists(trials, ranked, spec=spec(confirm=1), noise=None) == [1, OWN]
     assert choose_finalists(trials, ranked, spec=spec(confirm=0), noise=None) == []
     assert choose_finalists(trials[:1], trials[:1], spec=spec(), noise=None) == [OWN]
+
+
+def test_where_no_finalist_is_any_good_the_next_best_is_heard_within_the_limits() -> None:
+    trials = [trial(OWN, 10.0), trial(1, 16.0), trial(2, 15.0), trial(3, 12.0), trial(4, 10.05), trial(5, 9.0)]
+    ranked = attributes.best_trials(trials, maximize=True)
+    false = rounds_of({OWN: [10.0, 10.01, 9.99], 1: [9.9, 9.95, 9.9]})
+
+    def chosen(rounds: Rounds, **changes: Any) -> tuple[int, ...]:
+        return with_next_best(rounds, trials, ranked, spec=spec(**changes)).chosen
+
+    assert refuted(false, trials, spec=spec()) == {1}
+    assert chosen(false, confirm=1) == (OWN, 2)
+    assert chosen(false, confirm=1, confirm_time_s=61.0) == (OWN, 2), "six launches of ten seconds"
+    assert chosen(false, confirm=1, confirm_time_s=60.0) == false.chosen
+    again = rounds_of({OWN: [10.0, 10.01, 9.99], 1: [9.9, 9.95, 9.9], 2: [9.9, 9.95, 9.9]})
+    assert chosen(again, confirm=1) == again.chosen, "twice as many finalists, no more"
+    assert chosen(again, confirm=2) == (OWN, 3)
+    last = rounds_of({OWN: [10.0, 10.01, 9.99], **{number: [9.9, 9.95, 9.9] for number in (1, 2, 3)}})
+    assert chosen(last, confirm=9) == last.chosen, "no other was faster in the search by more than a tie"
+    for good in ([16.0, 16.1, 15.9], [10.5, 9.9, 11.2]):  # one is better, one may be: it is not refuted
+        better = rounds_of({OWN: [10.0, 10.01, 9.99], 1: good})
+        assert chosen(better, confirm=1) == better.chosen
+        assert not refuted(better, trials, spec=spec())
+
+
+def test_what_rounds_refuted_is_no_finalist_again_and_says_why_it_left() -> None:
+    trials = [trial(OWN, 10.0), trial(1, 16.0), trial(2, 15.0)]
+    ranked = attributes.best_trials(trials, maximize=True)
+    assert choose_finalists(trials, ranked, spec=spec(confirm=1), noise=None, out={1}) == [2, OWN]
+    rounds = rounds_of({OWN: [10.0] * 4, 1: [9.9, 9.95, 9.9], 2: [15.0] * 4})
+    found = judged(trials, Rounds(chosen=(OWN, 2), launches=rounds.launches))
+    assert [one.left for one in found.contenders] == ["", "", "no better than your own config"]
