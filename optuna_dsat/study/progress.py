@@ -6,20 +6,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from optuna_dsat.cost.memory import ModelProfile
+from optuna_dsat.metrics import Speed
 from optuna_dsat.outcome import Outcome
 
 __all__ = [
     "BestSoFar",
     "FinalistMeasured",
     "FinalistStarted",
+    "LaunchEnded",
     "Message",
     "Observer",
+    "Phase",
     "ProfileFinished",
     "ProfileStarted",
     "ProgressEvent",
     "SearchStarted",
     "TrialDropped",
     "TrialFinished",
+    "TrialPhase",
     "TrialStarted",
     "TrialStepped",
 ]
@@ -38,6 +42,16 @@ class Message(ProgressEvent):
     """A line of text."""
 
     text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase(ProgressEvent):
+    """What the search itself does from now on, which may take long."""
+
+    words: str
+    """Such as ``building cpu_adam (first use only, 1 to 3 min)``; empty once it is over."""
+    said: bool = False
+    """Whether a message says it as well."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +84,8 @@ class BestSoFar:
     """Its configuration in words."""
     value: float
     """The metric that is optimised."""
-    samples_per_s: float | None
-    """Throughput over all ranks; None if unknown."""
+    speed: Speed | None
+    """None if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +112,8 @@ class SearchStarted(ProgressEvent):
     """What earlier runs handed over by rounds, with its metric in them; None if no rounds decided."""
     user_value: float | None = None
     """Metric of the user's own config; None if no earlier run measured it."""
+    device: str = "cuda"
+    """``cuda`` or ``cpu``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +128,16 @@ class TrialStarted(ProgressEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrialPhase(ProgressEvent):
+    """A launch enters a phase before its first step."""
+
+    number: int | None
+    """Trial; None for a profile."""
+    words: str
+    """What it does, such as ``importing``."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrialStepped(ProgressEvent):
     """A trial finished a global step."""
 
@@ -120,6 +146,23 @@ class TrialStepped(ProgressEvent):
     samples_per_s: float
     peak_bytes: int = 0
     """Peak memory of the worst rank so far."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchEnded(ProgressEvent):
+    """A launch is over and about to be stored."""
+
+    launch_id: str
+    purpose: str
+    """``trial``, ``profile`` or ``confirm``."""
+    number: int | None
+    """Trial that it measured; None for a profile."""
+    words: str
+    """Its configuration in words; empty for a profile."""
+    outcome: Outcome
+    value: float | None
+    """The metric; None if it was not measured."""
+    message: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,12 +186,16 @@ class TrialFinished(ProgressEvent):
     """Whether this is the best so far."""
     message: str
     launched: int
+    running: int = 0
+    """Launches of the study that still run, other workers' included."""
     own: bool = False
     """Whether this is the user's own config."""
     best_so_far: BestSoFar | None = None
     """Best trial of the whole study, other workers' included; None if nothing was measured."""
     user_value: float | None = None
     """Metric of the user's own config; None if it was not measured."""
+    speed: Speed | None = None
+    """Of the counted steps; None if there are none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,3 +221,5 @@ class FinalistMeasured(ProgressEvent):
     message: str
     round: int = 1
     """Round of the confirmation, from 1."""
+    speed: Speed | None = None
+    """None if it was not measured."""
