@@ -37,6 +37,7 @@ from optuna_dsat.errors import DsatError
 from optuna_dsat.launch.command import device_environment
 from optuna_dsat.launch.devices import Devices, cpu_devices, detect_devices
 from optuna_dsat.launch.forking import Forking
+from optuna_dsat.launch.host_memory import available_memory_bytes
 from optuna_dsat.launch.leftovers import LeftoverWatch
 from optuna_dsat.launch.notes import TunerNotes
 from optuna_dsat.launch.operators import compile_operators
@@ -213,6 +214,7 @@ class NodeAgent:
             environ=self._environ,
             forking=Forking(log, enabled=True, on_notice=self._notice),
             new_folder=self._new_folder,
+            cpu_memory_bytes=available_memory_bytes() * 3 // 4 // len(devices.devices),
         )
 
     def _new_folder(self) -> tuple[Path, Path]:

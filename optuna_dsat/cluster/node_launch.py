@@ -10,7 +10,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from optuna_dsat.launch.forking import Forking
 from optuna_dsat.launch.leftovers import remove_noted
 from optuna_dsat.launch.process_tree import ProcessTree
 from optuna_dsat.launch.processes import kernel_oom_kills, kill_leftovers, new_mark
+from optuna_dsat.launch.protocol import LaunchRequest
 from optuna_dsat.launch.rendezvous import Rendezvous
 from optuna_dsat.launch.run_files import prepare_launch, write_run_directory
 from optuna_dsat.launch.slots import SlotLease, SlotPool
@@ -47,6 +48,14 @@ class Machine:
     forking: Forking
     new_folder: Callable[[], tuple[Path, Path]]
     """Returns a folder for a run directory, and the file in which a launch notes what it may leave elsewhere."""
+    cpu_memory_bytes: int = 0
+    """What one rank on the CPU may allocate where the study does not say."""
+
+    def limited(self, request: LaunchRequest) -> LaunchRequest:
+        """Return a launch with a limit of its memory, if it is on the CPU and has none."""
+        if self.pool.kind != "cpu" or request.device_memory_bytes is not None or not self.cpu_memory_bytes:
+            return request
+        return replace(request, device_memory_bytes=self.cpu_memory_bytes)
 
 
 class NodeLaunch:
@@ -63,7 +72,7 @@ class NodeLaunch:
 
     def __init__(self, order: Mapping[str, Any], *, machine: Machine) -> None:
         self._machine = machine
-        self._request = request_from_json(order["request"])
+        self._request = machine.limited(request_from_json(order["request"]))
         given = order["rendezvous"]
         rendezvous = None if given is None else Rendezvous.from_json(given)
         self._own = self._request.slots // (1 if rendezvous is None else rendezvous.nodes)

@@ -128,7 +128,21 @@ class StudySpec(_Frozen):
 
     device: Literal["cuda", "cpu"]
     slots_per_trial: int = Field(ge=1)
-    """Ranks of one launch: GPUs, or CPU processes."""
+    """Ranks of one launch, on all its nodes: GPUs, or CPU processes."""
+    nodes_per_trial: int = Field(default=1, ge=1)
+    """Nodes over which the ranks of one launch are spread, as many on each."""
+    on: Literal["here", "slurm", "ray"] = "here"
+    """Where launches run: on the tuner's machine, or on nodes of a cluster."""
+    gpus_per_node: int = Field(default=0, ge=0)
+    """GPUs that a cluster is asked for on each node; 0 for none."""
+    slurm_arg: tuple[str, ...] = ()
+    """Options for srun."""
+    ray_address: str | None = None
+    """Address of the Ray cluster; None for the one that the tuner's machine belongs to."""
+    queue_timeout_s: float | None = Field(default=None, gt=0)
+    """Longest wait for a cluster to grant nodes; None for no limit."""
+    idle_release_s: float = Field(default=300.0, ge=0)
+    """Seconds without a launch after which nodes are given back."""
     device_memory_bytes: int | None = Field(default=None, gt=0)
     """Memory that one rank may allocate, in bytes; None for all of the device's."""
     free_memory: bool = False
@@ -221,9 +235,21 @@ class StudySpec(_Frozen):
             raise ValueError(
                 f"--max-train-batch-size is {most}, less than one sample for each of {self.slots_per_trial} ranks"
             )
+        if self.slots_per_trial % self.nodes_per_trial:
+            raise ValueError(
+                f"--nodes-per-trial is {self.nodes_per_trial}, over which {self.slots_per_trial} ranks cannot be "
+                "spread evenly"
+            )
+        if self.on == "here" and (self.nodes_per_trial > 1 or self.gpus_per_node):
+            raise ValueError("--nodes-per-trial and --gpus-per-node are for a cluster: say which with --on slurm or ray")
         if self.max_slots is not None and self.max_slots < self.slots_per_trial:
             raise ValueError(f"--max-slots is {self.max_slots}, but one launch takes {self.slots_per_trial}")
         return self
+
+    @property
+    def slots_per_node(self) -> int:
+        """Ranks of one launch on each of its nodes."""
+        return self.slots_per_trial // self.nodes_per_trial
 
     @property
     def direction(self) -> Literal["maximize", "minimize"]:
@@ -249,6 +275,7 @@ class StudySpec(_Frozen):
             "name", "max_trials", "max_concurrent_trials", "max_slots", "trial_timeout_s", "timeout_s", "max_retries",
             "confirm", "output_dir", "enqueue_user_config", "launcher", "preload", "no_preload",
             "adaptive_steps", "wait_for_gpus_s", "stall_timeout_s", "confirm_time_s", "tie",
+            "slurm_arg", "ray_address", "queue_timeout_s", "idle_release_s",
         }  # fmt: skip
         ends = {"early_stopping", "min_gain"}
         if self.free_memory:

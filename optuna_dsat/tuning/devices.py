@@ -6,6 +6,7 @@ from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.devices import Devices, cpu_devices, detect_devices
 from optuna_dsat.launch.slots import only_free
 from optuna_dsat.tuning.options import TuneOptions
+from optuna_dsat.tuning.parse import one_count
 
 __all__ = ["choose_devices", "search_devices"]
 
@@ -17,8 +18,15 @@ def search_devices(options: TuneOptions) -> Devices:
         UsageError: If more GPUs are asked for than there are, or both GPUs and CPU ranks.
         DeviceError: If GPUs do not answer, or only free ones were asked for and none is.
     """
+    if options.on != "here":
+        from optuna_dsat.tuning.cluster import cluster_devices
+
+        return cluster_devices(options)
     return choose_devices(
-        options.gpus_per_trial, options.cpu_ranks, option="--gpus-per-trial", free_only=options.only_free_gpus
+        one_count(options.gpus_per_trial, option="--gpus-per-trial"),
+        one_count(options.cpu_ranks, option="--cpu-ranks"),
+        option="--gpus-per-trial",
+        free_only=options.only_free_gpus,
     )
 
 

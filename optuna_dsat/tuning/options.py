@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from optuna_dsat.study.spec import METHODS, default_stages
+from optuna_dsat.tuning.cluster_options import ClusterOptions
 from optuna_dsat.tuning.declaration import BUDGET, MEASURE, METHOD, OUTPUT_PANEL, WHAT, Option
 from optuna_dsat.tuning.defaults import default
 from optuna_dsat.tuning.parse import named_config, split_environment, split_fixed, split_mappings, split_stages
@@ -68,7 +69,7 @@ def _stages(method: str) -> str:
 
 
 @dataclass(frozen=True)
-class TuneOptions(ResultOptions, PlaceOptions):
+class TuneOptions(ResultOptions, PlaceOptions, ClusterOptions):
     """Options of every method."""
 
     script: Annotated[
@@ -82,9 +83,11 @@ class TuneOptions(ResultOptions, PlaceOptions):
         ),
     ]
     ds_config: Annotated[
-        StrPath | None,
+        StrPath | Mapping[str, Any] | None,
         Option(
             help="The script's DeepSpeed config (JSON, or JSON with comments).",
+            python_help="The script's DeepSpeed config: a file, or a dictionary, which is written to ``output_dir`` as "
+            "the file that the script is given. None for what the script passes to ``deepspeed.initialize``.",
             none="what the script passes to deepspeed.initialize",
             metavar="[DS_CONFIG]",
             text_type=Path | None,
@@ -129,11 +132,11 @@ class TuneOptions(ResultOptions, PlaceOptions):
         ),
     ] = default("metric")
     zero_stages: Annotated[
-        Sequence[int] | None,
+        Sequence[int] | int | None,
         Option(
             help="ZeRO stages to search: '1 2 3', '1,2,3' or the option repeated.",
             none=f"{_stages('random')}; guided: {_stages('guided')}",
-            python_help=f"ZeRO stages to search. None for {_stages('random')}, with ``guided`` for "
+            python_help=f"ZeRO stages to search, or the one. None for {_stages('random')}, with ``guided`` for "
             f"{_stages('guided')}.",
             metavar="STAGE,...",
             text_type=list[str] | None,

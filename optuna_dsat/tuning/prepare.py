@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from optuna_dsat.study.request import StudyRequest
-from optuna_dsat.tuning.autotuning import searches_by_gpus, with_autotuning
+from optuna_dsat.tuning.autotuning import Sweep, sweep_of, with_autotuning
 from optuna_dsat.tuning.devices import search_devices
 from optuna_dsat.tuning.given import Given
 from optuna_dsat.tuning.options import DEFAULT_METHOD
@@ -33,7 +33,8 @@ class Prepared:
 def prepare_each(method: str | None, given: Given) -> list[Prepared]:
     """Check the options and return the studies that they ask for, in the order in which they run.
 
-    That is one, or one at each number of GPUs that the config's ``autotuning.num_gpus`` lists, named ``NAME-8gpu``.
+    That is one, or one at each number of GPUs or CPU ranks that an option or the config's ``autotuning.num_gpus`` lists,
+    named ``NAME-8gpu`` or ``NAME-2rank``.
 
     Args:
         method: Search method; None for the one that the options or the config name.
@@ -42,20 +43,20 @@ def prepare_each(method: str | None, given: Given) -> list[Prepared]:
     Raises:
         UsageError: On the first thing that cannot be used.
     """
-    counts, notes = searches_by_gpus(_one_kind_of_device(given))
-    if not counts:
+    sweep, notes = sweep_of(_one_kind_of_device(given))
+    if sweep is None:
         only = prepare(method, given)
         return [replace(only, notes=[*notes, *only.notes])]
-    studies = [_at_gpus(method, given, count=count) for count in counts]
+    studies = [_at_count(method, given, sweep, count=count) for count in sweep.counts]
     first = replace(studies[0], notes=[*notes, *studies[0].notes])
     return [first, *(replace(one, notes=[]) for one in studies[1:])]
 
 
-def _at_gpus(method: str | None, given: Given, *, count: int) -> Prepared:
-    """Return the study at one number of GPUs, checked."""
-    sized = given.with_values({"gpus_per_trial": count}, "autotuning.num_gpus")
+def _at_count(method: str | None, given: Given, sweep: Sweep, *, count: int) -> Prepared:
+    """Return the study at one number of devices, checked."""
+    sized = given.with_values({sweep.option: count}, sweep.origin)
     name = prepare(method, sized).request.spec.name
-    return prepare(method, sized.with_values({"study": f"{name}-{count}gpu"}, "autotuning.num_gpus"))
+    return prepare(method, sized.with_values({"study": f"{name}-{count}{sweep.unit}"}, sweep.origin))
 
 
 def prepare(method: str | None, given: Given) -> Prepared:
@@ -72,9 +73,16 @@ def prepare(method: str | None, given: Given) -> Prepared:
     options = given.options
     if method is None:
         method = getattr(options, "method", None) or DEFAULT_METHOD
+    if options.on != "here" and "max_concurrent_trials" not in given.origins:
+        options = replace(options, max_concurrent_trials=1)  # more nodes of a cluster than one launch takes are asked for
     devices = search_devices(options)
+    spec = build_spec(method, options, devices)
+    if spec.on != "here":
+        from optuna_dsat.tuning.cluster import check_cluster
+
+        check_cluster(spec)
     request = StudyRequest(
-        spec=build_spec(method, options, devices),
+        spec=spec,
         devices=devices,
         storage=options.storage,
         reuse_profile=options.profile_reuse,

@@ -113,6 +113,11 @@ def _check_script(script: ScriptSpec) -> None:
 
 
 def _devices_for(spec: StudySpec, on_notice: Callable[[str], None]) -> Devices:
+    if spec.on != "here":
+        from optuna_dsat.tuning.cluster import check_cluster, devices_of
+
+        check_cluster(spec)
+        return devices_of(spec)
     devices = detect_devices() if spec.device == "cuda" else cpu_devices(spec.slots_per_trial)
     for notice in devices.notices:
         on_notice(notice)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TextIO
@@ -18,6 +18,7 @@ from optuna_dsat.errors import StorageError
 from optuna_dsat.escape.terminal import say
 from optuna_dsat.launch.full_run import run_full
 from optuna_dsat.launch.leftovers import LeftoverWatch
+from optuna_dsat.launch.protocol import Launcher
 from optuna_dsat.launch.torchrun import TorchrunLauncher
 from optuna_dsat.store import Store, display_url, parse_url
 from optuna_dsat.study.launch_requests import full_request
@@ -65,13 +66,7 @@ def run_study(request: StudyRequest, *, observer: Observer) -> StudyRun:
     require_secrets(spec)
     if not request.relocated:
         remember(spec)
-    launcher = TorchrunLauncher(
-        spec.study_dir,
-        devices=request.devices,
-        max_slots=spec.max_slots,
-        warm=spec.launcher == "warm",
-        on_notice=notify,
-    )
+    launcher = _launcher_of(request, notify)
     kept = KeptResults(observer)
     shown, result, interrupted = "", None, False
     try:
@@ -95,6 +90,21 @@ def run_study(request: StudyRequest, *, observer: Observer) -> StudyRun:
     if result is not None:
         result = replace(result, storage=display_url(parse_url(request.storage)))
     return StudyRun(request=request, result=result, interrupted=interrupted, storage=shown)
+
+
+def _launcher_of(request: StudyRequest, notify: Callable[[str], None]) -> Launcher:
+    spec = request.spec
+    if spec.on != "here":
+        from optuna_dsat.tuning.cluster import cluster_launcher
+
+        return cluster_launcher(spec, on_notice=notify)
+    return TorchrunLauncher(
+        spec.study_dir,
+        devices=request.devices,
+        max_slots=spec.max_slots,
+        warm=spec.launcher == "warm",
+        on_notice=notify,
+    )
 
 
 def train_with_best(run: StudyRun, result: TuneResult, *, stdout: TextIO | None = None) -> int:

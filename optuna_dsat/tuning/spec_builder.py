@@ -17,7 +17,9 @@ from optuna_dsat.secrecy.command import refer_in_command
 from optuna_dsat.secrecy.references import References, keep
 from optuna_dsat.study.spec import MethodOptions, ScriptSpec, StudySpec, make_spec, parse_bytes
 from optuna_dsat.tuning.defaults import spec_field
+from optuna_dsat.tuning.given_config import config_path, user_config
 from optuna_dsat.tuning.options import TuneOptions
+from optuna_dsat.tuning.parse import one_count
 from optuna_dsat.tuning.target import find_target, writable
 
 __all__ = ["build_spec"]
@@ -32,10 +34,10 @@ def build_spec(method: str, options: TuneOptions, devices: Devices) -> StudySpec
         UsageError: On the first thing that cannot be used.
     """
     target = find_target(options)
-    path = None if options.ds_config is None else Path(options.ds_config)
-    user = ds_config.load(path)
+    path = config_path(options)
+    user = user_config(options)
     config = ds_config.merge(user.raw, target.overwrites)
-    slots = options.gpus_per_trial or devices.per_launch
+    slots = one_count(options.gpus_per_trial, option="--gpus-per-trial") or devices.per_launch
     ds_config.batch_triangle(ds_config.effective(config), world_size=slots)
     mappings = {**(user.autotuning.arg_mappings or {}), **(options.arg_mapping or {})}
     names = {one.name for one in fields(options)}
@@ -58,7 +60,7 @@ def build_spec(method: str, options: TuneOptions, devices: Devices) -> StudySpec
         "device": devices.kind,
         "slots_per_trial": slots,
         "device_memory_bytes": _device_memory(options, devices),
-        "free_memory": options.device_memory is None and devices.kind == "cpu",
+        "free_memory": options.device_memory is None and devices.kind == "cpu" and options.on == "here",
         "output_dir": str(writable(Path(options.output_dir))),
     }
     spec = make_spec(**values)
@@ -80,7 +82,7 @@ def _settings(options: TuneOptions) -> dict[str, Any]:
         settings["zero_stages"] = tuple(sorted(set(stages)))
     if "nvme_path" in settings:
         settings["nvme_path"] = _existing_folder(os.fspath(settings["nvme_path"]))
-    for name in ("no_tune", "preload", "no_preload"):
+    for name in ("no_tune", "preload", "no_preload", "slurm_arg"):
         if name in settings:
             settings[name] = tuple(str(one) for one in settings[name])
     return settings
@@ -106,7 +108,7 @@ def _device_memory(options: TuneOptions, devices: Devices) -> int | None:
     """
     if options.device_memory is not None:
         return parse_bytes(str(options.device_memory))
-    if devices.kind != "cpu":
+    if devices.kind != "cpu" or options.on != "here":  # a node of a cluster finds its own limit
         return None
     share = min(devices.host_memory_bytes, available_memory_bytes()) // len(devices.devices)
     return max(1, share * 3 // 4)

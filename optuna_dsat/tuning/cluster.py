@@ -1,0 +1,105 @@
+"""Searches whose launches run on a cluster: what of it is checked before, and the launcher that holds its nodes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from optuna_dsat.cluster.engine import Engine
+from optuna_dsat.cluster.launcher import ClusterLauncher, Limits
+from optuna_dsat.cluster.node import digest_of
+from optuna_dsat.cluster.places import Layout
+from optuna_dsat.errors import UsageError
+from optuna_dsat.launch.devices import Device, Devices
+from optuna_dsat.study.spec import StudySpec
+from optuna_dsat.tuning.options import TuneOptions
+from optuna_dsat.tuning.parse import one_count
+
+__all__ = ["check_cluster", "cluster_devices", "cluster_launcher", "devices_of"]
+
+
+def cluster_devices(options: TuneOptions) -> Devices:
+    """Return the slots of one launch on a cluster; what they really are shows once a node is there.
+
+    Raises:
+        UsageError: If the options do not say how many, or name devices of this machine.
+    """
+    if options.gpus_per_trial is not None:
+        raise UsageError(f"--gpus-per-trial is for this machine: with --on {options.on} give --gpus-per-node.")
+    gpus = options.gpus_per_node
+    ranks = one_count(options.cpu_ranks, option="--cpu-ranks")
+    if (gpus is None) == (ranks is None):
+        asked = "not both" if gpus is not None else "one of them"
+        raise UsageError(f"--on {options.on} takes --gpus-per-node N, or --cpu-ranks N for ranks on the CPU: {asked}.")
+    count = ranks if gpus is None else gpus
+    if count is None or count < 1 or options.nodes_per_trial < 1:
+        raise UsageError("--nodes-per-trial, --gpus-per-node and --cpu-ranks are at least 1.")
+    kind = "cpu" if gpus is None or os.environ.get("DS_ACCELERATOR") == "cpu" else "cuda"
+    return _devices(kind, options.nodes_per_trial * count, " ".join([options.on, *(options.slurm_arg or ())]))
+
+
+def devices_of(spec: StudySpec) -> Devices:
+    """Return the slots of one launch of a stored study."""
+    return _devices(spec.device, spec.slots_per_trial, " ".join([spec.on, *spec.slurm_arg]))
+
+
+def _devices(kind: str, count: int, name: str) -> Devices:
+    """Return devices that are known by where the cluster is asked for them."""
+    slots = tuple(Device(index=index, visible_id="", name=name, memory_bytes=0) for index in range(count))
+    return Devices(kind=kind, devices=slots, host_memory_bytes=0)
+
+
+def check_cluster(spec: StudySpec) -> None:
+    """Refuse what the cluster can never grant.
+
+    Raises:
+        ClusterError: With its own reason.
+    """
+    engine = _engine(spec)
+    try:
+        engine.check(nodes=spec.nodes_per_trial, slots=spec.gpus_per_node)
+    finally:
+        engine.close()
+
+
+def cluster_launcher(spec: StudySpec, *, on_notice: Callable[[str], None]) -> ClusterLauncher:
+    """Return the launcher of a study whose launches run on a cluster."""
+    return ClusterLauncher(
+        spec.study_dir,
+        engine=_engine(spec, on_notice),
+        layout=Layout(
+            nodes=spec.nodes_per_trial, slots=spec.slots_per_node, kind=spec.device, gpus=spec.gpus_per_node
+        ),
+        limits=Limits(
+            places=_most_places(spec),
+            queue_s=spec.queue_timeout_s,
+            idle_s=spec.idle_release_s,
+        ),
+        files=_needed_files(spec),
+        warm=spec.launcher == "warm",
+        on_notice=on_notice,
+    )
+
+
+def _most_places(spec: StudySpec) -> int:
+    by_slots = spec.max_concurrent_trials if spec.max_slots is None else spec.max_slots // spec.slots_per_trial
+    return max(1, min(spec.max_concurrent_trials, by_slots))
+
+
+def _needed_files(spec: StudySpec) -> dict[str, str]:
+    """Return file that every node must have -> digest of its content."""
+    script = spec.script
+    paths = [script.cwd, *([] if script.is_module else [script.script]), *filter(None, [script.config_path])]
+    found = {path: digest_of(Path(path)) for path in paths}
+    return {path: digest for path, digest in found.items() if digest}
+
+
+def _engine(spec: StudySpec, on_notice: Callable[[str], None] = lambda _: None) -> Engine:
+    if spec.on == "slurm":
+        from optuna_dsat.cluster.slurm import SlurmEngine
+
+        return SlurmEngine(spec.slurm_arg)
+    from optuna_dsat.cluster.ray_engine import RayEngine
+
+    return RayEngine(spec.ray_address, on_notice=on_notice)
