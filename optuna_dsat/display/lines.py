@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
 
 from optuna_dsat.escape.terminal import say
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study import progress
-from optuna_dsat.words import bytes_in_words, metric_in_words
+from optuna_dsat.words import (
+    bytes_in_words,
+    duration_in_words,
+    flops_in_words,
+    metric_in_words,
+    outcome_in_words,
+    params_in_words,
+    speed_in_words,
+)
 
-__all__ = ["LineView", "lines_of"]
+__all__ = ["LineView", "lines_of", "speed_of_best"]
+
+_QUIET_S = 2.0
+"""Shortest phase that lines tell of."""
 
 
-def lines_of(event: progress.ProgressEvent, metric: str) -> list[str]:
-    """Return the lines of an event; none for single steps.
+def lines_of(event: progress.ProgressEvent, search: progress.SearchStarted | None) -> list[str]:
+    """Return the lines of an event; none for single steps and phases.
 
     Args:
         event: The event.
-        metric: The metric that the search optimises.
+        search: How the search began; None before it did.
     """
     if isinstance(event, progress.Message):
         return [event.text]
@@ -26,70 +39,137 @@ def lines_of(event: progress.ProgressEvent, metric: str) -> list[str]:
     if isinstance(event, progress.ProfileFinished):
         return _profile_lines(event)
     if isinstance(event, progress.SearchStarted):
-        before = f", {event.launched} made before" if event.launched else ""
-        lines = [f"Study {event.study}: {event.max_trials} launches{before}, optimising {event.metric}."]
-        for name, one in (("Best in the search so far", event.best), ("Confirmed so far", event.confirmed)):
-            if one is not None:
-                lines.append(f"{name}: trial {one.number}, {metric_in_words(event.metric, one.value)}, {one.words}.")
-        return lines
+        return _search_lines(event)
     if isinstance(event, progress.TrialStarted):
         again = f" (attempt {event.attempt + 1})" if event.attempt else ""
         return [f"Trial {event.number}{again}: {event.words} ..."]
     if isinstance(event, progress.TrialDropped):
         return [f"Trial {event.number} was given to another worker; its result is dropped."]
     if isinstance(event, progress.TrialFinished):
-        return [_finished_line(event, metric)]
+        return [_finished_line(event, search)]
     if isinstance(event, progress.FinalistStarted):
         return [f"Round {event.round}, trial {event.number}: {event.words}, measured again with more steps ..."]
     if isinstance(event, progress.FinalistMeasured):
-        return [_finalist_line(event, metric)]
+        return [_finalist_line(event, search)]
     return []
+
+
+def speed_of_best(best: progress.BestSoFar, search: progress.SearchStarted) -> str:
+    """Return how fast the best of a search is, in words."""
+    return _speed(best.value, best, search)
 
 
 def _profile_lines(event: progress.ProfileFinished) -> list[str]:
     profile = event.profile
     how = "measured before, no launch needed" if event.reused else f"measured with {event.measured_with}"
     largest = ", ".join(f"ZeRO {stage}: {size}" for stage, size in sorted(event.largest_micro_batches.items()))
+    trained = profile.trainable_params
+    frozen = "" if trained == profile.params else f" ({params_in_words(trained)} trainable)"
+    flops = f" and {flops_in_words(profile.flops_per_sample)}" if profile.flops_per_sample > 0 else ""
     return [
-        f"Profile ({how}): {profile.params / 1e6:.4g} M parameters ({profile.trainable_params / 1e6:.4g} M trainable), "
-        f"{bytes_in_words(profile.activation_bytes_per_sample)} of activations and "
-        f"{profile.flops_per_sample / 1e9:.4g} GFLOP per sample, "
+        f"Profile ({how}): {params_in_words(profile.params)} parameters{frozen}, "
+        f"{bytes_in_words(profile.activation_bytes_per_sample)} of activations{flops} per sample, "
         f"{bytes_in_words(profile.device_memory_bytes)} of memory per rank.",
         f"Largest micro-batch by the memory model: {largest}.",
     ]
 
 
-def _finished_line(event: progress.TrialFinished, metric: str) -> str:
-    text = f"Trial {event.number}: {event.words}: {event.outcome.value}"
+def _search_lines(event: progress.SearchStarted) -> list[str]:
+    before = f", {event.launched} made before" if event.launched else ""
+    lines = [f"Study {event.study}: at most {event.max_trials} launches{before}, optimising {event.metric}."]
+    for name, one in (("Best in the search so far", event.best), ("Confirmed so far", event.confirmed)):
+        if one is not None:
+            lines.append(f"{name}: trial {one.number}, {speed_of_best(one, event)}, {one.words}.")
+    return lines
+
+
+def _speed(
+    value: float,
+    told: progress.BestSoFar | progress.TrialFinished | progress.FinalistMeasured,
+    search: progress.SearchStarted | None,
+) -> str:
+    metric, device = ("", "cuda") if search is None else (search.metric, search.device)
+    if told.speed is None:
+        return metric_in_words(metric, value, device=device)
+    return speed_in_words(told.speed, metric=metric, value=value, device=device)
+
+
+def _finished_line(event: progress.TrialFinished, search: progress.SearchStarted | None) -> str:
+    text = f"Trial {event.number}: {event.words}: {outcome_in_words(event.outcome)}"
     if event.value is not None:
-        text += f", {metric_in_words(metric, event.value)}"
+        text += f", {_speed(event.value, event, search)}"
     if event.speed_up is not None:
         text += ", your own config" if event.own else f", {event.speed_up:.2f}x your config"
     if event.best:
         text += ", best in the search so far"
-    if event.outcome not in (Outcome.MEASURED, Outcome.PRUNED):
+    if event.outcome is not Outcome.MEASURED and event.message:
         text += f" ({event.message})"
     return text
 
 
-def _finalist_line(event: progress.FinalistMeasured, metric: str) -> str:
+def _finalist_line(event: progress.FinalistMeasured, search: progress.SearchStarted | None) -> str:
+    begin = f"Round {event.round}, trial {event.number}: {event.words}"
     if event.value is None or event.low is None or event.high is None:
-        return f"Round {event.round}, trial {event.number}: {event.words}: {event.message}"
-    return (
-        f"Round {event.round}, trial {event.number}: {event.words}: {metric_in_words(metric, event.value)} "
-        f"(95 % between {metric_in_words(metric, event.low)} and {metric_in_words(metric, event.high)})"
-    )
+        return f"{begin}: {event.message}"
+    around = max(event.high - event.value, event.value - event.low) / event.value
+    return f"{begin}: {_speed(event.value, event, search)} (95 % within \u00b1{around:.1%})"
 
 
 class LineView:
-    """Prints each event as plain lines: for pipes and logs."""
+    """Prints each event as plain lines: for pipes and logs.
 
-    def __init__(self) -> None:
-        self._metric = ""
+    Args:
+        quiet_s: Shortest phase that is told, in seconds.
+    """
+
+    def __init__(self, *, quiet_s: float = _QUIET_S) -> None:
+        self._search: progress.SearchStarted | None = None
+        self._quiet_s = quiet_s
+        self._phase: _ToldPhase | None = None
 
     def __call__(self, event: progress.ProgressEvent) -> None:
         """Print the event's lines."""
         if isinstance(event, progress.SearchStarted):
-            self._metric = event.metric
-        for line in lines_of(event, self._metric):
+            self._search = event
+        if isinstance(event, progress.Phase):
+            self._enter(event)
+        for line in lines_of(event, self._search):
             say(line, file=sys.stderr)
+
+    def close(self) -> None:
+        """Tell of no phase any more."""
+        self._enter(progress.Phase(words=""))
+
+    def _enter(self, event: progress.Phase) -> None:
+        if self._phase is not None:
+            self._phase.end()
+        self._phase = _ToldPhase(event.words, quiet_s=self._quiet_s) if event.words and not event.said else None
+
+
+class _ToldPhase:
+    """A phase that is told once it has lasted for a while, and at its end with its duration."""
+
+    def __init__(self, words: str, *, quiet_s: float) -> None:
+        self._words = words[:1].upper() + words[1:]
+        self._began = time.monotonic()
+        self._told = False
+        self._timer: threading.Timer | None = None
+        if quiet_s <= 0:
+            self._tell()
+        else:
+            self._timer = threading.Timer(quiet_s, self._tell)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _tell(self) -> None:
+        self._told = True
+        say(f"{self._words} ...", file=sys.stderr)
+
+    def end(self) -> None:
+        """End it; waits for a line that is being written."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer.join()
+        if self._told:
+            took = duration_in_words(time.monotonic() - self._began)
+            say(f"{self._words.partition(' (')[0]} took {took}.", file=sys.stderr)

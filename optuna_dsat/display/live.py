@@ -3,37 +3,45 @@
 from __future__ import annotations
 
 import sys
+import textwrap
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
 from rich.console import Console, Group, RenderableType
+from rich.control import Control
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from optuna_dsat.display.lines import LineView, lines_of
+from optuna_dsat.display.lines import LineView, lines_of, speed_of_best
 from optuna_dsat.display.live_state import LaunchInFlight, LiveState
 from optuna_dsat.display.stopping import STOP_MESSAGE, Stopping
 from optuna_dsat.escape.terminal import one_line, plain
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study import progress
-from optuna_dsat.words import bytes_in_words, duration_in_words, metric_in_words
+from optuna_dsat.words import bytes_in_words, count_in_words, duration_in_words, metric_in_words
 
 __all__ = ["LiveView", "make_observer", "render"]
 
 _BAR_CELLS = 10
-_OTHER_LINES = 7
-"""Lines of the view that show no launch, with the empty line below it; one more where rounds have decided before."""
 _PADDING = 2
 _WORDS = 1
-"""Index of the column that shrinks on a narrow terminal: the configuration in words."""
-_MIN_WORDS_CELLS = 6
+"""Index of the column that is folded on a narrow terminal: the configuration in words."""
+_MIN_WORDS_CELLS = 12
 """Least width of that column."""
+_MOST_WORDS_LINES = 3
+"""Most lines of a configuration in words."""
 _TIGHT = 0.9
 """Share of the device's memory from which the bar changes its colour."""
+_REFRESH_S, _END_S = 0.25, 2.0
+"""Pause between two drawings, and longest wait for the last one."""
+_KEPT_LINES = 200
+"""Latest lines that scrolled by, which are shown again after a resize."""
 
 _STYLES = {Outcome.OUT_OF_MEMORY: "yellow", Outcome.HOST_OUT_OF_MEMORY: "yellow", Outcome.OUT_OF_DATA: "yellow"}
 
@@ -49,7 +57,15 @@ class _Column:
     justify: Literal["left", "right"] = "left"
 
 
-def render(state: LiveState, now: float, *, width: int, height: int, ascii_only: bool = False) -> RenderableType:
+def render(
+    state: LiveState,
+    now: float,
+    *,
+    width: int,
+    height: int,
+    ascii_only: bool = False,
+    stopping: bool = False,
+) -> RenderableType:
     """Return what the terminal shows below the lines that scroll by.
 
     Args:
@@ -58,71 +74,98 @@ def render(state: LiveState, now: float, *, width: int, height: int, ascii_only:
         width: Columns of the terminal.
         height: Lines of the terminal.
         ascii_only: Whether the terminal's encoding lacks block characters.
+        stopping: Whether the user asked to stop.
     """
-    if state.search is None and not state.in_flight:
-        return Text("")
-    parts: list[RenderableType] = [Text("")]
-    if state.in_flight:
-        parts.append(_launches(state, now, width=width, height=height, ascii_only=ascii_only))
+    below: list[Text] = []
+    if state.phase:
+        since = duration_in_words(now - state.phase_since)
+        below += _folded(f"{state.phase[:1].upper()}{state.phase[1:]}: {since}", width)
     if state.search is not None:
-        lines = map(one_line, _summary(state, state.search, now))
-        parts += [Text(line, no_wrap=True, overflow="ellipsis") for line in lines]
-    return Group(*parts)
+        below += [line for told in _summary(state, state.search, now) for line in _folded(told, width)]
+    if stopping:
+        below += _folded(STOP_MESSAGE, width, style="bold")
+    in_flight = state.in_flight
+    if not below and not in_flight:
+        return Text("")
+    room = max(1, height - len(below) - 3)  # the empty line above, the headings, and the line of the cursor
+    table = [_launches(state, in_flight, now, width=width, room=room, ascii_only=ascii_only)] if in_flight else []
+    return Group(Text(""), *table, *below)
 
 
-def _launches(state: LiveState, now: float, *, width: int, height: int, ascii_only: bool) -> Table:
+def _folded(text: str, width: int, *, style: str = "") -> list[Text]:
+    """Return a text as lines of a width, folded between words."""
+    lines = textwrap.wrap(one_line(text), max(1, width), break_on_hyphens=False)
+    return [Text(line, no_wrap=True, style=style) for line in lines]
+
+
+def _launches(
+    state: LiveState, in_flight: Sequence[LaunchInFlight], now: float, *, width: int, room: int, ascii_only: bool
+) -> Table:
     columns = [
         _Column(heading="trial", least_width=0, justify="right", cell=lambda row: row.name),
         _Column(heading="configuration", least_width=0, cell=lambda row: row.words),
-        _Column(heading="step", least_width=0, justify="right", cell=_steps),
-        _Column(heading="samples/s", least_width=50, justify="right", cell=_speed),
-        _Column(heading="to best", least_width=72, justify="right", cell=lambda row: _percent(state.against_best(row))),
-        _Column(heading="memory", least_width=90, cell=lambda row: _memory(row, state.memory_bytes, ascii_only)),
-        _Column(heading="since", least_width=62, justify="right", cell=lambda row: duration_in_words(now - row.since)),
+        _Column(heading="now", least_width=0, cell=_phase),
+        _Column(heading="samples/s", least_width=72, justify="right", cell=_speed),
+        _Column(heading="to best", least_width=84, justify="right", cell=lambda row: _percent(state.against_best(row))),
+        _Column(heading="memory", least_width=100, cell=lambda row: _memory(row, state.memory_bytes, ascii_only)),
+        _Column(heading="since", least_width=46, justify="right", cell=lambda row: duration_in_words(now - row.since)),
     ]
     shown = [column for column in columns if width >= column.least_width]
-    confirmed = state.search is not None and state.search.confirmed is not None
-    room = max(1, height - _OTHER_LINES - confirmed)
-    rows = sorted(state.in_flight, key=lambda row: row.since)
-    visible = rows if len(rows) <= room else rows[: room - 1]
-    lines = [[_text(column.cell(row)) for column in shown] for row in visible]
-    if len(visible) < len(rows):
-        lines.append([Text(), Text(f"and {len(rows) - len(visible)} more"), *[Text()] * (len(shown) - 2)])
-    table = Table(show_edge=False, pad_edge=False, box=None, padding=(0, _PADDING, 0, 0))
-    widths = [max(len(column.heading), *(line[at].cell_len for line in lines)) for at, column in enumerate(shown)]
+    rows = [[_text(column.cell(row)) for column in shown] for row in sorted(in_flight, key=lambda row: row.since)]
+    widths = [max(len(column.heading), *(line[at].cell_len for line in rows)) for at, column in enumerate(shown)]
     spare = width - sum(widths) - _PADDING * (len(shown) - 1)
     widths[_WORDS] = max(_MIN_WORDS_CELLS, widths[_WORDS] + min(0, spare))
+    ellipsis = " ..." if ascii_only else " \u2026"
+    words = [
+        textwrap.wrap(
+            line[_WORDS].plain,
+            widths[_WORDS],
+            break_on_hyphens=False,
+            max_lines=_MOST_WORDS_LINES,
+            placeholder=ellipsis,
+        )
+        for line in rows
+    ]
+    count = _fitting([max(1, len(lines)) for lines in words], room)
+    table = Table(show_edge=False, pad_edge=False, box=None, padding=(0, _PADDING, 0, 0))
     for column, cells in zip(shown, widths, strict=True):
         table.add_column(
             column.heading, justify=column.justify, no_wrap=True, overflow="ellipsis", header_style="dim", width=cells
         )
-    for line in lines:
-        line[_WORDS] = Text(_shortened(line[_WORDS].plain, widths[_WORDS]))
+    for line, folded in zip(rows[:count], words, strict=False):
+        line[_WORDS] = Text("\n".join(folded))
         table.add_row(*line)
+    if count < len(rows):
+        table.add_row(Text(), Text(f"and {len(rows) - count} more"), *[Text()] * (len(shown) - 2))
     return table
 
 
-def _shortened(words: str, cells: int) -> str:
-    """Return a configuration in at most ``cells`` cells: of a long one the micro-batch at its end is kept."""
-    head, comma, tail = words.rpartition(", ")
-    room = cells - len(tail) - 2
-    if len(words) <= cells or not comma or room < _MIN_WORDS_CELLS:
-        return words
-    return f"{head[:room]}\u2026 {tail}"
+def _fitting(heights: Sequence[int], room: int) -> int:
+    """Return how many rows of these heights fit; where not all do, a line is left to say so."""
+    if sum(heights) <= room:
+        return len(heights)
+    count, used = 0, 1
+    while count < len(heights) and used + heights[count] <= room:
+        used += heights[count]
+        count += 1
+    return count
 
 
 def _text(cell: str | Text) -> Text:
     return Text(one_line(cell)) if isinstance(cell, str) else cell
 
 
-def _steps(row: LaunchInFlight) -> str:
+def _phase(row: LaunchInFlight) -> str:
+    """Return the step that runs, or what a launch does before the first one has ended."""
+    if not row.step:
+        return row.phase
     if row.last_step is None:
-        return ""
-    return f"{row.step}/{row.last_step}" if row.step else "starts"
+        return f"step {row.step + 1}"
+    return f"step {row.step + 1} of {row.last_step}" if row.step < row.last_step else "ending"
 
 
 def _speed(row: LaunchInFlight) -> str:
-    return "" if row.samples_per_s is None else f"{row.samples_per_s:.4g}"
+    return "" if row.samples_per_s is None else count_in_words(row.samples_per_s)
 
 
 def _percent(share: float | None) -> Text:
@@ -149,22 +192,26 @@ def _summary(state: LiveState, search: progress.SearchStarted, now: float) -> li
     """Return the lines on the best of the search, the user's own config, the budget and the time left."""
     lines = []
     if search.confirmed is not None:
-        value = metric_in_words(search.metric, search.confirmed.value)
-        lines.append(f"Confirmed before: {value} (trial {search.confirmed.number}: {search.confirmed.words})")
+        one = search.confirmed
+        lines.append(f"Confirmed before: {speed_of_best(one, search)} (trial {one.number}: {one.words})")
     if state.best is not None:
-        text = f"Best in the search: {metric_in_words(search.metric, state.best.value)}"
+        text = f"Best in the search: {speed_of_best(state.best, search)}"
         if state.speed_up is not None:
             text += f", {state.speed_up:.2f}x your config"
         lines.append(f"{text} (trial {state.best.number}: {state.best.words})")
     if state.user_value is not None:
-        lines.append(f"Your own config in the search: {metric_in_words(search.metric, state.user_value)}")
+        own = metric_in_words(search.metric, state.user_value, device=search.device)
+        lines.append(f"Your own config in the search: {own}")
+    running = f"{len(state.in_flight)} running"
     if state.ended_search:
-        budget = f"Rounds of finalists: {state.finalists_done} launches of at least {search.finalists}"
+        done = (
+            f"Finalists measured again: {state.finalists_done} launches done of at least {search.finalists}, {running}"
+        )
     else:
-        budget = f"{state.launched} of {search.max_trials} launches, {len(state.in_flight)} in flight"
-        if search.finalists:
-            budget += f", then {search.finalists} of finalists"
-    return [*lines, f"{budget}; {_left_in_words(state.left_s(now))}"]
+        elsewhere = f", {state.elsewhere} in other workers" if state.elsewhere else ""
+        then = f", then {search.finalists} launches to compare the finalists" if search.finalists else ""
+        done = f"{state.done} of {search.max_trials} done, {running}{elsewhere}{then}"
+    return [*lines, f"{done}; {_left_in_words(state.left_s(now))}"]
 
 
 def _left_in_words(left_s: float | None) -> str:
@@ -179,7 +226,13 @@ def _left_in_words(left_s: float | None) -> str:
 
 
 class LiveView:
-    """A table of the launches in flight below the lines of those that ended: for terminals."""
+    """A table of the launches in flight below the lines of those that ended: for terminals.
+
+    Args:
+        console: The terminal.
+        stopping: Whether the user asked to stop.
+        clock: Monotonic time in seconds.
+    """
 
     def __init__(self, console: Console, stopping: Stopping, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
@@ -187,9 +240,17 @@ class LiveView:
         self._clock = clock
         self._state = LiveState()
         self._ascii = not console.encoding.lower().startswith("utf")
-        self._live = Live(
-            console=console,
-            refresh_per_second=4,
+        self._scrolled: deque[Text] = deque(maxlen=_KEPT_LINES)
+        self._size = console.size
+        self._live = self._new_live()
+        self._over = threading.Event()
+        self._drawing = threading.RLock()
+        self._thread = threading.Thread(target=self._draw_on, name="live view", daemon=True)
+
+    def _new_live(self) -> Live:
+        return Live(
+            console=self._console,
+            auto_refresh=False,
             transient=True,
             get_renderable=self._render,
             vertical_overflow="crop",
@@ -198,27 +259,69 @@ class LiveView:
     def __enter__(self) -> LiveView:
         """Start drawing."""
         self._live.start()
+        self._thread.start()
         self._stopping.live = True
         return self
 
     def __exit__(self, *_: object) -> None:
         """Stop drawing and leave the terminal clean."""
         self._stopping.live = False
+        self._over.set()
+        self._thread.join(_END_S)
         self._live.stop()
 
     def __call__(self, event: progress.ProgressEvent) -> None:
         """Apply an event; lines scroll by for launches that ended, not for those that begin."""
-        self._state.apply(event, self._clock())
-        if isinstance(event, progress.TrialStarted | progress.FinalistStarted | progress.ProfileStarted):
+        with self._drawing:
+            self._state.apply(event, self._clock())
+            if isinstance(event, progress.TrialStarted | progress.FinalistStarted | progress.ProfileStarted):
+                return
+            lines = [Text(plain(line), style=_style(event)) for line in lines_of(event, self._state.search)]
+            if lines:
+                self._follow_size()
+            for line in lines:
+                self._scrolled.append(line)
+                self._console.print(line)
+
+    def _draw_on(self) -> None:
+        while not self._over.wait(_REFRESH_S):
+            with self._drawing:
+                self._follow_size()
+                self._live.refresh()
+
+    def _follow_size(self) -> None:
+        """Draw all anew where the terminal has another size: what it made of the lines before is not known."""
+        size = self._console.size
+        if size == self._size:
             return
-        metric = self._state.search.metric if self._state.search else ""
-        for line in lines_of(event, metric):
-            self._console.print(Text(plain(line), style=_style(event)))
+        self._size = size
+        self._live.stop()
+        self._console.control(Control.clear(), Control.home())
+        self._live = self._new_live()
+        for line in self._last_lines(size.width, size.height):
+            self._console.print(line)
+        self._live.start()
+
+    def _last_lines(self, width: int, height: int) -> list[Text]:
+        """Return the latest of the lines that scrolled by, as many as the terminal has room for."""
+        room, shown = height // 2, []
+        for line in reversed(tuple(self._scrolled)):
+            room -= len(line.wrap(self._console, width))
+            if room < 0:
+                break
+            shown.append(line)
+        return shown[::-1]
 
     def _render(self) -> RenderableType:
         size = self._console.size
-        shown = render(self._state, self._clock(), width=size.width, height=size.height, ascii_only=self._ascii)
-        return Group(shown, Text(STOP_MESSAGE, style="bold")) if self._stopping.asked else shown
+        return render(
+            self._state,
+            self._clock(),
+            width=size.width,
+            height=size.height,
+            ascii_only=self._ascii,
+            stopping=self._stopping.asked,
+        )
 
 
 def _style(event: progress.ProgressEvent) -> str:
@@ -244,4 +347,8 @@ def make_observer(*, quiet: bool, stopping: Stopping | None = None) -> Iterator[
         with LiveView(console, stopping or Stopping()) as view:
             yield view
     else:
-        yield LineView()
+        lines = LineView()
+        try:
+            yield lines
+        finally:
+            lines.close()

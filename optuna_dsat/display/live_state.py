@@ -16,6 +16,8 @@ from optuna_dsat.study import progress
 
 __all__ = ["LaunchInFlight", "LiveState"]
 
+_PROFILE = "profile"
+"""Name of a profile's launch."""
 _WINDOW = 20
 """Latest launches whose durations predict the next ones: later launches are more like those to come."""
 _MIN_LAUNCHES = 2
@@ -34,6 +36,8 @@ class LaunchInFlight:
     """Time of the launch, in seconds of the state's clock."""
     last_step: int | None
     """Last step that it runs; None if not known."""
+    phase: str = "starting"
+    """What it does before its first step ends."""
     step: int = 0
     """Last step that ended; 0 before the first."""
     samples_per_s: float | None = None
@@ -65,6 +69,12 @@ class LiveState:
     """Finalists measured again, or given up."""
     ended_search: bool = False
     """Whether finalists are being measured again."""
+    elsewhere: int = 0
+    """Launches of other workers that were running when the last one ended here."""
+    phase: str = ""
+    """What the search itself does that may take long; empty for nothing."""
+    phase_since: float = 0.0
+    """Begin of the phase, in seconds of the state's clock."""
     _durations: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     _startups: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
 
@@ -72,12 +82,12 @@ class LiveState:
         """Update the state by an event that arrives at time ``now``."""
         if isinstance(event, progress.ProfileStarted):
             self.rows = {
-                "profile": LaunchInFlight(
-                    name="profile", words=f"{event.words}, micro-batch {event.micro_batch}", since=now, last_step=None
+                _PROFILE: LaunchInFlight(
+                    name=_PROFILE, words=f"{event.words}, micro-batch {event.micro_batch}", since=now, last_step=None
                 )
             }
         elif isinstance(event, progress.ProfileFinished):
-            self.rows.pop("profile", None)
+            self.rows.pop(_PROFILE, None)
             self.memory_bytes = event.profile.device_memory_bytes
         elif isinstance(event, progress.SearchStarted):
             self.search, self.launched, self.began = event, event.launched, now
@@ -87,6 +97,10 @@ class LiveState:
             self.launched += isinstance(event, progress.TrialStarted) and event.attempt == 0
             self.ended_search |= isinstance(event, progress.FinalistStarted)
             self.rows[name] = LaunchInFlight(name=name, words=event.words, since=now, last_step=event.end_profile_step)
+        elif isinstance(event, progress.Phase):
+            self.phase, self.phase_since = event.words, now
+        elif isinstance(event, progress.TrialPhase):
+            self._enter(event)
         elif isinstance(event, progress.TrialStepped):
             self._step(event, now)
         elif isinstance(event, progress.TrialFinished):
@@ -96,6 +110,11 @@ class LiveState:
         elif isinstance(event, progress.FinalistMeasured):
             self.rows.pop(str(event.number), None)
             self.finalists_done += 1
+
+    def _enter(self, event: progress.TrialPhase) -> None:
+        row = self.rows.get(_PROFILE if event.number is None else str(event.number))
+        if row is not None:
+            row.phase = event.words
 
     def _step(self, event: progress.TrialStepped, now: float) -> None:
         row = self.rows.get(str(event.number))
@@ -108,12 +127,19 @@ class LiveState:
     def _finish(self, event: progress.TrialFinished, now: float) -> None:
         row = self.rows.pop(str(event.number), None)
         self.launched = event.launched
+        self.elsewhere = max(0, event.running - len(self.rows))
         if row is not None:
             self._durations.append(now - row.since)
             if row.first_step_at is not None and event.outcome is Outcome.MEASURED:
                 self._startups.append(row.first_step_at - row.since)
         self.best = event.best_so_far or self.best
         self.user_value = self.user_value if event.user_value is None else event.user_value
+
+    @property
+    def done(self) -> int:
+        """Launches of the search that are over, of those that count against the budget."""
+        running = 0 if self.ended_search else len(self.in_flight)
+        return max(0, self.launched - running - self.elsewhere)
 
     @property
     def in_flight(self) -> tuple[LaunchInFlight, ...]:
@@ -130,9 +156,9 @@ class LiveState:
 
     def against_best(self, row: LaunchInFlight) -> float | None:
         """Return the relative difference of a launch's samples/s to those of the best; None if either is unknown."""
-        if row.samples_per_s is None or self.best is None or not self.best.samples_per_s:
+        if row.samples_per_s is None or self.best is None or self.best.speed is None:
             return None
-        return row.samples_per_s / self.best.samples_per_s - 1
+        return row.samples_per_s / self.best.speed.samples_per_s - 1
 
     def left_s(self, now: float) -> float | None:
         """Return an upper estimate of the time left, in seconds, from the durations of the latest launches.

@@ -108,7 +108,7 @@ class Conclusion:
             self._context,
             study=self._study,
             metric=self._metric,
-            flops_per_sample=self._profiled.profile.flops_per_sample,
+            profile=self._profiled.profile,
         )
         rounds = confirmation.run(trials, candidates)
         if confirmation.interrupted:

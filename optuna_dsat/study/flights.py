@@ -13,7 +13,6 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.context import StudyContext
 from optuna_dsat.study.progress import TrialStarted
 from optuna_dsat.trials import attributes
-from optuna_dsat.words import config_in_words
 
 __all__ = ["Flight", "Flights", "frozen"]
 
@@ -24,6 +23,8 @@ class Flight:
 
     trial: optuna.Trial
     request: LaunchRequest
+    words: str
+    """The configuration in words."""
     attempt: int = 0
     """Number of the launch among those of the trial, from 0."""
     record: LaunchRecord = field(init=False)
@@ -34,11 +35,6 @@ class Flight:
         self.record = LaunchRecord(world_size=request.slots, start_profile_step=request.start_profile_step)
 
     @property
-    def words(self) -> str:
-        """The configuration in words."""
-        return config_in_words(self.request.ds_config)
-
-    @property
     def is_user_config(self) -> bool:
         """Whether it measures the user's own config."""
         return bool(self.trial.user_attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG)
@@ -47,7 +43,7 @@ class Flight:
         """Return the next attempt at the same configuration, with an empty record."""
         attempt = self.attempt + 1
         request = replace(self.request, launch_id=f"trial-{self.trial.number:04d}-retry-{attempt}")
-        return Flight(trial=self.trial, request=request, attempt=attempt)
+        return Flight(trial=self.trial, request=request, words=self.words, attempt=attempt)
 
 
 class Flights:

@@ -22,7 +22,7 @@ from optuna_dsat.launch.preload import Preload
 from optuna_dsat.launch.protocol import Launcher, LaunchReport, LaunchRequest
 from optuna_dsat.launch.waiting import SlotWait
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.runtime.events import EngineReady, ProfileMeasured
+from optuna_dsat.runtime.events import EngineReady, Event, ProfileMeasured
 from optuna_dsat.script.batch_rule import BatchRule, samples_per_rank
 from optuna_dsat.script.trainer import ScriptTrainer
 from optuna_dsat.study.batch_search import find_batch_rule, find_trainer
@@ -194,6 +194,7 @@ def measure_profile(
     *,
     on_attempt: Callable[[ProfileAttempt], None],
     on_report: Callable[[LaunchReport, LaunchRecord], None],
+    on_event: Callable[[Event], None] = lambda _: None,
     wait: SlotWait | None = None,
 ) -> Profiled:
     """Launch the script at the smallest micro-batch, with structures of ever less device memory while it is short.
@@ -205,6 +206,7 @@ def measure_profile(
         launcher: Where to launch.
         on_attempt: Called before each launch.
         on_report: Called after each launch.
+        on_event: Called with each event of a launch.
         wait: As for ``follow``.
 
     Raises:
@@ -225,7 +227,7 @@ def measure_profile(
         on_attempt(attempt)
         request = _request(spec, attempt, number=launches)
         launches += 1
-        record, report = follow(launcher, request, wait=wait)
+        record, report = follow(launcher, request, on_event, wait=wait)
         on_report(report, record)
         if report.outcome is Outcome.MEASURED and record.profile is not None and record.engine is not None:
             _check_data(record, smallest=attempt.micro_batch)

@@ -10,11 +10,13 @@ from typing import Any
 from optuna_dsat.config.ds_config import MICRO_BATCH
 from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.protocol import LaunchReport
+from optuna_dsat.runtime.events import Event
 from optuna_dsat.store import StoredProfile
 from optuna_dsat.study.context import StudyContext
 from optuna_dsat.study.data_size import dataset_size, largest_global_batch
+from optuna_dsat.study.phases import phase_of
 from optuna_dsat.study.profile import ProfileAttempt, Profiled, measure_profile
-from optuna_dsat.study.progress import ProfileFinished, ProfileStarted
+from optuna_dsat.study.progress import LaunchEnded, ProfileFinished, ProfileStarted, TrialPhase
 from optuna_dsat.study.space import largest_micro_batches, micro_batch_cap, objective
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.stored import attributes_of, has_trials
@@ -118,6 +120,7 @@ class ProfileTurn:
             self._context.launcher,
             on_attempt=self._attempt_started,
             on_report=self._attempt_ended,
+            on_event=self._entered,
             wait=self._context.wait,
         )
         self._store.save_profile(self.fingerprint, profiled.to_json(), study_uuid=self._context.study_uuid)
@@ -126,7 +129,22 @@ class ProfileTurn:
     def _attempt_started(self, attempt: ProfileAttempt) -> None:
         self._context.observer(ProfileStarted(words=attempt.words, micro_batch=attempt.micro_batch))
 
+    def _entered(self, event: Event) -> None:
+        if (phase := phase_of(event)) is not None:
+            self._context.observer(TrialPhase(number=None, words=phase))
+
     def _attempt_ended(self, report: LaunchReport, record: LaunchRecord) -> None:
+        self._context.observer(
+            LaunchEnded(
+                launch_id=report.launch_id,
+                purpose="profile",
+                number=None,
+                words="",
+                outcome=report.outcome,
+                value=None,
+                message=report.message,
+            )
+        )
         self._context.record_launch(report, record, purpose="profile")
         if record.engine is not None and record.engine.config_differences and not report.outcome.infeasible:
             self._say_differences(record.engine.config_differences)

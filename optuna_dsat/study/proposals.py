@@ -118,11 +118,12 @@ class Proposals:
         launch_id = f"trial-{trial.number:04d}"
         request = launch_request(self._spec, launch_id=launch_id, purpose="trial", overlay=overlay, config=config)
         trial.set_user_attr(attributes.CONFIG, dict(config))
-        trial.set_user_attr(attributes.CONFIGURATION, config_in_words(config))
+        words = config_in_words(config, own=self._config, params_count=self._profiled.profile.params)
+        trial.set_user_attr(attributes.CONFIGURATION, words)
         trial.set_user_attr(attributes.OVERLAY, dict(overlay))
         trial.set_user_attr(attributes.CONFIG_KEY, key)
         trial.set_user_attr(attributes.LAUNCH_ID, launch_id)
-        return Flight(trial=trial, request=request)
+        return Flight(trial=trial, request=request, words=words)
 
     def _configuration(self, trial: optuna.Trial) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         """Return the DeepSpeed config of a trial and its overlay over the script's config."""

@@ -13,13 +13,14 @@ from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.metrics import speed_up
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.context import StudyContext
-from optuna_dsat.study.finalists import confirmation_end
+from optuna_dsat.study.finalists import confirmation_end, finalists_of
 from optuna_dsat.study.flights import Flight
 from optuna_dsat.study.profile import Profiled
-from optuna_dsat.study.progress import BestSoFar, SearchStarted, TrialDropped, TrialFinished
+from optuna_dsat.study.progress import BestSoFar, LaunchEnded, SearchStarted, TrialDropped, TrialFinished
 from optuna_dsat.study.rounds import MIN_ROUNDS, Rounds
 from optuna_dsat.study.space import objective
 from optuna_dsat.study.spec import StudySpec
+from optuna_dsat.study.speeds import Speeds
 from optuna_dsat.study.verdict import verdict_of
 from optuna_dsat.trials import attributes
 
@@ -52,6 +53,7 @@ class TrialRecorder:
         self._store = context.store
         self._observer = context.observer
         self._maximize = context.spec.maximize
+        self._speeds = Speeds(profiled.profile)
         self.metric = objective(context.spec, profiled)
         """The metric that is optimised."""
 
@@ -74,9 +76,10 @@ class TrialRecorder:
                 finalists=MIN_ROUNDS * (spec.confirm + spec.enqueue_user_config) if spec.confirm else 0,
                 finalist_steps=confirmation_end(spec) / spec.end_profile_step,
                 timeout_s=spec.timeout_s,
-                best=_best_so_far(trials, maximize=self._maximize),
+                best=self._best_so_far(trials),
                 confirmed=self._confirmed(trials),
                 user_value=None if user is None else user.values[0],
+                device=spec.device,
             )
         )
 
@@ -88,11 +91,32 @@ class TrialRecorder:
             return None
         trial = next(one for one in trials if one.number == verdict.handed_over)
         words = trial.user_attrs.get(attributes.CONFIGURATION, "")
-        return BestSoFar(number=trial.number, words=words, value=verdict.value, samples_per_s=None)
+        again = finalists_of(rounds)[trial.number]
+        speed = self._speeds.of(again.metrics, trial.user_attrs[attributes.CONFIG])
+        return BestSoFar(number=trial.number, words=words, value=verdict.value, speed=speed)
 
     def metrics(self, flight: Flight) -> dict[str, float]:
         """Return the metrics of the steps counted so far."""
         return flight.record.metrics(flops_per_sample=self._profiled.profile.flops_per_sample)
+
+    def announce_end(self, flight: Flight, report: LaunchReport) -> None:
+        """Send ``LaunchEnded`` for a launch that is about to be stored."""
+        self._observer(
+            LaunchEnded(
+                launch_id=flight.request.launch_id,
+                purpose=flight.request.purpose,
+                number=flight.trial.number,
+                words=flight.words,
+                outcome=report.outcome,
+                value=self._value(flight, report),
+                message=report.message,
+            )
+        )
+
+    def _value(self, flight: Flight, report: LaunchReport) -> float | None:
+        """Return the objective value of a launch; None if it was not measured."""
+        measured = report.outcome is Outcome.MEASURED and flight.record.counted
+        return self.metrics(flight)[self.metric] if measured else None
 
     def record(self, flight: Flight, report: LaunchReport) -> None:
         """Store the report of a launch; a later call replaces it."""
@@ -118,15 +142,16 @@ class TrialRecorder:
         if self._store.heartbeat.is_lost(trial):
             self.drop(trial)
             return
-        value = self._set_attributes(flight, report)
+        self._set_attributes(flight, report)
+        value = self._value(flight, report)
         self._study.tell(trial, value, state=_STATES.get(report.outcome, TrialState.FAIL), skip_if_finished=True)
         self._store.heartbeat.remove(trial)
         self._notify(flight, report, value)
         self._raise_script_failure(flight, report)
 
-    def _set_attributes(self, flight: Flight, report: LaunchReport) -> float | None:
-        """Store the result with the trial; return its objective value, None if the launch was not measured."""
-        trial, value = flight.trial, None
+    def _set_attributes(self, flight: Flight, report: LaunchReport) -> None:
+        """Store the result with the trial."""
+        trial = flight.trial
         trial.set_user_attr(attributes.MESSAGE, report.message)
         trial.set_user_attr(attributes.ATTEMPTS, flight.attempt + 1)
         trial.set_user_attr(attributes.PEAK_BYTES, flight.record.peak_bytes)
@@ -146,11 +171,8 @@ class TrialRecorder:
         if flight.record.input_variation:
             trial.set_user_attr(attributes.INPUT_VARIATION, flight.record.input_variation)
         if flight.record.counted:
-            metrics = self.metrics(flight)
-            trial.set_user_attr(attributes.METRICS, metrics)
-            value = metrics[self.metric] if report.outcome is Outcome.MEASURED else None
+            trial.set_user_attr(attributes.METRICS, self.metrics(flight))
         trial.set_user_attr(attributes.OUTCOME, report.outcome.value)
-        return value
 
     def _raise_script_failure(self, flight: Flight, report: LaunchReport) -> None:
         """Raise ``ScriptFailedError`` if further launches would fail like this one."""
@@ -178,6 +200,8 @@ class TrialRecorder:
         trials = self._trials()
         best = attributes.best_trials(trials, maximize=self._maximize)
         baseline = attributes.user_config_trial(trials)
+        self._speeds.learn(flight.record)
+        counted = self.metrics(flight) if flight.record.counted else {}
         self._observer(
             TrialFinished(
                 number=flight.trial.number,
@@ -188,9 +212,11 @@ class TrialRecorder:
                 best=bool(best) and best[0].number == flight.trial.number,
                 message=report.message,
                 launched=attributes.launches_used(trials),
+                running=sum(t.state is TrialState.RUNNING and attributes.LAUNCH_ID in t.user_attrs for t in trials),
                 own=flight.is_user_config,
-                best_so_far=_best_so_far(trials, maximize=self._maximize),
+                best_so_far=self._best_so_far(trials),
                 user_value=None if baseline is None else baseline.values[0],
+                speed=self._speeds.of(counted, flight.request.ds_config),
             )
         )
 
@@ -198,6 +224,19 @@ class TrialRecorder:
         """Stop tracking a trial that was given to another worker because this one did not send heartbeats."""
         self._observer(TrialDropped(number=trial.number))
         self._store.heartbeat.remove(trial)
+
+    def _best_so_far(self, trials: Sequence[FrozenTrial]) -> BestSoFar | None:
+        """Return the best measured trial; None if nothing was measured."""
+        best = attributes.best_trials(trials, maximize=self._maximize)
+        if not best:
+            return None
+        attrs = best[0].user_attrs
+        return BestSoFar(
+            number=best[0].number,
+            words=attrs.get(attributes.CONFIGURATION, ""),
+            value=best[0].values[0],
+            speed=self._speeds.of(attrs.get(attributes.METRICS, {}), attrs.get(attributes.CONFIG, {})),
+        )
 
     def _trials(self) -> Sequence[FrozenTrial]:
         return self._study.get_trials(deepcopy=False)
@@ -207,20 +246,6 @@ def _concurrent_launches(spec: StudySpec, total_slots: int) -> int:
     """Return how many launches may be in flight at once."""
     slots = total_slots if spec.max_slots is None else min(total_slots, spec.max_slots)
     return max(1, min(spec.max_concurrent_trials, slots // spec.slots_per_trial))
-
-
-def _best_so_far(trials: Sequence[FrozenTrial], *, maximize: bool) -> BestSoFar | None:
-    """Return the best measured trial; None if nothing was measured."""
-    best = attributes.best_trials(trials, maximize=maximize)
-    if not best:
-        return None
-    attrs = best[0].user_attrs
-    return BestSoFar(
-        number=best[0].number,
-        words=attrs.get(attributes.CONFIGURATION, ""),
-        value=best[0].values[0],
-        samples_per_s=attrs.get(attributes.METRICS, {}).get("throughput"),
-    )
 
 
 def _data_limit(flight: Flight) -> int:

@@ -24,8 +24,9 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.context import StudyContext
 from optuna_dsat.study.flights import Flight, Flights, frozen
 from optuna_dsat.study.methods import Method
+from optuna_dsat.study.phases import phase_of
 from optuna_dsat.study.profile import Profiled
-from optuna_dsat.study.progress import TrialStepped
+from optuna_dsat.study.progress import TrialPhase, TrialStepped
 from optuna_dsat.study.proposals import Proposals, Refusal
 from optuna_dsat.study.trial_recorder import TrialRecorder
 from optuna_dsat.study.uninterrupted import uninterrupted
@@ -162,6 +163,8 @@ class Tuner:
         try:
             if isinstance(update, Observed):
                 step = flight.record.add(update.event)
+                if (phase := phase_of(update.event)) is not None:
+                    self._context.observer(TrialPhase(number=flight.trial.number, words=phase))
                 if step is not None:
                     self._report(flight, step)
             else:
@@ -198,6 +201,7 @@ class Tuner:
         report = update.report
         with uninterrupted():
             self._flights.land(update.launch_id, exiting=isinstance(update, Settled))
+            self._recorder.announce_end(flight, report)
             self._recorder.record(flight, report)
             self._recorder.record_steps(flight)
             most = max(self._spec.max_retries, MOST_KILLED if report.outcome is Outcome.KILLED else 0)

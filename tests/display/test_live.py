@@ -16,6 +16,7 @@ from optuna_dsat.display.lines import LineView
 from optuna_dsat.display.live import make_observer, render
 from optuna_dsat.display.live_state import LiveState
 from optuna_dsat.display.stopping import STOP_MESSAGE, Stopping
+from optuna_dsat.metrics import Speed
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.store import Store
 from optuna_dsat.study import progress
@@ -47,7 +48,8 @@ def stepped(number: int, step: int = 1, peak_gib: int = 4) -> progress.TrialStep
 def finished(number: int, value: float | None, *, best: bool = False, own: bool = False) -> progress.TrialFinished:
     outcome, words = Outcome.OUT_OF_MEMORY if value is None else Outcome.MEASURED, f"micro-batch {number}"
     known = value is not None and best
-    leader = progress.BestSoFar(number=number, words=words, value=value or 0, samples_per_s=value) if known else None
+    speed = None if value is None else Speed(samples_per_s=value)
+    leader = progress.BestSoFar(number=number, words=words, value=value or 0, speed=speed) if known else None
     return progress.TrialFinished(
         number=number, words=words, outcome=outcome, value=value, speed_up=None, best=best, message="",
         launched=number + 1, own=own, best_so_far=leader, user_value=value if own else None,
@@ -84,9 +86,9 @@ def state() -> LiveState:
 
 def test_a_launch_in_flight_is_a_row_with_its_speed_against_the_best_and_its_memory(state: LiveState) -> None:
     text = shown(state, 25.0, width=160)
-    (row,) = [line for line in text.splitlines() if "micro-batch 2" in line]
-    assert re.search(r"2 +ZeRO 3 .*1/5 +90 +-10% +█████░░░░░ 4.00 GiB of 8.00 GiB +5 s", row)
-    assert "starts" in next(line for line in text.splitlines() if "micro-batch 3" in line)
+    (row,) = [line for line in text.splitlines() if line.startswith("    2 ")]
+    assert re.search(r"2 +ZeRO 3 .*step 2 of 5 +90 +-10% +█████░░░░░ 4.00 GiB of 8.00 GiB +5 s", row)
+    assert "starting" in next(line for line in text.splitlines() if line.startswith("    3 "))
     assert "#####-----" in shown(state, 25.0, width=160, ascii_only=True)
 
 
@@ -94,7 +96,7 @@ def test_best_own_config_and_budget_are_told(state: LiveState) -> None:
     text = shown(state, 25.0)
     assert "Best in the search: 100 samples/s, 2.00x your config (trial 1: micro-batch 1)" in text
     assert "Your own config in the search: 50 samples/s" in text
-    assert "4 of 10 launches, 2 in flight, then 2 of finalists" in text
+    assert "2 of 10 done, 2 running, then 2 launches to compare the finalists" in text
 
 
 def test_the_time_left_counts_what_runs_side_by_side_and_the_finalists(state: LiveState) -> None:
@@ -123,11 +125,11 @@ def test_no_time_left_is_told_before_it_can_be_known() -> None:
 
 def test_a_resumed_search_begins_with_what_is_known() -> None:
     state = LiveState()
-    best = progress.BestSoFar(number=4, words="ZeRO 1, micro-batch 8", value=80.0, samples_per_s=80.0)
+    best = progress.BestSoFar(number=4, words="ZeRO 1, micro-batch 8", value=80.0, speed=Speed(samples_per_s=80.0))
     state.apply(search(launched=6, best=best, user_value=40.0), 0.0)
     text = shown(state, 0.0)
     assert "80 samples/s, 2.00x your config (trial 4: ZeRO 1, micro-batch 8)" in text
-    assert "6 of 10 launches" in text
+    assert "6 of 10 done, 0 running" in text
 
 
 def test_a_retry_is_no_further_launch_and_a_dropped_trial_leaves() -> None:
@@ -144,9 +146,11 @@ def test_a_retry_is_no_further_launch_and_a_dropped_trial_leaves() -> None:
 def test_no_line_is_wider_than_the_terminal(state: LiveState, width: int) -> None:
     lines = shown(state, 25.0, width=width).splitlines()
     assert max(len(line) for line in lines) <= width
-    rows = [line for line in lines if line.lstrip().startswith(("2 ", "3 "))]
+    rows = [line for line in lines if re.match(r" *[23]  \S", line)]
     assert len(rows) == 2
-    assert width < 60 or all("micro-batch" in row for row in rows)
+    words = " ".join(lines).split()
+    assert width < 60 or all(words.count(one) == 2 for one in ("parameter", "and", "optimizer"))  # none is cut
+    assert width < 46 or words.count("s") == 2, "both have a running clock"
 
 
 def test_more_launches_than_lines_are_counted(state: LiveState) -> None:
@@ -154,7 +158,9 @@ def test_more_launches_than_lines_are_counted(state: LiveState) -> None:
         state.apply(started(number), 30.0)
     text = shown(state, 31.0, height=16)
     assert len(text.splitlines()) <= 16
-    assert "and 24 more" in text
+    shown_rows = sum(re.match(r" *\d+  ZeRO", line) is not None for line in text.splitlines())
+    assert shown_rows >= 2
+    assert f"and {32 - shown_rows} more" in text
 
 
 def test_a_pipe_gets_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,9 +169,9 @@ def test_a_pipe_gets_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
         for event in (search(launched=3), started(3), stepped(3), finished(3, None)):
             observer(event)
     assert capsys.readouterr().err.splitlines() == [
-        "Study s: 10 launches, 3 made before, optimising throughput.",
+        "Study s: at most 10 launches, 3 made before, optimising throughput.",
         f"Trial 3: {started(3).words} ...",
-        "Trial 3: micro-batch 3: out_of_memory ()",
+        "Trial 3: micro-batch 3: out of memory",
     ]
 
 
@@ -204,8 +210,8 @@ def test_on_a_terminal_launches_are_rows_that_follow_its_width(tmp_path: Path) -
         screen.wait_for("\u2588")
         screen.wait_for("of 60.00 GiB")
         place = screen.resize(60)
-        place = screen.wait_for("in flight", after=place)
-        place = screen.wait_for("in flight", after=place)
+        place = screen.wait_for("running", after=place)
+        place = screen.wait_for("running", after=place)
         assert screen.wait() == 0
     after = screen.plain(place)
     frames = after[: after.index("The search ended")]
@@ -217,7 +223,7 @@ def test_on_a_terminal_launches_are_rows_that_follow_its_width(tmp_path: Path) -
 
 def test_ctrl_c_once_returns_what_is_in_flight_and_says_how_to_go_on(tmp_path: Path) -> None:
     with terminal(command(tmp_path, pause_s=0.1), width=130, NO_COLOR="1") as screen:
-        screen.wait_for("2 in flight")
+        screen.wait_for("2 running")
         screen.press_ctrl_c()
         assert screen.wait() == 130
     text = screen.plain()
@@ -232,7 +238,7 @@ def test_ctrl_c_once_returns_what_is_in_flight_and_says_how_to_go_on(tmp_path: P
 
 def test_ctrl_c_twice_stops_at_once(tmp_path: Path) -> None:
     with terminal(command(tmp_path, pause_s=0.1, stop_s=600.0), width=130) as screen:
-        screen.wait_for("2 in flight")
+        screen.wait_for("2 running")
         screen.press_ctrl_c()
         screen.wait_for(STOP_MESSAGE)
         screen.press_ctrl_c()
