@@ -16,10 +16,15 @@ from optuna_dsat.cli.tables import print_table
 from optuna_dsat.errors import UsageError
 from optuna_dsat.escape.terminal import say
 from optuna_dsat.tuning.options import DEFAULT_OUTPUT_DIR, DEFAULT_STORAGE, OUTPUT_DIR_ENV, STORAGE_ENV, TuneOptions
+from optuna_dsat.tuning.parse import share
 from optuna_dsat.words import bytes_in_words
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from optuna_dsat.plan.rows import Plan, PlannedRow
+    from optuna_dsat.plan.scaling import AtCount
+    from optuna_dsat.plan.transformer import TransformerShape
 
 __all__ = ["PlanOptions", "plan"]
 
@@ -30,8 +35,12 @@ _GPUS = 8
 """GPUs of a host if ``--gpus`` is not given and nothing is launched."""
 _HEADINGS = ("", "{} at 1", "micro-batch", "largest", "{}", "host", "step", "samples/s")
 """Of the columns that every plan has; for ``{}`` stands whose memory it is."""
+_NETWORK = 100.0
+"""Gbit/s of a host's network if ``--network`` is not given and nothing is launched."""
 _SEQ_LENGTH = 2048
 """Tokens of a sample if ``--seq-length`` is not given and nothing is launched."""
+_VOCAB = 50257
+"""Words of the vocabulary if neither an option nor a config says."""
 _SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
@@ -55,6 +64,18 @@ class PlanOptions:
         str | None,
         typer.Option(help="Parameters, such as 7e9 or 1.3B; then nothing is launched.", rich_help_panel=_MODEL),
     ] = None
+    hf_config: Annotated[
+        Path | None,
+        typer.Option(
+            help="The config.json of a Hugging Face model, its folder, or the id of one that was downloaded before, "
+            "instead of --params and the shape.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None
+    trainable_share: Annotated[
+        str | None,
+        typer.Option(help="Share of the parameters that is trained, such as 0.5% with LoRA.", rich_help_panel=_MODEL),
+    ] = None
     hidden: Annotated[
         int | None, typer.Option(help="Hidden size.  \\[default: by parameters and layers]", rich_help_panel=_MODEL)
     ] = None
@@ -67,11 +88,14 @@ class PlanOptions:
     seq_length: Annotated[
         int | None,
         typer.Option(
-            help="Tokens of a sample; with a launch, only for tokens/s.  \\[default: 2048 without a launch]",
+            help="Tokens of a sample; with a launch, only for tokens/s.  \\[default: 2048 without a launch, or what "
+            "the model of --hf-config takes if that is less]",
             rich_help_panel=_MODEL,
         ),
     ] = None
-    vocab: Annotated[int, typer.Option(help="Size of the vocabulary.", rich_help_panel=_MODEL)] = 50257
+    vocab: Annotated[
+        int | None, typer.Option(help="Size of the vocabulary.  \\[default: 50257]", rich_help_panel=_MODEL)
+    ] = None
     ffn: Annotated[
         int | None,
         typer.Option(help="Width of the feed-forward block.  \\[default: 4 x hidden]", rich_help_panel=_MODEL),
@@ -94,8 +118,18 @@ class PlanOptions:
         int | None,
         typer.Option(help="GPUs of a host, or of the launch.  \\[default: 8, or all]", rich_help_panel=_MACHINE),
     ] = None
-    nodes: Annotated[int, typer.Option(help="Hosts.", min=1, rich_help_panel=_MACHINE)] = 1
-    network: Annotated[float, typer.Option(help="Gbit/s of a host's network.", rich_help_panel=_MACHINE)] = 100.0
+    nodes: Annotated[
+        int,
+        typer.Option(
+            help="Hosts to plan for; a launch runs on this one, and the others are taken to be like it.", min=1
+        ),
+    ] = 1
+    network: Annotated[
+        float | None,
+        typer.Option(
+            help="Gbit/s of a host's network, of several hosts.  \\[default: 100 without a launch, else unknown]"
+        ),
+    ] = None
     host_memory: Annotated[
         str | None,
         typer.Option(help="Memory of a host, such as 1TiB.  \\[default: 128GiB a GPU]", rich_help_panel=_MACHINE),
@@ -136,7 +170,8 @@ def _run(options: PlanOptions) -> None:
     """
     if not 0 <= options.memory_margin < 1:
         raise UsageError(f"--memory-margin is {options.memory_margin}; it must lie in [0, 1).")
-    found = _with_launch(options) if options.params is None else _without_launch(options, options.params)
+    shaped = options.params is not None or options.hf_config is not None
+    found = _without_launch(options) if shaped else _with_launch(options)
     if options.json_output:
         _print_json(found)
     else:
@@ -161,33 +196,21 @@ def _count(text: str, option: str) -> int:
     return round(number)
 
 
-def _without_launch(options: PlanOptions, params: str) -> Plan:
-    """Return the plan of a model of ``params`` parameters on a GPU from the table."""
+def _without_launch(options: PlanOptions) -> Plan:
+    """Return the plan of a model that exists as a shape, on a GPU from the table."""
     from optuna_dsat.config import ds_config
     from optuna_dsat.cost.gpus import GPUS, find_gpu
     from optuna_dsat.plan.from_shape import Machine, plan_shape
-    from optuna_dsat.plan.transformer import shape_of
     from optuna_dsat.study.spec import parse_bytes
 
     config_path = options.ds_config or options.script  # with one argument, that is the config
+    given = "--params" if options.hf_config is None else "--hf-config"
     if config_path is not None and config_path.suffix == ".py":
-        raise UsageError("With --params nothing is launched: give no script, a DS_CONFIG at most.")
-    shape = shape_of(
-        params=_count(params, "--params"),
-        hidden=options.hidden,
-        layers=options.layers,
-        heads=options.heads,
-        seq_length=_SEQ_LENGTH if options.seq_length is None else options.seq_length,
-        vocab=options.vocab,
-        ffn=options.ffn,
-        gated=options.gated,
-        dropout=options.dropout,
-        fused_attention=not options.plain_attention,
-        recompute=options.recompute,
-    )
+        raise UsageError(f"With {given} nothing is launched: give no script, a DS_CONFIG at most.")
+    shape = _given_shape(options) if options.hf_config is None else _shape_of_config(options, options.hf_config)
     gpus = _GPUS if options.gpus is None else options.gpus
     if options.gpu is None:
-        raise UsageError(f"--params needs --gpu; known are {', '.join(GPUS)}.")
+        raise UsageError(f"{given} needs --gpu; known are {', '.join(GPUS)}.")
     if gpus < 1:
         raise UsageError(f"--gpus is {gpus}; it must be at least 1.")
     machine = Machine(
@@ -199,6 +222,52 @@ def _without_launch(options: PlanOptions, params: str) -> Plan:
     )
     config = None if config_path is None else ds_config.load(config_path).raw
     return plan_shape(shape, machine, config=config, memory_margin=options.memory_margin, nvme_path=options.nvme_path)
+
+
+def _given_shape(options: PlanOptions) -> TransformerShape:
+    """Return the shape that the options describe one by one."""
+    from optuna_dsat.plan.transformer import shape_of
+
+    return shape_of(
+        params=_count(options.params or "", "--params"),
+        hidden=options.hidden,
+        layers=options.layers,
+        heads=options.heads,
+        seq_length=_SEQ_LENGTH if options.seq_length is None else options.seq_length,
+        vocab=_VOCAB if options.vocab is None else options.vocab,
+        ffn=options.ffn,
+        gated=options.gated,
+        dropout=options.dropout,
+        fused_attention=not options.plain_attention,
+        recompute=options.recompute,
+        trainable_share=_trainable_share(options),
+    )
+
+
+def _shape_of_config(options: PlanOptions, path: Path) -> TransformerShape:
+    """Return the shape of the model that a Hugging Face config describes.
+
+    Raises:
+        UsageError: If the config cannot be used, or an option says what it says.
+    """
+    from optuna_dsat.plan.hugging_face import shape_of_config
+
+    for name in ("params", "hidden", "layers", "heads", "vocab", "ffn", "gated"):
+        if getattr(options, name):
+            raise UsageError(f"--hf-config says the shape: leave out --{name}.")
+    return shape_of_config(
+        path,
+        seq_length=options.seq_length,
+        dropout=options.dropout,
+        fused_attention=not options.plain_attention,
+        recompute=options.recompute,
+        trainable_share=_trainable_share(options),
+    )
+
+
+def _trainable_share(options: PlanOptions) -> float:
+    text = options.trainable_share
+    return 1.0 if text is None else share(text, option="--trainable-share")
 
 
 def _with_launch(options: PlanOptions) -> Plan:
@@ -230,6 +299,8 @@ def _with_launch(options: PlanOptions) -> Plan:
             ),
             memory_margin=options.memory_margin,
             seq_length=options.seq_length,
+            nodes=options.nodes,
+            network_gbit_per_s=options.network if options.nodes > 1 else None,
             on_notice=lambda text: say(text, file=sys.stderr),
         )
 
@@ -237,11 +308,11 @@ def _with_launch(options: PlanOptions) -> Plan:
 def _search_options(options: PlanOptions) -> TuneOptions:
     """Return the options of a search over all ZeRO stages with the launch of this plan."""
     if options.script is None or options.ds_config is None:
-        raise UsageError("plan takes SCRIPT and DS_CONFIG, or --params with --gpu and no script.")
+        raise UsageError("plan takes SCRIPT and DS_CONFIG, or --params or --hf-config with --gpu and no script.")
+    if options.trainable_share is not None:
+        raise UsageError("--trainable-share is for plans without a launch: a launch counts what is trained.")
     if options.seq_length is not None and options.seq_length < 1:
         raise UsageError(f"--seq-length is {options.seq_length}; it must be at least 1.")
-    if options.nodes != 1:
-        raise UsageError("--nodes is for plans without a launch (--params): a launch runs on this host.")
     return TuneOptions(
         script=options.script,
         ds_config=options.ds_config,
@@ -258,6 +329,32 @@ def _search_options(options: PlanOptions) -> TuneOptions:
     )
 
 
+def _scaling(plan: Plan) -> tuple[AtCount, ...]:
+    """Return the fastest plan on 1, 2, 4 and so on devices, up to those of the plan; empty for a single one."""
+    from optuna_dsat.plan.scaling import counts_up_to, scaling
+
+    devices = plan.subject.hardware.world_size
+    return () if devices == 1 else scaling(plan.subject, counts_up_to(devices))
+
+
+def _print_scaling(found: Sequence[AtCount], *, whose: str) -> None:
+    """Print what each number of devices is expected to reach."""
+    headings = (f"{whose}s", "samples/s", f"samples/s per {whose}", "scaling", "with")
+    rows = []
+    for one in found:
+        if one.row is None:
+            rows.append((str(one.devices), "does not fit", "", "", ""))
+        else:
+            numbers = (f"{one.samples_per_s:.3g}", f"{one.samples_per_s_each:.3g}", f"{one.share_of_linear:.0%}")
+            rows.append((str(one.devices), *numbers, f"{one.row.name}, micro-batch {one.row.micro_batch}"))
+    print(f"\nHow many {whose}s are worth it, each number with what is predicted to be fastest on it:")
+    print_table(headings, rows, right=headings[:-1])
+    say(
+        f"Scaling is samples/s per {whose} over those of the first that fits; the global batch grows with the {whose}s. "
+        "Measure it: `--gpus-per-trial 1 2 4 8` with any search.\n"
+    )
+
+
 def _print_json(plan: Plan) -> None:
     from optuna_dsat.plan.advice import advise
 
@@ -270,6 +367,7 @@ def _print_json(plan: Plan) -> None:
         "host_memory_bytes": hardware.host_memory_bytes,
         "recommended": None if plan.recommended is None else plan.recommended.name,
         "rows": [row.to_json() for row in plan.rows],
+        "scaling": [one.to_json() for one in _scaling(plan)],
         "advice": advise(plan),
     }
     print(json.dumps(record, indent=2))
@@ -298,6 +396,8 @@ def _print_text(plan: Plan) -> None:
         print(
             "MFU is the share of the GPUs' peak FLOPS that the model's own operations reach, without recomputed ones."
         )
+    if found := _scaling(plan):
+        _print_scaling(found, whose=whose)
     for text in advise(plan):
         say(f"- {text}")
 

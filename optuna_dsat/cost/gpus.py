@@ -1,8 +1,9 @@
 """Performance of GPUs by their makers' data sheets, and the share of it that training reaches.
 
-All figures are NVIDIA's: memory, peak dense FLOPS of tensor cores in half precision with fp32 accumulation (figures
-"with sparsity" are halved), bandwidth of the memory, of all NVLinks of a GPU (sum of both directions) and of the PCIe
-slot (sum of both directions).
+All figures are the makers': memory, peak dense FLOPS of tensor cores in half precision (bf16 or fp16) with fp32
+accumulation (figures "with sparsity" are halved), peak FLOPS in fp32 without tensor cores, bandwidth of the memory, of
+all NVLinks (or Infinity Fabric links) of a GPU (sum of both directions) and of the link to the host, PCIe but for GH200
+(sum of both directions).
 
 Sources, by name of the document:
 
@@ -15,14 +16,26 @@ Sources, by name of the document:
 - a100-40g, a100-80g: "NVIDIA A100 Tensor Core GPU" data sheet, SXM4 (312 TFLOPS, 1555 and 2039 GB/s, NVLink 600 GB/s,
   PCIe 4.0); a100-80g-pcie: the same sheet (1935 GB/s; its NVLink joins pairs only).
 - l4: "NVIDIA L4 Tensor Core GPU" data sheet (242 TFLOPS with sparsity, 24 GB, 300 GB/s, PCIe 4.0).
-- l40s: "NVIDIA L40S" data sheet (362 TFLOPS, 48 GB, 864 GB/s, PCIe 4.0).
+- l40s: "NVIDIA L40S" data sheet (362.05 TFLOPS, fp32 91.6, 48 GB, 864 GB/s, PCIe 4.0: 64 GB/s):
+  https://www.nvidia.com/en-us/data-center/l40s/
 - h100: "NVIDIA H100 Tensor Core GPU" data sheet, SXM5 (1979 TFLOPS with sparsity, 80 GB, 3.35 TB/s, NVLink 900 GB/s,
   PCIe 5.0: 128 GB/s); h100-pcie: the same sheet (1513 TFLOPS with sparsity, 2 TB/s; its NVLink joins pairs only).
 - h200: "NVIDIA H200 Tensor Core GPU" data sheet, SXM (1979 TFLOPS with sparsity, 141 GB, 4.8 TB/s, NVLink 900 GB/s).
+- gh200, gh200-144g: "NVIDIA GH200 Grace Hopper Superchip" data sheet (the GPU of h100: 1979 TFLOPS with sparsity; 96 GB
+  at 4 TB/s, or 144 GB at 4.9 TB/s; NVLink-C2C to its CPU 900 GB/s, NVLink to other GPUs 900 GB/s):
+  https://resources.nvidia.com/en-us-grace-cpu/grace-hopper-superchip. A host with a single one has no other GPU.
+- b200: "NVIDIA DGX B200" data sheet and HGX page, a GPU being an eighth of the eight (36 PFLOPS with sparsity, fp32 600
+  TFLOPS, 1440 GB at 64 TB/s, NVLink 14.4 TB/s, PCIe 5.0): https://www.nvidia.com/en-us/data-center/dgx-b200/ and
+  https://www.nvidia.com/en-us/data-center/hgx/
+- mi300x: "AMD Instinct MI300X Accelerator" data sheet (1307.4 TFLOPS, fp32 163.4, 192 GB, 5.3 TB/s, seven Infinity Fabric
+  links of 128 GB/s, PCIe 5.0): https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html. For plans alone:
+  searches run on NVIDIA's GPUs.
 - rtx3090: "NVIDIA Ampere GA102 GPU Architecture" white paper, appendix (71 TFLOPS with fp32 accumulation, 24 GB,
   936 GB/s, PCIe 4.0; its NVLink joins pairs only).
 - rtx4090: "NVIDIA Ada GPU Architecture" white paper, appendix (165.2 TFLOPS with fp32 accumulation, 24 GB, 1008 GB/s,
   PCIe 4.0).
+
+Figures in fp32 are of the same documents.
 
 The driver reserves a part of the nominal memory: ``torch.cuda.get_device_properties`` reports a few per cent less (79.2
 GiB on an A100 of 80 GB, 39.4 GiB on one of 40 GB, 14.6 to 15 GiB on a T4). The table holds nominal sizes in GiB, from
@@ -46,7 +59,9 @@ __all__ = [
     "Priors",
     "find_gpu",
     "gpu_of_device",
+    "latency_prior",
     "machine_priors",
+    "network_priors",
     "peak_flops",
     "priors_of_device",
 ]
@@ -60,6 +75,8 @@ _REACHED_FLOPS = 0.45
 """Share of the peak that large transformers reach in training: 0.3 to 0.57 in Narayanan et al. (arXiv:2104.04473,
 table 1: 44 to 52 % on A100) and Chowdhery et al. (arXiv:2204.02311, table 3: 21 to 46 %).
 """
+_REACHED_FP32 = 0.8
+"""Likewise in fp32 without tensor cores. Whether the script lets them work in TF32 is not known: hence the spread."""
 _REACHED_NVLINK, _REACHED_PCIE, _REACHED_MEMORY = 0.75, 0.6, 0.8
 """Shares of one direction's bandwidth that collectives and copies reach; nccl-tests shows 230 of 300 GB/s on A100."""
 _REACHED_NETWORK = 0.8
@@ -80,9 +97,11 @@ class GpuSpec:
     """Peak dense tensor FLOPS in half precision with fp32 accumulation, in 10**12."""
     memory_gb_per_s: float
     pcie_gb_per_s: float
-    """Sum of both directions."""
+    """To the host, over PCIe or a link in its place; sum of both directions."""
     nvlink_gb_per_s: float = 0
     """Sum of both directions; 0 if GPUs of a host communicate over PCIe."""
+    fp32_tflops: float
+    """Peak FLOPS in fp32 without tensor cores, in 10**12."""
     bf16: bool = True
     """Whether tensor cores support bfloat16 (Ampere and newer)."""
 
@@ -99,11 +118,12 @@ class GpuSpec:
         return _REACHED_PCIE * self.pcie_gb_per_s / 2 * 1e9
 
 
-def _gpu(name: str, gib: float, tflops: float, memory: float, pcie: float, nvlink: float = 0) -> GpuSpec:
+def _gpu(name: str, gib: float, tflops: float, fp32: float, memory: float, pcie: float, nvlink: float = 0) -> GpuSpec:
     return GpuSpec(
         name=name,
         memory_gib=gib,
         tflops=tflops,
+        fp32_tflops=fp32,
         memory_gb_per_s=memory,
         pcie_gb_per_s=pcie,
         nvlink_gb_per_s=nvlink,
@@ -112,23 +132,27 @@ def _gpu(name: str, gib: float, tflops: float, memory: float, pcie: float, nvlin
 
 
 _ALL = (
-    _gpu("t4", 15, 65, 320, 32),  # error correction takes a sixteenth of its memory
-    _gpu("v100-16g", 16, 125, 900, 32, 300),
-    _gpu("v100-32g", 32, 125, 900, 32, 300),
-    _gpu("a10", 22.5, 125, 600, 64),  # likewise
-    _gpu("a30", 24, 165, 933, 64, 200),
-    _gpu("a40", 45, 149.7, 696, 64),  # likewise
-    _gpu("a6000", 48, 154.8, 768, 64),
-    _gpu("a100-40g", 40, 312, 1555, 64, 600),
-    _gpu("a100-80g", 80, 312, 2039, 64, 600),
-    _gpu("a100-80g-pcie", 80, 312, 1935, 64),
-    _gpu("l4", 22.5, 121, 300, 64),
-    _gpu("l40s", 45, 362, 864, 64),
-    _gpu("h100", 80, 989.5, 3350, 128, 900),
-    _gpu("h100-pcie", 80, 756.5, 2000, 128),
-    _gpu("h200", 141e9 / 2**30 / (1 - _RESERVED), 989.5, 4800, 128, 900),
-    _gpu("rtx3090", 24, 71, 936, 64),
-    _gpu("rtx4090", 24, 165.2, 1008, 64),
+    _gpu("t4", 15, 65, 8.1, 320, 32),  # error correction takes a sixteenth of its memory
+    _gpu("v100-16g", 16, 125, 15.7, 900, 32, 300),
+    _gpu("v100-32g", 32, 125, 15.7, 900, 32, 300),
+    _gpu("a10", 22.5, 125, 31.2, 600, 64),  # likewise
+    _gpu("a30", 24, 165, 10.3, 933, 64, 200),
+    _gpu("a40", 45, 149.7, 37.4, 696, 64),  # likewise
+    _gpu("a6000", 48, 154.8, 38.7, 768, 64),
+    _gpu("a100-40g", 40, 312, 19.5, 1555, 64, 600),
+    _gpu("a100-80g", 80, 312, 19.5, 2039, 64, 600),
+    _gpu("a100-80g-pcie", 80, 312, 19.5, 1935, 64),
+    _gpu("l4", 22.5, 121, 30.3, 300, 64),
+    _gpu("l40s", 45, 362.05, 91.6, 864, 64),
+    _gpu("h100", 80, 989.5, 67, 3350, 128, 900),
+    _gpu("h100-pcie", 80, 756.5, 51, 2000, 128),
+    _gpu("h200", 141e9 / 2**30 / (1 - _RESERVED), 989.5, 67, 4800, 128, 900),
+    _gpu("gh200", 96, 989.5, 67, 4000, 900, 900),
+    _gpu("gh200-144g", 144e9 / 2**30 / (1 - _RESERVED), 989.5, 67, 4900, 900, 900),
+    _gpu("b200", 180, 2250, 75, 8000, 128, 1800),
+    _gpu("mi300x", 192, 1307.4, 163.4, 5300, 128, 896),
+    _gpu("rtx3090", 24, 71, 35.6, 936, 64),
+    _gpu("rtx4090", 24, 165.2, 82.6, 1008, 64),
 )
 
 GPUS: Mapping[str, GpuSpec] = MappingProxyType({gpu.name: gpu for gpu in _ALL})
@@ -139,6 +163,7 @@ CPU_PRIORS: Priors = MappingProxyType(
         "speed": (4e10, 1.2),  # FLOP/s of a rank with a core or two
         "idle": (0.3, 1.3),
         "link": (1e-9, 1.2),  # gloo over shared memory or the loopback
+        "network": (1e-9, 1.2),  # 10 Gbit/s
         "latency": (3e-4, 1.2),
         "memory": (1e-10, 0.8),
         "hooks": (5e-3, 1.2),
@@ -163,11 +188,14 @@ _DEVICE_NAMES: Mapping[str, str] = MappingProxyType(
         "H100 80GB HBM3": "h100",
         "H100 PCIe": "h100-pcie",
         "H200": "h200",
+        "GH200 480GB": "gh200",
+        "GH200 144G HBM3e": "gh200-144g",
+        "B200": "b200",
         "GeForce RTX 3090": "rtx3090",
         "GeForce RTX 4090": "rtx4090",
     }
 )
-"""CUDA's device name without the brand -> name. Only full matches count: ``GH200 480GB``, ``H200 NVL``, a virtual GPU
+"""CUDA's device name without the brand -> name. Only full matches count: ``GB200``, ``H200 NVL``, a virtual GPU
 (``A100-40C``) and a part of one (``H100 80GB HBM3 MIG 1g.10gb``) are other devices.
 """
 
@@ -206,32 +234,49 @@ def peak_flops(gpu: GpuSpec | None, config: Mapping[str, Any], *, param_bytes: i
     return None if bf16 and not gpu.bf16 else gpu.tflops * 1e12
 
 
-def machine_priors(gpu: GpuSpec, *, ranks: int, nodes: int = 1, network_gbit_per_s: float = 100.0) -> Priors:
-    """Return the prior of the step-time model's coefficients that follows from a data sheet.
+def network_priors(gbit_per_s: float) -> Priors:
+    """Return the prior of what a network between hosts takes: a ring passes through each host's once.
 
-    A ring over several hosts passes through each host's network once, so its bandwidth is the lower of the two.
+    Args:
+        gbit_per_s: Bandwidth of one host, in 10**9 bits per second and direction.
+
+    Raises:
+        UsageError: If it is not positive.
+    """
+    if gbit_per_s <= 0:
+        raise UsageError(f"--network is {gbit_per_s}; a bandwidth in Gbit/s is positive.")
+    return {"network": (8 / (_REACHED_NETWORK * gbit_per_s * 1e9), 0.4)}
+
+
+def machine_priors(
+    gpu: GpuSpec, *, ranks: int, network_gbit_per_s: float | None = None, param_bytes: int = 2
+) -> Priors:
+    """Return the prior of the step-time model's coefficients that follows from a data sheet.
 
     Args:
         gpu: The GPU.
         ranks: Number of GPUs on all hosts.
-        nodes: Number of hosts.
-        network_gbit_per_s: Network bandwidth of one host, in 10**9 bits per second and direction.
+        network_gbit_per_s: Network bandwidth of one host, in 10**9 bits per second and direction; None if it is not
+            known, or there is one host.
+        param_bytes: Bytes of one element of the parameters: 4 computes in fp32, 2 in half precision.
 
     Raises:
         UsageError: If the network's bandwidth is not positive.
     """
-    if network_gbit_per_s <= 0:
-        raise UsageError(f"--network is {network_gbit_per_s}; a bandwidth in Gbit/s is positive.")
-    link = gpu.link_bytes_per_s
-    if nodes > 1:
-        link = min(link, _REACHED_NETWORK * network_gbit_per_s / 8 * 1e9)
+    half = (_REACHED_FLOPS * gpu.tflops * 1e12, 0.25)
     return {
-        "speed": (_REACHED_FLOPS * gpu.tflops * 1e12, 0.25),
-        "link": (1 / link, 0.4),
-        "latency": (_MESSAGE_S + _HOP_S * ranks, 0.8),
+        "speed": half if param_bytes == 2 else (_REACHED_FP32 * gpu.fp32_tflops * 1e12, 0.8),
+        "link": (1 / gpu.link_bytes_per_s, 0.4),
+        **({} if network_gbit_per_s is None else network_priors(network_gbit_per_s)),
+        "latency": latency_prior(ranks),
         "memory": (1 / (_REACHED_MEMORY * gpu.memory_gb_per_s * 1e9), 0.2),
         "pcie": (1 / (_REACHED_PCIE * gpu.pcie_gb_per_s / 2 * 1e9), 0.3),
     }
+
+
+def latency_prior(ranks: int) -> tuple[float, float]:
+    """Return median and spread of the seconds that a collective takes to start over so many GPUs."""
+    return _MESSAGE_S + _HOP_S * ranks, 0.8
 
 
 def priors_of_device(device_name: str, *, device: str, ranks: int) -> Priors:
@@ -240,7 +285,7 @@ def priors_of_device(device_name: str, *, device: str, ranks: int) -> Priors:
     Args:
         device_name: CUDA's name of the device.
         device: ``cuda`` or ``cpu``.
-        ranks: Ranks of the launch, all on one host.
+        ranks: Ranks of the launch, on all its hosts.
     """
     if device == "cpu":
         return CPU_PRIORS

@@ -71,10 +71,10 @@ def plan_shape(
     gpu = machine.gpu
     if config is None:
         config = {"bf16" if gpu.bf16 else "fp16": {"enabled": True}, "optimizer": {"type": "AdamW"}}
-    priors = machine_priors(
-        gpu, ranks=machine.ranks, nodes=machine.nodes, network_gbit_per_s=machine.network_gbit_per_s
-    )
     element = _element_bytes(config)
+    priors = machine_priors(
+        gpu, ranks=machine.ranks, network_gbit_per_s=machine.network_gbit_per_s, param_bytes=element
+    )
     subject = Subject(
         profile=_profile(shape, machine, element=element),
         hardware=Hardware(
@@ -123,7 +123,7 @@ def _profile(shape: TransformerShape, machine: Machine, *, element: int) -> Mode
     """
     return ModelProfile(
         params=shape.params,
-        trainable_params=shape.params,
+        trainable_params=shape.trainable_params,
         largest_layer_params=shape.largest_layer_params,
         param_bytes=element,
         activation_bytes_per_sample=shape.activation_bytes(element=element),

@@ -13,6 +13,11 @@ embedding's dropout, ``4 s b h`` for the last norm and the projection's input, a
 FLOPs are those of Narayanan et al. (arXiv:2104.04473, section 5.1): 6 per parameter and token, and ``12 L s^2 h`` for
 attention; full recomputation repeats the forward pass.
 
+Grouped-query attention and heads of a size of their own change what attention keeps accordingly: its input, its queries
+twice, keys and values twice between them. Of a mixture of experts, a token computes and keeps what its own experts do.
+Frozen weights (LoRA) cost no gradient of their own, so 2 of the 6 operations go; activations are taken to be the same,
+which is too much where no adapter reads them.
+
 Known errors: the formulas leave out kernels' workspaces and a framework's casts and copies. A loss that is computed in
 half precision, or without a copy of the logits, takes less than assumed.
 """
@@ -23,6 +28,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from optuna_dsat.errors import UsageError
+from optuna_dsat.words import params_in_words
 
 __all__ = ["Recompute", "TransformerShape", "shape_of"]
 
@@ -63,12 +69,30 @@ class TransformerShape:
     """Whether attention keeps no ``s x s`` matrices (FlashAttention, torch's scaled_dot_product_attention)."""
     recompute: Recompute = "none"
     """What is recomputed in the backward pass (activation checkpointing)."""
+    kv_heads: int | None = None
+    """Heads of keys and values (grouped-query attention); None for as many as of queries."""
+    head_dim: int | None = None
+    """Size of a head; None for the hidden size over the heads."""
+    cross_layers: int = 0
+    """Layers that attend to an encoder's output as well."""
+    active_params: int | None = None
+    """Parameters that a token meets, where a mixture of experts has more; None for all."""
+    largest_module: int | None = None
+    """Parameters of the largest single module; None for the embedding, or a matrix of the feed-forward block."""
+    logits: int | None = None
+    """Numbers from which a sample's loss is computed; None for one a token and word."""
+    trainable_share: float = 1.0
+    """Share of the parameters that is trained, as with LoRA."""
+    family: str = ""
+    """Name of the family, such as ``llama``; empty if not known."""
 
     def __post_init__(self) -> None:
         for name in ("params", "hidden", "layers", "heads", "seq_length", "vocab"):
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1.")
-        if self.hidden % self.heads:
+        if not 0 < self.trainable_share <= 1:
+            raise UsageError(f"--trainable-share is {self.trainable_share:g}; it must be above 0 % and at most 100 %.")
+        if self.head_dim is None and self.hidden % self.heads:
             raise UsageError(f"--hidden is {self.hidden}, no multiple of the {self.heads} heads (--heads).")
         if self.recompute not in get_args(Recompute):
             raise UsageError(f"--recompute is {self.recompute!r}; it must be one of {', '.join(get_args(Recompute))}.")
@@ -81,30 +105,68 @@ class TransformerShape:
         return round(8 * self.hidden / 3) if self.gated else 4 * self.hidden
 
     @property
+    def q_width(self) -> int:
+        """Width of all queries of a layer."""
+        return self.hidden if self.head_dim is None else self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Width of all keys, or of all values, of a layer."""
+        return self.q_width if self.kv_heads is None else self.q_width * self.kv_heads // self.heads
+
+    @property
+    def trainable_params(self) -> int:
+        """Parameters that the optimizer updates."""
+        return max(1, round(self.params * self.trainable_share))
+
+    @property
     def largest_layer_params(self) -> int:
         """Parameters of the largest single module: the embedding, or a matrix of the feed-forward block."""
-        return min(self.params, max(self.vocab * self.hidden, self.width * self.hidden))
+        largest = max(self.vocab * self.hidden, self.width * self.hidden)
+        return min(self.params, largest if self.largest_module is None else self.largest_module)
+
+    @property
+    def attention_flops(self) -> int:
+        """Floating-point operations of attention's scores and their product with the values, in the forward pass."""
+        return 4 * (self.layers + self.cross_layers) * self.q_width * self.seq_length**2
+
+    @property
+    def forward_flops(self) -> int:
+        """Floating-point operations of the forward pass."""
+        return 2 * (self.active_params or self.params) * self.seq_length + self.attention_flops
 
     @property
     def model_flops_per_sample(self) -> int:
-        """Floating-point operations of forward and backward pass, without any recomputation."""
-        return 6 * self.params * self.seq_length + 12 * self.layers * self.hidden * self.seq_length**2
+        """Floating-point operations of forward and backward pass, without any recomputation.
+
+        The backward pass takes as many as the forward pass for the gradients of activations, and as many again for
+        those of the weights that are trained.
+        """
+        weights = round(2 * (self.active_params or self.params) * self.seq_length * self.trainable_share)
+        return 2 * self.forward_flops + weights + self.attention_flops
 
     @property
     def flops_per_sample(self) -> int:
         """Floating-point operations of forward and backward pass, recomputation included."""
-        once = self.model_flops_per_sample
-        attention = 4 * self.layers * self.hidden * self.seq_length**2
-        again = {"none": 0, "selective": attention if not self.fused_attention else 0, "full": once // 3}
-        return once + again[self.recompute]
+        again = {
+            "none": 0,
+            "selective": self.attention_flops if not self.fused_attention else 0,
+            "full": self.forward_flops,
+        }
+        return self.model_flops_per_sample + again[self.recompute]
 
     @property
     def words(self) -> str:
         """The shape in one sentence."""
         attention = "" if self.fused_attention else ", plain attention"
+        parts = [f"{params_in_words(self.params)} parameters"]
+        if self.active_params is not None:
+            parts.append(f"{params_in_words(self.active_params)} of them for each token")
+        if self.trainable_share < 1:
+            parts.append(f"{params_in_words(self.trainable_params)} of them trained")
         return (
-            f"{self.params / 1e9:.3g} B parameters: {self.layers} layers, hidden size {self.hidden}, "
-            f"{self.heads} heads, {self.seq_length} tokens a sample, "
+            f"{f'{self.family}, ' if self.family else ''}{', '.join(parts)}: {self.layers} layers, "
+            f"hidden size {self.hidden}, {self.heads} heads, {self.seq_length} tokens a sample, "
             f"vocabulary {self.vocab}; recomputation: {self.recompute}{attention}."
         )
 
@@ -126,9 +188,14 @@ class TransformerShape:
         scale = element / 2
         s, h = self.seq_length, self.hidden
         masks = 1 if self.dropout else 0
-        attention = scale * 10 * s * h + masks * s * h + self._scores_bytes(scale)
+        attention = self._attention_bytes(element)
         block = scale * (2 * h + (8 if self.gated else 4) * self.width) * s + masks * s * h
         return round(attention + block + scale * 4 * s * h)
+
+    def _attention_bytes(self, element: int) -> float:
+        """Return the bytes that one attention block keeps: its input, q, k, v and the output projection's input."""
+        kept = element * (self.hidden + 2 * self.q_width + 2 * self.kv_width) * self.seq_length
+        return kept + self.seq_length * self.hidden * self.dropout + self._scores_bytes(element / 2)
 
     def _scores_bytes(self, scale: float) -> float:
         """Return the bytes of attention's scores: ``s x s`` per head, or one fp32 number per row when fused."""
@@ -146,7 +213,8 @@ class TransformerShape:
         """
         s, h, scale = self.seq_length, self.hidden, element / 2
         each = round(scale * 2 * s * h) if self.recompute == "full" else self.layer_bytes(element=element)
-        return self.layers * each + round(scale * 4 * s * h) + (s * h if self.dropout else 0)
+        crossed = 0 if self.recompute == "full" else round(self.cross_layers * self._attention_bytes(element))
+        return self.layers * each + crossed + round(scale * 4 * s * h) + (s * h if self.dropout else 0)
 
     def activation_bytes(self, *, element: int = 2) -> int:
         """Return the bytes per sample at the peak: activations, and the larger of the loss and one layer recomputed.
@@ -155,7 +223,8 @@ class TransformerShape:
         logits' gradient; with full recomputation a layer's activations come on top of what is kept, once the
         logits are gone.
         """
-        loss = (_LOGITS_KEPT + _LOGITS_GRADIENT) * self.seq_length * self.vocab
+        logits = self.seq_length * self.vocab if self.logits is None else self.logits
+        loss = (_LOGITS_KEPT + _LOGITS_GRADIENT) * logits
         again = self.layer_bytes(element=element) if self.recompute == "full" else 0
         return self.kept_bytes(element=element) + max(loss, again)
 

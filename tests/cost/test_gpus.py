@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from optuna_dsat.cost.gpus import GPUS, gpu_of_device, priors_of_device
+from optuna_dsat.cost.gpus import GPUS, find_gpu, gpu_of_device, machine_priors, priors_of_device
 
 KNOWN = {
     "Tesla T4": "t4",
@@ -23,19 +25,20 @@ KNOWN = {
     "NVIDIA H100 80GB HBM3": "h100",
     "NVIDIA H100 PCIe": "h100-pcie",
     "NVIDIA H200": "h200",
+    "NVIDIA GH200 480GB": "gh200",
+    "NVIDIA GH200 144G HBM3e": "gh200-144g",
+    "NVIDIA B200": "b200",
+    "mi300x": "mi300x",  # for plans alone: CUDA has no name for it
     "NVIDIA GeForce RTX 3090": "rtx3090",
     "NVIDIA GeForce RTX 4090": "rtx4090",
     "a100-80g": "a100-80g",  # as a plan without a launch calls its device
 }
 OTHERS = [
-    "NVIDIA GH200 480GB",
-    "NVIDIA GH200 144G HBM3e",
     "NVIDIA H200 NVL",
     "NVIDIA H100 NVL",
     "NVIDIA H20",
     "NVIDIA H800",
     "NVIDIA A800-SXM4-80GB",
-    "NVIDIA B200",
     "NVIDIA GB200",
     "NVIDIA GB10",
     "NVIDIA A100-PCIE-40GB",
@@ -82,3 +85,44 @@ def test_another_gpu_a_part_of_one_and_a_virtual_one_have_no_data_sheet(device: 
 
 def test_every_gpu_of_the_table_is_found_by_a_name_of_cudas() -> None:
     assert set(KNOWN.values()) == GPUS.keys()
+
+
+def test_a_network_between_hosts_has_a_prior_of_its_own_beside_the_links_in_a_host() -> None:
+    gpu = GPUS["a100-80g"]
+    known, unknown = machine_priors(gpu, ranks=16, network_gbit_per_s=200), machine_priors(gpu, ranks=16)
+    assert known["network"][0] == pytest.approx(8 / (0.8 * 200e9))
+    assert known["link"] == unknown["link"]
+    assert known["link"][0] < known["network"][0]
+    assert "network" not in unknown
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "half", "fp32", "memory", "link"),
+    [
+        ("l40s", (44, 45), 362.05, 91.6, 864, 0),
+        ("gh200", (93, 96), 1979 / 2, 67, 4000, 900),
+        ("gh200-144g", (130, 141), 1979 / 2, 67, 4900, 900),
+        ("b200", (176, 180), 36_000 / 8 / 2, 600 / 8, 64_000 / 8, 14_400 / 8),
+        ("mi300x", (188, 192), 1307.4, 163.4, 5300, 7 * 128),
+    ],
+)
+def test_the_newer_gpus_are_as_their_data_sheets_say(
+    name: str, gib: tuple[float, float], half: float, fp32: float, memory: float, link: float
+) -> None:
+    gpu = find_gpu(name)
+    assert gib[0] <= gpu.memory_bytes / 2**30 <= gib[1]
+    assert (gpu.tflops, gpu.fp32_tflops, gpu.memory_gb_per_s) == (half, fp32, memory)
+    assert gpu.nvlink_gb_per_s == link
+    assert gpu.bf16
+
+
+def test_a_grace_hopper_copies_to_its_host_over_nvlink() -> None:
+    ratio = machine_priors(find_gpu("h100"), ranks=1)["pcie"][0] / machine_priors(find_gpu("gh200"), ranks=1)["pcie"][0]
+    assert ratio == pytest.approx(900 / 128)
+
+
+def test_fp32_is_not_expected_at_the_speed_of_half_precision() -> None:
+    for gpu in GPUS.values():
+        (half, _), (full, spread) = (machine_priors(gpu, ranks=1, param_bytes=size)["speed"] for size in (2, 4))
+        assert full < half
+        assert full * math.exp(2 * spread) > 2 * full  # TF32 is within its range

@@ -1,0 +1,195 @@
+"""Families of models as Hugging Face's transformers builds them: what a layer and its surroundings consist of.
+
+Counts follow the modules of transformers 4.40 to 5: an attention block has four projections, a feed-forward block two
+matrices or, where it is gated, three, each with or without biases; a mixture of experts has one such block an expert and
+a router. Known errors: what is smaller than a norm of a layer, such as T5's relative positions in further layers or the
+optional norms of Phi's queries, is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+__all__ = ["FAMILIES", "Family", "Sizes", "attention_params", "block_params", "layer_params"]
+
+Kind = Literal["decoder", "encoder", "encoder-decoder", "image"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What the models of one ``model_type`` have in common."""
+
+    kind: Kind = "decoder"
+    gated: bool = False
+    """Whether the feed-forward block has three matrices."""
+    norm_weights: int = 2
+    """Elements of a norm for each of its width: 1 for RMSNorm, 2 for LayerNorm."""
+    norms: int = 2
+    """Norms of a layer over the hidden size."""
+    head_norms: int = 0
+    """Norms of a layer over the size of a head."""
+    embedding_norm: bool = False
+    final_norm: bool = True
+    qkv_bias: bool = False
+    out_bias: bool = False
+    ffn_bias: bool = False
+    attention_switch: str = ""
+    """Key of the config that turns biases of all four projections on or off; empty without one."""
+    qkv_switch: str = ""
+    """Likewise, for queries, keys and values."""
+    ffn_switch: str = ""
+    """Likewise, for the feed-forward block."""
+    learned_positions: bool = False
+    extra_positions: int = 0
+    """Rows of the table of positions beyond those that the config names."""
+    tied: bool = True
+    """Whether embedding and output share their weights where the config does not say."""
+    head_bias: bool = False
+    """Whether the output has a bias."""
+    ffn_factor: int = 0
+    """Width of the feed-forward block over the hidden size where the config does not say; 0 if it has to."""
+    head_dim: int = 0
+    """Size of a head where the config does not say; 0 for the hidden size over the heads."""
+    experts: bool = False
+
+
+_GATED = Family(gated=True, norm_weights=1, tied=False)
+_GEMMA = Family(gated=True, norm_weights=1, head_dim=256, attention_switch="attention_bias")
+_GPT = Family(qkv_bias=True, out_bias=True, ffn_bias=True, learned_positions=True, ffn_factor=4)
+_ENCODER = Family(
+    kind="encoder",
+    qkv_bias=True,
+    out_bias=True,
+    ffn_bias=True,
+    learned_positions=True,
+    embedding_norm=True,
+    final_norm=False,
+    head_bias=True,
+)
+_T5 = Family(kind="encoder-decoder", norm_weights=1)
+_QWEN3 = Family(gated=True, norm_weights=1, tied=False, head_norms=2, head_dim=128, attention_switch="attention_bias")
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "llama": Family(
+            gated=True, norm_weights=1, tied=False, attention_switch="attention_bias", ffn_switch="mlp_bias"
+        ),
+        "mistral": _GATED,
+        "mixtral": Family(gated=True, norm_weights=1, tied=False, experts=True),
+        "qwen2": Family(gated=True, norm_weights=1, tied=False, qkv_bias=True),
+        "qwen2_moe": Family(gated=True, norm_weights=1, tied=False, qkv_bias=True, qkv_switch="qkv_bias", experts=True),
+        "qwen3": _QWEN3,
+        "qwen3_moe": Family(
+            gated=True,
+            norm_weights=1,
+            tied=False,
+            head_norms=2,
+            attention_switch="attention_bias",
+            experts=True,
+        ),
+        "gemma": _GEMMA,
+        "gemma2": Family(gated=True, norm_weights=1, norms=4, head_dim=256, attention_switch="attention_bias"),
+        "gemma3_text": Family(
+            gated=True, norm_weights=1, norms=4, head_norms=2, head_dim=256, attention_switch="attention_bias"
+        ),
+        "phi": Family(qkv_bias=True, out_bias=True, ffn_bias=True, norms=1, tied=False, head_bias=True),
+        "phi3": _GATED,
+        "gpt2": _GPT,
+        "gpt_neo": Family(out_bias=True, ffn_bias=True, learned_positions=True, ffn_factor=4),
+        "gptj": Family(ffn_bias=True, norms=1, tied=False, head_bias=True, ffn_factor=4),
+        "gpt_neox": Family(qkv_bias=True, out_bias=True, ffn_bias=True, tied=False, attention_switch="attention_bias"),
+        "opt": Family(
+            qkv_bias=True,
+            out_bias=True,
+            ffn_bias=True,
+            learned_positions=True,
+            extra_positions=2,
+            attention_switch="enable_bias",
+            ffn_switch="enable_bias",
+        ),
+        "bloom": Family(qkv_bias=True, out_bias=True, ffn_bias=True, embedding_norm=True, ffn_factor=4),
+        "falcon": Family(attention_switch="bias", ffn_switch="bias", ffn_factor=4),
+        "bert": _ENCODER,
+        "roberta": _ENCODER,
+        "xlm-roberta": _ENCODER,
+        "distilbert": _ENCODER,
+        "vit": Family(kind="image", qkv_bias=True, out_bias=True, ffn_bias=True, qkv_switch="qkv_bias"),
+        "t5": _T5,
+        "mt5": _T5,
+    }
+)
+"""``model_type`` of a config -> family."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The numbers of one model."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    """Heads of keys and values."""
+    head_dim: int
+    ffn: int
+    """Width of a dense feed-forward block."""
+    experts: int = 0
+    """Experts of a sparse layer; 0 without any."""
+    experts_per_token: int = 0
+    expert_ffn: int = 0
+    """Width of one expert."""
+    shared_ffn: int = 0
+    """Width of the block that every token passes beside its experts."""
+    sparse_layers: int = 0
+    """Layers with experts; the others are dense."""
+
+    @property
+    def q_width(self) -> int:
+        """Width of all queries."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Width of all keys, or of all values."""
+        return self.kv_heads * self.head_dim
+
+
+def attention_params(family: Family, sizes: Sizes) -> int:
+    """Return the parameters of the four projections of an attention block."""
+    weights = sizes.hidden * (2 * sizes.q_width + 2 * sizes.kv_width)
+    biases = sizes.q_width + 2 * sizes.kv_width if family.qkv_bias else 0
+    return weights + biases + (sizes.hidden if family.out_bias else 0)
+
+
+def block_params(family: Family, sizes: Sizes, width: int) -> int:
+    """Return the parameters of a dense feed-forward block.
+
+    Args:
+        family: The family.
+        sizes: The model's numbers.
+        width: Width of the block.
+    """
+    inward = 2 if family.gated else 1
+    biases = inward * width + sizes.hidden if family.ffn_bias else 0
+    return (inward + 1) * sizes.hidden * width + biases
+
+
+def layer_params(family: Family, sizes: Sizes, *, experts: int | None) -> int:
+    """Return the parameters of one layer.
+
+    Args:
+        family: The family.
+        sizes: The model's numbers.
+        experts: Experts that count: all for what is stored, those of a token for what is computed; None for a dense
+            layer.
+    """
+    norms = family.norm_weights * (family.norms * sizes.hidden + family.head_norms * sizes.head_dim)
+    attention = attention_params(family, sizes) + norms
+    if experts is None:
+        return attention + block_params(family, sizes, sizes.ffn)
+    shared = block_params(family, sizes, sizes.shared_ffn) + sizes.hidden if sizes.shared_ffn else 0
+    routed = experts * block_params(family, sizes, sizes.expert_ffn) + sizes.experts * sizes.hidden
+    return attention + routed + shared

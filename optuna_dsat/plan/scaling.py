@@ -1,0 +1,78 @@
+"""How many devices are worth it: the fastest plan at each number of them, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from optuna_dsat.cost.gpus import latency_prior
+from optuna_dsat.plan.prediction import Subject
+from optuna_dsat.plan.rows import Plan, PlannedRow, plan_rows
+
+__all__ = ["AtCount", "counts_up_to", "scaling"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AtCount:
+    """The fastest plan on one number of devices."""
+
+    devices: int
+    row: PlannedRow | None
+    """None if nothing fits."""
+    share_of_linear: float | None
+    """Samples/s per device over those of the least number on which something fits; None if nothing fits here."""
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Over all devices; None if nothing fits."""
+        return None if self.row is None else self.row.samples_per_s
+
+    @property
+    def samples_per_s_each(self) -> float | None:
+        """Per device; None if nothing fits."""
+        return None if self.row is None else self.row.samples_per_s / self.devices
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object."""
+        return {
+            "devices": self.devices,
+            "name": None if self.row is None else self.row.name,
+            "micro_batch": None if self.row is None else self.row.micro_batch,
+            "samples_per_s": self.samples_per_s,
+            "samples_per_s_per_device": self.samples_per_s_each,
+            "share_of_linear": self.share_of_linear,
+        }
+
+
+def counts_up_to(devices: int) -> tuple[int, ...]:
+    """Return 1, 2, 4 and so on below ``devices``, and that number itself."""
+    return (*(2**power for power in range(devices.bit_length()) if 2**power < devices), devices)
+
+
+def scaling(subject: Subject, counts: Sequence[int]) -> tuple[AtCount, ...]:
+    """Return the fastest plan at each number of devices, each with its own structure and micro-batch.
+
+    A host's memory is that of the whole host, however few of its devices are used.
+
+    Args:
+        subject: Model and machine.
+        counts: Numbers of devices, in ascending order; hosts are filled one after another.
+    """
+    found: list[AtCount] = []
+    least: float | None = None
+    for count in counts:
+        smaller = _with_devices(subject, count)
+        row = Plan(subject=smaller, rows=plan_rows(smaller)).recommended
+        each = None if row is None else row.samples_per_s / count
+        least = each if least is None else least
+        found.append(AtCount(devices=count, row=row, share_of_linear=None if not each or not least else each / least))
+    return tuple(found)
+
+
+def _with_devices(subject: Subject, count: int) -> Subject:
+    hardware, machine = subject.hardware, dict(subject.machine)
+    if hardware.device != "cpu" and "latency" in machine:
+        machine["latency"] = latency_prior(count)
+    each = min(count, hardware.ranks_per_node)
+    return replace(subject, hardware=replace(hardware, world_size=count, ranks_per_node=each), machine=machine)

@@ -1,0 +1,212 @@
+"""Parameters counted from a ``config.json`` against the models that transformers builds of it, without their weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optuna_dsat.errors import UsageError
+from optuna_dsat.plan.families import FAMILIES
+from optuna_dsat.plan.hugging_face import shape_of_config
+from optuna_dsat.plan.transformer import TransformerShape
+
+SMALL = {"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "vocab_size": 8000}
+GQA = {**SMALL, "intermediate_size": 1536, "num_key_value_heads": 2}
+ENCODER = {**SMALL, "intermediate_size": 2048}
+LLAMA_3_8B = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama-3-8b": ("llama", "LlamaForCausalLM", LLAMA_3_8B),
+    "llama-biases": ("llama", "LlamaForCausalLM", {**GQA, "attention_bias": True, "mlp_bias": True}),
+    "llama-tied": ("llama", "LlamaForCausalLM", {**GQA, "tie_word_embeddings": True, "head_dim": 80}),
+    "llama-classes": ("llama", "LlamaForSequenceClassification", {**GQA, "num_labels": 5}),
+    "llama-base": ("llama", "LlamaModel", GQA),
+    "mistral": ("mistral", "MistralForCausalLM", GQA),
+    "mixtral": ("mixtral", "MixtralForCausalLM", {**GQA, "num_local_experts": 8}),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM", GQA),
+    "qwen2-moe": (
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        {**GQA, "num_experts": 12, "moe_intermediate_size": 300, "shared_expert_intermediate_size": 900},
+    ),
+    "qwen2-moe-dense-layers": ("qwen2_moe", "Qwen2MoeForCausalLM", {**GQA, "num_experts": 8, "mlp_only_layers": [0]}),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM", GQA),
+    "qwen3-moe": ("qwen3_moe", "Qwen3MoeForCausalLM", {**GQA, "num_experts": 12, "moe_intermediate_size": 300}),
+    "gemma": ("gemma", "GemmaForCausalLM", GQA),
+    "gemma2": ("gemma2", "Gemma2ForCausalLM", GQA),
+    "gemma3": ("gemma3_text", "Gemma3ForCausalLM", GQA),
+    "gpt2": ("gpt2", "GPT2LMHeadModel", {}),
+    "gpt2-xl": ("gpt2", "GPT2LMHeadModel", {"n_embd": 1600, "n_layer": 48, "n_head": 25}),
+    "gpt-neo": (
+        "gpt_neo",
+        "GPTNeoForCausalLM",
+        {"hidden_size": 512, "num_layers": 4, "num_heads": 8, "attention_types": [[["global", "local"], 2]]},
+    ),
+    "gptj": ("gptj", "GPTJForCausalLM", {"n_embd": 512, "n_layer": 4, "n_head": 8, "rotary_dim": 32}),
+    "gpt-neox": ("gpt_neox", "GPTNeoXForCausalLM", {**SMALL, "intermediate_size": 2048}),
+    "opt": ("opt", "OPTForCausalLM", {**SMALL, "ffn_dim": 2048}),
+    "opt-350m": (
+        "opt",
+        "OPTForCausalLM",
+        {**SMALL, "ffn_dim": 2048, "word_embed_proj_dim": 256, "do_layer_norm_before": False},
+    ),
+    "bloom": ("bloom", "BloomForCausalLM", {"hidden_size": 512, "n_layer": 6, "n_head": 8, "vocab_size": 8000}),
+    "falcon-7b": ("falcon", "FalconForCausalLM", {}),
+    "falcon-40b": ("falcon", "FalconForCausalLM", {**SMALL, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon-rw": (
+        "falcon",
+        "FalconForCausalLM",
+        {**SMALL, "multi_query": False, "parallel_attn": False, "bias": True, "alibi": True},
+    ),
+    "phi": ("phi", "PhiForCausalLM", {**GQA, "num_key_value_heads": None}),
+    "phi3": ("phi3", "Phi3ForCausalLM", {**GQA, "pad_token_id": 0}),
+    "bert": ("bert", "BertForMaskedLM", ENCODER),
+    "bert-pretraining": ("bert", "BertForPreTraining", ENCODER),
+    "bert-classes": ("bert", "BertForSequenceClassification", {**ENCODER, "num_labels": 4}),
+    "bert-tokens": ("bert", "BertForTokenClassification", {**ENCODER, "num_labels": 9}),
+    "roberta": ("roberta", "RobertaForMaskedLM", ENCODER),
+    "xlm-roberta": ("xlm-roberta", "XLMRobertaForSequenceClassification", ENCODER),
+    "distilbert": ("distilbert", "DistilBertForMaskedLM", {}),
+    "t5": ("t5", "T5ForConditionalGeneration", {"d_model": 512, "num_layers": 6, "vocab_size": 8000}),
+    "t5-uneven": (
+        "t5",
+        "T5ForConditionalGeneration",
+        {"d_model": 512, "d_kv": 48, "num_layers": 3, "num_decoder_layers": 5, "feed_forward_proj": "gated-gelu"},
+    ),
+    "mt5": ("mt5", "MT5ForConditionalGeneration", {"d_model": 512, "num_layers": 4, "vocab_size": 8000}),
+    "vit": ("vit", "ViTForImageClassification", {"num_labels": 1000}),
+    "vit-large": ("vit", "ViTModel", {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16}),
+}
+
+
+def shape(folder: Path, *, seq_length: int | None = None, share: float = 1.0) -> TransformerShape:
+    return shape_of_config(
+        folder, seq_length=seq_length, dropout=False, fused_attention=True, recompute="none", trainable_share=share
+    )
+
+
+def write(folder: Path, **config: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_as_many_parameters_as_transformers_builds(tmp_path: Path, name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    kind, architecture, values = MODELS[name]
+    config = transformers.AutoConfig.for_model(kind, **values)
+    config.architectures = [architecture]
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = getattr(transformers, architecture)(config)
+    built = sum(one.numel() for one in model.parameters())
+    found = shape(tmp_path)
+    assert found.params == pytest.approx(built, rel=0.01)
+    largest = max(sum(one.numel() for one in module.parameters(recurse=False)) for module in model.modules())
+    assert found.largest_layer_params == pytest.approx(largest, rel=0.35)
+
+
+def test_every_family_is_compared() -> None:
+    assert {kind for kind, _, _ in MODELS.values()} == set(FAMILIES)
+
+
+def test_published_models_have_the_parameters_that_they_are_said_to_have(tmp_path: Path) -> None:
+    mixtral = {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    }
+    llama = shape(write(tmp_path / "a", model_type="llama", **LLAMA_3_8B))
+    experts = shape(write(tmp_path / "b", model_type="mixtral", **mixtral))
+    assert llama.params == 8_030_261_248
+    assert (experts.params, experts.active_params) == (pytest.approx(46.7e9, rel=0.01), pytest.approx(12.9e9, rel=0.01))
+    assert experts.model_flops_per_sample < 0.3 * 6 * experts.params * experts.seq_length
+    assert llama.kv_width == llama.q_width // 4
+    assert "llama, 8.03 B parameters: 32 layers" in llama.words
+    assert "46.7 B parameters, 12.9 B of them for each token" in experts.words
+
+
+def test_lora_trains_a_share_and_computes_no_gradients_of_the_rest(tmp_path: Path) -> None:
+    folder = write(tmp_path, model_type="llama", **LLAMA_3_8B)
+    whole, adapted = shape(folder), shape(folder, share=0.005)
+    assert adapted.trainable_params == pytest.approx(0.005 * whole.params, rel=1e-6)
+    assert 0.66 < adapted.model_flops_per_sample / whole.model_flops_per_sample < 0.72
+    assert adapted.params == whole.params
+
+
+def test_a_sample_has_as_many_tokens_as_the_model_takes(tmp_path: Path) -> None:
+    learned = write(
+        tmp_path / "gpt2", model_type="gpt2", n_embd=768, n_layer=12, n_head=12, n_positions=1024, vocab_size=9
+    )
+    assert shape(learned).seq_length == 1024
+    with pytest.raises(UsageError, match="takes 1024 tokens at most"):
+        shape(learned, seq_length=4096)
+    rotary = write(tmp_path / "llama", model_type="llama", **LLAMA_3_8B, max_position_embeddings=512)
+    assert shape(rotary, seq_length=4096).seq_length == 4096
+    image = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 128}
+    vit = write(tmp_path / "vit", model_type="vit", **image, image_size=[224, 112], patch_size=16)
+    assert shape(vit).seq_length == 14 * 7 + 1
+    assert shape(vit).logits == 2
+
+
+def test_a_model_of_the_cache_is_found_by_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    folder = tmp_path / "hub" / "models--meta-llama--Llama-3.1-8B" / "snapshots" / "0e9e39f"
+    folder.mkdir(parents=True)
+    write(folder, model_type="llama", **LLAMA_3_8B)
+    assert shape(Path("meta-llama/Llama-3.1-8B")).params == 8_030_261_248
+    with pytest.raises(UsageError, match="Nothing is downloaded"):
+        shape(Path("meta-llama/Llama-3.1-70B"))
+
+
+BAD: dict[str, tuple[str, str]] = {
+    "unknown": ('{"model_type": "mamba"}', "is of model_type 'mamba'.*known are llama.*Give --params"),
+    "no-kind": ("{}", "has no model_type"),
+    "missing": ('{"model_type": "llama", "hidden_size": 64}', "lacks num_attention_heads, .*vocab_size"),
+    "text": ('{"model_type": "llama", "hidden_size": "64"}', "hidden_size is '64'; it must be a whole number"),
+    "negative": ('{"model_type": "gpt2", "n_embd": -1}', "n_embd is -1; it must be a whole number"),
+    "heads": (
+        '{"model_type": "gpt2", "n_embd": 100, "n_head": 7, "n_layer": 1, "vocab_size": 10, "n_positions": 8}',
+        "hidden_size is 100, no multiple of the 7 attention heads",
+    ),
+    "list": ("[]", "is no JSON object"),
+    "no-json": ("{", "is not JSON"),
+    "patch": (
+        '{"model_type": "vit", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, '
+        '"intermediate_size": 128}',
+        "lacks image_size, patch_size",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_config_that_cannot_be_counted_says_why(tmp_path: Path, name: str) -> None:
+    text, words = BAD[name]
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UsageError, match=words):
+        shape(tmp_path)
+
+
+def test_a_place_without_a_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="a folder without config.json"):
+        shape(tmp_path)
+    with pytest.raises(UsageError, match="which is not there"):
+        shape(tmp_path / "none.json")

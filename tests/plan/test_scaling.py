@@ -1,0 +1,66 @@
+"""How many GPUs are worth it, by prediction."""
+
+from __future__ import annotations
+
+import pytest
+
+from optuna_dsat.cost.gpus import find_gpu
+from optuna_dsat.plan.from_shape import Machine, plan_shape
+from optuna_dsat.plan.prediction import Subject
+from optuna_dsat.plan.scaling import counts_up_to, scaling
+from optuna_dsat.plan.transformer import shape_of
+
+
+def subject(
+    params: float, gpu: str, *, gpus: int, nodes: int = 1, network: float = 100.0, host_bytes: int | None = None
+) -> Subject:
+    machine = Machine(
+        gpu=find_gpu(gpu), gpus_per_node=gpus, nodes=nodes, network_gbit_per_s=network, given_host_bytes=host_bytes
+    )
+    shape = shape_of(params=round(params), hidden=None, layers=None, heads=None)
+    return plan_shape(shape, machine, config=None, memory_margin=0.05).subject
+
+
+@pytest.mark.parametrize(
+    ("devices", "counts"), [(1, (1,)), (2, (1, 2)), (6, (1, 2, 4, 6)), (8, (1, 2, 4, 8)), (16, (1, 2, 4, 8, 16))]
+)
+def test_powers_of_two_up_to_what_there_is(devices: int, counts: tuple[int, ...]) -> None:
+    assert counts_up_to(devices) == counts
+
+
+def test_a_small_model_scales_almost_linearly_over_nvlink() -> None:
+    found = scaling(subject(350e6, "a100-80g", gpus=8), (1, 2, 4, 8))
+    assert [one.devices for one in found] == [1, 2, 4, 8]
+    assert found[0].share_of_linear == 1
+    assert all(one.share_of_linear and 0.8 < one.share_of_linear <= 1.2 for one in found)
+    rates = [one.samples_per_s or 0 for one in found]
+    assert rates == sorted(rates)
+    assert found[3].samples_per_s_each == pytest.approx(rates[3] / 8)
+
+
+def test_the_last_is_the_plan_itself() -> None:
+    machine = subject(1.3e9, "a100-40g", gpus=4)
+    plan = plan_shape(
+        shape_of(params=round(1.3e9), hidden=None, layers=None, heads=None),
+        Machine(gpu=find_gpu("a100-40g"), gpus_per_node=4, nodes=1, network_gbit_per_s=100.0, given_host_bytes=None),
+        config=None,
+        memory_margin=0.05,
+    )
+    (last,) = scaling(machine, (4,))
+    assert plan.recommended is not None
+    assert last.samples_per_s == pytest.approx(plan.recommended.samples_per_s)
+
+
+def test_where_one_gpu_is_too_small_scaling_begins_at_the_first_that_is_not() -> None:
+    alone, all_eight = scaling(subject(7e9, "a100-40g", gpus=8, host_bytes=64 * 2**30), (1, 8))
+    assert (alone.row, alone.samples_per_s, alone.share_of_linear) == (None, None, None)
+    assert alone.to_json()["samples_per_s_per_device"] is None
+    assert all_eight.row is not None
+    assert all_eight.share_of_linear == 1
+
+
+def test_a_slow_network_shows_where_the_second_host_begins() -> None:
+    inside, across = scaling(subject(1.3e9, "a100-80g", gpus=8, nodes=2, network=10.0), (8, 16))
+    assert inside.share_of_linear == 1
+    assert across.share_of_linear is not None
+    assert across.share_of_linear < 0.9
