@@ -23,7 +23,7 @@ from optuna_dsat.cli.help import HELP_NAMES
 from optuna_dsat.cli.launch_prefix import SEARCHES, unfold_command
 from optuna_dsat.cli.options_file import find_options, read_options
 from optuna_dsat.cli.password import hide_secrets
-from optuna_dsat.cli.rewriting import lift_option, spread_numbers
+from optuna_dsat.cli.rewriting import COUNTS, lift_option, spread_numbers
 from optuna_dsat.display.stopping import EXIT_INTERRUPTED
 from optuna_dsat.errors import DsatError, ScriptFailedError, UsageError
 from optuna_dsat.escape.terminal import one_line, say
@@ -144,7 +144,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     signal.signal(signal.SIGTERM, interrupt)
     try:
         _check_folder()
-        arguments = lift_option(spread_numbers(arguments, "--zero-stages"), "--options")
+        arguments = lift_option(spread_numbers(arguments, *COUNTS), "--options")
         commands = _commands()
         if SEARCHES.intersection(arguments):
             arguments = unfold_command(arguments, commands, cwd=Path.cwd())

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-__all__ = ["lift_option", "spread_numbers"]
+__all__ = ["COUNTS", "lift_option", "spread_numbers"]
+
+COUNTS = ("--zero-stages", "--gpus-per-trial", "--cpu-ranks")
+"""Options whose value may be several numbers."""
 
 
-def spread_numbers(argv: list[str], option: str) -> list[str]:
-    """Return ``argv`` with ``option 1 2 3`` written as ``option 1,2,3``: an option takes one value.
+def spread_numbers(argv: list[str], *options: str) -> list[str]:
+    """Return ``argv`` with ``option 1 2 3`` written as ``option 1,2,3`` for each of ``options``: one takes one value.
 
     Arguments after ``--`` stay.
     """
@@ -19,7 +22,7 @@ def spread_numbers(argv: list[str], option: str) -> list[str]:
         if token == "--":
             return result + argv[index:]
         result.append(token)
-        if token == option:
+        if token in options:
             end = index + 1
             while end < len(argv) and argv[end].replace(",", "").isdigit():
                 end += 1

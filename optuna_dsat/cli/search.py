@@ -136,22 +136,25 @@ def _say_each(lines: Sequence[str]) -> None:
 
 def _run_each(studies: Sequence[Prepared], output: OutputOptions) -> None:
     """Search at each number of GPUs, show all results, and train with the best one if asked to."""
-    from optuna_dsat.cli.show import show_by_gpus, show_result
+    from optuna_dsat.cli.show import show_by_gpus
     from optuna_dsat.tuning.gpu_counts import best_of, search_each
 
     options, as_json = studies[0].given.options, output.json_output
-    found = list(
-        search_each(
-            studies,
-            lambda one: run_request(one.request, quiet=options.quiet, as_json=as_json, show=not as_json),
-            on_notice=lambda text: say(text, file=sys.stderr),
-        )
+    searches = search_each(
+        studies,
+        lambda one: run_request(one.request, quiet=options.quiet, as_json=as_json, show=not as_json),
+        on_notice=lambda text: say(text, file=sys.stderr),
     )
+    found = []
+    try:
+        for one in searches:
+            found.append(one)
+    except KeyboardInterrupt:
+        left = [one.request.spec.name for one in studies[len(found) :]]
+        say(f"Of this sweep {', '.join(left)} are left: type the same command again.", file=sys.stderr)
+        raise
     best, result = best_of(found)
-    if as_json:
-        show_result(result, as_json=True)
-    else:
-        show_by_gpus(found, best=result)
+    show_by_gpus(found, best=result, as_json=as_json)
     if options.run_full_experiment:
         _train(best, as_json=as_json)
 

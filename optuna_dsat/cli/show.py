@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["show_by_gpus", "show_preview", "show_result"]
 
+_BAR_CELLS = 40
+"""Width of the longest bar."""
+
 
 def show_result(result: TuneResult, *, as_json: bool) -> None:
     """Print a result as text or as one JSON object."""
@@ -48,18 +51,56 @@ def show_result(result: TuneResult, *, as_json: bool) -> None:
         say(result.advice)
 
 
-def show_by_gpus(found: Sequence[AtGpus], *, best: TuneResult) -> None:
-    """Print a table of what the searches at several numbers of GPUs found, and the command of the best."""
-    table = Table(title="By number of GPUs")
-    for heading in ("GPUs", "samples/s in all", "samples/s per GPU", "times your own config", "study"):
-        table.add_column(heading, justify="left" if heading == "study" else "right")
-    for one in found:
+def show_by_gpus(found: Sequence[AtGpus], *, best: TuneResult, as_json: bool = False) -> None:
+    """Print what the searches at several numbers of GPUs found, and the command of the best, or all of it as JSON."""
+    from optuna_dsat.tuning.gpu_counts import shares_of_linear
+
+    shares = shares_of_linear(found)
+    if as_json:
+        scaling = [
+            {
+                "gpus": one.gpus,
+                "study": one.study,
+                "samples_per_s": one.samples_per_s,
+                "samples_per_s_per_gpu": one.samples_per_s_per_gpu,
+                "share_of_linear": share,
+            }
+            for one, share in zip(found, shares, strict=True)
+        ]
+        print(json.dumps({**asdict(best), "scaling": scaling}, indent=2))
+        return
+    unit = "GPU" if any(one.run is not None and one.run.request.spec.device == "cuda" for one in found) else "rank"
+    table = Table(title=f"By number of {unit}s")
+    for heading in (f"{unit}s", "samples/s in all", f"samples/s per {unit}", "scaling", "speed-up"):
+        table.add_column(heading, justify="right", no_wrap=heading == "scaling")
+    table.add_column("study", no_wrap=True)
+    for one, share in zip(found, shares, strict=True):
         speed_up = None if one.result is None else one.result.speed_up
-        numbers = (one.samples_per_s, one.samples_per_s_per_gpu, speed_up)
-        row = (one.gpus, *("-" if number is None else f"{number:.4g}" for number in numbers), one.study)
+        all_, each, times = (
+            "-" if number is None else f"{number:.4g}"
+            for number in (one.samples_per_s, one.samples_per_s_per_gpu, speed_up)
+        )
+        row = (one.gpus, all_, each, "-" if share is None else f"{share:.0%}", times, one.study)
         table.add_row(*map(cell, row))
     Console(highlight=False).print(table)
+    _print_bars(found, shares, unit=unit)
     say(f"Most samples/s in all: {best.study}. Train with it:\n  {best.command}")
+
+
+def _print_bars(found: Sequence[AtGpus], shares: Sequence[float | None], *, unit: str) -> None:
+    """Print the throughput at each number as a bar; a dot marks what it would be if it grew with the number."""
+    measured = [(one, share) for one, share in zip(found, shares, strict=True) if one.samples_per_s and share]
+    if len(measured) < 2:
+        return
+    ideals = [(one.samples_per_s or 0.0) / share for one, share in measured]
+    scale = _BAR_CELLS / max(max(ideals), max(one.samples_per_s or 0.0 for one, _ in measured))
+    say(f"Scaling: samples/s with the number of {unit}s; the dot is where they would be if they grew with it.")
+    for (one, share), ideal in zip(measured, ideals, strict=True):
+        filled, dot = max(1, round(scale * (one.samples_per_s or 0.0))), max(1, round(scale * ideal))
+        bar = ("#" * filled).ljust(max(filled, dot))
+        if dot > filled:
+            bar = bar[: dot - 1] + "."
+        say(f"{one.gpus:>6} {bar} {one.samples_per_s:.4g}, {share:.0%}")
 
 
 def show_preview(spec: StudySpec) -> None:

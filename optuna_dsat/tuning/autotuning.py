@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
-from pathlib import Path
+from dataclasses import dataclass, fields
 from typing import Any
 
 from optuna_dsat.config import ds_config
@@ -13,9 +12,10 @@ from optuna_dsat.config.knobs import KNOBS, NVME, ZERO_STAGE
 from optuna_dsat.launch.devices import detect_devices
 from optuna_dsat.tuning.declaration import options_in
 from optuna_dsat.tuning.given import Given
+from optuna_dsat.tuning.given_config import user_config
 from optuna_dsat.tuning.options import AutotuningOptions, TuneOptions
 
-__all__ = ["options_of", "searches_by_gpus", "with_autotuning"]
+__all__ = ["Sweep", "options_of", "sweep_of", "with_autotuning"]
 
 _METRICS = {
     "flops": "FLOPS_per_gpu",
@@ -84,24 +84,47 @@ def _not_honoured(section: Autotuning) -> list[str]:
     return notes
 
 
-def searches_by_gpus(given: Given) -> tuple[list[int], list[str]]:
-    """Return the numbers of GPUs at each of which a search is wanted, and a line for each that is not available.
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """Numbers of GPUs or CPU ranks at each of which a search is wanted."""
 
-    They are those of a list in ``autotuning.num_gpus``; none if there is no such list, or an option says the number.
+    option: str
+    """Name of the option that says the number."""
+    counts: tuple[int, ...]
+    origin: str
+    """Where they come from."""
+
+    @property
+    def unit(self) -> str:
+        """What is counted, as it stands in names of studies."""
+        return "gpu" if self.option == "gpus_per_trial" else "rank"
+
+
+def sweep_of(given: Given) -> tuple[Sweep | None, list[str]]:
+    """Return the numbers of devices at each of which a search is wanted, and a line for each that is not available.
+
+    They are those of an option that lists several, else those of a list in ``autotuning.num_gpus``; None if one search
+    is wanted.
 
     Raises:
         ConfigError: If the config cannot be read.
     """
     options = given.options
+    for name in ("gpus_per_trial", "cpu_ranks"):
+        value = getattr(options, name)
+        if value is not None and not isinstance(value, int) and len(value) > 1:
+            counts = tuple(sorted(set(value)))
+            return Sweep(option=name, counts=counts, origin=given.origins.get(name, "argument")), []
     if options.gpus_per_trial is not None or options.cpu_ranks is not None:
-        return [], []
-    user = ds_config.load(None if options.ds_config is None else Path(options.ds_config))
-    counts = user.autotuning.gpu_counts
-    if len(counts) < 2:
-        return [], []
+        return None, []
+    user = user_config(options)
+    listed = user.autotuning.gpu_counts
+    if len(listed) < 2:
+        return None, []
     available = _gpus_here()
-    notes = [_too_many(count, available) for count in counts if count > available]
-    return [count for count in counts if count <= available], notes
+    notes = [_too_many(count, available) for count in listed if count > available]
+    counts = tuple(count for count in listed if count <= available)
+    return (Sweep(option="gpus_per_trial", counts=counts, origin="autotuning.num_gpus") if counts else None), notes
 
 
 def _gpus_here() -> int:
@@ -127,7 +150,7 @@ def with_autotuning(given: Given, *, keep_values: bool = False) -> tuple[Given, 
         ConfigError: If the config cannot be read.
     """
     options = given.options
-    user = ds_config.load(None if options.ds_config is None else Path(options.ds_config))
+    user = user_config(options)
     wanted, notes = options_of(user.autotuning)
     names = {field.name for field in fields(options)}
     offered = names - given.origins.keys()
@@ -136,7 +159,7 @@ def with_autotuning(given: Given, *, keep_values: bool = False) -> tuple[Given, 
         available = _gpus_here()
         if gpus <= available:
             wanted["gpus_per_trial"] = gpus
-        elif len(user.autotuning.gpu_counts) < 2:  # those of a list are named by ``searches_by_gpus``
+        elif len(user.autotuning.gpu_counts) < 2:  # those of a list are named by ``sweep_of``
             notes.append(_too_many(gpus, available))
     kept = _single_values(options, user) if keep_values and user.autotuning.enabled else {}
     if kept:

@@ -10,7 +10,7 @@ from optuna_dsat.study.result import TuneResult
 from optuna_dsat.tuning.prepare import Prepared
 from optuna_dsat.tuning.run import StudyRun
 
-__all__ = ["AtGpus", "best_of", "search_each"]
+__all__ = ["AtGpus", "best_of", "search_each", "shares_of_linear"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +18,7 @@ class AtGpus:
     """What the search at one number of GPUs found."""
 
     gpus: int
+    """GPUs, or CPU ranks, of a launch."""
     study: str
     run: StudyRun | None
     """None if no configuration could be run with so many GPUs."""
@@ -57,7 +58,8 @@ def search_each(
         try:
             ended: StudyRun | None = search(prepared)
         except NothingRunnableError as error:
-            on_notice(f"{gpus} GPU{'s' * (gpus > 1)}: {error}")
+            what = "GPU" if spec.device == "cuda" else "CPU rank"
+            on_notice(f"{gpus} {what}{'s' * (gpus > 1)}: {error}")
             ended = None
         yield AtGpus(gpus=gpus, study=spec.name, run=ended)
         if ended is not None and ended.interrupted:
@@ -74,7 +76,14 @@ def best_of(found: Sequence[AtGpus]) -> tuple[StudyRun, TuneResult]:
     """
     results = {one.gpus: one.result for one in found if one.result is not None}
     if not results:
-        raise NothingRunnableError("No configuration could be measured at any number of GPUs that the config lists.")
+        raise NothingRunnableError("No configuration could be measured at any of the numbers of GPUs (or ranks).")
     best = max(found, key=lambda one: (one.samples_per_s or 0.0, -one.gpus))
     assert best.run is not None
     return best.run, replace(results[best.gpus], by_gpus=results)
+
+
+def shares_of_linear(found: Sequence[AtGpus]) -> list[float | None]:
+    """Return samples/s per GPU over those of the first search that measured something; None where nothing was."""
+    each = [one.samples_per_s_per_gpu for one in found]
+    least = next((one for one in each if one), None)
+    return [None if one is None or least is None else one / least for one in each]

@@ -11,7 +11,17 @@ from typing import Any
 from optuna_dsat.config.documents import checked
 from optuna_dsat.errors import UsageError
 
-__all__ = ["NO_CONFIG", "named_config", "share", "split_environment", "split_fixed", "split_mappings", "split_stages"]
+__all__ = [
+    "NO_CONFIG",
+    "named_config",
+    "one_count",
+    "share",
+    "split_counts",
+    "split_environment",
+    "split_fixed",
+    "split_mappings",
+    "split_stages",
+]
 
 NO_CONFIG = "-"
 """Word on a command line for a DeepSpeed config that only the script has."""
@@ -22,8 +32,12 @@ def named_config(path: Path | None) -> Path | None:
     return None if path is None or str(path) == NO_CONFIG else path
 
 
-def share(value: str | float) -> float:
+def share(value: str | float, *, option: str = "--tie") -> float:
     """Return the share that ``1%`` or ``0.01`` stands for.
+
+    Args:
+        value: The text, or the share.
+        option: What the user calls it.
 
     Raises:
         UsageError: If it is neither.
@@ -32,7 +46,7 @@ def share(value: str | float) -> float:
     try:
         return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
-        raise UsageError(f"--tie is {text!r}; write a share such as 1% or 0.01.") from None
+        raise UsageError(f"{option} is {text!r}; write a share such as 1% or 0.01.") from None
 
 
 def split_stages(texts: Sequence[str] | None) -> tuple[int, ...] | None:
@@ -49,6 +63,38 @@ def split_stages(texts: Sequence[str] | None) -> tuple[int, ...] | None:
             raise UsageError(f"--zero-stages names {text!r}; ZeRO stages are 0, 1, 2 and 3.")
         stages.add(int(text))
     return tuple(sorted(stages))
+
+
+def split_counts(text: str | None, *, option: str) -> int | tuple[int, ...] | None:
+    """Return the number that ``8`` names, or the numbers that ``1,2,4,8`` names; None without a text.
+
+    Args:
+        text: The text, also as a list of a file of options has it (``[1, 2]``).
+        option: What the user calls it.
+
+    Raises:
+        UsageError: If something in it is no number.
+    """
+    if text is None:
+        return None
+    parts = re.split(r"[,\s]+", text.strip("[] "))
+    if not all(part.isdecimal() and len(part) < 7 for part in parts):
+        raise UsageError(f"{option} is {text!r}; write a number such as 8, or several such as 1 2 4 8.")
+    counts = tuple(dict.fromkeys(map(int, parts)))
+    return counts[0] if len(counts) == 1 else counts
+
+
+def one_count(value: int | Sequence[int] | None, *, option: str) -> int | None:
+    """Return the number of devices of a single search.
+
+    Raises:
+        UsageError: If there are several.
+    """
+    if value is None or isinstance(value, int):
+        return value
+    if len(value) != 1:
+        raise UsageError(f"{option} is {', '.join(map(str, value))}; this takes one number.")
+    return value[0]
 
 
 def split_fixed(pairs: Sequence[str] | None) -> dict[str, Any] | None:

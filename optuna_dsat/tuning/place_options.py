@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 from optuna_dsat.tuning.declaration import WHERE, Option
 from optuna_dsat.tuning.defaults import default
+from optuna_dsat.tuning.parse import split_counts
 
 __all__ = [
     "DEFAULT_OUTPUT_DIR",
@@ -34,7 +36,18 @@ class PlaceOptions:
     """Options of every method on devices, launches, database and folders."""
 
     gpus_per_trial: Annotated[
-        int | None, Option(help="GPUs of one launch.", none="all", autotuning="num_gpus", first=True, panel=WHERE)
+        int | Sequence[int] | None,
+        Option(
+            help="GPUs of one launch; several numbers, such as 1 2 4 8, are a search at each, compared at the end.",
+            none="all",
+            python_help="GPUs of one launch; a list is a search at each number, compared at the end. None for all.",
+            metavar="N,...",
+            text_type=str | None,
+            parse=partial(split_counts, option="--gpus-per-trial"),
+            autotuning="num_gpus",
+            first=True,
+            panel=WHERE,
+        ),
     ] = None
     only_free_gpus: Annotated[bool, Option(help="Tune on those GPUs that are free at the start.", panel=WHERE)] = False
     wait_for_gpus: Annotated[
@@ -46,8 +59,18 @@ class PlaceOptions:
         ),
     ] = default("wait_for_gpus")
     cpu_ranks: Annotated[
-        int | None,
-        Option(help="Run on the CPU with this many ranks.", none="2", none_if="without a GPU", panel=WHERE),
+        int | Sequence[int] | None,
+        Option(
+            help="Run on the CPU with this many ranks; several numbers are a search at each.",
+            none="2",
+            none_if="without a GPU",
+            python_help="Run on the CPU with this many ranks; a list is a search at each number. None for 2 without a "
+            "GPU.",
+            metavar="N,...",
+            text_type=str | None,
+            parse=partial(split_counts, option="--cpu-ranks"),
+            panel=WHERE,
+        ),
     ] = None
     device_memory: Annotated[
         str | int | None,

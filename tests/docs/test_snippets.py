@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 from optuna_dsat.cli import app
 from optuna_dsat.cli.launch_prefix import unfold_command
 from optuna_dsat.cli.options_file import OptionsFile
-from optuna_dsat.cli.rewriting import lift_option, spread_numbers
+from optuna_dsat.cli.rewriting import COUNTS, lift_option, spread_numbers
 from tests.harness.entry_points import EntryPointBench, bench
 
 __all__ = ["bench"]
@@ -46,7 +46,7 @@ ALL = sorted({(str(page.relative_to(ROOT)), command) for page in PAGES for comma
 def parse(arguments: list[str]) -> None:
     """Parse a command line without running anything."""
     group: Any = typer.main.get_command(app)
-    arguments = lift_option(spread_numbers(arguments, "--zero-stages"), "--options")
+    arguments = lift_option(spread_numbers(arguments, *COUNTS), "--options")
     arguments = unfold_command(arguments, group, cwd=ROOT)
     context = group.make_context("optuna-dsat", arguments)
     while isinstance(group, TyperGroup):

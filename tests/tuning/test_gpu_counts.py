@@ -9,6 +9,7 @@ import pytest
 
 import optuna_dsat
 from optuna_dsat.launch.devices import Device, Devices
+from optuna_dsat.study.spec import default_stages
 from optuna_dsat.tuning import autotuning, devices
 from optuna_dsat.tuning.given import Given
 from optuna_dsat.tuning.options import AutotuningOptions
@@ -66,7 +67,7 @@ def test_a_named_method_and_a_config_for_no_other_tuner_search_all_stages(
     bench: EntryPointBench, method: str | None, section: dict[str, Any]
 ) -> None:
     write(bench, section=section)
-    assert prepare(method, given(cpu_ranks=2)).request.spec.zero_stages == (1, 2, 3)
+    assert prepare(method, given(cpu_ranks=2)).request.spec.zero_stages == default_stages(method or "guided")
 
 
 @pytest.mark.usefixtures("two_gpus")
@@ -74,10 +75,73 @@ def test_a_list_of_numbers_of_gpus_is_a_search_at_each(bench: EntryPointBench) -
     write(bench, section={"num_gpus": [2, 1, 8]})
     studies = prepare_each(None, given())
     specs = [one.request.spec for one in studies]
-    assert [(spec.name, spec.slots_per_trial) for spec in specs] == [("train-asha-1gpu", 1), ("train-asha-2gpu", 2)]
+    assert [(spec.name, spec.slots_per_trial) for spec in specs] == [("train-guided-1gpu", 1), ("train-guided-2gpu", 2)]
     assert "autotuning.num_gpus 8 is not used: this machine offers 2 GPUs." in studies[0].notes
     (only,) = prepare_each(None, given(gpus_per_trial=2))
-    assert only.request.spec.name == "train-asha"
+    assert only.request.spec.name == "train-guided"
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_an_option_with_several_numbers_is_a_search_at_each(bench: EntryPointBench) -> None:
+    write(bench, section={"num_gpus": [1, 2]})
+    specs = [one.request.spec for one in prepare_each("random", given(gpus_per_trial=(2, 1), study="mine"))]
+    assert [(spec.name, spec.slots_per_trial) for spec in specs] == [("mine-1gpu", 1), ("mine-2gpu", 2)]
+    (only,) = prepare_each("random", given(gpus_per_trial=[2]))
+    assert (only.request.spec.name, only.request.spec.slots_per_trial) == ("train-random", 2)
+    ranks = [one.request.spec for one in prepare_each("random", given(cpu_ranks=[1, 2, 4]))]
+    assert [(spec.name, spec.device) for spec in ranks] == [(f"train-random-{n}rank", "cpu") for n in (1, 2, 4)]
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--gpus-per-trial", "1", "2", "4"), "--gpus-per-trial is 4, but this machine offers 2 GPUs"),
+        (("--gpus-per-trial", "1,x"), "--gpus-per-trial is '1,x'; write a number such as 8, or several"),
+        (("--gpus-per-trial", "1", "2", "--cpu-ranks", "2"), "exclude each other"),
+    ],
+)
+def test_a_sweep_that_cannot_run_is_refused_before_its_first_search(
+    bench: EntryPointBench, run_here: Run, options: tuple[str, ...], words: str
+) -> None:
+    done = run_here("random", "train.py", "ds.json", *options)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert not (bench.folder / "optuna-dsat.db").exists()
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_sweep_shows_how_samples_grow_and_repeats_nothing_when_typed_again(
+    bench: EntryPointBench, run_here: Run
+) -> None:
+    sweep = (
+        "random",
+        "train.py",
+        "ds.json",
+        "--gpus-per-trial",
+        "1",
+        "2",
+        "--max-trials",
+        "2",
+        "--metric",
+        "throughput",
+    )
+    options = (*sweep, "--confirm", "0", "--quiet")
+    done = run_here(*options)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("│") for line in done.stdout.splitlines() if "train-random-" in line and "│" in line]
+    assert [row[1].strip() for row in rows] == ["1", "2"]
+    assert [row[4].strip() for row in rows][0] == "100%"
+    share = float(rows[1][3]) / float(rows[0][3])
+    assert rows[1][4].strip() == f"{share:.0%}"
+    bars = [line for line in done.stdout.splitlines() if "#" in line and line.endswith(("100%", rows[1][4].strip()))]
+    assert len(bars) == 2
+    again, once_more = (json.loads(run_here(*options, "--json").stdout) for _ in range(2))
+    for count in ("1", "2"):
+        assert again["by_gpus"][count]["launches"] == once_more["by_gpus"][count]["launches"]
+    assert sum(again["launches"].values()) <= 3  # the profile, and two trials: those of the first run
+    assert [one["gpus"] for one in again["scaling"]] == [1, 2]
+    assert again["scaling"][1]["share_of_linear"] == pytest.approx(share, rel=1e-3)
 
 
 @pytest.mark.usefixtures("two_gpus")
@@ -87,13 +151,13 @@ def test_the_results_of_all_numbers_stand_in_one_table(bench: EntryPointBench, r
     done = run_here(*options)
     assert done.returncode == 0, done.stderr
     table = done.stdout[done.stdout.index("By number of GPUs") :]
-    rows = [line for line in table.splitlines() if "train-asha-" in line and "│" in line]
+    rows = [line for line in table.splitlines() if "train-guided-" in line and "│" in line]
     assert len(rows) == 2
     in_all, per_gpu = (float(rows[1].split("│")[column]) for column in (2, 3))
     assert in_all == pytest.approx(2 * per_gpu, rel=1e-3)
-    assert "Most samples/s in all: train-asha-2gpu" in table
+    assert "Most samples/s in all: train-guided-2gpu" in table
     again = json.loads(run_here(*options, "--json").stdout)
-    assert again["study"] == "train-asha-2gpu"
+    assert again["study"] == "train-guided-2gpu"
     assert set(again["by_gpus"]) == {"1", "2"}
 
 
@@ -101,5 +165,5 @@ def test_the_results_of_all_numbers_stand_in_one_table(bench: EntryPointBench, r
 def test_the_function_returns_the_best_with_all(bench: EntryPointBench) -> None:
     write(bench, section={"num_gpus": [1, 2]})
     result = optuna_dsat.tune("train.py", "ds.json", metric="throughput", max_trials=2, confirm=0, quiet=True)
-    assert result.study == "train-asha-2gpu"
-    assert {gpus: one.study for gpus, one in result.by_gpus.items()} == {1: "train-asha-1gpu", 2: "train-asha-2gpu"}
+    assert result.study == "train-guided-2gpu"
+    assert {gpus: one.study for gpus, one in result.by_gpus.items()} == {1: "train-guided-1gpu", 2: "train-guided-2gpu"}
