@@ -1,15 +1,19 @@
-"""``dashboard``: show a study in the browser."""
+"""``dashboard``: show a study in the browser while it is searched."""
 
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from optuna_dsat.cli.parameters import DEFAULT_STORAGE, Name, Storage
 from optuna_dsat.escape.terminal import say
 from optuna_dsat.escape.urls import page_address
+
+if TYPE_CHECKING:
+    from optuna_dsat.report.publish import Published
+    from optuna_dsat.store import Store
 
 __all__ = ["dashboard"]
 
@@ -22,30 +26,54 @@ def dashboard(
     storage: Storage = DEFAULT_STORAGE,
     port: Annotated[int, typer.Option(help="Port to listen on; 0 for any free one.", min=0, max=65535)] = 8080,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    optuna_dashboard: Annotated[
+        bool, typer.Option("--optuna-dashboard", help="Serve optuna-dashboard as well (needs the extra: dashboard).")
+    ] = False,
 ) -> None:
-    """Show a study in the browser, with notes, plots, logs and configs (needs the extra: dashboard)."""
-    from optuna_dsat.report.publish import publish, require_installed
-    from optuna_dsat.report.serve import ResultStorage, serve
+    """Show a study in the browser while it is searched: what runs now, and the report, kept up to date.
+
+    Nothing can be changed there. With --optuna-dashboard that is served as well, with notes, plots, logs and configs.
+    """
+    from optuna_dsat.report.live import LiveStudy
+    from optuna_dsat.report.live_app import beside, guarded, live_app
+    from optuna_dsat.report.publish import require_installed
+    from optuna_dsat.report.serve import optuna_app, serve
     from optuna_dsat.store import Store
 
-    require_installed()
+    if optuna_dashboard:
+        require_installed()
     with Store.open(storage, create=False) as store:
-        published = publish(store, name)
-        if published.store is None:
-            _say("The folder of the study's files is not on this machine: logs and configs are not offered.")
-        if published.refused:
-            _say(f"Left out, as they lead out of the study's folder: {', '.join(published.refused[:_MOST_NAMED])}.")
+        app = live_app(LiveStudy(store, name))
+        published = _publish(store, name) if optuna_dashboard else None
+        if published is not None:
+            app = beside(app, optuna_app(store, published.store))
         if host not in _LOOPBACK:
-            _say(f"Whoever reaches {host} can read and delete studies: optuna-dashboard asks for no password.")
+            what = "read and delete studies: optuna-dashboard" if optuna_dashboard else "read this study: the page"
+            _say(f"Whoever reaches {host} can {what} asks for no password.")
 
         def show_address(found: int) -> None:
-            say(page_address(host, found, "dashboard", "studies", published.study_id))
-            _say("Press Ctrl-C to end; start again to show what the study did since.")
+            say(page_address(host, found))
+            if published is not None:
+                say(page_address(host, found, "dashboard", "studies", published.study_id))
+                _say("The first page follows the study; start again to have its notes for optuna-dashboard anew.")
+            _say("Press Ctrl-C to end.")
 
         try:
-            serve(ResultStorage(store), host=host, port=port, artifacts=published.store, on_ready=show_address)
+            serve(guarded(app, host=host), host=host, port=port, on_ready=show_address)
         except KeyboardInterrupt:
             _say("Ended.")
+
+
+def _publish(store: Store, name: str) -> Published:
+    """Write notes, plots and artifacts for optuna-dashboard, and say what is left out."""
+    from optuna_dsat.report.publish import publish
+
+    published = publish(store, name)
+    if published.store is None:
+        _say("The folder of the study's files is not on this machine: logs and configs are not offered.")
+    if published.refused:
+        _say(f"Left out, as they lead out of the study's folder: {', '.join(published.refused[:_MOST_NAMED])}.")
+    return published
 
 
 def _say(text: str) -> None:

@@ -1,34 +1,97 @@
-"""The command that writes a study's report."""
+"""The command that writes the report of a study, or several studies side by side."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from optuna_dsat.cli.parameters import DEFAULT_STORAGE, Name, Storage
+from optuna_dsat.cli.parameters import DEFAULT_STORAGE, Storage, complete_studies
+from optuna_dsat.errors import UsageError
 from optuna_dsat.escape.terminal import say
+
+if TYPE_CHECKING:
+    from optuna_dsat.report.view import StudyView
 
 __all__ = ["report"]
 
+_ELSEWHERE = re.compile(r"(?P<name>[^/]+)@(?P<url>[a-z][\w+]*://.*)", re.DOTALL)
+"""A study of another database. No study's name holds a slash."""
+
 
 def report(
-    name: Name,
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="STUDY...",
+            help="Name of the study; several are shown side by side. NAME@URL is one of another database.",
+            show_default=False,
+            autocompletion=complete_studies,
+        ),
+    ],
     storage: Storage = DEFAULT_STORAGE,
     output: Annotated[
         Path | None,
         typer.Option(
             "--output",
             "-o",
-            help="HTML file to write.  \\[default: report.html among the study's files, else STUDY-report.html here]",
+            help="HTML file to write.  \\[default: report.html among the study's files, else STUDY-report.html here; "
+            "comparison.html here for several]",
             show_default=False,
         ),
     ] = None,
+    dataset_size: Annotated[
+        int | None,
+        typer.Option(help="Samples of the training data, for what a training takes.", min=1, show_default=False),
+    ] = None,
+    epochs: Annotated[float, typer.Option(help="Epochs of the training that is to follow.", min=0.001)] = 1.0,
+    price: Annotated[
+        float | None,
+        typer.Option(help="Price of a GPU hour, for what a training saves.", min=0.0, show_default=False),
+    ] = None,
 ) -> None:
-    """Write a study's report: one HTML file with figures that opens in any browser, without a network."""
-    from optuna_dsat.report.write import write_report
+    """Write a study's report: one HTML file with figures that opens in any browser, without a network.
+
+    Several studies are shown side by side: models, machines, methods, before and after an upgrade.
+    """
+    from optuna_dsat.report.performance import Training
+    from optuna_dsat.report.write import write_comparison, write_report
     from optuna_dsat.store import Store
 
-    with Store.open(storage, create=False) as store:
-        say(write_report(store, name, output))
+    training = Training(epochs=epochs, price_per_gpu_hour=price, dataset_size=dataset_size)
+    if len(names) > 1:
+        say(write_comparison([_read(name, storage) for name in names], output, training=training))
+        return
+    name, url = _parts(names[0], storage)
+    with Store.open(url, create=False) as store:
+        say(write_report(store, name, output, training=training))
+
+
+def _read(name: str, storage: str) -> StudyView:
+    from optuna_dsat.report.view import read_view
+    from optuna_dsat.store import Store
+
+    own, url = _parts(name, storage)
+    with Store.open(url, create=False) as store:
+        return read_view(store, own)
+
+
+def _parts(name: str, storage: str) -> tuple[str, str]:
+    """Return a study's name and its database.
+
+    Raises:
+        UsageError: If the database's address holds a password, which the process list would show.
+    """
+    from optuna_dsat.store import parse_url
+
+    found = _ELSEWHERE.fullmatch(name)
+    if found is None:
+        return name, storage
+    if parse_url(found["url"]).password:
+        raise UsageError(
+            f"The address of {found['name']!r}'s database holds a password, which every user of this machine could "
+            "read: leave it out and use PGPASSFILE."
+        )
+    return found["name"], found["url"]

@@ -56,6 +56,8 @@ class KnobRow:
     choices: tuple[Any, ...]
     used_by: str
     """Text on the place in DeepSpeed that uses it."""
+    is_range: bool = False
+    """Whether ``choices`` are the ends of a range."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,8 +283,18 @@ class SearchSpace:
             choices=self.micro_batch_values or self.micro_batches,
             used_by="The samples of one forward pass. "
             + ("" if self.micro_batch_values else "Choices are the smallest and the largest."),
+            is_range=not self.micro_batch_values,
         )  # fmt: skip
         return [*rows, micro]
+
+    def without_inert(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a config without the settings that DeepSpeed accepts and does not use, but those of this space."""
+        ours = {tuned.name for tuned in self.knobs}
+        unused = {knob.path[1] for knob in KNOBS if knob.inert and knob.name not in ours}
+        zero = config.get(ZERO)
+        if not isinstance(zero, Mapping) or not unused & zero.keys():
+            return dict(config)
+        return {**config, ZERO: {key: value for key, value in zero.items() if key not in unused}}
 
     def classes(self) -> int:
         """Return the number of lineages: combinations of all params except the micro-batch."""

@@ -24,24 +24,24 @@ from typing import Any
 
 from optuna.trial import FrozenTrial
 
-from optuna_dsat.cost.gpus import gpu_of_device, peak_flops
 from optuna_dsat.cost.step_time import ERROR
 from optuna_dsat.errors import UsageError
 from optuna_dsat.guided.planner import GuidedPlanner
 from optuna_dsat.guided.residual_gp import NOISE_SD
 from optuna_dsat.metrics import LARGER_IS_BETTER
+from optuna_dsat.report.performance import utilisation
 from optuna_dsat.report.proposals import Situation, proposals
 from optuna_dsat.store import Store
 from optuna_dsat.study.methods import make_planner
 from optuna_dsat.study.paired import Ratio
 from optuna_dsat.study.standing import Standing, compared, speed_up_over
-from optuna_dsat.study.stored import read_stored
+from optuna_dsat.study.stored import StoredStudy, read_stored
 from optuna_dsat.study.verdict_words import how_known
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH, STRUCTURE, Feasibility, feasibility, score, visible_params
 from optuna_dsat.words import bytes_in_words, config_in_words
 
-__all__ = ["REMAINDER", "TOGETHER", "Contribution", "Explanation", "explain", "explain_study"]
+__all__ = ["REMAINDER", "TOGETHER", "Contribution", "Explanation", "explain", "explain_study", "explained"]
 
 TOGETHER, REMAINDER = "together", "remainder"
 """Sources of the two factors that belong to no single knob."""
@@ -158,8 +158,16 @@ def explain_study(store: Store, name: str) -> tuple[Explanation, str]:
         UsageError: If there is no such study, nothing of it was measured, or its profile is gone.
     """
     study = read_stored(store, name)
-    if study.profiled is None or study.best is None:
+    found = explained(study)
+    if found is None or study.best is None:
         raise UsageError(f"Nothing of the study {name!r} was measured: there is nothing to explain.")
+    return found, config_in_words(study.best.trial.user_attrs[attributes.CONFIG])
+
+
+def explained(study: StoredStudy) -> Explanation | None:
+    """Return why a study's winner wins; None if nothing of it was measured, or its profile is gone."""
+    if study.profiled is None or study.best is None:
+        return None
     planner = make_planner(study.spec, study.profiled, study.space, prior_knowledge=study.prior_knowledge)
     found = explain(
         study.trials,
@@ -168,9 +176,9 @@ def explain_study(store: Store, name: str) -> tuple[Explanation, str]:
         baseline=study.baseline,
         paired=study.paired_ratio(study.best),
     )
-    if study.verdict is not None:
-        found = replace(found, user_value=study.verdict.user_value, how_known=how_known(study.verdict))
-    return found, config_in_words(study.best.trial.user_attrs[attributes.CONFIG])
+    if study.verdict is None:
+        return found
+    return replace(found, user_value=study.verdict.user_value, how_known=how_known(study.verdict))
 
 
 def explain(
@@ -203,8 +211,9 @@ def explain(
     seconds = {} if expected is None else dict(expected.bounds)
     total = sum(seconds.values())
     bounds = {name: part / total for name, part in seconds.items()} if total else {"compute": 1.0}
-    utilisation = _utilisation(winner.trial, planner)
-    now = Situation(planner=planner, trials=trials, winner=winner.trial, bounds=bounds, utilisation=utilisation)
+    metrics = winner.trial.user_attrs.get(attributes.METRICS) or {}
+    reached = utilisation(winner.trial, planner.problem.profile, metrics)
+    now = Situation(planner=planner, trials=trials, winner=winner.trial, bounds=bounds, utilisation=reached)
     return Explanation(
         metric=planner.problem.metric,
         winner=winner.trial.number,
@@ -220,7 +229,7 @@ def explain(
         bounds=bounds,
         peak_bytes=winner.trial.user_attrs.get(attributes.PEAK_BYTES),
         device_bytes=planner.problem.device_bytes,
-        utilisation=utilisation,
+        utilisation=reached,
         proposals=tuple(proposals(now)),
     )
 
@@ -392,11 +401,3 @@ def _factor(source: str, mean: float, spread: float, *, note: str = "") -> Contr
         source=source,
         note=note,
     )
-
-
-def _utilisation(winner: FrozenTrial, planner: GuidedPlanner) -> float | None:
-    """Return the share of the GPU's peak FLOPS that the winner reached; None if either is unknown."""
-    profile, config = planner.problem.profile, winner.user_attrs.get(attributes.CONFIG) or {}
-    peak = peak_flops(gpu_of_device(profile.device_name), config, param_bytes=profile.param_bytes)
-    reached = (winner.user_attrs.get(attributes.METRICS) or {}).get("FLOPS_per_gpu")
-    return None if peak is None or not reached else float(reached) / peak

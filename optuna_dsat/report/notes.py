@@ -28,7 +28,15 @@ from optuna_dsat.study.standing import Standing
 from optuna_dsat.study.verdict_words import how_known, verdict_in_words
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH
-from optuna_dsat.words import bytes_in_words, config_in_words, duration_in_words, metric_in_words
+from optuna_dsat.words import (
+    bytes_in_words,
+    choices_in_words,
+    combinations_in_words,
+    config_in_words,
+    duration_in_words,
+    metric_in_words,
+    params_in_words,
+)
 
 __all__ = ["study_note", "trial_note"]
 
@@ -124,13 +132,13 @@ def _space(view: StudyView) -> str:
         if row.choices and row.knob != MICRO_BATCH
     ]
     low, high = space.micro_batches
-    rows.append((code(MICRO_BATCH), "searched", "always", f"{low} to {high}"))
-    count = f"{space.classes()} classes of configurations beside the micro-batch."
+    rows.append((code(MICRO_BATCH), "searched", "always", choices_in_words((low, high), as_range=True)))
+    count = combinations_in_words(space.classes())
     return table(("knob", "role", "where it applies", "choices"), rows) + f"\n\n{count}"
 
 
 def _choices(choices: tuple[object, ...]) -> str:
-    shown = ", ".join(str(choice) for choice in choices[:_MAX_CHOICES])
+    shown = choices_in_words(choices[:_MAX_CHOICES])
     return shown + (f" and {len(choices) - _MAX_CHOICES} more" if len(choices) > _MAX_CHOICES else "")
 
 
@@ -140,7 +148,7 @@ def _profile(view: StudyView) -> str:
     profile = view.profiled.profile
     flops = f"{profile.flops_per_sample / 1e9:.4g} GFLOP" if profile.flops_per_sample > 0 else "could not be counted"
     rows = [
-        ("parameters", f"{profile.params / 1e6:.4g} million, {profile.trainable_params / 1e6:.4g} million trainable"),
+        ("parameters", f"{params_in_words(profile.params)}, {params_in_words(profile.trainable_params)} trainable"),
         ("activations", f"{bytes_in_words(profile.activation_bytes_per_sample)} per sample"),
         ("FLOPs", flops if profile.flops_per_sample <= 0 else f"{flops} per sample"),
         ("optimizer", profile.optimizer or "not known"),

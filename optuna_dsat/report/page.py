@@ -1,7 +1,7 @@
 """The report of a study: one HTML file that needs no network.
 
-plotly.js, styles and figures are embedded; a content security policy forbids loading anything. A sentence that says why
-replaces a figure that has no data yet.
+plotly.js, styles and figures are embedded; a content security policy forbids loading anything. A section without
+content is left out; the page's end says why.
 """
 
 from __future__ import annotations
@@ -9,40 +9,40 @@ from __future__ import annotations
 import base64
 import json
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from optuna_dsat.escape.html import safe_figure
-from optuna_dsat.escape.terminal import one_line, plain
+from optuna_dsat.escape.terminal import one_line
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report import figures
+from optuna_dsat.report.cards import cards_of
 from optuna_dsat.report.facts import (
     cli_command,
     created,
     outcome_counts,
     ranks_of_a_launch,
     script_command_line,
-    slot_name,
     versions,
 )
+from optuna_dsat.report.launch_files import Links
 from optuna_dsat.report.meanings import MEANING
 from optuna_dsat.report.memory_table import memory_table
-from optuna_dsat.report.slot_time import account
+from optuna_dsat.report.performance import Training
+from optuna_dsat.report.template import page_text
 from optuna_dsat.report.view import StudyView
+from optuna_dsat.report.why import why_of
 from optuna_dsat.report.winner import Winner, winner_of
 from optuna_dsat.study.paired import Ratio
 from optuna_dsat.study.result import BEST_CONFIG
-from optuna_dsat.study.standing import Standing
 from optuna_dsat.trials import attributes
-from optuna_dsat.version import __version__
-from optuna_dsat.words import bytes_in_words, config_in_words, duration_in_words, metric_in_words, steps_in_words
+from optuna_dsat.words import bytes_in_words, config_in_words, metric_in_words, steps_in_words
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-__all__ = ["Section", "render", "sections_of"]
+__all__ = ["Section", "figure_section", "page_values", "render", "sections_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,39 +123,51 @@ _SECTIONS: tuple[tuple[str, str, str, Callable[[StudyView], go.Figure]], ...] = 
 """Id, heading, lead and figure of each section, in the order of the page."""
 
 
-def render(view: StudyView) -> str:
+def render(view: StudyView, *, links: Links | None = None, training: Training | None = None) -> str:
     """Return the report of a study as the text of an HTML file.
+
+    Args:
+        view: The study.
+        links: Links to the files of its launches; None for none.
+        training: The training that is to follow; None for one epoch of the data that the study knows.
+
+    Raises:
+        UsageError: If plotly is not installed.
+    """
+    values = page_values(view, links=links, training=training or Training(), with_why=True)
+    return page_text("report.html", title=f"{view.spec.name}: report of optuna-dsat", **values)
+
+
+def page_values(view: StudyView, *, links: Links | None, training: Training, with_why: bool) -> dict[str, Any]:
+    """Return the variables of the templates that show a study.
+
+    Args:
+        view: The study.
+        links: Links to the files of its launches; None for none.
+        training: The training that is to follow.
+        with_why: Whether to explain the winner, for which models are fitted to all launches.
 
     Raises:
         UsageError: If plotly is not installed.
     """
     figures.require_plotly()
-    import jinja2
-    from markupsafe import Markup
-    from plotly.offline import get_plotlyjs
-
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("optuna_dsat.report"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-        finalize=lambda value: plain(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
-    )
-
-    def verbatim(name: str) -> Markup:
-        source, _, _ = environment.loader.get_source(environment, name)  # type: ignore[union-attr]
-        return Markup(source)
-
+    values = _facts(view, links, training)
+    tables = {"finalists": values["contenders"] or values["unconfirmed"], "memory": values["memory_rows"]}
     sections = sections_of(view)
-    return environment.get_template("report.html").render(
-        **_facts(view),
-        sections=sections,
-        ink=figures.INK,
-        plotly=Markup(get_plotlyjs()) if any(s.figure is not None for s in sections) else "",
-        styles=verbatim("report.css"),
-        script=verbatim("report.js"),
-    )
+    shown = [one for one in sections if one.missing is None or tables.get(one.id)]
+    return {
+        **values,
+        "why": why_of(view) if with_why else None,
+        "sections": shown,
+        "left_out": [one for one in sections if one not in shown and _is_worth_saying(one, view)],
+        "has_files": any(row["files"] for row in values["launches"]),
+        "has_figures": any(one.figure is not None for one in shown),
+    }
+
+
+def _is_worth_saying(section: Section, view: StudyView) -> bool:
+    """Whether it is to be said why a section is left out: not of what other methods do."""
+    return section.id != "rungs" or view.spec.method == "asha"
 
 
 def sections_of(view: StudyView) -> tuple[Section, ...]:
@@ -164,7 +176,11 @@ def sections_of(view: StudyView) -> tuple[Section, ...]:
 
 
 def _section(id: str, heading: str, lead: str, plot: Callable[[StudyView], go.Figure], view: StudyView) -> Section:
-    figure = plot(view)
+    return figure_section(id=id, heading=heading, lead=lead, figure=plot(view))
+
+
+def figure_section(*, id: str, heading: str, lead: str, figure: go.Figure) -> Section:
+    """Return a figure as a section: its data and layout as plain values, or why there is none."""
     missing = figures.missing(figure)
     note = figures.note_of(figure)
     drawn = None
@@ -186,7 +202,7 @@ def _sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}." if text else ""
 
 
-def _facts(view: StudyView) -> dict[str, Any]:
+def _facts(view: StudyView, links: Links | None, training: Training) -> dict[str, Any]:
     """Return the template's variables but figures and styles."""
     winner = winner_of(view)
     text = "" if winner is None else json.dumps(winner.config, indent=2)
@@ -197,18 +213,18 @@ def _facts(view: StudyView) -> dict[str, Any]:
         "config_name": BEST_CONFIG,
         "config_link": "data:application/json;base64," + base64.b64encode(text.encode()).decode(),
         "status": _status(view),
-        "cards": list(_cards(view, winner)),
+        "cards": list(cards_of(view, winner, training)),
         "contenders": list(_contenders(view)),
         "unconfirmed": list(_unconfirmed(view)),
         "tuned": list(_tuned(view)),
         "outcomes": list(_outcomes(view)),
         "memory_rows": memory_table(view),
         "bytes": bytes_in_words,
-        "launches": list(_launches(view)),
+        "launches": list(_launches(view, links)),
+        "profiles": list(_profiles(view, links)),
         "metric": view.metric,
         "commands": list(_commands(view, winner)),
         "made": time.strftime("%Y-%m-%d %H:%M"),
-        "version": __version__,
     }
 
 
@@ -223,50 +239,6 @@ def _status(view: StudyView) -> str:
     if view.best is None:
         return f"{used} of {budget} launches made, and nothing could be measured so far.{flying}"
     return f"The search has not ended: {used} of {budget} launches made.{flying}"
-
-
-def _value(view: StudyView, standing: Standing) -> tuple[str, str]:
-    """Return a metric with its unit, and its 95 % interval in words."""
-    if standing.low is None or standing.high is None:
-        return metric_in_words(view.metric, standing.value), "in the search"
-    low, high = (metric_in_words(view.metric, value) for value in (standing.low, standing.high))
-    return metric_in_words(view.metric, standing.value), f"95 % between {low} and {high}"
-
-
-def _cards(view: StudyView, winner: Winner | None) -> Iterator[tuple[str, str, str]]:
-    """Yield heading, value and remark of the key figures at the top."""
-    if winner is not None:
-        value, remark = _value(view, winner.standing)
-        remark = f"{remark}; {winner.how_known}" if winner.standing.confirmed else winner.how_known
-        yield ("Best" if winner.ended else "Best so far"), value, remark
-        yield "Speed-up", *_speed_up(view, winner)
-        if view.baseline is not None and not winner.is_own:
-            yield "Your own config", *_value(view, view.baseline)
-    spent = account(view.launches)
-    counts = Counter(row.purpose for row in view.launches)
-    again = f", {counts['confirm']} to measure finalists again" if counts["confirm"] else ""
-    yield (
-        "Launches",
-        f"{view.launches_used} of {view.spec.max_trials}",
-        f"and {counts['profile']} to profile{again}",
-    )
-    if spent.wall_s > 0:
-        total = sum(spent.seconds.values())
-        remark = f"{total / 60:.1f} {slot_name(view.spec.device)} minutes, {spent.seconds['idle'] / total:.0%} idle"
-        yield "Time", duration_in_words(spent.wall_s), remark
-
-
-def _speed_up(view: StudyView, winner: Winner) -> tuple[str, str]:
-    if winner.is_own:
-        if view.verdict is not None and view.verdict.is_by_rounds and len(view.measured) > 1:
-            return "none", "no faster configuration could be confirmed"
-        return "none", "your own config is the best that was measured"
-    if winner.speed_up is None:
-        return "not known", "your own config was not measured"
-    if winner.speed_up_low is None or winner.speed_up_high is None:
-        return f"{winner.speed_up:.2f}\u00d7", "over your own config, by the few steps of the search"
-    between = f"95 % between {winner.speed_up_low:.3f} and {winner.speed_up_high:.3f}"
-    return f"{winner.speed_up:.2f}\u00d7", f"over your own config, paired in rounds; {between}"
 
 
 def _tuned(view: StudyView) -> Iterator[tuple[str, str]]:
@@ -333,7 +305,16 @@ def _outcomes(view: StudyView) -> Iterator[tuple[str, int, str, str]]:
         yield outcome.value.replace("_", " "), count, what, advice
 
 
-def _launches(view: StudyView) -> Iterator[Mapping[str, Any]]:
+def _profiles(view: StudyView, links: Links | None) -> Iterator[Mapping[str, Any]]:
+    """Yield the launches that belong to no trial, with links to their files."""
+    for row in view.launches:
+        if row.trial_number is None:
+            files = () if links is None else links.of([row.report.launch_id])
+            outcome = row.report.outcome.value.replace("_", " ")
+            yield {"name": row.report.launch_id, "outcome": outcome, "files": list(files)}
+
+
+def _launches(view: StudyView, links: Links | None) -> Iterator[Mapping[str, Any]]:
     for trial in view.launched:
         attrs = trial.user_attrs
         outcome = attrs.get(attributes.OUTCOME, Outcome.LOST)
@@ -352,6 +333,7 @@ def _launches(view: StudyView) -> Iterator[Mapping[str, Any]]:
             "message": steps_in_words(**attributes.step_facts(trial))
             if outcome == Outcome.MEASURED
             else one_line(attrs.get(attributes.MESSAGE, "")),
+            "files": [] if links is None else list(links.of(view.launch_ids(trial))),
         }
 
 

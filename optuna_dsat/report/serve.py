@@ -1,14 +1,15 @@
-"""Runs optuna-dashboard in this process, so that no storage URL with its password appears on a command line."""
+"""Serves pages from this process, so that no storage URL with its password appears on a command line."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from contextlib import suppress
 from socketserver import ThreadingMixIn
+from typing import TYPE_CHECKING
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from optuna.artifacts import FileSystemArtifactStore
-from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.errors import UnreadableStudyError, UsageError
@@ -16,7 +17,13 @@ from optuna_dsat.store import Store
 from optuna_dsat.store.retrying_storage import RetryingStorage
 from optuna_dsat.study.stored import read_stored
 
-__all__ = ["ResultStorage", "serve"]
+if TYPE_CHECKING:
+    from wsgiref.types import WSGIApplication
+
+__all__ = ["ResultStorage", "optuna_app", "serve"]
+
+_PATIENCE_S = 60
+"""A connection without a request for so long is closed."""
 
 
 class ResultStorage(RetryingStorage):
@@ -48,38 +55,49 @@ class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
 
+class _Server6(_Server):
+    """Likewise, on an IPv6 address."""
+
+    address_family = socket.AF_INET6
+
+
 class _Quiet(WSGIRequestHandler):
     """Logs no requests."""
+
+    timeout = _PATIENCE_S
 
     def log_message(self, format: str, *args: object) -> None:
         """Discard the message."""
 
 
-def serve(
-    storage: BaseStorage,
-    *,
-    host: str,
-    port: int,
-    artifacts: FileSystemArtifactStore | None,
-    on_ready: Callable[[int], None],
-) -> None:
-    """Serve optuna-dashboard until interrupted.
+def optuna_app(store: Store, artifacts: FileSystemArtifactStore | None) -> WSGIApplication:
+    """Return optuna-dashboard.
 
     Args:
-        storage: The storage to show.
+        store: The database to show.
+        artifacts: Where the artifacts are; None to offer none.
+    """
+    from optuna_dashboard import wsgi
+
+    app: WSGIApplication = wsgi(ResultStorage(store), artifact_store=artifacts)
+    return app
+
+
+def serve(app: WSGIApplication, *, host: str, port: int, on_ready: Callable[[int], None]) -> None:
+    """Serve an application until interrupted.
+
+    Args:
+        app: The application.
         host: Address to listen on.
         port: Port to listen on; 0 for any free one.
-        artifacts: Where the artifacts are; None to offer none.
         on_ready: Called with the port once the server listens.
 
     Raises:
         UsageError: If the address cannot be listened on.
     """
-    from optuna_dashboard import wsgi
-
-    app = wsgi(storage, artifact_store=artifacts)
+    kind = _Server6 if ":" in host else _Server
     try:
-        server = make_server(host, port, app, server_class=_Server, handler_class=_Quiet)
+        server = make_server(host, port, app, server_class=kind, handler_class=_Quiet)
     except OSError as error:
         raise UsageError(
             f"Cannot listen on {host}:{port}: {error.strerror or error}. Choose another --port or --host."

@@ -30,6 +30,8 @@ class StudyView(StoredStudy):
     """Launch id -> seconds of each counted step on its slowest rank, in order; without launches that counted none."""
     storage_url: str
     """Without its password."""
+    tokens_per_sample: float | None = None
+    """Of the inputs, padding included; None if they are not known to be tokens."""
 
     @cached_property
     def folder(self) -> Path | None:
@@ -100,4 +102,17 @@ def read_view(store: Store, name: str) -> StudyView:
         launches=launches,
         step_times=step_times,
         storage_url=store.url,
+        tokens_per_sample=_tokens_per_sample(store, stored),
     )
+
+
+def _tokens_per_sample(store: Store, stored: StoredStudy) -> float | None:
+    """Return the tokens of a sample in the launch that measured the best config in the search."""
+    launch_id = stored.measured[0].user_attrs.get(attributes.LAUNCH_ID) if stored.measured else None
+    if launch_id is None:
+        return None
+    with reading(stored.record.name, "its steps", stored.record.versions):
+        steps = store.steps(stored.record.uuid, launch_id)
+    counted = [one for one in steps if one.elements_are_tokens and one.elements > 0 and one.samples > 0]
+    samples = sum(one.samples for one in counted)
+    return sum(one.elements for one in counted) / samples if samples else None

@@ -27,7 +27,7 @@ from optuna_dsat.study.verdict_words import how_known, verdict_in_words
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import config_in_words
 
-__all__ = ["Change", "Winner", "winner_of"]
+__all__ = ["Change", "Winner", "shown_settings", "winner_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,16 +127,12 @@ def _advice(view: StudyView, config: Mapping[str, Any]) -> str:
 
 
 def _changes(own: Mapping[str, Any], best: Mapping[str, Any]) -> Iterator[Change]:
-    before, after = _given(own), _given(best)
+    before, after = shown_settings(own), shown_settings(best)
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) != after.get(key):
-            yield Change(key=key, own=_shown(before, key), best=_shown(after, key))
+            yield Change(key=key, own=before.get(key, ""), best=after.get(key, ""))
 
 
-def _given(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return dotted key -> value of a config, without nulls."""
-    return {key: value for key, value in ds_config.flatten(config).items() if value is not None}
-
-
-def _shown(values: Mapping[str, Any], key: str) -> str:
-    return json.dumps(values[key]) if key in values else ""
+def shown_settings(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return dotted key -> value as JSON of a config, without nulls."""
+    return {key: json.dumps(value) for key, value in ds_config.flatten(config).items() if value is not None}

@@ -1,16 +1,23 @@
-"""Writes the report of a study to a file."""
+"""Writes reports to files: of a study, and of several side by side."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from optuna_dsat.errors import UsageError
+from optuna_dsat.report.compare import render_comparison
+from optuna_dsat.report.launch_files import Links
 from optuna_dsat.report.page import render
+from optuna_dsat.report.performance import Training
 from optuna_dsat.report.view import StudyView, read_view
 from optuna_dsat.runtime.atomic_write import write_text_atomic
 from optuna_dsat.store import Store
 
-__all__ = ["default_path", "write_report"]
+__all__ = ["COMPARISON", "default_path", "write_comparison", "write_report"]
+
+COMPARISON = "comparison.html"
+"""Default name of a comparison, in the working directory."""
 
 
 def default_path(view: StudyView) -> Path:
@@ -18,13 +25,14 @@ def default_path(view: StudyView) -> Path:
     return Path(f"{view.spec.name}-report.html") if view.folder is None else view.folder / "report.html"
 
 
-def write_report(store: Store, name: str, path: Path | None = None) -> Path:
+def write_report(store: Store, name: str, path: Path | None = None, *, training: Training | None = None) -> Path:
     """Write the report of a study as it is now; return the file. An existing one is replaced atomically.
 
     Args:
         store: Where the study lives.
         name: The study.
         path: The HTML file; None for ``default_path``.
+        training: The training that is to follow; None for one epoch of the data that the study knows.
 
     Raises:
         UsageError: If there is no such study, the file cannot be written, or plotly is not installed.
@@ -32,7 +40,24 @@ def write_report(store: Store, name: str, path: Path | None = None) -> Path:
     """
     view = read_view(store, name)
     target = default_path(view) if path is None else path
-    text = render(view)
+    return _write(target, render(view, links=Links(view=view, page=target.parent), training=training))
+
+
+def write_comparison(views: Sequence[StudyView], path: Path | None = None, *, training: Training | None = None) -> Path:
+    """Write several studies side by side; return the file. An existing one is replaced atomically.
+
+    Args:
+        views: At least two studies; the others are compared with the first.
+        path: The HTML file; None for ``COMPARISON`` in the working directory.
+        training: The training that is to follow; None for one epoch of the data that each study knows.
+
+    Raises:
+        UsageError: If there are fewer than two, the file cannot be written, or plotly is not installed.
+    """
+    return _write(Path(COMPARISON) if path is None else path, render_comparison(views, training=training))
+
+
+def _write(target: Path, text: str) -> Path:
     try:
         write_text_atomic(target, text)
     except OSError as error:

@@ -33,7 +33,7 @@ from optuna_dsat.study.result import (
     write_best,
 )
 from optuna_dsat.study.rounds import Rounds
-from optuna_dsat.study.space import objective
+from optuna_dsat.study.space import objective, space_of
 from optuna_dsat.study.tuner import EndReason
 from optuna_dsat.study.user_config import own_train_batch_size
 from optuna_dsat.study.verdict import Verdict, verdict_of
@@ -88,7 +88,7 @@ class Conclusion:
         if verdict is None:
             return None
         trial = next(one for one in candidates if one.number == verdict.handed_over)
-        config = complete_config(trial, slots=self._spec.slots_per_trial)
+        config = self._complete(trial)
         check = self._compare_losses(self._ready(config), self._ranks(trial))
         return self._write(verdict, rounds, trial, loss_check=None if check is None else asdict(check))
 
@@ -96,6 +96,10 @@ class Conclusion:
         """Return a config with all batch sizes as the script's trainer takes it."""
         trainer = self._profiled.trainer
         return complete if trainer is None else trainer.trainable(complete)
+
+    def _complete(self, trial: FrozenTrial) -> dict[str, Any]:
+        space = space_of(self._spec, self._profiled)
+        return complete_config(trial, slots=self._spec.slots_per_trial, space=space)
 
     def _ranks(self, trial: FrozenTrial) -> int:
         return attributes.data_parallel_size(trial, slots=self._spec.slots_per_trial)
@@ -146,7 +150,7 @@ class Conclusion:
             loss_check: Comparison of first losses; None if there is none.
         """
         spec, launches = self._spec, self._context.store.launches(self._context.study_uuid)
-        complete = complete_config(trial, slots=spec.slots_per_trial)
+        complete = self._complete(trial)
         config = self._ready(complete)
         finalists = finalists_of(rounds)
         again = finalists.get(trial.number) if verdict.is_by_rounds else None
@@ -190,6 +194,7 @@ class Conclusion:
             advice=self._profiled.advice(complete, settings_written=settings is not None),
             launches=dict(Counter(row.report.outcome.value for row in launches if row.purpose == "trial")),
             slot_minutes=sum(_slot_seconds(row.report) for row in launches) / 60,
+            device=spec.device,
         )
 
 

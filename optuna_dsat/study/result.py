@@ -17,11 +17,13 @@ from optuna_dsat.secrecy.references import names_in, resolved, shell_join
 from optuna_dsat.study.finalists import Finalist
 from optuna_dsat.study.spec import ScriptSpec, StudySpec
 from optuna_dsat.study.verdict import Verdict
-from optuna_dsat.words import config_in_words, steps_in_words
+from optuna_dsat.words import steps_in_words
 
 if TYPE_CHECKING:
     import optuna
     from optuna.trial import FrozenTrial
+
+    from optuna_dsat.config.search_space import SearchSpace
 
 __all__ = [
     "BEST_CONFIG",
@@ -108,6 +110,8 @@ class TuneResult:
     """Outcome -> number of trial launches."""
     slot_minutes: float
     """GPU minutes (CPU-rank minutes without a GPU) of all launches, profile and finalists included."""
+    device: str = "cuda"
+    """What the launches ran on: ``cuda`` or ``cpu``."""
     by_gpus: Mapping[int, TuneResult] = field(default_factory=dict)
     """GPUs of a launch -> result of the search with so many, where ``autotuning.num_gpus`` lists several; then this
     result is the one with the most samples per second. Empty otherwise."""
@@ -157,6 +161,7 @@ def trial_row(trial: FrozenTrial, verdict: Verdict | None) -> dict[str, Any]:
         trial: The trial.
         verdict: What came of its study so far; None if nothing was measured.
     """
+    from optuna_dsat.study.configuration import configuration_of
     from optuna_dsat.trials import attributes
 
     attrs = trial.user_attrs
@@ -172,7 +177,7 @@ def trial_row(trial: FrozenTrial, verdict: Verdict | None) -> dict[str, Any]:
         "rounds": 0 if again is None else again.rounds,
         "speed_up": None if again is None or again.ratio is None else again.ratio.value,
         "handed_over": verdict is not None and trial.number == verdict.handed_over,
-        "configuration": config_in_words(attrs[attributes.CONFIG]) if attributes.CONFIG in attrs else None,
+        "configuration": configuration_of(trial) if attributes.CONFIG in attrs else None,
         "attempts": attrs.get(attributes.ATTEMPTS),
         "peak_memory_bytes": attrs.get(attributes.PEAK_BYTES),
         "message": attrs.get(attributes.MESSAGE, attrs.get(attributes.VETOED)),
@@ -212,17 +217,21 @@ def trainable_config(config: Mapping[str, Any], *, world_size: int) -> dict[str,
     }
 
 
-def complete_config(trial: FrozenTrial, *, slots: int) -> dict[str, Any]:
+def complete_config(trial: FrozenTrial, *, slots: int, space: SearchSpace) -> dict[str, Any]:
     """Return a trial's DeepSpeed config without any tuning key and with all batch sizes.
+
+    Settings of the user's that DeepSpeed does not use are left out, unless it is the user's own config.
 
     Args:
         trial: A trial that was launched.
         slots: Ranks of its launch.
+        space: The study's search space.
     """
     from optuna_dsat.trials import attributes
 
     ranks = attributes.data_parallel_size(trial, slots=slots)
-    return trainable_config(trial.user_attrs[attributes.CONFIG], world_size=ranks)
+    config = trainable_config(trial.user_attrs[attributes.CONFIG], world_size=ranks)
+    return config if trial.user_attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG else space.without_inert(config)
 
 
 def write_best(directory: Path, config: Mapping[str, Any], metrics: Mapping[str, Any]) -> tuple[Path, Path]:

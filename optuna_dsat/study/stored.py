@@ -190,7 +190,7 @@ class StoredStudy:
 
     def complete_config(self, trial: FrozenTrial) -> dict[str, Any]:
         """Return a trial's DeepSpeed config without any tuning key and with all batch sizes."""
-        return complete_config(trial, slots=self.spec.slots_per_trial)
+        return complete_config(trial, slots=self.spec.slots_per_trial, space=self.space)
 
     def ready_config(self, trial: FrozenTrial) -> dict[str, Any]:
         """Return a trial's DeepSpeed config as the script's trainer takes it."""

@@ -48,11 +48,12 @@ class ReportedStudyBench(StudyBench):
 
 @contextmanager
 def serving(*args: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Run the command; yield its process and the address it prints. Ctrl-C must end it cleanly."""
+    """Run the command; yield its process and the last address it prints. Ctrl-C must end it cleanly."""
     command = [sys.executable, "-c", "from optuna_dsat.cli import main; main()", "dashboard", *args]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        address = process.stdout.readline().strip()
+        lines = 2 if "--optuna-dashboard" in args else 1
+        address = [process.stdout.readline().strip() for _ in range(lines)][-1]
         try:
             yield process, address
         finally:

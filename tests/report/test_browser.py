@@ -24,7 +24,7 @@ pytestmark = needs_chromium
 
 @pytest.fixture
 def address(finished: ReportedStudyBench) -> Iterator[str]:
-    with serving("s", "--storage", finished.url, "--port", "0") as (_, found):
+    with serving("s", "--storage", finished.url, "--port", "0", "--optuna-dashboard") as (_, found):
         yield found
 
 

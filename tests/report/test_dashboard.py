@@ -116,7 +116,7 @@ def test_without_the_extra_a_study_runs_and_the_command_names_what_to_install(
     monkeypatch.setitem(sys.modules, "optuna_dashboard", None)
     assert bench.run(bench.spec(max_trials=3, confirm=0), Hill()) is not None
     assert not [key for key in study_attributes(bench) if key.startswith("dashboard:")]
-    assert run("s", "--storage", bench.url) == 2
+    assert run("s", "--storage", bench.url, "--optuna-dashboard") == 2
     error = capsys.readouterr().err
     assert error == "optuna-dsat: optuna-dashboard is not installed: pip install 'optuna-dsat[dashboard]'\n"
 
@@ -172,7 +172,7 @@ def test_on_postgres_the_password_reaches_neither_process_list_nor_page(
         bench = ReportedStudyBench(tmp_path, store)
         bench.run(bench.spec(max_trials=3, confirm=0), Hill())
     monkeypatch.setenv("OPTUNA_DSAT_STORAGE", url)
-    with serving("s", "--port", "0") as (process, address):
+    with serving("s", "--port", "0", "--optuna-dashboard") as (process, address):
         family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
         commands = [word for one in family for word in one.cmdline()]
         page = address.replace("/dashboard/studies/", "/api/studies/")

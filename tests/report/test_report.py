@@ -5,7 +5,6 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -22,45 +21,8 @@ from optuna_dsat.report.view import StudyView
 from optuna_dsat.report.winner import winner_of
 from optuna_dsat.trials import attributes
 from tests.harness.landscapes import Hill
+from tests.harness.pages import Page
 from tests.harness.reports import ReportedStudyBench
-
-
-class Page(HTMLParser):
-    """What a report holds: its sections' sentences in place of figures, its links and loads, its text."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.ids: set[str] = set()
-        self.targets: list[str] = []
-        self.loads: list[str] = []
-        self.words: list[str] = []
-        self._inside: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = dict(attrs)
-        if "id" in found:
-            assert found["id"] not in self.ids, f"two elements have the id {found['id']}"
-            self.ids.add(found["id"] or "")
-        if tag == "a":
-            self.targets.append(found["href"] or "")
-        self.loads += [value for name in ("src", "srcset", "data") if (value := found.get(name))]
-        if tag == "link":
-            self.loads.append(found.get("href") or "")
-        if tag in ("script", "style"):
-            self._inside.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        if self._inside and self._inside[-1] == tag:
-            self._inside.pop()
-
-    def handle_data(self, data: str) -> None:
-        if not self._inside:
-            self.words.append(data)
-
-    @property
-    def text(self) -> str:
-        return " ".join(" ".join(self.words).split())
 
 
 def missing(view: StudyView) -> dict[str, str]:

@@ -23,6 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from optuna_dsat.errors import UsageError
+from optuna_dsat.report.figures._comparison import ComparedStudy, comparison_figure, course_figure
 from optuna_dsat.report.figures._finalists import FinalistPoint, finalists_figure
 from optuna_dsat.report.figures._importance import importances_figure, importances_of
 from optuna_dsat.report.figures._memory import BELIEVED_AS_MEASURED, FORMULAS_ALONE, memory_figure
@@ -45,6 +46,9 @@ __all__ = [
     "FORMULAS_ALONE",
     "INK",
     "USER",
+    "ComparedStudy",
+    "comparison_figure",
+    "course_figure",
     "importances_of",
     "memory_figure",
     "metric_figure",

@@ -89,7 +89,7 @@ def importances_figure(trials: Sequence[FrozenTrial], direction: StudyDirection)
     """Return the importance of the knobs as bars, largest first. See ``importances_of``."""
     import plotly.graph_objects as go
 
-    title, x = "Importance of the knobs", "share of what decided"
+    title, x = "Importance of the knobs", "share of the differences in speed"
     found = importances_of(trials, direction)
     if isinstance(found, str):
         return empty_figure(found, title=title, x=x)

@@ -1,9 +1,11 @@
 "use strict";
-(() => {
+const optunaDsat = (() => {
+  const INK = document.documentElement.dataset.ink;
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
   const touch = window.matchMedia("(pointer: coarse)");
   const PRINT_WIDTH = 660;  // px of an A4 page between its margins, at 96 px an inch, and some room
   const NARROW = 620;
+  const MOST_TICKS = 6;
   let printing = false;
 
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -23,11 +25,126 @@
       : { text: colour("--text"), quiet: colour("--quiet"), grid: colour("--grid"), card: colour("--card"),
           line: colour("--line") };
 
-  const legendRows = (data, layout, width) => {
-    const names = data.filter((t) => t.name && t.showlegend !== false).map((t) => t.name);
-    if (!names.length || (data.length < 2 && !layout.showlegend)) return 0;
-    const widest = Math.max(...names.map((name) => name.length)) * 6.4 + 50;
-    return Math.ceil(names.length / Math.max(1, Math.floor(width / widest)));
+  // Ticks of a logarithmic axis between two values: powers of two, or round numbers where few of these are in sight.
+  const ticksBetween = (low, high) => {
+    const powers = [];
+    for (let power = Math.ceil(Math.log2(low)); 2 ** power <= high; power++) powers.push(2 ** power);
+    if (powers.length >= 3) return powers.filter((_, place) => place % Math.ceil(powers.length / 12) === 0);
+    const rough = (high - low) / MOST_TICKS;
+    const decade = 10 ** Math.floor(Math.log10(rough));
+    const step = [1, 2, 5, 10].map((one) => one * decade).find((one) => one >= rough);
+    const ticks = [];
+    for (let place = Math.ceil(low / step); place * step <= high; place++)
+      ticks.push(Number((place * step).toPrecision(12)));
+    return ticks;
+  };
+
+  const axesOf = (layout) => Object.keys(layout).filter((name) => /^[xy]axis\d*$/.test(name));
+
+  const retick = (div, changed) => {
+    for (const name of axesOf(div.layout)) {
+      const axis = div.layout[name];
+      const moved = Object.keys(changed).some((key) => key.startsWith(`${name}.range`) || key.startsWith(`${name}.auto`));
+      if (!moved || axis.type !== "log" || !axis.tickvals) continue;
+      const [low, high] = axis.range.map((end) => 10 ** end);
+      Plotly.relayout(div, { [`${name}.tickvals`]: ticksBetween(low, high) });
+    }
+  };
+
+  // A figure's legend is text above it, so it wraps as text does and covers nothing.
+  const SHAPES = { square: [4, 45], diamond: [4, 0], "triangle-up": [3, 0], pentagon: [5, 0], hexagon: [6, 30] };
+  const first = (value) => (Array.isArray(value) ? value[0] : value);
+  const element = (name, values) => {
+    const made = document.createElementNS("http://www.w3.org/2000/svg", name);
+    for (const [key, value] of Object.entries(values)) made.setAttribute(key, value);
+    return made;
+  };
+  const corners = (count, turn, inner) =>
+    Array.from({ length: count }, (_, place) => {
+      const angle = ((turn + (360 * place) / count) * Math.PI) / 180;
+      const radius = inner && place % 2 ? 3 : 6;
+      return `${13 + radius * Math.sin(angle)},${8 - radius * Math.cos(angle)}`;
+    }).join(" ");
+  const swatch = (trace) => {
+    const drawn = element("svg", { width: 26, height: 16, "aria-hidden": "true" });
+    const marker = trace.marker || {};
+    const line = trace.line || {};
+    const filling = first(marker.color) || line.color;
+    if (trace.type === "bar") {
+      drawn.append(element("rect", { x: 6, y: 2, width: 13, height: 12, fill: filling }));
+      return drawn;
+    }
+    const mode = trace.mode || "lines";
+    if (mode.includes("lines")) {
+      const dash = { dot: "2 3", dash: "6 3" }[line.dash] || "none";
+      const width = Math.min(8, line.width || 2);
+      drawn.append(element("line", { x1: 1, x2: 25, y1: 8, y2: 8, stroke: line.color || filling, "stroke-width": width,
+                                     "stroke-dasharray": dash }));
+    }
+    if (!mode.includes("markers")) return drawn;
+    const symbol = String(first(marker.symbol) || "circle");
+    const base = symbol.replace("-open", "").replace("-thin", "");
+    const open = symbol.includes("-open");
+    const look = { fill: open ? "none" : filling, stroke: filling, "stroke-width": open ? 1.5 : 1 };
+    if (base === "x") drawn.append(element("path", { d: "M8 3L18 13M18 3L8 13", stroke: filling, "stroke-width": 2 }));
+    else if (base === "star") drawn.append(element("polygon", { points: corners(10, 0, true), ...look }));
+    else if (SHAPES[base]) drawn.append(element("polygon", { points: corners(...SHAPES[base], false), ...look }));
+    else drawn.append(element("circle", { cx: 13, cy: 8, r: 5, ...look }));
+    return drawn;
+  };
+
+  const legend = (div, data, layout) => {
+    const named = data.filter((trace) => trace.name && trace.showlegend !== false);
+    let list = div.parentElement.querySelector(".legend");
+    if (!named.length || (data.length < 2 && !layout.showlegend)) {
+      if (list) list.remove();
+      return;
+    }
+    if (!list) {
+      list = document.createElement("ul");
+      list.className = "legend";
+      list.setAttribute("aria-label", "Legend: each entry shows or hides what it names");
+      div.before(list);
+    }
+    list.replaceChildren(...named.map((trace) => {
+      const group = data.flatMap((one, place) =>
+        one === trace || (trace.legendgroup && one.legendgroup === trace.legendgroup) ? [place] : []);
+      const key = document.createElement("button");
+      const hidden = div.hiddenTraces;
+      key.type = "button";
+      key.append(swatch(trace), trace.name);
+      key.setAttribute("aria-pressed", String(!hidden.has(trace.name)));
+      key.addEventListener("click", () => {
+        const show = hidden.has(trace.name);
+        if (show) hidden.delete(trace.name);
+        else hidden.add(trace.name);
+        key.setAttribute("aria-pressed", String(show));
+        Plotly.restyle(div, { visible: show }, group);
+      });
+      const item = document.createElement("li");
+      item.append(key);
+      return item;
+    }));
+  };
+
+  const savePicture = (div) => {
+    const below = { orientation: "h", x: 0, xanchor: "left", y: 1.02, yanchor: "bottom" };
+    const margin = { ...div.layout.margin, t: 60 };
+    const layout = { ...div.layout, showlegend: true, legend: below, margin, paper_bgcolor: colour("--page") };
+    return Plotly.downloadImage({ data: div.data, layout }, {
+      format: "png", filename: div.closest("section").id, width: div.clientWidth, height: div.clientHeight + 60,
+    });
+  };
+
+  const styleAxes = (layout, look, narrow) => {
+    const axis = { gridcolor: look.grid, linecolor: look.line, zerolinecolor: look.grid, tickcolor: look.line };
+    for (const name of axesOf(layout)) {
+      Object.assign(layout[name], axis);
+      if (layout[name].ticktext) layout[name].fixedrange = true;  // rows, not numbers
+      const title = { ...layout[name].title, font: { size: narrow ? 11 : 13, color: look.quiet } };
+      if (narrow && title.text) title.text = title.text.replace(" (", "<br>(");
+      layout[name].title = title;
+    }
   };
 
   const draw = (div) => {
@@ -35,54 +152,53 @@
     const look = pageColours();
     const data = painted(figure.data, look.text);
     const layout = painted(figure.layout, look.text);
-    const width = printing ? PRINT_WIDTH : div.clientWidth;
-    const narrow = width < NARROW;
-    const rows = legendRows(data, layout, width);
-    const axis = { gridcolor: look.grid, linecolor: look.line, zerolinecolor: look.grid, tickcolor: look.line };
+    const narrow = (printing ? PRINT_WIDTH : div.clientWidth) < NARROW;
+    if (!div.hiddenTraces)
+      div.hiddenTraces = new Set(data.filter((one) => one.visible === "legendonly").map((one) => one.name));
+    for (const trace of data) trace.visible = !div.hiddenTraces.has(trace.legendgroup || trace.name);
+    legend(div, data, layout);
     Object.assign(layout, {
       font: { color: look.text, family: getComputedStyle(document.body).fontFamily, size: narrow ? 11 : 13 },
       paper_bgcolor: "rgba(0,0,0,0)",
       plot_bgcolor: "rgba(0,0,0,0)",
       hoverlabel: { bgcolor: look.card, bordercolor: look.line, font: { color: look.text, size: 12 }, align: "left" },
-      legend: { orientation: "h", x: 0, xref: "container", xanchor: "left", y: 1, yref: "container", yanchor: "top",
-                font: { size: narrow ? 10 : 12, color: look.text } },
+      showlegend: false,
       modebar: { bgcolor: "rgba(0,0,0,0)", color: look.quiet, activecolor: look.text },
-      margin: { l: narrow ? 46 : 70, r: 12, t: 12 + rows * 22, b: 54 },
-      height: (figure.layout.height || 440) + rows * 22 - (figure.layout.height ? 60 : 0),
+      margin: { l: narrow ? 46 : 70, r: 16, t: 30, b: 54 },
+      height: figure.layout.height ? figure.layout.height - 30 : 440,
       dragmode: touch.matches || narrow ? false : "zoom",
       autosize: !printing,
+      uirevision: "kept",
     });
     if (printing) layout.width = PRINT_WIDTH;
-    for (const name of Object.keys(layout)) {
-      if (/^[xy]axis\d*$/.test(name)) {
-        Object.assign(layout[name], axis);
-        const title = { ...layout[name].title, font: { size: narrow ? 11 : 13, color: look.quiet } };
-        if (narrow && title.text) title.text = title.text.replace(" (", "<br>(");
-        layout[name].title = title;
-      }
-    }
+    styleAxes(layout, look, narrow);
     Plotly.react(div, data, layout, {
       responsive: false, displaylogo: false, displayModeBar: narrow || printing ? false : "hover",
       // Named one by one: plotly.js adds others, one of which uploads the figure.
-      modeBarButtons: [["toImage"], ["zoom2d", "pan2d"], ["zoomIn2d", "zoomOut2d", "resetScale2d"]],
-      toImageButtonOptions: { filename: div.closest("section").id },
+      modeBarButtons: [
+        [{ name: "picture", title: "Save as a picture", icon: Plotly.Icons.camera, click: savePicture }],
+        ["zoom2d", "pan2d"], ["zoomIn2d", "zoomOut2d", "resetScale2d"],
+      ],
       plotlyServerURL: "",
     });
+    if (!div.followsZoom) {
+      div.followsZoom = true;
+      div.on("plotly_relayout", (changed) => retick(div, changed));
+    }
   };
 
-  const plots = [...document.querySelectorAll(".plot")];
-  const drawAll = () => plots.forEach(draw);
+  const plots = () => [...document.querySelectorAll(".plot")];
+  const drawAll = () => plots().forEach(draw);
   const drawn = new Map();
   const resized = new ResizeObserver((entries) => {
     if (printing) return;
     for (const { target } of entries) {
-      if (drawn.get(target) !== target.clientWidth) {
+      if (target.isConnected && drawn.get(target) !== target.clientWidth) {
         drawn.set(target, target.clientWidth);
         draw(target);
       }
     }
   });
-  plots.forEach((div) => resized.observe(div));
   dark.addEventListener("change", drawAll);
   window.addEventListener("beforeprint", () => {
     printing = true;
@@ -112,7 +228,7 @@
       return done;
     }
   };
-  for (const button of document.querySelectorAll("[data-copy]")) {
+  const copyOnClick = (button) => {
     button.addEventListener("click", async () => {
       const done = await copy(document.getElementById(button.dataset.copy).textContent);
       const told = button.textContent;
@@ -122,13 +238,30 @@
       button.focus();
       setTimeout(() => { button.textContent = told; }, 2000);
     });
-  }
-
-  for (const input of document.querySelectorAll("[data-filter]")) {
+  };
+  const filterOnInput = (input) => {
     const rows = [...document.getElementById(input.dataset.filter).tBodies[0].rows];
     input.addEventListener("input", () => {
       const wanted = input.value.trim().toLowerCase();
       for (const row of rows) row.hidden = !row.textContent.toLowerCase().includes(wanted);
     });
-  }
+  };
+  const tellWidth = (scroll) => {
+    const more = scroll.parentElement.querySelector(".more");
+    if (more) more.hidden = scroll.scrollLeft + scroll.clientWidth >= scroll.scrollWidth - 2;
+  };
+  const widths = new ResizeObserver((entries) => entries.forEach(({ target }) => tellWidth(target)));
+
+  // Makes what is below a node work: figures, buttons, tables.
+  const mount = (root) => {
+    root.querySelectorAll(".plot").forEach((div) => resized.observe(div));
+    root.querySelectorAll("[data-copy]").forEach(copyOnClick);
+    root.querySelectorAll("[data-filter]").forEach(filterOnInput);
+    root.querySelectorAll(".scroll").forEach((scroll) => {
+      scroll.addEventListener("scroll", () => tellWidth(scroll), { passive: true });
+      widths.observe(scroll);
+    });
+  };
+  mount(document);
+  return { mount, draw };
 })();

@@ -1,0 +1,182 @@
+"""The key figures at the top of a report."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from optuna_dsat.report.facts import slot_name
+from optuna_dsat.report.performance import Performance, Training, TrainingTime, performance_of, training_times
+from optuna_dsat.report.slot_time import account
+from optuna_dsat.report.view import StudyView
+from optuna_dsat.report.winner import Winner
+from optuna_dsat.study.paired import Ratio
+from optuna_dsat.study.standing import Standing
+from optuna_dsat.study.verdict import SpeedUp
+from optuna_dsat.words import bytes_in_words, duration_in_words, metric_in_words
+
+__all__ = ["Card", "cards_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """One key figure."""
+
+    heading: str
+    value: str
+    remark: str = ""
+
+
+def cards_of(view: StudyView, winner: Winner | None, training: Training) -> Iterator[Card]:
+    """Yield the key figures of a study: the result's, its speed-ups, what a training saves, what the search took."""
+    if winner is not None:
+        best = performance_of(view, winner.standing)
+        own = None if view.baseline is None or winner.is_own else performance_of(view, view.baseline)
+        yield from _result(view, winner, best, own)
+        yield from _speed_ups(view, winner)
+        times = None if winner.is_own else training_times(view, training)
+        if times is not None:
+            yield _training(times, view.spec.device)
+    yield from _search(view)
+
+
+def _result(view: StudyView, winner: Winner, best: Performance, own: Performance | None) -> Iterator[Card]:
+    """Yield what the result reaches, beside the user's own config."""
+    name = "Best" if winner.ended else "Best so far"
+    known = [_interval(view, winner.standing), winner.how_known]
+    remark = "; ".join(filter(None, known))
+    if view.metric != "throughput":
+        yield Card(heading=name, value=metric_in_words(view.metric, winner.standing.value), remark=remark)
+    if best.samples_per_s:
+        first = view.metric == "throughput"
+        beside = "" if own is None or not own.samples_per_s else f"yours {_rate(own.samples_per_s)}"
+        yield Card(
+            heading=name if first else "Samples",
+            value=_rate(best.samples_per_s),
+            remark="; ".join(filter(None, [remark if first else "", beside])),
+        )
+    if best.tokens_per_s:
+        beside = "" if own is None or not own.tokens_per_s else metric_in_words("tokens_per_s", own.tokens_per_s)
+        yield Card(
+            heading="Tokens",
+            value=metric_in_words("tokens_per_s", best.tokens_per_s),
+            remark=f"yours {beside}" if beside else "",
+        )
+    if best.step_s and view.metric != "latency":
+        beside = f"; yours {_time(own.step_s)} for {own.train_batch_size}" if own is not None and own.step_s else ""
+        yield Card(
+            heading="One step", value=_time(best.step_s), remark=f"for {_samples(best.train_batch_size)}{beside}"
+        )
+    if best.peak_bytes > 0:
+        share = f"{best.peak_bytes / best.device_bytes:.0%} of {bytes_in_words(best.device_bytes)} " if (
+            best.device_bytes
+        ) else ""  # fmt: skip
+        yield Card(heading="Peak memory", value=bytes_in_words(best.peak_bytes), remark=f"{share}on the fullest rank")
+    if best.utilisation is not None:
+        beside = "" if own is None or own.utilisation is None else f"; yours {own.utilisation:.1%}"
+        yield Card(heading="MFU", value=f"{best.utilisation:.1%}", remark=f"of the GPU's peak FLOPS{beside}")
+
+
+def _interval(view: StudyView, standing: Standing) -> str:
+    if standing.low is None or standing.high is None:
+        return ""
+    low, high = (metric_in_words(view.metric, value) for value in (standing.low, standing.high))
+    return f"95 % between {low} and {high}"
+
+
+def _speed_ups(view: StudyView, winner: Winner) -> Iterator[Card]:
+    """Yield the speed-up over the user's own config; where the global batch changes, at both batches."""
+    verdict = view.verdict
+    if winner.is_own:
+        by_rounds = verdict is not None and verdict.is_by_rounds and len(view.measured) > 1
+        why = "no faster configuration could be confirmed" if by_rounds else (
+            "your own config is the best that was measured"
+        )  # fmt: skip
+        yield Card(heading="Speed-up", value="none", remark=why)
+        return
+    if winner.speed_up is None or verdict is None:
+        yield Card(heading="Speed-up", value="not known", remark="your own config was not measured")
+        return
+    equal, winners = verdict.at_user_batch, verdict.at_own_batch
+    if equal is None or winners is None or equal.train_batch_size == winners.train_batch_size:
+        batch = "" if winners is None else f" at your global batch of {winners.train_batch_size}"
+        yield Card(heading="Speed-up", value=_times(winner.speed_up), remark=_over_own(winner) + batch)
+        return
+    yield Card(
+        heading="Speed-up",
+        value=_times(winner.speed_up),
+        remark=f"{_over_own(winner)}, at its global batch of {winners.train_batch_size}",
+    )
+    yield _at_equal_batch(equal, own=verdict.baseline)
+
+
+def _at_equal_batch(equal: SpeedUp, *, own: int | None) -> Card:
+    heading = "Speed-up at your batch"
+    if equal.number == own:
+        what = f"nothing better was measured at your global batch of {equal.train_batch_size}"
+        return Card(heading=heading, value="none", remark=what)
+    between = _between(equal.ratio)
+    how = f"trial {equal.number}, at your global batch of {equal.train_batch_size}"
+    return Card(heading=heading, value=_times(equal.ratio.value), remark="; ".join(filter(None, [how, between])))
+
+
+def _between(ratio: Ratio) -> str:
+    if ratio.low is None or ratio.high is None:
+        return "by the few steps of the search" if ratio.rounds == 0 else ""
+    return f"95 % between {ratio.low:.3f} and {ratio.high:.3f}"
+
+
+def _over_own(winner: Winner) -> str:
+    if winner.speed_up_low is None or winner.speed_up_high is None:
+        return "over your own config, by the few steps of the search"
+    between = f"95 % between {winner.speed_up_low:.3f} and {winner.speed_up_high:.3f}"
+    return f"over your own config, paired in rounds; {between}"
+
+
+def _training(times: TrainingTime, device: str) -> Card:
+    """Return what a whole training takes, and saves."""
+    epochs = "An epoch" if times.epochs == 1 else f"{times.epochs:g} epochs"
+    saved = times.saved_slot_hours
+    unit = f"{slot_name(device)} {'hour' if f'{abs(saved):.3g}' == '1' else 'hours'}"
+    told = f"{'saves' if saved >= 0 else 'costs'} {abs(saved):.3g} {unit}"
+    if times.saved_price is not None:
+        told += f", {abs(times.saved_price):,.2f} at {times.price_per_gpu_hour:g} an hour"
+    instead = f"instead of {duration_in_words(times.own_s)}"
+    return Card(
+        heading=epochs,
+        value=duration_in_words(times.best_s),
+        remark=f"{instead}: {told} on {times.samples:,} samples",
+    )
+
+
+def _search(view: StudyView) -> Iterator[Card]:
+    counts = Counter(row.purpose for row in view.launches)
+    beside = [
+        f"{counts[purpose]} {words}"
+        for purpose, words in (("profile", "to profile"), ("confirm", "to measure finalists again"))
+        if counts[purpose]
+    ]
+    used = f"{view.launches_used} of {view.spec.max_trials}"
+    yield Card(heading="Launches", value=used, remark=f"and {', '.join(beside)}" if beside else "")
+    spent = account(view.launches)
+    if spent.wall_s > 0:
+        total = sum(spent.seconds.values())
+        remark = f"{total / 60:.1f} {slot_name(view.spec.device)} minutes, {spent.seconds['idle'] / total:.0%} idle"
+        yield Card(heading="Time of the search", value=duration_in_words(spent.wall_s), remark=remark)
+
+
+def _rate(samples_per_s: float) -> str:
+    return metric_in_words("throughput", samples_per_s)
+
+
+def _time(step_s: float) -> str:
+    return metric_in_words("latency", step_s)
+
+
+def _samples(count: int) -> str:
+    return f"{count} sample{'s' * (count != 1)}"
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}\u00d7"

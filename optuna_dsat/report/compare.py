@@ -1,0 +1,287 @@
+"""Several studies side by side on one page: models, machines, methods, before and after an upgrade.
+
+Their launches were not measured in common rounds, so ratios between studies are plain ratios, without an interval.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from optuna_dsat.config import ds_config
+from optuna_dsat.errors import UsageError
+from optuna_dsat.metrics import speed_up
+from optuna_dsat.report import figures
+from optuna_dsat.report.facts import created, ranks_of_a_launch, script_command_line, slot_name
+from optuna_dsat.report.figures import ComparedStudy
+from optuna_dsat.report.page import figure_section
+from optuna_dsat.report.performance import Performance, Training, performance_of, training_times
+from optuna_dsat.report.slot_time import account
+from optuna_dsat.report.template import page_text
+from optuna_dsat.report.view import StudyView
+from optuna_dsat.report.winner import shown_settings, winner_of
+from optuna_dsat.secrecy.shapes import hidden_data
+from optuna_dsat.trials import attributes
+from optuna_dsat.words import bytes_in_words, duration_in_words, metric_in_words
+
+__all__ = ["Row", "render_comparison", "rows_of", "setting_rows"]
+
+_TOO_FEW = "A comparison takes at least two studies."
+_CAVEAT = (
+    "These studies were not measured in common rounds: a ratio between two of them holds if nothing else differed, and "
+    "has no interval. What was tuned, on what, and with which versions stands below."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One fact of all studies."""
+
+    name: str
+    cells: tuple[str, ...]
+    """By study; empty where it is not known."""
+
+    @property
+    def differs(self) -> bool:
+        """Whether the studies differ in it."""
+        return len(set(self.cells)) > 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Compared:
+    """A study with what its result reaches."""
+
+    view: StudyView
+    best: Performance | None
+    own: Performance | None
+    training: Training
+
+
+def render_comparison(views: Sequence[StudyView], *, training: Training | None = None) -> str:
+    """Return several studies side by side as the text of an HTML file.
+
+    Args:
+        views: At least two studies; the others are compared with the first.
+        training: The training that is to follow; None for one epoch of the data that each study knows.
+
+    Raises:
+        UsageError: If there are fewer than two, or plotly is not installed.
+    """
+    if len(views) < 2:
+        raise UsageError(_TOO_FEW)
+    figures.require_plotly()
+    names = _names(views)
+    shown = [_figures_of(name, view) for name, view in zip(names, views, strict=True)]
+    sections = [
+        figure_section(
+            id="results",
+            heading="Results side by side",
+            lead="Samples per second over all devices.",
+            figure=figures.comparison_figure(shown),
+        ),
+        figure_section(
+            id="course",
+            heading="How they came to them",
+            lead="The best of the search so far, over the time since each study's first launch.",
+            figure=figures.course_figure(shown),
+        ),
+    ]
+    sections = [one for one in sections if one.figure is not None]
+    return page_text(
+        "compare.html",
+        title=f"{' and '.join(names[:3])}{' and more' if len(names) > 3 else ''}: side by side",
+        has_figures=bool(sections),
+        names=names,
+        caveat=_CAVEAT,
+        result_rows=rows_of(views, training=training),
+        tuned_rows=_tuned_rows(views),
+        setting_rows=setting_rows(views),
+        sections=sections,
+        made=time.strftime("%Y-%m-%d %H:%M"),
+    )
+
+
+def _names(views: Sequence[StudyView]) -> list[str]:
+    """Return the studies' names; with their databases where two have the same one."""
+    names = [view.spec.name for view in views]
+    return [
+        name if names.count(name) == 1 else f"{name} ({view.storage_url})"
+        for name, view in zip(names, views, strict=True)
+    ]
+
+
+def _figures_of(name: str, view: StudyView) -> ComparedStudy:
+    best = None if view.best is None else performance_of(view, view.best)
+    own = None if view.baseline is None else performance_of(view, view.baseline)
+    return ComparedStudy(
+        name=name,
+        best=None if best is None else best.samples_per_s,
+        own=None if own is None else own.samples_per_s,
+        course=tuple(_course(view)),
+    )
+
+
+def _course(view: StudyView) -> Iterator[tuple[float, float]]:
+    """Yield seconds since the first launch, and the best samples/s so far, of every launch of the search."""
+    if not view.launches:
+        return
+    rates = {
+        trial.number: (trial.user_attrs.get(attributes.METRICS) or {}).get("throughput") for trial in view.measured
+    }
+    began, best = min(row.report.started_at for row in view.launches), 0.0
+    ends = [
+        (row.report.started_at + row.report.held_s, rates.get(row.trial_number))
+        for row in view.launches
+        if row.purpose == "trial" and row.trial_number is not None
+    ]
+    for end, rate in sorted(ends, key=lambda one: one[0]):
+        best = max(best, rate or 0.0)
+        if best > 0:
+            yield end - began, best
+
+
+_Fact = tuple[str, Callable[[_Compared], str]]
+"""Name of a fact, and how it is read from a study; empty where it is not known."""
+
+
+def _rate(found: Performance | None) -> str:
+    return "" if found is None or not found.samples_per_s else metric_in_words("throughput", found.samples_per_s)
+
+
+def _training_words(one: _Compared) -> str:
+    times = training_times(one.view, one.training)
+    if times is None:
+        return ""
+    saved = f"{times.saved_slot_hours:.3g} {slot_name(one.view.spec.device)} hours saved"
+    price = "" if times.saved_price is None else f", {times.saved_price:,.2f}"
+    return f"{duration_in_words(times.best_s)} ({saved}{price})"
+
+
+def _speed_up_words(one: _Compared) -> str:
+    winner = winner_of(one.view)
+    if winner is None or winner.is_own or winner.speed_up is None:
+        return "" if winner is None or not winner.is_own else "none"
+    if winner.speed_up_low is None or winner.speed_up_high is None:
+        return f"{winner.speed_up:.2f}\u00d7 (by the search)"
+    return f"{winner.speed_up:.2f}\u00d7 ({winner.speed_up_low:.2f} to {winner.speed_up_high:.2f})"
+
+
+def _per_slot(one: _Compared) -> str:
+    if one.best is None or not one.best.samples_per_s:
+        return ""
+    return metric_in_words("throughput", one.best.samples_per_s / one.view.spec.slots_per_trial)
+
+
+_RESULT: tuple[_Fact, ...] = (
+    ("configuration", lambda one: "" if one.best is None else one.best.words),
+    ("speed", lambda one: _rate(one.best)),
+    ("speed per GPU or rank", _per_slot),
+    (
+        "tokens",
+        lambda one: (
+            ""
+            if one.best is None or not one.best.tokens_per_s
+            else metric_in_words("tokens_per_s", one.best.tokens_per_s)
+        ),
+    ),
+    (
+        "one step",
+        lambda one: "" if one.best is None or not one.best.step_s else metric_in_words("latency", one.best.step_s),
+    ),
+    ("global batch", lambda one: "" if one.best is None else str(one.best.train_batch_size)),
+    ("peak memory", lambda one: bytes_in_words(one.best.peak_bytes) if one.best and one.best.peak_bytes else ""),
+    ("MFU", lambda one: f"{one.best.utilisation:.1%}" if one.best and one.best.utilisation is not None else ""),
+    ("your own config", lambda one: _rate(one.own)),
+    ("speed-up over it", _speed_up_words),
+    ("the training that follows", _training_words),
+    ("how it is known", lambda one: "" if (won := winner_of(one.view)) is None else won.how_known),
+)
+_TUNED: tuple[_Fact, ...] = (
+    ("script", lambda one: script_command_line(one.view)),
+    (
+        "model",
+        lambda one: (
+            "" if one.view.profiled is None else f"{one.view.profiled.profile.params / 1e6:.4g} million parameters"
+        ),
+    ),
+    (
+        "device",
+        lambda one: (
+            ""
+            if one.view.profiled is None
+            else f"{one.view.profiled.profile.device_name or one.view.profiled.device}, "
+            f"{bytes_in_words(one.view.profiled.profile.device_memory_bytes)}"
+        ),
+    ),
+    ("one launch", lambda one: ranks_of_a_launch(one.view)),
+    ("method", lambda one: one.view.spec.method),
+    ("metric", lambda one: one.view.metric),
+    ("launches", lambda one: f"{one.view.launches_used} of {one.view.spec.max_trials}"),
+    ("time of the search", lambda one: duration_in_words(account(one.view.launches).wall_s)),
+    ("ended", lambda one: "no" if one.view.end_reason is None else one.view.end_reason or "yes"),
+    ("begun", lambda one: created(one.view)),
+    ("database", lambda one: one.view.storage_url),
+)
+
+
+def rows_of(views: Sequence[StudyView], *, training: Training | None = None) -> list[Row]:
+    """Return what the studies' results reach; facts that none of them has are left out.
+
+    Args:
+        views: The studies; speeds are also given as multiples of the first one's.
+        training: The training that is to follow; None for one epoch of the data that each study knows.
+    """
+    compared = _compared(views, training or Training())
+    rows = _rows(_RESULT, compared)
+    rates = [None if one.best is None else one.best.samples_per_s for one in compared]
+    ratios = [speed_up(rate, rates[0], maximize=True) for rate in rates]
+    cells = tuple("" if ratio is None else f"{ratio:.2f}\u00d7" for ratio in ratios)
+    if any(cells[1:]):
+        place = 1 + next(index for index, row in enumerate(rows) if row.name == "speed")
+        rows.insert(place, Row(name="times the first", cells=cells))
+    return rows
+
+
+def _tuned_rows(views: Sequence[StudyView]) -> list[Row]:
+    compared = _compared(views, Training())
+    libraries = sorted({name for view in views for name in view.record.versions})
+    versions: list[_Fact] = [(name, _version_of(name)) for name in libraries]
+    return _rows((*_TUNED, *versions), compared)
+
+
+def _version_of(library: str) -> Callable[[_Compared], str]:
+    return lambda one: str(one.view.record.versions.get(library, ""))
+
+
+def _compared(views: Sequence[StudyView], training: Training) -> list[_Compared]:
+    return [
+        _Compared(
+            view=view,
+            best=None if view.best is None else performance_of(view, view.best),
+            own=None if view.baseline is None else performance_of(view, view.baseline),
+            training=training,
+        )
+        for view in views
+    ]
+
+
+def _rows(facts: Sequence[_Fact], compared: Sequence[_Compared]) -> list[Row]:
+    rows = [Row(name=name, cells=tuple(read(one) for one in compared)) for name, read in facts]
+    return [row for row in rows if any(row.cells)]
+
+
+def setting_rows(views: Sequence[StudyView]) -> list[Row]:
+    """Return the settings in which the best configs differ, by their dotted keys; a missing one is empty."""
+    found = [_settings(view) for view in views]
+    keys = sorted({key for one in found for key in one})
+    rows = [Row(name=key, cells=tuple(one.get(key, "") for one in found)) for key in keys]
+    return [row for row in rows if row.differs]
+
+
+def _settings(view: StudyView) -> Mapping[str, str]:
+    if view.best is None:
+        return {}
+    config: dict[str, Any] = hidden_data(ds_config.effective(view.complete_config(view.best.trial)))
+    return shown_settings(config)

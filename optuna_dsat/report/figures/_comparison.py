@@ -1,0 +1,101 @@
+"""Several studies side by side: their results, and how they came to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from optuna_dsat.escape.html import figure_text
+from optuna_dsat.report.figures._style import NEUTRAL, Palette, axis_title, empty_figure, lay_out, wrapped
+from optuna_dsat.words import duration_in_words, metric_in_words
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+__all__ = ["ComparedStudy", "comparison_figure", "course_figure"]
+
+_RATE = "throughput"
+"""The metric that is compared: every study has it, whatever it optimises."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedStudy:
+    """What the figures show of a study."""
+
+    name: str
+    best: float | None
+    """Samples/s of the result; None if nothing was measured."""
+    own: float | None
+    """Samples/s of the user's own config; None if it was not measured."""
+    course: tuple[tuple[float, float], ...]
+    """Seconds since the first launch, and the best samples/s so far, of every launch that ended."""
+
+
+def comparison_figure(studies: Sequence[ComparedStudy]) -> go.Figure:
+    """Return the samples/s of each study's result, beside those of the user's own config."""
+    import plotly.graph_objects as go
+
+    title, x = "Results side by side", axis_title(_RATE)
+    if not any(one.best for one in studies):
+        return empty_figure("Nothing was measured in any of these studies.", title=title, x=x)
+    rows = list(range(len(studies)))
+    figure = go.Figure()
+    for name, colour, values in (
+        ("your own config", NEUTRAL, [one.own for one in studies]),
+        ("the result", "#0072B2", [one.best for one in studies]),
+    ):
+        figure.add_trace(
+            go.Bar(
+                x=[value or 0.0 for value in values],
+                y=rows,
+                orientation="h",
+                name=name,
+                marker={"color": colour},
+                text=[metric_in_words(_RATE, value) if value else "" for value in values],
+                textposition="auto",
+                textangle=0,
+                hovertext=[
+                    f"{figure_text(one.name)}, {name}: {metric_in_words(_RATE, value) if value else 'not measured'}"
+                    for one, value in zip(studies, values, strict=True)
+                ],
+                hoverinfo="text",
+            )
+        )
+    lay_out(figure, title=title, x=x, y="", barmode="group", height=150 + 70 * len(studies))
+    figure.update_xaxes(rangemode="tozero")
+    figure.update_yaxes(
+        tickvals=rows, ticktext=[wrapped(one.name) for one in studies], range=[len(studies) - 0.5, -0.5]
+    )
+    return figure
+
+
+def course_figure(studies: Sequence[ComparedStudy]) -> go.Figure:
+    """Return the best samples/s so far of each study over the time of its search."""
+    import plotly.graph_objects as go
+
+    title, x, y = "Best so far over the time of the search", "minutes since the first launch", axis_title(_RATE)
+    if not any(one.course for one in studies):
+        return empty_figure("Nothing was measured in any of these studies.", title=title, x=x, y=y)
+    names = [f"{place}: {one.name}" for place, one in enumerate(studies, start=1)]
+    palette, figure = Palette(names), go.Figure()
+    for name, one in zip(names, studies, strict=True):
+        if one.course:
+            figure.add_trace(
+                go.Scatter(
+                    x=[seconds / 60 for seconds, _ in one.course],
+                    y=[value for _, value in one.course],
+                    mode="lines+markers",
+                    name=figure_text(name),
+                    line={"color": palette[name], "shape": "hv", "width": 1.5},
+                    marker={"symbol": palette.symbol(name), "size": 7},
+                    hovertext=[
+                        f"{figure_text(name)}<br>{metric_in_words(_RATE, value)} after {duration_in_words(seconds)}"
+                        for seconds, value in one.course
+                    ],
+                    hoverinfo="text",
+                )
+            )
+    lay_out(figure, title=title, x=x, y=y, showlegend=True)
+    figure.update_yaxes(rangemode="tozero")
+    return figure

@@ -1,0 +1,99 @@
+"""The files of a study's launches that a page links to: configs and logs that exist, inside of the study's folder."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from urllib.parse import quote
+
+from optuna_dsat.escape.paths import OutsideError, held_inside
+from optuna_dsat.launch.protocol import is_launch_id
+from optuna_dsat.launch.run_directory import RunDirectory
+from optuna_dsat.report.view import StudyView
+
+__all__ = ["LIVE_FILES", "FileLink", "Links", "file_of"]
+
+LIVE_FILES = "files"
+"""First part of the path under which the live page serves the files of launches."""
+
+_LOG = re.compile(r"(rank\d{1,5}\.(stdout|stderr)|agent)\.log")
+_CONFIG = RunDirectory(Path()).config.name
+_MOST_LAUNCHES = 12
+"""Launches of one trial whose files are linked."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileLink:
+    """A link to a file of a launch."""
+
+    label: str
+    href: str
+    """Escaped as a part of an address, not as HTML."""
+
+
+def file_of(folder: Path, launch_id: str, name: str) -> Path | None:
+    """Return the path of a launch's config or log by its name; None if it is none, leads elsewhere or is not there.
+
+    Args:
+        folder: The study's folder.
+        launch_id: The launch.
+        name: The file's name, such as ``rank0.stderr.log``.
+    """
+    is_log = _LOG.fullmatch(name) is not None
+    if not is_launch_id(launch_id) or not (is_log or name == _CONFIG):
+        return None
+    directory = RunDirectory(Path(launch_id))
+    relative = directory.log_dir / name if is_log else directory.config
+    try:
+        path = held_inside(folder, *relative.parts)
+        return path if path.is_file() and path.stat().st_size > 0 else None
+    except (OSError, OutsideError):
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """Links from a page to the files of a study's launches."""
+
+    view: StudyView
+    page: Path | None
+    """Folder of the page; None for the live page, which serves the files itself."""
+
+    def of(self, launch_ids: Sequence[str]) -> Iterator[FileLink]:
+        """Yield links to the config of the first of some launches, and to a log of each."""
+        for place, launch_id in enumerate(launch_ids[:_MOST_LAUNCHES]):
+            beside = f" of {launch_id}" if place else ""
+            for label, name in (("config", _CONFIG), ("log", self._log(launch_id))):
+                if name is not None and not (place and label == "config"):
+                    yield from self._link(f"{label}{beside}", launch_id, name)
+
+    def _log(self, launch_id: str) -> str | None:
+        """Return the name of the log to open first: that of the rank concerned, else of rank 0."""
+        folder = self.view.folder
+        if folder is None:
+            return None
+        directory = RunDirectory(Path(launch_id))
+        named = Path(self._log_paths.get(launch_id, "")).name
+        usual = (named, directory.stderr(0).name, directory.stdout(0).name, directory.agent_log.name)
+        return next((name for name in usual if name and file_of(folder, launch_id, name) is not None), None)
+
+    @cached_property
+    def _log_paths(self) -> dict[str, str]:
+        return {row.report.launch_id: row.report.log_path for row in self.view.launches}
+
+    def _link(self, label: str, launch_id: str, name: str) -> Iterator[FileLink]:
+        folder = self.view.folder
+        path = None if folder is None else file_of(folder, launch_id, name)
+        if path is None:
+            return
+        if self.page is None:
+            yield FileLink(
+                label=label, href="/".join(["", LIVE_FILES, quote(launch_id, safe=""), quote(name, safe="")])
+            )
+        else:
+            relative = os.path.relpath(path, self.page.resolve())
+            yield FileLink(label=label, href=quote(relative.replace(os.sep, "/")))

@@ -1,0 +1,222 @@
+"""A study while it is searched: what runs now, and the report's page, read from the store whenever that has changed.
+
+What runs in a launch is known from what the tuner stores of it: its configuration, its start and the metric of its
+steps so far. The profile's and the finalists' launches are stored when they have ended.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from optuna.trial import FrozenTrial, TrialState
+
+from optuna_dsat.report.launch_files import Links
+from optuna_dsat.report.page import page_values
+from optuna_dsat.report.performance import Training
+from optuna_dsat.report.template import page_text
+from optuna_dsat.report.view import StudyView, read_view
+from optuna_dsat.store import Store
+from optuna_dsat.study.rounds import Rounds
+from optuna_dsat.study.stored import attributes_of, record_of
+from optuna_dsat.trials import attributes
+from optuna_dsat.words import config_in_words, duration_in_words, metric_in_words
+
+__all__ = ["InFlight", "LiveStudy", "Now"]
+
+_LEAST_PAUSE_S = 2.0
+"""Least time between two renderings ..."""
+_SHARE = 0.05
+"""... which take at most this share of a core: launches are being measured beside them."""
+_WINDOW = 20
+"""Latest launches whose durations predict the next ones."""
+_MIN_LAUNCHES = 2
+"""Launches that must have ended before the time left is estimated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InFlight:
+    """A trial whose launch runs."""
+
+    number: int
+    words: str
+    """Its configuration."""
+    elapsed: str
+    step: str
+    """The last step that counted, of how many; empty before the first."""
+    speed: str
+    """The metric of its steps so far; empty before the first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Now:
+    """What a study does at one moment."""
+
+    told: str
+    """In one sentence."""
+    done: int
+    """Launches begun."""
+    budget: int
+    in_flight: tuple[InFlight, ...]
+    ended: bool
+    """Whether the search is over."""
+
+
+class LiveStudy:
+    """A study of a store, rendered anew when it has changed. Safe to use by several threads.
+
+    Args:
+        store: Where the study lives.
+        name: The study.
+
+    Raises:
+        UsageError: If there is no such study, or plotly is not installed.
+        UnreadableStudyError: If it cannot be read.
+    """
+
+    def __init__(self, store: Store, name: str) -> None:
+        self._store = store
+        self._name = name
+        self._lock = threading.Lock()
+        self._view = read_view(store, name)
+        self._version = ""
+        self._html = ""
+        self._render_after = 0.0
+        self._refresh(self._read()[0])
+
+    @property
+    def view(self) -> StudyView:
+        """The study as it was rendered last."""
+        return self._view
+
+    def now(self) -> tuple[str, str]:
+        """Return the version of the study's part of the page, and what it does now as HTML.
+
+        Raises:
+            UsageError: If the study is gone.
+            StorageError: If the database fails.
+        """
+        with self._lock:
+            version, trials, attrs = self._read()
+            self._refresh(version)
+            return self._version, self._now_html(trials, attrs)
+
+    def study(self) -> tuple[str, str]:
+        """Return the version of the study's part of the page, and that part as HTML."""
+        with self._lock:
+            return self._version, self._html
+
+    def page(self) -> str:
+        """Return the whole page.
+
+        Raises:
+            UsageError: If the study is gone.
+            StorageError: If the database fails.
+        """
+        _, now = self.now()
+        from markupsafe import Markup
+
+        with self._lock:
+            return page_text(
+                "live.html",
+                title=self._name,
+                has_figures=False,
+                study=Markup(self._html),
+                study_version=self._version,
+                now=Markup(now),
+            )
+
+    def _read(self) -> tuple[str, Sequence[FrozenTrial], Mapping[str, Any]]:
+        """Return what the study's part of the page depends on, as a text; the trials; the study's attributes."""
+        record = record_of(self._store, self._name)
+        trials = self._store.storage.get_all_trials(
+            self._store.storage.get_study_id_from_name(self._name), deepcopy=False
+        )
+        attrs = attributes_of(self._store, self._name)
+        ended = [trial.number for trial in trials if trial.state.is_finished()]
+        running = [trial.number for trial in trials if trial.state is TrialState.RUNNING]
+        seen = json.dumps([record.uuid, record.spec, ended, running, attrs], default=str, sort_keys=True)
+        return hashlib.sha256(seen.encode()).hexdigest()[:16], trials, attrs
+
+    def _refresh(self, version: str) -> None:
+        """Render the study's part of the page if it has changed, and the last time is long enough ago."""
+        if version == self._version or (self._html and time.monotonic() < self._render_after):
+            return
+        began = time.monotonic()
+        view = read_view(self._store, self._name)
+        values = page_values(
+            view, links=Links(view=view, page=None), training=Training(), with_why=view.end_reason is not None
+        )
+        html = page_text("_study.html", title=self._name, **{**values, "has_figures": False})
+        self._view, self._html, self._version = view, html, version
+        took_s = time.monotonic() - began
+        self._render_after = time.monotonic() + max(_LEAST_PAUSE_S, took_s / _SHARE)
+
+    def _now_html(self, trials: Sequence[FrozenTrial], attrs: Mapping[str, Any]) -> str:
+        return page_text("_now.html", title="", has_figures=False, now=self._state(trials, attrs))
+
+    def _state(self, trials: Sequence[FrozenTrial], attrs: Mapping[str, Any]) -> Now:
+        view = self._view
+        flying = tuple(_in_flight(view, trial) for trial in trials if trial.state is TrialState.RUNNING)
+        ended = attributes.WINNER in attrs and not flying and view.end_reason is not None
+        begun = attributes.launches_used(trials)
+        return Now(
+            told=_told(view, trials, attrs, begun=begun, running=len(flying), ended=ended),
+            done=begun,
+            budget=view.spec.max_trials,
+            in_flight=flying,
+            ended=ended,
+        )
+
+
+def _in_flight(view: StudyView, trial: FrozenTrial) -> InFlight:
+    config, values = trial.user_attrs.get(attributes.CONFIG), trial.intermediate_values
+    step = max(values, default=None)
+    seconds = None if trial.datetime_start is None else (datetime.now() - trial.datetime_start).total_seconds()
+    return InFlight(
+        number=trial.number,
+        words="being prepared" if config is None else config_in_words(config),
+        elapsed="" if seconds is None else duration_in_words(max(0.0, seconds)),
+        step="" if step is None else f"{step} of {view.spec.end_profile_step}",
+        speed="" if step is None else metric_in_words(view.metric, values[step]),
+    )
+
+
+def _told(
+    view: StudyView,
+    trials: Sequence[FrozenTrial],
+    attrs: Mapping[str, Any],
+    *,
+    begun: int,
+    running: int,
+    ended: bool,
+) -> str:
+    """Return one sentence on what the study does."""
+    if ended:
+        return "The search has ended."
+    again = len(Rounds.of(attrs).launches)
+    if again and not running:
+        return f"The search is over; finalists are measured again: {again} launches so far."
+    if not trials:
+        return "No trial has begun yet: the profile launch comes first."
+    done = f"{begun - running} of {view.spec.max_trials} launches done, {running} running"
+    left = _left_s(view, begun=begun, running=running)
+    if not running:
+        return f"{begun} of {view.spec.max_trials} launches done, none is running."
+    return f"{done}." if left is None else f"{done}; at most {duration_in_words(left)} to go in the search."
+
+
+def _left_s(view: StudyView, *, begun: int, running: int) -> float | None:
+    """Return an upper estimate of the time left, in seconds, from the latest launches; None before two have ended."""
+    lengths = [row.report.held_s for row in view.launches if row.purpose == "trial"][-_WINDOW:]
+    if len(lengths) < _MIN_LAUNCHES or running == 0:
+        return None
+    rounds = 1 + -(-max(0, view.spec.max_trials - begun) // running)
+    return rounds * statistics.fmean(lengths)

@@ -1,0 +1,144 @@
+"""What a configuration reaches, and what a whole training with it takes: the figures of the report's cards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from optuna.trial import FrozenTrial
+
+from optuna_dsat.cost.gpus import gpu_of_device, peak_flops
+from optuna_dsat.cost.memory import ModelProfile
+from optuna_dsat.report.view import StudyView
+from optuna_dsat.study.data_size import dataset_size
+from optuna_dsat.study.standing import Standing
+from optuna_dsat.trials import attributes
+from optuna_dsat.words import config_in_words
+
+__all__ = ["Performance", "Training", "TrainingTime", "performance_of", "training_times", "utilisation"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Performance:
+    """What one configuration of a study reached: in rounds if it was confirmed, else in the search."""
+
+    standing: Standing
+    words: str
+    """Its configuration."""
+    train_batch_size: int
+    """Its global batch, in samples."""
+    samples_per_s: float | None
+    """Over all ranks."""
+    tokens_per_s: float | None
+    """Likewise; None if the inputs are not known to be tokens."""
+    step_s: float | None
+    """Seconds of an optimizer step, end to end."""
+    peak_bytes: int
+    """Peak device memory of the worst rank; 0 if not known."""
+    device_bytes: int
+    """Memory that a rank may take; 0 if not known."""
+    utilisation: float | None
+    """Share of the device's peak FLOPS; None where the peak is not known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A whole training, as the user describes it."""
+
+    epochs: float = 1.0
+    price_per_gpu_hour: float | None = None
+    """In whatever currency; None if not given."""
+    dataset_size: int | None = None
+    """Samples of the training data; None for what the study knows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingTime:
+    """What a whole training takes under the user's own config and under the one that is handed over."""
+
+    samples: int
+    """Samples of the training data."""
+    epochs: float
+    slots: int
+    """Devices of the training."""
+    own_s: float
+    best_s: float
+    price_per_gpu_hour: float | None
+
+    @property
+    def saved_slot_hours(self) -> float:
+        """Hours of all devices together that the config handed over saves."""
+        return (self.own_s - self.best_s) * self.slots / 3600
+
+    @property
+    def saved_price(self) -> float | None:
+        """What these hours cost; None without a price."""
+        return None if self.price_per_gpu_hour is None else self.saved_slot_hours * self.price_per_gpu_hour
+
+
+def performance_of(view: StudyView, standing: Standing) -> Performance:
+    """Return what a measured configuration of a study reached."""
+    trial = standing.trial
+    metrics = {**_metrics(view, standing), view.metric: standing.value}
+    profile = None if view.profiled is None else view.profiled.profile
+    return Performance(
+        standing=standing,
+        words=config_in_words(trial.user_attrs[attributes.CONFIG]),
+        train_batch_size=attributes.train_batch_size(trial, slots=view.spec.slots_per_trial),
+        samples_per_s=metrics.get("throughput"),
+        tokens_per_s=_tokens_per_s(view, metrics),
+        step_s=metrics.get("latency"),
+        peak_bytes=int(trial.user_attrs.get(attributes.PEAK_BYTES) or 0),
+        device_bytes=0 if profile is None else profile.device_memory_bytes,
+        utilisation=None if profile is None else utilisation(trial, profile, metrics),
+    )
+
+
+def _metrics(view: StudyView, standing: Standing) -> Mapping[str, float]:
+    again = view.finalists.get(standing.trial.number) if standing.confirmed else None
+    found: Mapping[str, float] = standing.trial.user_attrs.get(attributes.METRICS) or {}
+    return found if again is None or not again.metrics else again.metrics
+
+
+def _tokens_per_s(view: StudyView, metrics: Mapping[str, float]) -> float | None:
+    if "tokens_per_s" in metrics:  # inputs vary in size
+        return metrics["tokens_per_s"]
+    if view.tokens_per_sample is None or not metrics.get("throughput"):
+        return None
+    return metrics["throughput"] * view.tokens_per_sample
+
+
+def utilisation(trial: FrozenTrial, profile: ModelProfile, metrics: Mapping[str, float]) -> float | None:
+    """Return the share of the GPU's peak FLOPS that a trial reached; None if either is unknown.
+
+    Args:
+        trial: The trial.
+        profile: The study's profile.
+        metrics: What it reached.
+    """
+    config = trial.user_attrs.get(attributes.CONFIG) or {}
+    peak = peak_flops(gpu_of_device(profile.device_name), config, param_bytes=profile.param_bytes)
+    reached = metrics.get("FLOPS_per_gpu")
+    return None if peak is None or not reached else float(reached) / peak
+
+
+def training_times(view: StudyView, training: Training) -> TrainingTime | None:
+    """Return what a whole training takes under both configs; None if the data's size or one of the speeds is unknown.
+
+    Both train on the same samples. That is no promise that both need as many to reach the same loss.
+    """
+    samples = training.dataset_size or dataset_size(view.spec, view.profiled)
+    if samples is None or view.best is None or view.baseline is None:
+        return None
+    own, best = (performance_of(view, one).samples_per_s for one in (view.baseline, view.best))
+    if not own or not best:
+        return None
+    total = samples * training.epochs
+    return TrainingTime(
+        samples=samples,
+        epochs=training.epochs,
+        slots=view.spec.slots_per_trial,
+        own_s=total / own,
+        best_s=total / best,
+        price_per_gpu_hour=training.price_per_gpu_hour,
+    )

@@ -1,0 +1,76 @@
+"""Pages from templates: everything is escaped, and control characters are written out."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from optuna_dsat.escape.terminal import plain
+from optuna_dsat.report import figures
+from optuna_dsat.version import __version__
+
+__all__ = ["FILE_POLICY", "asset", "page_text", "plotly_script"]
+
+FILE_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+"""Content security policy of a page that is one file: nothing is loaded."""
+
+
+@cache
+def _environment() -> Any:
+    import jinja2
+    from markupsafe import Markup
+
+    return jinja2.Environment(
+        loader=jinja2.PackageLoader("optuna_dsat.report"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=lambda value: plain(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
+    )
+
+
+def asset(name: str) -> str:
+    """Return a file of the templates as it is."""
+    environment = _environment()
+    text: str = environment.loader.get_source(environment, name)[0]
+    return text
+
+
+def plotly_script() -> str:
+    """Return plotly.js.
+
+    Raises:
+        UsageError: If plotly is not installed.
+    """
+    figures.require_plotly()
+    from plotly.offline import get_plotlyjs
+
+    return str(get_plotlyjs())
+
+
+def page_text(template: str, *, title: str, has_figures: bool, **values: Any) -> str:
+    """Return a page, or a part of one, as text.
+
+    Args:
+        template: Name of the template.
+        title: Title of the page.
+        has_figures: Whether it needs plotly.js.
+        values: Further variables of the template.
+    """
+    from markupsafe import Markup
+
+    return str(
+        _environment()
+        .get_template(template)
+        .render(
+            title=title,
+            policy=FILE_POLICY,
+            version=__version__,
+            ink=figures.INK,
+            styles=Markup(asset("report.css")),
+            script=Markup(asset("report.js")),
+            plotly=Markup(plotly_script()) if has_figures else "",
+            **values,
+        )
+    )

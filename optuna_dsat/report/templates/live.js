@@ -1,0 +1,70 @@
+"use strict";
+(() => {
+  const PAUSE_MS = 2000;
+  const study = document.getElementById("study");
+  const contact = document.getElementById("contact");
+  const name = document.title;
+  let version = study.dataset.version;
+
+  const inside = (html) => new DOMParser().parseFromString(html, "text/html").body;
+
+  // Figures keep their elements, and so their zoom; what was opened or typed stays.
+  const swap = (html) => {
+    const next = inside(html);
+    const kept = [];
+    for (const div of next.querySelectorAll(".plot")) {
+      const old = study.querySelector(`.plot[data-figure="${div.dataset.figure}"]`);
+      if (old) {
+        div.replaceWith(old);
+        kept.push(old);
+      }
+    }
+    for (const one of next.querySelectorAll("details[id]")) {
+      const old = document.getElementById(one.id);
+      one.open = old !== null && old.open;
+    }
+    const typed = [...study.querySelectorAll("[data-filter]")].map((one) => [one.dataset.filter, one.value,
+                                                                            one === document.activeElement]);
+    study.replaceChildren(...next.childNodes);
+    optunaDsat.mount(study);
+    for (const [table, value, focused] of typed) {
+      const input = study.querySelector(`[data-filter="${table}"]`);
+      if (!input) continue;
+      input.value = value;
+      input.dispatchEvent(new Event("input"));
+      if (focused) input.focus();
+    }
+    kept.forEach(optunaDsat.draw);
+  };
+
+  const fetched = async (path) => {
+    const response = await fetch(path, { cache: "no-store" });
+    if (!response.ok) throw new Error(await response.text());
+    return response.json();
+  };
+
+  const look = async () => {
+    try {
+      const now = await fetched("/now");
+      const panel = document.getElementById("now");
+      panel.replaceChildren(...inside(now.html).childNodes);
+      optunaDsat.mount(panel);
+      if (now.version !== version) {
+        const found = await fetched("/study");
+        swap(found.html);
+        version = found.version;
+      }
+      const told = panel.querySelector(".live");
+      document.title = told ? `${told.textContent.split(",")[0]} - ${name}` : name;
+      contact.hidden = true;
+    } catch {
+      contact.hidden = false;
+    }
+  };
+
+  const follow = async () => {
+    if (!document.hidden) await look();
+    setTimeout(follow, PAUSE_MS);
+  };
+  setTimeout(follow, PAUSE_MS);
+})();

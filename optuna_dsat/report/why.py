@@ -1,0 +1,94 @@
+"""Why the winner wins, as rows and sentences of the report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from optuna_dsat.report.explanation import Contribution, Explanation, explained
+from optuna_dsat.report.view import StudyView
+from optuna_dsat.words import bytes_in_words
+
+__all__ = ["FactorRow", "Why", "why_of"]
+
+_WORTH_A_ROW = 0.005
+"""Least effect of a setting, relative to 1, that is worth a row of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FactorRow:
+    """What one setting contributes to the speed-up."""
+
+    setting: str
+    own: str
+    """The user's value; empty if it does not apply there."""
+    best: str
+    factor: str
+    """Empty if there is none."""
+    between: str
+    """Its 95 % interval; empty without one."""
+    by: str
+    """How it is known, or why there is no factor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Why:
+    """Why the winner wins, what bounds it, and what to change or buy next."""
+
+    rows: tuple[FactorRow, ...]
+    """Largest effect first; empty where there is nothing to compare with."""
+    told: tuple[str, ...]
+    """What bounds the winner, and what speaks against the numbers."""
+    proposals: tuple[str, ...]
+
+
+def why_of(view: StudyView) -> Why | None:
+    """Return why the winner of a study wins; None before a launch was measured."""
+    found = explained(view)
+    if found is None:
+        return None
+    return Why(rows=tuple(_rows(found)), told=tuple(_told(found)), proposals=found.proposals)
+
+
+def _rows(found: Explanation) -> list[FactorRow]:
+    if found.remainder is None:
+        return []
+    small = [one for one in found.contributions if one.factor is not None and abs(one.factor - 1) < _WORTH_A_ROW]
+    rows = [_row(one) for one in found.contributions if one not in small]
+    if small:
+        names = ", ".join(one.knob for one in small)
+        rows.append(_plain(f"{len(small)} more", factor="1.00", by=f"hardly any effect: {names}"))
+    rows += [_row(one) for one in (found.together, found.remainder) if one is not None]
+    return [*rows, _plain("all together", factor=f"{found.speed_up:.3f}", by="measured")]
+
+
+def _row(one: Contribution) -> FactorRow:
+    by = f"{one.pairs} measured pair{'s' * (one.pairs > 1)}" if one.source == "measured" else "fitted model"
+    return FactorRow(
+        setting=one.knob,
+        own="" if one.user is None else str(one.user),
+        best="" if one.winner is None else str(one.winner),
+        factor="" if one.factor is None else f"{one.factor:.3f}",
+        between="" if one.low is None or one.high is None else f"{one.low:.3f} to {one.high:.3f}",
+        by=one.note or by,
+    )
+
+
+def _plain(setting: str, *, factor: str, by: str) -> FactorRow:
+    return FactorRow(setting=setting, own="", best="", factor=factor, between="", by=by)
+
+
+def _told(found: Explanation) -> list[str]:
+    largest = sorted(found.bounds.items(), key=lambda part: -part[1])
+    shares = ", ".join(f"{name} {share:.0%}" for name, share in largest if share >= _WORTH_A_ROW)
+    told = [f"A step of the winner goes into {shares} (fitted model): it is bound by {found.bound}."]
+    if found.peak_bytes is not None and found.device_bytes > 0:
+        device = bytes_in_words(found.device_bytes)
+        told.append(
+            f"The fullest rank takes {bytes_in_words(found.peak_bytes)} of the {device} that it may (measured)."
+        )
+    if found.contradicted and found.remainder is not None and found.remainder.factor is not None:
+        told.append(
+            f"A factor of {found.remainder.factor:.2f} remains that no setting explains, such as a machine that was "
+            "busier at one of the two: do not rely on the speed-up before both are measured again."
+        )
+    return told

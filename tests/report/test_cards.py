@@ -1,0 +1,161 @@
+"""The key figures of the report, why it is the best, and links to launches: what is not known is left out."""
+
+from __future__ import annotations
+
+import os
+import urllib.parse
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.report.explanation import explained
+from optuna_dsat.report.launch_files import Links
+from optuna_dsat.report.page import render, sections_of
+from optuna_dsat.report.performance import Training, performance_of, training_times
+from optuna_dsat.report.view import StudyView
+from optuna_dsat.trials import attributes
+from optuna_dsat.words import metric_in_words
+from tests.harness.landscapes import Hill
+from tests.harness.pages import Page
+from tests.harness.reports import ReportedStudyBench
+
+
+def on_a_gpu(view: StudyView, name: str) -> StudyView:
+    """Return a study as if its device had this name."""
+    assert view.profiled is not None
+    profile = replace(view.profiled.profile, device_name=name)
+    return replace(view, profiled=replace(view.profiled, profile=profile))
+
+
+def test_the_cards_show_what_the_result_reaches_beside_the_own_config(view: StudyView) -> None:
+    assert view.best is not None
+    assert view.baseline is not None
+    best, own = performance_of(view, view.best), performance_of(view, view.baseline)
+    assert best.samples_per_s is not None
+    assert best.step_s is not None
+    assert own.samples_per_s is not None
+    cards = Page(render(view)).cards
+    assert cards["Best"][0] == metric_in_words("throughput", best.samples_per_s)
+    assert f"yours {metric_in_words('throughput', own.samples_per_s)}" in cards["Best"][1]
+    assert cards["One step"][0] == metric_in_words("latency", best.step_s)
+    assert f"for {best.train_batch_size} samples" in cards["One step"][1]
+    assert "60.00 GiB on the fullest rank" in cards["Peak memory"][1]
+    assert "MFU" not in cards, "the peak of the simulated device is not known"
+    assert "Tokens" not in cards, "its inputs are not known to be tokens"
+
+
+def test_tokens_and_mfu_are_shown_where_they_are_known(view: StudyView) -> None:
+    known = replace(on_a_gpu(view, "NVIDIA H100 80GB HBM3"), tokens_per_sample=2048.0)
+    assert known.best is not None
+    best = performance_of(known, known.best)
+    assert best.samples_per_s is not None
+    cards = Page(render(known)).cards
+    assert cards["Tokens"][0] == metric_in_words("tokens_per_s", best.samples_per_s * 2048)
+    flops = 6e12 * best.samples_per_s / known.spec.slots_per_trial
+    assert float(cards["MFU"][0].rstrip("%")) == pytest.approx(100 * flops / 989.5e12, rel=0.02)
+
+
+def test_the_speed_up_is_told_at_both_batches(view: StudyView) -> None:
+    verdict = view.verdict
+    assert verdict is not None
+    assert verdict.at_own_batch is not None
+    assert verdict.at_user_batch is not None
+    assert verdict.at_own_batch.train_batch_size != verdict.at_user_batch.train_batch_size
+    cards = Page(render(view)).cards
+    assert cards["Speed-up"][0] == f"{verdict.at_own_batch.ratio.value:.2f}\u00d7"
+    assert f"at its global batch of {verdict.at_own_batch.train_batch_size}" in cards["Speed-up"][1]
+    assert f"your global batch of {verdict.at_user_batch.train_batch_size}" in cards["Speed-up at your batch"][1]
+
+
+def test_what_a_training_saves_is_told_where_the_data_is_known(view: StudyView) -> None:
+    assert training_times(view, Training()) is None
+    assert not [name for name in Page(render(view)).cards if "poch" in name]
+    training = Training(epochs=3, price_per_gpu_hour=2.5, dataset_size=10_000_000)
+    times = training_times(view, training)
+    assert times is not None
+    assert view.best is not None
+    rate = performance_of(view, view.best).samples_per_s
+    assert rate is not None
+    assert times.best_s == pytest.approx(30_000_000 / rate)
+    assert times.saved_slot_hours == pytest.approx((times.own_s - times.best_s) * 2 / 3600)
+    _, remark = Page(render(view, training=training)).cards["3 epochs"]
+    assert f"saves {times.saved_slot_hours:.3g} GPU hours, {times.saved_slot_hours * 2.5:,.2f} at 2.5 an hour" in remark
+    assert "on 10,000,000 samples" in remark
+
+
+def test_why_it_is_the_best_stands_on_the_page(view: StudyView) -> None:
+    found = explained(view)
+    assert found is not None
+    page = Page(render(view))
+    assert "why" in page.ids
+    assert found.contributions[0].knob in page.text
+    assert f"{found.contributions[0].factor:.3f}" in page.text
+    assert f"{found.speed_up:.3f}" in page.text
+    assert f"it is bound by {found.bound}" in page.text
+    assert all(text in page.text for text in found.proposals)
+
+
+def test_sections_without_content_are_left_out_and_the_end_says_why(view: StudyView) -> None:
+    page = Page(render(view))
+    empty = {one.id for one in sections_of(view) if one.missing is not None}
+    assert "rungs" in empty
+    assert not empty & page.ids
+    assert not {f"#{name}" for name in empty} & set(page.targets)
+    assert "Only asha climbs rungs" not in page.text, "what other methods do is no news"
+    some = replace(view, attributes={}, launches=())
+    page = Page(render(some))
+    assert "timeline" not in page.ids
+    assert "Time line: No launch has ended yet" in page.text
+
+
+def test_a_launchs_config_and_log_are_linked_where_they_are(finished: ReportedStudyBench, tmp_path: Path) -> None:
+    view = finished.view()
+    odd = next(t for t in view.launched if t.user_attrs[attributes.OUTCOME] == Outcome.SCRIPT_ERROR)
+    launch_id = odd.user_attrs[attributes.LAUNCH_ID]
+    folder = finished.folder / "out" / "s" / launch_id
+    (folder / "ds_config.json").write_text("{}")
+    for page in (tmp_path / "out" / "s", tmp_path / "a b" / "c:d"):
+        page.mkdir(parents=True, exist_ok=True)
+        targets = Page(render(view, links=Links(view=view, page=page))).targets
+        files = [one for one in targets if not one.startswith(("#", "data:"))]
+        assert files
+        assert not [one for one in files if ":" in one.split("/")[0]], "no scheme"
+        paths = [Path(os.path.normpath(page / urllib.parse.unquote(one))) for one in files]
+        assert all(path.is_file() and path.is_relative_to(tmp_path / "out" / "s") for path in paths)
+        assert folder / "ds_config.json" in paths
+        assert folder / "logs" / "rank0.stderr.log" in paths
+    assert Page(render(view)).targets.count("") == 0
+
+
+def test_no_link_leads_out_of_the_studys_folder(finished: ReportedStudyBench, tmp_path: Path) -> None:
+    secret = tmp_path / "secret.json"
+    secret.write_text("{}")
+    view = finished.view()
+    launch_id = view.launched[0].user_attrs[attributes.LAUNCH_ID]
+    link = finished.folder / "out" / "s" / launch_id / "ds_config.json"
+    link.unlink(missing_ok=True)
+    link.symlink_to(secret)
+    found = [one.href for one in Links(view=view, page=tmp_path).of([launch_id, "../..", "nowhere"])]
+    assert found == [f"out/s/{launch_id}/logs/rank0.stderr.log"]
+
+
+def test_the_best_config_has_no_setting_that_is_without_effect(bench: ReportedStudyBench) -> None:
+    spec = bench.spec(max_trials=4, confirm=0, method="guided")
+    zero: Mapping[str, Any] = {"stage": 2, "allgather_partitions": True, "allgather_bucket_size": 200_000_000}
+    spec = spec.model_copy(update={"ds_config": {**spec.ds_config, "zero_optimization": zero}})
+    result = bench.run(spec, Hill())
+    assert result is not None
+    view = bench.view()
+    assert view.best is not None
+    assert view.best.trial.user_attrs.get(attributes.PURPOSE) != attributes.USER_CONFIG
+    inert = {row.knob for row in view.space.describe() if row.role == "without effect"}
+    assert inert == set(zero) - {"stage"}
+    for config in (result.config, view.ready_config(view.best.trial)):
+        assert not inert & config["zero_optimization"].keys()
+        assert config["zero_optimization"]["stage"] >= 0
+    assert view.baseline is not None
+    assert inert < view.complete_config(view.baseline.trial)["zero_optimization"].keys(), "your own stays as it is"

@@ -1,0 +1,97 @@
+"""Several studies on one page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from optuna_dsat.cli import main
+from optuna_dsat.report.compare import render_comparison, rows_of, setting_rows
+from optuna_dsat.report.performance import performance_of
+from optuna_dsat.report.view import StudyView
+from optuna_dsat.store import Store
+from optuna_dsat.words import metric_in_words
+from tests.harness.landscapes import Hill
+from tests.harness.pages import Page
+from tests.harness.reports import ReportedStudyBench
+
+
+@pytest.fixture
+def two(bench: ReportedStudyBench) -> ReportedStudyBench:
+    """A bench with a study by random search and one by guided search."""
+    bench.run(bench.spec(max_trials=3, confirm=0), Hill())
+    bench.run(bench.spec(name="<b>t", method="guided", max_trials=5, confirm=0), Hill())
+    return bench
+
+
+def run(*args: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(["report", *args])
+    return int(caught.value.code or 0)
+
+
+def test_results_stand_side_by_side_with_their_ratio(two: ReportedStudyBench) -> None:
+    views = (two.view(), two.view("<b>t"))
+    rows = {row.name: row.cells for row in rows_of(views)}
+    rates = []
+    for view in views:
+        assert view.best is not None
+        rate = performance_of(view, view.best).samples_per_s
+        assert rate is not None
+        rates.append(rate)
+    assert rows["speed"] == tuple(metric_in_words("throughput", rate) for rate in rates)
+    assert rows["speed per GPU or rank"] == tuple(metric_in_words("throughput", rate / 2) for rate in rates)
+    assert rows["times the first"] == ("1.00\u00d7", f"{rates[1] / rates[0]:.2f}\u00d7")
+    assert "MFU" not in rows, "known of neither"
+    differing = {row.name: row.cells for row in setting_rows(views)}
+    assert "train_micro_batch_size_per_gpu" in differing
+    assert "optimizer.type" not in differing
+
+
+def test_the_page_escapes_names_and_loads_nothing(two: ReportedStudyBench) -> None:
+    text = render_comparison((two.view(), two.view("<b>t"), two.view()))
+    page = Page(text)
+    assert page.loads == []
+    assert "<b>t" not in text
+    assert "<b>t" in page.text
+    assert f"s ({two.store.url})" in page.text, "two of one name are told apart"
+    assert {"results", "course", "settings", "tuned"} <= page.ids
+    assert {target[1:] for target in page.targets} <= page.ids
+
+
+def test_a_study_that_measured_nothing_may_stand_beside_one(two: ReportedStudyBench) -> None:
+    two.store.create_study("new", two.spec(name="new").model_dump(mode="json"))
+    views: tuple[StudyView, ...] = (two.view("new"), two.view())
+    page = Page(render_comparison(views))
+    assert "results" in page.ids
+    assert "times the first" not in page.text
+    assert "\u2013" in page.text
+
+
+def test_the_command_compares_across_databases(
+    two: ReportedStudyBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "train.py").write_text("")
+    with Store.open(f"sqlite:///{tmp_path / 'other' / 'o.db'}") as store:
+        other = ReportedStudyBench(tmp_path / "other", store)
+        other.run(other.spec(max_trials=2, confirm=0), Hill())
+    monkeypatch.chdir(tmp_path)
+    elsewhere = f"s@sqlite:///{tmp_path / 'other' / 'o.db'}"
+    assert run("s", elsewhere, "--storage", two.url) == 0
+    assert capsys.readouterr().out.strip() == "comparison.html"
+    page = Page((tmp_path / "comparison.html").read_text(encoding="utf-8"))
+    assert "3 of 3" in page.text
+    assert "2 of 2" in page.text
+    assert run(elsewhere, "-o", "one.html") == 0, "one of another database, too"
+    assert "2 of 2" in Page((tmp_path / "one.html").read_text(encoding="utf-8")).text
+
+
+def test_what_cannot_be_compared_is_one_line(two: ReportedStudyBench, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("s", "nobody", "--storage", two.url) == 2
+    assert "no study 'nobody'" in capsys.readouterr().err
+    assert run("s", "t@postgresql://me:s3cret@host/base", "--storage", two.url) == 2
+    error = capsys.readouterr().err
+    assert "PGPASSFILE" in error
+    assert "s3cret" not in error

@@ -1,0 +1,169 @@
+"""The live page: what it shows while a search runs, what it serves, and to whom."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from http.client import HTTPConnection
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import optuna
+import pytest
+
+from optuna_dsat.report.live import LiveStudy
+from optuna_dsat.report.live_app import guarded, live_app
+from optuna_dsat.trials import attributes
+from tests.harness.landscapes import Hill
+from tests.harness.pages import Page
+from tests.harness.reports import ReportedStudyBench, serving
+
+
+@pytest.fixture
+def live(finished: ReportedStudyBench) -> LiveStudy:
+    return LiveStudy(finished.store, "s")
+
+
+def get(live: LiveStudy, path: str, *, method: str = "GET", host: str = "127.0.0.1:8080") -> tuple[int, str, bytes]:
+    """Return status, content security policy and content of an answer."""
+    told: list[tuple[str, dict[str, str]]] = []
+    environ = {"REQUEST_METHOD": method, "PATH_INFO": path, "HTTP_HOST": host}
+
+    def start(status: str, headers: list[tuple[str, str]], _error: object = None) -> None:
+        told.append((status, dict(headers)))
+
+    content = b"".join(guarded(live_app(live), host="127.0.0.1")(environ, start))  # type: ignore[arg-type]
+    ((status, headers),) = told
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    return int(status.split()[0]), headers["Content-Security-Policy"], content
+
+
+def begin_trial(bench: ReportedStudyBench, *, steps: int = 0) -> optuna.Trial:
+    """Begin a trial as a tuner does, with some steps of its launch."""
+    study = bench.study()
+    trial = study.ask()
+    config = study.trials[0].user_attrs[attributes.CONFIG]
+    trial.set_user_attr(attributes.CONFIG, {**config, "train_micro_batch_size_per_gpu": 17})
+    trial.set_user_attr(attributes.LAUNCH_ID, f"trial-{trial.number:04d}")
+    for step in range(1, steps + 1):
+        trial.report(120.0 + step, step)
+    return trial
+
+
+def test_the_page_holds_the_report_and_loads_from_itself_alone(live: LiveStudy) -> None:
+    status, policy, content = get(live, "/")
+    page = Page(content.decode())
+    assert status == 200
+    assert "script-src 'self';" in policy
+    assert "unsafe-inline" not in policy.split("script-src")[1].split(";")[0]
+    assert sorted(page.loads) == ["/assets/live.js", "/assets/plotly.js", "/assets/report.js"]
+    assert {"now", "result", "why", "micro-batch", "launches"} <= page.ids
+    assert "The search has ended." in page.text
+    for name in page.loads:
+        assert get(live, name)[0] == 200
+
+
+def test_what_runs_is_shown_with_its_steps(live: LiveStudy, finished: ReportedStudyBench) -> None:
+    _, html = live.now()
+    assert "<table" not in html
+    trial = begin_trial(finished, steps=2)
+    later, html = live.now()
+    text = Page(html).text
+    assert f"{trial.number} ZeRO 2, micro-batch 17" in text
+    assert "2 of " in text
+    assert "122 samples/s" in text
+    assert "1 running" in text
+    assert "The search has ended." not in text
+    trial.report(125.0, 3)
+    again, html = live.now()
+    assert "125 samples/s" in html
+    assert again == later, "a step changes no figure"
+
+
+def test_the_studys_part_follows_the_store_but_not_at_every_look(
+    finished: ReportedStudyBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("optuna_dsat.report.live.time.monotonic", lambda: clock[0])
+    live = LiveStudy(finished.store, "s")
+    before = live.study()
+    trial = begin_trial(finished)
+    trial.set_user_attr(attributes.OUTCOME, "out_of_memory")
+    finished.study().tell(trial.number, state=optuna.trial.TrialState.PRUNED)
+    assert live.now()[0] == before[0], "rendered a moment ago"
+    clock[0] += 3600
+    version, _ = live.now()
+    assert version != before[0]
+    assert live.study()[0] == version
+    assert live.study()[1] != before[1]
+    assert "17 of 16" in Page(live.study()[1]).cards["Launches"][0]
+
+
+def test_configs_and_logs_are_served_and_nothing_else(live: LiveStudy, finished: ReportedStudyBench) -> None:
+    folder = finished.folder / "out" / "s" / "trial-0000"
+    (folder / "ds_config.json").write_text(json.dumps({"wandb": {"api_key": "s3cret"}, "fp16": {"enabled": True}}))
+    (finished.folder / "out" / "s" / "trial-0001" / "logs" / "rank0.stderr.log").unlink()
+    (finished.folder / "out" / "s" / "trial-0001" / "logs" / "rank0.stderr.log").symlink_to("/etc/passwd")
+    status, _, log = get(live, "/files/trial-0000/rank0.stderr.log")
+    assert (status, log) == (200, b"trial-0000 rank 0\n")
+    status, _, config = get(live, "/files/trial-0000/ds_config.json")
+    assert status == 200
+    assert json.loads(config)["fp16"] == {"enabled": True}
+    assert b"s3cret" not in config
+    for path in (
+        "/files/trial-0001/rank0.stderr.log", "/files/../study.db", "/files/trial-0000/../../../study.db",
+        "/files/trial-0000/..", "/files/trial-0000/env.json", "/files/./rank0.stderr.log", "/files//etc/passwd",
+        "/files/trial-0000/logs/rank0.stderr.log", "/files/trial-0000/rank0.stderr.log/", "/assets/../page.py",
+        "/assets/report.html", "/elsewhere", "/files",
+    ):  # fmt: skip
+        assert get(live, path)[0] == 404, path
+
+
+def test_only_this_machines_names_are_answered_and_nothing_is_changed(live: LiveStudy) -> None:
+    for host in ("127.0.0.1:8080", "localhost", "[::1]:80", "10.0.0.7:8080"):
+        assert get(live, "/now", host=host)[0] == 200, host
+    for host in ("evil.invalid", "evil.invalid:8080", "", "127.0.0.1.evil.invalid", "localhost.evil.invalid", "[x"):
+        assert get(live, "/now", host=host)[0] == 403, host
+    for method in ("POST", "PUT", "DELETE", "OPTIONS"):
+        assert get(live, "/now", method=method)[0] == 405
+    assert get(live, "/", method="HEAD")[2] == b""
+
+
+def test_a_study_that_is_deleted_meanwhile_is_one_line(live: LiveStudy, finished: ReportedStudyBench) -> None:
+    finished.store.delete_study("s")
+    status, _, content = get(live, "/now")
+    assert status == 503
+    assert b"no study 's'" in content
+
+
+def test_a_study_before_its_profile_has_a_page(bench: ReportedStudyBench) -> None:
+    bench.store.create_study("s", bench.spec().model_dump(mode="json"))
+    live = LiveStudy(bench.store, "s")
+    assert "the profile launch comes first" in Page(live.page()).text
+    bench.run(bench.spec(max_trials=2, confirm=0), Hill())
+    live._render_after = 0.0
+    assert "The search has ended" in Page(live.page()).text
+
+
+def test_the_command_serves_it_without_the_extra_and_ends_with_ctrl_c(finished: ReportedStudyBench) -> None:
+    with serving("s", "--storage", finished.url, "--port", "0") as (_, address):
+        parts = urlsplit(address)
+        assert (parts.hostname, parts.path) == ("127.0.0.1", "/")
+        with urllib.request.urlopen(address, timeout=20) as response:
+            assert "All launches" in Page(response.read().decode()).text
+        for path in ("dashboard", "api/studies"):
+            with pytest.raises(urllib.error.HTTPError, match="404"):
+                urllib.request.urlopen(address + path, timeout=20)
+        assert parts.port is not None
+        connection = HTTPConnection("127.0.0.1", parts.port, timeout=20)
+        connection.request("GET", "/now", headers={"Host": "evil.invalid"})
+        assert connection.getresponse().status == 403
+        connection.close()
+
+
+def test_a_page_of_a_study_on_another_machine_offers_no_files(finished: ReportedStudyBench, tmp_path: Path) -> None:
+    (finished.folder / "out").rename(tmp_path / "moved")
+    live = LiveStudy(finished.store, "s")
+    assert get(live, "/files/trial-0000/rank0.stderr.log")[0] == 404
+    assert not [one for one in Page(live.page()).targets if one.startswith("/files")]
