@@ -18,6 +18,7 @@ __all__ = [
     "NVME",
     "OFFLOAD_OPTIMIZER",
     "OFFLOAD_PARAM",
+    "PARTITION_COPY",
     "ZERO_STAGE",
     "Kind",
     "Knob",
@@ -30,9 +31,10 @@ ZERO_STAGE = "zero_stage"
 OFFLOAD_OPTIMIZER = "offload_optimizer"
 OFFLOAD_PARAM = "offload_param"
 NVME = "offload_optimizer_nvme"
+PARTITION_COPY = "zero_hpz_partition_size"
 
 Kind = str
-"""``stage``, ``flag``, ``size`` (a number of elements) or ``device`` (``none``, ``cpu``, ``nvme``)."""
+"""``stage``, ``flag``, ``size`` (a number of elements), ``ranks`` or ``device`` (``none``, ``cpu``, ``nvme``)."""
 
 _BUCKETS = tuple(n * 10**m for m in range(6, 10) for n in (1, 5))
 """dsat's defaults: n * 10^m elements for n in (1, 5), m in 6..9."""
@@ -110,6 +112,8 @@ class Knob:
     """Whether it changes DeepSpeed's behaviour, given the params drawn before."""
     inert: bool = False
     """Whether DeepSpeed accepts the value without using it: sampled only if the user lists values."""
+    several_nodes: bool = False
+    """Whether it gains something on several nodes only: sampled on one only if the user lists values."""
 
 
 def _zero(name: str, key: str | None = None) -> tuple[str, ...]:
@@ -280,6 +284,20 @@ KNOBS: tuple[Knob, ...] = (
         used_by="stage3.DeepSpeedZeroOptimizer_Stage3._create_fp16_sub_groups: elements updated at a time.",
         applies=_is_stage3,
     ),
+    Knob(
+        name=PARTITION_COPY,
+        path=_zero(PARTITION_COPY),
+        kind="ranks",
+        choices=(1,),
+        where="ZeRO 3 on several nodes, but for parameters on NVMe",
+        used_by=(
+            "zero.partition_parameters.Init._partition_param_sec: so many ranks, those of a node, hold a second copy "
+            "of the parameters, from which they gather but once a step. Its device is that of the parameters, and "
+            "there is no tensor on NVMe."
+        ),
+        applies=lambda params, _site: _stage(params) == 3 and params.get(OFFLOAD_PARAM) != "nvme",
+        several_nodes=True,
+    ),
 )
 """In the order of suggestion: a condition reads only preceding knobs."""
 
@@ -310,7 +328,9 @@ def normalise(name: str, kind: Kind, value: Any) -> Any:
     number = _whole(name, value)
     if kind == "stage" and number not in (0, 1, 2, 3):
         raise ConfigError(f"{name} is {value!r}; ZeRO stages are 0, 1, 2 and 3.")
-    lowest = 1 if kind == "count" else _MINIMUM.get(name, 0)
+    if kind == "ranks":
+        number = number or 1  # DeepSpeed takes 0 for 1
+    lowest = 1 if kind in ("count", "ranks") else _MINIMUM.get(name, 0)
     if number < lowest:
         raise ConfigError(f"{name} is {value!r}; it must be at least {lowest}.")
     if name == "allgather_bucket_size" and number % 2:

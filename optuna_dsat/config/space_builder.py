@@ -24,6 +24,7 @@ from optuna_dsat.config.knobs import (
     NVME,
     OFFLOAD_OPTIMIZER,
     OFFLOAD_PARAM,
+    PARTITION_COPY,
     ZERO_STAGE,
     Knob,
     Site,
@@ -95,6 +96,10 @@ class SpaceRequest:
     """Number that every micro-batch is a multiple of, unless ``fix`` or ``no_tune`` hold the micro-batch."""
     least_micro_batch: int = 1
     """Smallest micro-batch that the script trains with, unless ``fix`` or ``no_tune`` hold the micro-batch."""
+    nodes: int = 1
+    """Nodes of a launch."""
+    ranks_per_node: int = 1
+    """Ranks of a launch on each of them."""
 
 
 def build_space(request: SpaceRequest) -> SearchSpace:
@@ -135,7 +140,7 @@ class _Builder:
         others = [
             self._knob(knob)
             for knob in KNOBS
-            if knob.kind in ("flag", "size") and knob.name != NVME and (not knob.inert or self._named(knob))
+            if knob.kind in ("flag", "size", "ranks") and knob.name != NVME and self._is_searched(knob)
         ]
         knobs = sorted([stage, *offloads, *others], key=lambda tuned: KNOBS.index(tuned.knob))
         low, high = self._micro_batches()
@@ -179,6 +184,10 @@ class _Builder:
             if isinstance(value, list) and key not in sections:
                 raise ConfigError(f"{ZERO}.{key} is a list, but not a knob. The knobs are {known_names()}.")
 
+    def _is_searched(self, knob: Knob) -> bool:
+        useless = knob.inert or (knob.several_nodes and min(self._request.nodes, self._request.ranks_per_node) == 1)
+        return not useless or self._named(knob)
+
     def _named(self, knob: Knob) -> bool:
         """Whether the user names this knob: by a list in the config, or by ``fix``."""
         return knob.name in self._request.fix or self._listed(knob) is not None
@@ -190,7 +199,7 @@ class _Builder:
         if knob.kind == "device" and isinstance(value, Mapping):
             value = value.get("device")
         if value == configs.ALL:
-            return knob.choices
+            return self._default_choices(knob)
         if not isinstance(value, list):
             return None
         return _unique(normalise(knob.name, knob.kind, one) for one in value)
@@ -221,16 +230,28 @@ class _Builder:
         present = read_present(knob, self._zero)
         if knob.name in self._request.fix:
             value = normalise(knob.name, knob.kind, self._request.fix[knob.name])
+            self._check_ranks(knob, (value,))
             return TunedKnob(knob=knob, choices=(value,), role=Role.FIXED)
         if knob.name in self._no_tune:
             return TunedKnob(knob=knob, choices=(present,), role=Role.KEPT)
         listed = self._listed(knob)
-        choices: Iterable[Any] = (*knob.choices, present) if listed is None else listed
+        choices: Iterable[Any] = (*self._default_choices(knob), present) if listed is None else listed
         if knob.kind == "size" and listed is None:
             choices = (capped(knob.name, value, self._request.params) for value in choices)
         elif knob.kind == "size":
             choices = _distinct(knob.name, choices, self._request.params)
-        return TunedKnob(knob=knob, choices=tuple(sorted(_unique(choices))))
+        choices = tuple(sorted(_unique(choices)))
+        self._check_ranks(knob, choices)
+        return TunedKnob(knob=knob, choices=choices)
+
+    def _check_ranks(self, knob: Knob, values: Iterable[Any]) -> None:
+        world = self._request.nodes * self._request.ranks_per_node
+        for value in values if knob.kind == "ranks" else ():
+            if world % min(value, world):
+                raise ConfigError(f"{knob.name} is {value}, which does not divide the {world} ranks of a launch.")
+
+    def _default_choices(self, knob: Knob) -> tuple[Any, ...]:
+        return (*knob.choices, self._request.ranks_per_node) if knob.name == PARTITION_COPY else knob.choices
 
     def _offload_knobs(self) -> list[TunedKnob]:
         result = [self._offload_knob(_BY_NAME[OFFLOAD_PARAM])]

@@ -101,6 +101,16 @@ class Hardware:
     device: str = "cuda"
     """``cuda`` or ``cpu``; on ``cpu``, offloaded states stay in the rank's own memory and save nothing."""
 
+    @property
+    def ranks_on_node(self) -> int:
+        """Ranks that share one host."""
+        return min(self.ranks_per_node, self.world_size)
+
+    @property
+    def nodes(self) -> int:
+        """Hosts over which the ranks are spread."""
+        return -(-self.world_size // self.ranks_on_node)
+
     def __post_init__(self) -> None:
         if self.world_size < 1 or self.ranks_per_node < 1:
             raise ValueError(
@@ -152,7 +162,7 @@ def estimate(
     per_rank = device_bytes if hardware.device == "cpu" else offloaded
     return MemoryEstimate(
         device_bytes=device_bytes,
-        host_bytes=per_rank * min(hardware.ranks_per_node, hardware.world_size),
+        host_bytes=per_rank * hardware.ranks_on_node,
         parts=MappingProxyType({name: size for name, size in parts.items() if size}),
         moment=peak.name,
     )
@@ -189,7 +199,7 @@ def largest_micro_batch(
         raise ValueError(f"cap is {cap}; it must be at least 1.")
     limit = math.floor(hardware.device_memory_bytes * (1 - margin))
     if hardware.device == "cpu":
-        limit = min(limit, hardware.host_memory_bytes // min(hardware.ranks_per_node, hardware.world_size))
+        limit = min(limit, hardware.host_memory_bytes // hardware.ranks_on_node)
     elif estimate(profile, ds_config, micro_batch=1, hardware=hardware).host_bytes > hardware.host_memory_bytes:
         return 0
     answer = cap

@@ -2,8 +2,11 @@
 
 The prior mean are the formulas of ``optuna_dsat.cost.memory``. Their error is a Gaussian process, a sum of linear
 parts: activations per sample (one factor shared by all lineages, a smaller one per structure), and constants: one
-shared by all, one per structure (ZeRO stage and offload), one per value of a knob within its structure, one per
-lineage. A measured peak determines nearly all of its own lineage, much of its structure, and little of the others.
+shared by all, one per ZeRO stage, one per offload, one per structure (stage and offloads), one per value of a knob within
+its structure, one per lineage. A measured peak determines nearly all of its own lineage, much of its structure, and less
+of the others. Where a peak is far from its formula, those of others are taken to be as wrong: the variance of the constants
+of stages, offloads and structures has a factor, that of the largest posterior density (type II maximum likelihood,
+MacKay 2003, chapter 28) given the measured peaks.
 
 The memory that can be used is uncertain as well: the CUDA context, NCCL's buffers and fragmentation are not part of a
 peak. A launch that fitted or ran out of memory only shows on which side of the limit its memory lies. Such one-sided
@@ -33,8 +36,14 @@ _CURVE_SD, _CURVE_WIDTH = 0.03, 1.0
 """The same of a smooth function of the micro-batch's logarithm, and its length scale in doublings."""
 _BUFFER_SD = 0.6
 """Relative standard deviation of the bytes that the formulas give for a knob's value beyond its least."""
-_SHARED_SD, _STRUCTURE_SD, _KNOBS_SD, _LINEAGE_SD, _NOISE_SD = 0.01, 0.035, 0.02, 0.005, 0.003
-"""Standard deviations of the formulas' error, relative to the device's memory."""
+_SHARED_SD, _STAGE_SD, _OFFLOAD_SD, _STRUCTURE_SD = 0.012, 0.02, 0.012, 0.02
+"""Standard deviations of the formulas' error, relative to the device's memory: shared by all, by those of a ZeRO stage, by
+those with the same offload of the optimizer (likewise of the parameters), and of one structure."""
+_KNOBS_SD, _LINEAGE_SD, _NOISE_SD = 0.02, 0.005, 0.003
+"""The same of a value of each knob within its structure, of a lineage, and of a measurement."""
+_RELATIVE_SDS = (_STAGE_SD, _OFFLOAD_SD, _OFFLOAD_SD)
+_ERROR_FACTORS, _ERROR_LOG_SD = (1.0, 4.0, 16.0, 64.0, 256.0), 2.0
+"""Candidate factors on the variance of what structures share, and the prior standard deviation of their logarithm."""
 _FRAGMENTATION = 0.03
 """Share of the memory lost to fragmentation, prior mean."""
 _FRAGMENTATION_SD = 0.02
@@ -65,6 +74,8 @@ class MemoryInputs:
     """Index of the lineage."""
     structure: Numbers
     """Index of the structure (ZeRO stage and offload)."""
+    relatives: Numbers
+    """Index of the ZeRO stage, of the optimizer's offload and of the parameters' offload, shape (n, 3)."""
     knobs: Numbers
     """Index of each knob's value, shape (n, knobs)."""
     micro_batch: Numbers
@@ -140,6 +151,8 @@ class MemoryPosterior:
         self._one_sided: Numbers = np.zeros(0)
         self._weights: Numbers = np.zeros(0)
         self._inverse: Numbers = np.zeros((0, 0))
+        self.error_factor = 1.0
+        """Factor on the variance of the errors that structures share, learnt from the peaks."""
 
     def observe(self, inputs: MemoryInputs, peaks: Numbers, out_of_memory: Numbers) -> None:
         """Condition on all launches so far; earlier observations are replaced.
@@ -161,6 +174,8 @@ class MemoryPosterior:
         self._limit_variance *= 4.0 ** min(_MAX_SURPRISES, self._count_surprises(inputs.take(out_of_memory)))
         lost = _NON_CONTIGUOUS_LOSS * self._device * all_inputs.non_contiguous * one_sided
         predicted = self._predicted(all_inputs) + lost
+        exact_inputs = inputs.take(measured)
+        self.error_factor = self._likeliest_factor(exact_inputs, peaks[measured] - self._predicted(exact_inputs))
         prior = self._covariance(all_inputs, all_inputs)
         prior += self._loss_covariance(all_inputs, all_inputs) * np.outer(one_sided, one_sided)
         noise = (_NOISE_SD * self._device) ** 2
@@ -177,6 +192,29 @@ class MemoryPosterior:
         self._one_sided = one_sided[used].astype(np.float64)
         self._inverse = np.linalg.inv(prior[np.ix_(used, used)] + np.diag(variances[used]))
         self._weights = self._inverse @ (values - predicted)[used]
+
+    def _likeliest_factor(self, inputs: MemoryInputs, errors: Numbers) -> float:
+        """Return the factor on the variance of what structures share that is likeliest, given measured errors."""
+        if not len(errors):
+            return 1.0
+        shared = self._structures_covariance(inputs, inputs)
+        self.error_factor = 0.0
+        rest = self._covariance(inputs, inputs) + np.diag(np.full(len(errors), (_NOISE_SD * self._device) ** 2))
+
+        def density(factor: float) -> float:
+            root = np.linalg.cholesky(rest + factor * shared)
+            fit = float((np.linalg.solve(root, errors) ** 2).sum()) + 2 * float(np.log(np.diag(root)).sum())
+            return -0.5 * (fit + (math.log(factor) / _ERROR_LOG_SD) ** 2)
+
+        return max(_ERROR_FACTORS, key=density)
+
+    def _structures_covariance(self, a: MemoryInputs, b: MemoryInputs) -> Numbers:
+        """Return the covariance of the errors that structures share, at a factor of 1."""
+        found = np.full((len(a.lineage), len(b.lineage)), _SHARED_SD**2)
+        found += _STRUCTURE_SD**2 * (a.structure[:, None] == b.structure[None, :])
+        for place, spread in enumerate(_RELATIVE_SDS):
+            found += spread**2 * (a.relatives[:, place, None] == b.relatives[None, :, place])
+        return self._device**2 * found
 
     def _count_surprises(self, out_of_memory: MemoryInputs) -> int:
         """Return the number of launches that ran out of memory though confidently predicted to fit (shared device)."""
@@ -202,6 +240,9 @@ class MemoryPosterior:
         constant = _SHARED_SD**2 * weights.sum() + _STRUCTURE_SD**2 * sum_by_structure(
             observed.structure, weights, inputs.structure
         )
+        for place, spread in enumerate(_RELATIVE_SDS):
+            constant += spread**2 * sum_by_structure(observed.relatives[:, place], weights, inputs.relatives[:, place])
+        constant *= self.error_factor
         constant += _KNOBS_SD**2 * sum_by_knob(
             observed.structure, observed.knobs, weights, inputs.structure, inputs.knobs
         )
@@ -250,10 +291,9 @@ class MemoryPosterior:
         same = a.structure[:, None] == b.structure[None, :]
         samples = np.outer(self._slope * a.micro_batch, self._slope * b.micro_batch)
         scale = self._device**2
-        within = _STRUCTURE_SD**2 + _KNOBS_SD**2 * knob_similarity(a.knobs, b.knobs)
-        found: Numbers = samples * (_SLOPE_SD**2 + _STRUCTURE_SLOPE_SD**2 * same) + scale * (
-            _SHARED_SD**2 + within * same
-        )
+        found: Numbers = samples * (_SLOPE_SD**2 + _STRUCTURE_SLOPE_SD**2 * same)
+        found += self.error_factor * self._structures_covariance(a, b)
+        found += scale * _KNOBS_SD**2 * knob_similarity(a.knobs, b.knobs) * same
         octaves = np.log2(np.maximum(a.micro_batch, 1))[:, None] - np.log2(np.maximum(b.micro_batch, 1))
         found += samples * _CURVE_SD**2 * np.exp(-0.5 * (octaves / _CURVE_WIDTH) ** 2)
         found += _BUFFER_SD**2 * a.buffers @ b.buffers.T
@@ -267,7 +307,8 @@ class MemoryPosterior:
         return found
 
     def _variance(self, inputs: MemoryInputs) -> Numbers:
-        errors = _SHARED_SD**2 + _STRUCTURE_SD**2 + _KNOBS_SD**2 + _LINEAGE_SD**2
+        structures = _SHARED_SD**2 + _STRUCTURE_SD**2 + sum(spread**2 for spread in _RELATIVE_SDS)
+        errors = self.error_factor * structures + _KNOBS_SD**2 + _LINEAGE_SD**2
         found: Numbers = (self._slope * inputs.micro_batch) ** 2 * (
             _SLOPE_SD**2 + _STRUCTURE_SLOPE_SD**2 + _CURVE_SD**2
         ) + errors * self._device**2

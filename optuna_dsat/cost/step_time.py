@@ -7,18 +7,22 @@ The four phases of a step are
   under-utilisation at small batches;
 - backward: the same with another ``c``, and the reduction of the gradients: ``T b (N - 1) / N`` bytes over the link
   for a reduce-scatter, twice that for an all-reduce, and a latency per bucket. ZeRO 2 and 3 reduce in every
-  micro-step, 0 and 1 once. ZeRO 3 gathers the parameters in both passes, from the host if they are offloaded;
+  micro-step, 0 and 1 once. ZeRO 3 gathers the parameters in both passes, from the host if they are offloaded; with a
+  second copy in each node (``zero_hpz_partition_size``) only the first gather after an optimizer step leaves it;
 - step: the optimizer on the device, or copies both ways over PCIe and the update on the host's CPUs; ZeRO 1 and 2 then
   gather all parameters once, ZeRO 3 works in sub-groups;
 - other: data loading and Python.
 
-With ``overlap_comm`` a share of the computation hides communication, except the last message, and is slowed by it.
+On several nodes a ring of all ranks passes through the network of each node, so a byte takes the longer of what the
+links in a node and the network between nodes take. With ``overlap_comm`` a share of the computation hides
+communication, except the last message, and is slowed by it.
 
 Sources: communication volumes are those of ZeRO (Rajbhandari et al., arXiv:1910.02054, section 7) and ZeRO-Offload (Ren
 et al., arXiv:2101.06840, section 3), a message costs latency plus bytes over bandwidth (Hockney 1994). Coefficients are
 estimated by maximum a posteriori with log-normal priors (positive, and wide if machines differ by orders of magnitude);
 their covariance is the inverse curvature at the maximum (Laplace's approximation; MacKay 2003, chapter 27). Known
-errors: layers are assumed equal, and so are ranks. ``optuna_dsat.guided.residual_gp`` models the remaining error.
+errors: layers are assumed equal, and so are ranks; a message in a node is as late as one between nodes.
+``optuna_dsat.guided.residual_gp`` models the remaining error.
 """
 
 from __future__ import annotations
@@ -47,7 +51,7 @@ _PRIORS = {
     "pressure": (0.03, 1.0),  # slow-down of the computation when memory is full
     "steepness": (5.0, 0.6),  # power of the filled share with which that grows
     "edge": (0.03, 1.0),  # slow-down of the computation in the last per cent of memory
-    "link": (5e-11, 1.5),  # seconds per byte of a collective
+    "link": (5e-11, 1.5),  # seconds per byte of a collective in a node
     "latency": (1e-4, 1.2),  # seconds per message
     "scatter": (1.2, 0.25),  # volume of stage 1's and 2's reduce-scatter over the ideal one
     "memory": (1e-12, 0.6),  # seconds per byte of the device's memory
@@ -62,6 +66,7 @@ _PRIORS = {
     "nvme": (5e-10, 0.7),  # seconds per byte of optimizer state on NVMe
     "group": (1e-3, 1.0),  # seconds per sub-group of the optimizer step
     "other": (5e-3, 1.5),  # seconds per micro-batch outside the engine
+    "network": (1e-10, 1.5),  # seconds per byte of a collective between nodes
 }
 """Coefficient -> median and spread (standard deviation of its logarithm) of the log-normal prior.
 
@@ -73,7 +78,7 @@ COEFFICIENTS = tuple(_PRIORS)
 
 BOUNDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "link": ("link", "latency", "contention"),
+        "link": ("link", "network", "latency", "contention"),
         "host": ("pcie", "adam", "nvme", "fetch"),
         "memory": ("idle", "pressure", "edge", "memory"),
         "overhead": ("hooks", "group", "other"),
@@ -119,6 +124,8 @@ class Columns:
     max_reuse: Numbers
     persistence: Numbers
     sub_group: Numbers
+    copy_ranks: Numbers
+    """Ranks that share a second copy of the parameters; 1 without one."""
 
     @classmethod
     def of(cls, settings: Sequence[ZeroSettings]) -> Columns:
@@ -141,6 +148,7 @@ class Columns:
             max_reuse=column([s.max_reuse for s in settings]),
             persistence=column([s.persistence for s in settings]),
             sub_group=column([max(1, s.sub_group) for s in settings]),
+            copy_ranks=column([s.copy_ranks for s in settings]),
         )
 
     def take(self, index: Any) -> Columns:
@@ -211,7 +219,7 @@ class StepTimeModel:
             param_bytes=profile.param_bytes,
             flops_per_sample=profile.flops_per_sample,
             ranks=hardware.world_size,
-            ranks_per_node=min(hardware.ranks_per_node, hardware.world_size),
+            ranks_per_node=hardware.ranks_on_node,
             machine=machine,
             prior=prior,
         )
@@ -240,7 +248,7 @@ class StepTimeModel:
         compute = per_sample * (micro_batch + x["idle"]) * (1 + crowded)
         after = x["backward"] * compute
         reduced, messages = self._reduction(x, c)
-        forward_gathers, gathers, gather_messages, covered = self._gathers(x, c)
+        forward_gathers, gathers, gather_messages, covered = self._gathers(x, c, accumulation)
         hooks = third * (x["hooks"] + x["fetch"] * c.offload_param)
 
         share = c.overlap * np.minimum(1.0, x["hidden"])
@@ -262,25 +270,34 @@ class StepTimeModel:
         scattered = (c.stage > 0) & (c.scatter > 0) & (c.contiguous > 0)
         passes = np.where(c.stage == 3, 1.0, np.where(scattered, np.clip(x["scatter"], 1.0, 2.0), 2.0))
         copies = (1 - c.contiguous) * 2 * self.param_bytes * self.trainable * x["memory"]
-        seconds = passes * self._volume(self.trainable) * x["link"] + messages * x["latency"] + copies
+        seconds = passes * self._volume(self.trainable) * self._across(x) + messages * x["latency"] + copies
         return (seconds if self.ranks > 1 else 0 * seconds), messages
 
-    def _gathers(self, x: dict[str, Numbers], c: Columns) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+    def _gathers(
+        self, x: dict[str, Numbers], c: Columns, accumulation: Numbers
+    ) -> tuple[Numbers, Numbers, Numbers, Numbers]:
         """Return ZeRO 3's gather seconds, forward and backward, messages, and the share of computation that hides them.
 
         Parameters within half of the reuse distance are kept from one pass to the next, those below the persistence
-        threshold are never partitioned, and the less is prefetched, the less is hidden.
+        threshold are never partitioned, and the less is prefetched, the less is hidden. A second copy serves all
+        gathers but those of the forward pass that follows an optimizer step.
         """
         module = self.params / x["modules"]
         prefetched = np.minimum(c.prefetch, np.maximum(0, c.max_live - module))
         messages = np.maximum(1, self.params / np.maximum(prefetched, module))
         persists = 1 / (1 + (module / np.maximum(1, c.persistence)) ** 3)
         persists = np.where(c.persistence >= self.largest_layer, 1.0, persists)
-        linked = self._volume(self.params) * x["link"] + (messages * x["latency"] if self.ranks > 1 else 0)
-        copied = c.offload_param * self.param_bytes * self.params / self.ranks * x["pcie"]
-        seconds = (c.stage == 3) * (1 - persists) * (linked + copied)
+        late = messages * x["latency"] if self.ranks > 1 else 0
+        copied = c.offload_param * self.param_bytes * self.params * x["pcie"]
+        partitioned = (c.stage == 3) * (1 - persists)
+        seconds = partitioned * (self._volume(self.params) * self._across(x) + late + copied / self.ranks)
+        shared = self.param_bytes * self.params * (c.copy_ranks - 1) / c.copy_ranks
+        near = np.where(c.copy_ranks <= self.ranks_per_node, x["link"], self._across(x))
+        from_copy = partitioned * (shared * near + late + copied / c.copy_ranks)
+        later = np.where(c.copy_ranks > 1, from_copy, seconds)
+        forward = np.where(c.copy_ranks > 1, (seconds + (accumulation - 1) * later) / accumulation, seconds)
         again = 1 - np.minimum(1, c.max_reuse / 2 / max(1, self.params))
-        return seconds, again * seconds, messages, np.minimum(1, prefetched / (x["ahead"] * module))
+        return forward, again * later, messages, np.minimum(1, prefetched / (x["ahead"] * module))
 
     def _update(self, x: dict[str, Numbers], c: Columns) -> Numbers:
         """Return the seconds of the optimizer step: from reduced gradients to parameters ready for the next step."""
@@ -293,9 +310,15 @@ class StepTimeModel:
         found: Numbers = (
             np.where(c.offload > 0, on_host, on_device)
             + groups
-            + collected * (self._volume(self.trainable) * x["link"] + x["latency"])
+            + collected * (self._volume(self.trainable) * self._across(x) + x["latency"])
         )
         return found
+
+    def _across(self, x: dict[str, Numbers]) -> Numbers:
+        """Return the seconds per byte of a collective over all ranks."""
+        if self.ranks <= self.ranks_per_node:
+            return x["link"]
+        return x["network"] if self.ranks_per_node == 1 else np.maximum(x["link"], x["network"])
 
     def _volume(self, elements: int) -> float:
         """Return the bytes that a rank transfers to gather or to scatter ``elements``."""

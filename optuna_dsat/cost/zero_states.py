@@ -103,6 +103,8 @@ class ZeroSettings:
     sub_group: int
     nvme_buffers: int
     """Elements of the parameter swap buffers (count x size)."""
+    copy_ranks: int = 1
+    """Ranks that share a second copy of the parameters (``zero_hpz_partition_size`` of ZeRO 3); 1 without one."""
 
     @property
     def partition(self) -> int:
@@ -166,6 +168,7 @@ class ZeroSettings:
             persistence=_size(zero, "stage3_param_persistence_threshold"),
             sub_group=_size(zero, "sub_group_size"),
             nvme_buffers=_number(swap, "buffer_count", 5) * _number(swap, "buffer_size", 100_000_000),
+            copy_ranks=min(ranks, max(1, _size(zero, "zero_hpz_partition_size"))) if stage == 3 else 1,
         )
 
 
@@ -271,6 +274,8 @@ def _persistent(s: ZeroSettings) -> dict[str, int]:
         in_memory = _ceil_div(s.params, s.ranks) if s.offload_param == "none" else 0
         parts["parameters"] = s.param_bytes * in_memory
         parts["gradients"] = s.grad_bytes * s.partition
+        if s.copy_ranks > 1 and s.offload_param == "none":
+            parts["second_copy"] = _second_copy(s)
     if s.offload_optimizer != "none":
         parts["master"] = parts["optimizer"] = 0
         if s.stage == 3:
@@ -278,6 +283,16 @@ def _persistent(s: ZeroSettings) -> dict[str, int]:
         else:
             parts["offload_buffer"] = s.param_bytes * s.largest_layer
     return parts
+
+
+def _second_copy(s: ZeroSettings) -> int:
+    """Return the bytes of a rank's share of the second copy of the parameters, beside their partition.
+
+    ZeRO++ (Wang et al., arXiv:2306.10209, section 3.2): every k ranks hold a copy of their own, b P/k each.
+    ``Init._partition_param_sec`` allocates it as the forward pass releases parameters, where parameters are offloaded
+    in host memory, and ``invalidate_secondary_tensor`` frees it at the end of the optimizer step.
+    """
+    return s.param_bytes * _ceil_div(s.params, s.copy_ranks)
 
 
 def _gradients(s: ZeroSettings) -> dict[str, int]:
@@ -413,8 +428,9 @@ def rank_host_parts(s: ZeroSettings) -> dict[str, int]:
     a half-precision copy of the partition, (4 + k + 4 + b) T/N, and the temporaries of an optimizer of torch.
     Stages 1 and 2 add a gradient of the largest parameter and, under gradient accumulation, the accumulated
     partition; stage 3 the gradient partition. With NVMe (ZeRO-Infinity) only the buffers of one sub-group stay.
-    Parameter offload: b P/N, with NVMe the swap buffers. DeepSpeed's estimators multiply by 1.5, because the CUDA
-    host allocator rounds pinned blocks up to powers of two; that factor is not included.
+    Parameter offload: b P/N, with NVMe the swap buffers, and the second copy where there is one. DeepSpeed's estimators
+    multiply by 1.5, because the CUDA host allocator rounds pinned blocks up to powers of two; that factor is not
+    included.
     """
     parts: dict[str, int] = {}
     if s.offload_optimizer != "none":
@@ -430,4 +446,6 @@ def rank_host_parts(s: ZeroSettings) -> dict[str, int]:
         parts["parameters"] = s.param_bytes * _ceil_div(s.params, s.ranks)
     elif s.offload_param == "nvme":
         parts["parameters"] = s.param_bytes * s.nvme_buffers
+    if s.offload_param != "none" and s.copy_ranks > 1:
+        parts["second_copy"] = _second_copy(s)
     return parts

@@ -12,7 +12,7 @@ Two kinds of knowledge are taken over, each discounted:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -87,14 +87,24 @@ class PriorKnowledge:
         )
 
     @classmethod
-    def of(cls, fitted: LogCoefficients, *, studies: Sequence[str], same_model: bool) -> PriorKnowledge:
-        """Build from the coefficients fitted to the last of the studies."""
+    def of(
+        cls, fitted: LogCoefficients, *, studies: Sequence[str], same_model: bool, untold: Collection[str] = ()
+    ) -> PriorKnowledge:
+        """Build from the coefficients fitted to the last of the studies.
+
+        Args:
+            fitted: The coefficients.
+            studies: Names of the studies.
+            same_model: Whether they trained the same model on the same machine.
+            untold: Coefficients of which no launch can tell.
+        """
+        told = [index for index, name in enumerate(COEFFICIENTS) if name not in untold]
         return cls(
             studies=tuple(studies),
             same_model=same_model,
-            coefficients=COEFFICIENTS,
-            mean=tuple(float(value) for value in fitted.mean),
-            covariance=tuple(tuple(float(value) for value in row) for row in fitted.covariance),
+            coefficients=tuple(COEFFICIENTS[index] for index in told),
+            mean=tuple(float(fitted.mean[index]) for index in told),
+            covariance=tuple(tuple(float(fitted.covariance[row, index]) for index in told) for row in told),
         )
 
     def prior(self, step_time: StepTimeModel) -> LogCoefficients:
@@ -129,7 +139,7 @@ class PriorKnowledge:
             )
         return (
             f"Warm start from {names} (same script, config and hardware): fitted coefficients and {len(self.launches)} "
-            "launches are taken over, discounted as another day's (--no-warm-start begins without)."
+            "launches are taken over, with less weight than those of today (--no-warm-start begins without)."
         )
 
 

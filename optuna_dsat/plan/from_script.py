@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from optuna_dsat.cost.gpus import gpu_of_device, peak_flops, priors_of_device
+from optuna_dsat.cost.gpus import gpu_of_device, network_priors, peak_flops, priors_of_device
 from optuna_dsat.launch.protocol import Launcher
 from optuna_dsat.launch.waiting import SlotWait
 from optuna_dsat.plan.prediction import Subject, step_time_model
@@ -31,6 +31,8 @@ def plan_script(
     on_attempt: Callable[[ProfileAttempt], None],
     memory_margin: float,
     seq_length: int | None = None,
+    nodes: int = 1,
+    network_gbit_per_s: float | None = None,
     on_notice: Callable[[str], None] = lambda _: None,
 ) -> Plan:
     """Return the plan of a script, after a profile launch if no profile of it is stored.
@@ -43,6 +45,8 @@ def plan_script(
         on_attempt: Called before each attempt of the profile launch.
         memory_margin: Share of the device's memory to leave free.
         seq_length: Tokens of a sample; None if not known.
+        nodes: Hosts such as this one that are planned for; the launch runs on this one.
+        network_gbit_per_s: Bandwidth of a host's network; None if not known.
         on_notice: Called with who holds the slots while the launch waits for them.
 
     Raises:
@@ -62,28 +66,42 @@ def plan_script(
             )
         store.save_profile(mark, profiled.to_json(), study_uuid="")
         origin = f"measured with {profiled.measured_with}"
-    subject, times = _subject(spec, profiled, store=store, mark=mark, memory_margin=memory_margin)
+    cluster = _Hosts(count=nodes, network_gbit_per_s=network_gbit_per_s)
+    subject, times = _subject(spec, profiled, cluster, store=store, mark=mark, memory_margin=memory_margin)
     subject = replace(subject, seq_length=seq_length)
     gpu = gpu_of_device(profiled.profile.device_name)
     return Plan(
         subject=subject,
         rows=plan_rows(subject),
         bf16_hardware=None if gpu is None else gpu.bf16,
-        about=(*_about(spec, profiled, origin=origin), times),
+        about=(*_about(spec, profiled, cluster, origin=origin), times),
         model=profiled.profile.to_json(),
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Hosts:
+    """The hosts that are planned for, each as the one of the launch."""
+
+    count: int
+    network_gbit_per_s: float | None
+    """Bandwidth of one host's network; None if not known."""
+
+
 def _subject(
-    spec: StudySpec, profiled: Profiled, *, store: Store, mark: str, memory_margin: float
+    spec: StudySpec, profiled: Profiled, hosts: _Hosts, *, store: Store, mark: str, memory_margin: float
 ) -> tuple[Subject, str]:
     """Return model and machine, and one sentence on what the predicted times rest on."""
-    profile = profiled.profile
+    profile, one = profiled.profile, hardware_of(spec, profiled)
+    ranks = one.world_size * hosts.count
+    machine = priors_of_device(profile.device_name, device=spec.device, ranks=ranks)
+    if hosts.network_gbit_per_s is not None:
+        machine = {**machine, **network_priors(hosts.network_gbit_per_s)}
     subject = Subject(
         profile=profile,
-        hardware=hardware_of(spec, profiled),
+        hardware=replace(one, world_size=ranks),
         config=spec.ds_config,
-        machine=priors_of_device(profile.device_name, device=spec.device, ranks=spec.slots_per_trial),
+        machine=machine,
         memory_margin=memory_margin,
         pipeline=profiled.pipeline,
         nvme_path=spec.nvme_path,
@@ -99,14 +117,15 @@ def _subject(
     return subject, f"{why}No step was timed yet: times may be as far off as they say."
 
 
-def _about(spec: StudySpec, profiled: Profiled, *, origin: str) -> tuple[str, ...]:
+def _about(spec: StudySpec, profiled: Profiled, hosts: _Hosts, *, origin: str) -> tuple[str, ...]:
     """Return lines on the profile and on the machine."""
     profile = profiled.profile
+    each = f"{hosts.count} hosts like this one: {hosts.count} x " if hosts.count > 1 else ""
     return (
         f"Profile ({origin}): {profile.params / 1e6:.4g} M parameters, "
         f"{bytes_in_words(profile.activation_bytes_per_sample)} of activations and "
         f"{profile.flops_per_sample / 1e9:.4g} GFLOP a sample.",
-        f"{spec.slots_per_trial} ranks on {profile.device_name or spec.device}, "
+        f"{each}{spec.slots_per_trial} ranks on {profile.device_name or spec.device}, "
         f"{bytes_in_words(profile.device_memory_bytes)} each, "
         f"{bytes_in_words(profile.host_memory_bytes)} on the host.",
     )

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from optuna_dsat.config import ds_config
+from optuna_dsat.config.knobs import PARTITION_COPY
 from optuna_dsat.config.structures import STRUCTURES, Structure
 from optuna_dsat.cost.memory import estimate, largest_micro_batch
 from optuna_dsat.plan.prediction import StepPrediction, Subject, predict_steps
@@ -57,6 +58,8 @@ class PlannedRow:
     """What one structure takes and reaches."""
 
     structure: Structure
+    copy_ranks: int = 1
+    """GPUs of a node, each of which holds a second copy of ZeRO 3's parameters; 1 without one."""
     config: Mapping[str, Any]
     """The user's config at this structure, without batch sizes."""
     states_bytes: int
@@ -81,7 +84,7 @@ class PlannedRow:
     @property
     def name(self) -> str:
         """The structure in words."""
-        return self.structure.words
+        return self.structure.words + (" + a copy in each node" if self.copy_ranks > 1 else "")
 
     @property
     def bound(self) -> str:
@@ -118,8 +121,15 @@ class PlannedRow:
 
 
 def plan_rows(subject: Subject) -> list[PlannedRow]:
-    """Return a row for each structure that DeepSpeed accepts here."""
-    return [_row(subject, structure) for structure in _structures(subject)]
+    """Return a row for each structure that DeepSpeed accepts here; on several nodes also with a copy in each."""
+    hardware = subject.hardware
+    copied = hardware.nodes > 1 and hardware.ranks_on_node > 1
+    rows = []
+    for structure in _structures(subject):
+        rows.append(_row(subject, structure))
+        if copied and structure.stage == 3 and structure.offload_param == "none":
+            rows.append(_row(subject, structure, copy_ranks=hardware.ranks_on_node))
+    return rows
 
 
 def _structures(subject: Subject) -> Iterator[Structure]:
@@ -138,7 +148,7 @@ def _structures(subject: Subject) -> Iterator[Structure]:
         yield from (one.on_nvme() for one in accepted if one.stage == 3 and one.offloads)
 
 
-def _config(subject: Subject, structure: Structure) -> dict[str, Any]:
+def _config(subject: Subject, structure: Structure, *, copy_ranks: int) -> dict[str, Any]:
     """Return the user's config at a structure, without batch sizes; its other offload settings are kept."""
     base = ds_config.effective(subject.config)
     own = base.get("zero_optimization") or {}
@@ -147,12 +157,14 @@ def _config(subject: Subject, structure: Structure) -> dict[str, Any]:
         if zero[key] is not None:
             kept = own.get(key)
             zero[key] = {"pin_memory": True, **(kept if isinstance(kept, Mapping) else {}), **zero[key]}
+    if subject.hardware.nodes > 1:
+        zero[PARTITION_COPY] = copy_ranks if copy_ranks > 1 else None
     batch = {ds_config.TRAIN_BATCH: None, ds_config.MICRO_BATCH: None}
     return ds_config.merge(base, {**batch, "zero_optimization": zero})
 
 
-def _row(subject: Subject, structure: Structure) -> PlannedRow:
-    config = _config(subject, structure)
+def _row(subject: Subject, structure: Structure, *, copy_ranks: int = 1) -> PlannedRow:
+    config = _config(subject, structure, copy_ranks=copy_ranks)
     profile, hardware = subject.profile, subject.hardware
     usable = replace(hardware, device_memory_bytes=subject.usable_bytes)
     largest = largest_micro_batch(profile, config, hardware=usable)
@@ -163,6 +175,7 @@ def _row(subject: Subject, structure: Structure) -> PlannedRow:
     too_small = "host" if least.host_bytes > hardware.host_memory_bytes else "device"
     return PlannedRow(
         structure=structure,
+        copy_ranks=copy_ranks,
         config=MappingProxyType(config),
         states_bytes=states.device_bytes,
         least_bytes=least.device_bytes,

@@ -46,6 +46,7 @@ def fingerprint(spec: StudySpec, *, device_names: tuple[str, ...]) -> str:
         "device": spec.device,
         "devices": device_names,
         "slots": spec.slots_per_trial,
+        **({} if spec.nodes_per_trial == 1 else {"nodes": spec.nodes_per_trial}),
         "device_memory_bytes": "free" if spec.free_memory else spec.device_memory_bytes,
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "deepspeed")},
     }

@@ -22,7 +22,7 @@ def hardware_of(spec: StudySpec, profiled: Profiled) -> memory.Hardware:
     """Return the hardware of one launch, as the memory model takes it."""
     return memory.Hardware(
         world_size=spec.slots_per_trial,
-        ranks_per_node=spec.slots_per_trial,
+        ranks_per_node=spec.slots_per_node,
         device_memory_bytes=profiled.profile.device_memory_bytes,
         host_memory_bytes=profiled.profile.host_memory_bytes,
         device=spec.device,
@@ -135,5 +135,7 @@ def _space(spec: StudySpec, profiled: Profiled | None, *, cap: int) -> SearchSpa
         max_samples_per_rank=_max_samples_per_rank(spec, profiled, ranks),
         divisible_by=spec.divisible_by,
         least_micro_batch=1 if profiled is None else profiled.least_micro_batch,
+        nodes=spec.nodes_per_trial,
+        ranks_per_node=spec.slots_per_node,
     )
     return build_space(request)

@@ -111,7 +111,8 @@ def gather(store: Store, spec: StudySpec, profiled: Profiled, *, fingerprint: st
 
 def _hardware(spec: StudySpec, profiled: Profiled) -> str:
     device = profiled.profile.device_name or profiled.device or spec.device
-    return f"{spec.slots_per_trial} x {device}"
+    nodes = "" if spec.nodes_per_trial == 1 else f" on {spec.nodes_per_trial} nodes"
+    return f"{spec.slots_per_trial} x {device}{nodes}"
 
 
 def _others(store: Store, name: str) -> Iterator[_Earlier]:
@@ -157,7 +158,8 @@ def _knowledge_of(studies: list[_Earlier], *, same_model: bool) -> PriorKnowledg
         planner = make_planner(earlier.spec, earlier.profiled, earlier.space, prior_knowledge=prior_knowledge)
         names.append(earlier.spec.name)
         fitted = planner.fitted_coefficients(earlier.trials)
-        prior_knowledge = PriorKnowledge.of(fitted, studies=names, same_model=same_model)
+        untold = ("network",) if earlier.spec.nodes_per_trial == 1 else ()
+        prior_knowledge = PriorKnowledge.of(fitted, studies=names, same_model=same_model, untold=untold)
         launches += launches_of(earlier.trials)
     if prior_knowledge is None:
         raise ValueError("there is no study to learn from")

@@ -79,7 +79,7 @@ CASES = {
     "length-of-a-launch": (["train.py", "ds.json", "--seq-length", "0"], "--seq-length is 0"),
     "margin": (["--params", "7e9", "--gpu", "t4", "--memory-margin", "1"], "--memory-margin is 1.0"),
     "heads": (["--params", "7e9", "--gpu", "t4", "--hidden", "4096", "--heads", "7"], "no multiple of the 7 heads"),
-    "nodes-of-a-launch": (["train.py", "ds.json", "--nodes", "2"], "--nodes is for plans without a launch"),
+    "network": (["--params", "7e9", "--gpu", "t4", "--nodes", "2", "--network", "0"], "--network is 0.0"),
 }
 
 

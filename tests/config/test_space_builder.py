@@ -49,6 +49,7 @@ SPACES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "sequential": ({"stage": 3, "stage3_allgather_sequential": True}, {}),
     "pipeline": ({"stage": 1}, {"pipeline": True, "zero_stages": (0, 1, 2, 3)}),
+    "several nodes": ({"stage": 3}, {"nodes": 2, "ranks_per_node": 4, "nvme_path": "/nvme"}),
 }  # fmt: skip
 
 
@@ -316,6 +317,8 @@ def test_bounds_of_the_micro_batch(config: dict[str, Any], options: dict[str, An
         ({}, {"zero_stages": (4,)}, "ZeRO stages are 0, 1, 2 and 3"),
         ({"reduce_bucket_size": [5e7, "x"]}, {}, "reduce_bucket_size is 'x'"),
         ({"round_robin_gradients": [True, False]}, {}, "round_robin_gradients is a list, but not a knob"),
+        ({"zero_hpz_partition_size": [3]}, {"nodes": 2, "ranks_per_node": 4}, "3, which does not divide the 8 ranks"),
+        ({}, {"fix": {"zero_hpz_partition_size": -1}}, "must be at least 1"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(zero: dict[str, Any], options: dict[str, Any], message: str) -> None:
@@ -365,3 +368,41 @@ def test_every_knob_names_its_place_in_deepspeed() -> None:
 def test_values_that_no_knob_has_are_refused_by_name(zero: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_space(SpaceRequest(ds_config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}))
+
+
+COPY = "zero_hpz_partition_size"
+
+
+def copies(zero: dict[str, Any] | None = None, /, **options: Any) -> tuple[int, ...] | None:
+    return {tuned.name: tuned.choices for tuned in make(zero, **options).knobs}.get(COPY)
+
+
+def test_a_second_copy_of_parameters_is_searched_where_a_launch_has_several_nodes_of_several_ranks() -> None:
+    assert copies(nodes=2, ranks_per_node=4) == (1, 4)
+    assert copies(nodes=1, ranks_per_node=4) is None
+    assert copies(nodes=4, ranks_per_node=1) is None
+    assert copies({COPY: 2}, nodes=2, ranks_per_node=4) == (1, 2, 4)
+    assert copies({COPY: "all"}, nodes=2, ranks_per_node=4) == (1, 4)
+    assert copies({COPY: [1, 2]}, nodes=1, ranks_per_node=4) == (1, 2)
+    assert copies(fix={COPY: 2}, nodes=1, ranks_per_node=4) == (2,)
+    assert copies({COPY: 0}, nodes=2, ranks_per_node=4) == (1, 4)
+    assert copies(no_tune=(COPY,), nodes=2, ranks_per_node=4) == (1,)
+
+
+def test_a_second_copy_is_drawn_at_stage_3_alone_and_not_beside_parameters_on_nvme() -> None:
+    drawn = draw(make(nodes=2, ranks_per_node=4, nvme_path="/nvme", zero_stages=(0, 1, 2, 3)), 300)
+    for params in drawn:
+        assert (COPY in params) == (params["zero_stage"] == 3 and params["offload_param"] != "nvme")
+    assert {params[COPY] for params in drawn if COPY in params} == {1, 4}
+
+
+def test_the_users_own_copy_on_one_node_stays_as_it_is() -> None:
+    zero = {"stage": 3, COPY: 2}
+    overlay = make(zero, zero_stages=(3,), ranks_per_node=2).overlay(draw(make(zero, zero_stages=(3,)), 1)[0])
+    assert ds_config.merge({"zero_optimization": zero}, overlay)["zero_optimization"][COPY] == 2
+    keys = {
+        ds_config.canonical_key({"zero_optimization": {"stage": stage, COPY: size}})
+        for stage in (2, 3)
+        for size in (1, 2)
+    }
+    assert len(keys) == 3

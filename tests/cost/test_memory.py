@@ -419,3 +419,31 @@ def test_a_profile_survives_json_and_comes_from_an_event() -> None:
 def test_an_impossible_profile_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(changes))):
         profile(**changes)
+
+
+def test_a_second_copy_in_each_node_takes_its_share_of_the_parameters_where_these_are() -> None:
+    where = hardware(world_size=16)
+    plain, copied = (
+        estimate(profile(), config(3, zero_hpz_partition_size=ranks), micro_batch=1, hardware=where) for ranks in (1, 8)
+    )
+    assert copied.parts["second_copy"] == 2 * profile().params // 8 == copied.device_bytes - plain.device_bytes
+    assert copied.host_bytes == plain.host_bytes
+    on_host = config(3, zero_hpz_partition_size=8, **offload("param"))
+    without = config(3, **offload("param"))
+    both = [estimate(profile(), one, micro_batch=1, hardware=where) for one in (on_host, without)]
+    assert both[0].device_bytes == both[1].device_bytes
+    assert both[0].host_bytes - both[1].host_bytes == 2 * profile().params
+    below = [
+        estimate(profile(), config(2, zero_hpz_partition_size=ranks), micro_batch=1, hardware=where) for ranks in (1, 8)
+    ]
+    assert below[0] == below[1]
+
+
+def test_hosts_are_counted_and_each_holds_what_its_own_ranks_offload() -> None:
+    one, two = hardware(), hardware(world_size=16)
+    assert (one.nodes, two.nodes, hardware(world_size=4).nodes, two.ranks_on_node) == (1, 2, 1, 8)
+    host = [
+        estimate(profile(), config(3, **offload("optimizer")), micro_batch=1, hardware=where).host_bytes
+        for where in (one, two)
+    ]
+    assert host[0] == pytest.approx(2 * host[1], rel=1e-6)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from optuna_dsat.cost.step_time import Columns, StepTimeModel, Timings
+from optuna_dsat.cost.step_time import COEFFICIENTS, Columns, StepTimeModel, Timings
 
 THEORY = StepTimeModel(
     params=10**9,
@@ -22,6 +22,7 @@ def columns(count: int, **changes: float) -> Columns:
     values = {
         "stage": 2, "offload": 0, "nvme": 0, "offload_param": 0, "contiguous": 1, "overlap": 0, "scatter": 1,
         "bucket": 5e7, "prefetch": 5e7, "max_live": 1e9, "max_reuse": 1e9, "persistence": 1e5, "sub_group": 1e9,
+        "copy_ranks": 1,
     }  # fmt: skip
     return Columns(**{name: np.full(count, float(value)) for name, value in {**values, **changes}.items()})
 
@@ -94,3 +95,57 @@ def test_one_rank_sends_nothing() -> None:
     slow_link[5] += 5
     before, after = (alone.phases(logs, columns(1), *at(1)) for logs in (PRIOR, slow_link))
     assert after == pytest.approx(before)
+
+
+TWO_NODES = replace(THEORY, ranks=16, ranks_per_node=8)
+
+
+def on_nodes(logs: np.ndarray, *, model: StepTimeModel = TWO_NODES, steps: int = 1, **changes: float) -> np.ndarray:
+    size, _, fill = at(1)
+    found: np.ndarray = model.phases(logs, columns(1, **changes), size, np.full(1, float(steps)), fill)[:, 0]
+    return found
+
+
+def with_coefficient(**medians: float) -> np.ndarray:
+    logs = PRIOR.copy()
+    for name, median in medians.items():
+        logs[COEFFICIENTS.index(name)] = np.log(median)
+    return logs
+
+
+def test_on_several_nodes_the_slower_of_links_and_network_counts_and_on_one_the_links_alone() -> None:
+    fast, slow = with_coefficient(link=1e-11, network=1e-10), with_coefficient(link=1e-11, network=1e-9)
+    assert on_nodes(slow)[1] > 2 * on_nodes(fast)[1]
+    assert on_nodes(slow, model=THEORY) == pytest.approx(on_nodes(fast, model=THEORY))
+    links = with_coefficient(link=1e-8, network=1e-10)
+    assert on_nodes(links)[1] == pytest.approx(on_nodes(with_coefficient(link=1e-8, network=1e-9))[1])
+    single = replace(TWO_NODES, ranks=2, ranks_per_node=1)
+    assert on_nodes(links, model=single) == pytest.approx(on_nodes(with_coefficient(network=1e-10), model=single))
+
+
+def test_a_second_copy_in_the_node_keeps_all_gathers_but_the_first_off_the_network() -> None:
+    logs = with_coefficient(link=1e-11, network=1e-9, latency=1e-9)
+    stage3 = {"stage": 3, "max_reuse": 0, "persistence": 0}
+    plain, copied = (on_nodes(logs, **stage3, copy_ranks=ranks) for ranks in (1, 8))
+    assert copied[0] == pytest.approx(plain[0])
+    gather_s = 2 * 10**9 * 15 / 16 * 1e-9
+    assert plain[1] - copied[1] == pytest.approx(gather_s, rel=0.02)
+    four, copied_four = (on_nodes(logs, **stage3, steps=4, copy_ranks=ranks) for ranks in (1, 8))
+    assert four[0] - copied_four[0] == pytest.approx(3 * gather_s, rel=0.02)
+    wide = on_nodes(logs, **stage3, copy_ranks=16)
+    assert wide[1] == pytest.approx(plain[1], rel=1e-3)  # a copy that is spread over nodes saves nothing
+
+
+def test_the_network_is_learnt_from_launches_on_several_nodes() -> None:
+    truth = with_coefficient(network=4e-10)
+    size, ones, fill = np.array([1.0, 8, 32]), np.ones(3), np.full(3, 0.5)
+    found = TWO_NODES.phases(truth, columns(3), size, ones, fill)
+    steps = Timings(
+        columns=columns(3), micro_batch=size, accumulation=ones, fill=fill, phases=found, latency=found.sum(axis=0)
+    )
+    fitted = TWO_NODES.fit(steps)
+    network = COEFFICIENTS.index("network")
+    assert fitted.mean[network] == pytest.approx(np.log(4e-10), abs=0.5)
+    assert fitted.covariance[network, network] < 0.5 * TWO_NODES.prior_coefficients().covariance[network, network]
+    alone = THEORY.fit(timings([1, 8, 32], truth))
+    assert alone.mean[network] == pytest.approx(PRIOR[network])

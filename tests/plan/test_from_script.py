@@ -14,7 +14,9 @@ from tests.harness.landscapes import Hill
 from tests.harness.studies import StudyBench
 
 
-def planned(bench: StudyBench, attempts: list[str], **changes: Any) -> Plan:
+def planned(
+    bench: StudyBench, attempts: list[str], *, hosts: int = 1, network: float | None = None, **changes: Any
+) -> Plan:
     return plan_script(
         bench.spec(method="guided", **changes),
         store=bench.store,
@@ -22,6 +24,8 @@ def planned(bench: StudyBench, attempts: list[str], **changes: Any) -> Plan:
         launcher=lambda: nullcontext(SimulatedLauncher(Hill(), total_slots=2)),
         on_attempt=lambda attempt: attempts.append(attempt.words),
         memory_margin=0.05,
+        nodes=hosts,
+        network_gbit_per_s=network,
     )
 
 
@@ -54,3 +58,20 @@ def test_a_profile_is_measured_once_and_searches_sharpen_the_plan(bench: StudyBe
     assert sharp.predicted.high_s / sharp.predicted.low_s < 0.5 * vague.predicted.high_s / vague.predicted.low_s
     true_s = 0.03 * (sharp.micro_batch + 4) + 0.02
     assert sharp.predicted.low_s < true_s < sharp.predicted.high_s
+
+
+def test_a_launch_here_plans_for_several_hosts_like_this_one(bench: StudyBench) -> None:
+    attempts: list[str] = []
+    here = planned(bench, attempts, name="p")
+    there = planned(bench, attempts, name="p", hosts=3, network=10.0)
+    assert len(attempts) == 1
+    assert (there.subject.hardware.world_size, there.subject.hardware.nodes) == (6, 3)
+    assert here.subject.hardware.nodes == 1
+    assert "3 hosts like this one: 3 x 2 ranks" in there.about[1]
+    names = [row.name for row in there.rows]
+    assert "ZeRO 3 + a copy in each node" in names
+    states = {row.name: row.states_bytes for row in here.rows}
+    assert all(row.states_bytes < states[row.name] for row in there.rows if row.name == "ZeRO 3")
+    slow = planned(bench, attempts, name="p", hosts=3, network=0.1)
+    rate = [next(row.samples_per_s for row in one.rows if row.name == "ZeRO 3") for one in (there, slow)]
+    assert rate[1] < 0.5 * rate[0]

@@ -53,7 +53,7 @@ def subject(
         ),
         config=config,
         machine={
-            **machine_priors(spec, ranks=gpus * nodes, nodes=nodes, network_gbit_per_s=network),
+            **machine_priors(spec, ranks=gpus * nodes, network_gbit_per_s=network),
             **shape.priors(),
         },
     )
@@ -343,13 +343,13 @@ def given_on(name: str) -> dict[str, list[str]]:
     for (device_gib, host_gib), changes, sample_gib in product(ROOMS.values(), WANTED, (0.01, 20)):
         hardware = replace(MACHINES[name], device_memory_bytes=device_gib * GIB, host_memory_bytes=host_gib * GIB)
         about = subject(shape, "v100-32g", 1)
-        slow = machine_priors(spec, ranks=hardware.world_size, nodes=2, network_gbit_per_s=1)
+        slow = machine_priors(spec, ranks=hardware.world_size, network_gbit_per_s=1)
         about = replace(
             about,
             hardware=hardware,
             profile=replace(about.profile, param_bytes=4, activation_bytes_per_sample=round(sample_gib * GIB)),
             config={"optimizer": {"type": "AdamW"}, **changes},
-            machine={**slow, **shape.priors()},
+            machine={**slow, "link": slow["network"], **shape.priors()},
         )
         bf16 = False if hardware.device == "cuda" else None
         rows = plan_rows(about)
@@ -378,3 +378,16 @@ def test_what_is_no_model_or_gpu_is_refused() -> None:
         gpt(1, recompute="some")
     with pytest.raises(UsageError, match="--network"):
         machine_priors(find_gpu("t4"), ranks=2, network_gbit_per_s=0)
+
+
+def test_on_several_nodes_a_copy_of_the_parameters_in_each_is_planned_too() -> None:
+    slow = by_name(plan_rows(subject(gpt(7), "a100-80g", 8, nodes=2, network=25)))
+    plain, copied = slow["ZeRO 3"], slow["ZeRO 3 + a copy in each node"]
+    assert copied.config["zero_optimization"]["zero_hpz_partition_size"] == 8
+    assert "zero_hpz_partition_size" not in plain.config["zero_optimization"]
+    assert copied.samples_per_s > 1.1 * plain.samples_per_s
+    assert copied.least_bytes - plain.least_bytes == pytest.approx(2 * 7e9 / 8, rel=0.01)
+    one_node = plan_rows(subject(gpt(7), "a100-80g", 8))
+    assert not any(row.copy_ranks > 1 for row in one_node)
+    single = plan_rows(subject(gpt(7), "a100-80g", 1, nodes=8))
+    assert not any(row.copy_ranks > 1 for row in single)

@@ -157,3 +157,14 @@ def test_knowledge_is_discounted_and_more_so_of_another_model(same_model: bool) 
     assert (spread["idle"] >= own["idle"]) == (not same_model)
     unknown = replace(kept, coefficients=("new", *COEFFICIENTS[1:]))
     assert unknown.prior(step_time()).mean[0] == step_time().prior_coefficients().mean[0]
+
+
+def test_what_no_launch_could_tell_keeps_the_new_studys_prior() -> None:
+    count = len(COEFFICIENTS)
+    fitted = LogCoefficients(mean=np.full(count, -1.0), covariance=1e-4 * np.eye(count))
+    known = PriorKnowledge.of(fitted, studies=["a"], same_model=True, untold=("network",))
+    network, own = COEFFICIENTS.index("network"), step_time().prior_coefficients()
+    prior = PriorKnowledge.from_json(known.to_json()).prior(step_time())
+    assert prior.mean[network] == own.mean[network]
+    assert prior.covariance[network, network] == own.covariance[network, network]
+    assert (np.delete(prior.mean, network) == -1.0).all()
