@@ -18,6 +18,7 @@ _ANSWER_S = 4.0
 _JOB = re.compile(r"\bjob (\d+)", re.IGNORECASE)
 _NOISE = re.compile(r"queued and waiting|has been allocated|Job step aborted|Force Terminated|forcing job termination")
 """Lines of srun that name no cause."""
+_PREFIX = re.compile(r"^(srun: )?((allocation )?(error|failure): )?")
 _INSIDE = "SLURM_JOB_ID"
 
 
@@ -85,8 +86,8 @@ def _check_allocation(nodes: int, environ: Mapping[str, str]) -> None:
 def cause_in(lines: Sequence[str]) -> str:
     """Return the first line of srun that names a cause, without its prefix; empty if none does."""
     told = [line.strip() for line in lines if line.strip() and not _NOISE.search(line)]
-    errors = [line for line in told if "error:" in line] or told
-    return errors[0].rpartition("error: ")[2].removeprefix("srun: ").rstrip(".") if errors else ""
+    errors = [line for line in told if "error:" in line or "failure:" in line] or told
+    return _PREFIX.sub("", errors[0]).rstrip(".") if errors else ""
 
 
 def job_in(lines: Sequence[str]) -> str | None:
