@@ -17,11 +17,14 @@ from optuna_dsat.metrics import PER_ELEMENT, SMALLER_IS_BETTER, Speed
 __all__ = [
     "KNOBS_APART",
     "bytes_in_words",
+    "choices_in_words",
+    "combinations_in_words",
     "config_in_words",
     "count_in_words",
     "date_in_words",
     "differences_in_words",
     "duration_in_words",
+    "flops_in_words",
     "knob_in_words",
     "metric_in_words",
     "outcome_in_words",
@@ -88,6 +91,18 @@ def count_in_words(count: float) -> str:
     return f"{float(f'{count:.4g}'):,.0f}"
 
 
+def choices_in_words(choices: Sequence[Any], *, as_range: bool = False) -> str:
+    """Return the values of a knob, such as ``5e7, 5e8``, or the ends of a range, such as ``1 to 65,536``."""
+    if as_range:
+        return " to ".join(count_in_words(choice) for choice in choices)
+    return ", ".join(map(setting_in_words, choices))
+
+
+def combinations_in_words(count: int) -> str:
+    """Return one sentence on the size of a search space, from its lineages."""
+    return f"{count_in_words(count)} combinations of these knobs, each at any micro-batch of its range."
+
+
 def outcome_in_words(outcome: str) -> str:
     """Return an outcome such as ``out of memory``."""
     return outcome.replace("_", " ")
@@ -96,7 +111,12 @@ def outcome_in_words(outcome: str) -> str:
 def outcomes_in_words(counts: Mapping[str, int]) -> str:
     """Return how many launches ended how, such as ``12 measured, 2 out of memory``; empty for none."""
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    return ", ".join(f"{count} {outcome_in_words(outcome)}" for outcome, count in ordered)
+    return ", ".join(f"{count} {_outcomes(outcome, count)}" for outcome, count in ordered)
+
+
+def _outcomes(outcome: str, count: int) -> str:
+    words = outcome_in_words(outcome)
+    return f"{words}s" if count > 1 and words.endswith(("error", "config", "timeout")) else words
 
 
 def slot_name(device: str) -> str:
@@ -151,6 +171,14 @@ def params_in_words(count: int) -> str:
     return str(count)
 
 
+def flops_in_words(count: float) -> str:
+    """Return a number of floating-point operations such as ``1.153 GFLOP``."""
+    for power, prefix in ((15, "P"), (12, "T"), (9, "G"), (6, "M")):
+        if count >= 10**power:
+            return f"{count / 10**power:.4g} {prefix}FLOP"
+    return f"{count:.4g} FLOP"
+
+
 def steps_in_words(*, skipped: int, variation: float, metrics: Mapping[str, float]) -> str:
     """Return what is to be known of the steps of a launch; empty if every step counts and all are alike.
 
@@ -196,10 +224,7 @@ def metric_in_words(metric: str, value: float, *, device: str = "cuda") -> str:
     if metric in PER_ELEMENT:
         return f"{count_in_words(value)} {'tokens' if metric == 'tokens_per_s' else 'elements'}/s"
     if metric == "FLOPS_per_gpu":
-        for power, prefix in ((15, "P"), (12, "T"), (9, "G"), (6, "M")):
-            if value >= 10**power:
-                return f"{value / 10**power:.4g} {prefix}FLOP/s per {slot_name(device)}"
-        return f"{value:.4g} FLOP/s per {slot_name(device)}"
+        return f"{flops_in_words(value)}/s per {slot_name(device)}"
     return f"{count_in_words(value * 1000)} ms"
 
 

@@ -158,7 +158,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
         remedy = "" if context is None else f" See {context.command_path} --help."
         if error.format_message():  # empty if the help was shown instead
             text = one_line(error.format_message().rstrip("."), limit_chars=LINE_CHARS)
-            say(f"optuna-dsat: {text}.{remedy}", file=sys.stderr)
+            end = "" if text.endswith(("?", "!")) else "."
+            say(f"optuna-dsat: {text}{end}{remedy}", file=sys.stderr)
         sys.exit(error.exit_code)
     except BrokenPipeError:  # the reader of stdout, such as `head`, has closed it
         _drop_stdout()

@@ -81,7 +81,7 @@ def _print_factors(explanation: Explanation) -> None:
     rows = [_cells(one) for one in explanation.contributions]
     rows += [_cells(one) for one in (explanation.together, explanation.remainder) if one is not None]
     rows.append(("product", "", "", f"{explanation.speed_up:.3f}", "", "as measured"))
-    print_table(("knob", "yours", "winner's", "factor", "19 of 20", "by"), rows)
+    print_table(("knob", "yours", "winner's", "factor", "95 % interval", "by"), rows)
 
 
 def _cells(one: Contribution) -> tuple[str, ...]:

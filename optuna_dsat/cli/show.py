@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from optuna_dsat.escape.terminal import cell, say
+from optuna_dsat.escape.terminal import cell, say, say_prose
+from optuna_dsat.metrics import Speed
 from optuna_dsat.study.result import TuneResult
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.verdict_words import verdict_in_words
+from optuna_dsat.words import outcomes_in_words, slot_name, speed_in_words
 
 if TYPE_CHECKING:
     from optuna_dsat.tuning.gpu_counts import AtGpus
@@ -29,16 +31,18 @@ def show_result(result: TuneResult, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(asdict(result), indent=2))
         return
-    ended = ", ".join(f"{count} {outcome}" for outcome, count in sorted(result.launches.items()))
-    say(f"The search ended: {result.reason}. Launches: {ended}; {result.slot_minutes:.1f} GPU (or rank) minutes.")
-    for line in verdict_in_words(result.verdict, metric=result.metric):
-        say(line)
+    minutes = f"{result.slot_minutes:.1f} {slot_name(result.device)} minutes"
+    say_prose(f"The search ended: {result.reason}. Launches: {outcomes_in_words(result.launches)}; {minutes}.")
+    for line in verdict_in_words(result.verdict, metric=result.metric, device=result.device):
+        say_prose(line)
+    if told := _speed(result):
+        say_prose(told)
     if result.measurement:
-        say(result.measurement)
+        say_prose(result.measurement)
     if result.learning_rate_advice is not None:
-        say(result.learning_rate_advice)
+        say_prose(result.learning_rate_advice)
     if result.loss_check is not None:
-        say(result.loss_check["message"])
+        say_prose(result.loss_check["message"])
     print(json.dumps(dict(result.config), indent=2))
     say(f"Written to {result.config_path}")
     say(f"Metrics in {result.metrics_path}")
@@ -48,7 +52,16 @@ def show_result(result: TuneResult, *, as_json: bool) -> None:
         say(f"Train with it, once your script reads {result.config_path}:")
     say(f"  {result.command}")
     if result.advice:
-        say(result.advice)
+        say_prose(result.advice)
+
+
+def _speed(result: TuneResult) -> str:
+    """Return the samples and tokens per second of what is handed over; empty where the verdict says them."""
+    samples_per_s = result.metrics.get("throughput")
+    if result.metric == "throughput" or not samples_per_s:
+        return ""
+    speed = Speed(samples_per_s=samples_per_s, tokens_per_s=result.metrics.get("tokens_per_s"))
+    return f"It trains at {speed_in_words(speed, metric='throughput', value=samples_per_s, device=result.device)}."
 
 
 def show_by_gpus(found: Sequence[AtGpus], *, best: TuneResult, as_json: bool = False) -> None:
@@ -106,7 +119,7 @@ def _print_bars(found: Sequence[AtGpus], shares: Sequence[float | None], *, unit
 def show_preview(spec: StudySpec) -> None:
     """Print the space, the profile launch and sample configurations of a study that is not started."""
     from optuna_dsat.tuning.preview import preview
-    from optuna_dsat.words import config_in_words
+    from optuna_dsat.words import choices_in_words, combinations_in_words, config_in_words
 
     found = preview(spec)
     console = Console(highlight=False)
@@ -114,10 +127,10 @@ def show_preview(spec: StudySpec) -> None:
     for heading in ("knob", "", "where it applies", "choices"):
         table.add_column(heading, overflow="fold")
     for row in found.space.describe():
-        choices = ", ".join(str(choice) for choice in row.choices)
+        choices = choices_in_words(row.choices, as_range=row.is_range)
         table.add_row(*map(cell, (row.knob, row.role, row.where, choices)))
     console.print(table)
-    say(f"{found.space.classes()} classes of configurations beside the micro-batch.")
+    say_prose(combinations_in_words(found.space.classes()))
     first, *rest = found.profile_attempts
     say(
         f"Profile launch: {spec.slots_per_trial} {'GPUs' if spec.device == 'cuda' else 'CPU ranks'}, "

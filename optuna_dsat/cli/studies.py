@@ -64,6 +64,7 @@ def studies(storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
             "script": study.spec.script.script,
             "launches": f"{study.launches_used}/{study.spec.max_trials}",
             "metric": study.metric,
+            "device": study.spec.device,
             **_standing(study),
             "created": date_in_words(study.record.created_at),
         }
@@ -110,17 +111,17 @@ def _standing_in_words(row: Mapping[str, Any]) -> dict[str, Any]:
 
     known = {None: "", VerdictKind.UNCONFIRMED: "the search"}.get(row["result"], f"{row['rounds']} rounds")
     return {
-        "best": _value_in_words(row["metric"], row["best"]),
+        "best": _value_in_words(row["metric"], row["best"], device=row["device"]),
         "trial": row["best_trial"],
         "known by": known,
         "speed-up": None if row["speed_up"] is None else f"{row['speed_up']:.2f}",
     }
 
 
-def _value_in_words(metric: Any, value: Any) -> str | None:
+def _value_in_words(metric: Any, value: Any, *, device: str) -> str | None:
     from optuna_dsat.words import metric_in_words
 
-    return None if value is None else metric_in_words(metric, value)
+    return None if value is None else metric_in_words(metric, value, device=device)
 
 
 def show(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
@@ -129,6 +130,7 @@ def show(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: Json = False) 
 
     from optuna_dsat.study.stored import read_launches, read_stored
     from optuna_dsat.trials import attributes
+    from optuna_dsat.words import outcomes_in_words
 
     with _open(storage) as store:
         study = read_stored(store, name)
@@ -148,37 +150,44 @@ def show(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: Json = False) 
         print(json.dumps(state, indent=2))
         return
     say(f"Study {name}: {spec.method}, {study.metric}, script {spec.script.script}")
-    say(f"Launches: {study.launches_used} of {spec.max_trials}; {dict(outcomes)}")
+    ended = f" ({outcomes_in_words(outcomes)})" if outcomes else ""
+    say(f"Launches: {study.launches_used} of at most {spec.max_trials}{ended}.")
     for line in _result_lines(study):
         say(line)
 
 
 def _result_lines(study: StoredStudy) -> Iterator[str]:
     """Yield the lines on what is handed over, on what the rounds measured, and on the best of the search."""
+    from optuna_dsat.study.configuration import configuration_of
     from optuna_dsat.study.verdict_words import how_known, value_in_words, verdict_in_words
     from optuna_dsat.trials import attributes
-    from optuna_dsat.words import config_in_words, metric_in_words, steps_in_words
+    from optuna_dsat.words import metric_in_words, steps_in_words
 
-    metric, verdict, best = study.metric, study.verdict, study.best
+    metric, device, verdict, best = study.metric, study.spec.device, study.verdict, study.best
     if verdict is None or best is None:
         yield "Nothing was measured yet."
         return
-    words = config_in_words(best.trial.user_attrs[attributes.CONFIG])
-    yield f"Best: trial {verdict.handed_over}, {words}: {value_in_words(verdict, metric=metric)}, {how_known(verdict)}."
-    yield from verdict_in_words(verdict, metric=metric)
+    value = value_in_words(verdict, metric=metric, device=device)
+    yield f"Best: trial {verdict.handed_over}, {configuration_of(best.trial)}: {value}, {how_known(verdict)}."
+    yield from verdict_in_words(verdict, metric=metric, device=device)
     yield "The search's best, by few steps each:" if verdict.is_by_rounds else "The search's best:"
     for trial in study.measured[:_MOST_SHOWN]:
         told = steps_in_words(**attributes.step_facts(trial))
         again = verdict.contender(trial.number)
-        remarks = [] if again is None else [f"{metric_in_words(metric, again.value)} in {again.rounds} rounds"]
+        remarks = []
+        if again is not None:
+            remarks = [f"{metric_in_words(metric, again.value, device=device)} in {again.rounds} rounds"]
         remarks += [told] if told else []
-        words = config_in_words(trial.user_attrs[attributes.CONFIG])
-        value = metric_in_words(metric, trial.values[0])
-        yield f"  trial {trial.number}: {value}, {words}" + (f" ({'; '.join(remarks)})" if remarks else "")
+        value = metric_in_words(metric, trial.values[0], device=device)
+        yield f"  trial {trial.number}: {value}, {configuration_of(trial)}" + (
+            f" ({'; '.join(remarks)})" if remarks else ""
+        )
 
 
 def trials(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
     """List the trials of a study."""
+    from optuna_dsat.words import outcome_in_words
+
     study = _read(storage, name)
     rows = [study.row(trial) for trial in study.trials]
     if as_json:
@@ -188,9 +197,9 @@ def trials(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: Json = False
     shown = [
         {
             **row,
-            "outcome": row["outcome"] or row["state"],
-            "in the search": _value_in_words(study.metric, row["value"]),
-            "in rounds": _value_in_words(study.metric, row["confirmed_value"]),
+            "outcome": outcome_in_words(row["outcome"] or row["state"]),
+            "in the search": _value_in_words(study.metric, row["value"], device=study.spec.device),
+            "in rounds": _value_in_words(study.metric, row["confirmed_value"], device=study.spec.device),
             "": "best" if row["handed_over"] else "",
         }
         for row in rows
@@ -213,7 +222,7 @@ def best(
     verdict = study.verdict
     if study.best is None or verdict is None:
         raise NothingRunnableError(f"The study {name!r} has measured nothing yet.")
-    shown = f"{value_in_words(verdict, metric=study.metric)}, {how_known(verdict)}"
+    shown = f"{value_in_words(verdict, metric=study.metric, device=study.spec.device)}, {how_known(verdict)}"
     say(f"Trial {verdict.handed_over}, {shown}.", file=sys.stderr)
     config = study.ready_config(study.best.trial)
     if output is None:

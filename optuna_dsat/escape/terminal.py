@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
+import textwrap
 from typing import TYPE_CHECKING, TextIO
 
 from optuna_dsat.runtime.plain_text import shortened
@@ -11,11 +13,14 @@ from optuna_dsat.runtime.plain_text import shortened
 if TYPE_CHECKING:
     from rich.text import Text
 
-__all__ = ["CELL_CHARS", "cell", "one_line", "plain", "say"]
+__all__ = ["CELL_CHARS", "cell", "one_line", "plain", "say", "say_prose"]
 
 CELL_CHARS = 600
 """Longest text in a cell of a table."""
 
+_COMMAND = re.compile(r"`[^`\n]+`")
+"""A command within prose: what is copied is not folded."""
+_NO_BREAK = "\u00a0"
 _CONTROL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 but tab and line feed, DEL, C1: escape sequences begin with these
     "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # turn the direction of what follows
@@ -61,3 +66,19 @@ def say(text: object, *, file: TextIO | None = None) -> None:
     stream = sys.stdout if file is None else file
     encoding = stream.encoding or "utf-8"
     print(plain(text).encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+
+
+def say_prose(text: str, *, file: TextIO | None = None) -> None:
+    """Print sentences as ``say``; on a terminal they are folded between words, and no command in backquotes is.
+
+    Args:
+        text: The sentences.
+        file: The stream; None for stdout.
+    """
+    stream = sys.stdout if file is None else file
+    if stream.isatty():
+        kept = _COMMAND.sub(lambda found: found[0].replace(" ", _NO_BREAK), plain(text))
+        width = shutil.get_terminal_size().columns
+        folded = textwrap.wrap(kept, max(20, width - 1), break_long_words=False, break_on_hyphens=False)
+        text = "\n".join(folded).replace(_NO_BREAK, " ")
+    say(text, file=stream)

@@ -20,6 +20,7 @@ from optuna_dsat.launch.waiting import SlotWait
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.launch_requests import launch_request
 from optuna_dsat.study.spec import StudySpec
+from optuna_dsat.words import outcome_in_words
 
 __all__ = ["TOLERANCES", "LossCheck", "check_loss", "compare"]
 
@@ -96,7 +97,7 @@ def check_loss(
         on_report(report, record)
         if report.outcome is not Outcome.MEASURED:
             return _undecided(
-                _precision(user), losses, f"the launch {request.launch_id} ended with {report.outcome.value}"
+                _precision(user), losses, f"the launch {request.launch_id} ended with {outcome_in_words(report.outcome)}"
             )
         boundaries = record.boundaries[:STEPS]  # skipped steps too: the data of each step are the same
         losses[name] = [step.loss for step in boundaries if step.loss is not None]

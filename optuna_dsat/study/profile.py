@@ -29,6 +29,7 @@ from optuna_dsat.study.batch_search import find_batch_rule, find_trainer
 from optuna_dsat.study.launch_requests import launch_request
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.user_config import follow_script, user_config
+from optuna_dsat.words import outcome_in_words
 
 __all__ = ["ProfileAttempt", "Profiled", "measure_profile", "profile_attempts"]
 
@@ -245,7 +246,7 @@ def measure_profile(
             continue
         pipeline = record.engine is not None and record.engine.pipeline
         missing = "" if report.missing_bytes is None else f", short of {report.missing_bytes / 2**20:.0f} MiB"
-        tried.append(f"{attempt.words} ({report.outcome.value}{missing})")
+        tried.append(f"{attempt.words} ({outcome_in_words(report.outcome)}{missing})")
     raise NothingRunnableError(
         f"The model does not fit at micro-batch {attempt.micro_batch}. Tried: " + "; ".join(tried) + ". "
         "Free device memory, allow more ZeRO stages with --zero-stages, use more GPUs, or make the model smaller."
@@ -357,7 +358,7 @@ def _hint(spec: StudySpec, report: LaunchReport, record: LaunchRecord) -> str:
 
 def _failure(spec: StudySpec, report: LaunchReport, record: LaunchRecord) -> DsatError:
     return ScriptFailedError(
-        f"The profile launch ended with {report.outcome.value}: {report.message}" + _hint(spec, report, record),
+        f"The profile launch ended with {outcome_in_words(report.outcome)}: {report.message}" + _hint(spec, report, record),
         traceback_tail=report.error_excerpt,
         log_path=report.log_path,
     )

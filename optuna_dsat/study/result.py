@@ -112,6 +112,8 @@ class TuneResult:
     """GPU minutes (CPU-rank minutes without a GPU) of all launches, profile and finalists included."""
     device: str = "cuda"
     """What the launches ran on: ``cuda`` or ``cpu``."""
+    device: str = "cuda"
+    """What the launches ran on: ``cuda`` or ``cpu``."""
     by_gpus: Mapping[int, TuneResult] = field(default_factory=dict)
     """GPUs of a launch -> result of the search with so many, where ``autotuning.num_gpus`` lists several; then this
     result is the one with the most samples per second. Empty otherwise."""
@@ -161,6 +163,7 @@ def trial_row(trial: FrozenTrial, verdict: Verdict | None) -> dict[str, Any]:
         trial: The trial.
         verdict: What came of its study so far; None if nothing was measured.
     """
+    from optuna_dsat.study.configuration import configuration_of
     from optuna_dsat.study.configuration import configuration_of
     from optuna_dsat.trials import attributes
 

@@ -31,6 +31,7 @@ from optuna_dsat.study.proposals import Proposals, Refusal
 from optuna_dsat.study.trial_recorder import TrialRecorder
 from optuna_dsat.study.uninterrupted import uninterrupted
 from optuna_dsat.trials import attributes
+from optuna_dsat.words import metric_in_words, outcome_in_words, outcomes_in_words
 
 __all__ = ["EndReason", "Tuner"]
 
@@ -186,12 +187,16 @@ class Tuner:
         )
         if step.step < self._spec.start_profile_step:
             return
-        flight.trial.report(self._recorder.metrics(flight)[self._recorder.metric], step.step)
+        value = self._recorder.metrics(flight)[self._recorder.metric]
+        flight.trial.report(value, step.step)
         if flight.is_user_config or step.step >= flight.request.end_profile_step:
             return  # everything is compared with the user's own config, so that is measured to its end
         launch_id = flight.request.launch_id
         if self._study.pruner.prune(self._study, frozen(self._study, flight.trial)):
-            self._launcher.stop(launch_id, message=f"stopped at step {step.step}: it cannot be among the best")
+            reached = metric_in_words(self._recorder.metric, value, device=self._spec.device)
+            self._launcher.stop(
+                launch_id, message=f"stopped at step {step.step}: at {reached} it cannot be among the best"
+            )
         elif is_certain(flight.record.counted, tolerance=_STEP_TOLERANCE):
             message = f"measured to step {step.step}: the step time is known"
             self._launcher.stop(launch_id, outcome=Outcome.MEASURED, message=message)
@@ -209,7 +214,7 @@ class Tuner:
                 self._recorder.tell(flight, report)
                 return
             self._retried = flight.trial
-        self._context.say(f"Trial {flight.trial.number}: {report.outcome.value}, launched again.")
+        self._context.say(f"Trial {flight.trial.number}: {outcome_in_words(report.outcome)}, launched again.")
         self._flights.start(flight.retry())
         self._retried = None
 
@@ -236,7 +241,7 @@ class Tuner:
         if attributes.best_trials(trials, maximize=self._spec.maximize):
             return
         outcomes = Counter(t.user_attrs[attributes.OUTCOME] for t in trials if attributes.OUTCOME in t.user_attrs)
-        counts = ", ".join(f"{count} x {name}" for name, count in sorted(outcomes.items()))
+        counts = outcomes_in_words(outcomes)
         raise NothingRunnableError(
             f"No configuration could be measured ({counts or 'nothing was launched'}). "
             f"{self._commonest_failure()}The logs lie in {self._spec.study_dir}."

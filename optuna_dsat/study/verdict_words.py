@@ -11,21 +11,22 @@ from optuna_dsat.words import metric_in_words
 __all__ = ["headline", "how_known", "ratio_in_words", "value_in_words", "verdict_in_words"]
 
 
-def verdict_in_words(verdict: Verdict, *, metric: str) -> tuple[str, ...]:
+def verdict_in_words(verdict: Verdict, *, metric: str, device: str = "cuda") -> tuple[str, ...]:
     """Return a verdict as lines: the headline, speed-ups by global batch, ties, noise and warnings.
 
     Args:
         verdict: What came of a study.
         metric: The metric that is optimised.
+        device: ``cuda`` or ``cpu``.
     """
-    lines = [headline(verdict, metric=metric), _by_batch(verdict), _ties(verdict), _noise(verdict)]
+    lines = [headline(verdict, metric=metric, device=device), _by_batch(verdict), _ties(verdict), _noise(verdict)]
     return (*filter(None, lines), *(f"Warning: {warning}" for warning in verdict.warnings))
 
 
-def headline(verdict: Verdict, *, metric: str) -> str:
+def headline(verdict: Verdict, *, metric: str, device: str = "cuda") -> str:
     """Return what is handed over and how it compares with the user's own config, in one or two sentences."""
-    value = metric_in_words(metric, verdict.value)
-    own = "" if verdict.user_value is None else metric_in_words(metric, verdict.user_value)
+    value = metric_in_words(metric, verdict.value, device=device)
+    own = "" if verdict.user_value is None else metric_in_words(metric, verdict.user_value, device=device)
     name = "Your own config" if verdict.handed_over == verdict.baseline else f"Trial {verdict.handed_over}"
     if verdict.kind is VerdictKind.WINNER and verdict.speed_up is not None:
         return f"{name} is {ratio_in_words(verdict.speed_up)} your own config: {value} against {own}."
@@ -50,12 +51,13 @@ def headline(verdict: Verdict, *, metric: str) -> str:
     return f"{told} Your own config reached {own}; that is {verdict.speed_up.value:.2f} times as good."
 
 
-def value_in_words(verdict: Verdict, *, metric: str) -> str:
+def value_in_words(verdict: Verdict, *, metric: str, device: str = "cuda") -> str:
     """Return the metric of what is handed over, with its 95 % interval if it has one."""
-    text = metric_in_words(metric, verdict.value)
+    text = metric_in_words(metric, verdict.value, device=device)
     if verdict.low is None or verdict.high is None:
         return text
-    return f"{text} (95 % between {metric_in_words(metric, verdict.low)} and {metric_in_words(metric, verdict.high)})"
+    low, high = (metric_in_words(metric, one, device=device) for one in (verdict.low, verdict.high))
+    return f"{text} (95 % between {low} and {high})"
 
 
 def how_known(verdict: Verdict) -> str:

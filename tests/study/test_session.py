@@ -179,7 +179,7 @@ def test_when_no_trial_is_measured_the_message_has_the_commonest_failure(bench: 
     ends = iter([None, *map(failing, ("rank 0: KeyError: 'x'", "rank 0: ValueError: no", "rank 1: ValueError: no"))])
     with pytest.raises(NothingRunnableError) as caught:
         bench.run(bench.spec(max_trials=3), Hill(override=lambda _: next(ends)))
-    assert "(3 x script_error). The commonest failure: ValueError: no. The logs lie in" in str(caught.value)
+    assert "(3 script errors). The commonest failure: ValueError: no. The logs lie in" in str(caught.value)
 
 
 def test_a_script_that_fails_at_once_ends_the_study_after_the_profile_launch(bench: StudyBench) -> None:
