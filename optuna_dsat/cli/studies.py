@@ -241,6 +241,8 @@ def export(
     fmt: Annotated[ExportFormat, typer.Option("--format", help="Format.")] = ExportFormat.JSON,
 ) -> None:
     """Print all trials of a study as JSON or CSV."""
+    from optuna_dsat.study.rows import columns_of, flat_rows
+
     study = _read(storage, name)
     rows = [study.row(trial) for trial in study.trials]
     if fmt is ExportFormat.JSON:
@@ -248,32 +250,11 @@ def export(
         found = {"spec": hidden_data(study.stored_spec.model_dump(mode="json")), "verdict": verdict, "trials": rows}
         print(json.dumps(found, indent=2))
         return
-    headings = (
-        "number",
-        "state",
-        "outcome",
-        "value",
-        "confirmed_value",
-        "confirmed_low",
-        "confirmed_high",
-        "rounds",
-        "speed_up",
-        "handed_over",
-        "configuration",
-        "attempts",
-        "peak_memory_bytes",
-        "message",
-    )
-    params = sorted({key for row in rows for key in row["params"]})
-    metrics = sorted({key for row in rows for key in row["metrics"]})
+    table = flat_rows(rows)
     writer = csv.writer(sys.stdout)
-    names = [*headings, *(f"param:{key}" for key in params), *(f"metric:{key}" for key in metrics)]
-    writer.writerow(map(plain, names))
-    for row in rows:
-        cells = [row[key] for key in headings]
-        cells += [row["params"].get(key) for key in params]
-        cells += [row["metrics"].get(key) for key in metrics]
-        writer.writerow([plain(cell) if isinstance(cell, str) else cell for cell in cells])
+    writer.writerow(map(plain, columns_of(table)))
+    for row in table:
+        writer.writerow([plain(cell) if isinstance(cell, str) else cell for cell in row.values()])
 
 
 def delete(

@@ -6,11 +6,11 @@ import difflib
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, fields
 from typing import Annotated, Any, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 
-from optuna_dsat.errors import UsageError
+from optuna_dsat.tuning.coercion import coerced
 from optuna_dsat.tuning.declaration import option_of
 from optuna_dsat.tuning.given import Given
 from optuna_dsat.tuning.options import TuneOptions, methods_of
@@ -41,8 +41,7 @@ def with_keywords(
             for name in kwargs:
                 if name not in signature.parameters:
                     raise TypeError(_unknown(function.__name__, name, signature.parameters))
-            given = signature.bind(*args, **kwargs).arguments
-            _check_lists(given, signature)
+            given = _coerced(signature.bind(*args, **kwargs).arguments, signature)
             make: Callable[..., TuneOptions] = options
             values = {name: value for name, value in given.items() if value is not None}
             return function(Given(options=make(**values), origins=dict.fromkeys(given, "argument")))
@@ -97,13 +96,18 @@ def _unknown(function: str, name: str, known: Mapping[str, Any]) -> str:
     return f"{function}() got an unexpected keyword argument {name!r}.{hint}"
 
 
-def _check_lists(given: Mapping[str, Any], signature: inspect.Signature) -> None:
-    """Refuse a text as the value of a keyword that takes a list.
+def _coerced(given: Mapping[str, Any], signature: inspect.Signature) -> dict[str, Any]:
+    """Return the arguments as their types say; where a keyword takes several values, one may stand alone.
 
     Raises:
-        UsageError: If there is one.
+        TypeError: If one is of another type.
     """
-    for name, value in given.items():
-        kinds = {get_origin(kind) for kind in get_args(signature.parameters[name].annotation)}
-        if isinstance(value, str) and Sequence in kinds:
-            raise UsageError(f"{name} is {value!r}; it must be a list, such as {value.split()!r}.")
+    return {
+        name: coerced(
+            name,
+            value,
+            signature.parameters[name].annotation,
+            alone=signature.parameters[name].kind is inspect.Parameter.KEYWORD_ONLY,
+        )
+        for name, value in given.items()
+    }

@@ -20,6 +20,7 @@ from optuna_dsat.script.trial_class import (
     overwrites_of,
     runner_arguments,
 )
+from optuna_dsat.tuning.given_config import config_path
 from optuna_dsat.tuning.options import TuneOptions
 
 __all__ = ["Target", "find_target", "trial_target", "writable"]
@@ -49,9 +50,10 @@ def find_target(options: TuneOptions) -> Target:
     script, hparams = Path(options.script), None if options.hparams is None else Path(options.hparams)
     entry = str(script)
     if not options.module and is_trial_class(entry) and not script.is_file():
-        if options.ds_config is None:
+        config = config_path(options)
+        if config is None:
             raise UsageError(f"{entry} is a model definition: name its DeepSpeed config, too.")
-        return trial_target(entry, Path(options.ds_config), hparams, _with_experiment(rest, hparams))
+        return trial_target(entry, config, hparams, _with_experiment(rest, hparams))
     if hparams is not None:
         raise UsageError("--hparams is for a DeepSpeedTrial (NAME:CLASS); a script takes its arguments after --.")
     name, stem = _module(entry) if options.module else _script(script)

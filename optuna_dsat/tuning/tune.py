@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 from optuna_dsat.errors import NothingRunnableError, ScriptFailedError
 from optuna_dsat.escape.terminal import say
-from optuna_dsat.study.result import TuneResult
 from optuna_dsat.tuning.given import Given
+from optuna_dsat.tuning.given_config import with_config_file, write_config
 from optuna_dsat.tuning.keywords import with_keywords
 from optuna_dsat.tuning.options import AutotuningOptions
 from optuna_dsat.tuning.prepare import Prepared, prepare_each
+from optuna_dsat.tuning.result import TuneResult
 
 if TYPE_CHECKING:
     from optuna_dsat.tuning.run import StudyRun
@@ -48,6 +49,7 @@ def tune(given: Given) -> TuneResult:
         The best configuration with its metrics, and where all of it lies.
 
     Raises:
+        TypeError: If an argument is of a type that it does not take, or unknown; nothing was launched or written.
         UsageError: If something given cannot be used; nothing was launched or written. The message calls arguments by
             their names on the command line.
         NothingRunnableError: If no configuration could be measured on this hardware.
@@ -55,6 +57,7 @@ def tune(given: Given) -> TuneResult:
         StorageError: If the database failed while the study ran; calling again continues it.
         SearchInterrupted: A ``KeyboardInterrupt`` that carries what was found until then; calling again continues.
     """
+    given = with_config_file(given)
     studies = prepare_each(None, given)
     options = studies[0].given.options
 
@@ -68,17 +71,21 @@ def tune(given: Given) -> TuneResult:
     for one in studies:
         for note in one.notes:
             notice(note)
+    write_config(options)
     if len(studies) == 1:
-        ended, result = _search(studies[0])
+        ended = _search(studies[0])
+        assert ended.result is not None
+        found = ended.result
     else:
-        ended, result = best_of(list(search_each(studies, lambda one: _search(one)[0], on_notice=notice)))
+        ended, found = best_of(list(search_each(studies, _search, on_notice=notice)))
+    result = TuneResult.of(found)
     if options.run_full_experiment and (code := train_with_best(ended, result)):
         raise ScriptFailedError(f"Training with {result.config_path} ended with exit code {code}.")
     return result
 
 
-def _search(prepared: Prepared) -> tuple[StudyRun, TuneResult]:
-    """Run one study and return how it ended and what it found.
+def _search(prepared: Prepared) -> StudyRun:
+    """Run one study and return how it ended, which is with a result.
 
     Raises:
         DsatError: As ``tune``.
@@ -92,7 +99,7 @@ def _search(prepared: Prepared) -> tuple[StudyRun, TuneResult]:
     with make_observer(quiet=prepared.given.options.quiet, stopping=Stopping()) as observer:
         ended = run_study(prepared.request, observer=observer)
     if ended.interrupted:
-        raise SearchInterrupted(ended.result, study=study)
+        raise SearchInterrupted(None if ended.result is None else TuneResult.of(ended.result), study=study)
     if ended.result is None:
         raise NothingRunnableError(f"The study {study!r} has measured nothing yet.")
-    return ended, ended.result
+    return ended

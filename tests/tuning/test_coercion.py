@@ -1,0 +1,110 @@
+"""What Python code may give for an argument, and what is said where it may not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+
+from optuna_dsat.tuning.coercion import coerced, plain_data
+
+STAGES = Sequence[int] | int | None
+COUNTS = int | Sequence[int] | None
+TEXTS = Sequence[str] | None
+PATH = str | os.PathLike[str]
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "taken"),
+    [
+        (1, STAGES, (1,)),
+        (np.int64(2), STAGES, (2,)),
+        ([1, 2], STAGES, (1, 2)),
+        ((np.int32(0), 3), STAGES, (0, 3)),
+        (range(1, 3), STAGES, (1, 2)),
+        (np.array([1, 2]), STAGES, (1, 2)),
+        (4, COUNTS, 4),
+        ([1, 2], COUNTS, (1, 2)),
+        ("overlap_comm", TEXTS, ("overlap_comm",)),
+        (("--lr", 1e-4, 2, Path("a/b")), TEXTS, ("--lr", "0.0001", "2", "a/b")),
+        (np.int64(7), int, 7),
+        (7.0, int, 7),
+        (3, float, 3.0),
+        (np.float32(0.5), float, 0.5),
+        (True, bool, True),
+        (np.bool_(False), bool, False),
+        (Path("a"), PATH, Path("a")),
+        ("a", PATH, "a"),
+        ("2GiB", str | int | None, "2GiB"),
+        (np.int64(5), str | int | None, 5),
+        ("cold", Literal["warm", "torchrun"], "cold"),  # refused with the rules of values, not of types
+        ({"a": 1, "b": np.bool_(True)}, Mapping[str, Any] | None, {"a": 1, "b": True}),
+        ({"A": "1"}, Mapping[str, str] | None, {"A": "1"}),
+        (None, STAGES, None),
+    ],
+)
+def test_a_value_is_taken_as_the_type_says(value: Any, kind: Any, taken: Any) -> None:
+    found = coerced("it", value, kind)
+    assert found == taken
+    assert type(found) is type(taken)
+    if isinstance(taken, tuple):
+        assert [type(one) for one in found] == [type(one) for one in taken]
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "said"),
+    [
+        (
+            "1,2",
+            STAGES,
+            r"it must be a list of whole numbers or a whole number, such as \['1,2'\]; got '1,2' \(str\)\.",
+        ),
+        ([1, "2"], STAGES, r"it\[1\] must be a whole number; got '2' \(str\)\."),
+        (True, STAGES, r"it must be a list of whole numbers or a whole number; got True \(bool\)\."),
+        ([True], STAGES, r"it\[0\] must be a whole number; got True \(bool\)\."),
+        ({1: 2}, STAGES, "got dict"),
+        (1.5, int, r"it must be a whole number; got 1\.5 \(float\)\."),
+        (True, int, r"it must be a whole number; got True \(bool\)\."),
+        (False, float, r"it must be a number; got False \(bool\)\."),
+        ("no", bool, r"it must be True or False; got 'no' \(str\)\."),
+        (1, bool, r"it must be True or False; got 1 \(int\)\."),
+        (3, PATH, r"it must be a path; got 3 \(int\)\."),
+        (b"a", PATH, "it must be a path; got bytes"),
+        ([1], PATH | Mapping[str, Any] | None, "it must be a path or a dictionary; got list"),
+        (["a=1"], Mapping[str, Any] | None, "it must be a dictionary; got list"),
+        ({1: 2}, Mapping[str, Any] | None, r"The keys of it must be text; got 1 \(int\)\."),
+        ({"N": 1}, Mapping[str, str] | None, r"it\['N'\] must be text; got int\."),
+        (
+            {"a": {"b": [object()]}},
+            Mapping[str, Any] | None,
+            r"it\['a'\]\['b'\]\[0\] must be a number, text.*; got object",
+        ),
+        (0, Literal["warm", "torchrun"], r"it must be 'warm' or 'torchrun'; got 0 \(int\)\."),
+        ([None], TEXTS, r"it\[0\] must be text; got NoneType\."),
+    ],
+)
+def test_another_type_is_refused_with_the_name_what_is_expected_and_what_was_given(
+    value: Any, kind: Any, said: str
+) -> None:
+    with pytest.raises(TypeError, match=said):
+        coerced("it", value, kind)
+
+
+def test_a_text_is_no_list_of_words_where_it_could_be_many() -> None:
+    with pytest.raises(TypeError, match=r"such as \['--lr', '1'\]; got '--lr 1' \(str\)"):
+        coerced("script_args", "--lr 1", TEXTS, alone=False)
+
+
+def test_what_may_be_secret_is_not_shown() -> None:
+    with pytest.raises(TypeError) as raised:
+        coerced("env", {"TOKEN": b"hunter2"}, Mapping[str, str])
+    assert "hunter2" not in str(raised.value)
+
+
+def test_data_become_those_of_json() -> None:
+    given = {"a": (1, np.float64(0.5)), "b": {"c": np.int16(3), "d": Path("x")}, "e": [None, "t", True]}
+    assert plain_data(given, "it") == {"a": [1, 0.5], "b": {"c": 3, "d": "x"}, "e": [None, "t", True]}

@@ -1,0 +1,97 @@
+"""``optuna_dsat.tune`` with what Python code has at hand: a dictionary as the config, one stage, NumPy's numbers."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import optuna_dsat
+from optuna_dsat.errors import ConfigError, UsageError
+from tests.harness.entry_points import DS_CONFIG, EntryPointBench, Run, bench, run_here
+from tests.harness.landscapes import Hill
+
+__all__ = ["bench", "run_here"]
+
+pytestmark = pytest.mark.usefixtures("bench")
+
+QUICK: dict[str, Any] = {"metric": "throughput", "cpu_ranks": 2, "max_trials": 2, "quiet": True, "confirm": 0}
+
+
+def test_a_dictionary_is_the_config_and_the_script_finds_it_in_a_file(bench: EntryPointBench, run_here: Run) -> None:
+    bench.landscape = hill = Hill()
+    result = optuna_dsat.tune("train.py", DS_CONFIG, method="random", **QUICK)
+    assert all(config["optimizer"] == DS_CONFIG["optimizer"] for config in hill.configs)
+    assert result.user_train_batch_size == 4
+    (written,) = Path("optuna-dsat-output").glob("ds_config-*.json")
+    assert json.loads(written.read_text()) == DS_CONFIG
+    assert stat.S_IMODE(written.stat().st_mode) == 0o600
+    launches = len(hill.configs)
+    again = optuna_dsat.tune("train.py", dict(reversed(DS_CONFIG.items())), method="random", **QUICK)
+    assert again.trial == result.trial
+    assert len(hill.configs) == launches  # nothing was left to launch
+    done = run_here("resume", result.study, "--max-trials", "3", "--quiet", "--json")
+    assert done.returncode == 0, done.stderr
+    assert sum(json.loads(done.stdout)["launches"].values()) == 3
+
+
+def test_the_arguments_of_the_script_may_name_the_file_of_a_dictionary() -> None:
+    optuna_dsat.tune("train.py", DS_CONFIG, method="random", **QUICK)
+    (written,) = Path("optuna-dsat-output").glob("ds_config-*.json")
+    named = ["--deepspeed_config", str(written)]
+    result = optuna_dsat.tune("train.py", DS_CONFIG, named, method="random", study="named", **QUICK)
+    assert str(written) not in result.command
+    assert result.config_path in result.command
+
+
+def test_a_dictionary_is_checked_as_a_file_is_and_nothing_is_written() -> None:
+    before = sorted(Path().iterdir())
+    with pytest.raises(ConfigError, match="ds_config"):
+        optuna_dsat.tune("train.py", {"train_batch_size": float("nan")}, **QUICK)
+    with pytest.raises(UsageError, match="overlap_com"):
+        optuna_dsat.tune("train.py", DS_CONFIG, fix={"overlap_com": True}, **QUICK)
+    with pytest.raises(TypeError, match=r"ds_config\['fp16'\] must be a number, text"):
+        optuna_dsat.tune("train.py", {"fp16": object()}, **QUICK)
+    assert sorted(Path().iterdir()) == before
+
+
+def test_one_stage_and_numbers_of_numpy(bench: EntryPointBench) -> None:
+    bench.landscape = hill = Hill()
+    fixed = {"overlap_comm": np.bool_(True), "reduce_bucket_size": np.int64(50_000_000)}
+    numbers = {"max_trials": np.int64(2), "random_seed": np.int32(3), "timeout": 600}
+    optuna_dsat.tune("train.py", Path("ds.json"), zero_stages=1, fix=fixed, **{**QUICK, **numbers})
+    tried = [config["zero_optimization"] for config in hill.configs if config["zero_optimization"].get("overlap_comm")]
+    assert tried
+    for zero in tried:
+        assert (zero["stage"], zero["overlap_comm"], zero["reduce_bucket_size"]) == (1, True, 50_000_000)
+
+
+def test_a_lone_knob_is_a_list_of_one(bench: EntryPointBench) -> None:
+    bench.landscape = hill = Hill()
+    optuna_dsat.tune("train.py", "ds.json", method="random", no_tune="reduce_bucket_size", **QUICK)
+    assert not any("reduce_bucket_size" in config["zero_optimization"] for config in hill.configs)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"script": ["train.py"]}, "script must be a path; got list"),
+        ({"ds_config": 3}, r"ds_config must be a path or a dictionary; got 3 \(int\)"),
+        ({"zero_stages": "12"}, r"zero_stages must be a list of whole numbers or a whole number"),
+        ({"fix": ["overlap_comm=true"]}, "fix must be a dictionary; got list"),
+        ({"env": {"N": 1}}, r"env\['N'\] must be text; got int"),
+        ({"timeout": "1h"}, r"timeout must be a number; got '1h' \(str\)"),
+        ({"quiet": "yes"}, r"quiet must be True or False; got 'yes' \(str\)"),
+        ({"max_trials": 2.5}, r"max_trials must be a whole number; got 2\.5 \(float\)"),
+        ({"study": 7}, r"study must be text; got 7 \(int\)"),
+    ],
+)
+def test_another_type_is_one_clear_type_error_and_nothing_is_written(given: dict[str, Any], said: str) -> None:
+    before = sorted(Path().iterdir())
+    with pytest.raises(TypeError, match=said):
+        optuna_dsat.tune(**{"script": "train.py", "ds_config": "ds.json", **QUICK, **given})
+    assert sorted(Path().iterdir()) == before

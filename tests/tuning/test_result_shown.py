@@ -1,0 +1,113 @@
+"""What a result of ``optuna_dsat.tune`` shows of itself: one line, a table in a notebook, rows of pandas, figures."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+import sys
+import types
+from dataclasses import replace
+from html.parser import HTMLParser
+from typing import Any
+
+import plotly.graph_objects as go
+import pytest
+
+import optuna_dsat
+from tests.harness.entry_points import EntryPointBench, Run, bench, run_here
+
+__all__ = ["bench", "run_here"]
+
+
+@pytest.fixture
+def result(bench: EntryPointBench) -> optuna_dsat.TuneResult:
+    del bench
+    return optuna_dsat.tune(
+        "train.py", "ds.json", method="random", metric="throughput", cpu_ranks=2, max_trials=4, confirm=1, quiet=True
+    )
+
+
+class Text(HTMLParser):
+    """The text of a page, and its tags."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.text, self.tags = "", set[str]()
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        del attrs
+        self.tags.add(tag)
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_a_result_is_one_short_line(result: optuna_dsat.TuneResult) -> None:
+    shown = repr(result)
+    assert "\n" not in shown
+    assert len(shown) < 300 + len(result.config_path)
+    assert shown.startswith("TuneResult('train-random': trial ")
+    assert re.search(r"ZeRO \d.*samples/s.*times your own config", shown)
+    assert result.config_path in shown
+
+
+def test_a_notebook_shows_a_table_whose_texts_stand_for_themselves(result: optuna_dsat.TuneResult) -> None:
+    page = Text(result._repr_html_())
+    assert page.tags <= {"div", "p", "b", "table", "tr", "th", "td"}
+    for told in (result.study, "samples/s", result.config_path, result.command, f"Trial {result.trial}"):
+        assert told in page.text
+    foreign = replace(result, study="<script>alert(1)</script>", command="<img src=x>")
+    assert Text(foreign._repr_html_()).tags == page.tags
+    assert "<script>alert(1)</script>" in Text(foreign._repr_html_()).text
+
+
+def test_results_by_gpus_show_themselves_too(result: optuna_dsat.TuneResult) -> None:
+    several = optuna_dsat.TuneResult.of(replace(result, by_gpus={1: result, 2: result}))
+    assert all(isinstance(one, optuna_dsat.TuneResult) for one in several.by_gpus.values())
+    assert "On 2 GPUs" in Text(several._repr_html_()).text
+
+
+def test_a_table_of_pandas_has_the_rows_of_export(
+    result: optuna_dsat.TuneResult, monkeypatch: pytest.MonkeyPatch, run_here: Run
+) -> None:
+    found: dict[str, Any] = {}
+
+    def frame(rows: Any, columns: Any) -> str:
+        found.update(rows=rows, columns=columns)
+        return "a table"
+
+    monkeypatch.setitem(sys.modules, "pandas", types.SimpleNamespace(DataFrame=frame))
+    assert result.to_dataframe() == "a table"  # type: ignore[comparison-overlap]
+    exported = list(csv.DictReader(io.StringIO(run_here("export", result.study, "--format", "csv").stdout)))
+    assert found["columns"] == list(exported[0])
+    assert [str(row["number"]) for row in found["rows"]] == [row["number"] for row in exported]
+    assert "param:zero_stage" in found["columns"]
+    assert not any(isinstance(value, dict) for row in found["rows"] for value in row.values())
+
+
+def test_the_table_itself(result: optuna_dsat.TuneResult) -> None:
+    pandas = pytest.importorskip("pandas")
+    table = result.to_dataframe()
+    assert isinstance(table, pandas.DataFrame)
+    assert list(table["number"]) == [row["number"] for row in result.trials()]
+    best = table[table["handed_over"]].iloc[0]
+    assert best["number"] == result.trial
+
+
+def test_without_pandas_one_line_says_how_to_get_it(
+    result: optuna_dsat.TuneResult, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match="needs pandas, which is not installed: pip install pandas"):
+        result.to_dataframe()
+
+
+def test_figures_are_those_of_the_report(result: optuna_dsat.TuneResult) -> None:
+    for kind in ("metric", "progress", "timeline", "finalists"):
+        figure = result.plot(kind)
+        assert isinstance(figure, go.Figure)
+        assert figure.data, kind
+    with pytest.raises(ValueError, match="kind is 'speed'; it must be one of .*metric"):
+        result.plot("speed")
