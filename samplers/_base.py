@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.samplers import BaseSampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
 from optuna_dsat.samplers._draw import Usual, draw, draw_choice, generator
+from optuna_dsat.trials.attributes import PURPOSE
 from optuna_dsat.trials.lineage import (
     MICRO_BATCH,
     PLAN_ATTR,
@@ -92,7 +93,8 @@ class LineageSampler(BaseSampler):
         seed: Seed of the draws; None draws one for the study and stores it there.
 
     Raises:
-        ValueError: If ``search_range_factor`` is not positive or the micro-batch has no name.
+        ValueError: If ``search_range_factor`` is not positive or the micro-batch has no name; in a study, if the
+            micro-batch takes other values than whole numbers, or a measured trial has none.
     """
 
     def __init__(
@@ -110,8 +112,8 @@ class LineageSampler(BaseSampler):
             raise ValueError(
                 f"search_range_factor must be above 0, not {search_range_factor}: 1.0 trusts the memory model"
             )
-        if not micro_batch:
-            raise ValueError("micro_batch must name the micro-batch parameter of the study, not be empty")
+        if not isinstance(micro_batch, str) or not micro_batch:
+            raise ValueError(f"micro_batch must name the micro-batch parameter of the study; got {micro_batch!r}")
         self._factor = search_range_factor
         self._max_micro_batch = max_micro_batch
         self._usual = usual
@@ -202,6 +204,11 @@ class LineageSampler(BaseSampler):
         rng = generator(seed, number, param_name)
         if sizes is not None:
             return self._sample_micro_batch(study, trial, sizes, notes, rng)
+        if param_name == self._name:
+            self._refuse(
+                f"the micro-batch {param_name!r} is {_kind_of(param_distribution)}; it must be whole numbers: "
+                f"trial.suggest_int({param_name!r}, 1, 1024, log=True)"
+            )
         if not isinstance(param_distribution, CategoricalDistribution):
             return draw(rng, param_distribution)
         history = self._history(study, trial, again=False)
@@ -216,6 +223,25 @@ class LineageSampler(BaseSampler):
             direction=study.direction,
             usual=self._usual,
         )
+
+    def after_trial(self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> None:
+        """Refuse a study whose trials have no micro-batch: there would be nothing to bisect."""
+        super().after_trial(study, trial, state, values)
+        measured = state == TrialState.COMPLETE and PURPOSE not in trial.user_attrs  # the user's own may lie outside
+        if measured and self._name not in trial.params:
+            others = ", ".join(trial.params) or "none"
+            self._refuse(
+                f"trial {trial.number} has no integer parameter {self._name!r}, only {others}: give the "
+                "name of the one that is the micro-batch, such as micro_batch='batch_size'"
+            )
+
+    def _refuse(self, why: str) -> None:
+        """Refuse a study that cannot be searched.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(f"{type(self).__name__} cannot search this study: {why}")
 
     def reseed_rng(self) -> None:
         """Do nothing: draws depend on the trial's number, so workers do not repeat each other's."""
@@ -411,6 +437,13 @@ def _hopeless(study: Study, lineages: Lineages) -> Sequence[Mapping[str, Any]]:
 
 def _bounds_of(proposal: Proposal) -> dict[str, int]:
     return {"micro_batch": proposal.micro_batch, "low": proposal.low, "high": proposal.high}
+
+
+def _kind_of(distribution: BaseDistribution) -> str:
+    """Return the values that a parameter takes, in words."""
+    if isinstance(distribution, CategoricalDistribution):
+        return f"one of {', '.join(map(repr, distribution.choices))}"
+    return "a float" if isinstance(distribution, FloatDistribution) else type(distribution).__name__
 
 
 def _holds(distribution: BaseDistribution, value: Any) -> bool:

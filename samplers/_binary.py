@@ -69,7 +69,8 @@ class BinarySearchSampler(LineageSampler):
             (``optuna_dsat.trials.reach``). Empty for no such bound.
         profile_steps: Steps of a launch, by which those that would take far more seconds than one at the largest of
             ``proven`` are bounded.
-        micro_batch: Name of the micro-batch's parameter. It must be an integer parameter, suggested last.
+        micro_batch: Name of the micro-batch's parameter. It must be an integer parameter, suggested last; a study
+            without one, or with a float, is refused with the first trial (``ValueError``).
         seed: Seed of the draws; None draws one for the study and stores it there.
     """
 

@@ -10,22 +10,31 @@ from optuna.samplers import BaseSampler
 from optuna.testing.pytest_samplers import BasicSamplerTestCase, SingleOnlySamplerTestCase
 
 from optuna_dsat.samplers import BinarySearchSampler, GuidedSampler, LineageRandomSampler
+from optuna_dsat.samplers._base import LineageSampler
 from tests.harness.small_model import small_planner
+
+
+def for_any_study(sampler: type[LineageSampler]) -> type[LineageSampler]:
+    """Return a sampler that draws also where there is no micro-batch: Optuna's cases have none, or a float."""
+    return type(sampler.__name__, (sampler,), {"_refuse": lambda *_: None})
+
+
+Binary, Guided, Random = map(for_any_study, (BinarySearchSampler, GuidedSampler, LineageRandomSampler))
 
 
 class TestSamplers(BasicSamplerTestCase, SingleOnlySamplerTestCase):
     @pytest.fixture(
         params=[
-            BinarySearchSampler,
-            partial(BinarySearchSampler, seed=3),
-            partial(BinarySearchSampler, micro_batch="x"),
-            partial(BinarySearchSampler, max_micro_batch=lambda _params, _history: 3, usual=lambda _name, _params: 1),
-            GuidedSampler,
-            lambda: GuidedSampler(planner=small_planner(), seed=3),
-            LineageRandomSampler,
-            partial(LineageRandomSampler, max_micro_batch=lambda _params, _history: 3, usual=lambda _name, _params: 1),
-            partial(LineageRandomSampler, seed=3),
-            partial(LineageRandomSampler, micro_batch="x"),
+            Binary,
+            partial(Binary, seed=3),
+            partial(Binary, micro_batch="x"),
+            partial(Binary, max_micro_batch=lambda _params, _history: 3, usual=lambda _name, _params: 1),
+            Guided,
+            partial(Guided, planner=small_planner(), seed=3),
+            Random,
+            partial(Random, max_micro_batch=lambda _params, _history: 3, usual=lambda _name, _params: 1),
+            partial(Random, seed=3),
+            partial(Random, micro_batch="x"),
         ]
     )
     def sampler(self, request: pytest.FixtureRequest) -> Callable[[], BaseSampler]:
