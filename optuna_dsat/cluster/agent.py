@@ -1,4 +1,4 @@
-"""``python -m optuna_dsat.cluster.agent``: the agent of a node whose standard input and output are the connection.
+"""``python -m optuna_dsat.cluster.agent [NODE NAME]``: the agent of a node whose standard input and output are the connection.
 
 Orders are lines of JSON on standard input, of which those for another node (``to``) are left alone; news goes to
 standard output (``cluster/wire.py``). The end of the input ends everything.
@@ -11,7 +11,7 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from optuna_dsat.cluster.node import NodeAgent
 from optuna_dsat.cluster.wire import decode_line, to_lines
@@ -26,8 +26,10 @@ class _Ended(Exception):
     """The connection is gone, or a signal came."""
 
 
-def _number_and_name(environ: Mapping[str, str]) -> tuple[int, str]:
-    """Return the number of this node in its place and what SLURM calls it."""
+def _number_and_name(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[int, str]:
+    """Return the number of this node in its place and its name, as the command line or SLURM has them."""
+    if argv:
+        return int(argv[0]), argv[1]
     return int(environ.get("SLURM_PROCID", "0")), environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
@@ -68,7 +70,7 @@ def main() -> int:
         signal.signal(number, end)
     news_to = os.dup(1)
     os.dup2(2, 1)  # what an import prints is no news
-    node, name = _number_and_name(os.environ)
+    node, name = _number_and_name(sys.argv[1:], os.environ)
     agent = NodeAgent(node=node, name=name)
     try:
         _serve(agent, node, news_to=news_to)
