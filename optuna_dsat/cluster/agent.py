@@ -1,4 +1,4 @@
-"""``python -m optuna_dsat.cluster.agent [NODE NAME]``: the agent of a node whose standard input and output are the connection.
+"""``python -m optuna_dsat.cluster.agent [NODE NAME]``: the agent of a node, connected by its standard input and output.
 
 Orders are lines of JSON on standard input, of which those for another node (``to``) are left alone; news goes to
 standard output (``cluster/wire.py``). The end of the input ends everything.
