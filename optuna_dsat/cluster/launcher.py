@@ -363,7 +363,9 @@ class ClusterLauncher:
         self._notify(f"{why[0].upper()}{why[1:]}.")
         self._losses += 1
         if self._losses >= _MOST_LOSSES:
-            raise DeviceError(f"{self._losses} places were lost one after another, the last one since {place.place.why}.")
+            raise DeviceError(
+                f"{self._losses} places were lost one after another, the last one since {place.place.why}."
+            )
 
     def _ask_for_places(self) -> None:
         """Ask for places while launches wait that no held or queued place will take."""

@@ -207,7 +207,9 @@ class SlurmEngine:
             with self._changed:
                 self._look_at_all(time.monotonic())
                 reading = {p.fileno(): (place, p) for place in self._places for p in place.pipes[1:] if not p.closed}
-                writing = [place.pipes[0].fileno() for place in self._places if place.outgoing and not place.pipes[0].closed]
+                writing = [
+                    place.pipes[0].fileno() for place in self._places if place.outgoing and not place.pipes[0].closed
+                ]
             ready, _, _ = select.select([self._bell_out, *reading], writing, [], _PAUSE_S)
             with self._changed:
                 for descriptor in ready:
@@ -272,7 +274,12 @@ class SlurmEngine:
                 self._end(place)
             if now - place.leaving_since > 2 * _LEAVE_S:
                 place.process.kill()
-        if place.state is PlaceState.QUEUED and place.job is not None and place.first_hello is None and not self._inside:
+        if (
+            place.state is PlaceState.QUEUED
+            and place.job is not None
+            and place.first_hello is None
+            and not self._inside
+        ):
             self._ask_why(place, place.job, now)
 
     def _end(self, place: SlurmPlace) -> None:

@@ -11,7 +11,15 @@ from collections.abc import Mapping, Sequence
 from optuna_dsat.cluster.engine import ClusterError
 from optuna_dsat.launch.command import needs_python_path, package_dir
 
-__all__ = ["agent_environment", "cause_in", "check_request", "job_in", "place_arguments", "reason_command", "srun_command"]
+__all__ = [
+    "agent_environment",
+    "cause_in",
+    "check_request",
+    "job_in",
+    "place_arguments",
+    "reason_command",
+    "srun_command",
+]
 
 _ANSWER_S = 4.0
 """Longest wait for an answer of SLURM's controller before a search is refused."""

@@ -319,7 +319,9 @@ class WarmLaunches:
     @property
     def is_ready(self) -> bool:
         """Whether a fork waits for no imports: they are done, or were not begun, or their process has ended."""
-        return self._server is None or self._server.has_ended or self._server.finished_preloads >= self._preloads_pending
+        return (
+            self._server is None or self._server.has_ended or self._server.finished_preloads >= self._preloads_pending
+        )
 
     def _drop_if_ended(self) -> None:
         if self._server is not None and self._server.has_ended:

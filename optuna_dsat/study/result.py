@@ -14,6 +14,7 @@ from optuna_dsat.script.arg_mapping import map_arguments
 from optuna_dsat.script.settings_file import SettingsCopy, names_file, settings_copy
 from optuna_dsat.script.trial_class import CHECKPOINTS, RUNNER, complete_training, train_command
 from optuna_dsat.secrecy.references import names_in, resolved, shell_join
+from optuna_dsat.study.cluster_command import srun_training_command
 from optuna_dsat.study.finalists import Finalist
 from optuna_dsat.study.spec import ScriptSpec, StudySpec
 from optuna_dsat.study.verdict import Verdict
@@ -112,8 +113,6 @@ class TuneResult:
     """GPU minutes (CPU-rank minutes without a GPU) of all launches, profile and finalists included."""
     device: str = "cuda"
     """What the launches ran on: ``cuda`` or ``cpu``."""
-    device: str = "cuda"
-    """What the launches ran on: ``cuda`` or ``cpu``."""
     by_gpus: Mapping[int, TuneResult] = field(default_factory=dict)
     """GPUs of a launch -> result of the search with so many, where ``autotuning.num_gpus`` lists several; then this
     result is the one with the most samples per second. Empty otherwise."""
@@ -163,7 +162,6 @@ def trial_row(trial: FrozenTrial, verdict: Verdict | None) -> dict[str, Any]:
         trial: The trial.
         verdict: What came of its study so far; None if nothing was measured.
     """
-    from optuna_dsat.study.configuration import configuration_of
     from optuna_dsat.study.configuration import configuration_of
     from optuna_dsat.trials import attributes
 
@@ -391,10 +389,14 @@ def training_command(
         launcher = ["deepspeed", "--num_gpus", ranks, *(["--module"] if script.is_module else [])]
     else:
         launcher = ["torchrun", "--nproc_per_node", ranks, *(["-m"] if script.is_module else [])]
-    settings = [] if spec.device == "cuda" else ["DS_ACCELERATOR=cpu", f"LOCAL_SIZE={ranks}"]
+    settings = [] if spec.device == "cuda" else ["DS_ACCELERATOR=cpu", f"LOCAL_SIZE={spec.slots_per_node}"]
     if host_threads:
         settings.append(f"OMP_NUM_THREADS={host_threads}")
     settings += [f"{name}={value}" for name, value in environment.items()]
+    if spec.on == "slurm":
+        target = [*(["-m"] if script.is_module else []), script.script, *args]
+        shown = srun_training_command(spec, settings=settings, words=target)
+        return shown, replaced or _ACCELERATE_CONFIG in environment
     prefix = ["env", *settings] if settings else []
     return shell_join([*prefix, *launcher, script.script, *args]), replaced or _ACCELERATE_CONFIG in environment
 

@@ -68,9 +68,7 @@ def cluster_launcher(spec: StudySpec, *, on_notice: Callable[[str], None]) -> Cl
     return ClusterLauncher(
         spec.study_dir,
         engine=_engine(spec, on_notice),
-        layout=Layout(
-            nodes=spec.nodes_per_trial, slots=spec.slots_per_node, kind=spec.device, gpus=spec.gpus_per_node
-        ),
+        layout=Layout(nodes=spec.nodes_per_trial, slots=spec.slots_per_node, kind=spec.device, gpus=spec.gpus_per_node),
         limits=Limits(
             places=_most_places(spec),
             queue_s=spec.queue_timeout_s,

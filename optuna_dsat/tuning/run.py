@@ -6,6 +6,7 @@ Shared by the commands and ``optuna_dsat.tune``, which differ only in how they s
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -116,6 +117,9 @@ def train_with_best(run: StudyRun, result: TuneResult, *, stdout: TextIO | None 
         stdout: Where the training's output goes; None for this process's own.
     """
     spec = run.request.spec
+    if spec.on == "slurm":
+        command = ["bash", "-c", result.command]
+        return subprocess.run(command, cwd=spec.script.cwd, stdout=stdout, check=False).returncode
     return run_full(
         full_request(spec, result.config),
         devices=run.request.devices,

@@ -1,0 +1,167 @@
+"""A real SLURM of several nodes on this machine: its own controller, node daemons and keys, all on the loopback."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from tests.harness.workers import wait_until
+
+__all__ = ["SlurmCluster", "running_slurm", "why_no_slurm"]
+
+_PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "squeue", "sinfo", "scancel")
+_START_S = 30.0
+
+_CONTROLLER = """
+ClusterName=dsat
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CryptoType=crypto/munge
+AuthInfo=socket={root}/munge.socket
+CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
+StateSaveLocation={root}/state
+SlurmdSpoolDir={root}/spool/%n
+SlurmctldPidFile={root}/slurmctld.pid
+SlurmdPidFile={root}/slurmd.%n.pid
+SlurmctldLogFile={root}/slurmctld.log
+SlurmdLogFile={root}/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=sched_interval=1,batch_sched_delay=0,bf_interval=1,sched_min_interval=100000
+ReturnToService=2
+KillWait=2
+SlurmdTimeout=10
+SlurmdParameters=config_overrides
+MailProg=/bin/true
+GresTypes=gpu
+NodeName=n[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=4 RealMemory=4000 Gres=gpu:2
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def why_no_slurm() -> str:
+    """Return why no SLURM can be started here; empty if one can."""
+    if os.geteuid() != 0:
+        return "SLURM's daemons are started as root, and this is another user"
+    missing = [name for name in _PROGRAMS if shutil.which(name) is None]
+    return f"SLURM is not installed ({', '.join(missing)} missing): see docs/clusters.md" if missing else ""
+
+
+@dataclass(kw_only=True)
+class SlurmCluster:
+    """A running SLURM; ``environ`` makes its commands find it."""
+
+    root: Path
+    nodes: int
+    pids: dict[str, int] = field(default_factory=dict)
+    """Name of a daemon, such as ``slurmd.n1`` -> its process."""
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """Variables for SLURM's commands."""
+        return {"SLURM_CONF": str(self.root / "slurm.conf")}
+
+    def ask(self, *command: str) -> str:
+        """Return what one of SLURM's commands prints."""
+        environ = {**os.environ, **self.environ}
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=20, check=False)
+        return done.stdout.strip()
+
+    @property
+    def jobs(self) -> list[str]:
+        """Numbers of the jobs that SLURM knows."""
+        return self.ask("squeue", "-h", "-o", "%i").split()
+
+    def idle(self) -> int:
+        """Return how many nodes nobody uses."""
+        return len(self.ask("sinfo", "-h", "-N", "-t", "idle", "-o", "%N").split())
+
+
+def _ports(count: int) -> int:
+    """Return the first of ``count`` ports in a row that nobody uses."""
+    for first in range(21000, 30000, count):
+        with suppress(OSError):
+            for port in range(first, first + count):
+                socket.create_server(("127.0.0.1", port)).close()
+            return first
+    raise RuntimeError("no ports are free")
+
+
+def _write_files(cluster: SlurmCluster) -> None:
+    root, nodes = cluster.root, cluster.nodes
+    for name in ("state", "spool"):
+        (root / name).mkdir()
+    first, host = _ports(nodes + 1), socket.gethostname().partition(".")[0]
+    config = _CONTROLLER.format(root=root, host=host, port=first, nodes=nodes, first=first + 1, last=first + nodes)
+    (root / "slurm.conf").write_text(config, encoding="utf-8")
+    for number in (0, 1):
+        os.mknod(root / f"gpu{number}", 0o020666, os.makedev(1, 3))  # no GPU: /dev/null by another name
+    lines = [f"NodeName=n{node + 1} Name=gpu File={root}/gpu[0-1]\n" for node in range(nodes)]
+    (root / "gres.conf").write_text("".join(lines), encoding="utf-8")
+    (root / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n", encoding="utf-8")
+    key = root / "munge.key"
+    key.write_bytes(os.urandom(128))
+    key.chmod(0o400)
+
+
+def _start(cluster: SlurmCluster) -> None:
+    root, environ = cluster.root, {**os.environ, **cluster.environ}
+    options = {"key-file": "munge.key", "socket": "munge.socket", "pid-file": "munged.pid", "log-file": "munged.log"}
+    own = [f"--{name}={root / path}" for name, path in options.items()]
+    commands = {"munged": ["munged", "--force", f"--seed-file={root / 'munged.seed'}", *own]}
+    commands["slurmctld"] = ["slurmctld", "-c"]
+    commands |= {f"slurmd.n{node}": ["slurmd", "-N", f"n{node}"] for node in range(1, cluster.nodes + 1)}
+    for name, command in commands.items():
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=20, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{command[0]} does not start: {done.stderr.strip()}")
+        path = root / f"{name}.pid"
+        wait_until(partial(_names_a_process, path), what=f"{name} has started", limit_s=_START_S)
+        cluster.pids[name] = int(path.read_text(encoding="ascii"))
+    wait_until(lambda: cluster.idle() == cluster.nodes, what="all nodes are idle", limit_s=_START_S)
+
+
+def _names_a_process(path: Path) -> bool:
+    return path.exists() and path.read_text(encoding="ascii").strip().isdigit()
+
+
+def _stop(cluster: SlurmCluster) -> None:
+    cluster.ask("scancel", "--user=root", "--quiet")  # else the jobs' slurmstepd outlive the cluster
+    until = time.monotonic() + 10
+    while time.monotonic() < until and cluster.jobs:
+        time.sleep(0.05)
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for pid in cluster.pids.values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+        until = time.monotonic() + 5
+        while time.monotonic() < until and any(Path(f"/proc/{pid}").exists() for pid in cluster.pids.values()):
+            time.sleep(0.05)
+
+
+@contextmanager
+def running_slurm(root: Path, *, nodes: int = 4) -> Iterator[SlurmCluster]:
+    """Start a SLURM whose files lie in ``root``, and end it with the block."""
+    cluster = SlurmCluster(root=root, nodes=nodes)
+    _write_files(cluster)
+    try:
+        _start(cluster)
+        yield cluster
+    finally:
+        _stop(cluster)
