@@ -7,7 +7,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from optuna_dsat.plan.rows import Plan, PlannedRow
     from optuna_dsat.plan.scaling import AtCount
-    from optuna_dsat.plan.transformer import TransformerShape
+    from optuna_dsat.plan.transformer import Recompute, TransformerShape
 
 __all__ = ["PlanOptions", "plan"]
 
@@ -217,7 +217,7 @@ def _without_launch(options: PlanOptions) -> Plan:
         gpu=find_gpu(options.gpu),
         gpus_per_node=gpus,
         nodes=options.nodes,
-        network_gbit_per_s=options.network,
+        network_gbit_per_s=_NETWORK if options.network is None else options.network,
         given_host_bytes=parse_bytes(options.host_memory) if options.host_memory else None,
     )
     config = None if config_path is None else ds_config.load(config_path).raw
@@ -260,7 +260,7 @@ def _shape_of_config(options: PlanOptions, path: Path) -> TransformerShape:
         seq_length=options.seq_length,
         dropout=options.dropout,
         fused_attention=not options.plain_attention,
-        recompute=options.recompute,
+        recompute=cast("Recompute", options.recompute),  # the shape refuses other words
         trainable_share=_trainable_share(options),
     )
 
@@ -350,8 +350,8 @@ def _print_scaling(found: Sequence[AtCount], *, whose: str) -> None:
     print(f"\nHow many {whose}s are worth it, each number with what is predicted to be fastest on it:")
     print_table(headings, rows, right=headings[:-1])
     say(
-        f"Scaling is samples/s per {whose} over those of the first that fits; the global batch grows with the {whose}s. "
-        "Measure it: `--gpus-per-trial 1 2 4 8` with any search.\n"
+        f"Scaling is samples/s per {whose} over those of the first that fits; the global batch grows with the "
+        f"{whose}s. Measure it: `{'--cpu-ranks' if whose == 'rank' else '--gpus-per-trial'} 1 2 4 8` with any search.\n"
     )
 
 

@@ -27,9 +27,9 @@ Sources, by name of the document:
 - b200: "NVIDIA DGX B200" data sheet and HGX page, a GPU being an eighth of the eight (36 PFLOPS with sparsity, fp32 600
   TFLOPS, 1440 GB at 64 TB/s, NVLink 14.4 TB/s, PCIe 5.0): https://www.nvidia.com/en-us/data-center/dgx-b200/ and
   https://www.nvidia.com/en-us/data-center/hgx/
-- mi300x: "AMD Instinct MI300X Accelerator" data sheet (1307.4 TFLOPS, fp32 163.4, 192 GB, 5.3 TB/s, seven Infinity Fabric
-  links of 128 GB/s, PCIe 5.0): https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html. For plans alone:
-  searches run on NVIDIA's GPUs.
+- mi300x: "AMD Instinct MI300X Accelerator" data sheet (1307.4 TFLOPS, fp32 163.4, 192 GB, 5.3 TB/s, seven Infinity
+  Fabric links of 128 GB/s, PCIe 5.0): https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html. For
+  plans alone: searches run on NVIDIA's GPUs.
 - rtx3090: "NVIDIA Ampere GA102 GPU Architecture" white paper, appendix (71 TFLOPS with fp32 accumulation, 24 GB,
   936 GB/s, PCIe 4.0; its NVLink joins pairs only).
 - rtx4090: "NVIDIA Ada GPU Architecture" white paper, appendix (165.2 TFLOPS with fp32 accumulation, 24 GB, 1008 GB/s,

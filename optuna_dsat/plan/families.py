@@ -1,8 +1,8 @@
 """Families of models as Hugging Face's transformers builds them: what a layer and its surroundings consist of.
 
-Counts follow the modules of transformers 4.40 to 5: an attention block has four projections, a feed-forward block two
-matrices or, where it is gated, three, each with or without biases; a mixture of experts has one such block an expert and
-a router. Known errors: what is smaller than a norm of a layer, such as T5's relative positions in further layers or the
+Counts follow the modules of transformers 5: an attention block has four projections, a feed-forward block two matrices
+or, where it is gated, three, each with or without biases; a mixture of experts has one such block an expert and a
+router. Known errors: what is smaller than a norm of a layer, such as T5's relative positions in further layers or the
 optional norms of Phi's queries, is left out.
 """
 

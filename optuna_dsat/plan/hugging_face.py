@@ -261,13 +261,19 @@ def _tokens(family: Family, reader: _Reader, wanted: int | None) -> tuple[int, i
 
 def _patches(reader: _Reader) -> int:
     """Return the patches of an image."""
-    sides = [reader.data.get(name) for name in ("image_size", "patch_size")]
-    pairs = [side if isinstance(side, list) and len(side) == 2 else [side, side] for side in sides]
-    if not all(isinstance(one, int) and one > 0 for pair in pairs for one in pair):
-        reader.missing += [name for name, side in zip(("image_size", "patch_size"), sides, strict=True) if not side]
-        return 1
-    (height, width), (tall, wide) = pairs
+    (height, width), (tall, wide) = _sides(reader, "image_size"), _sides(reader, "patch_size")
     return max(1, (height // tall) * (width // wide))
+
+
+def _sides(reader: _Reader, name: str) -> tuple[int, int]:
+    """Return height and width of an image or a patch: one number stands for both."""
+    value = reader.data.get(name)
+    if not isinstance(value, list):
+        side = reader.size(name)
+        return side, side
+    if len(value) != 2 or not all(type(one) is int and one > 0 for one in value):
+        raise UsageError(f"--hf-config: {name} is {value!r}; it must be a whole number or two of them.")
+    return value[0], value[1]
 
 
 def _count(kind: str, family: Family, sizes: Sizes, reader: _Reader, vocab: int) -> _Count:
@@ -312,11 +318,9 @@ def _embeddings(kind: str, family: Family, sizes: Sizes, reader: _Reader, vocab:
     hidden = sizes.hidden
     norm = family.norm_weights * hidden if family.embedding_norm else 0
     if family.kind == "image":
-        patch = reader.data.get("patch_size")
-        sides = patch if isinstance(patch, list) else [patch, patch]
-        area = int(sides[0] or 1) * int(sides[-1] or 1)
+        tall, wide = _sides(reader, "patch_size")
         channels = reader.size("num_channels", default=3)
-        return hidden * (area * channels + 1) + hidden * (_patches(reader) + 2)
+        return hidden * (tall * wide * channels + 1) + hidden * (_patches(reader) + 2)
     width = reader.size("word_embed_proj_dim", default=hidden) if kind == "opt" else hidden
     rows = reader.size("max_position_embeddings", "n_positions") if family.learned_positions else 0
     kinds = reader.size("type_vocab_size", default=2) if family.kind == "encoder" and kind != "distilbert" else 0
@@ -327,7 +331,7 @@ def _embeddings(kind: str, family: Family, sizes: Sizes, reader: _Reader, vocab:
 def _head(kind: str, family: Family, sizes: Sizes, reader: _Reader, vocab: int) -> tuple[int, int | None]:
     """Return the parameters of what follows the last norm, and the numbers of a sample's loss (None: words).
 
-    ``architectures`` names the model that is trained; without it that is the one for language, or for classes of images.
+    ``architectures`` names the model that is trained; without it that is the one for language, or for images' classes.
     """
     named = reader.data.get("architectures") or [""]
     name, hidden = str(named[0]), sizes.hidden

@@ -33,8 +33,8 @@ class Prepared:
 def prepare_each(method: str | None, given: Given) -> list[Prepared]:
     """Check the options and return the studies that they ask for, in the order in which they run.
 
-    That is one, or one at each number of GPUs or CPU ranks that an option or the config's ``autotuning.num_gpus`` lists,
-    named ``NAME-8gpu`` or ``NAME-2rank``.
+    That is one, or one at each number of GPUs or CPU ranks that an option or the config's ``autotuning.num_gpus``
+    lists, named ``NAME-8gpu`` or ``NAME-2rank``.
 
     Args:
         method: Search method; None for the one that the options or the config name.

@@ -69,9 +69,45 @@ def test_seven_billions_on_a_gpu_of_24_gib(run_here: Run) -> None:
     assert "offload to NVMe" in done.stdout
 
 
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+
+
+def test_a_plan_of_a_hugging_face_config(tmp_path: Path, run_here: Run) -> None:
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "config.json").write_text(json.dumps(LLAMA))
+    machine = ("--hf-config", "llama", "--gpu", "h100", "--recompute", "full")
+    done = run_here("plan", *machine)
+    assert "llama, 8.03 B parameters: 32 layers" in done.stdout
+    assert "How many GPUs are worth it" in done.stdout
+    whole, adapted = (
+        json.loads(run_here("plan", *machine, "--json", *more).stdout) for more in ((), ("--trainable-share", "0.5%"))
+    )
+    assert [one["devices"] for one in whole["scaling"]] == [1, 2, 4, 8]
+    rows, lora = ({row["name"]: row for row in one["rows"]} for one in (whole, adapted))
+    assert rows["ZeRO 0"]["largest_micro_batch"] == 0
+    assert lora["ZeRO 0"]["largest_micro_batch"] > 1  # gradients and states of 0.5 % of the parameters alone
+    last = whole["scaling"][-1]
+    assert (last["name"], last["samples_per_s"]) == (whole["recommended"], rows[last["name"]]["samples_per_s"])
+
+
 CASES = {
     "nothing-given": ([], "plan takes SCRIPT and DS_CONFIG, or --params"),
     "no-gpu": (["--params", "7e9"], "--params needs --gpu; known are t4"),
+    "hf-no-gpu": (["--hf-config", "."], "--hf-config is ., a folder without config.json"),
+    "hf-and-shape": (["--hf-config", ".", "--vocab", "9", "--gpu", "t4"], "says the shape: leave out --vocab"),
+    "hf-and-script": (["train.py", "--hf-config", ".", "--gpu", "t4"], "With --hf-config nothing is launched"),
+    "share": (["--params", "7e9", "--gpu", "t4", "--trainable-share", "0"], "--trainable-share is 0; it must be above"),
+    "share-text": (["--params", "7e9", "--gpu", "t4", "--trainable-share", "x"], "--trainable-share is 'x'"),
+    "share-of-a-launch": (["train.py", "ds.json", "--trainable-share", "1%"], "is for plans without a launch"),
     "no-number": (["--params", "seven", "--gpu", "t4"], "--params is 'seven'"),
     "no-such-gpu": (["--params", "7e9", "--gpu", "a100"], "--gpu is 'a100'; known are"),
     "a-script-too": (["train.py", "--params", "7e9", "--gpu", "t4"], "give no script"),

@@ -1,4 +1,4 @@
-"""Parameters counted from a ``config.json`` against the models that transformers builds of it, without their weights."""
+"""Parameters counted from a ``config.json`` against the models that transformers builds of it, without weights."""
 
 from __future__ import annotations
 
@@ -136,7 +136,8 @@ def test_published_models_have_the_parameters_that_they_are_said_to_have(tmp_pat
     llama = shape(write(tmp_path / "a", model_type="llama", **LLAMA_3_8B))
     experts = shape(write(tmp_path / "b", model_type="mixtral", **mixtral))
     assert llama.params == 8_030_261_248
-    assert (experts.params, experts.active_params) == (pytest.approx(46.7e9, rel=0.01), pytest.approx(12.9e9, rel=0.01))
+    assert experts.params == pytest.approx(46.7e9, rel=0.01)
+    assert experts.active_params == pytest.approx(12.9e9, rel=0.01)
     assert experts.model_flops_per_sample < 0.3 * 6 * experts.params * experts.seq_length
     assert llama.kv_width == llama.q_width // 4
     assert "llama, 8.03 B parameters: 32 layers" in llama.words
@@ -206,7 +207,7 @@ def test_a_config_that_cannot_be_counted_says_why(tmp_path: Path, name: str) -> 
 
 
 def test_a_place_without_a_config_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="a folder without config.json"):
+    with pytest.raises(UsageError, match=r"a folder without config\.json"):
         shape(tmp_path)
     with pytest.raises(UsageError, match="which is not there"):
         shape(tmp_path / "none.json")

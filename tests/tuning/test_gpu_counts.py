@@ -110,9 +110,9 @@ def test_a_sweep_that_cannot_run_is_refused_before_its_first_search(
     assert not (bench.folder / "optuna-dsat.db").exists()
 
 
-@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.usefixtures("bench", "two_gpus")
 def test_a_sweep_shows_how_samples_grow_and_repeats_nothing_when_typed_again(
-    bench: EntryPointBench, run_here: Run
+    run_here: Run,
 ) -> None:
     sweep = (
         "random",
@@ -131,7 +131,7 @@ def test_a_sweep_shows_how_samples_grow_and_repeats_nothing_when_typed_again(
     assert done.returncode == 0, done.stderr
     rows = [line.split("│") for line in done.stdout.splitlines() if "train-random-" in line and "│" in line]
     assert [row[1].strip() for row in rows] == ["1", "2"]
-    assert [row[4].strip() for row in rows][0] == "100%"
+    assert rows[0][4].strip() == "100%"
     share = float(rows[1][3]) / float(rows[0][3])
     assert rows[1][4].strip() == f"{share:.0%}"
     bars = [line for line in done.stdout.splitlines() if "#" in line and line.endswith(("100%", rows[1][4].strip()))]
