@@ -284,7 +284,6 @@ class SearchSpace:
             used_by="The samples of one forward pass. "
             + ("" if self.micro_batch_values else "Choices are the smallest and the largest."),
             is_range=not self.micro_batch_values,
-            is_range=not self.micro_batch_values,
         )  # fmt: skip
         return [*rows, micro]
 

@@ -195,7 +195,6 @@ class Conclusion:
             launches=dict(Counter(row.report.outcome.value for row in launches if row.purpose == "trial")),
             slot_minutes=sum(_slot_seconds(row.report) for row in launches) / 60,
             device=spec.device,
-            device=spec.device,
         )
 
 

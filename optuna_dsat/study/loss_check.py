@@ -96,9 +96,8 @@ def check_loss(
         record, report = follow(launcher, request, wait=wait)
         on_report(report, record)
         if report.outcome is not Outcome.MEASURED:
-            return _undecided(
-                _precision(user), losses, f"the launch {request.launch_id} ended with {outcome_in_words(report.outcome)}"
-            )
+            ended = outcome_in_words(report.outcome)
+            return _undecided(_precision(user), losses, f"the launch {request.launch_id} ended with {ended}")
         boundaries = record.boundaries[:STEPS]  # skipped steps too: the data of each step are the same
         losses[name] = [step.loss for step in boundaries if step.loss is not None]
     return compare(losses, precision=_precision(user))
