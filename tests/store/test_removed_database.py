@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,10 @@ import pytest
 
 from optuna_dsat.cli import main
 from optuna_dsat.errors import StorageError, StorageUrlError
-from optuna_dsat.launch.simulated import SimulatedResult
+from optuna_dsat.launch.protocol import Finished, LaunchUpdate
+from optuna_dsat.launch.simulated import SimulatedLauncher, SimulatedResult
 from optuna_dsat.store import Store, has_our_tables
+from optuna_dsat.tuning import run
 from tests.harness.entry_points import EntryPointBench, bench
 from tests.harness.landscapes import Hill
 
@@ -79,6 +81,40 @@ def test_a_database_that_goes_away_ends_the_run_with_what_it_measured(
     assert found[0]["value"] > 0
     if goes is remove:
         assert not DATABASE.exists(), "nor is an empty one made in its place"
+
+
+class LosesItsDatabase(SimulatedLauncher):
+    """A launcher whose database goes away as a launch ends, before anyone hears of that."""
+
+    ends = "trial-0001"
+
+    def poll(self, timeout_s: float) -> Sequence[LaunchUpdate]:
+        updates = super().poll(timeout_s)
+        if any(isinstance(update, Finished) and update.launch_id == self.ends for update in updates):
+            remove()
+        return updates
+
+
+@pytest.mark.usefixtures("bench")
+@pytest.mark.parametrize(
+    ("ends", "stored", "value"),
+    [("profile", [], None), ("trial-0001", [0], float), ("confirm-0000-round-1", [0, 1, 2, 3], float)],
+)
+def test_a_launch_that_ended_and_could_not_be_stored_is_kept_too(
+    monkeypatch: pytest.MonkeyPatch, ends: str, stored: list[int], value: type | None
+) -> None:
+    def launcher(*_: Any, **__: Any) -> SimulatedLauncher:
+        return LosesItsDatabase(Hill(), total_slots=2)
+
+    monkeypatch.setattr(LosesItsDatabase, "ends", ends)
+    monkeypatch.setattr(run, "TorchrunLauncher", launcher)
+    assert leave(*SEARCH[:-1], "1") == 5
+    (kept,) = Path().rglob("kept_results.json")
+    *before, last = json.loads(kept.read_text())["measured"]
+    assert [one["trial"] for one in before if "round" not in one] == stored
+    assert not any("stored" in one for one in before)
+    assert (last["launch"], last["outcome"], last["stored"]) == (ends, "measured", False)
+    assert last["value"] is None if value is None else last["value"] > 0
 
 
 def test_no_part_of_a_store_goes_on(tmp_path: Path) -> None:

@@ -1,0 +1,65 @@
+"""Which blows are tried: all, those at distinct places, or a sample."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tests.crash_points.points import Blow, Point, applies
+from tests.crash_points.runs import Case, Reference
+
+__all__ = ["Strike", "all_strikes", "distinct", "drawn"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strike:
+    """One blow at one point of one case."""
+
+    case: Case
+    number: int
+    point: Point
+    blow: Blow
+
+
+def all_strikes(references: Mapping[Case, Reference], blows: Sequence[Blow]) -> list[Strike]:
+    """Return every blow that applies, at every point."""
+    return [
+        Strike(case=case, number=number, point=point, blow=blow)
+        for case, reference in references.items()
+        for number, point in enumerate(reference.points)
+        for blow in blows
+        if applies(blow, point, database=case.database)
+    ]
+
+
+def distinct(strikes: Sequence[Strike], *, times: int) -> list[Strike]:
+    """Return at most so many blows of each kind at each place of each case: the first, the last, and some between.
+
+    A place is what a point does and the code that leads there, so the profile, the search, the confirmation and the
+    conclusion have places of their own; the passes of a loop share theirs.
+
+    Args:
+        strikes: Of all points, in order.
+        times: How many of each.
+
+    Raises:
+        ValueError: If ``times`` is less than 2.
+    """
+    if times < 2:
+        raise ValueError(f"The first and the last of each are tried at least; got {times}.")
+    groups: dict[object, list[Strike]] = {}
+    for one in strikes:
+        groups.setdefault((one.case, one.blow, one.point.place), []).append(one)
+    kept = set()
+    for group in groups.values():
+        last = len(group) - 1
+        kept |= {group[round(index * last / (times - 1))] for index in range(times)} if last >= times else {*group}
+    return [one for one in strikes if one in kept]
+
+
+def drawn(strikes: Sequence[Strike], *, seed: int, sample: int | None) -> list[Strike]:
+    """Return blows in an order drawn by a seed, so that the first of them are a sample of all."""
+    order = list(strikes)
+    random.Random(seed).shuffle(order)
+    return order if sample is None else order[:sample]
