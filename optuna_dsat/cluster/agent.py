@@ -22,7 +22,7 @@ _PAUSE_S = 0.02
 """Pause between two looks at the launches."""
 
 
-class _Ended(Exception):
+class _EndedError(Exception):
     """The connection is gone, or a signal came."""
 
 
@@ -37,14 +37,14 @@ def _serve(agent: NodeAgent, node: int, *, news_to: int) -> None:
     """Carry orders and news until the agent leaves.
 
     Raises:
-        _Ended: If the head is gone.
+        _EndedError: If the head is gone.
     """
     partial = b""
     while not agent.leaving:
         if select.select([0], [], [], _PAUSE_S)[0]:
             data = os.read(0, 1 << 20)
             if not data:
-                raise _Ended
+                raise _EndedError
             *lines, partial = (partial + data).split(b"\n")
             for order in filter(None, map(decode_line, lines)):
                 if order.get("to") in (None, node):
@@ -64,7 +64,7 @@ def main() -> int:
     """Serve a head; return the exit code."""
 
     def end(_number: int, _frame: object) -> None:
-        raise _Ended
+        raise _EndedError
 
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, end)
@@ -74,7 +74,7 @@ def main() -> int:
     agent = NodeAgent(node=node, name=name)
     try:
         _serve(agent, node, news_to=news_to)
-    except (_Ended, BrokenPipeError):
+    except (_EndedError, BrokenPipeError):
         pass
     finally:
         agent.close()

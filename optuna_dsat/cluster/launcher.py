@@ -111,9 +111,6 @@ class ClusterLauncher:
         self._running: dict[str, tuple[RunningLaunch, RemoteLaunch, HeldPlace]] = {}
         self._plain: set[str] = set()
         self._unstarted: list[LaunchReport] = []
-        self._idle_since: dict[int, float] = {}
-        self._queued_since: dict[int, float] = {}
-        self._told_reason: dict[int, str] = {}
         self._told: set[str] = set()
         self._losses = 0
 
@@ -265,10 +262,7 @@ class ClusterLauncher:
     def _fill_places(self) -> None:
         """Start launches that wait in places that are idle, in the order of both."""
         for place in self._places:
-            if not self._forking.enabled:
-                place.prepare(Preload(), self._operators, {})
-            else:
-                place.prepare(self._forking.preload, self._operators, {})
+            place.prepare(self._forking.preload, self._operators)
             if place.is_idle and self._waiting:
                 name = next(iter(self._waiting))
                 self._begin(place, self._waiting.pop(name))
@@ -354,7 +348,6 @@ class ClusterLauncher:
             DeviceError: If it is one of too many.
         """
         self._places.remove(place)
-        self._forget_times(place)
         why = f"{place.place.name} was lost: {place.place.why}"
         for launch, remote, where in self._running.values():
             if where is place:
@@ -373,7 +366,6 @@ class ClusterLauncher:
         while coming < len(self._waiting) and len(self._places) < self._limits.places:
             place = HeldPlace(self._engine, self._layout, files=self._files)
             self._places.append(place)
-            self._queued_since[id(place)] = time.monotonic()
             coming += 1
 
     def _give_back_places(self) -> None:
@@ -385,41 +377,37 @@ class ClusterLauncher:
         now = time.monotonic()
         for place in list(self._places):
             if place.stage is Stage.USABLE and place.launch_id is None and not self._waiting:
-                since = self._idle_since.setdefault(id(place), now)
-                if now - since >= self._limits.idle_s:
+                place.idle_since = now if place.idle_since is None else place.idle_since
+                if now - place.idle_since >= self._limits.idle_s:
                     self._release(place)
                 continue
-            self._idle_since.pop(id(place), None)
+            place.idle_since = None
             if place.stage is not Stage.QUEUED:
                 continue
-            self._tell_queued(place, now)
             held = any(one.stage is Stage.USABLE for one in self._places)
             if held and not self._waiting:
                 self._release(place)
-            since = self._queued_since[id(place)]
-            if not held and self._limits.queue_s is not None and now - since > self._limits.queue_s:
+                continue
+            self._tell_queued(place, now)
+            if not held and self._limits.queue_s is not None and now - place.asked_at > self._limits.queue_s:
+                why = f" ({place.place.why})" if place.place.why else ""
                 raise DeviceError(
-                    f"No place was granted in {self._limits.queue_s:g} s (--queue-timeout): {place.place.name} is queued"
-                    f"{f' ({place.place.why})' if place.place.why else ''}. Nothing is lost: resume goes on."
+                    f"No nodes were granted in {self._limits.queue_s:g} s (--queue-timeout): {place.place.name} is "
+                    f"queued{why}. Nothing is lost: resume goes on."
                 )
 
     def _tell_queued(self, place: HeldPlace, now: float) -> None:
-        if place.place.state is not PlaceState.QUEUED or now - self._queued_since[id(place)] < _QUIET_S:
+        if place.place.state is not PlaceState.QUEUED or now - place.asked_at < _QUIET_S:
             return
         why = place.place.why
-        if self._told_reason.get(id(place)) != why:
-            self._told_reason[id(place)] = why
+        if place.told_reason != why:
+            place.told_reason = why
             nodes = f"{self._layout.nodes} node{'s' * (self._layout.nodes > 1)}"
             self._notify(f"Waiting for {nodes}: {place.place.name} is queued{f' ({why})' if why else ''}.")
 
     def _release(self, place: HeldPlace) -> None:
         place.release()
         self._places.remove(place)
-        self._forget_times(place)
-
-    def _forget_times(self, place: HeldPlace) -> None:
-        for times in (self._idle_since, self._queued_since, self._told_reason):
-            times.pop(id(place), None)  # type: ignore[attr-defined]
 
 
 def _append_events(directory: RunDirectory, message: Mapping[str, Any], *, ahead_s: float) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil
-
-from optuna_dsat.launch.loopback import LOOPBACK
 
 __all__ = ["Doorbell", "addresses", "free_port", "interface_of", "machine_id", "reached"]
 
@@ -22,7 +19,7 @@ def machine_id() -> str:
     """Return what tells machines apart, and network namespaces of one: equal ones share their loopback address."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot}:{os.readlink('/proc/self/ns/net')}"
+        return f"{boot}:{Path('/proc/self/ns/net').readlink()}"
     return socket.gethostname()
 
 
@@ -76,8 +73,3 @@ def reached(doors: Sequence[tuple[str, int]]) -> list[tuple[str, str]]:
         with suppress(OSError), socket.create_connection((address, port), timeout=_REACH_S) as connection:
             found.append((address, interface_of(connection.getsockname()[0])))
     return found
-
-
-def is_loopback(address: str) -> bool:
-    """Return whether an address means the machine itself."""
-    return address == LOOPBACK

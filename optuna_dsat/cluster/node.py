@@ -239,7 +239,7 @@ class NodeAgent:
         kind, builders = machine.pool.kind, list(order["operators"])
 
         def compile_all() -> None:
-            environ = device_environment({**self._environ, **order["environ"]}, kind=kind)
+            environ = device_environment(self._environ, kind=kind)
             self._say("prepared", failed=compile_operators(builders, environ))
 
         if builders:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -66,6 +67,11 @@ class HeldPlace:
         self.stage = Stage.QUEUED
         self.launch_id: str | None = None
         """The launch that it runs; None while it is idle."""
+        self.asked_at = time.monotonic()
+        self.idle_since: float | None = None
+        """When it was seen first that nothing is to be launched in it; None while there is."""
+        self.told_reason: str | None = None
+        """Why it is queued, as the user was told last."""
         self._hellos: dict[int, Mapping[str, Any]] = {}
         self._seen: dict[int, Mapping[str, Any]] = {}
         self._reached: dict[int, list[tuple[str, str]]] = {}
@@ -209,7 +215,7 @@ class HeldPlace:
             interface=self._interfaces.get(node, ""),
         )
 
-    def prepare(self, preload: Preload, operators: Sequence[str], environ: Mapping[str, str]) -> None:
+    def prepare(self, preload: Preload, operators: Sequence[str]) -> None:
         """Have all nodes import and compile what launches need, unless they were told so before."""
         wanted = (preload, tuple(operators))
         if self.stage is not Stage.USABLE or wanted == self._prepared_for:
@@ -218,4 +224,4 @@ class HeldPlace:
         self._prepared_for = wanted
         self._unprepared = set(range(self._layout.nodes))
         own = [] if compiled else list(operators)
-        self.order({"do": "prepare", "preload": preload.to_json(), "operators": own, "environ": dict(environ)})
+        self.order({"do": "prepare", "preload": preload.to_json(), "operators": own})

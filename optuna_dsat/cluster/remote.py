@@ -162,11 +162,11 @@ class RemoteLaunch:
         """Return what the processes of all nodes have used, as told last."""
         return {key: use for one in self._usage.values() for key, use in one.items()}
 
-    def exit_codes(self, record: Path) -> dict[int, int]:
+    def exit_codes(self, record: Path) -> dict[int, int]:  # noqa: ARG002 - the nodes have read theirs
         """Return rank -> exit code, as the nodes told when their processes were gone."""
         return {int(rank): int(code) for one in self._gone.values() for rank, code in one["exit_codes"].items()}
 
-    def has_killed(self, pid: int) -> bool:
+    def has_killed(self, pid: int) -> bool:  # noqa: ARG002 - all or nothing
         """Return whether it was ended by order of the head."""
         return self._killed
 
