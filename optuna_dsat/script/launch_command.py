@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -46,17 +47,28 @@ _LONGEST_SCRIPT = 2**16
 _PATIENCE_S = 120.0
 """Longest wait for a launcher's parser, whose package takes seconds to import."""
 
+_REFUSED = re.compile(r"^[^:]*: error: ")
+"""What argparse writes before its reason."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchCommand:
-    """What a command comes to on one machine."""
+    """What a command comes to."""
 
     script: str
     """Path of a Python file, or a module's name."""
     is_module: bool = False
     args: tuple[str, ...] = ()
     ranks: int | None = None
-    """Ranks that it starts on this machine; None if it leaves that to the launcher."""
+    """Ranks that it starts on each node; None if it leaves that to the launcher."""
+    nodes: int = 1
+    """Nodes that it starts ranks on."""
+    hosts: tuple[str, ...] = ()
+    """Names of several nodes; empty if it does not name them."""
+    elsewhere: tuple[str, ...] = ()
+    """Its options, with their values, that say where other nodes are."""
+    rendezvous: tuple[str, ...] = ()
+    """Its options, with their values, that say where ranks meet."""
     gpus: str | None = None
     """Indices of the GPUs that it selects, as ``0,2``; None if it selects none."""
     without_gpus: str | None = None
@@ -196,7 +208,8 @@ def _launcher(launcher: str, words: Sequence[str], *, cwd: Path) -> LaunchComman
 
 
 def _as_command(answer: Mapping[str, Any]) -> LaunchCommand:
-    return LaunchCommand(**{**answer, "args": tuple(answer["args"]), "notes": tuple(answer["notes"])})
+    lists = {name: tuple(value) for name, value in answer.items() if isinstance(value, list)}
+    return LaunchCommand(**{**answer, **lists})
 
 
 def _answer(module: str, words: Sequence[str], *, name: str, cwd: Path) -> dict[str, Any]:
@@ -212,7 +225,8 @@ def _answer(module: str, words: Sequence[str], *, name: str, cwd: Path) -> dict[
     answer = _last_json(done.stdout)
     if answer is None:
         tail = [line for line in done.stderr.strip().splitlines() if line.strip()]
-        raise UsageError(f"{name} cannot be read: {tail[-1] if tail else f'its parser ended with {done.returncode}'}.")
+        reason = _REFUSED.sub("", tail[-1]) if tail else f"its parser ended with {done.returncode}"
+        raise UsageError(f"{name} cannot be read: {reason}.")
     if "error" in answer:
         raise UsageError(str(answer["error"]))
     return answer

@@ -6,17 +6,30 @@ Prints the command that is left as one line of JSON (``launch_command.LaunchComm
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeVar
 
 from optuna_dsat.script.launch_command import LaunchCommand, as_json, read_command
+from optuna_dsat.script.launcher_values import (
+    at_least_one,
+    gpu_indices,
+    nodes_of_torchrun,
+    ranks_of_torchrun,
+    slots_of,
+)
+from optuna_dsat.script.stand_ins import StandIn, StandInUsedError, imported_alone
 
 __all__ = ["main", "of_accelerate", "of_torchrun", "read_options"]
 
+_Read = TypeVar("_Read")
+_LEFT_OPEN = -1
+"""What DeepSpeed's runner has for a number that is not given."""
 _LOCAL = ("localhost", "127.0.0.1", os.uname().nodename)
 
 
@@ -60,12 +73,9 @@ def _target(name: str, args: Sequence[str], *, is_module: bool, no_python: bool)
     return {"script": inner.script, "is_module": inner.is_module, "args": inner.args}
 
 
-def _elsewhere(options: Mapping[str, Any]) -> list[str]:
-    """Return a sentence on those options, name -> given value, that say where other nodes or the rendezvous are."""
-    given = [f"{name} {value}" for name, value in options.items() if value not in (None, "", -1, False)]
-    if not given:
-        return []
-    return [f"{', '.join(given)}: tuned on this machine alone, and each launch chooses its own rendezvous."]
+def _given(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return those options, name -> given value, that have a value, as they are typed."""
+    return tuple(f"{name} {value}" for name, value in options.items() if value not in (None, "", -1, False))
 
 
 def _without_effect(options: Mapping[str, Any]) -> list[str]:
@@ -73,17 +83,48 @@ def _without_effect(options: Mapping[str, Any]) -> list[str]:
     return [f"{', '.join(given)} has no effect on a trial."] if given else []
 
 
-def _deepspeed(words: Sequence[str]) -> LaunchCommand:
-    from deepspeed.launcher.runner import parse_args
+def _options(
+    words: Sequence[str],
+    module: str,
+    *beside: str,
+    without: Sequence[str] = (),
+    parse: Callable[[ModuleType, list[str]], _Read],
+) -> _Read:
+    """Return what a launcher's own parser reads.
 
-    given = parse_args(list(words))
-    notes = _elsewhere(
-        {
-            "--num_nodes": given.num_nodes if given.num_nodes > 1 else None,
-            "--hostfile": given.hostfile if any(word.startswith(("--hostfile", "-H")) for word in words) else None,
-            "--master_addr": given.master_addr,
-        }
+    Args:
+        words: The command without the launcher itself.
+        module: The module that has the parser.
+        beside: Modules that the parser needs; others of the same packages are imported only where it needs them, too.
+        without: Other packages of which it needs nothing, most often.
+        parse: Has a module's parser read words.
+    """
+    try:
+        with imported_alone((module, *beside), without=without) as stage:
+            found = importlib.import_module(module)
+            stage.end_imports()
+            given = parse(found, list(words))
+            if not any(isinstance(value, StandIn) for value in vars(given).values()):
+                return given
+    except ValueError:  # a refusal
+        raise
+    except (StandInUsedError, Exception):  # noqa: BLE001 - it may need what a stand-in is not
+        pass
+    return parse(importlib.import_module(module), list(words))
+
+
+def _deepspeed(words: Sequence[str]) -> LaunchCommand:
+    given = _options(
+        words,
+        "deepspeed.launcher.runner",
+        *("deepspeed.launcher", "deepspeed.launcher.constants", "deepspeed.constants"),
+        parse=_with_slots,
     )
+    slots: Mapping[str, Sequence[int]] = given.slots
+    hosts = tuple(slots) if len(slots) > 1 else ()
+    counts = [given.num_gpus if given.num_gpus > 0 else len(one) for one in slots.values()]
+    uneven = f"{', '.join(hosts)} have {', '.join(map(str, counts))} slots: {min(counts, default=0)} of each are used."
+    notes = [uneven] if len(set(counts)) > 1 else []
     notes += _without_effect(
         {
             "--autotuning": given.autotuning,
@@ -91,13 +132,45 @@ def _deepspeed(words: Sequence[str]) -> LaunchCommand:
             "--venv_script": getattr(given, "venv_script", None),
         }
     )
+    named = any(word.startswith(("--hostfile", "-H")) for word in words)
     return LaunchCommand(
         **_target(given.user_script, given.user_args, is_module=given.module, no_python=given.no_python),
-        ranks=given.num_gpus if given.num_gpus > 0 else None,
-        gpus=_indices(given.include, "--include"),
-        without_gpus=_indices(given.exclude, "--exclude"),
+        ranks=min(counts) if counts else given.num_gpus if given.num_gpus > 0 else None,
+        nodes=max(1, len(slots) if slots else given.num_nodes),
+        hosts=hosts,
+        elsewhere=_given(
+            {
+                "--num_nodes": given.num_nodes if given.num_nodes > 1 else None,
+                "--hostfile": given.hostfile if named else None,
+            }
+        ),
+        rendezvous=_given({"--master_addr": given.master_addr}),
+        gpus=None if hosts else _indices(given.include, "--include"),
+        without_gpus=None if hosts else _indices(given.exclude, "--exclude"),
         notes=tuple(notes),
     )
+
+
+def _with_slots(runner: Any, words: list[str]) -> argparse.Namespace:
+    """Return what DeepSpeed's runner reads, with the slots of each host of its hostfile; none without one.
+
+    Raises:
+        ValueError: If the options, or the lines of the hostfile, do not go together.
+    """
+    given: argparse.Namespace = runner.parse_args(words)
+    for option in ("num_gpus", "num_nodes"):
+        if getattr(given, option) != _LEFT_OPEN:
+            at_least_one(getattr(given, option), f"--{option}")
+            if given.include or given.exclude:
+                raise ValueError(f"--{option} goes with neither --include nor --exclude")
+    given.slots = {}
+    if Path(given.hostfile).is_file():
+        slots = runner.parse_inclusion_exclusion(runner.fetch_hostfile(given.hostfile), given.include, given.exclude)
+        hosts = list(slots)[: given.num_nodes if given.num_nodes > 0 else None]
+        given.slots = {host: slots[host] for host in hosts}
+    elif given.include and given.exclude:
+        raise ValueError("--include and --exclude exclude each other")
+    return given
 
 
 def _indices(text: str, option: str) -> str | None:
@@ -108,7 +181,7 @@ def _indices(text: str, option: str) -> str | None:
     """
     if not text:
         return None
-    nodes = dict(_node(one) for one in text.split("@"))
+    nodes = dict(_node(one, option) for one in text.split("@"))
     here = next((slots for name, slots in nodes.items() if name in _LOCAL), None)
     if here is None:
         if len(nodes) > 1:
@@ -117,38 +190,41 @@ def _indices(text: str, option: str) -> str | None:
     return here or None
 
 
-def _node(text: str) -> tuple[str, str]:
+def _node(text: str, option: str) -> tuple[str, str]:
     name, _, slots = text.partition(":")
-    expanded = [
-        str(index)
-        for part in slots.split(",")
-        if part
-        for index in (range(int(part.split("-")[0]), int(part.split("-")[1]) + 1) if "-" in part else [int(part)])
-    ]
-    return name, ",".join(expanded)
+    return name, ",".join(map(str, slots_of(slots, option)))
+
+
+_TORCHRUN = ("torch.distributed.argparse_util", "torch.numa.binding")
 
 
 def _torchrun(words: Sequence[str]) -> LaunchCommand:
-    from torch.distributed.run import get_args_parser
-
-    return of_torchrun(get_args_parser().parse_args(list(words)))
+    module = "torch.distributed.run"
+    return of_torchrun(
+        _options(words, module, *_TORCHRUN, parse=lambda run, all_: run.get_args_parser().parse_args(all_))
+    )
 
 
 def _torch_launch(words: Sequence[str]) -> LaunchCommand:
-    from torch.distributed.launch import parse_args
-
-    return of_torchrun(parse_args(list(words)))  # type: ignore[no-untyped-call]
+    beside = ("torch.distributed.run", *_TORCHRUN)
+    return of_torchrun(
+        _options(words, "torch.distributed.launch", *beside, parse=lambda launch, all_: launch.parse_args(all_))
+    )
 
 
 def of_torchrun(given: argparse.Namespace) -> LaunchCommand:
-    """Return what is left of ``torchrun`` once its parser has read the options."""
-    several = str(given.nnodes).split(":")[-1] != "1"
-    notes = _elsewhere({"--nnodes": given.nnodes if several else None, "--rdzv-endpoint": given.rdzv_endpoint})
-    ranks = str(given.nproc_per_node)
+    """Return what is left of ``torchrun`` once its parser has read the options.
+
+    Raises:
+        ValueError: If a value is none that it takes.
+    """
+    nodes = nodes_of_torchrun(str(given.nnodes))
     return LaunchCommand(
         **_target(given.training_script, given.training_script_args, is_module=given.module, no_python=given.no_python),
-        ranks=int(ranks) if ranks.isdigit() else None,
-        notes=tuple(notes),
+        ranks=ranks_of_torchrun(str(given.nproc_per_node)),
+        nodes=nodes,
+        elsewhere=_given({"--nnodes": given.nnodes if nodes > 1 else None}),
+        rendezvous=_given({"--rdzv-endpoint": given.rdzv_endpoint}),
     )
 
 
@@ -158,30 +234,51 @@ def _accelerate(words: Sequence[str]) -> LaunchCommand:
     return _accelerate_launch(words[1:])
 
 
-def _accelerate_launch(words: Sequence[str]) -> LaunchCommand:
-    from accelerate.commands import launch
+_ACCELERATE = (
+    "accelerate.commands",
+    *(f"accelerate.commands.{name}" for name in ("utils", "config")),
+    *(f"accelerate.commands.config.{name}" for name in ("config", "config_args", "config_utils", "cluster")),
+    *(f"accelerate.commands.config.{name}" for name in ("default", "sagemaker", "update")),
+    "accelerate.state",
+    "accelerate.utils",
+    *(f"accelerate.utils.{name}" for name in ("constants", "dataclasses", "environment", "imports")),
+    *(f"accelerate.utils.{name}" for name in ("launch", "other", "versions")),
+)
+"""All that reads options, by accelerate 1.15."""
 
-    return of_accelerate(launch.launch_command_parser().parse_args(list(words)))
+
+def _accelerate_launch(words: Sequence[str]) -> LaunchCommand:
+    def read(launch: Any, all_: list[str]) -> LaunchCommand:
+        return of_accelerate(launch.launch_command_parser().parse_args(all_))
+
+    return _options(words, "accelerate.commands.launch", *_ACCELERATE, without=("torch", "safetensors"), parse=read)
 
 
 def of_accelerate(given: argparse.Namespace) -> LaunchCommand:
-    """Return what is left of ``accelerate launch`` once its parser has read the options."""
+    """Return what is left of ``accelerate launch`` once its parser has read the options.
+
+    Raises:
+        ValueError: If a value is none that it takes.
+    """
     from accelerate.commands import launch
     from accelerate.utils.launch import prepare_deepspeed_cmd_env
 
     asked = given.num_processes
+    for option in ("num_processes", "num_machines"):
+        if getattr(given, option) is not None:
+            at_least_one(getattr(given, option), f"--{option}")
     given, _defaults, _mixed = launch._validate_launch_command(given)
     environment: dict[str, str] = {}
-    notes: list[str] = []
+    machines = given.num_machines or 1
+    ranks = (asked or given.num_processes) or None
     if given.use_deepspeed:
         given.main_process_port = 0
         fields = getattr(given, "deepspeed_fields_from_accelerate_config", None) or []
         given.deepspeed_fields_from_accelerate_config = ",".join(fields)
-        machines, given.num_machines = given.num_machines, 1
+        given.num_machines = 1
         _, made = prepare_deepspeed_cmd_env(given)
         environment = {name: value for name, value in made.items() if name.startswith("ACCELERATE_")}
-        notes = _elsewhere({"--num_machines": machines if machines and machines > 1 else None})
-    gpus = None if given.gpu_ids in (None, "all") else str(given.gpu_ids)
+    gpus = None if given.gpu_ids in (None, "all") else gpu_indices(str(given.gpu_ids), "--gpu_ids")
     return LaunchCommand(
         **_target(
             given.training_script,
@@ -189,11 +286,12 @@ def of_accelerate(given: argparse.Namespace) -> LaunchCommand:
             is_module=bool(given.module),
             no_python=bool(given.no_python),
         ),
-        ranks=(asked or given.num_processes) or None,
+        ranks=None if ranks is None else max(1, ranks // machines),
+        nodes=machines,
+        elsewhere=_given({"--num_machines": machines if machines > 1 else None}),
         gpus=gpus,
         config=given.deepspeed_config_file if given.use_deepspeed else None,
         environment=environment,
-        notes=tuple(notes),
     )
 
 

@@ -161,11 +161,57 @@ def test_deepspeeds_options_are_read() -> None:
 
 def test_what_names_other_machines_is_named() -> None:
     found = read_options("deepspeed", ["--num_nodes", "2", "--master_addr", "10.0.0.1", "train.py"])
-    assert "--num_nodes 2" in found.notes[0]
-    assert "--master_addr 10.0.0.1" in found.notes[0]
-    assert "--nnodes 2" in read_options("torchrun", ["--nnodes", "2", "--nproc_per_node", "4", "train.py"]).notes[0]
+    assert (found.nodes, found.elsewhere, found.rendezvous) == (2, ("--num_nodes 2",), ("--master_addr 10.0.0.1",))
+    found = read_options("torchrun", ["--nnodes", "1:2", "--nproc_per_node", "4", "train.py"])
+    assert (found.nodes, found.ranks, found.elsewhere) == (2, 4, ("--nnodes 1:2",))
     with pytest.raises(ValueError, match="worker-1"):
         read_options("deepspeed", ["--include", "worker-0:1@worker-1:2", "train.py"])
+
+
+HOSTS = "# the cluster\nw0 slots=8\nw1 slots=8\n\nw2 slots=4\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "hosts", "ranks"),
+    [
+        ("", ("w0", "w1", "w2"), 4),
+        ("--num_nodes 2", ("w0", "w1"), 8),
+        ("--num_nodes 2 --num_gpus 3", ("w0", "w1"), 3),
+        ("--include w0:1,2@w2:0,3", ("w0", "w2"), 2),
+        ("--exclude w2", ("w0", "w1"), 8),
+        ("--num_nodes 1", (), 8),
+    ],
+)
+def test_a_hostfile_means_what_it_means_to_deepspeed(
+    folder: Path, options: str, hosts: tuple[str, ...], ranks: int
+) -> None:
+    (folder / "hosts").write_text(HOSTS)
+    found = read_options("deepspeed", ["--hostfile", "hosts", *options.split(), "train.py"])
+    assert (found.hosts, found.ranks, found.nodes) == (hosts, ranks, max(1, len(hosts)))
+    assert "--hostfile hosts" in found.elsewhere
+    assert bool(found.notes) == (options == "")
+    if not options:
+        assert "8, 8, 4 slots: 4 of each are used" in found.notes[0]
+
+
+def test_a_hostfile_that_is_none_is_refused_and_a_missing_one_means_this_machine(folder: Path) -> None:
+    (folder / "hosts").write_text("w0 8\n")
+    with pytest.raises(UsageError, match="bad entry: w0 8"):
+        read(folder, "deepspeed --hostfile hosts train.py")
+    found = read(folder, "deepspeed --hostfile missing --num_gpus 2 train.py")
+    assert found is not None
+    assert (found.nodes, found.ranks, found.hosts) == (1, 2, ())
+
+
+def test_processes_of_accelerate_are_counted_on_each_machine(folder: Path) -> None:
+    (folder / "acc.yaml").write_text(
+        ACCELERATE_CONFIG.replace("num_machines: 1", "num_machines: 2").replace("num_processes: 2", "num_processes: 8")
+    )
+    found = read_options(
+        "accelerate",
+        ["launch", "--config_file", "acc.yaml", "--machine_rank", "0", "--main_process_ip", "10.0.0.1", "train.py"],
+    )
+    assert (found.nodes, found.ranks, found.elsewhere) == (2, 4, ("--num_machines 2",))
 
 
 @pytest.mark.parametrize(("asked", "ranks"), [("4", 4), ("gpu", None), ("auto", None)])
