@@ -75,7 +75,7 @@ class StandIn:
     def __mro_entries__(self, _: tuple[Any, ...]) -> tuple[type, ...]:
         return (object,)
 
-    __bool__ = __iter__ = __len__ = __str__ = __format__ = __lt__ = __int__ = __contains__ = _refuse  # type: ignore[assignment]
+    __bool__ = __iter__ = __len__ = __str__ = __format__ = __lt__ = __int__ = __contains__ = _refuse
     __hash__ = object.__hash__
 
 

@@ -44,7 +44,7 @@ def noise(path: Path) -> None:
     append(path, b"x\n" * 20_000)
 
 
-FLOODS = {
+FLOODS: dict[Callable[[Path], None], str] = {
     huge: "over 64 MiB",
     endless_line: "a line of over 4 MiB",
     long_line: "a line of over 4 MiB",
