@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from optuna_dsat.config.ds_config import effective
 from optuna_dsat.config.knobs import NVME, OFFLOAD_OPTIMIZER
 from optuna_dsat.config.search_space import SearchSpace
+from optuna_dsat.config.structures import Structure
 
-__all__ = ["operators_of"]
+__all__ = ["COMMUNICATION", "operators_at_start", "operators_of"]
+
+COMMUNICATION = "ShareMemCommBuilder"
+"""Builder of the operator for communication on the CPU, which DeepSpeed loads wherever it has no other device."""
 
 _ON_HOST = {
     "adagrad": "CPUAdagradBuilder",
@@ -27,7 +32,39 @@ _ON_DEVICE = {
 """Optimizer of the config -> builder of its operator if the optimizer is on the device."""
 
 
-def operators_of(ds_config: Mapping[str, Any], space: SearchSpace) -> tuple[str, ...]:
+_DEEPSPEEDS_OWN = ("Fused", "DeepSpeed")
+"""Prefixes of the classes of optimizers that have an operator."""
+
+
+def operators_at_start(ds_config: Mapping[str, Any], *, device: str) -> tuple[str, ...]:
+    """Return the names of the operator builders that a launch of the user's own config needs.
+
+    Args:
+        ds_config: The user's config.
+        device: ``cuda`` or ``cpu``.
+    """
+    config = effective(ds_config)
+    structure, name = Structure.of(config), _own_optimizer(config)
+    target = structure.offload_optimizer if structure.stage > 0 else "none"
+    found = {(_ON_DEVICE if target == "none" else _ON_HOST).get(name, "")} - {""}
+    if "nvme" in (target, structure.offload_param):
+        found.add("AsyncIOBuilder")
+    if device == "cpu":
+        found.add(COMMUNICATION)
+    return tuple(sorted(found))
+
+
+def _own_optimizer(ds_config: Mapping[str, Any]) -> str:
+    """Return the type of the config's optimizer in lower case; empty if there is none, or torch's own is used."""
+    optimizer = ds_config.get("optimizer")
+    if not isinstance(optimizer, Mapping):
+        return ""
+    params = optimizer.get("params")
+    is_torchs = isinstance(params, Mapping) and params.get("torch_adam")
+    return "" if is_torchs else str(optimizer.get("type", "")).lower()
+
+
+def operators_of(ds_config: Mapping[str, Any], space: SearchSpace, *, measured_with: str = "") -> tuple[str, ...]:
     """Return the names of the operator builders that launches of a search may need.
 
     As chosen by ``DeepSpeedEngine._configure_basic_optimizer`` of DeepSpeed 0.19.8. An optimizer that the script builds
@@ -36,14 +73,11 @@ def operators_of(ds_config: Mapping[str, Any], space: SearchSpace) -> tuple[str,
     Args:
         ds_config: The user's config.
         space: The search space.
+        measured_with: Class of the optimizer in the profile launch; empty if it is not known.
     """
-    optimizer = ds_config.get("optimizer")
-    if not isinstance(optimizer, Mapping):
-        return ()
-    name = str(optimizer.get("type", "")).lower()
-    params = optimizer.get("params")
-    if isinstance(params, Mapping) and params.get("torch_adam"):
-        return ()
+    name = _own_optimizer(ds_config)
+    if not name or (name in _ON_DEVICE and measured_with and not measured_with.startswith(_DEEPSPEEDS_OWN)):
+        return ()  # without one in the config, or with one that the script builds itself
     choices = {tuned.name: tuned.choices for tuned in space.knobs}
     offloads = choices.get(OFFLOAD_OPTIMIZER, ("none",)) if max(space.stages) > 0 else ("none",)
     found = set()

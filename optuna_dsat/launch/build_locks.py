@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from optuna_dsat.runtime.build_locks import remove_if_abandoned
+from optuna_dsat.runtime.build_locks import is_held, remove_if_abandoned
 
-__all__ = ["extensions_dir", "remove_stale_locks"]
+__all__ = ["extensions_dir", "held_locks", "remove_stale_locks"]
 
 
 def extensions_dir(environ: Mapping[str, str]) -> Path:
@@ -24,5 +24,18 @@ def remove_stale_locks(environ: Mapping[str, str]) -> tuple[Path, ...]:
     Args:
         environ: Environment of the launches.
     """
+    return tuple(path for path in _locks(environ) if remove_if_abandoned(path))
+
+
+def held_locks(environ: Mapping[str, str]) -> tuple[Path, ...]:
+    """Return the locks of builds that go on, each in the folder of what is built.
+
+    Args:
+        environ: Environment of the launches.
+    """
+    return tuple(path for path in _locks(environ) if is_held(path))
+
+
+def _locks(environ: Mapping[str, str]) -> tuple[Path, ...]:
     root = extensions_dir(environ)
-    return tuple(path for path in (*root.glob("*/lock"), *root.glob("*/*/lock")) if remove_if_abandoned(path))
+    return (*root.glob("*/lock"), *root.glob("*/*/lock"))

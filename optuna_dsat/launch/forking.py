@@ -38,12 +38,21 @@ class Forking:
         log: File for the output of the imports.
         enabled: Whether to fork at all.
         on_notice: Called when launches are forked differently from here on, or no longer.
+        on_phase: Called with what a launch waits for, and with nothing once it is over.
     """
 
-    def __init__(self, log: Path, *, enabled: bool, on_notice: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        log: Path,
+        *,
+        enabled: bool,
+        on_notice: Callable[[str], None],
+        on_phase: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self._warm = WarmLaunches(log)
         self._enabled = enabled
         self._notify = on_notice
+        self._on_phase = on_phase
 
     @property
     def enabled(self) -> bool:
@@ -75,9 +84,20 @@ class Forking:
     def start(self, order: WarmOrder) -> WarmAgent | None:
         """Fork a launch; return its agent, None if it must be started by plain torchrun."""
         if self._enabled:
-            with self._plain_if_unavailable():
+            with self._plain_if_unavailable(), self._while_importing():
                 return self._warm.start(order)
         return None
+
+    @contextlib.contextmanager
+    def _while_importing(self) -> Iterator[None]:
+        if not self._warm.is_importing:
+            yield
+            return
+        self._on_phase("importing torch, DeepSpeed and what the script imports")
+        try:
+            yield
+        finally:
+            self._on_phase("")
 
     @contextlib.contextmanager
     def _plain_if_unavailable(self) -> Iterator[None]:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from optuna_dsat.launch.build_locks import remove_stale_locks
+from optuna_dsat.launch.build_watch import BuildWatch
+from optuna_dsat.launch.built_operators import COMMUNICATION, operator_name
 from optuna_dsat.launch.classify import StopReason, classify
 from optuna_dsat.launch.command import device_environment
 from optuna_dsat.launch.device_return import DeviceReturn
@@ -58,6 +60,7 @@ class TorchrunLauncher:
         warm: Whether launches are forked from a process that has the heavy modules imported (``launch/warm.py``), as
             long as that works.
         on_notice: Called with each new notice for the user.
+        on_phase: Called with what takes long and is no launch, and with nothing once it is over.
 
     Raises:
         UsageError: If ``max_slots`` is less than 1.
@@ -74,6 +77,7 @@ class TorchrunLauncher:
         base_env: Mapping[str, str] | None = None,
         warm: bool = False,
         on_notice: Callable[[str], None] = lambda _: None,
+        on_phase: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._output_dir = Path(output_dir)
         self._notify = _each_once(on_notice)
@@ -84,7 +88,9 @@ class TorchrunLauncher:
         self._device_return = DeviceReturn(self._pool)
         self._notes = TunerNotes(self._output_dir)
         self._leftovers = LeftoverWatch(self._base_env, on_notice=self._notify)
-        self._forking = Forking(self._output_dir / "warm.log", enabled=warm, on_notice=self._notify)
+        self._on_phase = on_phase
+        self._forking = Forking(self._output_dir / "warm.log", enabled=warm, on_notice=self._notify, on_phase=on_phase)
+        self._builds = BuildWatch(self._base_env, on_phase=on_phase)
 
     @property
     def free_slots(self) -> int:
@@ -118,10 +124,10 @@ class TorchrunLauncher:
             operators: Class names of DeepSpeed's builders whose operators they may need.
         """
         if operators:
-            self._notify(f"Compiling DeepSpeed's operators where that is still to do: {', '.join(operators)} ...")
             environ = device_environment(self._base_env, kind=self._pool.kind)
-            for name, why in compile_operators(operators, environ).items():
-                self._notify(f"DeepSpeed's {name} fails here, and so will what needs it: {why}.")
+            for name, why in compile_operators(operators, environ, on_phase=self._on_phase).items():
+                means = "gloo alone is used" if name == COMMUNICATION else "what needs it will fail, too"
+                self._notify(f"DeepSpeed's {operator_name(name)} cannot be built here, and {means}: {why}.")
         self._forking.prepare(preload)
 
     def start(self, request: LaunchRequest) -> None:
@@ -180,6 +186,7 @@ class TorchrunLauncher:
         self._leftovers.check()
         while True:
             updates = self._advance()
+            (self._builds.check if self._running else self._builds.end)()
             if updates or (now := time.monotonic()) >= deadline:
                 return updates
             if not self._running:

@@ -31,6 +31,7 @@ class SlotWait:
         limit_s: Longest wait in seconds since the holders last changed; 0 to fail at once.
         study: Name of the study to resume after a failure; empty for none.
         on_notice: Called with who holds what, once per change.
+        on_phase: Called with what is waited for once that is reported, and with nothing once it is over.
         clock: Monotonic time in seconds.
     """
 
@@ -42,6 +43,7 @@ class SlotWait:
         limit_s: float = DEFAULT_LIMIT_S,
         study: str = "",
         on_notice: Callable[[str], None] = lambda _: None,
+        on_phase: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._holders = holders
@@ -49,6 +51,7 @@ class SlotWait:
         self._limit_s = limit_s
         self._study = study
         self._on_notice = on_notice
+        self._on_phase = on_phase
         self._clock = clock
         self._begun: float | None = None
         self._changed = 0.0
@@ -80,6 +83,8 @@ class SlotWait:
                 f"Waiting for {self._needed()}, for {self._limit_s:g} s at most while this does not change "
                 f"(--wait-for-gpus). {_sentence(holders)}"
             )
+            devices = ", ".join(dict.fromkeys(holder.device for holder in holders))
+            self._on_phase(f"waiting for {devices or self._needed()}")
 
     def repeat(self, message: str) -> None:
         """Report that a launch is repeated for a reason that is not its own."""
@@ -87,6 +92,8 @@ class SlotWait:
 
     def reset(self) -> None:
         """Note that no slots are missing."""
+        if self._reported is not None:
+            self._on_phase("")
         self._begun = self._state = self._reported = None
 
     def _needed(self) -> str:

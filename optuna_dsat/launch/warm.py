@@ -252,6 +252,11 @@ class WarmLaunches:
         """What the server imports."""
         return self._preload
 
+    @property
+    def is_importing(self) -> bool:
+        """Whether the next launch may have to wait for imports."""
+        return self._server is None or self._preloads_pending > 0
+
     def has_proven(self, preload: Preload) -> bool:
         """Return whether a forked launch that had this imported has trained."""
         return self._proven == preload

@@ -358,7 +358,8 @@ def _hint(spec: StudySpec, report: LaunchReport, record: LaunchRecord) -> str:
 
 def _failure(spec: StudySpec, report: LaunchReport, record: LaunchRecord) -> DsatError:
     return ScriptFailedError(
-        f"The profile launch ended with {outcome_in_words(report.outcome)}: {report.message}" + _hint(spec, report, record),
+        f"The profile launch ended with {outcome_in_words(report.outcome)}: {report.message}"
+        + _hint(spec, report, record),
         traceback_tail=report.error_excerpt,
         log_path=report.log_path,
     )

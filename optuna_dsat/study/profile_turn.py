@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from optuna_dsat.config.ds_config import MICRO_BATCH
+from optuna_dsat.config.op_builders import operators_at_start
+from optuna_dsat.launch.built_operators import is_built
 from optuna_dsat.launch.measurement import LaunchRecord
+from optuna_dsat.launch.preload import Preload
 from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.runtime.events import Event
 from optuna_dsat.store import StoredProfile
@@ -115,6 +119,10 @@ class ProfileTurn:
         return self._store.find_profile(self.fingerprint)
 
     def _measure(self) -> Profiled:
+        spec = self._spec
+        needed = operators_at_start(spec.ds_config, device=spec.device)
+        if missing := [name for name in needed if not is_built(name, os.environ)]:
+            self._context.launcher.prepare(Preload(), operators=missing)
         profiled = measure_profile(
             self._spec,
             self._context.launcher,

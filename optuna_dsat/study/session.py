@@ -19,7 +19,7 @@ from optuna_dsat.study.folder import mark_folder
 from optuna_dsat.study.methods import Method, make_method
 from optuna_dsat.study.profile import Profiled
 from optuna_dsat.study.profile_turn import ProfileTurn
-from optuna_dsat.study.progress import Message, Observer
+from optuna_dsat.study.progress import Message, Observer, Phase
 from optuna_dsat.study.request import StudyRequest
 from optuna_dsat.study.result import TuneResult
 from optuna_dsat.study.space import space_of
@@ -60,6 +60,7 @@ class Session:
             limit_s=spec.wait_for_gpus_s,
             study=spec.name,
             on_notice=lambda text: observer(Message(text=text)),
+            on_phase=lambda words: observer(Phase(words=words, said=True)),
         )
         self._context = StudyContext(
             spec=spec, study_uuid=record.uuid, store=store, launcher=launcher, observer=observer, wait=wait
@@ -86,7 +87,7 @@ class Session:
         space = space_of(self.spec, profiled)
         self._context.launcher.prepare(
             profiled.preload.changed(added=self.spec.preload, left_out=self.spec.no_preload),
-            operators=operators_of(self.spec.ds_config, space),
+            operators=operators_of(self.spec.ds_config, space, measured_with=profiled.profile.optimizer),
         )
         prior_knowledge = self._prior_knowledge(profiled, mark)
         method = make_method(self.spec, profiled, space, prior_knowledge=prior_knowledge)

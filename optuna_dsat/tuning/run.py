@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TextIO
@@ -24,7 +24,7 @@ from optuna_dsat.launch.torchrun import TorchrunLauncher
 from optuna_dsat.store import Store, display_url, parse_url
 from optuna_dsat.study.launch_requests import full_request
 from optuna_dsat.study.needed_secrets import require_secrets
-from optuna_dsat.study.progress import Message, Observer
+from optuna_dsat.study.progress import Message, Observer, Phase
 from optuna_dsat.study.request import StudyRequest
 from optuna_dsat.study.result import TuneResult
 from optuna_dsat.study.session import Session
@@ -67,7 +67,7 @@ def run_study(request: StudyRequest, *, observer: Observer) -> StudyRun:
     require_secrets(spec)
     if not request.relocated:
         remember(spec)
-    launcher = _launcher_of(request, notify)
+    launcher = _launcher_of(request, observer)
     kept = KeptResults(observer)
     shown, result, interrupted = "", None, False
     try:
@@ -93,18 +93,19 @@ def run_study(request: StudyRequest, *, observer: Observer) -> StudyRun:
     return StudyRun(request=request, result=result, interrupted=interrupted, storage=shown)
 
 
-def _launcher_of(request: StudyRequest, notify: Callable[[str], None]) -> Launcher:
+def _launcher_of(request: StudyRequest, observer: Observer) -> Launcher:
     spec = request.spec
     if spec.on != "here":
         from optuna_dsat.tuning.cluster import cluster_launcher
 
-        return cluster_launcher(spec, on_notice=notify)
+        return cluster_launcher(spec, on_notice=lambda text: observer(Message(text=text)))
     return TorchrunLauncher(
         spec.study_dir,
         devices=request.devices,
         max_slots=spec.max_slots,
         warm=spec.launcher == "warm",
-        on_notice=notify,
+        on_notice=lambda text: observer(Message(text=text)),
+        on_phase=lambda words: observer(Phase(words=words)),
     )
 
 
