@@ -42,7 +42,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--blows", nargs="+", type=Blow, default=list(Blow), metavar="BLOW", help=", ".join(Blow))
     parser.add_argument("--all", action="store_true", help="Try every blow, however often the same code gets there.")
     parser.add_argument(
-        "--times", type=int, default=3, help="Without --all: blows of a kind at each place of a study; %(default)s."
+        "--times", type=int, default=2, help="Without --all: blows of each kind at each place; %(default)s or more."
     )
     parser.add_argument("--sample", type=int, help="Try so many of these blows.")
     parser.add_argument("--seed", type=int, help=f"Seed of the sample; otherwise {SEED}, or drawn.")

@@ -34,10 +34,12 @@ def all_strikes(references: Mapping[Case, Reference], blows: Sequence[Blow]) -> 
 
 
 def distinct(strikes: Sequence[Strike], *, times: int) -> list[Strike]:
-    """Return at most so many blows of each kind at each place of each case: the first, the last, and some between.
+    """Return at most so many blows of each kind at each place: the first, the last, and some between.
 
     A place is what a point does and the code that leads there, so the profile, the search, the confirmation and the
-    conclusion have places of their own; the passes of a loop share theirs.
+    conclusion have places of their own; the passes of a loop share theirs. Each study has its own kills, since what a
+    method makes of its history is its own; other blows meet the same code whatever the method, so the studies of a
+    database share these.
 
     Args:
         strikes: Of all points, in order.
@@ -50,7 +52,8 @@ def distinct(strikes: Sequence[Strike], *, times: int) -> list[Strike]:
         raise ValueError(f"The first and the last of each are tried at least; got {times}.")
     groups: dict[object, list[Strike]] = {}
     for one in strikes:
-        groups.setdefault((one.case, one.blow, one.point.place), []).append(one)
+        shared = one.case if one.blow is Blow.KILL else one.case.database
+        groups.setdefault((shared, one.blow, one.point.place), []).append(one)
     kept = set()
     for group in groups.values():
         last = len(group) - 1

@@ -159,6 +159,17 @@ def test_the_passes_of_a_loop_are_one_place_of_which_the_first_and_the_last_are_
     assert elsewhere in distinct([*strikes, elsewhere], times=2), "another line is another place"
 
 
+def test_methods_share_places_but_for_kills() -> None:
+    other = Case(method="binary", database="sqlite")
+    strikes = [replace(one, case=case) for case in (CASE, other) for one in strikes_of(*"0123")]
+    kept = distinct(strikes, times=2)
+    assert [(one.case, one.number) for one in kept if one.blow is Blow.KILL] == [
+        *((CASE, number) for number in (0, 3)),
+        *((other, number) for number in (0, 3)),
+    ]
+    assert [(one.case, one.number) for one in kept if one.blow is Blow.DISK_FULL] == [(CASE, 0), (other, 3)]
+
+
 def test_a_sample_is_drawn_by_its_seed() -> None:
     strikes = strikes_of(*"abcdefgh")
     assert drawn(strikes, seed=1, sample=4) == drawn(strikes, seed=1, sample=None)[:4]
