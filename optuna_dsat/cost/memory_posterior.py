@@ -2,11 +2,11 @@
 
 The prior mean are the formulas of ``optuna_dsat.cost.memory``. Their error is a Gaussian process, a sum of linear
 parts: activations per sample (one factor shared by all lineages, a smaller one per structure), and constants: one
-shared by all, one per ZeRO stage, one per offload, one per structure (stage and offloads), one per value of a knob within
-its structure, one per lineage. A measured peak determines nearly all of its own lineage, much of its structure, and less
-of the others. Where a peak is far from its formula, those of others are taken to be as wrong: the variance of the constants
-of stages, offloads and structures has a factor, that of the largest posterior density (type II maximum likelihood,
-MacKay 2003, chapter 28) given the measured peaks.
+shared by all, one per ZeRO stage, one per offload, one per structure (stage and offloads), one per value of a knob
+within its structure, one per lineage. A measured peak determines nearly all of its own lineage, much of its structure,
+and less of the others. Where a peak is far from its formula, those of others are taken to be as wrong: the variance of
+what structures share has a factor, that of the largest posterior density (type II maximum likelihood, MacKay 2003,
+chapter 28) given the measured peaks.
 
 The memory that can be used is uncertain as well: the CUDA context, NCCL's buffers and fragmentation are not part of a
 peak. A launch that fitted or ran out of memory only shows on which side of the limit its memory lies. Such one-sided
@@ -37,8 +37,8 @@ _CURVE_SD, _CURVE_WIDTH = 0.03, 1.0
 _BUFFER_SD = 0.6
 """Relative standard deviation of the bytes that the formulas give for a knob's value beyond its least."""
 _SHARED_SD, _STAGE_SD, _OFFLOAD_SD, _STRUCTURE_SD = 0.012, 0.02, 0.012, 0.02
-"""Standard deviations of the formulas' error, relative to the device's memory: shared by all, by those of a ZeRO stage, by
-those with the same offload of the optimizer (likewise of the parameters), and of one structure."""
+"""Standard deviations of the formulas' error, relative to the device's memory: shared by all, by those of a ZeRO stage,
+by those with the same offload of the optimizer (likewise of the parameters), and of one structure."""
 _KNOBS_SD, _LINEAGE_SD, _NOISE_SD = 0.02, 0.005, 0.003
 """The same of a value of each knob within its structure, of a lineage, and of a measurement."""
 _RELATIVE_SDS = (_STAGE_SD, _OFFLOAD_SD, _OFFLOAD_SD)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from optuna_dsat.cost.memory_posterior import normal_cdf
 
-__all__ = ["Acquisition", "expected_improvement", "heavy_tailed_improvement"]
+__all__ = ["Acquisition", "expected_improvement", "heavy_tailed_improvement", "learnt_spread"]
 
 Numbers: TypeAlias = npt.NDArray[Any]
 
@@ -43,6 +43,19 @@ def heavy_tailed_improvement(mean: Numbers, sd: Numbers) -> Numbers:
     below = 0.5 + (u / math.sqrt(3) / (1 + u**2 / 3) + np.arctan(u / math.sqrt(3))) / math.pi
     found: Numbers = mean * below + sd * (3 + u**2) / 2 * density
     return np.maximum(found, 0.0)
+
+
+def learnt_spread(variance: Numbers, noise_variance: float) -> Numbers:
+    """Return the standard deviations of what one measurement will move posterior means by (Frazier et al. 2009).
+
+    Without noise that of what is measured; of a measurement that is mostly noise, little is learnt.
+
+    Args:
+        variance: Posterior variances of what is measured.
+        noise_variance: Variance of a measurement around it.
+    """
+    found: Numbers = variance / np.sqrt(variance + noise_variance)
+    return found
 
 
 def expected_improvement(gain: Numbers, spread: Numbers) -> Numbers:

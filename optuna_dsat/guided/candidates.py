@@ -113,6 +113,8 @@ class CandidateTable:
         indices = {key: index for index, key in enumerate(dict.fromkeys(structures))}
         self.structure = np.array([indices[key] for key in structures], dtype=np.int64)
         """Index of each row's structure: ZeRO stage and offload, NVMe apart from CPU."""
+        self.relatives = np.column_stack([self._coded(name) for name in STRUCTURE])
+        """Index of each row's ZeRO stage, offload of the optimizer and offload of the parameters, shape (rows, 3)."""
         self.knobs, values = self._codes()
         """Index of the value of each other knob, shape (rows, knobs)."""
         self.knob_kernels = [knob_kernel(one) for one in values]
@@ -157,6 +159,7 @@ class CandidateTable:
         return MemoryInputs(
             lineage=rows,
             structure=self.structure[rows],
+            relatives=self.relatives[rows],
             knobs=self.knobs[rows],
             micro_batch=np.asarray(micro_batch, dtype=np.float64),
             forward=self.forward[rows],
@@ -164,6 +167,11 @@ class CandidateTable:
             buffers=self.buffers[rows],
             non_contiguous=1 - self.columns.contiguous[rows],
         )
+
+    def _coded(self, name: str) -> Numbers:
+        """Return the index of each row's value of a knob, those without one apart."""
+        ids: dict[Any, int] = {}
+        return np.array([ids.setdefault(params.get(name), len(ids)) for params in self.lineages], dtype=np.int64)
 
     def _codes(self) -> tuple[Numbers, list[list[Any]]]:
         """Return the index of each knob's value, shape (rows, knobs), and the values of each, None for without one."""

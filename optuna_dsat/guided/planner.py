@@ -9,11 +9,13 @@ The next launch has the largest expected improvement (Jones et al. 1998) per cos
 
     P(fits) EI / (P(fits) T_run + (1 - P(fits)) T_failed)
 
-with EI the expected improvement of the metric's logarithm over the best posterior mean so far, ``T_run`` the seconds of
-start-up and profile steps, and ``T_failed`` those of start-up; start-up time is estimated from the launches so far. A
-launch of ten times the seconds must be expected to gain ten times as much. For structures that were never measured the
-improvement is that of a heavy-tailed error (``optuna_dsat.guided.acquisition``): where the formula is wrong about a
-structure, it is wrong by much. No micro-batch is larger than ``Problem.reach`` times the largest that ran.
+with EI the expected improvement of the metric's logarithm over the best posterior mean so far, by what the launch
+will change of its own posterior mean: noise bounds what is learnt from it (the knowledge gradient of Frazier et al.
+2009, of one configuration). ``T_run`` are the seconds of start-up and profile steps, and ``T_failed`` those of
+start-up; start-up time is estimated from the launches so far. A launch of ten times the seconds must be expected to
+gain ten times as much. For structures that were never measured the improvement is that of a heavy-tailed error
+(``optuna_dsat.guided.acquisition``): where the formula is wrong about a structure, it is wrong by much. No
+micro-batch is larger than ``Problem.reach`` times the largest that ran.
 
 The search ends when no configuration has an expected improvement of at least ``min_gain`` (as in Jones et al. 1998) per
 launch, a launch being as long as one of the best configuration. ``remaining`` says what is then left to gain.

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from optuna_dsat.cost.memory_posterior import normal_cdf
 from optuna_dsat.cost.step_time import Timings
-from optuna_dsat.guided.acquisition import Acquisition, expected_improvement, heavy_tailed_improvement
+from optuna_dsat.guided.acquisition import Acquisition, expected_improvement, heavy_tailed_improvement, learnt_spread
 from optuna_dsat.guided.candidates import Observations
 from optuna_dsat.guided.memory import memory_posterior, most_informative
 from optuna_dsat.guided.problem import Problem
@@ -390,9 +390,10 @@ class Posterior:
             else self._incumbent
         )
         penalised = mean - _NON_DEFAULT_PENALTY * self._table.non_default_knobs[rows] - _LARGER_PENALTY * np.log2(sizes)
-        gain = expected_improvement(penalised - best, np.sqrt(variance))
+        learnt_sd = learnt_spread(variance, self.residuals.noise_variance)
+        gain = expected_improvement(penalised - best, learnt_sd)
         unknown = ~np.isin(self._table.structure[rows], self._table.structure[self.measured.row])
-        gain = np.where(unknown, heavy_tailed_improvement(penalised - best, np.sqrt(variance)), gain)
+        gain = np.where(unknown, heavy_tailed_improvement(penalised - best, learnt_sd), gain)
         run_s = self._start_up_s + self._problem.profile_steps * new.latency
         if self._incumbent is not None:
             gain = gain * (fits >= _MIN_FITS)

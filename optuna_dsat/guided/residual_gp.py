@@ -156,6 +156,11 @@ class ResidualGP:
         self.posterior_means: Numbers = (points.log_objective + signal @ self.weights)[:count]
         """Posterior mean log objective of each measured point, without noise."""
 
+    @property
+    def noise_variance(self) -> float:
+        """Learnt variance of a measured log objective from launch to launch."""
+        return self.factors["noise"] * NOISE_SD**2
+
     def covariance(self, a: Points, b: Points) -> Numbers:
         """Return the prior covariance of the log objectives of two sets of configurations, without noise."""
         return self._weighted(self._parts(a, b))

@@ -13,12 +13,19 @@ Numbers: TypeAlias = npt.NDArray[Any]
 
 
 def loads(
-    sizes: list[int], *, lineage: int = 0, structure: int = 0, knobs: tuple[int, ...] = (0, 0), buffers: float = 0.0
+    sizes: list[int],
+    *,
+    lineage: int = 0,
+    structure: int = 0,
+    relatives: tuple[int, int, int] | None = None,
+    knobs: tuple[int, ...] = (0, 0),
+    buffers: float = 0.0,
 ) -> MemoryInputs:
     count = len(sizes)
     return MemoryInputs(
         lineage=np.full(count, lineage),
         structure=np.full(count, structure),
+        relatives=np.array([relatives or (structure,) * 3] * count),
         knobs=np.array([knobs] * count),
         micro_batch=np.array(sizes, dtype=np.float64),
         forward=np.full(count, 10 * GIB),
@@ -55,6 +62,20 @@ def test_one_peak_tells_its_lineage_and_less_of_others() -> None:
     assert own == pytest.approx(peaks([12]), rel=0.02)
     assert 22 * GIB < other[0] < own[0]
     assert own_spread < other_spread
+
+
+def test_a_peak_far_from_its_formula_makes_those_of_relatives_doubtful_too() -> None:
+    """The formulas say 12 GiB more than is used: with ZeRO 3, whatever is offloaded."""
+    near, far = posterior(), posterior()
+    relative = loads([1], lineage=1, structure=1, relatives=(0, 1, 0))
+    near.observe(loads([1]), peaks([1]) + 0.2 * GIB, NONE)
+    far.observe(loads([1]), peaks([1]) - 12 * GIB, NONE)
+    (as_said,), _, (sure,) = near.predict(relative)
+    (corrected,), _, (doubtful,) = far.predict(relative)
+    assert near.error_factor == 1
+    assert far.error_factor > 10
+    assert as_said - corrected > 5 * GIB
+    assert doubtful > 2 * sure
 
 
 def test_two_peaks_tell_the_edge_to_a_sample() -> None:
