@@ -105,6 +105,9 @@ class Method:
     """Lineages of the space."""
     posterior_means: Callable[[Sequence[FrozenTrial]], Mapping[int, float]] | None = None
     """Trials -> posterior mean of the metric by number of the measured trial; None if the method has no posterior."""
+    remaining: Callable[[Sequence[FrozenTrial]], float] | None = None
+    """Trials -> share of the metric by which the best of the space exceeds the best measured, with 90 % probability at
+    most; None if the method has no posterior."""
 
     def ranked(self, trials: Sequence[FrozenTrial], *, maximize: bool) -> list[FrozenTrial]:
         """Return the measured trials, best first: by posterior mean if the method has a posterior."""
@@ -213,6 +216,7 @@ def _guided(spec: StudySpec, profiled: Profiled, space: SearchSpace, prior_knowl
         pruner=optuna.pruners.NopPruner(),
         classes=space.classes(),
         posterior_means=planner.posterior_means,
+        remaining=planner.remaining,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import optuna
@@ -139,6 +140,13 @@ class Session:
         )
         reason = Tuner(self._context, study=study, space=space, profiled=profiled, method=method).run()
         self.interrupted = reason is EndReason.INTERRUPTED
+        if method.remaining is not None and not self.interrupted:
+            left = method.remaining(study.get_trials(deepcopy=False))
+            if math.isfinite(left):
+                self._context.say(
+                    f"By what its launches measured, the search is within {max(left, 0.001):.1%} of the best there is "
+                    "(with 90 % probability)."
+                )
         return reason
 
     def _prior_knowledge(self, profiled: Profiled, mark: str) -> PriorKnowledge | None:
