@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import psutil
+
+from optuna_dsat.launch.processes import MARK_ENV
 from tests.harness.workers import wait_until
 
 __all__ = ["SlurmCluster", "running_slurm", "why_no_slurm"]
@@ -88,9 +91,34 @@ class SlurmCluster:
         """Numbers of the jobs that SLURM knows."""
         return self.ask("squeue", "-h", "-o", "%i").split()
 
+    def tasks(self) -> list[psutil.Process]:
+        """Return the living processes below this SLURM's steps: agents, and what these started."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                environ = process.environ()
+                ours = environ.get("SLURM_CONF") == self.environ["SLURM_CONF"] and "SLURM_PROCID" in environ
+                if ours and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def agents(self) -> list[psutil.Process]:
+        """Return the agents of nodes among them."""
+        return [one for one in self.tasks() if "optuna_dsat.cluster.agent" in _words(one)]
+
+    def ranks(self) -> list[psutil.Process]:
+        """Return torchruns, ranks and what they started."""
+        return [one for one in self.tasks() if MARK_ENV in one.environ()]
+
     def idle(self) -> int:
         """Return how many nodes nobody uses."""
         return len(self.ask("sinfo", "-h", "-N", "-t", "idle", "-o", "%N").split())
+
+
+def _words(process: psutil.Process) -> list[str]:
+    with suppress(psutil.Error):
+        return list(process.cmdline())
+    return []
 
 
 def _ports(count: int) -> int:

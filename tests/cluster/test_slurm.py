@@ -1,0 +1,195 @@
+"""Places and launches on a real SLURM of four nodes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from optuna_dsat.cluster import slurm as slurm_module
+from optuna_dsat.cluster.engine import ClusterError, PlaceState
+from optuna_dsat.cluster.launcher import ClusterLauncher, Limits
+from optuna_dsat.cluster.places import Layout
+from optuna_dsat.cluster.slurm import SlurmEngine, SlurmPlace
+from optuna_dsat.launch.protocol import Finished, LaunchReport, LaunchRequest, Observed
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.events import RankStarted
+from tests.harness.launches import STUB, request
+from tests.harness.slurm import SlurmCluster
+from tests.harness.workers import wait_until
+
+TWO_RANKS = Layout(nodes=2, slots=1, kind="cpu", gpus=2)
+
+
+@pytest.fixture
+def engine(slurm: SlurmCluster) -> Iterator[SlurmEngine]:
+    engine = SlurmEngine(())
+    yield engine
+    engine.close()
+    wait_until(lambda: not slurm.tasks(), what="no agent and no rank is left")
+    wait_until(lambda: not slurm.jobs, what="no job is left")
+    wait_until(lambda: slurm.idle() == slurm.nodes, what="all nodes are idle")
+
+
+def until(engine: SlurmEngine, condition: Callable[[], bool], *, what: str, limit_s: float = 60.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        engine.news(0.05)
+        if time.monotonic() > deadline:
+            pytest.fail(f"Not within {limit_s:g} s: {what}.")
+
+
+@pytest.fixture
+def launcher(engine: SlurmEngine, tmp_path: Path) -> Iterator[ClusterLauncher]:
+    launcher = launcher_on(engine, tmp_path)
+    yield launcher
+    launcher.close()
+
+
+def launcher_on(engine: SlurmEngine, folder: Path, **options: object) -> ClusterLauncher:
+    values = {"layout": TWO_RANKS, "limits": Limits(), "files": {}, "warm": False, **options}
+    return ClusterLauncher(folder / "out", engine=engine, **values)  # type: ignore[arg-type]
+
+
+def stub(folder: Path, launch_id: str = "trial-0000", *args: str, **changes: object) -> LaunchRequest:
+    return request(folder, launch_id=launch_id, script=STUB, args=args, **changes)
+
+
+def finish(launcher: ClusterLauncher, *, seen: list[object] | None = None, limit_s: float = 120.0) -> LaunchReport:
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        for update in launcher.poll(0.5):
+            if isinstance(update, Observed) and seen is not None:
+                seen.append((time.time(), update.event))
+            if isinstance(update, Finished):
+                return update.report
+    pytest.fail("The launch did not end.")
+
+
+@pytest.mark.parametrize(("nodes", "gpus", "arguments"), [(5, 0, ()), (2, 3, ()), (1, 0, ("--partition=none",))])
+def test_what_can_never_be_granted_is_refused_at_once(
+    slurm: SlurmCluster, nodes: int, gpus: int, arguments: tuple[str, ...]
+) -> None:
+    engine = SlurmEngine(arguments)
+    with pytest.raises(ClusterError, match="SLURM cannot grant"):
+        engine.check(nodes=nodes, slots=gpus)
+    SlurmEngine(()).check(nodes=4, slots=2)
+    assert not slurm.jobs
+
+
+def test_a_place_that_does_not_fit_waits_with_the_schedulers_reason(engine: SlurmEngine) -> None:
+    places = [engine.request(nodes=2, slots=2) for _ in range(3)]
+
+    def ready() -> list[object]:
+        return [place for place in places if place.state is PlaceState.READY]
+
+    until(engine, lambda: len(ready()) == 2, what="two places are ready")
+    (third,) = [place for place in places if place not in ready()]
+    until(engine, lambda: third.why == "Resources", what="the scheduler's reason is known")
+    assert third.state is PlaceState.QUEUED
+    first = next(place for place in places if place.state is PlaceState.READY)
+    engine.release(first)
+    until(engine, lambda: third.state is PlaceState.READY, what="the third place is ready")
+
+
+def test_a_queued_place_is_taken_back(engine: SlurmEngine, slurm: SlurmCluster) -> None:
+    held, queued = engine.request(nodes=4, slots=2), engine.request(nodes=1, slots=2)
+    until(engine, lambda: held.state is PlaceState.READY and bool(queued.why), what="one is held, one queued")
+    engine.release(queued)
+    wait_until(lambda: len(slurm.jobs) == 1, what="the queued job is gone")
+
+
+@pytest.mark.torchrun
+def test_a_launch_has_its_ranks_on_two_nodes(launcher: ClusterLauncher, tmp_path: Path) -> None:
+    seen: list[tuple[float, object]] = []
+    launcher.start(stub(tmp_path))
+    report = finish(launcher, seen=seen)  # type: ignore[arg-type]
+    assert (report.outcome, report.host) == (Outcome.MEASURED, "n1, n2"), report.message
+    started = [event for _, event in seen if isinstance(event, RankStarted)]
+    assert {event.rank for event in started} == {0, 1}
+    assert {event.local_rank for event in started} == {0}
+    assert "--nnodes 2" in " ".join(report.command)
+    folder = tmp_path / "out" / "trial-0000"
+    assert {path.name for path in (folder / "events").iterdir()} == {"rank0.jsonl", "rank1.jsonl"}
+    assert (folder / "logs" / "rank1.stderr.log").exists() or (folder / "logs" / "rank1.stdout.log").exists()
+
+
+@pytest.mark.torchrun
+def test_a_stop_ends_all_ranks_and_an_agents_end_returns_the_launch(
+    slurm: SlurmCluster, launcher: ClusterLauncher, tmp_path: Path
+) -> None:
+    launcher.start(stub(tmp_path, "trial-0000", "--end", "sleep"))
+    started: list[object] = []
+    deadline = time.monotonic() + 90
+    while len(started) < 2 and time.monotonic() < deadline:
+        started += [u for u in launcher.poll(0.2) if isinstance(u, Observed) and isinstance(u.event, RankStarted)]
+    assert len(started) == 2
+    launcher.stop("trial-0000", message="pruned")
+    assert finish(launcher, limit_s=20).outcome is Outcome.PRUNED
+    wait_until(lambda: not slurm.ranks(), what="no rank is left")
+
+    launcher.start(stub(tmp_path, "trial-0001", "--end", "sleep"))
+    while not slurm.ranks():
+        launcher.poll(0.1)
+    os.kill(slurm.agents()[0].pid, signal.SIGKILL)
+    report = finish(launcher, limit_s=20)
+    assert report.outcome is Outcome.KILLED
+    assert "was lost" in report.message
+    wait_until(lambda: not slurm.ranks(), what="no rank is left")
+
+
+def test_a_node_that_falls_silent_loses_its_place(
+    slurm: SlurmCluster, engine: SlurmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm_module, "LOST_S", 4.0)
+    place = engine.request(nodes=2, slots=2)
+    until(engine, lambda: place.state is PlaceState.READY, what="the place is ready")
+    frozen = slurm.agents()[0]
+    frozen.suspend()
+    try:
+        until(engine, lambda: place.state is PlaceState.LOST, what="the place is lost")
+        assert "gave no sign of life" in place.why
+        assert any(name in place.why for name in ("n1", "n2", "n3", "n4"))
+        again = engine.request(nodes=2, slots=2)
+        until(engine, lambda: again.state is PlaceState.READY, what="a place is granted elsewhere")
+    finally:
+        with suppress(psutil.NoSuchProcess):  # SLURM has killed it
+            frozen.resume()
+
+
+def test_a_file_that_a_node_lacks_names_the_node(engine: SlurmEngine, tmp_path: Path) -> None:
+    launcher = launcher_on(engine, tmp_path, files={str(tmp_path / "gone.py"): "digest"})
+    launcher.start(stub(tmp_path))
+    with pytest.raises(ClusterError, match=r"n\d cannot run the study: .*gone.py is not there"):
+        finish(launcher)
+    launcher.close()
+
+
+def test_an_srun_that_cannot_start_its_agent_says_why(engine: SlurmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "/no/such/python")
+    monkeypatch.setattr(slurm_module, "srun_command", without_tie(slurm_module.srun_command))
+    place = engine.request(nodes=1, slots=0)
+    until(engine, lambda: place.state is PlaceState.LOST, what="the place is lost")
+    assert "/no/such/python" in place.why
+
+
+def without_tie(command: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    def bare(**options: object) -> list[str]:
+        words = command(**options)
+        return words[words.index("srun") :]
+
+    return bare
+
+
+def test_a_place_has_the_name_of_its_job(engine: SlurmEngine) -> None:
+    place = engine.request(nodes=1, slots=0)
+    until(engine, lambda: place.state is PlaceState.READY, what="the place is ready")
+    assert isinstance(place, SlurmPlace)
+    assert place.names[0].startswith("n")
+    engine.release(place)
