@@ -11,6 +11,7 @@ from optuna_dsat.escape.terminal import say
 
 if TYPE_CHECKING:
     from optuna_dsat.report.explanation import Contribution, Explanation
+    from optuna_dsat.report.prediction_gap import PredictionGap
 
 __all__ = ["explain"]
 
@@ -20,25 +21,38 @@ def explain(
     storage: Storage = DEFAULT_STORAGE,
     as_json: Json = False,
 ) -> None:
-    """Say why the winner wins: against your config, knob by knob; what bounds it; what to change or buy next."""
+    """Say why the winner wins, or your run is slow: knob by knob, against prediction; what to change or buy next."""
     from optuna_dsat.report.explanation import explain_study
+    from optuna_dsat.report.prediction_gap import prediction_gap
+    from optuna_dsat.report.view import read_view
     from optuna_dsat.store import Store
 
     with Store.open(storage, create=False) as store:
         explanation, words = explain_study(store, name)
+        view = read_view(store, name)
+    gap = prediction_gap(view)
     if as_json:
-        print(json.dumps({"study": name, "configuration": words, **explanation.to_json()}, indent=2))
+        beside = {"prediction": None if gap is None else gap.to_json()}
+        print(json.dumps({"study": name, "configuration": words, **explanation.to_json(), **beside}, indent=2))
     else:
-        _show(explanation, words)
+        _show(explanation, words, gap=gap, alone=len(view.measured) == 1)
 
 
-def _show(explanation: Explanation, words: str) -> None:
+def _show(explanation: Explanation, words: str, *, gap: PredictionGap | None, alone: bool) -> None:
+    """Print an explanation.
+
+    Args:
+        explanation: Why the winner wins.
+        words: Its configuration.
+        gap: Its step beside the predicted one; None if there is no prediction.
+        alone: Whether no other configuration was measured.
+    """
     from optuna_dsat.words import bytes_in_words, metric_in_words
 
     metric = explanation.metric
     value = metric_in_words(metric, explanation.value)
     say(f"The result is trial {explanation.winner}, {value}, {explanation.how_known}: {words}.")
-    say(_against_own(explanation))
+    say("No other configuration was measured." if alone else _against_own(explanation))
     _print_factors(explanation)
     shares = ", ".join(f"{name} {share:.0%}" for name, share in _largest_first(explanation))
     say(f"A step of the winner goes into: {shares} (fitted model). It is bound by: {explanation.bound}.")
@@ -47,6 +61,10 @@ def _show(explanation: Explanation, words: str) -> None:
         say(f"A rank takes {bytes_in_words(explanation.peak_bytes)} of the {device} that it may (measured).")
     if explanation.utilisation is not None:
         say(f"It reaches {explanation.utilisation:.0%} of the GPU's peak FLOPS (measured).")
+    if gap is not None:
+        say(gap.verdict)
+        for cause in gap.causes:
+            say(f"  {cause}")
     for text in explanation.proposals:
         say(f"- {text}")
 

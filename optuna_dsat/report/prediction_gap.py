@@ -1,0 +1,205 @@
+"""Why a run is slower than predicted: the step that was measured beside the one that the data sheet promises.
+
+The prediction is the step time's formula (``optuna_dsat.cost.step_time``) with the coefficients of the device's data
+sheet, nothing fitted; what it leaves open is its range. Causes are looked for where they leave traces of their own:
+phases that take longer than predicted, time outside them, uneven steps, and what went on beside the launch.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from optuna_dsat.config import ds_config
+from optuna_dsat.config.structures import Structure
+from optuna_dsat.cost.gpus import gpu_of_device, priors_of_device
+from optuna_dsat.cost.memory import estimate, zero_settings
+from optuna_dsat.cost.step_time import ERROR, PHASES, Columns, StepTimeModel
+from optuna_dsat.report.view import StudyView
+from optuna_dsat.study.space import hardware_of
+from optuna_dsat.trials import attributes
+
+__all__ = ["PredictionGap", "prediction_gap"]
+
+_Z90 = 1.645
+"""Standard deviations on either side that hold 90 % of a normal distribution."""
+_WORTH_NAMING = 0.1
+"""Least share of a step, or of the cores, for a cause."""
+_UNEVEN = 1.5
+"""Slowest step over the median one from which steps are called uneven."""
+_COMPUTATION = (
+    "attention that is not fused, recomputed activations, matrices whose sides are no multiples of 64, fp32 without "
+    "TF32, or a micro-batch too small to fill the device"
+)
+_COLLECTIVES = "collectives over PCIe or sockets where NVLink is expected (`nvidia-smi topo -m`, NCCL_DEBUG=INFO)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictionGap:
+    """The measured step of the winner beside the predicted one."""
+
+    measured_s: float
+    predicted_s: float
+    """Median."""
+    low_s: float
+    high_s: float
+    """Ends of the 90 % interval."""
+    basis: str
+    """What the prediction rests on, in words."""
+    by_data_sheet: bool
+    predicted_phases: Mapping[str, float]
+    """``PHASES`` -> seconds; ``other`` is what passes outside forward, backward and step."""
+    measured_phases: Mapping[str, float]
+    """Likewise."""
+    causes: tuple[str, ...]
+    """What was found, likeliest first; empty if the step is no slower than predicted."""
+
+    @property
+    def ratio(self) -> float:
+        """Measured over predicted."""
+        return self.measured_s / self.predicted_s
+
+    @property
+    def verdict(self) -> str:
+        """The comparison in one sentence."""
+        measured = f"A step takes {self.measured_s:.3g} s"
+        expected = f"{self.predicted_s:.3g} s were to be expected ({self.low_s:.3g} to {self.high_s:.3g})"
+        if self.ratio > 1 and not self.low_s <= self.measured_s <= self.high_s:
+            end = f", so it is {self.ratio:.1f} times as long, which the prediction does not explain"
+        elif self.ratio < 1:
+            end = ", so it is no slower than predicted"
+        else:
+            end = ", so it is within the range of the prediction"
+        return f"{measured}; {self.basis} {expected}{end}."
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object."""
+        return {**asdict(self), "ratio": self.ratio, "verdict": self.verdict}
+
+
+def prediction_gap(view: StudyView) -> PredictionGap | None:
+    """Return how the winner's measured step compares with its prediction; None if there is nothing to compare."""
+    if view.profiled is None or view.best is None:
+        return None
+    attrs = view.best.trial.user_attrs
+    metrics: Mapping[str, float] = attrs.get(attributes.METRICS) or {}
+    config = ds_config.effective(attrs.get(attributes.CONFIG) or {})
+    if not metrics.get("latency") or not isinstance(config.get(ds_config.MICRO_BATCH), int):
+        return None
+    predicted, spread = _predicted(view, config)
+    seconds, latency = sum(predicted.values()), metrics["latency"]
+    measured = {name: metrics.get(name, 0.0) for name in PHASES[:3]}
+    measured["other"] = max(0.0, latency - sum(measured.values()))
+    basis, by_sheet = _basis(view)
+    slower = latency > (1 + _WORTH_NAMING) * seconds
+    return PredictionGap(
+        measured_s=latency,
+        predicted_s=seconds,
+        low_s=seconds * math.exp(-_Z90 * spread),
+        high_s=seconds * math.exp(_Z90 * spread),
+        basis=basis,
+        by_data_sheet=by_sheet,
+        predicted_phases=predicted,
+        measured_phases=measured,
+        causes=(*_slow_phases(config, predicted, measured), *_beside(view)) if slower else (),
+    )
+
+
+def _predicted(view: StudyView, config: Mapping[str, Any]) -> tuple[dict[str, float], float]:
+    """Return the predicted seconds of each phase, and the standard deviation of the logarithm of their sum."""
+    assert view.profiled is not None
+    profile, hardware = view.profiled.profile, hardware_of(view.spec, view.profiled)
+    machine = priors_of_device(profile.device_name, device=hardware.device, ranks=hardware.world_size)
+    model = StepTimeModel.of(profile, hardware, machine=machine)
+    prior = model.prior_coefficients()
+    micro_batch = config[ds_config.MICRO_BATCH]
+    peak = estimate(profile, config, micro_batch=micro_batch, hardware=hardware).device_bytes
+    columns = Columns.of([zero_settings(profile, config, hardware)])
+    steps = float(config.get(ds_config.GRADIENT_ACCUMULATION) or 1)
+    fill = min(1.0, max(0.01, peak / hardware.device_memory_bytes))
+    at = [np.array([one], dtype=np.float64) for one in (micro_batch, steps, fill)]
+    phases, slopes = model.slopes(prior, columns, *at)
+    relative = slopes.sum(axis=0)[:, 0] / phases.sum()
+    spread = math.hypot(math.sqrt(float(relative @ prior.covariance @ relative)), ERROR)
+    return {name: float(phases[row, 0]) for row, name in enumerate(PHASES)}, spread
+
+
+def _basis(view: StudyView) -> tuple[str, bool]:
+    """Return what the prediction rests on in words, and whether that is a data sheet."""
+    name = "" if view.profiled is None else view.profiled.profile.device_name
+    gpu = gpu_of_device(name)
+    if gpu is not None:
+        return f"by the data sheet of {gpu.name}", True
+    if view.spec.device == "cpu":
+        return "by round figures for a CPU, which say little of this one,", False
+    return f"without a data sheet of {name or 'this device'}, so by round figures,", False
+
+
+def _slow_phases(
+    config: Mapping[str, Any], predicted: Mapping[str, float], measured: Mapping[str, float]
+) -> Iterator[str]:
+    """Yield a cause for each phase that takes clearly longer than predicted, the largest excess first."""
+    total = sum(measured.values())
+    excess = {name: measured[name] - predicted[name] for name in PHASES}
+    for name in sorted(PHASES, key=lambda one: -excess[one]):
+        if excess[name] <= _WORTH_NAMING * total:
+            continue
+        if name == "other":
+            yield (
+                f"{measured[name]:.3g} s of each step ({measured[name] / total:.0%}) pass outside forward, backward "
+                "and step: the data loader (more workers, pin_memory, data prepared before), logging, or Python between."
+            )
+        else:
+            took = f"{name} takes {measured[name]:.3g} s where {predicted[name]:.3g} s were predicted"
+            yield f"{took}: look at {_look_at(name, config, both=_alike(predicted, measured))}."
+
+
+def _alike(predicted: Mapping[str, float], measured: Mapping[str, float]) -> bool:
+    """Return whether forward and backward pass exceed their predictions by about the same factor."""
+    factors = [measured[name] / max(predicted[name], 1e-9) for name in ("forward", "backward")]
+    return max(factors) < 2 * max(min(factors), 1e-9)
+
+
+def _look_at(phase: str, config: Mapping[str, Any], *, both: bool) -> str:
+    """Return where to look for the time that a phase takes too long.
+
+    Args:
+        phase: The phase.
+        config: The DeepSpeed config.
+        both: Whether forward and backward pass are slower than predicted by about the same factor.
+    """
+    structure = Structure.of(config)
+    if phase == "step":
+        if structure.offloads:
+            return "the optimizer on the host: its cores (OMP_NUM_THREADS), and the NUMA node that the process runs on"
+        return "the optimizer: one that is fused, clipping and logging within it, or memory that is almost full"
+    if both and structure.stage < 3:
+        return _COMPUTATION
+    if structure.stage == 3:
+        return f"the gathering of parameters, {_COLLECTIVES}, and {_COMPUTATION}"
+    return _COLLECTIVES if phase == "backward" else _COMPUTATION
+
+
+def _beside(view: StudyView) -> Iterator[str]:
+    """Yield what the winner's launch shows of uneven steps and of others on the machine."""
+    report = None if view.best is None else view.last_report(view.best.trial)
+    if report is None:
+        return
+    steps = view.step_times.get(report.launch_id, ())
+    if len(steps) > 2 and max(steps) > _UNEVEN * statistics.median(steps):
+        yield (
+            f"Steps are uneven: the slowest took {max(steps):.3g} s, the median one {statistics.median(steps):.3g} s, "
+            "as where the data loader falls behind, memory is freed and taken anew, or others use the machine."
+        )
+    beside = report.conditions
+    if (beside.others_share or 0.0) > _WORTH_NAMING:
+        yield f"Other processes took {beside.others_share:.0%} of the cores while it was measured."
+    if beside.gpu_processes:
+        yield f"Others used its GPUs: {'; '.join(beside.gpu_processes)}."
+    if beside.throttle_reasons:
+        yield f"The GPUs' clocks were held down: {'; '.join(beside.throttle_reasons)}."

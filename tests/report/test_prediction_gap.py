@@ -1,0 +1,133 @@
+"""Why a run is slower than predicted: a study of one configuration beside the data sheet of its device."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from optuna_dsat.cli import main
+from optuna_dsat.launch.conditions import Conditions
+from optuna_dsat.launch.simulated import SimulatedResult
+from optuna_dsat.report.prediction_gap import PredictionGap, prediction_gap
+from optuna_dsat.report.view import StudyView, read_view
+from optuna_dsat.trials import attributes
+from tests.harness.landscapes import GIB, Hill
+from tests.harness.reports import ReportedStudyBench
+
+
+def single(bench: ReportedStudyBench, *, forward_s: float, other_s: float = 0.0) -> StudyView:
+    """Return a study of the user's config alone, as if its launch had run on an A100."""
+
+    def step(_config: Mapping[str, Any]) -> SimulatedResult:
+        return SimulatedResult(
+            startup_s=10,
+            forward_s=forward_s,
+            backward_s=2 * forward_s,
+            step_s=0.02,
+            other_s=other_s,
+            peak_bytes=20 * GIB,
+        )
+
+    bench.run(bench.spec(max_trials=1, confirm=0), Hill(step))
+    view = read_view(bench.store, "s")
+    assert view.profiled is not None
+    profile = replace(view.profiled.profile, device_name="NVIDIA A100-SXM4-80GB")
+    return replace(view, profiled=replace(view.profiled, profile=profile))
+
+
+def gap_of(view: StudyView) -> PredictionGap:
+    found = prediction_gap(view)
+    assert found is not None
+    return found
+
+
+def test_a_step_as_the_data_sheet_promises_has_no_causes(bench: ReportedStudyBench) -> None:
+    view = single(bench, forward_s=0.03)
+    found = gap_of(view)
+    assert found.by_data_sheet
+    assert found.low_s < found.predicted_s < found.high_s
+    assert found.causes == ()
+    assert "by the data sheet of a100-80g" in found.verdict
+
+
+def test_a_slow_step_names_the_phases_that_it_goes_into(bench: ReportedStudyBench) -> None:
+    found = gap_of(single(bench, forward_s=1.0))
+    assert found.measured_s == pytest.approx(3.02)
+    assert found.ratio > 3
+    assert f"it is {found.ratio:.1f} times as long, which the prediction does not explain" in found.verdict
+    first, second, *others = found.causes
+    assert first.startswith("backward takes 2 s where ")
+    assert second.startswith("forward takes 1 s where ")
+    assert "look at attention that is not fused" in first
+    assert others == []
+
+
+def test_time_outside_the_engine_is_the_data_loaders_or_pythons(bench: ReportedStudyBench) -> None:
+    found = gap_of(single(bench, forward_s=1.0, other_s=2.0))
+    assert found.measured_phases["other"] == pytest.approx(2.0)
+    assert "2 s of each step (40%) pass outside forward, backward and step: the data loader" in "\n".join(found.causes)
+
+
+def test_a_slow_backward_pass_alone_is_communication(bench: ReportedStudyBench) -> None:
+    view = single(bench, forward_s=0.03)
+    assert view.best is not None
+    view.best.trial.user_attrs[attributes.METRICS] |= {"backward": 2.0, "latency": 2.05}
+    (cause,) = gap_of(view).causes
+    assert "backward takes 2 s" in cause
+    assert "collectives over PCIe" in cause
+
+
+def test_a_slow_update_of_offloaded_states_is_the_hosts(bench: ReportedStudyBench) -> None:
+    view = single(bench, forward_s=0.03)
+    assert view.best is not None
+    attrs = view.best.trial.user_attrs
+    attrs[attributes.METRICS] |= {"step": 60.0, "latency": 60.1}
+    attrs[attributes.CONFIG]["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    (cause,) = gap_of(view).causes
+    assert "the optimizer on the host" in cause
+
+
+def test_what_went_on_beside_the_launch_is_told(bench: ReportedStudyBench) -> None:
+    view = single(bench, forward_s=1.0)
+    busy = Conditions(
+        window_s=10.0,
+        others_cpu_s=20.0,
+        cores=4,
+        gpu_processes=("process 7 (python3)",),
+        throttle_reasons=("power limit",),
+    )
+    launches = tuple(replace(one, report=replace(one.report, conditions=busy)) for one in view.launches)
+    causes = gap_of(replace(view, launches=launches)).causes
+    assert any("Other processes took 50% of the cores" in cause for cause in causes)
+    assert any("Others used its GPUs: process 7 (python3)." in cause for cause in causes)
+    assert any("clocks were held down: power limit." in cause for cause in causes)
+
+
+def test_uneven_steps_are_told(bench: ReportedStudyBench) -> None:
+    view = single(bench, forward_s=1.0)
+    times = dict.fromkeys(view.step_times, (3.0, 3.0, 9.0))
+    assert any(
+        "Steps are uneven: the slowest took 9 s" in one for one in gap_of(replace(view, step_times=times)).causes
+    )
+
+
+def test_the_command_says_it_of_a_study_of_one_config(
+    bench: ReportedStudyBench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    single(bench, forward_s=0.03)
+    storage = f"sqlite:///{bench.folder / 'study.db'}"
+    shown = {}
+    for options in ((), ("--json",)):
+        with pytest.raises(SystemExit) as ended:
+            main(["explain", "s", "--storage", storage, *options])
+        assert ended.value.code == 0
+        shown[options] = capsys.readouterr().out
+    assert "No other configuration was measured." in shown[()]
+    assert "A step takes 0.11 s; without a data sheet of simulated" in shown[()]
+    record = json.loads(shown["--json",])["prediction"]
+    assert record["measured_s"] == pytest.approx(0.11)
+    assert not record["by_data_sheet"]
