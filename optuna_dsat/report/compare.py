@@ -77,7 +77,7 @@ def render_comparison(views: Sequence[StudyView], *, training: Training | None =
     sections = [
         figure_section(
             id="results",
-            heading="Results side by side",
+            heading="Speed",
             lead="Samples per second over all devices.",
             figure=figures.comparison_figure(shown),
         ),
@@ -195,7 +195,6 @@ _RESULT: tuple[_Fact, ...] = (
     ("MFU", lambda one: f"{one.best.utilisation:.1%}" if one.best and one.best.utilisation is not None else ""),
     ("your own config", lambda one: _rate(one.own)),
     ("speed-up over it", _speed_up_words),
-    ("the training that follows", _training_words),
     ("how it is known", lambda one: "" if (won := winner_of(one.view)) is None else won.how_known),
 )
 _TUNED: tuple[_Fact, ...] = (
@@ -233,8 +232,10 @@ def rows_of(views: Sequence[StudyView], *, training: Training | None = None) -> 
         views: The studies; speeds are also given as multiples of the first one's.
         training: The training that is to follow; None for one epoch of the data that each study knows.
     """
-    compared = _compared(views, training or Training())
-    rows = _rows(_RESULT, compared)
+    wanted = training or Training()
+    compared = _compared(views, wanted)
+    epochs = "an epoch" if wanted.epochs == 1 else f"{wanted.epochs:g} epochs"
+    rows = _rows((*_RESULT, (epochs, _training_words)), compared)
     rates = [None if one.best is None else one.best.samples_per_s for one in compared]
     ratios = [speed_up(rate, rates[0], maximize=True) for rate in rates]
     cells = tuple("" if ratio is None else f"{ratio:.2f}\u00d7" for ratio in ratios)

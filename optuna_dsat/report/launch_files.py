@@ -31,6 +31,8 @@ class FileLink:
     """A link to a file of a launch."""
 
     label: str
+    launch_id: str
+    """The launch that it is of."""
     href: str
     """Escaped as a part of an address, not as HTML."""
 
@@ -66,7 +68,7 @@ class Links:
     def of(self, launch_ids: Sequence[str]) -> Iterator[FileLink]:
         """Yield links to the config of the first of some launches, and to a log of each."""
         for place, launch_id in enumerate(launch_ids[:_MOST_LAUNCHES]):
-            beside = f" of {launch_id}" if place else ""
+            beside = f" {place + 1}" if place else ""
             for label, name in (("config", _CONFIG), ("log", self._log(launch_id))):
                 if name is not None and not (place and label == "config"):
                     yield from self._link(f"{label}{beside}", launch_id, name)
@@ -91,9 +93,7 @@ class Links:
         if path is None:
             return
         if self.page is None:
-            yield FileLink(
-                label=label, href="/".join(["", LIVE_FILES, quote(launch_id, safe=""), quote(name, safe="")])
-            )
+            href = "/" + "/".join(quote(part, safe="") for part in (LIVE_FILES, launch_id, name))
         else:
-            relative = os.path.relpath(path, self.page.resolve())
-            yield FileLink(label=label, href=quote(relative.replace(os.sep, "/")))
+            href = quote(os.path.relpath(path, self.page.resolve()).replace(os.sep, "/"))
+        yield FileLink(label=label, launch_id=launch_id, href=href)

@@ -33,7 +33,7 @@ __all__ = ["InFlight", "LiveStudy", "Now"]
 
 _LEAST_PAUSE_S = 2.0
 """Least time between two renderings ..."""
-_SHARE = 0.05
+_SHARE = 0.1
 """... which take at most this share of a core: launches are being measured beside them."""
 _WINDOW = 20
 """Latest launches whose durations predict the next ones."""
@@ -62,7 +62,7 @@ class Now:
     told: str
     """In one sentence."""
     done: int
-    """Launches begun."""
+    """Launches that are over."""
     budget: int
     in_flight: tuple[InFlight, ...]
     ended: bool
@@ -128,6 +128,7 @@ class LiveStudy:
                 "live.html",
                 title=self._name,
                 has_figures=False,
+                policy="",
                 study=Markup(self._html),
                 study_version=self._version,
                 now=Markup(now),
@@ -149,14 +150,14 @@ class LiveStudy:
         """Render the study's part of the page if it has changed, and the last time is long enough ago."""
         if version == self._version or (self._html and time.monotonic() < self._render_after):
             return
-        began = time.monotonic()
+        began_s = time.thread_time()
         view = read_view(self._store, self._name)
         values = page_values(
             view, links=Links(view=view, page=None), training=Training(), with_why=view.end_reason is not None
         )
         html = page_text("_study.html", title=self._name, **{**values, "has_figures": False})
         self._view, self._html, self._version = view, html, version
-        took_s = time.monotonic() - began
+        took_s = time.thread_time() - began_s
         self._render_after = time.monotonic() + max(_LEAST_PAUSE_S, took_s / _SHARE)
 
     def _now_html(self, trials: Sequence[FrozenTrial], attrs: Mapping[str, Any]) -> str:
@@ -169,7 +170,7 @@ class LiveStudy:
         begun = attributes.launches_used(trials)
         return Now(
             told=_told(view, trials, attrs, begun=begun, running=len(flying), ended=ended),
-            done=begun,
+            done=begun - len(flying),
             budget=view.spec.max_trials,
             in_flight=flying,
             ended=ended,

@@ -49,13 +49,14 @@ def plotly_script() -> str:
     return str(get_plotlyjs())
 
 
-def page_text(template: str, *, title: str, has_figures: bool, **values: Any) -> str:
+def page_text(template: str, *, title: str, has_figures: bool, policy: str = FILE_POLICY, **values: Any) -> str:
     """Return a page, or a part of one, as text.
 
     Args:
         template: Name of the template.
         title: Title of the page.
-        has_figures: Whether it needs plotly.js.
+        has_figures: Whether it needs plotly.js in itself.
+        policy: Content security policy that the page itself states; empty where its server does.
         values: Further variables of the template.
     """
     from markupsafe import Markup
@@ -65,7 +66,7 @@ def page_text(template: str, *, title: str, has_figures: bool, **values: Any) ->
         .get_template(template)
         .render(
             title=title,
-            policy=FILE_POLICY,
+            policy=policy,
             version=__version__,
             ink=figures.INK,
             styles=Markup(asset("report.css")),

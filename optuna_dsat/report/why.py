@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 from optuna_dsat.report.explanation import Contribution, Explanation, explained
@@ -65,12 +66,17 @@ def _row(one: Contribution) -> FactorRow:
     by = f"{one.pairs} measured pair{'s' * (one.pairs > 1)}" if one.source == "measured" else "fitted model"
     return FactorRow(
         setting=one.knob,
-        own="" if one.user is None else str(one.user),
-        best="" if one.winner is None else str(one.winner),
+        own=_shown(one.user),
+        best=_shown(one.winner),
         factor="" if one.factor is None else f"{one.factor:.3f}",
         between="" if one.low is None or one.high is None else f"{one.low:.3f} to {one.high:.3f}",
         by=one.note or by,
     )
+
+
+def _shown(value: object) -> str:
+    """Return a setting's value as its config has it; empty if there is none."""
+    return "" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
 def _plain(setting: str, *, factor: str, by: str) -> FactorRow:

@@ -56,6 +56,7 @@ def test_the_page_holds_the_report_and_loads_from_itself_alone(live: LiveStudy) 
     page = Page(content.decode())
     assert status == 200
     assert "script-src 'self';" in policy
+    assert b"http-equiv" not in content, "a second policy would forbid the page's own scripts"
     assert "unsafe-inline" not in policy.split("script-src")[1].split(";")[0]
     assert sorted(page.loads) == ["/assets/live.js", "/assets/plotly.js", "/assets/report.js"]
     assert {"now", "result", "why", "micro-batch", "launches"} <= page.ids

@@ -8,6 +8,14 @@
 
   const inside = (html) => new DOMParser().parseFromString(html, "text/html").body;
 
+  // Tables stay where they were scrolled to.
+  const replace = (node, next) => {
+    const scrolled = new Map([...node.querySelectorAll(".scroll")].map((one) => [one.ariaLabel, one.scrollLeft]));
+    node.replaceChildren(...next.childNodes);
+    optunaDsat.mount(node);
+    for (const one of node.querySelectorAll(".scroll")) one.scrollLeft = scrolled.get(one.ariaLabel) || 0;
+  };
+
   // Figures keep their elements, and so their zoom; what was opened or typed stays.
   const swap = (html) => {
     const next = inside(html);
@@ -25,8 +33,7 @@
     }
     const typed = [...study.querySelectorAll("[data-filter]")].map((one) => [one.dataset.filter, one.value,
                                                                             one === document.activeElement]);
-    study.replaceChildren(...next.childNodes);
-    optunaDsat.mount(study);
+    replace(study, next);
     for (const [table, value, focused] of typed) {
       const input = study.querySelector(`[data-filter="${table}"]`);
       if (!input) continue;
@@ -47,8 +54,7 @@
     try {
       const now = await fetched("/now");
       const panel = document.getElementById("now");
-      panel.replaceChildren(...inside(now.html).childNodes);
-      optunaDsat.mount(panel);
+      replace(panel, inside(now.html));
       if (now.version !== version) {
         const found = await fetched("/study");
         swap(found.html);

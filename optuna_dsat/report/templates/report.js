@@ -142,7 +142,7 @@ const optunaDsat = (() => {
       Object.assign(layout[name], axis);
       if (layout[name].ticktext) layout[name].fixedrange = true;  // rows, not numbers
       const title = { ...layout[name].title, font: { size: narrow ? 11 : 13, color: look.quiet } };
-      if (narrow && title.text) title.text = title.text.replace(" (", "<br>(");
+      if (narrow && title.text) title.text = title.text.replace(" (", "<br>(").replace(", ", ",<br>");
       layout[name].title = title;
     }
   };
