@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -125,7 +126,7 @@ def test_on_several_nodes_the_slower_of_links_and_network_counts_and_on_one_the_
 
 def test_a_second_copy_in_the_node_keeps_all_gathers_but_the_first_off_the_network() -> None:
     logs = with_coefficient(link=1e-11, network=1e-9, latency=1e-9)
-    stage3 = {"stage": 3, "max_reuse": 0, "persistence": 0}
+    stage3: dict[str, Any] = {"stage": 3, "max_reuse": 0, "persistence": 0}
     plain, copied = (on_nodes(logs, **stage3, copy_ranks=ranks) for ranks in (1, 8))
     assert copied[0] == pytest.approx(plain[0])
     gather_s = 2 * 10**9 * 15 / 16 * 1e-9

@@ -1,0 +1,242 @@
+"""Places in a Ray cluster, held by the process that tunes as a driver of that cluster.
+
+A thread talks to Ray, so that places are kept alive while nobody asks for news. Ray itself schedules, places and
+queues (``cluster/ray_place.py``). This process has to run on a node of the cluster, on one without GPUs too.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from optuna_dsat.cluster.engine import ClusterError, News, Order, Place
+from optuna_dsat.cluster.ray_place import RayPlace
+
+__all__ = ["RayEngine", "fitting_nodes"]
+
+_CONNECT_S = 30.0
+"""Longest wait for Ray to take this process as a driver, once the cluster's address answers."""
+_REACH_S = 3.0
+"""Longest wait for the cluster's address to answer."""
+_TURN_S = 0.05
+"""Longest wait of the thread for an answer of Ray's."""
+_CLOSE_S = 12.0
+"""Longest wait for places to be given back at the end."""
+
+
+class RayEngine:
+    """Holds places in a Ray cluster; an ``Engine``.
+
+    Args:
+        address: ``HOST:PORT`` of the cluster's head; None or ``auto`` for what ``RAY_ADDRESS`` or this machine names.
+        on_notice: Called with lines for the user.
+    """
+
+    def __init__(self, address: str | None = None, *, on_notice: Callable[[str], None] = lambda _: None) -> None:
+        self._address = address or os.environ.get("RAY_ADDRESS") or "auto"
+        self._on_notice = on_notice
+        self._places: list[RayPlace] = []
+        self._released: list[RayPlace] = []
+        self._orders: deque[tuple[RayPlace, Order, int | None]] = deque()
+        self._news: deque[News] = deque()
+        self._changed = threading.Condition()
+        self._asked = 0
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        self._is_ours = False
+
+    def check(self, *, nodes: int, slots: int) -> None:
+        """Refuse what the cluster can never grant: Ray itself would wait for it for ever.
+
+        Args:
+            nodes: Nodes of a place.
+            slots: GPUs of a node; 0 for none.
+
+        Raises:
+            ClusterError: In one line.
+        """
+        self._connect()
+        import ray
+
+        alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        if fitting_nodes(alive, slots=slots) >= nodes:
+            return
+        most = max((int(resources.get("GPU", 0)) for resources in alive), default=0)
+        wanted = f"{nodes} node{'s' * (nodes > 1)} with " + (f"{slots} GPUs" if slots else "a free core")
+        raise ClusterError(
+            f"A trial takes {wanted}{' each' * (nodes > 1)}, and the Ray cluster at {self._address} has "
+            f"{fitting_nodes(alive, slots=slots)} such among its {len(alive)} nodes"
+            + (f", which have up to {most} GPUs." if slots else ".")
+        )
+
+    def request(self, *, nodes: int, slots: int) -> Place:
+        """Ask for a place; does not wait for it.
+
+        Args:
+            nodes: Nodes of the place.
+            slots: GPUs of a node; 0 for none.
+
+        Raises:
+            ClusterError: If the cluster does not answer.
+        """
+        self._connect()
+        with self._changed:
+            self._asked += 1
+            place = RayPlace(nodes=nodes, slots=slots, number=self._asked)
+            self._places.append(place)
+        return place
+
+    def order(self, place: Place, order: Order, *, node: int | None = None) -> None:
+        """Send an order to one node of a place, to all for None; never waits."""
+        assert isinstance(place, RayPlace)
+        with self._changed:
+            self._orders.append((place, order, node))
+
+    def news(self, timeout_s: float) -> Sequence[News]:
+        """Return what agents said since the last call; wait up to ``timeout_s`` for some."""
+        with self._changed:
+            if not self._news:
+                self._changed.wait(timeout_s)
+            found = tuple(self._news)
+            self._news.clear()
+            return found
+
+    def release(self, place: Place) -> None:
+        """Give a place back; does not wait."""
+        assert isinstance(place, RayPlace)
+        with self._changed:
+            self._released.append(place)
+
+    def close(self) -> None:
+        """Give back all places and wait, a few seconds at most, until they are gone."""
+        with self._changed:
+            self._closing = True
+        if self._thread is not None:
+            self._thread.join(_CLOSE_S)
+            self._thread = None
+        if self._is_ours:
+            import ray
+
+            ray.shutdown()
+            self._is_ours = False
+
+    def _connect(self) -> None:
+        """Make this process a driver of the cluster, and start the thread.
+
+        Raises:
+            ClusterError: If Ray is not installed, or no cluster answers.
+        """
+        if self._thread is not None:
+            return
+        if importlib.util.find_spec("ray") is None:
+            raise ClusterError("--on ray needs Ray: pip install 'optuna-dsat[ray]', here and on all nodes.")
+        if self._address != "auto":
+            _reach(self._address)
+        import ray
+
+        if not ray.is_initialized():
+            _join_cluster(self._address)
+            self._is_ours = True
+        self._thread = threading.Thread(target=self._work, name="ray places", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        """Talk to Ray until all places are gone after ``close``."""
+        import ray
+
+        try:
+            while self._turn():
+                pass
+        except (ray.exceptions.RayError, ConnectionError, RuntimeError) as error:
+            with self._changed:
+                for place in self._places:
+                    place.give_up(f"Ray does not answer: {error}".splitlines()[0])
+                self._places.clear()
+                self._changed.notify_all()
+
+    def _turn(self) -> bool:
+        """Go on with all places once; return whether there is more to do."""
+        import ray
+
+        with self._changed:
+            orders, self._orders = self._orders, deque()
+            released, self._released = self._released, []
+            places, closing = list(self._places), self._closing
+        for place, order, node in orders:
+            place.give(order, node=node)
+        for place in places if closing else released:
+            place.leave()
+        waited = [one for place in places for one in place.references()]
+        if waited:
+            ray.wait(waited, num_returns=1, timeout=_TURN_S)
+            ready, _ = ray.wait(waited, num_returns=len(waited), timeout=0)
+        else:
+            ready = []
+            with self._changed:
+                self._changed.wait(_TURN_S)
+        before = [place.state for place in places]
+        said = [one for place in places for one in place.advance(ready)]
+        changed = said or before != [place.state for place in places]
+        with self._changed:
+            self._places = [place for place in self._places if not place.is_gone]
+            self._news.extend(said)
+            if changed:
+                self._changed.notify_all()
+            return bool(self._places) or not self._closing
+
+
+def fitting_nodes(resources: Sequence[Mapping[str, float]], *, slots: int) -> int:
+    """Return how many nodes, of which each has these resources in all, could ever hold one bundle of a place."""
+    return sum(one.get("CPU", 0) >= 1 and one.get("GPU", 0) >= slots for one in resources)
+
+
+def _join_cluster(address: str) -> None:
+    """Make this process a driver of a running cluster.
+
+    That is done in a thread of its own: Ray replaces the handler of SIGTERM of the main thread, and has no limit.
+
+    Raises:
+        ClusterError: If no cluster answers.
+    """
+    import ray
+
+    host = address.rpartition(":")[0]
+    local = {"_node_ip_address": host} if host.startswith("127.") else {}
+    failed: list[BaseException] = []
+
+    def join() -> None:
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False, **local)
+        except Exception as error:  # noqa: BLE001 - told in one line, whatever Ray raises
+            failed.append(error)
+
+    logging.getLogger("ray").setLevel(logging.ERROR)  # it says that no handler is replaced
+    thread = threading.Thread(target=join, daemon=True)
+    thread.start()
+    thread.join(_CONNECT_S)
+    named = f"--ray-address {address}" if address != "auto" else "no --ray-address is given"
+    if thread.is_alive():
+        raise ClusterError(f"The Ray cluster took no driver within {_CONNECT_S:.0f} s ({named}).")
+    if failed:
+        first = next((line for line in str(failed[0]).splitlines() if line.strip()), type(failed[0]).__name__)
+        raise ClusterError(f"No Ray cluster can be used ({named}): {first.strip()}")
+
+
+def _reach(address: str) -> None:
+    """Refuse an address that does not answer: Ray tries it for minutes.
+
+    Raises:
+        ClusterError: If nothing listens there.
+    """
+    if "://" in address:
+        raise ClusterError(f"--ray-address is {address}; give HOST:PORT of the cluster's head.")
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=_REACH_S).close()
+    except (OSError, ValueError) as error:
+        raise ClusterError(f"--ray-address is {address}, where no Ray cluster answers: {error}.") from None

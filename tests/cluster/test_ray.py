@@ -1,0 +1,151 @@
+"""Places in a real Ray cluster of three nodes: granted, queued, refused, lost, and gone with whoever held them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optuna_dsat.cluster.engine import ClusterError
+from optuna_dsat.cluster.ray_engine import RayEngine, fitting_nodes
+from optuna_dsat.cluster.ray_node import node_environment
+from tests.harness.commands import DS_CONFIG, SCRIPT, Command
+from tests.harness.ray_cluster import LOOPBACK, ROOT, RayCluster, running_ray, why_no_ray
+from tests.harness.workers import ended, wait_until
+
+with_ray = pytest.mark.skipif(bool(why_no_ray()), reason=why_no_ray() or "Ray is there")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    with running_ray() as running:
+        yield running
+
+
+def holder(cluster: RayCluster, scenario: str, *numbers: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.harness.ray_places", cluster.address, scenario, *map(str, numbers)],
+        cwd=ROOT,
+        env={**os.environ, **LOOPBACK},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def seen(cluster: RayCluster, scenario: str, *numbers: int) -> dict[str, Any]:
+    process = holder(cluster, scenario, *numbers)
+    output, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors
+    found: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return found
+
+
+def test_nodes_are_counted_that_could_ever_hold_what_is_asked_for() -> None:
+    resources = [{"CPU": 8.0, "GPU": 4.0}, {"CPU": 8.0}, {"CPU": 0.0, "GPU": 8.0}, {"GPU": 8.0}]
+    assert [fitting_nodes(resources, slots=slots) for slots in (0, 4, 5)] == [2, 1, 0]
+
+
+def test_an_agent_has_the_heads_environment_but_for_what_its_node_knows() -> None:
+    node = {"CUDA_VISIBLE_DEVICES": "2,3", "RAY_NODE": "b", "LD_LIBRARY_PATH": "/b", "HOSTNAME": "b"}
+    worker = {**node, "OMP_NUM_THREADS": "1"}
+    head = {"CUDA_VISIBLE_DEVICES": "", "PATH": "/head", "RAY_NODE": "a", "HF_TOKEN": "t", "HOSTNAME": "a"}
+    assert node_environment(head, worker) == {**node, "PATH": "/head", "HF_TOKEN": "t"}
+    assert node_environment({**head, "OMP_NUM_THREADS": "8"}, worker)["OMP_NUM_THREADS"] == "8"
+
+
+@with_ray
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("127.0.0.1:1", "where no Ray cluster answers"),
+        ("nowhere", "where no Ray cluster answers"),
+        ("ray://127.0.0.1:10001", "give HOST:PORT"),
+    ],
+)
+def test_an_address_without_a_cluster_is_refused_at_once(address: str, words: str) -> None:
+    with pytest.raises(ClusterError, match=words) as refused:
+        RayEngine(address).check(nodes=1, slots=1)
+    assert refused.value.exit_code == 2
+    assert "\n" not in str(refused.value)
+
+
+def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ClusterError, match=r"pip install 'optuna-dsat\[ray\]'"):
+        RayEngine("127.0.0.1:6379").request(nodes=1, slots=0)
+
+
+@with_ray
+def test_what_can_never_be_granted_is_refused_with_the_numbers(cluster: RayCluster) -> None:
+    found = seen(cluster, "refused")
+    (too_many, first_s), (too_large, second_s), (possible, _) = found["answers"]
+    assert "takes 3 nodes with 2 GPUs each" in too_many
+    assert "has 2 such among its 3 nodes" in too_many
+    assert "takes 1 node with 4 GPUs" in too_large
+    assert "up to 2 GPUs" in too_large
+    assert possible == ""
+    assert second_s < 5
+    assert first_s < 30  # with Ray's own start, on a busy machine
+    assert found["same_handler"]
+
+
+@with_ray
+def test_a_place_without_room_waits_for_the_first_to_be_given_back(cluster: RayCluster) -> None:
+    found = seen(cluster, "queued")
+    assert (found["state"], found["why"]) == ("queued", "no resources")
+    assert found["name"] == "Ray placement group 2"
+    assert found["first"] == "lost"
+    assert found["left"] == []
+
+
+@with_ray
+def test_with_an_agent_its_place_and_the_agents_of_other_nodes_go(cluster: RayCluster) -> None:
+    found = seen(cluster, "agent_killed")
+    assert "ended with -9" in found["why"]
+    assert found["lost_s"] < 20
+
+
+@with_ray
+def test_agents_go_with_the_process_that_held_their_place(cluster: RayCluster) -> None:
+    process = holder(cluster, "held")
+    assert process.stdout is not None
+    pids = json.loads(process.stdout.readline())["pids"]
+    assert len(pids) == 2
+    assert not any(map(ended, pids))
+    process.kill()
+    process.communicate()
+    wait_until(lambda: all(map(ended, pids)), what="the agents are gone", limit_s=40)
+
+
+@with_ray
+@pytest.mark.torchrun
+def test_a_study_runs_on_two_nodes_from_a_head_without_a_core(cluster: RayCluster, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT.read_text())
+    (tmp_path / "ds.json").write_text(json.dumps(DS_CONFIG))
+    where = ("--on", "ray", "--ray-address", cluster.address, "--nodes-per-trial", "2", "--cpu-ranks", "1")
+    how = ("--zero-stages", "1", "--no-tune", "offload_optimizer", "--max-trials", "1", "--confirm", "0", "--quiet")
+    steps = ("--start-profile-step", "2", "--end-profile-step", "3", "--metric", "throughput")
+    command = Command(
+        tmp_path, "guided", "train.py", "ds.json", *where, *how, *steps, "--", "ds.json", "0.01", environ=LOOPBACK
+    )
+    command.finish(timeout_s=240)
+    (best,) = tmp_path.rglob("best_ds_config.json")
+    assert json.loads(best.read_text())["train_batch_size"] == 2  # of two ranks, one on each node
+    (trial,) = tmp_path.rglob("trial-0000")
+    assert len(list(trial.glob("logs/rank*.stderr.log"))) == 2
+
+
+@with_ray
+def test_a_node_whose_raylet_is_killed_is_lost_with_its_agent(cluster: RayCluster) -> None:
+    raylet = cluster.ask("raylet 0")
+    found = seen(cluster, "raylet_killed", raylet)
+    assert found["why"]
+    assert found["lost_s"] + found["gone_s"] < 40
+    cluster.ask("add")

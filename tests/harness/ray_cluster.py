@@ -1,0 +1,103 @@
+"""A real Ray cluster of three nodes on this machine, in a process of its own, all of it on 127.0.0.1.
+
+``python -m tests.harness.ray_cluster`` starts a head without cores and two nodes of two cores and two GPUs, which are
+only counted, prints its address, and obeys lines: ``add`` and ``raylet NUMBER`` answer with the number of a node and
+with the process of its raylet. The end of its input ends it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["LOOPBACK", "RayCluster", "running_ray", "why_no_ray"]
+
+ROOT = Path(__file__).parents[2]
+LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1"}
+"""Variables with which nodes and drivers of Ray stay on 127.0.0.1, and tell nobody."""
+_START_S = 180.0
+
+
+def why_no_ray() -> str:
+    """Return why no Ray cluster can be started here; empty if one can."""
+    return "" if importlib.util.find_spec("ray") else "Ray is not installed (the extra: ray)"
+
+
+@dataclass(kw_only=True)
+class RayCluster:
+    """A running cluster."""
+
+    address: str
+    process: subprocess.Popen[str]
+
+    def ask(self, line: str) -> Any:
+        """Return the answer to a line."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
+
+
+@contextmanager
+def running_ray() -> Iterator[RayCluster]:
+    """Start a cluster; it is gone at the end."""
+    process = subprocess.Popen(
+        ["timeout", "--signal=KILL", "900", sys.executable, "-m", "tests.harness.ray_cluster"],
+        cwd=ROOT,
+        env={**os.environ, **LOOPBACK},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    cluster = RayCluster(address="", process=process)
+    try:
+        cluster.address = cluster._answer()
+        yield cluster
+    finally:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.close()
+        process.wait(_START_S)
+        process.stdout.close()
+
+
+def main() -> None:
+    """Run a cluster until the end of the input."""
+    from ray.cluster_utils import Cluster
+
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what Ray prints is no answer
+    common = {"node_ip_address": "127.0.0.1", "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "num_gpus": 0, **common})
+
+    def add() -> Any:
+        return cluster.add_node(num_cpus=2, num_gpus=2, **common)
+
+    nodes = [add(), add()]
+    answers.write(json.dumps(cluster.address) + "\n")
+    for line in sys.stdin:
+        what, _, number = line.strip().partition(" ")
+        if what == "add":
+            nodes.append(add())
+            answer = len(nodes) - 1
+        else:
+            answer = nodes[int(number)].all_processes["raylet"][0].process.pid
+        answers.write(json.dumps(answer) + "\n")
+    cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""``python -m tests.harness.ray_places ADDRESS SCENARIO``: a process that holds places in a Ray cluster.
+
+Prints what it saw as one line of JSON. It is a process of its own because Ray leaves threads in a driver.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+
+from optuna_dsat.cluster.engine import ClusterError, Place, PlaceState
+from optuna_dsat.cluster.ray_engine import RayEngine
+
+LIMIT_S = 90.0
+Seen = dict[str, Any]
+
+
+def until(engine: RayEngine, what: Callable[[], bool], limit_s: float = LIMIT_S) -> float:
+    """Take news until something holds; return the seconds that took."""
+    begun = time.monotonic()
+    while not what():
+        if time.monotonic() - begun > limit_s:
+            raise TimeoutError(f"not within {limit_s} s")
+        engine.news(0.2)
+    return time.monotonic() - begun
+
+
+def ready(engine: RayEngine, place: Place) -> list[int]:
+    """Wait until a place is ready; return the processes of its agents by node."""
+    pids: dict[int, int] = {}
+    begun = time.monotonic()
+    while len(pids) < 2 or place.state is not PlaceState.READY:
+        assert place.state is not PlaceState.LOST, place.why
+        assert time.monotonic() - begun < LIMIT_S, place.why
+        said = [(one.node, one.message) for one in engine.news(0.2) if one.message["news"] == "hello"]
+        pids |= {node: agent_of(node, message["name"]) for node, message in said}
+    return [pids[node] for node in sorted(pids)]
+
+
+def agent_of(node: int, name: str) -> int:
+    """Return the process of a node's agent."""
+    (pid,) = (
+        one.pid for one in psutil.process_iter(["cmdline"]) if (one.info["cmdline"] or [])[-2:] == [str(node), name]
+    )
+    return pid
+
+
+def lives(pid: int) -> bool:
+    """Return whether a process runs."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def refused(engine: RayEngine) -> Seen:
+    """What can never be granted."""
+    before, answers = signal.getsignal(signal.SIGTERM), []
+    for nodes, slots in ((3, 2), (1, 4), (2, 2)):
+        begun = time.monotonic()
+        try:
+            engine.check(nodes=nodes, slots=slots)
+            text = ""
+        except ClusterError as error:
+            text = str(error)
+        answers.append((text, time.monotonic() - begun))
+    return {"answers": answers, "same_handler": signal.getsignal(signal.SIGTERM) is before}
+
+
+def queued(engine: RayEngine) -> Seen:
+    """Two places where there is room for one."""
+    first, second = (engine.request(nodes=2, slots=2) for _ in range(2))
+    pids = ready(engine, first)
+    until(engine, lambda: bool(second.why))
+    found: Seen = {"state": second.state, "why": second.why, "name": second.name}
+    engine.order(first, {"do": "ping", "number": 7}, node=1)
+    pongs: list[int] = []
+
+    def answered() -> bool:
+        pongs.extend(one.node for one in engine.news(0.2) if one.message["news"] == "pong")
+        return 1 in pongs
+
+    until(engine, answered)
+    engine.release(first)
+    found["granted_s"] = until(engine, lambda: second.state is PlaceState.READY)
+    return {**found, "first": first.state, "left": [pid for pid in pids if lives(pid)]}
+
+
+def agent_killed(engine: RayEngine) -> Seen:
+    """The agent of one node is killed."""
+    place = engine.request(nodes=2, slots=2)
+    pids = ready(engine, place)
+    os.kill(pids[0], signal.SIGKILL)
+    lost_s = until(engine, lambda: place.state is PlaceState.LOST)
+    gone_s = until(engine, lambda: not any(map(lives, pids)))
+    return {"lost_s": lost_s, "gone_s": gone_s, "why": place.why}
+
+
+def raylet_killed(engine: RayEngine, raylet: int) -> Seen:
+    """Ray's own process of one node is killed."""
+    place = engine.request(nodes=2, slots=2)
+    pids = ready(engine, place)
+    os.kill(raylet, signal.SIGKILL)
+    lost_s = until(engine, lambda: place.state is PlaceState.LOST)
+    gone_s = until(engine, lambda: not any(map(lives, pids)))
+    return {"lost_s": lost_s, "gone_s": gone_s, "why": place.why}
+
+
+def held(engine: RayEngine) -> Seen:
+    """Hold a place until this process is killed."""
+    place = engine.request(nodes=2, slots=2)
+    sys.stdout.write(json.dumps({"pids": ready(engine, place)}) + "\n")
+    sys.stdout.flush()
+    until(engine, lambda: False)
+    return {}
+
+
+def main() -> None:
+    """Run a scenario."""
+    engine = RayEngine(sys.argv[1])
+    try:
+        scenario: Callable[..., Seen] = globals()[sys.argv[2]]
+        found = scenario(engine, *map(int, sys.argv[3:]))
+    finally:
+        engine.close()
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()
