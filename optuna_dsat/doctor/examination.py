@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from optuna_dsat.doctor import launchers, libraries, nvme, offloads
+from optuna_dsat.doctor import launchers, libraries, nvme, offloads, operators
 from optuna_dsat.doctor import storage as storage_check
 from optuna_dsat.doctor.finding import Finding
 from optuna_dsat.doctor.machine import device_findings, find_gpus, host_findings
@@ -42,7 +42,8 @@ def examine(
         *libraries.findings(found, gpus=gpus.count),
         *host_findings(output_dir=output_dir, environ=environ),
         launchers.finding(found),
-        *offloads.findings(found, nvme=nvme_path),
+        *operators.findings(found, gpus=gpus.count, environ=environ),
+        *offloads.findings(found, nvme=nvme_path, environ=environ),
     ]
     if nvme_path is not None:
         findings.append(nvme.examine(nvme_path))

@@ -36,6 +36,10 @@ class Libraries:
         found = self.deepspeed.get("operators", {}).get(name, {"compatible": False, "why_not": "not known"})
         return bool(found["compatible"]), str(found["why_not"])
 
+    def is_installed(self, name: str) -> bool:
+        """Return whether an operator came built with DeepSpeed."""
+        return bool(self.deepspeed.get("operators", {}).get(name, {}).get("installed", False))
+
 
 def ask(*, cpu: bool, environ: Mapping[str, str] | None = None) -> Libraries:
     """Query versions and capabilities of torch and DeepSpeed in a subprocess.

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from optuna_dsat.doctor.finding import Finding, Status
 from optuna_dsat.doctor.libraries import Libraries
+from optuna_dsat.doctor.operators import BuildState, state_of
 
 __all__ = ["findings"]
 
 _AREA = "offload"
+_IS = {BuildState.BUILT: "is built", BuildState.CAN_BE: "can be built"}
 _TORCH_ADAM = 'Or let the optimizer be torch\'s: "torch_adam": true in its params.'
 
 
-def findings(libraries: Libraries, *, nvme: Path | None) -> Iterator[Finding]:
+def findings(libraries: Libraries, *, nvme: Path | None, environ: Mapping[str, str]) -> Iterator[Finding]:
     """Yield the findings on each kind of offload.
 
     Args:
         libraries: Capabilities of torch and DeepSpeed.
         nvme: Folder for NVMe offload; None if none was given.
+        environ: Environment of launches.
     """
     if not libraries.usable:
         return
-    yield _optimizer(libraries)
+    yield _optimizer(libraries, environ)
     yield Finding(
         area=_AREA,
         name="parameters to the CPU",
@@ -31,17 +34,17 @@ def findings(libraries: Libraries, *, nvme: Path | None) -> Iterator[Finding]:
         text="Parameter offload to the CPU can work (ZeRO 3).",
         data={"works": True},
     )
-    yield _to_nvme(libraries, nvme)
+    yield _to_nvme(libraries, nvme, environ)
 
 
-def _optimizer(libraries: Libraries) -> Finding:
-    works, why = libraries.operator("CPUAdamBuilder")
-    if works:
+def _optimizer(libraries: Libraries, environ: Mapping[str, str]) -> Finding:
+    state, why = state_of(libraries, "CPUAdamBuilder", environ=environ)
+    if state is not BuildState.CANNOT:
         return Finding(
             area=_AREA,
             name="optimizer to the CPU",
             status=Status.FINE,
-            text="Optimizer offload to the CPU can work (ZeRO 1 to 3): DeepSpeedCPUAdam can be built.",
+            text=f"Optimizer offload to the CPU can work (ZeRO 1 to 3): DeepSpeedCPUAdam {_IS[state]}.",
             data={"works": True},
         )
     return Finding(
@@ -54,8 +57,9 @@ def _optimizer(libraries: Libraries) -> Finding:
     )
 
 
-def _to_nvme(libraries: Libraries, nvme: Path | None) -> Finding:
-    works, why = libraries.operator("AsyncIOBuilder")
+def _to_nvme(libraries: Libraries, nvme: Path | None, environ: Mapping[str, str]) -> Finding:
+    state, why = state_of(libraries, "AsyncIOBuilder", environ=environ)
+    works = state is not BuildState.CANNOT
     data = {"works": works and nvme is not None, "why_not": why}
     if not works:
         return Finding(

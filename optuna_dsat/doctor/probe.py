@@ -88,7 +88,11 @@ def _deepspeed() -> dict[str, Any]:
         try:
             builder = accelerator.create_op_builder(name)
             compatible = builder is not None and bool(builder.is_compatible(verbose=False))
-            operators[name] = {"compatible": compatible, "why_not": "" if compatible else _why_not(builder)}
+            operators[name] = {
+                "compatible": compatible,
+                "why_not": "" if compatible else _why_not(builder),
+                "installed": bool(deepspeed.git_version_info.installed_ops.get(getattr(builder, "NAME", ""), False)),
+            }
         except Exception as error:  # noqa: BLE001 - likewise
             operators[name] = {"compatible": False, "why_not": _reason(error)}
     return {

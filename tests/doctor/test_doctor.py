@@ -156,7 +156,7 @@ def test_a_broken_installation_is_told_by_its_error(tmp_path: Path) -> None:
     findings = list(libraries.findings(found, gpus=0))
     assert [finding.status for finding in findings] == [Status.FATAL, Status.FATAL]
     assert launchers.finding(found).status is Status.FATAL
-    assert list(offloads.findings(found, nvme=None)) == []
+    assert list(offloads.findings(found, nvme=None, environ={})) == []
 
 
 def test_a_library_that_kills_its_process_is_told(tmp_path: Path) -> None:
@@ -171,12 +171,33 @@ def test_which_offloads_can_work_and_why_not(tmp_path: Path) -> None:
     assert [found[name].status for name in names] == [Status.FINE, Status.FINE, Status.NOTE]
     assert "--nvme FOLDER" in found["to NVMe"].text
     not_built = {"compatible": False, "why_not": "no nvcc"}
+    environ = {"PATH": os.environ["PATH"], "TORCH_EXTENSIONS_DIR": str(tmp_path)}
     broken = told(deepspeed={"operators": {"CPUAdamBuilder": not_built, "AsyncIOBuilder": not_built}})
-    found = {finding.name: finding for finding in offloads.findings(broken, nvme=tmp_path)}
+    found = {finding.name: finding for finding in offloads.findings(broken, nvme=tmp_path, environ=environ)}
     assert [found[name].status for name in names] == [Status.PROBLEM, Status.FINE, Status.PROBLEM]
     assert "(no nvcc)" in found["optimizer to the CPU"].text
     assert "torch_adam" in found["optimizer to the CPU"].remedy
     assert "libaio" in found["to NVMe"].remedy
+
+
+def test_each_operator_is_built_or_can_be_or_cannot_and_why(tmp_path: Path) -> None:
+    not_built = {"compatible": False, "why_not": "no libaio."}
+    found = told(deepspeed={"operators": {**DEEPSPEED["operators"], "AsyncIOBuilder": not_built}})
+    library = tmp_path / "py311_cu128" / "fused_adam" / "fused_adam.so"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    findings = look(tmp_path, found=found)
+    assert findings["fused_adam"].text == "fused_adam (Adam on the device): built."
+    assert findings["cpu_adam"].data["state"] == "can be built"
+    assert "1 to 3 min" in findings["cpu_adam"].text
+    assert findings["async_io"].text == "async_io (offload to NVMe): cannot be built, because: no libaio."
+    assert findings["async_io"].status is Status.NOTE
+    assert "deepspeed_shm_comm" not in findings, "communication on the CPU is of no use to GPUs"
+    without = look(tmp_path, found=found, environ={"PATH": str(tmp_path)})
+    assert without["cpu_adam"].data["why_not"] == "there is no C++ compiler and no ninja"
+    assert without["fused_adam"].data["state"] == "built"
+    installed = told(deepspeed={"operators": {"CPUAdamBuilder": {**WORKS, "installed": True}}})
+    assert look(tmp_path, found=installed)["cpu_adam"].data["state"] == "built"
 
 
 def test_a_drive_is_measured_and_nothing_is_left_on_it(tmp_path: Path) -> None:
