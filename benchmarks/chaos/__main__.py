@@ -35,12 +35,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if asked.minutes is not None and time.monotonic() - began > 60 * asked.minutes:
             break
         folder = Path(tempfile.mkdtemp(prefix="dsat-chaos-"))
-        study = StudyUnderFire(folder=folder, rng=rng, two=studies % 2 == 1)
+        study, start = StudyUnderFire(folder=folder, rng=rng, two=studies % 2 == 1), time.monotonic()
         found = study.run(min(_BLOWS_PER_STUDY, asked.kills - blows.total()))
         blows += study.blows
         studies += 1
         wrong += bool(found)
-        print(json.dumps({"study": studies, "two": study.two, "blows": study.blows, "violations": found}), flush=True)
+        took_s = round(time.monotonic() - start)
+        told = {"study": studies, "two": study.two, "blows": study.blows, "took_s": took_s, "violations": found}
+        print(json.dumps(told), flush=True)
         if found and asked.keep:
             print(f"kept: {folder}", flush=True)
         else:

@@ -130,7 +130,7 @@ class NodeLaunch:
             forking=self._machine.forking if self._warm else None,
             mark=self._mark,
         )
-        tree = ProcessTree(started.agent, mark=self._mark)
+        tree = ProcessTree(started.agent, mark=self._mark, leavings=self._leavings)
         self._beside = BesideWatch(
             start_profile_step=self._request.start_profile_step,
             ranks=lambda: tree.ranks,
@@ -144,6 +144,7 @@ class NodeLaunch:
 
     def _follow(self, tree: ProcessTree, started: Started, now: float) -> list[dict[str, Any]]:
         dead = sorted(tree.dead_ranks())
+        tree.look_at_shared_memory(now)
         code = started.agent.poll()
         news = self._read(tree)  # after the processes were checked, so that it includes what the dead ones wrote
         if code is not None and not self._sweeping:

@@ -73,6 +73,9 @@ class RemoteLaunch:
         """Nothing: what lies on a node is removed there."""
         return frozenset()
 
+    def look_at_shared_memory(self, now: float) -> None:
+        """Do nothing: each node looks at its own."""
+
     @property
     def conditions(self) -> Conditions:
         """What went on beside it on the node where others took the largest share of the cores."""

@@ -12,20 +12,26 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+
+import psutil
 
 from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.build_locks import remove_stale_locks
 from optuna_dsat.launch.notes import GoneTuner, any_gone, gone_tuners
-from optuna_dsat.launch.processes import find_leftovers, kill_leftovers
+from optuna_dsat.launch.processes import LaunchProcess, find_leftovers, kill_leftovers
+from optuna_dsat.launch.shared_memory import noted_path, shared_memory_of
 from optuna_dsat.runtime.leavings import SHARED_MEMORY
 
-__all__ = ["LeftoverWatch", "Removed", "remove_leftovers", "remove_noted", "shared_memory_of"]
+__all__ = ["LeftoverWatch", "Removed", "remove_leftovers", "remove_noted"]
 
 _WATCH_S = 5.0
 """Pause between two looks for tuners beside this one that were killed."""
+
+_CLOCK_S = 1.0
+"""By how much the start of a process, counted in ticks since boot, and the times of files may differ."""
 
 _PARTIAL = re.compile(r"\..+\.(?P<pid>\d+)")
 """Name of a file that was being written (``runtime/atomic_write.py``)."""
@@ -104,7 +110,7 @@ def remove_leftovers(environ: Mapping[str, str], *, notes: Path | None = None) -
         UsageError: If the user's own folder cannot be used.
         TimeoutError: If processes outlive SIGKILL, which only an uninterruptible wait in the kernel explains.
     """
-    seen = shared_memory_of(process.key.pid for process in find_leftovers())
+    seen = _made_by(find_leftovers())
     removed = Removed(processes=len(kill_leftovers())) + Removed(shared_memory=_remove_shared_memory(seen))
     with gone_tuners(notes) as tuners:
         for tuner in tuners:
@@ -119,7 +125,7 @@ def remove_noted(record: Path, *, seen: Collection[Path] = ()) -> Removed:
 
     Args:
         record: Their notes.
-        seen: Files in shared memory that they had mapped.
+        seen: Files in shared memory that they made.
     """
     try:
         lines = record.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -127,8 +133,9 @@ def remove_noted(record: Path, *, seen: Collection[Path] = ()) -> Removed:
         lines = []
     noted = {*seen}
     for line in lines:
-        with contextlib.suppress(ValueError, TypeError):  # a rank was killed while it wrote
-            noted.add(Path(json.loads(line)))
+        with contextlib.suppress(ValueError, TypeError, KeyError, OSError):  # cut off, or gone
+            if (path := noted_path(json.loads(line))) is not None:
+                noted.add(path)
     there = {path for path in noted if _is_there(path)}
     folders = {path for path in there if path.is_dir()}
     shared = {path for path in there - folders if path.parent == SHARED_MEMORY}
@@ -136,6 +143,22 @@ def remove_noted(record: Path, *, seen: Collection[Path] = ()) -> Removed:
         shutil.rmtree(folder, ignore_errors=True)
     record.unlink(missing_ok=True)
     return Removed(shared_memory=_remove_shared_memory(shared), folders=len(folders))
+
+
+def _made_by(processes: Collection[LaunchProcess]) -> set[Path]:
+    """Return what processes have in shared memory that was written since their launch began; the rest is another's."""
+    found: set[Path] = set()
+    for mark in {one.mark for one in processes}:
+        pids = [one.key.pid for one in processes if one.mark == mark]
+        began: list[float] = []
+        for pid in pids:
+            with contextlib.suppress(psutil.Error):  # gone meanwhile
+                began.append(psutil.Process(pid).create_time())
+        for path in shared_memory_of(pids) if began else ():
+            with contextlib.suppress(OSError):
+                if path.parent == SHARED_MEMORY and path.stat().st_mtime >= min(began) - _CLOCK_S:
+                    found.add(path)
+    return found
 
 
 def _remove_shared_memory(paths: Collection[Path]) -> int:
@@ -165,24 +188,6 @@ def _remove_partial_files(tuner: GoneTuner) -> Removed:
     for path in partial:
         path.unlink(missing_ok=True)
     return Removed(partial_files=len(partial))
-
-
-def shared_memory_of(pids: Iterable[int]) -> set[Path]:
-    """Return the files in shared memory that processes have mapped or open."""
-    found: set[Path] = set()
-    prefix = f"{SHARED_MEMORY}/"
-    for pid in pids:
-        with contextlib.suppress(OSError):  # another user's, or gone
-            lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
-            mapped = (line[place:] for line in lines if (place := line.find(prefix)) >= 0)
-            found.update(Path(path) for path in mapped if not path.endswith(" (deleted)"))
-        with contextlib.suppress(OSError):
-            for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-                with contextlib.suppress(OSError):
-                    target = str(descriptor.readlink())
-                    if target.startswith(prefix) and not target.endswith(" (deleted)"):
-                        found.add(Path(target))
-    return found
 
 
 def _all_processes() -> list[int]:

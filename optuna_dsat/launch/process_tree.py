@@ -10,7 +10,6 @@ from typing import Protocol
 from optuna_dsat.launch.activity import ProcessUsage, read_usage
 from optuna_dsat.launch.agent_handle import AgentHandle
 from optuna_dsat.launch.agent_record import read_exit_codes
-from optuna_dsat.launch.leftovers import shared_memory_of
 from optuna_dsat.launch.processes import (
     CLEANERS_S,
     ProcessKey,
@@ -19,6 +18,7 @@ from optuna_dsat.launch.processes import (
     find_marked,
     is_cleaner,
 )
+from optuna_dsat.launch.shared_memory import SharedMemoryWatch
 
 __all__ = ["LaunchProcesses", "ProcessTree"]
 
@@ -38,7 +38,11 @@ class LaunchProcesses(Protocol):
 
     @property
     def shared_memory(self) -> frozenset[Path]:
-        """Files in shared memory of this machine that its processes had when they were killed."""
+        """Files in shared memory of this machine that its processes made."""
+        ...
+
+    def look_at_shared_memory(self, now: float) -> None:
+        """Note what its processes have made in shared memory so far."""
         ...
 
     def add_rank(self, rank: int, pid: int) -> None:
@@ -88,16 +92,17 @@ class ProcessTree:
     Args:
         agent: torchrun.
         mark: Mark of the launch's processes.
+        leavings: File that notes what they make in shared memory; None to note nothing.
     """
 
-    def __init__(self, agent: AgentHandle, *, mark: str) -> None:
+    def __init__(self, agent: AgentHandle, *, mark: str, leavings: Path | None = None) -> None:
         self._agent = agent
         self._mark = mark
         self._agent_key = ProcessKey.of(agent.pid)
         self._ranks: dict[int, ProcessKey] = {}
         self._known: set[ProcessKey] = set() if self._agent_key is None else {self._agent_key}
         self._killed: set[int] = set()
-        self._shared_memory: set[Path] = set()
+        self._shared_memory = SharedMemoryWatch(lambda: {key.pid for key in self.living()}, record=leavings)
         self._cleaners_until: float | None = None
 
     @property
@@ -117,8 +122,12 @@ class ProcessTree:
 
     @property
     def shared_memory(self) -> frozenset[Path]:
-        """Files in shared memory that its processes had when they were killed here."""
-        return frozenset(self._shared_memory)
+        """Files in shared memory that its processes made, as far as they were seen to use them."""
+        return self._shared_memory.found
+
+    def look_at_shared_memory(self, now: float) -> None:
+        """Note what its processes have made in shared memory so far; ``now`` is monotonic."""
+        self._shared_memory.check(now)
 
     def usage(self) -> dict[ProcessKey, ProcessUsage]:
         """Return what the ranks and all descendants of torchrun have used."""
@@ -196,5 +205,5 @@ class ProcessTree:
         self._known |= alive
         alive = {key for key in alive if not self._may_clean(key)}
         self._killed |= {key.pid for key in alive}
-        self._shared_memory |= shared_memory_of(key.pid for key in alive)
+        self._shared_memory.add(key.pid for key in alive)
         end_processes(alive)

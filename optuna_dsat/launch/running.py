@@ -82,7 +82,7 @@ class RunningLaunch:
 
     def __post_init__(self) -> None:
         self._log = EventLog(self.directory, slots=self.request.slots, started=self.started)
-        self._processes = ProcessTree(self.agent, mark=self.mark) if self.processes is None else self.processes
+        self._processes = self.processes or ProcessTree(self.agent, mark=self.mark, leavings=self.directory.leavings)
         self._activity = ActivityMonitor(limit_s=self.request.stall_s, started=self.started)
         self._beside = BesideWatch(
             start_profile_step=self.request.start_profile_step,
@@ -135,6 +135,7 @@ class RunningLaunch:
     def advance(self, now: float) -> list[Event]:
         """Read new events and return them; check the limits and end what must end."""
         dead = self._processes.dead_ranks()
+        self._processes.look_at_shared_memory(now)
         agent_ended = self.agent.poll() is not None
         events = self._read(now)  # after the processes were checked, so that it includes what the dead ones wrote
         if agent_ended:

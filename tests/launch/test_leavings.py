@@ -31,6 +31,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from optuna_dsat.runtime.leavings import note_shared_buffer, note_temporary_folders
 record = Path(sys.argv[1])
+sys.stdin.readline()  # what is there when a launch begins is not its own
 note_shared_buffer(record, {"MASTER_ADDR": "test", "MASTER_PORT": str(os.getpid())}, rank=0)
 note_temporary_folders(record)
 made = [tempfile.mkdtemp(prefix="tracker-"), mkdtemp()]
@@ -51,14 +52,10 @@ def test_what_a_killed_rank_leaves_is_removed(tmp_path: Path) -> None:
     agent = subprocess.Popen(
         [sys.executable, "-c", RANK, str(record)],
         env={**os.environ, MARK_ENV: mark},
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert agent.stdout is not None
-    with agent.stdout as output:
-        left = [Path(one) for one in output.readline().split()]
-    assert len(left) == 5
-    assert all(path.exists() for path in left)
     launch = RunningLaunch(
         request=request(tmp_path, slots=1),
         directory=replace(directory, leavings=record),
@@ -70,6 +67,14 @@ def test_what_a_killed_rank_leaves_is_removed(tmp_path: Path) -> None:
         started_unix=0.0,
         oom_kills_before=None,
     )
+    assert agent.stdout is not None
+    assert agent.stdin is not None
+    with agent.stdin as go, agent.stdout as output:
+        go.write("begin\n")
+        go.flush()
+        left = [Path(one) for one in output.readline().split()]
+    assert len(left) == 5
+    assert all(path.exists() for path in left)
     launch.end(StopReason(outcome=Outcome.PRUNED, message="enough"))
     agent.wait()
     now = 1.0
