@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from typer.core import TyperCommand, TyperGroup, TyperOption
@@ -62,9 +62,31 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> list[
         found = LaunchCommand(script=words[0], args=tuple(words[1:]))
     if found is None:
         return [*argv[: start + 1], *own, *_with_config(words, search.params)]
-    for note in found.notes:
+    engine = _value_of("--on", own) or "here"
+    for note in (*found.notes, *_note_on_nodes(found, engine=engine)):
         say(note, file=sys.stderr)
-    return [*argv[: start + 1], *own, *_arguments(found, own=own, cwd=cwd)]
+    return [*argv[: start + 1], *own, *_arguments(found, own=own, engine=engine, cwd=cwd)]
+
+
+def _value_of(option: str, own: Sequence[str]) -> str | None:
+    """Return the value that the search's own options give one; None if they do not."""
+    found = None
+    for word, following in zip(own, (*own[1:], ""), strict=False):
+        name, given, value = word.partition("=")
+        if name == option:
+            found = value if given else following
+    return found
+
+
+def _note_on_nodes(found: LaunchCommand, *, engine: str) -> Iterator[str]:
+    """Yield a sentence on what of a command names other nodes or a rendezvous, where that has no effect."""
+    if engine != "here":
+        given, where = found.rendezvous, ""
+    else:
+        given, where = (*found.elsewhere, *found.rendezvous), "tuned on this machine alone, and "
+    more = f" With --on slurm or --on ray it is tuned on {found.nodes} nodes." if where and found.nodes > 1 else ""
+    if given:
+        yield f"{', '.join(given)}: {where}each launch chooses its own rendezvous.{more}"
 
 
 def _with_config(words: Sequence[str], params: Sequence[object]) -> list[str]:
@@ -91,18 +113,21 @@ def _first_positional(argv: Sequence[str], params: Sequence[object]) -> tuple[in
     return len(argv), None
 
 
-def _arguments(found: LaunchCommand, *, own: Sequence[str], cwd: Path) -> list[str]:
+def _arguments(found: LaunchCommand, *, own: Sequence[str], engine: str, cwd: Path) -> list[str]:
     """Return the arguments of a search that tunes a command.
 
     Args:
         found: The command.
         own: The search's own options.
+        engine: Where trials run: ``here``, or the engine that holds nodes.
         cwd: The working directory.
     """
     from optuna_dsat.script.config_location import find_config
 
     result = []
-    if not any(word.partition("=")[0] in _DEVICE_OPTIONS for word in own):
+    if engine != "here":
+        result += _nodes(found, own=own, engine=engine)
+    elif not any(word.partition("=")[0] in _DEVICE_OPTIONS for word in own):
         result += _ranks(found)
     for name, value in found.environment.items():
         result += ["--env", f"{name}={value}"]
@@ -110,6 +135,24 @@ def _arguments(found: LaunchCommand, *, own: Sequence[str], cwd: Path) -> list[s
     result += ["--module"] if found.is_module else []
     result += [found.script, NO_CONFIG if config is None else os.path.relpath(cwd / config, cwd)]
     return [*result, "--", *found.args]
+
+
+def _nodes(found: LaunchCommand, *, own: Sequence[str], engine: str) -> list[str]:
+    """Return the options for the nodes that a launcher uses, and for its ranks on each."""
+    wanted = {
+        "--nodes-per-trial": found.nodes if found.nodes > 1 else None,
+        "--gpus-per-node": None if _value_of("--cpu-ranks", own) else found.ranks,
+    }
+    result = [
+        word
+        for option, value in wanted.items()
+        if value is not None and _value_of(option, own) is None
+        for word in (option, str(value))
+    ]
+    names = [name for name in found.hosts if not name.replace(".", "").isdigit() and "@" not in name]
+    if engine == "slurm" and names and names == list(found.hosts):
+        result.append(f"--slurm-arg=--nodelist={','.join(names)}")
+    return result
 
 
 def _ranks(found: LaunchCommand) -> list[str]:

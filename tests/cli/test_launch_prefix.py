@@ -44,3 +44,24 @@ def test_the_searchs_own_option_wins(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert found.count("--cpu-ranks") == 1
     assert found[found.index("--cpu-ranks") + 1] == "2"
     assert capsys.readouterr().err == ""
+
+
+def test_nodes_of_the_launcher_become_those_of_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "hosts").write_text("w0 slots=4\nw1 slots=4\n")
+    command = ("deepspeed", "--hostfile", "hosts", "--master_addr", "w0", "train.py")
+    found = unfolded(tmp_path, "--on", "slurm", *command)
+    assert found[found.index("--nodes-per-trial") + 1] == "2"
+    assert found[found.index("--gpus-per-node") + 1] == "4"
+    assert "--slurm-arg=--nodelist=w0,w1" in found
+    assert capsys.readouterr().err == "--master_addr w0: each launch chooses its own rendezvous.\n"
+    found = unfolded(tmp_path, "--on=ray", "--nodes-per-trial", "1", *command)
+    assert found.count("--nodes-per-trial") == 1
+    assert not any(word.startswith("--slurm-arg") for word in found)
+
+
+def test_nodes_are_named_where_trials_run_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = unfolded(tmp_path, "--cpu-ranks", "2", "torchrun", "--nnodes", "3", "--nproc_per_node", "2", "train.py")
+    assert "--nodes-per-trial" not in found
+    text = capsys.readouterr().err
+    assert "--nnodes 3: tuned on this machine alone" in text
+    assert "With --on slurm or --on ray it is tuned on 3 nodes." in text
