@@ -78,8 +78,9 @@ def render(
     """
     below: list[Text] = []
     if state.phase:
+        what, bracket, remark = state.phase.partition(" (")
         since = duration_in_words(now - state.phase_since)
-        below += _folded(f"{state.phase[:1].upper()}{state.phase[1:]}: {since}", width)
+        below += _folded(f"{what[:1].upper()}{what[1:]}, {since}{bracket}{remark}", width)
     if state.search is not None:
         below += [line for told in _summary(state, state.search, now) for line in _folded(told, width)]
     if stopping:
