@@ -82,7 +82,7 @@ docs: setup
 	$(BIN)/python -m docs.generate.options
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
 
-# What docs/methods.md shows: searched and drawn anew.
+# What docs/explanation/methods.md shows: searched and drawn anew.
 figures: setup
 	$(BIN)/python -m docs.generate.figures
 

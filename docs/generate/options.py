@@ -1,4 +1,4 @@
-"""Writes ``docs/options.md``: every command, argument and option, from the commands themselves.
+"""Writes ``docs/reference/options.md``: every command, argument and option, from the commands themselves.
 
 python -m docs.generate.options
 """
@@ -17,7 +17,7 @@ from optuna_dsat.cli.help import placeholder, shown_default
 
 __all__ = ["PAGE", "commands", "main", "page"]
 
-PAGE = Path(__file__).resolve().parents[1] / "options.md"
+PAGE = Path(__file__).resolve().parents[1] / "reference" / "options.md"
 SEARCHES = ("random", "binary", "asha", "guided", "tune", "run")
 """Commands that search; the options that they share get one section."""
 

@@ -30,7 +30,7 @@ def read(name: str) -> str:
 
 
 def test_the_page_of_options_is_up_to_date() -> None:
-    assert options.page() == read("options.md"), "Run `python -m docs.generate.options` (or `make docs`)."
+    assert options.page() == read("reference/options.md"), "Run `python -m docs.generate.options` (or `make docs`)."
 
 
 def sections(page: str) -> dict[str, str]:
@@ -41,7 +41,7 @@ def sections(page: str) -> dict[str, str]:
 
 @pytest.mark.parametrize(("name", "command"), COMMANDS, ids=[name for name, _ in COMMANDS])
 def test_every_command_and_option_is_documented(name: str, command: TyperCommand) -> None:
-    pages = sections(read("options.md"))
+    pages = sections(read("reference/options.md"))
     assert name in pages, "Run `python -m docs.generate.options` (or `make docs`)."
     shared = pages["Options of every search"] if "#options-of-every-search" in pages[name] else ""
     for param in command.params:
@@ -50,7 +50,7 @@ def test_every_command_and_option_is_documented(name: str, command: TyperCommand
 
 
 def test_every_public_name_is_in_the_python_reference() -> None:
-    reference = read("api.md")
+    reference = read("reference/api.md")
     for name in set(optuna_dsat.__all__) - {"__version__"}:
         assert f"optuna_dsat.{name}\n" in reference, name
     for package in (samplers, pruners):
@@ -60,7 +60,7 @@ def test_every_public_name_is_in_the_python_reference() -> None:
 
 
 def test_every_outcome_and_every_end_of_a_search_is_explained() -> None:
-    page = read("outcomes.md")
+    page = read("reference/outcomes.md")
     for outcome in Outcome:
         assert f"| `{outcome.value}` |" in page
     for reason in EndReason:
@@ -70,7 +70,7 @@ def test_every_outcome_and_every_end_of_a_search_is_explained() -> None:
 
 
 def test_every_exit_code_is_explained() -> None:
-    page = read("shell.md")
+    page = read("reference/shell.md")
     raised: list[type[errors.DsatError]] = [DeviceError, OutputError]
     raised += [one for _, one in inspect.getmembers(errors, inspect.isclass) if issubclass(one, errors.DsatError)]
     for code in {0, 130, *(one.exit_code for one in raised)}:
@@ -78,7 +78,7 @@ def test_every_exit_code_is_explained() -> None:
 
 
 def test_every_method_has_its_part_and_its_figure() -> None:
-    pages = sections(read("methods.md"))
+    pages = sections(read("explanation/methods.md"))
     assert list(pages) == list(METHODS)
     for method, text in pages.items():
         assert f"figures/{method}.svg" in text

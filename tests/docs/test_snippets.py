@@ -24,7 +24,7 @@ from tests.harness.entry_points import EntryPointBench, bench
 __all__ = ["bench"]
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", *(ROOT / "examples").glob("*/README.md")])
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", *(ROOT / "examples").glob("*/README.md")])
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 NOT_LITERAL = re.compile(r"\b(SCRIPT|DS_CONFIG|STUDY|COMMAND|N)\b|\.\.\.")
 
@@ -93,7 +93,7 @@ def test_python_runs_from_the_top_of_the_page_to_its_end(
 
 @pytest.mark.parametrize("language", ["toml", "yaml"])
 def test_files_of_options_hold_options(language: str) -> None:
-    (text,) = blocks(language, ROOT / "docs" / "shell.md")
+    (text,) = blocks(language, ROOT / "docs" / "reference" / "shell.md")
     table = tomllib.loads(text)["tool"]["optuna-dsat"] if language == "toml" else yaml.safe_load(text)
     group: Any = typer.main.get_command(app)
     context = group.make_context("optuna-dsat", ["studies"])
