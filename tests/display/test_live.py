@@ -4,6 +4,7 @@ import io
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import optuna
@@ -153,6 +154,51 @@ def test_no_line_is_wider_than_the_terminal(state: LiveState, width: int) -> Non
     assert width < 46 or words.count("s") == 2, "both have a running clock"
 
 
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_nothing_is_cut_in_the_middle_of_a_word(state: LiveState, width: int) -> None:
+    words = "ZeRO 3 + parameter offload and optimizer offload, micro-batch 128; stage3_max_live_parameters=5e8"
+    best = progress.BestSoFar(number=1, words=words, value=100.0, speed=Speed(samples_per_s=100.0))
+    state.apply(search(side_by_side=2, best=best, user_value=50.0), 30.0)
+    state.apply(replace(started(4), words=words), 30.0)
+    state.apply(progress.Phase(words="building cpu_adam (first use only, 1 to 3 min)"), 31.0)
+    tokens = shown(state, 103.0, width=width).split()
+    table, summary = tokens[: tokens.index("Building")], tokens[tokens.index("Building") :]
+    whole = {"parameter", "offload", "optimizer", "micro-batch", "stage3_max_live_parameters=5e8"}
+    assert whole - {"stage3_max_live_parameters=5e8"} <= set(table)
+    assert whole <= {one.rstrip(",;)") for one in summary}
+    assert " ".join(summary).startswith("Building cpu_adam, 1 min 12 s (first use only, 1 to 3 min)")
+
+
+def test_each_phase_of_a_launch_is_told(state: LiveState) -> None:
+    def now() -> str:
+        (row,) = [line for line in shown(state, 25.0).splitlines() if line.startswith("    3 ")]
+        return row
+
+    assert "starting" in now()
+    state.apply(progress.TrialPhase(number=3, words="importing"), 25.0)
+    assert "importing" in now()
+    state.apply(progress.TrialPhase(number=3, words="first step"), 25.0)
+    assert "first step" in now()
+    for step, words in ((1, "step 2 of 5"), (4, "step 5 of 5"), (5, "ending")):
+        state.apply(stepped(3, step=step), 25.0)
+        assert words in now()
+    state.apply(progress.TrialPhase(number=None, words="importing"), 25.0)  # of no profile that is in flight
+
+
+def test_what_other_workers_run_is_not_done(state: LiveState) -> None:
+    state.apply(replace(finished(2, 60.0), launched=6, running=3), 26.0)
+    assert "3 of 10 done, 1 running, 2 in other workers" in shown(state, 26.0)
+
+
+def test_a_search_on_the_cpu_tells_flops_per_rank() -> None:
+    state = LiveState()
+    best = progress.BestSoFar(number=4, words="ZeRO 1", value=2e9, speed=Speed(samples_per_s=80.0))
+    state.apply(search(metric="FLOPS_per_gpu", device="cpu", best=best, user_value=1e9), 0.0)
+    text = shown(state, 0.0)
+    assert "80 samples/s, 2 GFLOP/s per rank, 2.00x your config" in text
+    assert "Your own config in the search: 1 GFLOP/s per rank" in text
+
+
 def test_more_launches_than_lines_are_counted(state: LiveState) -> None:
     for number in range(4, 34):
         state.apply(started(number), 30.0)
@@ -219,6 +265,21 @@ def test_on_a_terminal_launches_are_rows_that_follow_its_width(tmp_path: Path) -
     assert COLOUR.search(screen.written)
     assert screen.written.rindex("\x1b[?25h") > screen.written.rindex("\x1b[?25l")
     assert "Trial 0: ZeRO 2, micro-batch 2: measured" in screen.plain()
+
+
+def test_after_a_resize_all_is_drawn_anew(tmp_path: Path) -> None:
+    with terminal(command(tmp_path, pause_s=0.06, trials=6), width=130) as screen:
+        screen.wait_for("Trial 0: ZeRO 2, micro-batch 2: measured")
+        screen.wait_for("Best in the search")
+        place = screen.resize(60)
+        place = screen.wait_for("\x1b[2J", after=place)
+        place = screen.wait_for("running", after=place)
+        assert screen.wait() == 0
+    again = screen.plain(screen.written.rindex("\x1b[2J"))
+    told = again[: again.index("running")]
+    assert "Study s: at most 6 launches" in told, "what scrolled by is shown again"
+    assert "Trial 0: ZeRO 2, micro-batch 2: measured" in told
+    assert "Best in the search" in told
 
 
 def test_ctrl_c_once_returns_what_is_in_flight_and_says_how_to_go_on(tmp_path: Path) -> None:

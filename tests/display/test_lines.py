@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from optuna_dsat.cost.memory import ModelProfile
+from optuna_dsat.display.lines import LineView, lines_of
+from optuna_dsat.metrics import Speed
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.study import progress
+
+SEARCH = progress.SearchStarted(
+    study="s", metric="FLOPS_per_gpu", maximize=True, max_trials=10, launched=0, device="cpu"
+)
+MEASURED = progress.TrialFinished(
+    number=4, words="ZeRO 2, micro-batch 8; overlap_comm=true", outcome=Outcome.MEASURED, value=28.78e9,
+    speed_up=1.34, best=True, message="measured to step 5", launched=5, speed=Speed(samples_per_s=51.25),
+)  # fmt: skip
+
+
+def test_a_measured_trial_says_what_differs_and_samples_first() -> None:
+    [line] = lines_of(MEASURED, SEARCH)
+    assert line == (
+        "Trial 4: ZeRO 2, micro-batch 8; overlap_comm=true: measured, 51.25 samples/s, 28.78 GFLOP/s per rank, "
+        "1.34x your config, best in the search so far"
+    )
+    fast = replace(MEASURED, speed=Speed(samples_per_s=51.25, tokens_per_s=52480.0, utilisation=0.38))
+    assert "measured, 51.25 samples/s, 52,480 tokens/s, 38% MFU, 1.34x" in lines_of(fast, SEARCH)[0]
+
+
+@pytest.mark.parametrize("outcome", [Outcome.PRUNED, Outcome.OUT_OF_MEMORY, Outcome.SCRIPT_ERROR])
+def test_what_was_not_measured_says_why(outcome: Outcome) -> None:
+    ended = replace(
+        MEASURED, outcome=outcome, value=None, speed_up=None, best=False, message="at 3 it cannot win", speed=None
+    )
+    [line] = lines_of(ended, SEARCH)
+    assert line.endswith(f": {outcome.replace('_', ' ')} (at 3 it cannot win)")
+
+
+def test_a_finalist_has_its_interval_as_a_share() -> None:
+    event = progress.FinalistMeasured(
+        number=4, words="ZeRO 2, micro-batch 8", value=100.0, low=97.0, high=102.0, message="", round=2,
+        speed=Speed(samples_per_s=51.25),
+    )  # fmt: skip
+    [line] = lines_of(event, replace(SEARCH, metric="throughput"))
+    assert line == "Round 2, trial 4: ZeRO 2, micro-batch 8: 51.25 samples/s (95 % within \u00b13.0%)"
+
+
+def test_a_profile_is_told_in_numbers_that_a_person_writes() -> None:
+    profile = ModelProfile(
+        params=1633, trainable_params=1633, largest_layer_params=10, param_bytes=4, activation_bytes_per_sample=2**20,
+        flops_per_sample=12_345 * 10**9, device_memory_bytes=2**30, host_memory_bytes=2**30, peak_bytes=2**20,
+    )  # fmt: skip
+    event = progress.ProfileFinished(
+        profile=profile, measured_with="ZeRO 1", reused=False, largest_micro_batches={1: 8}
+    )
+    told = lines_of(event, None)[0]
+    assert "1633 parameters, 1 MiB of activations and 12.35 TFLOP per sample" in told
+    told = lines_of(replace(event, profile=replace(profile, params=2 * 10**9, trainable_params=10**6)), None)[0]
+    assert "2 B parameters (1 M trainable)" in told
+
+
+def test_a_long_phase_is_told_with_its_duration(capsys: pytest.CaptureFixture[str]) -> None:
+    view = LineView(quiet_s=0.0)
+    view(progress.Phase(words="building cpu_adam (first use only, 1 to 3 min)"))
+    view(progress.Phase(words=""))
+    view(progress.Phase(words="waiting for GPU 1", said=True))
+    view.close()
+    told = capsys.readouterr().err.splitlines()
+    assert told == ["Building cpu_adam (first use only, 1 to 3 min) ...", "Building cpu_adam took 0 s."]
+
+
+def test_a_short_phase_is_not_told(capsys: pytest.CaptureFixture[str]) -> None:
+    view = LineView(quiet_s=600.0)
+    view(progress.Phase(words="importing"))
+    view(progress.Phase(words="building"))
+    view.close()
+    assert capsys.readouterr().err == ""
