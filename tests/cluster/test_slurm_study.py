@@ -1,0 +1,106 @@
+"""A whole study from a head without slots: killed, resumed, and trained with, on a real SLURM of four nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from optuna_dsat.study.result import training_command, write_best
+from optuna_dsat.study.spec import make_spec
+from tests.harness.commands import Command, search, write_config
+from tests.harness.slurm import SlurmCluster
+from tests.harness.workers import wait_until
+
+pytestmark = pytest.mark.torchrun
+
+ON_TWO_NODES = ("--on", "slurm", "--nodes-per-trial", "2", "--gpus-per-node", "1", "--slurm-arg=--partition=main")
+WHERE = """import os
+import sys
+print(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} on {os.environ['SLURMD_NODENAME']}", sys.argv[1:])
+"""
+
+
+def on_slurm(arguments: tuple[str, ...]) -> list[str]:
+    """Return a search's arguments with the ranks of its CPU replaced by nodes of a cluster."""
+    place = arguments.index("--cpu-ranks")
+    return [*arguments[:place], *ON_TWO_NODES, *arguments[place + 2 :]]
+
+
+def reports(folder: Path) -> dict[str, dict[str, object]]:
+    """Return name of a launch -> its report, for all that have one."""
+    return {path.parent.name: json.loads(path.read_text()) for path in folder.glob("*/report.json")}
+
+
+def test_a_killed_search_leaves_nothing_on_the_nodes_and_goes_on(slurm: SlurmCluster, tmp_path: Path) -> None:
+    write_config(tmp_path)
+    storage, folder = f"sqlite:///{tmp_path / 'study.db'}", tmp_path / "optuna-dsat-output" / "s"
+    environ = {"DS_ACCELERATOR": "cpu", **slurm.environ}  # the nodes' GPUs are none
+    begun = Command(tmp_path, *on_slurm(search("s", storage, budget=2)), environ=environ)
+    try:
+        limit_s = 150.0
+        wait_until(
+            lambda: (folder / "trial-0000" / "events" / "rank1.jsonl").exists() or begun.process.poll() is not None,
+            what="a trial runs",
+            limit_s=limit_s,
+        )
+    finally:
+        begun.kill()
+    assert begun.process.returncode == -9, "it ended before it was killed"
+    wait_until(lambda: not slurm.tasks(), what="no agent and no rank of it is left", limit_s=20)
+    wait_until(lambda: not slurm.jobs, what="no job of it is left", limit_s=20)
+
+    output, errors = Command(tmp_path, "resume", "s", "--storage", storage, environ=environ).finish()
+    assert json.loads((folder / "best_ds_config.json").read_text())["zero_optimization"]["stage"] == 1
+    ended = reports(folder)
+    measured = {name for name, report in ended.items() if report["outcome"] == "measured"}
+    assert {name for name in measured if name.startswith("trial-")}, (ended, errors)
+    assert all(len(str(ended[name]["host"]).split(", ")) == 2 for name in measured)
+    assert "srun --nodes=2" in output + errors
+    assert not slurm.jobs
+
+
+def test_what_can_never_be_granted_ends_the_command_with_one_line(slurm: SlurmCluster, tmp_path: Path) -> None:
+    write_config(tmp_path)
+    arguments = [*on_slurm(search("s", f"sqlite:///{tmp_path / 'study.db'}", budget=1))]
+    arguments[arguments.index("--nodes-per-trial") + 1] = "9"
+    _, errors = Command(tmp_path, *arguments, environ=slurm.environ).finish(code=2, timeout_s=60)
+    assert len(errors.strip().splitlines()) == 1
+    assert "SLURM cannot grant --nodes=9" in errors
+    assert not (tmp_path / "study.db").exists()
+
+
+def test_the_printed_command_trains_on_two_nodes(slurm: SlurmCluster, tmp_path: Path) -> None:
+    tmp_path.joinpath("train.py").write_text(WHERE)
+    tmp_path.joinpath("ds.json").write_text("{}")
+    spec = make_spec(
+        name="s",
+        method="random",
+        script={
+            "script": str(tmp_path / "train.py"), "cwd": str(tmp_path), "config_path": str(tmp_path / "ds.json"),
+            "args": ("ds.json", "it's two words"), "is_module": False,
+        },
+        ds_config={},
+        device="cpu",
+        slots_per_trial=2,
+        nodes_per_trial=2,
+        on="slurm",
+        slurm_arg=("--partition=main",),
+        output_dir=str(tmp_path / "o"),
+    )  # fmt: skip
+    path, _ = write_best(tmp_path / "o", {"train_batch_size": 2}, {})
+    command, names_config = training_command(spec, {}, path, host_threads=1)
+    assert names_config
+    environ = {**os.environ, **slurm.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
+    assert [line.split()[1] for line in lines] == ["0", "1"]
+    assert {line.split()[5] for line in lines} == {"n1", "n2"}
+    assert all(line.endswith(f"['{path}', \"it's two words\"]") for line in lines)
