@@ -39,6 +39,8 @@ class Autotuning:
     """A list of ``num_gpus`` in ascending order: a search at each; empty if it is one number or not given."""
     num_nodes: int | None = None
     """The largest of a list."""
+    node_counts: tuple[int, ...] = ()
+    """A list of ``num_nodes`` in ascending order; empty if it is one number or not given."""
     mp_size: int | None = None
     ignored: tuple[str, ...] = ()
     """Keys of DeepSpeed's autotuner that have no meaning here (folders, ``model_info``...)."""
@@ -66,7 +68,7 @@ def parse_autotuning(config: Mapping[str, Any], *, path: str = "<config>") -> Au
         ConfigError: If a value has the wrong type, or bounds contradict each other.
     """
     section: Mapping[str, Any] = config.get("autotuning") or {}
-    known = {field.name for field in fields(Autotuning)} - {"ignored", "unknown", "gpu_counts"}
+    known = {field.name for field in fields(Autotuning)} - {"ignored", "unknown", "gpu_counts", "node_counts"}
     values: dict[str, Any] = {}
     for key, value in section.items():
         name = _RENAMED.get(key, key)
@@ -75,13 +77,18 @@ def parse_autotuning(config: Mapping[str, Any], *, path: str = "<config>") -> Au
     low, high = values.get("min_train_micro_batch_size_per_gpu"), values.get("max_train_micro_batch_size_per_gpu")
     if low is not None and high is not None and low > high:
         raise ConfigError(f"{path}: autotuning.min_train_micro_batch_size_per_gpu is {low}, above the maximum {high}.")
-    counts = section.get("num_gpus")
     return Autotuning(
         **values,
-        gpu_counts=tuple(sorted({int(count) for count in counts})) if isinstance(counts, list) else (),
+        gpu_counts=_listed(section.get("num_gpus")),
+        node_counts=_listed(section.get("num_nodes")),
         ignored=tuple(sorted(_IGNORED & section.keys())),
         unknown=tuple(sorted(section.keys() - known - _RENAMED.keys() - _IGNORED)),
     )
+
+
+def _listed(counts: Any) -> tuple[int, ...]:
+    """Return a list's numbers in ascending order; empty if it is none."""
+    return tuple(sorted({int(count) for count in counts})) if isinstance(counts, list) else ()
 
 
 def _autotuning_value(name: str, value: Any, *, where: str) -> Any:

@@ -75,7 +75,10 @@ def _not_honoured(section: Autotuning) -> list[str]:
     if section.enabled is False:
         notes.append("autotuning.enabled is false; the section is honoured all the same, since you started a tuner.")
     if section.num_nodes is not None and section.num_nodes > 1:
-        notes.append(f"autotuning.num_nodes is not used: a launch runs on one machine, not on {section.num_nodes}.")
+        notes.append(
+            "autotuning.num_nodes is not used: a launch runs on this machine; with --on slurm or --on ray it runs on "
+            f"{section.num_nodes} nodes."
+        )
     if section.mp_size is not None and section.mp_size > 1:
         notes.append(
             f"autotuning.mp_size is not used: batch sizes are those of {section.mp_size} times as many data-parallel "
@@ -84,9 +87,13 @@ def _not_honoured(section: Autotuning) -> list[str]:
     return notes
 
 
+_UNITS = {"gpus_per_trial": "gpu", "cpu_ranks": "rank", "gpus_per_node": "gpu", "nodes_per_trial": "node"}
+"""Option that says how many of something a launch takes -> what that is."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """Numbers of GPUs or CPU ranks at each of which a search is wanted."""
+    """Numbers of GPUs, CPU ranks or nodes at each of which a search is wanted."""
 
     option: str
     """Name of the option that says the number."""
@@ -97,14 +104,14 @@ class Sweep:
     @property
     def unit(self) -> str:
         """What is counted, as it stands in names of studies."""
-        return "gpu" if self.option == "gpus_per_trial" else "rank"
+        return _UNITS[self.option]
 
 
 def sweep_of(given: Given) -> tuple[Sweep | None, list[str]]:
     """Return the numbers of devices at each of which a search is wanted, and a line for each that is not available.
 
-    They are those of an option that lists several, else those of a list in ``autotuning.num_gpus``; None if one search
-    is wanted.
+    They are those of an option that lists several, else those of a list in ``autotuning.num_gpus``, on a cluster of one
+    in ``autotuning.num_nodes``, too; None if one search is wanted.
 
     Raises:
         ConfigError: If the config cannot be read.
@@ -115,6 +122,8 @@ def sweep_of(given: Given) -> tuple[Sweep | None, list[str]]:
         if value is not None and not isinstance(value, int) and len(value) > 1:
             counts = tuple(sorted(set(value)))
             return Sweep(option=name, counts=counts, origin=given.origins.get(name, "argument")), []
+    if options.on != "here":
+        return _sweep_of_cluster(given, user_config(options).autotuning)
     if options.gpus_per_trial is not None or options.cpu_ranks is not None:
         return None, []
     user = user_config(options)
@@ -125,6 +134,20 @@ def sweep_of(given: Given) -> tuple[Sweep | None, list[str]]:
     notes = [_too_many(count, available) for count in listed if count > available]
     counts = tuple(count for count in listed if count <= available)
     return (Sweep(option="gpus_per_trial", counts=counts, origin="autotuning.num_gpus") if counts else None), notes
+
+
+def _sweep_of_cluster(given: Given, section: Autotuning) -> tuple[Sweep | None, list[str]]:
+    """Return the numbers of GPUs of a node, else of nodes, at each of which a search is wanted; and what is not used."""
+    options = given.options
+    gpus = section.gpu_counts if options.gpus_per_node is None and options.cpu_ranks is None else ()
+    nodes = () if "nodes_per_trial" in given.origins else section.node_counts
+    if len(gpus) > 1:
+        largest = "autotuning.num_nodes is used for its largest number alone, as num_gpus is a list."
+        sweep = Sweep(option="gpus_per_node", counts=gpus, origin="autotuning.num_gpus")
+        return sweep, [largest] if len(nodes) > 1 else []
+    if len(nodes) > 1:
+        return Sweep(option="nodes_per_trial", counts=nodes, origin="autotuning.num_nodes"), []
+    return None, []
 
 
 def _gpus_here() -> int:
@@ -155,7 +178,10 @@ def with_autotuning(given: Given, *, keep_values: bool = False) -> tuple[Given, 
     names = {field.name for field in fields(options)}
     offered = names - given.origins.keys()
     gpus = wanted.pop("gpus_per_trial", None)
-    if gpus is not None and options.gpus_per_trial is None and options.cpu_ranks is None:
+    if options.on != "here":
+        notes = [note for note in notes if "num_nodes" not in note]
+        wanted |= _places_of(options, user.autotuning)
+    elif gpus is not None and options.gpus_per_trial is None and options.cpu_ranks is None:
         available = _gpus_here()
         if gpus <= available:
             wanted["gpus_per_trial"] = gpus
@@ -183,6 +209,13 @@ def with_autotuning(given: Given, *, keep_values: bool = False) -> tuple[Given, 
         notes.append("autotuning.tuner_early_stopping is not used by this method.")
     taken: dict[str, Any] = {name: value for name, value in wanted.items() if name in offered}
     return given.with_values(taken, f"autotuning in {options.ds_config}"), notes
+
+
+def _places_of(options: TuneOptions, section: Autotuning) -> dict[str, int]:
+    """Return the options for nodes of a cluster: DeepSpeed's ``num_gpus`` are those of one node."""
+    gpus = section.num_gpus if options.gpus_per_node is None and options.cpu_ranks is None else None
+    found = {"nodes_per_trial": section.num_nodes, "gpus_per_node": gpus}
+    return {name: count for name, count in found.items() if count is not None}
 
 
 def _single_values(options: TuneOptions, user: ds_config.UserConfig) -> dict[str, Any]:

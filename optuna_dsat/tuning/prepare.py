@@ -34,7 +34,7 @@ def prepare_each(method: str | None, given: Given) -> list[Prepared]:
     """Check the options and return the studies that they ask for, in the order in which they run.
 
     That is one, or one at each number of GPUs or CPU ranks that an option or the config's ``autotuning.num_gpus``
-    lists, named ``NAME-8gpu`` or ``NAME-2rank``.
+    lists, named ``NAME-8gpu`` or ``NAME-2rank``; on a cluster ``NAME-2x8gpu`` or ``NAME-2node``.
 
     Args:
         method: Search method; None for the one that the options or the config name.
@@ -55,8 +55,9 @@ def prepare_each(method: str | None, given: Given) -> list[Prepared]:
 def _at_count(method: str | None, given: Given, sweep: Sweep, *, count: int) -> Prepared:
     """Return the study at one number of devices, checked."""
     sized = given.with_values({sweep.option: count}, sweep.origin)
-    name = prepare(method, sized).request.spec.name
-    return prepare(method, sized.with_values({"study": f"{name}-{count}{sweep.unit}"}, sweep.origin))
+    spec = prepare(method, sized).request.spec
+    nodes = f"{spec.nodes_per_trial}x" if spec.nodes_per_trial > 1 and sweep.unit != "node" else ""
+    return prepare(method, sized.with_values({"study": f"{spec.name}-{nodes}{count}{sweep.unit}"}, sweep.origin))
 
 
 def prepare(method: str | None, given: Given) -> Prepared:
@@ -74,7 +75,9 @@ def prepare(method: str | None, given: Given) -> Prepared:
     if method is None:
         method = getattr(options, "method", None) or DEFAULT_METHOD
     if options.on != "here" and "max_concurrent_trials" not in given.origins:
-        options = replace(options, max_concurrent_trials=1)  # more nodes of a cluster than one launch takes are asked for
+        options = replace(
+            options, max_concurrent_trials=1
+        )  # more nodes of a cluster than one launch takes are asked for
     devices = search_devices(options)
     spec = build_spec(method, options, devices)
     if spec.on != "here":

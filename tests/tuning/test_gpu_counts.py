@@ -167,3 +167,41 @@ def test_the_function_returns_the_best_with_all(bench: EntryPointBench) -> None:
     result = optuna_dsat.tune("train.py", "ds.json", metric="throughput", max_trials=2, confirm=0, quiet=True)
     assert result.study == "train-guided-2gpu"
     assert {gpus: one.study for gpus, one in result.by_gpus.items()} == {1: "train-guided-1gpu", 2: "train-guided-2gpu"}
+
+
+@pytest.fixture
+def any_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("optuna_dsat.tuning.cluster.check_cluster", lambda _: None)
+
+
+@pytest.mark.usefixtures("any_cluster")
+def test_nodes_and_gpus_of_the_section_are_those_of_a_cluster(bench: EntryPointBench) -> None:
+    write(bench, section={"num_nodes": 2, "num_gpus": 4})
+    (only,) = prepare_each("random", given(on="slurm"))
+    spec = only.request.spec
+    assert (spec.nodes_per_trial, spec.slots_per_node, spec.slots_per_trial, spec.name) == (2, 4, 8, "train-random")
+    assert not [note for note in only.notes if "num_nodes" in note or "num_gpus" in note]
+    (own,) = prepare_each("random", given(on="ray", nodes_per_trial=3, gpus_per_node=1))
+    assert (own.request.spec.nodes_per_trial, own.request.spec.slots_per_node) == (3, 1)
+    (ranks,) = prepare_each("random", given(on="ray", cpu_ranks=2))
+    assert (ranks.request.spec.nodes_per_trial, ranks.request.spec.slots_per_node) == (2, 2)
+
+
+@pytest.mark.usefixtures("any_cluster")
+@pytest.mark.parametrize(
+    ("section", "studies"),
+    [
+        ({"num_nodes": 2, "num_gpus": [8, 4]}, [("train-random-2x4gpu", 2, 8), ("train-random-2x8gpu", 2, 16)]),
+        ({"num_nodes": [4, 2], "num_gpus": 8}, [("train-random-2node", 2, 16), ("train-random-4node", 4, 32)]),
+        ({"num_nodes": [1, 2], "num_gpus": [1, 2]}, [("train-random-2x1gpu", 2, 2), ("train-random-2x2gpu", 2, 4)]),
+    ],
+)
+def test_lists_of_the_section_are_searches_at_each_on_a_cluster_too(
+    bench: EntryPointBench, section: dict[str, Any], studies: list[tuple[str, int, int]]
+) -> None:
+    write(bench, section=section)
+    found = prepare_each("random", given(on="slurm"))
+    specs = [one.request.spec for one in found]
+    assert [(spec.name, spec.nodes_per_trial, spec.slots_per_trial) for spec in specs] == studies
+    unused = [note for note in found[0].notes if "num_nodes" in note]
+    assert len(unused) == (section["num_nodes"] == [1, 2])
