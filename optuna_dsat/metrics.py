@@ -29,6 +29,15 @@ class Speed:
     utilisation: float | None = None
     """Share of the device's peak FLOPS (MFU); None where the peak is not known."""
 
+    def times(self, factor: float) -> Speed:
+        """Return the speed of what does the same work so many times as fast."""
+        tokens, share = self.tokens_per_s, self.utilisation
+        return Speed(
+            samples_per_s=self.samples_per_s * factor,
+            tokens_per_s=None if tokens is None else tokens * factor,
+            utilisation=None if share is None else share * factor,
+        )
+
 
 def direction_of(metric: str) -> Literal["maximize", "minimize"]:
     """Return the direction in which a metric improves."""

@@ -22,9 +22,10 @@ from optuna_dsat.display.lines import LineView, lines_of, speed_of_best
 from optuna_dsat.display.live_state import LaunchInFlight, LiveState
 from optuna_dsat.display.stopping import STOP_MESSAGE, Stopping
 from optuna_dsat.escape.terminal import one_line, plain
+from optuna_dsat.metrics import LARGER_IS_BETTER
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study import progress
-from optuna_dsat.words import bytes_in_words, count_in_words, duration_in_words, metric_in_words
+from optuna_dsat.words import bytes_in_words, count_in_words, duration_in_words, metric_in_words, speed_in_words
 
 __all__ = ["LiveView", "make_observer", "render"]
 
@@ -54,6 +55,8 @@ class _Column:
     least_width: int
     """Width of the terminal from which it is shown."""
     cell: Callable[[LaunchInFlight], str | Text]
+    least_cells: int = 0
+    """Least width of the column, so that others do not move from step to step."""
     justify: Literal["left", "right"] = "left"
 
 
@@ -105,7 +108,7 @@ def _launches(
     columns = [
         _Column(heading="trial", least_width=0, justify="right", cell=lambda row: row.name),
         _Column(heading="configuration", least_width=0, cell=lambda row: row.words),
-        _Column(heading="now", least_width=0, cell=_phase),
+        _Column(heading="now", least_width=0, cell=_phase, least_cells=12 * (width >= 60)),
         _Column(heading="samples/s", least_width=72, justify="right", cell=_speed),
         _Column(heading="to best", least_width=84, justify="right", cell=lambda row: _percent(state.against_best(row))),
         _Column(heading="memory", least_width=100, cell=lambda row: _memory(row, state.memory_bytes, ascii_only)),
@@ -113,7 +116,10 @@ def _launches(
     ]
     shown = [column for column in columns if width >= column.least_width]
     rows = [[_text(column.cell(row)) for column in shown] for row in sorted(in_flight, key=lambda row: row.since)]
-    widths = [max(len(column.heading), *(line[at].cell_len for line in rows)) for at, column in enumerate(shown)]
+    widths = [
+        max(column.least_cells, len(column.heading), *(line[at].cell_len for line in rows))
+        for at, column in enumerate(shown)
+    ]
     spare = width - sum(widths) - _PADDING * (len(shown) - 1)
     widths[_WORDS] = max(_MIN_WORDS_CELLS, widths[_WORDS] + min(0, spare))
     ellipsis = " ..." if ascii_only else " \u2026"
@@ -201,18 +207,24 @@ def _summary(state: LiveState, search: progress.SearchStarted, now: float) -> li
             text += f", {state.speed_up:.2f}x your config"
         lines.append(f"{text} (trial {state.best.number}: {state.best.words})")
     if state.user_value is not None:
-        own = metric_in_words(search.metric, state.user_value, device=search.device)
-        lines.append(f"Your own config in the search: {own}")
+        lines.append(f"Your own config in the search: {_speed_of_own(state, search, state.user_value)}")
     running = f"{len(state.in_flight)} running"
     if state.ended_search:
-        done = (
-            f"Finalists measured again: {state.finalists_done} launches done of at least {search.finalists}, {running}"
-        )
+        done = f"Finalists measured again: {state.finalists_done} of at least {search.finalists} done, {running}"
     else:
         elsewhere = f", {state.elsewhere} in other workers" if state.elsewhere else ""
         then = f", then {search.finalists} launches to compare the finalists" if search.finalists else ""
         done = f"{state.done} of {search.max_trials} done, {running}{elsewhere}{then}"
     return [*lines, f"{done}; {_left_in_words(state.left_s(now))}"]
+
+
+def _speed_of_own(state: LiveState, search: progress.SearchStarted, value: float) -> str:
+    """Return how fast the user's own config is; where the metric goes with samples/s, these follow from the best's."""
+    best = state.best
+    if best is None or best.speed is None or search.metric not in LARGER_IS_BETTER or best.value <= 0:
+        return metric_in_words(search.metric, value, device=search.device)
+    own = best.speed.times(value / best.value)
+    return speed_in_words(own, metric=search.metric, value=value, device=search.device)
 
 
 def _left_in_words(left_s: float | None) -> str:

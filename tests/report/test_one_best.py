@@ -267,7 +267,7 @@ def test_a_resumed_study_begins_with_what_was_confirmed_and_ends_with_what_is(
     assert started.confirmed is not None
     assert (started.confirmed.number, started.confirmed.value) == (before.handed_over, before.value)
     assert started.best is not None
-    lines = lines_of(started, "throughput")
+    lines = lines_of(started, started)
     assert lines[1].startswith(f"Best in the search so far: trial {started.best.number}, ")
     assert lines[2].startswith(f"Confirmed so far: trial {before.handed_over}, ")
     assert agree(bench, capsys, result=None).handed_over == before.handed_over, "until rounds say otherwise"
