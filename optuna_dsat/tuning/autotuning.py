@@ -137,7 +137,7 @@ def sweep_of(given: Given) -> tuple[Sweep | None, list[str]]:
 
 
 def _sweep_of_cluster(given: Given, section: Autotuning) -> tuple[Sweep | None, list[str]]:
-    """Return the numbers of GPUs of a node, else of nodes, at each of which a search is wanted; and what is not used."""
+    """Return the numbers of GPUs of a node, else of nodes, at which searches are wanted; and what is not used."""
     options = given.options
     gpus = section.gpu_counts if options.gpus_per_node is None and options.cpu_ranks is None else ()
     nodes = () if "nodes_per_trial" in given.origins else section.node_counts
