@@ -91,7 +91,7 @@ def _parts(name: str, storage: str) -> tuple[str, str]:
         return name, storage
     if parse_url(found["url"]).password:
         raise UsageError(
-            f"The address of {found['name']!r}'s database holds a password, which every user of this machine could "
-            "read: leave it out and use PGPASSFILE."
+            f"The address of the database of {found['name']!r} holds a password, which every user of this machine "
+            "could read: leave it out and use PGPASSFILE."
         )
     return found["name"], found["url"]

@@ -22,7 +22,7 @@ from optuna_dsat.report.launch_files import Links
 from optuna_dsat.report.page import page_values
 from optuna_dsat.report.performance import Training
 from optuna_dsat.report.template import page_text
-from optuna_dsat.report.view import StudyView, read_view
+from optuna_dsat.report.view import StudyView, end_reason_of, read_view
 from optuna_dsat.store import Store
 from optuna_dsat.study.rounds import Rounds
 from optuna_dsat.study.stored import attributes_of, record_of
@@ -166,7 +166,7 @@ class LiveStudy:
     def _state(self, trials: Sequence[FrozenTrial], attrs: Mapping[str, Any]) -> Now:
         view = self._view
         flying = tuple(_in_flight(view, trial) for trial in trials if trial.state is TrialState.RUNNING)
-        ended = attributes.WINNER in attrs and not flying and view.end_reason is not None
+        ended = not flying and end_reason_of(attrs) is not None
         begun = attributes.launches_used(trials)
         return Now(
             told=_told(view, trials, attrs, begun=begun, running=len(flying), ended=ended),

@@ -66,7 +66,7 @@ def page_text(template: str, *, title: str, has_figures: bool, policy: str = FIL
         .get_template(template)
         .render(
             title=title,
-            policy=policy,
+            policy=Markup(policy),
             version=__version__,
             ink=figures.INK,
             styles=Markup(asset("report.css")),

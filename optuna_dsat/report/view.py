@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
@@ -18,7 +19,7 @@ from optuna_dsat.study.stored import StoredStudy, read_launches, read_stored
 from optuna_dsat.study.tuner import EndReason
 from optuna_dsat.trials import attributes
 
-__all__ = ["StudyView", "read_view"]
+__all__ = ["StudyView", "end_reason_of", "read_view"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +43,7 @@ class StudyView(StoredStudy):
     @property
     def end_reason(self) -> str | None:
         """Why the search ended, empty if that was not recorded; None before its end and after an interruption."""
-        if attributes.WINNER not in self.attributes or self.running:
-            return None
-        reason = str(self.attributes.get(attributes.END_REASON, ""))
-        return None if reason == EndReason.INTERRUPTED else reason
+        return None if self.running else end_reason_of(self.attributes)
 
     @cached_property
     def memory(self) -> MemoryBelief | None:
@@ -83,6 +81,14 @@ class StudyView(StoredStudy):
         """Return the report of the trial's last launch, confirmations left out; None if there is none."""
         own = [row.report for row in self.reports.get(trial.number, ()) if row.purpose == "trial"]
         return own[-1] if own else None
+
+
+def end_reason_of(study: Mapping[str, Any]) -> str | None:
+    """Return why a search without launches in flight ended, by the study's attributes; as ``StudyView.end_reason``."""
+    if attributes.WINNER not in study:
+        return None
+    reason = str(study.get(attributes.END_REASON, ""))
+    return None if reason == EndReason.INTERRUPTED else reason
 
 
 def read_view(store: Store, name: str) -> StudyView:

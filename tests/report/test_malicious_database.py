@@ -15,6 +15,8 @@ import pytest
 from markdown_it import MarkdownIt
 
 from optuna_dsat.report.artifacts import artifacts_of
+from optuna_dsat.report.compare import render_comparison
+from optuna_dsat.report.live import LiveStudy
 from optuna_dsat.report.notes import study_note, trial_note
 from optuna_dsat.report.view import read_view
 from optuna_dsat.store import Store
@@ -175,6 +177,19 @@ def test_the_report_has_no_element_of_its_own(hostile: Path, template: Path, run
     assert "<script>alert" not in pages[0]
     assert "&lt;script&gt;alert(1)" in pages[0]
     assert "http://evil.invalid" in pages[0], "as text"
+
+
+def test_neither_has_the_live_page_nor_a_comparison(hostile: Path, template: Path) -> None:
+    found: list[set[str]] = []
+    for folder, name in ((hostile, NAME), (template, "s")):
+        with Store.open(f"sqlite:///{folder / 'study.db'}") as store:
+            view = read_view(store, name)
+            pages = (LiveStudy(store, name).page(), render_comparison((view, view)))
+        for page in pages:
+            assert "<script>alert" not in page
+            assert not CONTROL.search(page.partition("<script>")[0].replace("\r\n", "\n"))
+        found.append(set().union(*map(elements, pages)))
+    assert found[0] == found[1]
 
 
 def tokens(note: str) -> set[str]:

@@ -78,6 +78,53 @@ def test_all_figures_are_drawn_and_nothing_overflows_or_is_fetched(
         assert seen.requests == [file.as_uri()]
 
 
+def test_legends_cover_nothing_and_hide_what_they_name(browser: Any, view: StudyView, file: Path) -> None:
+    drawn = sum(section.figure is not None for section in sections_of(view))
+    with open_page(browser, scheme="light", **PHONE) as (page, seen):
+        show(page, file, drawn)
+        assert page.evaluate("document.querySelectorAll('.plot .legend').length") == 0, "none within a figure"
+        overlaps = page.evaluate(
+            "[...document.querySelectorAll('ul.legend')].filter(e => e.getBoundingClientRect().bottom > "
+            "e.nextElementSibling.getBoundingClientRect().top + 1).length"
+        )
+        assert overlaps == 0
+        shown = "document.querySelector('#micro-batch .plot').data.filter(t => t.name === 'out of memory')[0].visible"
+        assert page.evaluate(shown) is True
+        key = page.locator("#micro-batch").get_by_role("button", name="out of memory")
+        assert key.get_attribute("aria-pressed") == "true"
+        key.click()
+        assert key.get_attribute("aria-pressed") == "false"
+        until(page, f"{shown} === false")
+        assert seen.console == []
+
+
+def test_a_figure_has_ticks_at_every_zoom(browser: Any, view: StudyView, file: Path) -> None:
+    drawn = sum(section.figure is not None for section in sections_of(view))
+    ticks = "[...document.querySelectorAll('#micro-batch .xtick text')].map(e => Number(e.textContent))"
+    with open_page(browser, scheme="light", **DESK) as (page, seen):
+        show(page, file, drawn)
+        before = page.evaluate(ticks)
+        for low, high in ((1.5, 1.56), (0.1, 0.4), (-0.2, 2.2)):
+            zoom = f"{{'xaxis.range': [{low}, {high}]}}"
+            page.evaluate(f"Plotly.relayout(document.querySelector('#micro-batch .plot'), {zoom}); null")
+            until(page, f"{ticks}.length >= 3 && {ticks}.every(n => n >= {10**low} && n <= {10**high})")
+        page.evaluate("Plotly.relayout(document.querySelector('#micro-batch .plot'), {'xaxis.autorange': true}); null")
+        until(page, f"{ticks}.length >= 3 && {ticks}.every(n => Number.isInteger(n))")
+        assert len(before) >= 3
+        assert seen.console == []
+
+
+def test_wide_tables_scroll_on_a_phone_and_say_so(browser: Any, view: StudyView, file: Path) -> None:
+    wide = "document.querySelector('#finalists .scroll')"
+    cue = "document.querySelector('#finalists .more')"
+    with open_page(browser, scheme="dark", **PHONE) as (page, _):
+        show(page, file, sum(section.figure is not None for section in sections_of(view)))
+        assert page.evaluate(f"{wide}.scrollWidth > {wide}.clientWidth")
+        until(page, f"!{cue}.hidden")
+        page.evaluate(f"{wide}.scrollLeft = {wide}.scrollWidth")
+        until(page, f"{cue}.hidden")
+
+
 def test_figures_follow_the_colour_scheme_and_the_width(browser: Any, view: StudyView, file: Path) -> None:
     drawn = sum(section.figure is not None for section in sections_of(view))
     with open_page(browser, scheme="light", **DESK) as (page, seen):
