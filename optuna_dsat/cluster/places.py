@@ -179,7 +179,7 @@ class HeldPlace:
             if seen["why"]:
                 raise ClusterError(
                     f"{self.name_of(node)} cannot run the study: {seen['why']}. Script, config and working directory "
-                    "must be on every node under the same paths (docs/clusters.md)."
+                    "must be on every node under the same paths (docs/how-to/clusters.md)."
                 )
 
     def _choose_address(self) -> None:

@@ -63,7 +63,7 @@ def why_no_slurm() -> str:
     if os.geteuid() != 0:
         return "SLURM's daemons are started as root, and this is another user"
     missing = [name for name in _PROGRAMS if shutil.which(name) is None]
-    return f"SLURM is not installed ({', '.join(missing)} missing): see docs/clusters.md" if missing else ""
+    return f"SLURM is not installed ({', '.join(missing)} missing): see docs/how-to/clusters.md" if missing else ""
 
 
 @dataclass(kw_only=True)

@@ -1,0 +1,232 @@
+"""The launcher of a cluster over scripted nodes: places, queues, losses, clocks."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optuna_dsat.cluster.engine import ClusterError
+from optuna_dsat.cluster.launcher import ClusterLauncher, Limits
+from optuna_dsat.cluster.places import Layout
+from optuna_dsat.launch.nvml import DeviceError
+from optuna_dsat.launch.protocol import Finished, LaunchReport, SlotsBusyError
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.secrecy.references import PREFIX
+from tests.cluster.fakes import FakeEngine, FakePlace
+from tests.harness.launches import STUB, request
+
+
+def launcher_on(
+    engine: FakeEngine, folder: Path, *, nodes: int = 2, **limits: Any
+) -> tuple[ClusterLauncher, list[str]]:
+    told: list[str] = []
+    launcher = ClusterLauncher(
+        folder / "out",
+        engine=engine,
+        layout=Layout(nodes=nodes, slots=1, kind="cpu", gpus=0),
+        limits=Limits(**limits),
+        files={},
+        warm=False,
+        environ={f"{PREFIX}API_TOKEN": "hidden"},
+        on_notice=told.append,
+    )
+    return launcher, told
+
+
+def start(launcher: ClusterLauncher, folder: Path, *numbers: int, **changes: Any) -> None:
+    for number in numbers:
+        launcher.start(request(folder, launch_id=f"trial-{number:04d}", script=STUB, **changes))
+
+
+def finished(launcher: ClusterLauncher, count: int, *, limit_s: float = 10.0) -> list[LaunchReport]:
+    found: list[LaunchReport] = []
+    deadline = time.monotonic() + limit_s
+    while len(found) < count and time.monotonic() < deadline:
+        found += [update.report for update in launcher.poll(0.05) if isinstance(update, Finished)]
+    assert len(found) == count
+    return found
+
+
+def launches(engine: FakeEngine) -> list[tuple[FakePlace, int | None, Any]]:
+    return [one for one in engine.orders if one[2]["do"] == "launch"]
+
+
+def test_a_launch_is_ordered_on_every_node_with_its_part_of_the_rendezvous(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    launcher, _ = launcher_on(engine, tmp_path)
+    start(launcher, tmp_path, 0)
+    (report,) = finished(launcher, 1)
+    assert (report.outcome, report.host, report.devices) == (Outcome.MEASURED, "n1, n2", (0, 1))
+    parts = [order["rendezvous"] for _, _, order in launches(engine)]
+    assert [(one["node_rank"], one["nodes"], one["address"], one["port"]) for one in parts] == [
+        (0, 2, "127.0.0.1", 4711),
+        (1, 2, "127.0.0.1", 4711),
+    ]
+
+
+def test_a_place_of_one_node_needs_no_rendezvous(tmp_path: Path) -> None:
+    engine = FakeEngine(machines=("m",))
+    launcher, _ = launcher_on(engine, tmp_path, nodes=1)
+    start(launcher, tmp_path, 0, slots=1)
+    assert finished(launcher, 1)[0].host == "n1"
+    assert [order["rendezvous"] for _, _, order in launches(engine)] == [None]
+
+
+def test_nodes_meet_at_the_first_address_that_all_of_them_reached(tmp_path: Path) -> None:
+    engine = FakeEngine(machines=("a", "b"), reached={1: [["192.168.0.1", "eth1"]]})
+    launcher, _ = launcher_on(engine, tmp_path)
+    start(launcher, tmp_path, 0)
+    finished(launcher, 1)
+    parts = [order["rendezvous"] for _, _, order in launches(engine)]
+    assert {one["address"] for one in parts} == {"192.168.0.1"}
+    assert [one["interface"] for one in parts] == ["ib0", "eth1"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hello": {1: {"versions": {"torch": "1.0"}}}}, r"The nodes differ in \w+: n1 has .*, n2 has"),
+        ({"seen": {1: {"why": "/data/train.py is not there"}}}, r"n2 cannot run the study: /data/train.py is not"),
+        ({"machines": ("a", "b")}, r"n2 reaches no address of n1 \(tried: 10.0.0.1, 192.168.0.1\)"),
+    ],
+)
+def test_a_node_that_cannot_take_part_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    launcher, _ = launcher_on(FakeEngine(**changes), tmp_path)
+    start(launcher, tmp_path, 0)
+    with pytest.raises(ClusterError, match=message):
+        finished(launcher, 1)
+
+
+def test_launches_beyond_the_places_wait_and_take_whichever_is_free_first(tmp_path: Path) -> None:
+    engine = FakeEngine(room=2)
+    launcher, _ = launcher_on(engine, tmp_path, places=3)
+    assert launcher.total_slots == launcher.free_slots == 6
+    start(launcher, tmp_path, 0, 1, 2)
+    assert (launcher.free_slots, len(launcher.waiting)) == (0, 3)
+    with pytest.raises(SlotsBusyError):
+        start(launcher, tmp_path, 3)
+    assert {report.outcome for report in finished(launcher, 3)} == {Outcome.MEASURED}
+    assert engine.requested == 3
+    assert len({id(place) for place, _, _ in launches(engine)}) == 2  # the third place never came
+    assert [place.name for place in engine.released] == ["job 3"]
+    assert launcher.free_slots == 6
+
+
+def test_a_queue_is_told_with_its_reason_and_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("optuna_dsat.cluster.launcher._QUIET_S", 0.0)
+    launcher, told = launcher_on(FakeEngine(room=0), tmp_path, queue_s=0.3)
+    start(launcher, tmp_path, 0)
+    with pytest.raises(DeviceError, match=r"No nodes were granted in 0.3 s .* job 1 is queued \(Resources\)"):
+        finished(launcher, 1)
+    assert told == ["Waiting for 2 nodes: job 1 is queued (Resources)."]
+    assert all(holder.own for holder in launcher.holders())
+
+
+def test_an_idle_place_is_given_back_and_asked_for_again(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    launcher, _ = launcher_on(engine, tmp_path, idle_s=0.2)
+    start(launcher, tmp_path, 0)
+    finished(launcher, 1)
+    deadline = time.monotonic() + 10
+    while not engine.released and time.monotonic() < deadline:
+        launcher.poll(0.05)
+    assert len(engine.released) == 1
+    start(launcher, tmp_path, 1)
+    finished(launcher, 1)
+    assert engine.requested == 2
+
+
+def test_a_lost_place_ends_its_launch_as_killed_and_another_one_is_asked_for(tmp_path: Path) -> None:
+    engine = FakeEngine(holds=True)
+    launcher, told = launcher_on(engine, tmp_path)
+    start(launcher, tmp_path, 0)
+    while not launches(engine):
+        launcher.poll(0.01)
+    engine.lose(launches(engine)[0][0], "node n2 gave no sign of life for 20 s")
+    (report,) = finished(launcher, 1)
+    assert report.outcome is Outcome.KILLED
+    assert report.message == "job 1 was lost: node n2 gave no sign of life for 20 s"
+    assert told == ["Job 1 was lost: node n2 gave no sign of life for 20 s."]
+    engine.holds = False
+    start(launcher, tmp_path, 1)
+    assert finished(launcher, 1)[0].outcome is Outcome.MEASURED
+    assert engine.requested == 2
+
+
+def test_places_that_are_lost_again_and_again_end_the_search(tmp_path: Path) -> None:
+    engine = FakeEngine(holds=True)
+    launcher, _ = launcher_on(engine, tmp_path)
+
+    def lose_one(number: int) -> None:
+        start(launcher, tmp_path, number)
+        while len(launches(engine)) < 2 * (number + 1):
+            launcher.poll(0.01)
+        engine.lose(launches(engine)[-1][0], "power")
+        finished(launcher, 1)
+
+    for number in range(3):
+        lose_one(number)
+    with pytest.raises(DeviceError, match="4 places were lost one after another"):
+        lose_one(3)
+
+
+def test_a_stop_reaches_every_node_and_one_before_the_start_needs_none(tmp_path: Path) -> None:
+    engine = FakeEngine(holds=True)
+    launcher, _ = launcher_on(engine, tmp_path)
+    start(launcher, tmp_path, 0)
+    launcher.stop("trial-0000", message="early")
+    assert finished(launcher, 1)[0].outcome is Outcome.PRUNED
+    assert not launches(engine)
+    start(launcher, tmp_path, 1)
+    while len(launches(engine)) < 2:
+        launcher.poll(0.01)
+    launcher.stop("trial-0001", message="late")
+    assert finished(launcher, 1)[0].message == "late"
+    ends = [(node, order["ranks_only"]) for _, node, order in engine.orders if order["do"] == "end"]
+    assert ends == [(None, False)]
+
+
+@pytest.mark.parametrize("ahead_s", [0.0, 3600.0, -3600.0])
+def test_times_of_a_node_are_moved_to_the_heads_clock(tmp_path: Path, ahead_s: float) -> None:
+    engine = FakeEngine(clock_ahead_s=ahead_s)
+    launcher, _ = launcher_on(engine, tmp_path)
+    launcher.poll(0.0)
+    start(launcher, tmp_path, 0)
+    launcher.poll(0.0)
+    place: Any = next(iter(launcher._places)).place
+    for node in (0, 1):
+        engine.say(place, node, {"news": "pong", "sent": time.time(), "time": time.time() + ahead_s})
+    (report,) = finished(launcher, 1)
+    assert 0 <= report.startup_s < 60
+    assert 0 <= report.measured_s < 60
+
+
+def test_a_secret_goes_to_the_nodes_and_into_no_file(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    launcher, _ = launcher_on(engine, tmp_path)
+    start(launcher, tmp_path, 0, env={"TOKEN": f"${{{PREFIX}API_TOKEN}}"})
+    finished(launcher, 1)
+    assert {order["request"]["env"]["TOKEN"] for _, _, order in launches(engine)} == {"hidden"}
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert files
+    assert not [path for path in files if "hidden" in path.read_text(errors="replace")]
+
+
+def test_the_heads_work_for_a_trial_does_not_grow_with_the_places(tmp_path: Path) -> None:
+    def work_s(places: int) -> float:
+        engine = FakeEngine(room=places)
+        launcher, _ = launcher_on(engine, tmp_path / str(places), places=places)
+        begun = time.process_time()
+        done, number = 0, 0
+        while done < 3 * places:
+            while launcher.free_slots >= 2 and number < 3 * places:
+                start(launcher, tmp_path, number)
+                number += 1
+            done += sum(isinstance(update, Finished) for update in launcher.poll(0.0))
+        return (time.process_time() - begun) / number
+
+    few, many = work_s(4), work_s(100)
+    assert many < 4 * few
