@@ -18,9 +18,8 @@ import typer
 from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
-from optuna_dsat.cli.catalogue import Catalogue
+from optuna_dsat.cli.catalogue import SEARCHES, Catalogue
 from optuna_dsat.cli.help import HELP_NAMES
-from optuna_dsat.cli.launch_prefix import SEARCHES, unfold_command
 from optuna_dsat.cli.options_file import find_options, read_options
 from optuna_dsat.cli.password import hide_secrets
 from optuna_dsat.cli.rewriting import COUNTS, lift_option, spread_numbers
@@ -36,6 +35,8 @@ __all__ = ["app", "main"]
 LINE_CHARS = 900
 """Longest text of a message about what was given."""
 _ERRORS_OF_PATHS = frozenset({errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.ENOTDIR})
+_NOT_NEEDED = "mako.ext.pygmentplugin"
+"""What colours Mako's own error pages: Alembic imports Mako, and this all of pygments, a tenth of a command's start."""
 EXIT_NO_READER = 1
 """Exit code if nobody reads stdout any more; typer's own."""
 
@@ -136,6 +137,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     _open_streams()
     if argv is None:
         hide_secrets()
+        sys.modules.setdefault(_NOT_NEEDED, None)  # type: ignore[arg-type]  # as Python documents it: not importable
     arguments = sys.argv[1:] if argv is None else argv
 
     def interrupt(_signal: int, _frame: object) -> None:
@@ -147,6 +149,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
         arguments = lift_option(spread_numbers(arguments, *COUNTS), "--options")
         commands = _commands()
         if SEARCHES.intersection(arguments):
+            from optuna_dsat.cli.launch_prefix import unfold_command
+
             arguments = unfold_command(arguments, commands, cwd=Path.cwd())
         code = commands.main(args=arguments, standalone_mode=False)
         sys.stdout.flush()  # a closed pipe raises here rather than at the interpreter's exit

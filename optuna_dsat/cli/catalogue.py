@@ -14,7 +14,7 @@ import typer
 
 from optuna_dsat.cli.help import HelpCommand, HelpGroup
 
-__all__ = ["COMMANDS", "Catalogue"]
+__all__ = ["COMMANDS", "SEARCHES", "Catalogue"]
 
 _BEFORE = "Before a search"
 _SEARCH = "Search and train"
@@ -67,6 +67,9 @@ COMMANDS: dict[str, _Entry] = {
     for name, module, attribute in entries
 }
 """Name of a command -> where it is defined, in the order of the help."""
+
+SEARCHES = frozenset(name for name, entry in COMMANDS.items() if entry.module == "search")
+"""Commands that take a training command."""
 
 
 class Catalogue(HelpGroup):

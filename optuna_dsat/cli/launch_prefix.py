@@ -13,15 +13,14 @@ from pathlib import Path
 
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
+from optuna_dsat.cli.catalogue import SEARCHES
 from optuna_dsat.cli.experiment_form import is_experiment, unfold_experiment
 from optuna_dsat.escape.terminal import say
 from optuna_dsat.script.launch_command import LaunchCommand
 from optuna_dsat.tuning.parse import NO_CONFIG
 
-__all__ = ["SEARCHES", "unfold_command"]
+__all__ = ["unfold_command"]
 
-SEARCHES = frozenset({"random", "binary", "asha", "guided", "tune", "run"})
-"""Commands that take a training command."""
 _DEVICE_OPTIONS = ("--gpus-per-trial", "--cpu-ranks")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from optuna_dsat.launch.holders import holders_in_words
 from optuna_dsat.launch.nvml import DeviceError
 from optuna_dsat.launch.protocol import Holder
 
@@ -108,5 +107,7 @@ class SlotWait:
 
 
 def _sentence(holders: Sequence[Holder]) -> str:
+    from optuna_dsat.launch.holders import holders_in_words
+
     words = holders_in_words(holders)
     return f"Not free: {words}." if words else "What holds them is not known."

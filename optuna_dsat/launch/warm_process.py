@@ -21,7 +21,8 @@ from typing import Any
 from optuna_dsat.launch import agent
 from optuna_dsat.launch.cuda_state import driver_is_initialised
 from optuna_dsat.launch.forked import ParentState, become_agent, fork_child, forked_ranks
-from optuna_dsat.launch.preload import Preload, load
+from optuna_dsat.launch.preload import Preload
+from optuna_dsat.launch.preloading import load
 from optuna_dsat.launch.processes import take_mark
 from optuna_dsat.runtime.rank_process import die_with_parent
 

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from alembic.command import upgrade as alembic_upgrade
-from alembic.config import Config
-from alembic.runtime.migration import MigrationContext
-from alembic.script import ScriptDirectory
-from sqlalchemy import Connection
+from sqlalchemy import Connection, inspect, text
 
 from optuna_dsat.errors import StorageUrlError
 from optuna_dsat.store.database import Database
 from optuna_dsat.store.retry import retrying
+from optuna_dsat.store.revisions import newest_revision
+
+if TYPE_CHECKING:
+    from alembic.config import Config
 
 __all__ = [
     "VERSION_TABLE",
@@ -52,6 +53,8 @@ def migrations_path() -> Path:
 
 
 def _config(connection: Connection | None = None) -> Config:
+    from alembic.config import Config
+
     config = Config()
     config.set_main_option("script_location", str(migrations_path()).replace("%", "%%"))
     config.attributes["connection"] = connection
@@ -64,7 +67,7 @@ def head() -> str:
     Raises:
         FileNotFoundError: If there are no migrations.
     """
-    revision = ScriptDirectory.from_config(_config()).get_current_head()
+    revision = newest_revision(migrations_path() / "versions")
     if revision is None:
         raise FileNotFoundError(f"There are no migrations in {migrations_path()}: optuna-dsat is not installed whole.")
     return revision
@@ -75,8 +78,9 @@ def current(database: Database) -> str | None:
 
     def read() -> str | None:
         with database.engine.connect() as connection:
-            options = {"version_table": VERSION_TABLE}
-            return MigrationContext.configure(connection, opts=options).get_current_revision()
+            if not inspect(connection).has_table(VERSION_TABLE):
+                return None
+            return connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).scalar()
 
     return retrying(read, database=database.shown, limit_s=database.retry_limit_s)
 
@@ -88,6 +92,8 @@ def check(database: Database) -> SchemaState:
         return SchemaState.NEW
     if revision == head():
         return SchemaState.CURRENT
+    from alembic.script import ScriptDirectory
+
     known = {script.revision for script in ScriptDirectory.from_config(_config()).walk_revisions()}
     return SchemaState.OLDER if revision in known else SchemaState.NEWER
 
@@ -130,6 +136,8 @@ def upgrade_locked(database: Database) -> str:
     """Do the same as ``upgrade``; the caller holds the database's lock."""
     if check(database) is SchemaState.NEWER:
         require_usable(database)
+
+    from alembic.command import upgrade as alembic_upgrade
 
     def work() -> None:
         with database.engine.begin() as connection:  # all or nothing: no half-made schema that looks like an older one

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -26,6 +27,7 @@ from optuna_dsat.store.reclaim import GRACE_S, MAX_LOSSES, Reclaimer
 from optuna_dsat.store.registry import STUDY_UUID, Registry, StudyRecord
 from optuna_dsat.store.retry import RETRY_LIMIT_S, is_transient, one_line_reason, retrying
 from optuna_dsat.store.retrying_storage import RetryingStorage
+from optuna_dsat.store.revisions import newest_revision
 from optuna_dsat.store.urls import database_exists, display_url, parse_url
 from optuna_dsat.store.worker import this_worker
 
@@ -314,27 +316,28 @@ def load_study(url: str, name: str) -> optuna.Study:
 def _open_optuna(database: Database) -> RDBStorage:
     """Open Optuna's tables and create missing ones; the caller holds the database's lock."""
 
-    def attempt() -> tuple[RDBStorage, str, str, bool]:
+    def attempt() -> tuple[RDBStorage, str, str]:
         try:
             rdb = RDBStorage(
                 database.url.render_as_string(hide_password=False),
                 engine_kwargs=engine_options(database.url),
                 skip_compatibility_check=True,  # checked below, where connections are closed on failure
             )
-            current = rdb.get_current_version()
-            return rdb, current, rdb.get_head_version(), current in rdb.get_all_versions()
+            head = newest_revision(Path(optuna.storages.__file__).parent / "_rdb" / "alembic" / "versions")
+            return rdb, rdb.get_current_version(), head or rdb.get_head_version()
         except (DBAPIError, optuna.exceptions.StorageInternalError) as error:
             if is_transient(error):
                 raise
             text = f"The storage '{database.shown}' cannot be used: {one_line_reason(error)}."
             raise StorageUrlError(text) from None
 
-    rdb, current, head, known = retrying(attempt, database=database.shown, limit_s=database.retry_limit_s)
+    rdb, current, head = retrying(attempt, database=database.shown, limit_s=database.retry_limit_s)
     # Drop connections that Optuna opened before our settings were installed.
     install_events(rdb.engine)
     rdb.remove_session()
     rdb.engine.dispose()
     if current != head:
+        known = current in rdb.get_all_versions()
         remedy = f"run: optuna storage upgrade --storage '{database.shown}'" if known else "install a newer Optuna"
         raise StorageUrlError(
             f"Optuna's own tables in {database.shown} have the schema {current}, and Optuna "

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Table
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from optuna_dsat.store.tables import Base
+
+if TYPE_CHECKING:
+    from sqlalchemy.dialects import postgresql, sqlite
 
 __all__ = ["insert_or_skip", "insert_or_update"]
 
@@ -19,7 +21,11 @@ _ROWS_PER_STATEMENT = 500
 
 def _insert(session: Session, table: Table) -> sqlite.Insert | postgresql.Insert:
     if session.get_bind().dialect.name == "sqlite":
+        from sqlalchemy.dialects import sqlite
+
         return sqlite.insert(table)
+    from sqlalchemy.dialects import postgresql
+
     return postgresql.insert(table)
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.config.search_space import SearchSpace
 from optuna_dsat.errors import StudyConflictError, UnreadableStudyError, UsageError
-from optuna_dsat.guided.prior_knowledge import PriorKnowledge
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.script.trainer import ScriptTrainer
 from optuna_dsat.secrecy.shapes import hidden_data
@@ -34,6 +33,9 @@ from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.standing import Standing, speed_up_over
 from optuna_dsat.study.verdict import Verdict, verdict_of
 from optuna_dsat.trials import attributes
+
+if TYPE_CHECKING:
+    from optuna_dsat.guided.prior_knowledge import PriorKnowledge
 
 __all__ = [
     "StoredStudy",
@@ -107,6 +109,8 @@ class StoredStudy:
     @property
     def prior_knowledge(self) -> PriorKnowledge | None:
         """What the study took over from earlier ones; None if nothing."""
+        from optuna_dsat.guided.prior_knowledge import PriorKnowledge
+
         known = self.attributes.get(attributes.WARM_START)
         return PriorKnowledge.from_json(known) if known else None
 

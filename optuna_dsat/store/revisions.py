@@ -1,0 +1,45 @@
+"""The newest revision in a folder of Alembic's migrations, read without importing Alembic or running them."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+__all__ = ["newest_revision"]
+
+
+def newest_revision(folder: Path) -> str | None:
+    """Return the one revision that no other builds on; None if there is not one, or a file cannot be read.
+
+    Args:
+        folder: The folder ``versions`` of the migrations.
+    """
+    revisions: set[str] = set()
+    below: set[Any] = set()
+    for path in folder.glob("*.py"):
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (OSError, SyntaxError, ValueError):
+            return None
+        names = {name: value for node in tree.body for name, value in _assigned(node)}
+        if isinstance(names.get("revision"), str):
+            revisions.add(names["revision"])
+            before = names.get("down_revision")
+            below |= set(before) if isinstance(before, tuple | list) else {before}
+    newest = revisions - below
+    return newest.pop() if len(newest) == 1 else None
+
+
+def _assigned(node: ast.stmt) -> list[tuple[str, Any]]:
+    """Return the name and the value of a statement that gives a name a literal; empty for any other."""
+    target = (
+        node.targets[0] if isinstance(node, ast.Assign) else node.target if isinstance(node, ast.AnnAssign) else None
+    )
+    value = getattr(node, "value", None)
+    if not isinstance(target, ast.Name) or value is None:
+        return []
+    try:
+        return [(target.id, ast.literal_eval(value))]
+    except ValueError:
+        return []
