@@ -7,6 +7,7 @@ The tree, with the exit code of the command::
     │   ├── ConfigError          a DeepSpeed config, or a knob in it
     │   ├── StudyConflictError   the study exists with another script, config or space
     │   └── StorageUrlError      the storage URL cannot be opened or is not supported
+    ├── ClusterError             a cluster refuses what is asked of it (exit 2, ``cluster.engine``)
     ├── NothingRunnableError     no configuration runs on this hardware (exit 3)
     ├── OutputError              a run directory cannot be written, the disk is full (exit 5, ``launch.run_directory``)
     ├── DeviceError              the devices do not answer, or do not become free (exit 1, ``launch.nvml``)

@@ -46,6 +46,8 @@ _MOST_LOSSES = 4
 """Places lost one after another, without a launch that ended in one, after which the search ends."""
 _QUIET_S = 2.0
 """Shortest wait in a queue that is reported."""
+_QUIET_WITHOUT_REASON_S = 15.0
+"""The same while the scheduler gives no reason: the nodes may be granted, and their agents start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -397,9 +399,10 @@ class ClusterLauncher:
                 )
 
     def _tell_queued(self, place: HeldPlace, now: float) -> None:
-        if place.place.state is not PlaceState.QUEUED or now - place.asked_at < _QUIET_S:
-            return
         why = place.place.why
+        quiet_s = _QUIET_S if why else _QUIET_WITHOUT_REASON_S
+        if place.place.state is not PlaceState.QUEUED or now - place.asked_at < quiet_s:
+            return
         if place.told_reason != why:
             place.told_reason = why
             nodes = f"{self._layout.nodes} node{'s' * (self._layout.nodes > 1)}"

@@ -105,6 +105,7 @@ class NodeAgent:
             name=name,
             host=socket.gethostname(),
             machine=machine_id(),
+            job=self._environ.get("SLURM_JOB_ID"),
             versions=versions(),
             time=time.time(),
         )

@@ -237,6 +237,7 @@ class SlurmEngine:
             if message.get("news") == "hello":
                 place.names[node] = str(message.get("name"))
                 place.first_hello = place.first_hello or now
+                place.job = place.job or message.get("job")  # srun names no job that it need not wait for
                 if len(place.names) == place.nodes and place.state is PlaceState.QUEUED:
                     place.state, place.why = PlaceState.READY, ""
             self._news.append(News(place=place, node=node, message=message, time=unix))

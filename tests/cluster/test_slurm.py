@@ -187,9 +187,11 @@ def without_tie(command: Callable[..., list[str]]) -> Callable[..., list[str]]:
     return bare
 
 
-def test_a_place_has_the_name_of_its_job(engine: SlurmEngine) -> None:
+def test_a_place_has_the_name_of_its_job(slurm: SlurmCluster, engine: SlurmEngine) -> None:
     place = engine.request(nodes=1, slots=0)
     until(engine, lambda: place.state is PlaceState.READY, what="the place is ready")
     assert isinstance(place, SlurmPlace)
     assert place.names[0].startswith("n")
+    assert place.name == f"SLURM job {place.job}"
+    assert place.job in slurm.jobs
     engine.release(place)
