@@ -33,10 +33,9 @@ def show_result(result: TuneResult, *, as_json: bool) -> None:
         return
     minutes = f"{result.slot_minutes:.1f} {slot_name(result.device)} minutes"
     say_prose(f"The search ended: {result.reason}. Launches: {outcomes_in_words(result.launches)}; {minutes}.")
-    for line in verdict_in_words(result.verdict, metric=result.metric, device=result.device):
+    first, *others = verdict_in_words(result.verdict, metric=result.metric, device=result.device)
+    for line in filter(None, (first, _speed(result), *others)):
         say_prose(line)
-    if told := _speed(result):
-        say_prose(told)
     if result.measurement:
         say_prose(result.measurement)
     if result.learning_rate_advice is not None:

@@ -47,7 +47,11 @@ def _result(view: StudyView, winner: Winner, best: Performance, own: Performance
     known = [_interval(view, winner.standing), winner.how_known]
     remark = "; ".join(filter(None, known))
     if view.metric != "throughput":
-        yield Card(heading=name, value=metric_in_words(view.metric, winner.standing.value), remark=remark)
+        yield Card(
+            heading=name,
+            value=metric_in_words(view.metric, winner.standing.value, device=view.spec.device),
+            remark=remark,
+        )
     if best.samples_per_s:
         first = view.metric == "throughput"
         beside = "" if own is None or not own.samples_per_s else f"yours {_rate(own.samples_per_s)}"
@@ -81,7 +85,9 @@ def _result(view: StudyView, winner: Winner, best: Performance, own: Performance
 def _interval(view: StudyView, standing: Standing) -> str:
     if standing.low is None or standing.high is None:
         return ""
-    low, high = (metric_in_words(view.metric, value) for value in (standing.low, standing.high))
+    low, high = (
+        metric_in_words(view.metric, value, device=view.spec.device) for value in (standing.low, standing.high)
+    )
     return f"95 % between {low} and {high}"
 
 

@@ -24,7 +24,7 @@ from optuna_dsat.report.view import StudyView
 from optuna_dsat.report.winner import shown_settings, winner_of
 from optuna_dsat.secrecy.shapes import hidden_data
 from optuna_dsat.trials import attributes
-from optuna_dsat.words import bytes_in_words, duration_in_words, metric_in_words
+from optuna_dsat.words import bytes_in_words, duration_in_words, metric_in_words, params_in_words
 
 __all__ = ["Row", "render_comparison", "rows_of", "setting_rows"]
 
@@ -202,7 +202,7 @@ _TUNED: tuple[_Fact, ...] = (
     (
         "model",
         lambda one: (
-            "" if one.view.profiled is None else f"{one.view.profiled.profile.params / 1e6:.4g} million parameters"
+            "" if one.view.profiled is None else f"{params_in_words(one.view.profiled.profile.params)} parameters"
         ),
     ),
     (

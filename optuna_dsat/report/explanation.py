@@ -32,6 +32,7 @@ from optuna_dsat.metrics import LARGER_IS_BETTER
 from optuna_dsat.report.performance import utilisation
 from optuna_dsat.report.proposals import Situation, proposals
 from optuna_dsat.store import Store
+from optuna_dsat.study.configuration import configuration_of
 from optuna_dsat.study.methods import make_planner
 from optuna_dsat.study.paired import Ratio
 from optuna_dsat.study.standing import Standing, compared, speed_up_over
@@ -39,7 +40,7 @@ from optuna_dsat.study.stored import StoredStudy, read_stored
 from optuna_dsat.study.verdict_words import how_known
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH, STRUCTURE, Feasibility, feasibility, score, visible_params
-from optuna_dsat.words import bytes_in_words, config_in_words
+from optuna_dsat.words import bytes_in_words
 
 __all__ = ["REMAINDER", "TOGETHER", "Contribution", "Explanation", "explain", "explain_study", "explained"]
 
@@ -161,7 +162,7 @@ def explain_study(store: Store, name: str) -> tuple[Explanation, str]:
     found = explained(study)
     if found is None or study.best is None:
         raise UsageError(f"Nothing of the study {name!r} was measured: there is nothing to explain.")
-    return found, config_in_words(study.best.trial.user_attrs[attributes.CONFIG])
+    return found, configuration_of(study.best.trial)
 
 
 def explained(study: StoredStudy) -> Explanation | None:

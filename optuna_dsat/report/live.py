@@ -186,7 +186,7 @@ def _in_flight(view: StudyView, trial: FrozenTrial) -> InFlight:
         words="being prepared" if config is None else config_in_words(config),
         elapsed="" if seconds is None else duration_in_words(max(0.0, seconds)),
         step="" if step is None else f"{step} of {view.spec.end_profile_step}",
-        speed="" if step is None else metric_in_words(view.metric, values[step]),
+        speed="" if step is None else metric_in_words(view.metric, values[step], device=view.spec.device),
     )
 
 

@@ -23,6 +23,7 @@ from optuna_dsat.report.meanings import MEANING
 from optuna_dsat.report.memory_table import memory_table
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.report.winner import winner_of
+from optuna_dsat.study.configuration import configuration_of
 from optuna_dsat.study.result import BEST_CONFIG
 from optuna_dsat.study.standing import Standing
 from optuna_dsat.study.verdict_words import how_known, verdict_in_words
@@ -32,8 +33,8 @@ from optuna_dsat.words import (
     bytes_in_words,
     choices_in_words,
     combinations_in_words,
-    config_in_words,
     duration_in_words,
+    flops_in_words,
     metric_in_words,
     params_in_words,
 )
@@ -63,9 +64,12 @@ def _progress(view: StudyView) -> str:
 
 
 def _value(view: StudyView, standing: Standing) -> Markdown:
-    text = f"**{metric_in_words(view.metric, standing.value)}**"
+    text = f"**{metric_in_words(view.metric, standing.value, device=view.spec.device)}**"
     if standing.low is not None and standing.high is not None:
-        low, high = metric_in_words(view.metric, standing.low), metric_in_words(view.metric, standing.high)
+        low, high = (
+            metric_in_words(view.metric, standing.low, device=view.spec.device),
+            metric_in_words(view.metric, standing.high, device=view.spec.device),
+        )
         text += f" (95 % between {low} and {high})"
     return Markdown(text)
 
@@ -74,23 +78,23 @@ def _best(view: StudyView) -> str:
     best, baseline, verdict = view.best, view.baseline, view.verdict
     if best is None or verdict is None:
         return "Nothing has been measured yet."
-    config = best.trial.user_attrs[attributes.CONFIG]
     ratio = view.speed_up(best)
-    rows = [["best", best.trial.number, config_in_words(config), _value(view, best), _times(ratio)]]
+    rows = [["best", best.trial.number, configuration_of(best.trial), _value(view, best), _times(ratio)]]
     if baseline is not None:
-        words = config_in_words(baseline.trial.user_attrs[attributes.CONFIG])
+        words = configuration_of(baseline.trial)
         rows.append(["your own config", baseline.trial.number, words, _value(view, baseline), _times(1.0)])
     lines: list[str] = [table(("", "trial", "configuration", view.metric, "speed-up"), rows)]
     if baseline is None:
         lines.append("Your own config was not measured, so there is no speed-up to show.")
-    lines += map(literal, verdict_in_words(verdict, metric=view.metric))
+    lines += map(literal, verdict_in_words(verdict, metric=view.metric, device=view.spec.device))
     if view.end_reason is None:
         lines.append(f"The search has not ended: this is the best so far, {literal(how_known(verdict))}.")
     first = view.measured[0]
     if verdict.is_by_rounds:
+        searched = metric_in_words(view.metric, first.values[0], device=view.spec.device)
         lines.append(
             f"Plots and tables of optuna-dashboard show values of the search, by few steps each; by these trial "
-            f"{first.number} is the best, at {metric_in_words(view.metric, first.values[0])}. The result is trial "
+            f"{first.number} is the best, at {searched}. The result is trial "
             f"{best.trial.number}, as the rounds measured it; `optuna-dsat dashboard` has it in the card of the best "
             "trial, with its value of the search; optuna-dashboard started in another way has the search's best there."
         )
@@ -146,7 +150,7 @@ def _profile(view: StudyView) -> str:
     if view.profiled is None:
         return ""
     profile = view.profiled.profile
-    flops = f"{profile.flops_per_sample / 1e9:.4g} GFLOP" if profile.flops_per_sample > 0 else "could not be counted"
+    flops = flops_in_words(profile.flops_per_sample) if profile.flops_per_sample > 0 else "could not be counted"
     rows = [
         ("parameters", f"{params_in_words(profile.params)}, {params_in_words(profile.trainable_params)} trainable"),
         ("activations", f"{bytes_in_words(profile.activation_bytes_per_sample)} per sample"),
@@ -220,7 +224,7 @@ def trial_note(view: StudyView, trial: FrozenTrial) -> str:
     attrs = trial.user_attrs
     outcome = Outcome(attrs.get(attributes.OUTCOME, Outcome.LOST))
     what, advice = MEANING[outcome]
-    title = config_in_words(attrs[attributes.CONFIG])
+    title = configuration_of(trial)
     own = " (your own config)" if attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG else ""
     parts = [f"## {literal(title)}{own}", f"**{outcome.value.replace('_', ' ')}**: {what}", _standing(view, trial)]
     message = attrs.get(attributes.MESSAGE, "")
@@ -249,7 +253,7 @@ def _standing(view: StudyView, trial: FrozenTrial) -> str:
     if ratio is not None and trial.user_attrs.get(attributes.PURPOSE) != attributes.USER_CONFIG:
         text += f", {ratio:.2f} times as good as your own config"
     if standing.confirmed:
-        text += f"; in the search {metric_in_words(view.metric, standing.searched_value)}"
+        text += f"; in the search {metric_in_words(view.metric, standing.searched_value, device=view.spec.device)}"
     else:
         text += ", in the search"
     if view.verdict is not None and view.verdict.handed_over == trial.number:
@@ -260,7 +264,7 @@ def _standing(view: StudyView, trial: FrozenTrial) -> str:
 def _figures(view: StudyView, trial: FrozenTrial) -> str:
     attrs = trial.user_attrs
     rows = [
-        (name, metric_in_words(name, value))
+        (name, metric_in_words(name, value, device=view.spec.device))
         for name, value in attrs.get(attributes.METRICS, {}).items()
         if name in (*METRICS, *PER_ELEMENT) and value > 0
     ]

@@ -34,10 +34,11 @@ from optuna_dsat.report.template import page_text
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.report.why import why_of
 from optuna_dsat.report.winner import Winner, winner_of
+from optuna_dsat.study.configuration import configuration_of
 from optuna_dsat.study.paired import Ratio
 from optuna_dsat.study.result import BEST_CONFIG
 from optuna_dsat.trials import attributes
-from optuna_dsat.words import bytes_in_words, config_in_words, metric_in_words, steps_in_words
+from optuna_dsat.words import bytes_in_words, metric_in_words, params_in_words, steps_in_words
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -249,7 +250,7 @@ def _tuned(view: StudyView) -> Iterator[tuple[str, str]]:
     yield "One launch", f"{ranks_of_a_launch(view)}; steps {spec.start_profile_step} to {spec.end_profile_step} count"
     if view.profiled is not None:
         profile = view.profiled.profile
-        yield "Model", f"{profile.params / 1e6:.4g} million parameters"
+        yield "Model", f"{params_in_words(profile.params)} parameters"
         yield "Device", f"{profile.device_name or view.profiled.device}, {bytes_in_words(profile.device_memory_bytes)}"
     yield "Begun", created(view)
     yield "Versions", versions(view)
@@ -268,16 +269,14 @@ def _contenders(view: StudyView) -> Iterator[Mapping[str, str]]:
         remarks = ["your own config"] if number == verdict.baseline else []
         remarks += ["the result"] if number == verdict.handed_over else []
         remarks += ["as good as the result"] if number in verdict.ties else []
-        known = one.low is not None and one.high is not None
+        ends = () if one.low is None or one.high is None else (one.low, one.high)
         yield {
             "number": str(number),
-            "words": config_in_words(by_number[number].user_attrs[attributes.CONFIG]),
+            "words": configuration_of(by_number[number]),
             "batch": str(one.train_batch_size),
             "rounds": str(one.rounds),
-            "value": metric_in_words(view.metric, one.value),
-            "between": f"{metric_in_words(view.metric, one.low or 0)} to {metric_in_words(view.metric, one.high or 0)}"
-            if known
-            else "",
+            "value": metric_in_words(view.metric, one.value, device=view.spec.device),
+            "between": " to ".join(metric_in_words(view.metric, end, device=view.spec.device) for end in ends),
             "ratio": "" if one.ratio is None or number == verdict.baseline else _ratio(one.ratio),
             "remark": "; ".join([*remarks, *([one.left] if one.left else [])]),
         }
@@ -294,7 +293,7 @@ def _unconfirmed(view: StudyView) -> Iterator[tuple[int, str, str]]:
     by_number = {trial.number: trial for trial in view.trials}
     for finalist in view.finalists.values():
         if finalist.value is None and finalist.number in by_number:
-            words = config_in_words(by_number[finalist.number].user_attrs[attributes.CONFIG])
+            words = configuration_of(by_number[finalist.number])
             yield finalist.number, words, finalist.message
 
 
@@ -323,11 +322,11 @@ def _launches(view: StudyView, links: Links | None) -> Iterator[Mapping[str, Any
         peak = attrs.get(attributes.PEAK_BYTES, 0)
         yield {
             "number": trial.number,
-            "words": config_in_words(attrs[attributes.CONFIG]),
+            "words": configuration_of(trial),
             "own": attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG,
             "outcome": str(outcome).replace("_", " "),
-            "value": "" if value is None else metric_in_words(view.metric, value),
-            "again": "" if again is None else metric_in_words(view.metric, again.value),
+            "value": "" if value is None else metric_in_words(view.metric, value, device=view.spec.device),
+            "again": "" if again is None else metric_in_words(view.metric, again.value, device=view.spec.device),
             "best": view.verdict is not None and trial.number == view.verdict.handed_over,
             "peak": bytes_in_words(peak) if peak > 0 else "",
             "message": steps_in_words(**attributes.step_facts(trial))

@@ -10,10 +10,10 @@ from optuna.trial import FrozenTrial
 from optuna_dsat.cost.gpus import gpu_of_device, peak_flops
 from optuna_dsat.cost.memory import ModelProfile
 from optuna_dsat.report.view import StudyView
+from optuna_dsat.study.configuration import configuration_of
 from optuna_dsat.study.data_size import dataset_size
 from optuna_dsat.study.standing import Standing
 from optuna_dsat.trials import attributes
-from optuna_dsat.words import config_in_words
 
 __all__ = ["Performance", "Training", "TrainingTime", "performance_of", "training_times", "utilisation"]
 
@@ -83,7 +83,7 @@ def performance_of(view: StudyView, standing: Standing) -> Performance:
     profile = None if view.profiled is None else view.profiled.profile
     return Performance(
         standing=standing,
-        words=config_in_words(trial.user_attrs[attributes.CONFIG]),
+        words=configuration_of(trial),
         train_batch_size=attributes.train_batch_size(trial, slots=view.spec.slots_per_trial),
         samples_per_s=metrics.get("throughput"),
         tokens_per_s=_tokens_per_s(view, metrics),

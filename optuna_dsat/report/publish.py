@@ -182,7 +182,7 @@ def _save_notes(study: optuna.Study, view: StudyView, cached: _CachedAttributes)
 def _save_result(study: optuna.Study, view: StudyView) -> None:
     """Write the result as a user attribute of the study: the dashboard lists these beside the best trial."""
     verdict = view.verdict
-    told = "" if verdict is None else " ".join(verdict_in_words(verdict, metric=view.metric))
+    told = "" if verdict is None else " ".join(verdict_in_words(verdict, metric=view.metric, device=view.spec.device))
     if told and study.user_attrs.get(attributes.RESULT) != told:
         study.set_user_attr(attributes.RESULT, told)
 

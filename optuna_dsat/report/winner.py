@@ -13,6 +13,7 @@ from optuna_dsat.report.markdown import redacted
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.secrecy.command import without_secrets
 from optuna_dsat.secrecy.references import shell_join
+from optuna_dsat.study.configuration import configuration_of
 from optuna_dsat.study.data_size import dataset_size
 from optuna_dsat.study.result import (
     BEST_CONFIG,
@@ -25,7 +26,6 @@ from optuna_dsat.study.standing import Standing
 from optuna_dsat.study.user_config import own_train_batch_size, user_config
 from optuna_dsat.study.verdict_words import how_known, verdict_in_words
 from optuna_dsat.trials import attributes
-from optuna_dsat.words import config_in_words
 
 __all__ = ["Change", "Winner", "shown_settings", "winner_of"]
 
@@ -102,9 +102,9 @@ def winner_of(view: StudyView) -> Winner | None:
     ratio = verdict.speed_up
     return Winner(
         standing=best,
-        words=config_in_words(best.trial.user_attrs[attributes.CONFIG]),
+        words=configuration_of(best.trial),
         ended=view.end_reason is not None,
-        told=tuple(verdict_in_words(verdict, metric=view.metric)),
+        told=tuple(verdict_in_words(verdict, metric=view.metric, device=view.spec.device)),
         how_known=how_known(verdict),
         is_own=best.trial.user_attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG,
         config=redacted(config),

@@ -19,6 +19,7 @@ from optuna_dsat.study.paired import PRECISION, Noise, Ratio, mean_in_rounds, pa
 from optuna_dsat.study.rounds import MIN_ROUNDS, Rounds
 from optuna_dsat.study.warnings import warnings_of
 from optuna_dsat.trials import attributes
+from optuna_dsat.words import outcome_in_words
 
 __all__ = ["Contender", "SpeedUp", "Verdict", "VerdictKind", "verdict_of"]
 
@@ -347,7 +348,7 @@ class _Judge:
     def _contender(self, number: int) -> Contender:
         value, low, high = mean_in_rounds(list(self._values[number].values()))
         failed = self._rounds.failure(number)
-        left = "" if failed is None else f"{failed.outcome}: {failed.message}"
+        left = "" if failed is None else f"{outcome_in_words(failed.outcome)}: {failed.message}"
         ratio = self._against(number, self._baseline) if self._in_rounds else None
         if not left and self._rounds.chosen and number not in self._rounds.begun(self._rounds.last):
             better = ratio is None or ratio.surely_above_1 or number in self._rounds.chosen

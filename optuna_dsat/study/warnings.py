@@ -64,8 +64,8 @@ def _since_search(name: str, values: Mapping[int, float], searched: float, *, le
     if abs(mean - math.log(searched)) <= least:
         return []
     return [
-        f"{name} measured {searched:.4g} in the search and {math.exp(mean):.4g} in {len(values)} rounds, "
-        f"{_percent(mean - math.log(searched))}: only the rounds count."
+        f"{name} measured {_percent(mean - math.log(searched))} its value in the search over {len(values)} rounds: "
+        "only the rounds count."
     ]
 
 

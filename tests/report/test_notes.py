@@ -37,7 +37,7 @@ def test_the_study_note_tells_what_was_tuned_and_how_to_go_on(view: StudyView) -
     assert "train.py --deepspeed_config ds.json" in text
     assert "| method | binary |" in text
     assert "| `zero_stage` | searched |" in text
-    assert "1000 million" in text
+    assert "| parameters | 1 B, 1 B trainable |" in text
     assert f"optuna-dsat resume s --storage {view.storage_url}" in text
     assert "optuna-dsat best s" in text
     assert "best_ds_config.json" in text

@@ -210,7 +210,7 @@ def test_other_work_on_the_machine_is_told_with_figures() -> None:
     launches = [launch(OWN, 4 + index, 10.0, conditions=one) for index, one in enumerate(beside)]
     told = judged(TRIALS[:2], Rounds(chosen=(OWN, 1), launches=(*rounds.launches, *launches))).warnings
     assert told == (
-        "Trial 1 measured 16 in the search and 12 in 3 rounds, 25% below: only the rounds count.",
+        "Trial 1 measured 25% below its value in the search over 3 rounds: only the rounds count.",
         "Other processes took up to 40% of the time of 2 cores during 1 of 9 launches of the confirmation.",
         "Others used the GPUs during 1 of 9 launches: process 7 (python, user anna).",
         "The GPUs' clocks were held down during 1 of 9 launches: power cap.",
@@ -221,7 +221,7 @@ def test_what_fails_with_more_steps_is_not_handed_over() -> None:
     rounds = rounds_of({OWN: [10.0] * 3, 1: [16.0] * 2, 2: [15.0] * 3}).with_launch(launch(1, 3, None))
     found = judged(TRIALS, rounds)
     assert found.handed_over == 2
-    assert next(one for one in found.contenders if one.number == 1).left.startswith("out_of_memory")
+    assert next(one for one in found.contenders if one.number == 1).left.startswith("out of memory")
 
 
 def test_rounds_are_stored_as_plain_values_and_those_of_older_versions_are_one_round() -> None:
