@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import create_engine, make_url, text
+from sqlalchemy.exc import DBAPIError
 
 from optuna_dsat.store import Store
+from tests.harness.databases import Server
 from tests.harness.entry_points import Ended, Run, run_here
 from tests.harness.landscapes import Hill
 from tests.harness.studies import StudyBench
@@ -21,67 +23,105 @@ __all__ = ["run_here"]
 UNREADABLE = 5
 
 
-@pytest.fixture(scope="module")
-def two_studies(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a database with two finished studies; not to be changed."""
-    folder = tmp_path_factory.mktemp("two")
+def two_studies_in(url: str, folder: Path) -> None:
+    """Run two studies, ``good`` and ``bad``, to their ends."""
     (folder / "train.py").write_text("")
-    with Store.open(f"sqlite:///{folder / 'study.db'}") as store:
+    with Store.open(url) as store:
         bench = StudyBench(folder, store)
         for name in ("good", "bad"):
             bench.run(bench.spec(name=name, max_trials=3, confirm=1), Hill())
-    return folder
+
+
+@pytest.fixture(scope="module")
+def two_studies(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An SQLite file with two finished studies; not to be changed."""
+    folder = tmp_path_factory.mktemp("two")
+    two_studies_in(f"sqlite:///{folder / 'study.db'}", folder)
+    return folder / "study.db"
+
+
+@pytest.fixture(scope="module")
+def two_studies_on_a_server(postgres_server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a PostgreSQL database with two finished studies; not to be changed."""
+    url = postgres_server.new_database()
+    two_studies_in(url, tmp_path_factory.mktemp("two-on-a-server"))
+    yield url
+    postgres_server.drop_database(url)
 
 
 class Altered:
     """A copy of the database, of whose study ``bad`` something is changed."""
 
-    def __init__(self, database: Path, run: Run) -> None:
-        self.database = database
+    def __init__(self, url: str, run: Run) -> None:
+        self.on_a_server = not url.startswith("sqlite")
+        self._url = url
         self._run = run
 
     def __call__(self, *arguments: str) -> Ended:
-        return self._run(*arguments, "--storage", f"sqlite:///{self.database}")
+        return self._run(*arguments, "--storage", self._url)
 
-    def execute(self, query: str, *values: Any) -> None:
-        with sqlite3.connect(self.database) as connection:
-            assert connection.execute(query, values).rowcount > 0
-        connection.close()
+    def execute(self, query: str, **values: Any) -> None:
+        """Change rows.
+
+        Raises:
+            DBAPIError: If the database itself refuses the value: PostgreSQL keeps to the types of its columns.
+        """
+        engine = create_engine(self._url)
+        try:
+            with engine.begin() as connection:
+                assert connection.execute(text(query), values).rowcount > 0
+        finally:
+            engine.dispose()
 
     def spec(self, **changes: Any) -> None:
-        with sqlite3.connect(self.database) as connection:
-            (text,) = connection.execute("SELECT spec FROM dsat_studies WHERE name = 'bad'").fetchone()
-        connection.close()
-        self.execute("UPDATE dsat_studies SET spec = ? WHERE name = 'bad'", json.dumps({**json.loads(text), **changes}))
+        engine = create_engine(self._url)
+        with engine.connect() as connection:
+            found = connection.execute(text("SELECT spec FROM dsat_studies WHERE name = 'bad'")).scalar_one()
+        engine.dispose()
+        spec = json.loads(found) if isinstance(found, str) else found
+        self.execute("UPDATE dsat_studies SET spec = :spec WHERE name = 'bad'", spec=json.dumps({**spec, **changes}))
 
     def trial_attribute(self, key: str, value: str) -> None:
         self.execute(
-            "UPDATE trial_user_attributes SET value_json = ? WHERE key = ? AND trial_id IN (SELECT trial_id FROM trials"
-            " JOIN studies USING (study_id) WHERE study_name = 'bad')",
-            value,
-            key,
+            "UPDATE trial_user_attributes SET value_json = :value WHERE key = :key AND trial_id IN (SELECT trial_id"
+            " FROM trials JOIN studies USING (study_id) WHERE study_name = 'bad')",
+            value=value,
+            key=key,
         )
 
     def study_attribute(self, key: str, value: str) -> None:
         self.execute(
-            "UPDATE study_user_attributes SET value_json = ? WHERE key = ? AND study_id ="
+            "UPDATE study_user_attributes SET value_json = :value WHERE key = :key AND study_id ="
             " (SELECT study_id FROM studies WHERE study_name = 'bad')",
-            value,
-            key,
+            value=value,
+            key=key,
         )
 
     def launch(self, column: str, value: Any) -> None:
         self.execute(
-            f"UPDATE dsat_launches SET {column} = ? WHERE study_uuid ="
+            f"UPDATE dsat_launches SET {column} = :value WHERE study_uuid ="
             " (SELECT uuid FROM dsat_studies WHERE name = 'bad') AND launch_id = 'trial-0000'",
-            value,
+            value=value,
         )
 
 
 @pytest.fixture
-def altered(two_studies: Path, tmp_path: Path, run_here: Run) -> Altered:
-    shutil.copy(two_studies / "study.db", tmp_path / "study.db")
-    return Altered(tmp_path / "study.db", run_here)
+def in_a_file(two_studies: Path, tmp_path: Path, run_here: Run) -> Altered:
+    shutil.copy(two_studies, tmp_path / "study.db")
+    return Altered(f"sqlite:///{tmp_path / 'study.db'}", run_here)
+
+
+@pytest.fixture
+def on_a_server(two_studies_on_a_server: str, postgres_server: Server, run_here: Run) -> Iterator[Altered]:
+    url = postgres_server.new_database(template=make_url(two_studies_on_a_server).database)
+    yield Altered(url, run_here)
+    postgres_server.drop_database(url)
+
+
+@pytest.fixture(params=["in_a_file", pytest.param("on_a_server", marks=pytest.mark.postgres)])
+def altered(request: pytest.FixtureRequest) -> Altered:
+    found: Altered = request.getfixturevalue(request.param)
+    return found
 
 
 DAMAGES: dict[str, Callable[[Altered], None]] = {
@@ -115,11 +155,23 @@ DAMAGES: dict[str, Callable[[Altered], None]] = {
     "a launch's name with a path": lambda db: db.launch("launch_id", "../../etc"),
     "a launch's devices that are no JSON": lambda db: db.launch("devices", "["),
 }
+REFUSED_BY_A_SERVER = {
+    "a spec that is no JSON",
+    "a date that is text",
+    "a launch's time that is text",
+    "a launch's devices that are no JSON",
+}
+"""What no column of PostgreSQL takes."""
+ALL_COMMANDS = (("show",), ("trials",), ("best",), ("export",), ("explain",), ("report",), ("resume",))
 
 
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
-def test_it_is_listed_as_such_beside_the_others(altered: Altered, damage: Callable[[Altered], None]) -> None:
-    damage(altered)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_it_is_listed_as_such_beside_the_others(altered: Altered, damage: str) -> None:
+    if altered.on_a_server and damage in REFUSED_BY_A_SERVER:
+        with pytest.raises(DBAPIError):
+            DAMAGES[damage](altered)
+        return
+    DAMAGES[damage](altered)
     listed = altered("studies")
     assert listed.returncode == 0, listed.stderr
     assert "good" in listed.stdout
@@ -131,7 +183,7 @@ def test_it_is_listed_as_such_beside_the_others(altered: Altered, damage: Callab
     checked = altered("db", "check")
     assert checked.returncode == UNREADABLE
     assert checked.stdout.startswith("current\nbad cannot be read: ")
-    for command in (("show",), ("trials",), ("best",), ("export",), ("explain",), ("report",), ("resume",)):
+    for command in ALL_COMMANDS[-1:] if altered.on_a_server else ALL_COMMANDS:  # they read by the same means
         ended = altered(*command, "bad")
         assert "Traceback" not in ended.stderr
         assert len(ended.stderr.strip().splitlines()) <= 1, (command, ended.stderr)
@@ -143,7 +195,7 @@ def test_it_is_listed_as_such_beside_the_others(altered: Altered, damage: Callab
     assert altered("show", "good").returncode == 0
 
 
-@pytest.mark.parametrize("name", ["a field of a newer version", "a spec that is no JSON"])
+@pytest.mark.parametrize("name", ["a field of a newer version", "a spec that is a list"])
 def test_it_can_be_deleted(altered: Altered, name: str) -> None:
     DAMAGES[name](altered)
     assert altered("delete", "bad", "--yes").returncode == 0
