@@ -29,7 +29,7 @@ LIMIT_S = 1200.0
 """How long a tuner that nothing befalls any more may take."""
 PATIENCE_S = 15.0
 """How long processes and files may take to be gone."""
-_PAUSES_S = (0.0, 4.0)
+_PAUSES_S = (0.0, 2.0)
 """Shortest and longest time from the moment at which a role is there to the blow."""
 ROLE_S = 120.0
 """How long a role is waited for."""
