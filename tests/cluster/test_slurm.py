@@ -147,13 +147,14 @@ def test_a_stop_ends_all_ranks_and_an_agents_end_returns_the_launch(
 def test_a_node_that_falls_silent_loses_its_place(
     slurm: SlurmCluster, engine: SlurmEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slurm_module, "LOST_S", 4.0)
     place = engine.request(nodes=2, slots=2)
     until(engine, lambda: place.state is PlaceState.READY, what="the place is ready")
     frozen = slurm.agents()[0]
     frozen.suspend()
     try:
-        until(engine, lambda: place.state is PlaceState.LOST, what="the place is lost")
+        with monkeypatch.context() as impatient:
+            impatient.setattr(slurm_module, "LOST_S", 4.0)
+            until(engine, lambda: place.state is PlaceState.LOST, what="the place is lost")
         assert "gave no sign of life" in place.why
         assert any(name in place.why for name in ("n1", "n2", "n3", "n4"))
         again = engine.request(nodes=2, slots=2)
