@@ -21,7 +21,7 @@ from tests.harness.workers import wait_until
 
 __all__ = ["SlurmCluster", "running_slurm", "why_no_slurm"]
 
-_PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "squeue", "sinfo", "scancel")
+_PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "squeue", "sinfo", "scancel", "scontrol")
 _START_S = 30.0
 
 _CONTROLLER = """
@@ -123,7 +123,8 @@ def _words(process: psutil.Process) -> list[str]:
 
 def _ports(count: int) -> int:
     """Return the first of ``count`` ports in a row that nobody uses."""
-    for first in range(21000, 30000, count):
+    begin = 21000 + os.getpid() % 400 * 20  # elsewhere than those that other processes try at this moment
+    for first in range(begin, 30000, count):
         with suppress(OSError):
             for port in range(first, first + count):
                 socket.create_server(("127.0.0.1", port)).close()

@@ -1,0 +1,62 @@
+"""The batch script of the docs makes room when it is told to, and its job is queued again."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.harness.commands import ROOT
+from tests.harness.slurm import SlurmCluster
+from tests.harness.workers import wait_until
+
+SCRIPT = ROOT / "examples" / "slurm" / "worker.sh"
+STAND_IN = """#!/bin/bash
+echo "$@" >> "$FOLDER/given"
+trap 'echo stopped >> "$FOLDER/given"; exit 130' TERM
+while [ -z "$ENDS" ]; do sleep 0.05; done
+exit "$ENDS"
+"""
+
+
+def submit(slurm: SlurmCluster, folder: Path, *, ends: str) -> str:
+    """Submit the script with a stand-in for the command; return the number of its job."""
+    command = folder / "optuna-dsat"
+    command.write_text(STAND_IN)
+    command.chmod(0o755)
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    environ = {**os.environ, **slurm.environ, "PATH": path, "FOLDER": str(folder), "ENDS": ends}
+    words = ["sbatch", "--parsable", str(SCRIPT), "llama", "sqlite:///study.db", "--workdir", "two words"]
+    done = subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=20, check=True)
+    return done.stdout.strip()
+
+
+def state(slurm: SlurmCluster, job: str) -> dict[str, str]:
+    return dict(re.findall(r"(\w+)=(\S+)", slurm.ask("scontrol", "show", "job", job)))
+
+
+def test_a_worker_that_makes_room_is_queued_again(slurm: SlurmCluster, tmp_path: Path) -> None:
+    job = submit(slurm, tmp_path, ends="")
+    given = tmp_path / "given"
+    wait_until(given.exists, what="the worker runs")
+    slurm.ask("scancel", "--batch", "--signal=TERM", job)
+    wait_until(lambda: state(slurm, job).get("Restarts") == "1", what="the job is queued again")
+    assert state(slurm, job)["JobState"] == "PENDING"
+    assert given.read_text().splitlines() == [
+        "worker llama --storage sqlite:///study.db --workdir two words",
+        "stopped",
+    ]
+    slurm.ask("scancel", job)
+    wait_until(lambda: not slurm.jobs, what="no job is left")
+
+
+@pytest.mark.parametrize(("code", "expected"), [("0", "COMPLETED"), ("3", "FAILED")])
+def test_a_worker_that_ends_by_itself_ends_its_job(
+    slurm: SlurmCluster, tmp_path: Path, code: str, expected: str
+) -> None:
+    job = submit(slurm, tmp_path, ends=code)
+    wait_until(lambda: state(slurm, job).get("JobState") == expected, what=f"the job is {expected}")
+    assert state(slurm, job)["Restarts"] == "0"
