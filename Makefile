@@ -80,6 +80,7 @@ fuzz: setup
 # The documentation, in build/docs/index.html; no network is needed. A warning is an error.
 docs: setup
 	$(BIN)/python -m docs.generate.options
+	$(BIN)/python -m docs.generate.config_keys
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
 
 # What docs/explanation/methods.md shows: searched and drawn anew.

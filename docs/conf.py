@@ -17,7 +17,9 @@ version = release = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 exclude_patterns = ["generate"]
 html_theme = "furo"
-html_title = "optuna-dsat"
+html_title = f"optuna-dsat {release}"
+html_show_copyright = False  # the licence stands in LICENSE; a line without a year and a name says nothing
+html_last_updated_fmt = None
 nitpicky = False
 smartquotes = False  # two dashes are two dashes
 

@@ -25,8 +25,9 @@ _HEAD = """# Commands and options
 
 <!-- Written by `python -m docs.generate.options`; do not edit. -->
 
-`optuna-dsat COMMAND --help-all` shows the same; `--help` of a search shows the options that matter most. How options come
-from the environment and from files, what goes to which stream and what exit codes mean is in [The command in a shell](shell.md).
+`optuna-dsat COMMAND --help-all` shows the same; `--help` of a search shows the options that matter most. How options
+come from the environment and from files, what goes to which stream and what exit codes mean is in [The command in a
+shell](shell.md).
 """
 _SHARED = """## Options of every search
 

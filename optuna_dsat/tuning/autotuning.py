@@ -15,7 +15,7 @@ from optuna_dsat.tuning.given import Given
 from optuna_dsat.tuning.given_config import user_config
 from optuna_dsat.tuning.options import AutotuningOptions, TuneOptions
 
-__all__ = ["Sweep", "options_of", "sweep_of", "with_autotuning"]
+__all__ = ["IGNORED", "Sweep", "options_of", "sweep_of", "with_autotuning"]
 
 _METRICS = {
     "flops": "FLOPS_per_gpu",
@@ -29,7 +29,7 @@ _METRICS = {
 _METHODS = {"random": "random", "gridsearch": "binary", "model_based": "asha"}
 """DeepSpeed's tuner -> the method nearest to it."""
 
-_INSTEAD = {
+IGNORED = {
     "results_dir": "--output-dir is used",
     "exps_dir": "--output-dir is used",
     "overwrite": "a study of the same name is continued",
@@ -70,7 +70,7 @@ def options_of(section: Autotuning) -> tuple[dict[str, Any], list[str]]:
 
 def _not_honoured(section: Autotuning) -> list[str]:
     """Return a line for each key of the section that has no counterpart here."""
-    notes = [f"autotuning.{key} is not used: {_INSTEAD[key]}." for key in section.ignored]
+    notes = [f"autotuning.{key} is not used: {IGNORED[key]}." for key in section.ignored]
     notes += [f"autotuning.{key} is not used: neither DeepSpeed nor this tuner knows it." for key in section.unknown]
     if section.enabled is False:
         notes.append("autotuning.enabled is false; the section is honoured all the same, since you started a tuner.")

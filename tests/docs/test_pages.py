@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import re
@@ -13,8 +14,9 @@ import pytest
 from typer.core import TyperCommand, TyperOption
 
 import optuna_dsat
-from docs.generate import figures, options
+from docs.generate import config_keys, figures, options
 from optuna_dsat import errors, pruners, samplers
+from optuna_dsat.launch import run_directory
 from optuna_dsat.launch.devices import DeviceError
 from optuna_dsat.launch.run_directory import OutputError
 from optuna_dsat.outcome import Outcome
@@ -31,6 +33,10 @@ def read(name: str) -> str:
 
 def test_the_page_of_options_is_up_to_date() -> None:
     assert options.page() == read("reference/options.md"), "Run `python -m docs.generate.options` (or `make docs`)."
+
+
+def test_the_page_of_config_keys_is_up_to_date() -> None:
+    assert config_keys.page() == read("reference/config-keys.md"), "Run `make docs`."
 
 
 def sections(page: str) -> dict[str, str]:
@@ -77,11 +83,43 @@ def test_every_exit_code_is_explained() -> None:
         assert f"| {code} |" in page
 
 
+def test_every_file_of_a_launch_is_explained() -> None:
+    page = read("reference/files.md")
+    layout = (run_directory.__doc__ or "").partition("trial-0007/")[2]
+    names = re.findall(r"[\w/]+(?:\.\w+)*\.(?:jsonl|json|txt|log)\b", layout)
+    assert len(names) > 9
+    for name in [*names, "trackers/"]:
+        assert f"`{name}`" in page, name
+
+
+def test_every_message_of_troubleshooting_is_one_that_the_code_says() -> None:
+    said = [
+        node.value
+        for path in (DOCS.parent / "optuna_dsat").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    headings = re.findall(r"^### .*$", read("troubleshooting.md"), flags=re.MULTILINE)
+    messages = [message for heading in headings for message in re.findall(r"`([^`]+)`", heading)]
+    assert len(messages) > 15
+    for message in messages:
+        assert any(message in text for text in said), message
+
+
+def test_every_page_that_is_named_is_there() -> None:
+    root = DOCS.parent
+    listed = subprocess.run(["git", "ls-files"], cwd=root, capture_output=True, text=True, check=True).stdout
+    for name in listed.splitlines():
+        path = root / name
+        if path.suffix in (".py", ".md", ".toml", "") and path.is_file() and not path.is_symlink():
+            for page in re.findall(r"\bdocs/[\w/-]+\.md\b", path.read_text(encoding="utf-8")):
+                assert (root / page).is_file(), f"{name} names {page}"
+
+
 def test_every_method_has_its_part_and_its_figure() -> None:
     pages = sections(read("explanation/methods.md"))
-    assert list(pages) == list(METHODS)
-    for method, text in pages.items():
-        assert f"figures/{method}.svg" in text
+    for method in METHODS:
+        assert f"figures/{method}.svg" in pages[method]
 
 
 @pytest.mark.parametrize("method", METHODS)
