@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from optuna_dsat.cluster.engine import ClusterError, News, Order, Place
 from optuna_dsat.cluster.ray_place import RayPlace
 
-__all__ = ["RayEngine", "fitting_nodes"]
+__all__ = ["RayEngine", "address_of", "fitting_nodes", "join_cluster", "refuse_impossible"]
 
 _CONNECT_S = 30.0
 """Longest wait for Ray to take this process as a driver, once the cluster's address answers."""
@@ -38,7 +38,7 @@ class RayEngine:
     """
 
     def __init__(self, address: str | None = None, *, on_notice: Callable[[str], None] = lambda _: None) -> None:
-        self._address = address or os.environ.get("RAY_ADDRESS") or "auto"
+        self._address = address_of(address)
         self._on_notice = on_notice
         self._places: list[RayPlace] = []
         self._released: list[RayPlace] = []
@@ -61,18 +61,7 @@ class RayEngine:
             ClusterError: In one line.
         """
         self._connect()
-        import ray
-
-        alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        if fitting_nodes(alive, slots=slots) >= nodes:
-            return
-        most = max((int(resources.get("GPU", 0)) for resources in alive), default=0)
-        wanted = f"{nodes} node{'s' * (nodes > 1)} with " + (f"{slots} GPUs" if slots else "a free core")
-        raise ClusterError(
-            f"A trial takes {wanted}{' each' * (nodes > 1)}, and the Ray cluster at {self._address} has "
-            f"{fitting_nodes(alive, slots=slots)} such among its {len(alive)} nodes"
-            + (f", which have up to {most} GPUs." if slots else ".")
-        )
+        refuse_impossible(nodes=nodes, slots=slots)
 
     def request(self, *, nodes: int, slots: int) -> Place:
         """Ask for a place; does not wait for it.
@@ -133,15 +122,7 @@ class RayEngine:
         """
         if self._thread is not None:
             return
-        if importlib.util.find_spec("ray") is None:
-            raise ClusterError("--on ray needs Ray: pip install 'optuna-dsat[ray]', here and on all nodes.")
-        if self._address != "auto":
-            _reach(self._address)
-        import ray
-
-        if not ray.is_initialized():
-            _join_cluster(self._address)
-            self._is_ours = True
+        self._is_ours = join_cluster(self._address)
         self._thread = threading.Thread(target=self._work, name="ray places", daemon=True)
         self._thread.start()
 
@@ -190,21 +171,52 @@ class RayEngine:
             return bool(self._places) or not self._closing
 
 
+def address_of(given: str | None) -> str:
+    """Return the address of the cluster that is meant: the given one, ``RAY_ADDRESS``, or ``auto`` for this node's."""
+    return given or os.environ.get("RAY_ADDRESS") or "auto"
+
+
 def fitting_nodes(resources: Sequence[Mapping[str, float]], *, slots: int) -> int:
     """Return how many nodes, of which each has these resources in all, could ever hold one bundle of a place."""
     return sum(one.get("CPU", 0) >= 1 and one.get("GPU", 0) >= slots for one in resources)
 
 
-def _join_cluster(address: str) -> None:
-    """Make this process a driver of a running cluster.
+def refuse_impossible(*, nodes: int, slots: int) -> None:
+    """Refuse what the cluster of this driver can never grant.
+
+    Raises:
+        ClusterError: In one line, with what it has.
+    """
+    import ray
+
+    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    fitting = fitting_nodes(alive, slots=slots)
+    if fitting >= nodes:
+        return
+    most = max((int(resources.get("GPU", 0)) for resources in alive), default=0)
+    wanted = f"{nodes} node{'s' * (nodes > 1)} with " + (f"{slots} GPUs" if slots else "a core")
+    raise ClusterError(
+        f"A trial takes {wanted}{' each' * (nodes > 1)}, and the Ray cluster has {fitting} such among its "
+        f"{len(alive)} nodes" + (f", of up to {most} GPUs." if slots else ".")
+    )
+
+
+def join_cluster(address: str) -> bool:
+    """Make this process a driver of a running cluster; return whether it was none before.
 
     That is done in a thread of its own: Ray replaces the handler of SIGTERM of the main thread, and has no limit.
 
     Raises:
-        ClusterError: If no cluster answers.
+        ClusterError: If Ray is not installed, or no cluster answers.
     """
+    if importlib.util.find_spec("ray") is None:
+        raise ClusterError("--on ray needs Ray: pip install 'optuna-dsat[ray]', here and on all nodes.")
+    if address != "auto":
+        _reach(address)
     import ray
 
+    if ray.is_initialized():
+        return False
     host = address.rpartition(":")[0]
     local = {"_node_ip_address": host} if host.startswith("127.") else {}
     failed: list[BaseException] = []
@@ -225,6 +237,7 @@ def _join_cluster(address: str) -> None:
     if failed:
         first = next((line for line in str(failed[0]).splitlines() if line.strip()), type(failed[0]).__name__)
         raise ClusterError(f"No Ray cluster can be used ({named}): {first.strip()}")
+    return True
 
 
 def _reach(address: str) -> None:

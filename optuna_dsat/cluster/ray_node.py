@@ -1,4 +1,4 @@
-"""What runs in a Ray actor on each node of a place: it holds the process of the node's agent, and passes bytes on.
+"""What runs in a Ray actor on each node: it holds the node's agent, or a training, and passes bytes on.
 
 The agent is a process of its own (``cluster/agent.py``), as under SLURM: a Ray worker has threads, signal handlers and
 an environment of Ray's. Of Ray, nothing is imported here.
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import queue
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -46,29 +47,31 @@ def node_environment(of_head: Mapping[str, str], of_worker: Mapping[str, str]) -
 
 
 class NodeRelay:
-    """Holds the agent of one node. Ray calls its methods one at a time, on the thread that the agent is tied to.
+    """Holds a process on one node. Ray calls its methods one at a time, on one thread.
 
-    If Ray's own process of the node, which started this one, is gone, the agent ends.
+    The process is asked to end by the end of its input, or by SIGTERM. It is asked so, too, if Ray's own process of the
+    node, which started this one, is gone.
     """
 
     def __init__(self) -> None:
-        self._agent: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._said: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._parent = os.getppid()
 
-    def start(self, node: int, name: str, environment: Mapping[str, str], cwd: str) -> None:
-        """Start the agent.
+    def start(self, words: Sequence[str], environment: Mapping[str, str], cwd: str, *, errors: bool = False) -> None:
+        """Start a process of this node's Python.
 
         Args:
-            node: Number of the node in its place.
-            name: What the cluster calls the node.
+            words: What Python is to run: its options and arguments.
             environment: Environment of the head.
             cwd: Working directory of the head, used here where it exists.
+            errors: Whether its errors are passed on as its output is.
         """
-        self._agent = subprocess.Popen(
-            [sys.executable, "-P", "-m", "optuna_dsat.cluster.agent", str(node), name],
+        self._process = subprocess.Popen(
+            [sys.executable, *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT if errors else None,
             env=node_environment(environment, os.environ),
             cwd=cwd if Path(cwd).is_dir() else None,
             start_new_session=True,
@@ -76,50 +79,57 @@ class NodeRelay:
         for work in (self._read, self._watch):
             threading.Thread(target=work, daemon=True).start()
 
+    def free_port(self) -> int:
+        """Return a port that nobody listens on here."""
+        with socket.socket() as found:
+            found.bind(("", 0))
+            return int(found.getsockname()[1])
+
     def exchange(self, orders: bytes, wait_s: float) -> tuple[bytes, int | None]:
-        """Pass orders to the agent; return what it has said since, and its exit code once it has ended.
+        """Write to the process; return what it has said since, and its exit code once it has ended.
 
         Args:
-            orders: Lines for the agent.
+            orders: Lines for the process.
             wait_s: Longest wait for it to say something.
         """
-        agent = self._agent
-        if agent is None or agent.stdin is None:
-            raise RuntimeError("no agent was started")
+        process = self._process
+        if process is None or process.stdin is None:
+            raise RuntimeError("no process was started")
         with suppress(OSError, ValueError):  # it has ended, as the exit code says
-            agent.stdin.write(orders)
-            agent.stdin.flush()
+            process.stdin.write(orders)
+            process.stdin.flush()
         said = b""
         try:
             said = self._said.get(timeout=wait_s)
             while True:
                 said += self._said.get_nowait()
         except queue.Empty:
-            return said, agent.poll()
+            return said, process.poll()
 
     def close(self) -> None:
-        """End the agent and its launches; wait for that."""
-        agent = self._agent
-        if agent is None:
+        """Have the process end, and what it started; wait for that."""
+        process = self._process
+        if process is None:
             return
-        if agent.stdin is not None:
+        if process.stdin is not None:
             with suppress(OSError):  # it has ended
-                agent.stdin.close()
+                process.stdin.close()
+        process.terminate()
         try:
-            agent.wait(_END_S)
+            process.wait(_END_S)
         except subprocess.TimeoutExpired:
-            agent.kill()
-            agent.wait()
+            process.kill()
+            process.wait()
 
     def _read(self) -> None:
-        assert self._agent is not None
-        assert self._agent.stdout is not None
-        descriptor = self._agent.stdout.fileno()
+        assert self._process is not None
+        assert self._process.stdout is not None
+        descriptor = self._process.stdout.fileno()
         while data := os.read(descriptor, 1 << 16):
             self._said.put(data)
 
     def _watch(self) -> None:
-        """End the agent once Ray's process of this node is gone: nobody else would, while this worker lives on."""
+        """End the process once Ray's own of this node is gone: nobody else would, while this worker lives on."""
         while os.getppid() == self._parent:
             time.sleep(_WATCH_S)
         self.close()

@@ -16,7 +16,7 @@ from optuna_dsat.cluster.ray_node import NodeRelay
 from optuna_dsat.cluster.srun import agent_environment
 from optuna_dsat.cluster.wire import Joiner
 
-__all__ = ["RayPlace"]
+__all__ = ["RayPlace", "bundle_of", "relay_on"]
 
 _WAIT_S = 0.05
 """Longest wait of a node for its agent to say something, in one exchange."""
@@ -26,6 +26,21 @@ _GOODBYE_S = 8.0
 """Longest wait for agents to end before their actors are killed."""
 _ASK_S = 1.0
 """Time between two questions to Ray why a place is queued."""
+
+
+def bundle_of(slots: int) -> dict[str, int]:
+    """Return the resources of one node of a place with so many GPUs."""
+    return {"CPU": 1, "GPU": slots} if slots else {"CPU": 1}
+
+
+def relay_on(group: Any, index: int, *, gpus: int) -> Any:
+    """Return a new actor in a bundle of a placement group, of which it takes all, that holds a process there."""
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    where = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
+    limits = {"max_restarts": 0, "max_concurrency": 1, "scheduling_strategy": where}
+    return ray.remote(NodeRelay).options(num_cpus=1, num_gpus=gpus, **limits).remote()
 
 
 class _Phase(Enum):
@@ -63,7 +78,7 @@ class RayPlace:
     """
 
     def __init__(self, *, nodes: int, slots: int, number: int) -> None:
-        self._bundle = {"CPU": 1, "GPU": slots} if slots else {"CPU": 1}
+        self._bundle = bundle_of(slots)
         self._count = nodes
         self._number = number
         self._group: Any = None
@@ -158,7 +173,6 @@ class RayPlace:
 
     def _start(self, table: Mapping[str, Any], now: float) -> None:
         import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         known = {node["NodeID"]: node for node in ray.nodes()}
         where = [known.get(table["bundles_to_node_id"][index], {}) for index in range(self._count)]
@@ -166,17 +180,9 @@ class RayPlace:
         if len(set(names)) < len(names):
             names = [f"{name}:{node.get('NodeManagerPort')}" for name, node in zip(names, where, strict=True)]
         for index, name in enumerate(names):
-            options = {
-                "num_cpus": 1,
-                "num_gpus": self._bundle.get("GPU", 0),
-                "max_restarts": 0,
-                "max_concurrency": 1,
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                    placement_group=self._group, placement_group_bundle_index=index
-                ),
-            }
-            actor = ray.remote(NodeRelay).options(**options).remote()
-            asked = actor.start.remote(index, name, agent_environment(os.environ), str(Path.cwd()))
+            actor = relay_on(self._group, index, gpus=self._bundle.get("GPU", 0))
+            words = ["-P", "-m", "optuna_dsat.cluster.agent", str(index), name]
+            asked = actor.start.remote(words, agent_environment(os.environ), str(Path.cwd()))
             self._nodes.append(_Node(name=name, actor=actor, asked=asked, heard_at=now))
         self._why = "its agents start"
         self._phase = _Phase.TALKING

@@ -1,4 +1,4 @@
-"""The command that trains on nodes of a SLURM cluster, as the trials ran."""
+"""The command that trains on nodes of a SLURM or Ray cluster, as the trials ran."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from optuna_dsat.secrecy.references import shell_join
 from optuna_dsat.study.spec import StudySpec
 
-__all__ = ["srun_training_command"]
+__all__ = ["cluster_training_command"]
 
 _MASTER = (
     '$(scontrol show node "$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1)"'
@@ -19,7 +19,7 @@ _QUOTE = "'\\''"
 """An apostrophe within apostrophes, for a shell."""
 
 
-def srun_training_command(spec: StudySpec, *, settings: Sequence[str], words: Sequence[str]) -> str:
+def cluster_training_command(spec: StudySpec, *, settings: Sequence[str], words: Sequence[str]) -> str:
     """Return the shell command that runs torchrun on each of as many nodes as a trial had.
 
     Args:
@@ -27,6 +27,18 @@ def srun_training_command(spec: StudySpec, *, settings: Sequence[str], words: Se
         settings: Variables of the ranks, as ``NAME=VALUE``.
         words: What follows torchrun's own options: the script and its arguments.
     """
+    return (_ray_command if spec.on == "ray" else _srun_command)(spec, settings=settings, words=words)
+
+
+def _ray_command(spec: StudySpec, *, settings: Sequence[str], words: Sequence[str]) -> str:
+    where = ["--address", spec.ray_address] if spec.ray_address else []
+    shape = ["--nodes", str(spec.nodes_per_trial), "--ranks", str(spec.slots_per_node)]
+    shape += ["--gpus", str(spec.gpus_per_node)] if spec.gpus_per_node else []
+    runner = ["python", "-m", "optuna_dsat.cluster.ray_train", *where, *shape]
+    return shell_join([*(["env", *settings] if settings else []), *runner, "--", *words])
+
+
+def _srun_command(spec: StudySpec, *, settings: Sequence[str], words: Sequence[str]) -> str:
     nodes = spec.nodes_per_trial
     asked = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
     asked += [f"--gpus-per-node={spec.gpus_per_node}"] if spec.gpus_per_node else []

@@ -14,7 +14,7 @@ from optuna_dsat.script.arg_mapping import map_arguments
 from optuna_dsat.script.settings_file import SettingsCopy, names_file, settings_copy
 from optuna_dsat.script.trial_class import CHECKPOINTS, RUNNER, complete_training, train_command
 from optuna_dsat.secrecy.references import names_in, resolved, shell_join
-from optuna_dsat.study.cluster_command import srun_training_command
+from optuna_dsat.study.cluster_command import cluster_training_command
 from optuna_dsat.study.finalists import Finalist
 from optuna_dsat.study.spec import ScriptSpec, StudySpec
 from optuna_dsat.study.verdict import Verdict
@@ -393,9 +393,9 @@ def training_command(
     if host_threads:
         settings.append(f"OMP_NUM_THREADS={host_threads}")
     settings += [f"{name}={value}" for name, value in environment.items()]
-    if spec.on == "slurm":
+    if spec.on != "here":
         target = [*(["-m"] if script.is_module else []), script.script, *args]
-        shown = srun_training_command(spec, settings=settings, words=target)
+        shown = cluster_training_command(spec, settings=settings, words=target)
         return shown, replaced or _ACCELERATE_CONFIG in environment
     prefix = ["env", *settings] if settings else []
     return shell_join([*prefix, *launcher, script.script, *args]), replaced or _ACCELERATE_CONFIG in environment

@@ -15,6 +15,7 @@ import pytest
 from optuna_dsat.cluster.engine import ClusterError
 from optuna_dsat.cluster.ray_engine import RayEngine, fitting_nodes
 from optuna_dsat.cluster.ray_node import node_environment
+from optuna_dsat.cluster.ray_train import torchrun_words
 from tests.harness.commands import DS_CONFIG, SCRIPT, Command
 from tests.harness.ray_cluster import LOOPBACK, ROOT, RayCluster, running_ray, why_no_ray
 from tests.harness.workers import ended, wait_until
@@ -89,11 +90,22 @@ def test_what_can_never_be_granted_is_refused_with_the_numbers(cluster: RayClust
     assert "takes 3 nodes with 2 GPUs each" in too_many
     assert "has 2 such among its 3 nodes" in too_many
     assert "takes 1 node with 4 GPUs" in too_large
-    assert "up to 2 GPUs" in too_large
+    assert "of up to 2 GPUs" in too_large
     assert possible == ""
     assert second_s < 5
     assert first_s < 30  # with Ray's own start, on a busy machine
     assert found["same_handler"]
+
+
+@with_ray
+def test_a_search_that_can_never_get_its_nodes_ends_with_2_and_one_line(cluster: RayCluster, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT.read_text())
+    (tmp_path / "ds.json").write_text(json.dumps(DS_CONFIG))
+    where = ("--on", "ray", "--ray-address", cluster.address, "--nodes-per-trial", "3", "--gpus-per-node", "2")
+    _, errors = Command(tmp_path, "random", "train.py", "ds.json", *where, environ=LOOPBACK).finish(code=2)
+    (line,) = errors.strip().splitlines()
+    assert "3 nodes with 2 GPUs each" in line
+    assert not list(tmp_path.glob("*.db"))
 
 
 @with_ray
@@ -135,11 +147,26 @@ def test_a_study_runs_on_two_nodes_from_a_head_without_a_core(cluster: RayCluste
     command = Command(
         tmp_path, "guided", "train.py", "ds.json", *where, *how, *steps, "--", "ds.json", "0.01", environ=LOOPBACK
     )
-    command.finish(timeout_s=240)
+    shown, _ = command.finish(timeout_s=240)
     (best,) = tmp_path.rglob("best_ds_config.json")
     assert json.loads(best.read_text())["train_batch_size"] == 2  # of two ranks, one on each node
     (trial,) = tmp_path.rglob("trial-0000")
     assert len(list(trial.glob("logs/rank*.stderr.log"))) == 2
+    (printed,) = (line for line in shown.splitlines() if "optuna_dsat.cluster.ray_train" in line)
+    assert f"--nodes 2 --ranks 1 -- {tmp_path / 'train.py'}" in printed
+    environ = {**os.environ, **LOOPBACK, "PYTHONPATH": str(ROOT)}
+    printed = printed.replace(" 0.01", " 0.001")
+    trained = subprocess.run(printed, shell=True, cwd=tmp_path, env=environ, timeout=240, check=False)
+    assert trained.returncode == 0
+
+
+def test_each_node_runs_torchrun_with_its_own_number_and_the_address_of_the_first() -> None:
+    words = torchrun_words(["-m", "pkg.train", "--lr", "3"], nodes=2, node=1, ranks=4, address="10.0.0.1", port=29)
+    assert words == [
+        *("-m", "torch.distributed.run", "--nnodes", "2", "--node_rank", "1", "--nproc_per_node", "4"),
+        *("--rdzv_backend", "static", "--master_addr", "10.0.0.1", "--master_port", "29"),
+        *("-m", "pkg.train", "--lr", "3"),
+    ]
 
 
 @with_ray
