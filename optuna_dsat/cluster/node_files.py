@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from optuna_dsat.launch.event_log import LINE_BYTES
 from optuna_dsat.launch.run_directory import RunDirectory
 
 __all__ = ["GrowingFile", "LaunchFiles"]
@@ -42,8 +43,14 @@ class GrowingFile:
         return data
 
     def read_lines(self) -> list[bytes]:
-        """Return the complete lines appended since the last call, without their ends."""
+        """Return the complete lines appended since the last call, without their ends.
+
+        One that does not end is returned once it is too long for an event: the head ends such a launch.
+        """
         *lines, self._partial = (self._partial + self.read()).split(b"\n")
+        if len(self._partial) > LINE_BYTES:
+            lines.append(self._partial)
+            self._partial = b""
         return lines
 
 

@@ -18,7 +18,7 @@ from optuna_dsat.runtime.events import (
     decode_event,
 )
 
-__all__ = ["EventLog", "EventTail"]
+__all__ = ["LINE_BYTES", "EventLog", "EventTail"]
 
 _EVENT_WORDS = {
     RankStarted: "the start of the script",
@@ -30,7 +30,7 @@ _EVENT_WORDS = {
 
 _MOST_BYTES = 64 * 2**20
 """Longest file of events that is read: a rank writes about half a KiB a step, so this is over 100,000 steps."""
-_LINE_BYTES = 4 * 2**20
+LINE_BYTES = 4 * 2**20
 """Longest line: the modules that a script imports take some hundred KiB, texts are cut."""
 _MOST_DROPPED = 10_000
 """Lines without an event after which a file is read no further."""
@@ -74,8 +74,8 @@ class EventTail:
     def _decoded(self, data: bytes) -> list[Event]:
         """Return the events of the lines that the next piece of the file completes."""
         *lines, self._partial = (self._partial + data).split(b"\n")
-        if any(len(line) > _LINE_BYTES for line in (*lines, self._partial)):
-            self.flooded = f"a line of over {_LINE_BYTES >> 20} MiB"
+        if any(len(line) > LINE_BYTES for line in (*lines, self._partial)):
+            self.flooded = f"a line of over {LINE_BYTES >> 20} MiB"
             self._partial = b""
             return []
         written = [line for line in lines if line.strip()]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from optuna_dsat.cluster.node_files import GrowingFile
 from optuna_dsat.launch.classify import classify
 from optuna_dsat.launch.event_log import EventTail
 from optuna_dsat.launch.processes import MARK_ENV, new_mark
@@ -124,3 +125,17 @@ def test_what_is_written_after_the_last_step_is_no_matter(tmp_path: Path) -> Non
     huge(path)
     followed(launch)
     assert launch.facts(None).stop is None
+
+
+def test_an_endless_line_on_a_node_reaches_the_head_as_one_that_is_too_long(tmp_path: Path) -> None:
+    path, copy = tmp_path / "rank0.jsonl", tmp_path / "copy.jsonl"
+    path.touch()
+    os.truncate(path, 20 * 2**20)
+    grown, lines = GrowingFile(path), []
+    while not lines:
+        lines = grown.read_lines()
+    assert grown.sent_bytes < 5 * 2**20
+    copy.write_bytes(lines[0] + b"\n")
+    tail = EventTail(copy)
+    assert tail.read() == []
+    assert tail.flooded == "a line of over 4 MiB"
