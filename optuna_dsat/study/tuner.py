@@ -195,7 +195,7 @@ class Tuner:
         if self._study.pruner.prune(self._study, frozen(self._study, flight.trial)):
             reached = metric_in_words(self._recorder.metric, value, device=self._spec.device)
             self._launcher.stop(
-                launch_id, message=f"stopped at step {step.step}: at {reached} it cannot be among the best"
+                launch_id, message=f"stopped at step {step.step}: it cannot be among the best at {reached}"
             )
         elif is_certain(flight.record.counted, tolerance=_STEP_TOLERANCE):
             message = f"measured to step {step.step}: the step time is known"
