@@ -181,6 +181,11 @@ class SlurmEngine:
                     self._end(place)
         self._ring()
 
+    @property
+    def held(self) -> int:
+        """Places whose srun has not ended, those among them that are given back."""
+        return len(self._places)
+
     def close(self) -> None:
         """Give back all places and wait until srun has ended for each, some seconds at most."""
         for place in list(self._places):

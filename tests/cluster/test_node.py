@@ -1,0 +1,169 @@
+"""The agent of a node, taken by the hand: what it answers, and when it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optuna_dsat.cluster.engine import HEARD_S
+from optuna_dsat.cluster.network import Doorbell, addresses, free_port, interface_of, reached
+from optuna_dsat.cluster.node import NodeAgent, digest_of, versions
+from optuna_dsat.cluster.node_files import GrowingFile
+from optuna_dsat.cluster.wire import Joiner, request_to_json
+from tests.harness.commands import ROOT
+from tests.harness.launches import STUB, request
+from tests.harness.workers import wait_until
+
+
+class Clock:
+    """A clock that stands until it is set."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def agent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    clock = Clock()
+    agent = NodeAgent(node=1, name="n2", environ={"PATH": os.environ["PATH"]}, clock=clock)
+    agent.clock = clock  # type: ignore[attr-defined]
+    yield agent
+    agent.close()
+
+
+def answer(agent: NodeAgent, order: dict[str, Any]) -> dict[str, Any]:
+    agent.advance()
+    agent.take(order)
+    (news,) = agent.advance()
+    return news
+
+
+def look(agent: NodeAgent, **changes: Any) -> dict[str, Any]:
+    return answer(agent, {"do": "look", "kind": "cpu", "slots": 2, "files": {}, "listen": False, **changes})
+
+
+def test_it_says_first_who_it_is(agent: NodeAgent) -> None:
+    (hello,) = agent.advance()
+    assert (hello["news"], hello["name"], hello["versions"]) == ("hello", "n2", versions())
+
+
+def test_an_order_that_it_does_not_know_is_answered(agent: NodeAgent) -> None:
+    assert answer(agent, {"do": "dance"}) == {"news": "unknown", "order": "dance"}
+
+
+def test_it_leaves_when_it_is_told_to_or_hears_nothing(agent: Any) -> None:
+    assert not agent.leaving
+    agent.clock.now += HEARD_S + 1
+    assert agent.leaving
+    agent.take({"do": "ping"})
+    assert not agent.leaving
+    agent.take({"do": "leave"})
+    assert agent.leaving
+
+
+def test_what_a_study_needs_is_looked_for(agent: NodeAgent, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("pass")
+    files = {str(script): digest_of(script), str(tmp_path): digest_of(tmp_path)}
+    assert look(agent, files=files)["why"] == ""
+    assert len(look(agent, files=files)["devices"]) == 2
+    script.write_text("raise")
+    assert look(agent, files=files)["why"] == f"{script} is not the file that the head has"
+    script.unlink()
+    assert look(agent, files=files)["why"] == f"{script} is not there"
+
+
+def test_gpus_that_are_not_there_are_named(agent: NodeAgent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    agent._environ["CUDA_VISIBLE_DEVICES"] = ""
+    assert look(agent, kind="cuda", slots=8)["why"] == "it shows 0 GPUs of the 8 that a launch takes."
+
+
+def test_a_launch_that_cannot_start_is_told_and_takes_no_slot(agent: NodeAgent, tmp_path: Path) -> None:
+    look(agent, slots=1)
+    wire = request_to_json(request(tmp_path, script=STUB, slots=2))
+    order = {"do": "launch", "request": wire, "environ": {}, "warm": False, "rendezvous": None}
+    assert answer(agent, order)["news"] == "failed"
+    assert agent._machine is not None
+    assert agent._machine.pool.free == 1
+
+
+def test_doors_are_reached_by_their_interfaces() -> None:
+    door = Doorbell(["127.0.0.1", "203.0.113.7"])  # the second is no address of this machine
+    try:
+        assert [address for address, _ in door.open] == ["127.0.0.1"]
+        assert reached([*door.open, ("127.0.0.1", free_port("127.0.0.1"))]) == [("127.0.0.1", "lo")]
+    finally:
+        door.close()
+    assert interface_of("203.0.113.7") == ""
+    assert not [one for one in addresses() if one[1].startswith("127.")]
+
+
+def test_a_file_is_passed_on_as_it_grows(tmp_path: Path) -> None:
+    growing = GrowingFile(tmp_path / "rank0.jsonl")
+    assert growing.read_lines() == []
+    growing.path.write_bytes(b"one\ntw")
+    assert growing.read_lines() == [b"one"]
+    with growing.path.open("ab") as file:
+        file.write(b"o\n")
+    assert growing.read_lines() == [b"two"]
+
+
+class Talk:
+    """An agent in a process of its own, at the other end of two pipes."""
+
+    def __init__(self, folder: Path) -> None:
+        environ = {**os.environ, "SLURM_PROCID": "0", "SLURMD_NODENAME": "n1", "TMPDIR": str(folder)}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "optuna_dsat.cluster.agent"],
+            cwd=ROOT, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
+        )  # fmt: skip
+        assert self.process.stdout is not None
+        os.set_blocking(self.process.stdout.fileno(), False)
+        self._joiner = Joiner()
+        self.news: list[Any] = []
+
+    def tell(self, **order: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(order).encode() + b"\n")
+
+    def hears(self, condition: Callable[[Any], bool]) -> Any:
+        def heard() -> bool:
+            assert self.process.stdout is not None
+            self.news += [message for _, message in self._joiner.feed(self.process.stdout.read() or b"")]
+            return any(map(condition, self.news))
+
+        wait_until(heard, what="the agent says it")
+        return next(filter(condition, self.news))
+
+    def end(self) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.wait(20)
+        self.process.stdout.close()
+
+
+def test_orders_for_others_are_left_alone_and_the_end_of_the_input_ends_it(tmp_path: Path) -> None:
+    talk = Talk(tmp_path)
+    try:
+        talk.hears(lambda news: news["news"] == "hello")
+        talk.tell(do="for n2", to=1)
+        talk.tell(do="for all", to=None)
+        assert talk.hears(lambda news: news["news"] == "unknown")["order"] == "for all"
+        talk.tell(do="ping", sent=1.0)
+        assert abs(talk.hears(lambda news: news["news"] == "pong")["time"] - time.time()) < 60
+    finally:
+        talk.end()
+    assert talk.process.returncode == 0
