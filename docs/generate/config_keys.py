@@ -57,8 +57,8 @@ _MEANINGS = {
     "arg_mappings": "`--arg-mapping`",
     "metric": "`--metric`",
     "tuner_type": "the method of `tune` and `run`: `random`, `gridsearch` (`binary`), `model_based` (`asha`)",
-    "num_gpus": "`--gpus-per-trial`; a list is a search at each number",
-    "num_nodes": "`--nodes-per-trial` on a cluster (`--on`); on one machine a line says that it is not used",
+    "num_gpus": "`--gpus-per-trial`, on a cluster `--gpus-per-node`; a list is a search at each number",
+    "num_nodes": "`--nodes-per-trial` on a cluster (`--on`), a list a search at each number; not used on one machine",
     "min_train_micro_batch_size_per_gpu": "least micro-batch",
     "max_train_micro_batch_size_per_gpu": "largest micro-batch",
     "max_train_batch_size": "`--max-train-batch-size`",
@@ -80,7 +80,8 @@ def _choices(knob: Knob) -> str:
     if knob.inert:
         return "only what you list"
     numbers = [f"{one:.0e}".replace("e+0", "e") if isinstance(one, int) and one > 9999 else one for one in knob.choices]
-    return ", ".join(f"`{str(one).lower() if isinstance(one, bool) else one}`" for one in numbers)
+    own = ", the ranks of a node" if knob.several_nodes else ""
+    return ", ".join(f"`{str(one).lower() if isinstance(one, bool) else one}`" for one in numbers) + own
 
 
 def _autotuning() -> Iterator[str]:
