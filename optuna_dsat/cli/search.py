@@ -87,7 +87,7 @@ def guided_search(context: typer.Context, options: GuidedOptions, output: Output
 
 
 def tune_search(context: typer.Context, options: AutotuningOptions, output: OutputOptions) -> None:
-    """Search by the autotuning section of your config, as deepspeed --autotuning=tune does."""
+    """Search by the autotuning section of your config, as deepspeed --autotuning=tune does; by guided without one."""
     _search(None, context, options, output)
 
 

@@ -230,7 +230,7 @@ class Launcher(Protocol):
 
         Args:
             preload: Modules that they import; a launcher may import them once, before a fork.
-            operators: Class names of DeepSpeed's builders whose operators are compiled now.
+            operators: Class names of DeepSpeed's builders whose operators are compiled before the next launch.
         """
         ...
 

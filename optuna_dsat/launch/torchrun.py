@@ -89,6 +89,7 @@ class TorchrunLauncher:
         self._notes = TunerNotes(self._output_dir)
         self._leftovers = LeftoverWatch(self._base_env, on_notice=self._notify)
         self._on_phase = on_phase
+        self._operators: Sequence[str] = ()
         self._forking = Forking(self._output_dir / "warm.log", enabled=warm, on_notice=self._notify, on_phase=on_phase)
         self._builds = BuildWatch(self._base_env, on_phase=on_phase)
 
@@ -117,18 +118,24 @@ class TorchrunLauncher:
         return RunDirectory(self._output_dir.resolve() / launch_id)
 
     def prepare(self, preload: Preload, *, operators: Sequence[str] = ()) -> None:
-        """Compile operators and set what is imported before a fork.
+        """Set what is imported before a fork, and the operators that are compiled before the next launch.
 
         Args:
             preload: What launches import.
             operators: Class names of DeepSpeed's builders whose operators they may need.
         """
-        if operators:
-            environ = device_environment(self._base_env, kind=self._pool.kind)
-            for name, why in compile_operators(operators, environ, on_phase=self._on_phase).items():
-                means = "gloo alone is used" if name == COMMUNICATION else "what needs it will fail, too"
-                self._notify(f"DeepSpeed's {operator_name(name)} cannot be built here, and {means}: {why}.")
+        self._operators = operators
         self._forking.prepare(preload)
+
+    def _build_operators(self) -> None:
+        """Compile what is wanted and not compiled yet: with the first launch, as that takes a process with torch."""
+        wanted, self._operators = self._operators, ()
+        if not wanted:
+            return
+        environ = device_environment(self._base_env, kind=self._pool.kind)
+        for name, why in compile_operators(wanted, environ, on_phase=self._on_phase).items():
+            means = "gloo alone is used" if name == COMMUNICATION else "what needs it will fail, too"
+            self._notify(f"DeepSpeed's {operator_name(name)} cannot be built here, and {means}: {why}.")
 
     def start(self, request: LaunchRequest) -> None:
         """Start a launch; where its slots are those of launches that are settled, once these have ended.
@@ -142,6 +149,7 @@ class TorchrunLauncher:
             raise ValueError("A full run is in the foreground and is not followed: call run_full().")
         if request.launch_id in self._running or request.launch_id in self._queue.names:
             raise ValueError(f"launch_id is unique; {request.launch_id!r} is running.")
+        self._build_operators()
         if _settled_slots(self._running.values()) and self._pool.free < request.slots <= self.free_slots:
             self._queue.add(request, self._write_run_directory(request))
             return

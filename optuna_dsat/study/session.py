@@ -25,7 +25,7 @@ from optuna_dsat.study.request import StudyRequest
 from optuna_dsat.study.result import TuneResult
 from optuna_dsat.study.space import space_of
 from optuna_dsat.study.spec import StudySpec
-from optuna_dsat.study.stored import open_study
+from optuna_dsat.study.stored import is_spent, open_study
 from optuna_dsat.study.tuner import EndReason, Tuner
 from optuna_dsat.study.user_config import enqueue_user_config
 from optuna_dsat.study.warm_start import check_warm_start, prior_knowledge_of
@@ -84,6 +84,8 @@ class Session:
             DeviceError: If others hold the devices for too long.
             StorageError: If the database failed for longer than the store's retries last.
         """
+        if not self._request.conclude and is_spent(self._context.store, self.spec):
+            return None
         profiled, mark = self._profile()
         space = space_of(self.spec, profiled)
         self._context.launcher.prepare(

@@ -43,6 +43,7 @@ __all__ = [
     "attributes_of",
     "check_study",
     "has_trials",
+    "is_spent",
     "open_study",
     "read_launches",
     "read_stored",
@@ -296,6 +297,12 @@ def attributes_of(store: Store, name: str) -> Mapping[str, Any]:
 def has_trials(store: Store, name: str) -> bool:
     """Whether any trial of a study was asked for."""
     return store.storage.get_n_trials(store.storage.get_study_id_from_name(name)) > 0
+
+
+def is_spent(store: Store, spec: StudySpec) -> bool:
+    """Whether a study has had all of its launches, and nothing of it runs or waits any more."""
+    trials = store.storage.get_all_trials(store.storage.get_study_id_from_name(spec.name), deepcopy=False)
+    return all(one.state.is_finished() for one in trials) and attributes.launches_used(trials) >= spec.max_trials
 
 
 def read_stored(store: Store, name: str) -> StoredStudy:

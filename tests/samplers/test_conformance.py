@@ -14,12 +14,23 @@ from optuna_dsat.samplers._base import LineageSampler
 from tests.harness.small_model import small_planner
 
 
-def for_any_study(sampler: type[LineageSampler]) -> type[LineageSampler]:
-    """Return a sampler that draws also where there is no micro-batch: Optuna's cases have none, or a float."""
-    return type(sampler.__name__, (sampler,), {"_refuse": lambda *_: None})
+class Lenient(LineageSampler):
+    """Draws also where there is no micro-batch: Optuna's cases have none, or a float."""
+
+    def _refuse(self, why: str) -> None:
+        del why
 
 
-Binary, Guided, Random = map(for_any_study, (BinarySearchSampler, GuidedSampler, LineageRandomSampler))
+class Binary(Lenient, BinarySearchSampler):
+    """Bisects."""
+
+
+class Guided(Lenient, GuidedSampler):
+    """Plans."""
+
+
+class Random(Lenient, LineageRandomSampler):
+    """Draws at random."""
 
 
 class TestSamplers(BasicSamplerTestCase, SingleOnlySamplerTestCase):

@@ -1,0 +1,180 @@
+"""The help of the commands: what comes first, in which words, at which width, and what is imported to show it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.core import TyperGroup, TyperOption
+
+from optuna_dsat.cli import app
+from optuna_dsat.cli.catalogue import COMMANDS, SEARCHES
+from tests.harness.entry_points import EntryPointBench, Run, bench, run_here
+
+__all__ = ["bench", "run_here"]
+
+METHODS = sorted(SEARCHES - {"tune", "run"})
+OPTION = re.compile(r"^  (?:-\w, )?(--[\w-]+)", re.MULTILINE)
+
+
+def shown(run: Run, *arguments: str) -> str:
+    done = run(*arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def options(command: str) -> list[TyperOption]:
+    group = typer.main.get_command(app)
+    assert isinstance(group, TyperGroup)
+    params: list[object] = list(group.commands[command].params)
+    return [one for one in params if isinstance(one, TyperOption)]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_help_of_a_search_shows_ten_options_and_where_the_others_are(run_here: Run, method: str) -> None:
+    text = shown(run_here, method, "--help")
+    assert text == shown(run_here, method, "-h")
+    first = OPTION.findall(text.partition("Options that matter most:")[2])
+    assert len(first) == 10
+    assert {"--max-trials", "--zero-stages", "--storage", "--dry-run"} <= set(first)
+    assert len(text.splitlines()) < 60
+    others = len(options(method)) - 10
+    assert re.search(rf"{others} more options: .* {method} --help-all", text)
+
+
+@pytest.mark.parametrize("command", ["tune", "run"])
+def test_where_no_method_is_named_the_method_comes_beside_the_ten(run_here: Run, command: str) -> None:
+    text = shown(run_here, command, "--help")
+    assert len(OPTION.findall(text.partition("Options that matter most:")[2])) == 11
+    assert "--method" in text
+    assert "else guided" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {"db"}))
+def test_help_all_shows_every_option_in_words_and_every_command_has_both(run_here: Run, command: str) -> None:
+    text = shown(run_here, command, "--help-all")
+    for option in options(command):
+        assert set(option.opts) & set(re.findall(r"--?[\w-]+", text)), option.opts
+    assert not re.search(r"<\w|\blist\[|\\\[|None", text)
+    if command not in SEARCHES:
+        assert shown(run_here, command, "--help") == text
+
+
+def test_values_are_words(run_here: Run) -> None:
+    text = shown(run_here, "guided", "--help-all")
+    for spelling in (
+        "--zero-stages STAGE,...",
+        "--batch free|keep",
+        "--timeout SECONDS",
+        "--fix KEY=VALUE",
+        "--max-trials N",
+        "--output-dir PATH",
+        "--storage URL",
+        "--min-gain SHARE",
+    ):
+        assert f"  {spelling} " in text or f"  {spelling}\n" in text
+    words = " ".join(text.split())
+    assert "[default: 64]" in words
+    assert "[default: 600]" in words
+    assert "[environment: OPTUNA_DSAT_STORAGE]" in words
+    assert text.startswith("Usage: ")
+    assert "SCRIPT [DS_CONFIG] [-- SCRIPT_ARGS]" in words
+    titles = re.findall(r"^(\w.*):$", text, re.MULTILINE)
+    assert titles == ["Arguments", "What to tune", "Budget", "Measuring", "Where", "Method", "Output"]
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_nothing_is_cut_in_mid_word_at_any_width(run_here: Run, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    text = shown(run_here, "asha", "--help-all")
+    assert "…" not in text
+    words = {word.rstrip(",") for word in text.split()}
+    meanings = " ".join(f"{option.help} {' '.join(option.opts)}" for option in options("asha")).replace("\\[", "[")
+    assert {word.rstrip(",") for word in meanings.split()} <= words
+    alone = [line for line in text.splitlines() if len(line) > columns and len(line.split()) > 3]
+    assert alone == []
+
+
+def test_commands_stand_in_groups(run_here: Run) -> None:
+    text = shown(run_here, "--help")
+    groups = {
+        title: re.findall(r"^  (\w+)  ", body, re.MULTILINE)
+        for title, body in re.findall(r"^(\w[\w ]*):\n((?: .*\n)+)", text + "\n", re.MULTILINE)
+    }
+    assert groups["Search and train"][0] == "guided"
+    assert {"show", "best", "explain", "report"} <= set(groups["Look at a result"])
+    assert {"studies", "export", "delete", "db"} == set(groups["Manage studies"])
+    named = [name for group in groups.values() for name in group]
+    assert sorted(named) == sorted(COMMANDS)
+
+
+def test_nothing_asked_for_shows_the_help_and_exits_with_2(run_here: Run) -> None:
+    for arguments in ((), ("db",)):
+        done = run_here(*arguments)
+        assert (done.returncode, done.stderr) == (2, "")
+        assert done.stdout.rstrip() == shown(run_here, *arguments, "--help").rstrip()
+
+
+def test_what_the_script_is_asked_is_not_the_commands_help(run_here: Run) -> None:
+    done = run_here("guided", "--help", "train.py", "--", "--help-all")
+    assert "Options that matter most" in done.stdout
+
+
+THIRD_PARTIES = {"torch", "deepspeed", "optuna", "sqlalchemy", "alembic", "numpy", "pandas", "plotly", "jinja2", "rich"}
+TO_LAUNCH = {"torch", "deepspeed", "pandas", "plotly", "jinja2", "pygments", "scipy", "matplotlib"}
+OUR_OWN = {
+    "optuna_dsat.launch.torchrun",
+    "optuna_dsat.runtime.hook",
+    "optuna_dsat.guided.planner",
+    "optuna_dsat.study.tuner",
+}
+
+
+def imported(folder: Path, *arguments: str) -> set[str]:
+    """Return the modules that a command imports in a process of its own."""
+    code = (
+        "import atexit, sys\n"
+        "atexit.register(lambda: print(*[name for name, module in sys.modules.items() if module], file=sys.stderr))\n"
+        "from optuna_dsat.cli import main\nmain()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return set(done.stderr.splitlines()[-1].split())
+
+
+@pytest.mark.parametrize("arguments", ["guided --help", "tune --help-all", "--help", "--version", "plan --help"])
+def test_help_imports_nothing_that_a_search_needs(tmp_path: Path, arguments: str) -> None:
+    found = imported(tmp_path, *arguments.split())
+    assert not THIRD_PARTIES & found
+    assert not OUR_OWN & found
+
+
+def test_a_command_imports_no_other(tmp_path: Path) -> None:
+    found = imported(tmp_path, "studies", "--help")
+    commands = {f"optuna_dsat.cli.{entry.module}" for entry in COMMANDS.values()}
+    assert commands & found == {"optuna_dsat.cli.studies"}
+
+
+def test_what_reads_a_study_imports_nothing_that_launches_need(bench: EntryPointBench, run_here: Run) -> None:
+    search = ("random", "train.py", "ds.json", "--cpu-ranks", "2", "--metric", "throughput", "--max-trials", "2")
+    assert run_here(*search, "--confirm", "0", "--quiet").returncode == 0
+    name = "train-random"
+    for arguments in (("studies",), ("show", name), ("best", name), ("export", name)):
+        found = imported(bench.folder, *arguments)
+        assert not (TO_LAUNCH | OUR_OWN) & found, arguments
+
+
+def test_a_worker_with_nothing_left_imports_and_starts_nothing_to_launch_with(
+    bench: EntryPointBench, run_here: Run
+) -> None:
+    search = ("guided", "train.py", "ds.json", "--cpu-ranks", "2", "--metric", "throughput", "--max-trials", "2")
+    assert run_here(*search, "--confirm", "0", "--quiet").returncode == 0
+    before = sorted(path for path in bench.folder.rglob("*") if path.suffix != ".lock")
+    found = imported(bench.folder, "worker", "train-guided", "--trust", "--quiet")
+    assert not TO_LAUNCH & found
+    left = sorted(path for path in bench.folder.rglob("*") if path.suffix != ".lock")
+    assert [path for path in left if path not in before and "optuna-dsat.db" not in path.name] == []
