@@ -193,7 +193,9 @@ def same_words(
     page, note = render(view), study_note(view)
     assert all(line.replace("'", "&#39;") in page for line in lines)
     assert all(line in note for line in lines)
-    (row,) = [line for line in command(bench, capsys, "trials", "s").splitlines() if " best " in line]
+    rows = [line for line in command(bench, capsys, "trials", "s").splitlines() if "\u2502 best \u2502" in line]
+    assert len(rows) == 1, rows
+    row = rows[0]
     assert row.split()[0] == str(verdict.handed_over)
     assert value in row
     assert value in command(bench, capsys, "studies")
