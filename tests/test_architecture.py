@@ -45,7 +45,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tuning": GROUND | PURE | {"script", "launch", "cluster", "store", "study", "display", "report"},
     "cli": GROUND
     | PURE
-    | {"version", "runtime", "script", "launch", "store", "study", "report", "plan", "display", "doctor", "tuning"},
+    | {
+        "version",
+        "runtime",
+        "script",
+        "launch",
+        "cluster",
+        "store",
+        "study",
+        "report",
+        "plan",
+        "display",
+        "doctor",
+        "tuning",
+    },
 }
 """Folder or module at the top of ``optuna_dsat`` -> what of it may be imported there, beside itself; from the ground
 up: a row names only rows above it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +17,14 @@ if TYPE_CHECKING:
     from optuna_dsat.doctor.finding import Finding
 
 __all__ = ["doctor"]
+
+
+class _Cluster(StrEnum):
+    """Clusters whose nodes can be looked at."""
+
+    SLURM = "slurm"
+    RAY = "ray"
+
 
 _MARKS = {
     "fine": ("ok", "green"),
@@ -48,6 +57,21 @@ def doctor(
             show_default=False,
         ),
     ] = None,
+    on: Annotated[
+        _Cluster | None,
+        typer.Option("--on", help="Look at nodes of this cluster, too, holding them for a moment.", show_default=False),
+    ] = None,
+    nodes_per_trial: Annotated[int, typer.Option("--nodes-per-trial", help="Nodes to look at, with --on.")] = 1,
+    gpus_per_node: Annotated[
+        int | None,
+        typer.Option("--gpus-per-node", help="GPUs that each should have; none: the CPU.", show_default=False),
+    ] = None,
+    slurm_arg: Annotated[
+        list[str] | None, typer.Option("--slurm-arg", help="Option for srun (repeatable).", show_default=False)
+    ] = None,
+    ray_address: Annotated[
+        str | None, typer.Option("--ray-address", help="Address of the Ray cluster.", show_default=False)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what this machine offers a search and what is wrong with it; exit with 3 where no launch can run."""
@@ -55,6 +79,16 @@ def doctor(
     from optuna_dsat.doctor.finding import exit_code, to_json
 
     findings = examine(output_dir=output_dir, storage=storage, nvme_path=nvme)
+    if on is not None:
+        from optuna_dsat.cluster.node import digest_of
+        from optuna_dsat.cluster.places import Layout
+        from optuna_dsat.doctor import cluster
+        from optuna_dsat.tuning.cluster import engine_of
+
+        slots, kind = gpus_per_node or 1, "cuda" if gpus_per_node else "cpu"
+        layout = Layout(nodes=nodes_per_trial, slots=slots, kind=kind, gpus=gpus_per_node or 0)
+        engine = engine_of(on.value, slurm_arg=slurm_arg or (), ray_address=ray_address)
+        findings += cluster.examine(engine, layout, files={str(Path.cwd()): digest_of(Path.cwd())})
     if as_json:
         print(json.dumps(to_json(findings), indent=2))
     else:

@@ -88,6 +88,11 @@ class HeldPlace:
         return tuple(str(self._hellos[node]["name"]) for node in sorted(self._hellos))
 
     @property
+    def nodes(self) -> list[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
+        """Name of each node, its hello, and what it has seen of devices and files."""
+        return [(self.name_of(node), self._hellos[node], self._seen[node]) for node in sorted(self._seen)]
+
+    @property
     def is_idle(self) -> bool:
         """Whether a launch may start there now."""
         return self.stage is Stage.USABLE and self.launch_id is None and not self._unprepared

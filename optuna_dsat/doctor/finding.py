@@ -29,7 +29,7 @@ class Finding:
     """Result of one check."""
 
     area: str
-    """``devices``, ``software``, ``host``, ``launches``, ``operators``, ``offload`` or ``database``."""
+    """``devices``, ``software``, ``host``, ``launches``, ``operators``, ``offload``, ``database`` or ``cluster``."""
     name: str
     """Name of the check, unique within its area."""
     status: Status

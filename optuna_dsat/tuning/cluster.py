@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from optuna_dsat.cluster.engine import Engine
@@ -16,7 +16,7 @@ from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.tuning.options import TuneOptions
 from optuna_dsat.tuning.parse import one_count
 
-__all__ = ["check_cluster", "cluster_devices", "cluster_launcher", "devices_of"]
+__all__ = ["check_cluster", "cluster_devices", "cluster_launcher", "devices_of", "engine_of"]
 
 
 def cluster_devices(options: TuneOptions) -> Devices:
@@ -96,10 +96,28 @@ def _needed_files(spec: StudySpec) -> dict[str, str]:
 
 
 def _engine(spec: StudySpec, on_notice: Callable[[str], None] = lambda _: None) -> Engine:
-    if spec.on == "slurm":
+    return engine_of(spec.on, slurm_arg=spec.slurm_arg, ray_address=spec.ray_address, on_notice=on_notice)
+
+
+def engine_of(
+    on: str,
+    *,
+    slurm_arg: Sequence[str],
+    ray_address: str | None,
+    on_notice: Callable[[str], None] = lambda _: None,
+) -> Engine:
+    """Return what holds places in a cluster.
+
+    Args:
+        on: ``slurm`` or ``ray``.
+        slurm_arg: Options for srun.
+        ray_address: Address of the Ray cluster; None for the one that this machine belongs to.
+        on_notice: Called with lines for the user.
+    """
+    if on == "slurm":
         from optuna_dsat.cluster.slurm import SlurmEngine
 
-        return SlurmEngine(spec.slurm_arg)
+        return SlurmEngine(slurm_arg)
     from optuna_dsat.cluster.ray_engine import RayEngine
 
-    return RayEngine(spec.ray_address, on_notice=on_notice)
+    return RayEngine(ray_address, on_notice=on_notice)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,6 +18,7 @@ from optuna_dsat.cluster.engine import ClusterError, PlaceState
 from optuna_dsat.cluster.launcher import ClusterLauncher, Limits
 from optuna_dsat.cluster.places import Layout
 from optuna_dsat.cluster.slurm import SlurmEngine, SlurmPlace
+from optuna_dsat.cluster.srun import srun_command
 from optuna_dsat.launch.protocol import Finished, LaunchReport, LaunchRequest, Observed
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import RankStarted
@@ -57,7 +59,7 @@ def launcher_on(engine: SlurmEngine, folder: Path, **options: object) -> Cluster
     return ClusterLauncher(folder / "out", engine=engine, **values)  # type: ignore[arg-type]
 
 
-def stub(folder: Path, launch_id: str = "trial-0000", *args: str, **changes: object) -> LaunchRequest:
+def stub(folder: Path, launch_id: str = "trial-0000", *args: str, **changes: Any) -> LaunchRequest:
     return request(folder, launch_id=launch_id, script=STUB, args=args, **changes)
 
 
@@ -174,7 +176,7 @@ def test_a_file_that_a_node_lacks_names_the_node(engine: SlurmEngine, tmp_path: 
 
 def test_an_srun_that_cannot_start_its_agent_says_why(engine: SlurmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/no/such/python")
-    monkeypatch.setattr(slurm_module, "srun_command", without_tie(slurm_module.srun_command))
+    monkeypatch.setattr(slurm_module, "srun_command", without_tie(srun_command))
     place = engine.request(nodes=1, slots=0)
     until(engine, lambda: place.state is PlaceState.LOST, what="the place is lost")
     assert "/no/such/python" in place.why

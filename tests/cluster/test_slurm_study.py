@@ -104,3 +104,13 @@ def test_the_printed_command_trains_on_two_nodes(slurm: SlurmCluster, tmp_path: 
     assert [line.split()[1] for line in lines] == ["0", "1"]
     assert {line.split()[5] for line in lines} == {"n1", "n2"}
     assert all(line.endswith(f"['{path}', \"it's two words\"]") for line in lines)
+
+
+def test_the_doctor_looks_at_the_nodes(slurm: SlurmCluster, tmp_path: Path) -> None:
+    output, _ = Command(
+        tmp_path, "doctor", "--json", "--on", "slurm", "--nodes-per-trial", "2", environ=slurm.environ
+    ).finish()
+    found = {one["name"]: one for one in json.loads(output)["findings"] if one["area"] == "cluster"}
+    assert set(found) == {"n1", "n2", "network"}
+    assert found["n1"]["data"]["versions"] == found["n2"]["data"]["versions"]
+    wait_until(lambda: not slurm.jobs, what="no job is left")

@@ -1,0 +1,70 @@
+"""Looks at the nodes of a cluster as a search would find them: by holding a place for a moment."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+from optuna_dsat.cluster.engine import Engine
+from optuna_dsat.cluster.places import HeldPlace, Layout, Stage
+from optuna_dsat.doctor.finding import Finding, Status
+from optuna_dsat.errors import DsatError
+
+__all__ = ["examine"]
+
+_AREA = "cluster"
+_WAIT_S = 120.0
+"""Longest wait for a place."""
+
+
+def examine(
+    engine: Engine, layout: Layout, *, files: dict[str, str], clock: Callable[[], float] = time.monotonic
+) -> list[Finding]:
+    """Return findings on the nodes of one place; it is given back.
+
+    Args:
+        engine: Holds the place; it is closed.
+        layout: What a launch would take.
+        files: File that every node must have -> digest of its content.
+        clock: Monotonic time in seconds.
+    """
+    try:
+        engine.check(nodes=layout.nodes, slots=layout.gpus)
+        place = HeldPlace(engine, layout, files=files)
+        until = clock() + _WAIT_S
+        while place.stage not in (Stage.USABLE, Stage.LOST) and clock() < until:
+            for news in engine.news(0.2):
+                if news.place is place.place:
+                    place.note(news)
+            place.advance()
+        return list(_findings(place, layout))
+    except DsatError as error:
+        return [Finding(area=_AREA, name="nodes", status=Status.FATAL, text=str(error))]
+    finally:
+        engine.close()
+
+
+def _findings(place: HeldPlace, layout: Layout) -> Iterator[Finding]:
+    held = place.place
+    if place.stage is Stage.LOST:
+        text = f"{held.name} was lost: {held.why}."
+        yield Finding(area=_AREA, name="nodes", status=Status.FATAL, text=text)
+        return
+    if place.stage is not Stage.USABLE:
+        why = f" ({held.why})" if held.why else ""
+        text = f"{held.name} was not granted in {_WAIT_S:g} s{why}: its nodes were not looked at."
+        yield Finding(area=_AREA, name="nodes", status=Status.PROBLEM, text=text)
+        return
+    for name, hello, seen in place.nodes:
+        software = ", ".join(f"{package} {version}" for package, version in hello["versions"].items())
+        kinds = dict.fromkeys(seen["devices"])
+        what = f"{len(seen['devices'])} x {', '.join(kinds)}" if layout.kind == "cuda" else f"{layout.slots} CPU ranks"
+        yield Finding(
+            area=_AREA,
+            name=name,
+            status=Status.FINE,
+            text=f"{name}: {what}; {software}.",
+            data={"versions": dict(hello["versions"]), "devices": list(seen["devices"])},
+        )
+    meeting = f"Nodes meet at {place.address}." if layout.nodes > 1 else "A launch stays on one node."
+    yield Finding(area=_AREA, name="network", status=Status.FINE, text=meeting, data={"address": place.address})

@@ -1,0 +1,45 @@
+"""The doctor holds a place for a moment, and says who was there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from optuna_dsat.cluster.places import Layout
+from optuna_dsat.doctor import cluster
+from optuna_dsat.doctor.finding import Finding, Status, exit_code
+from tests.cluster.fakes import FakeEngine
+
+TWO = Layout(nodes=2, slots=1, kind="cpu", gpus=0)
+
+
+def examine(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
+    monkeypatch.setattr(cluster, "_WAIT_S", 1.0)
+    return cluster.examine(engine, TWO, files={})
+
+
+def test_every_node_is_named_with_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    findings = examine(FakeEngine(), monkeypatch)
+    assert [(one.name, one.status) for one in findings] == [
+        ("n1", Status.FINE),
+        ("n2", Status.FINE),
+        ("network", Status.FINE),
+    ]
+    assert findings[0].text.startswith("n1: 1 CPU ranks; python 3.")
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "text"),
+    [
+        ({"seen": {1: {"why": "it shows 0 GPUs of the 8 that a launch takes."}}}, Status.FATAL, "n2 cannot run"),
+        ({"room": 0}, Status.PROBLEM, "job 1 was not granted in 1 s (Resources)"),
+    ],
+)
+def test_what_is_wrong_is_said(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], status: Status, text: str
+) -> None:
+    (finding,) = examine(FakeEngine(**changes), monkeypatch)
+    assert finding.status is status
+    assert text in finding.text
+    assert exit_code([finding]) == (3 if status is Status.FATAL else 0)
