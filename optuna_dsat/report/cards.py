@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from optuna_dsat.metrics import LARGER_IS_BETTER
 from optuna_dsat.report.facts import slot_name
 from optuna_dsat.report.performance import Performance, Training, TrainingTime, performance_of, training_times
 from optuna_dsat.report.slot_time import account
@@ -33,61 +34,66 @@ def cards_of(view: StudyView, winner: Winner | None, training: Training) -> Iter
     if winner is not None:
         best = performance_of(view, winner.standing)
         own = None if view.baseline is None or winner.is_own else performance_of(view, view.baseline)
-        yield from _result(view, winner, best, own)
+        yield _best(view, winner, best, own)
         yield from _speed_ups(view, winner)
+        yield from _beside(view, best, own)
         times = None if winner.is_own else training_times(view, training)
         if times is not None:
             yield _training(times, view.spec.device)
     yield from _search(view)
 
 
-def _result(view: StudyView, winner: Winner, best: Performance, own: Performance | None) -> Iterator[Card]:
-    """Yield what the result reaches, beside the user's own config."""
-    name = "Best" if winner.ended else "Best so far"
-    known = [_interval(view, winner.standing), winner.how_known]
-    remark = "; ".join(filter(None, known))
-    if view.metric != "throughput":
-        yield Card(
-            heading=name,
-            value=metric_in_words(view.metric, winner.standing.value, device=view.spec.device),
-            remark=remark,
-        )
-    if best.samples_per_s:
-        first = view.metric == "throughput"
-        beside = "" if own is None or not own.samples_per_s else f"yours {_rate(own.samples_per_s)}"
-        yield Card(
-            heading=name if first else "Samples",
-            value=_rate(best.samples_per_s),
-            remark="; ".join(filter(None, [remark if first else "", beside])),
-        )
+def _best(view: StudyView, winner: Winner, best: Performance, own: Performance | None) -> Card:
+    """Return how fast the result is: in samples/s, unless a time is optimised."""
+    in_samples = view.metric in LARGER_IS_BETTER and best.samples_per_s is not None
+    if in_samples and best.samples_per_s is not None:
+        metric, value, other = "throughput", best.samples_per_s, None if own is None else own.samples_per_s
+    else:
+        metric, value, other = view.metric, winner.standing.value, None if own is None else own.standing.value
+    scale = value / winner.standing.value if winner.standing.value else 1.0
+    known = [_interval(metric, winner.standing, scale, device=view.spec.device), winner.how_known]
+    if other:
+        known.append(f"yours {metric_in_words(metric, other, device=view.spec.device)}")
+    return Card(
+        heading="Best" if winner.ended else "Best so far",
+        value=metric_in_words(metric, value, device=view.spec.device),
+        remark="; ".join(filter(None, known)),
+    )
+
+
+def _beside(view: StudyView, best: Performance, own: Performance | None) -> Iterator[Card]:
+    """Yield what else the result reaches, beside the user's own config."""
+    if best.samples_per_s and view.metric not in LARGER_IS_BETTER:
+        yield Card(heading="Samples", value=_rate(best.samples_per_s), remark=_yours(own and own.samples_per_s, _rate))
     if best.tokens_per_s:
-        beside = "" if own is None or not own.tokens_per_s else metric_in_words("tokens_per_s", own.tokens_per_s)
-        yield Card(
-            heading="Tokens",
-            value=metric_in_words("tokens_per_s", best.tokens_per_s),
-            remark=f"yours {beside}" if beside else "",
-        )
+        yield Card(heading="Tokens", value=_tokens(best.tokens_per_s), remark=_yours(own and own.tokens_per_s, _tokens))
     if best.step_s and view.metric != "latency":
-        beside = f"; yours {_time(own.step_s)} for {own.train_batch_size}" if own is not None and own.step_s else ""
-        yield Card(
-            heading="One step", value=_time(best.step_s), remark=f"for {_samples(best.train_batch_size)}{beside}"
-        )
+        yours = f"; yours {_time(own.step_s)} for {own.train_batch_size}" if own is not None and own.step_s else ""
+        batch = _samples(best.train_batch_size)
+        yield Card(heading="One step", value=_time(best.step_s), remark=f"for {batch}{yours}")
     if best.peak_bytes > 0:
-        share = f"{best.peak_bytes / best.device_bytes:.0%} of {bytes_in_words(best.device_bytes)} " if (
-            best.device_bytes
-        ) else ""  # fmt: skip
-        yield Card(heading="Peak memory", value=bytes_in_words(best.peak_bytes), remark=f"{share}on the fullest rank")
+        share = f"{best.peak_bytes / best.device_bytes:.0%} of " if best.device_bytes else ""
+        device = f"{bytes_in_words(best.device_bytes)} " if best.device_bytes else ""
+        remark = f"{share}{device}on the fullest rank"
+        yield Card(heading="Peak memory", value=bytes_in_words(best.peak_bytes), remark=remark)
     if best.utilisation is not None:
-        beside = "" if own is None or own.utilisation is None else f"; yours {own.utilisation:.1%}"
-        yield Card(heading="MFU", value=f"{best.utilisation:.1%}", remark=f"of the GPU's peak FLOPS{beside}")
+        yours = "" if own is None or own.utilisation is None else f"; yours {own.utilisation:.1%}"
+        flops = metric_in_words("FLOPS_per_gpu", best.flops_per_gpu or 0.0, device=view.spec.device)
+        yield Card(heading="MFU", value=f"{best.utilisation:.1%}", remark=f"of the GPU's peak: {flops}{yours}")
+    elif best.flops_per_gpu:
+        flops = metric_in_words("FLOPS_per_gpu", best.flops_per_gpu, device=view.spec.device)
+        yield Card(heading="Arithmetic", value=flops, remark="forward and backward; the device's peak is not known")
 
 
-def _interval(view: StudyView, standing: Standing) -> str:
+def _yours(value: float | None, words: Callable[[float], str]) -> str:
+    return f"yours {words(value)}" if value else ""
+
+
+def _interval(metric: str, standing: Standing, scale: float, *, device: str) -> str:
+    """Return the 95 % interval of a metric; ``scale`` is what the study's own is multiplied by."""
     if standing.low is None or standing.high is None:
         return ""
-    low, high = (
-        metric_in_words(view.metric, value, device=view.spec.device) for value in (standing.low, standing.high)
-    )
+    low, high = (metric_in_words(metric, end * scale, device=device) for end in (standing.low, standing.high))
     return f"95 % between {low} and {high}"
 
 
@@ -174,6 +180,10 @@ def _search(view: StudyView) -> Iterator[Card]:
 
 def _rate(samples_per_s: float) -> str:
     return metric_in_words("throughput", samples_per_s)
+
+
+def _tokens(tokens_per_s: float) -> str:
+    return metric_in_words("tokens_per_s", tokens_per_s)
 
 
 def _time(step_s: float) -> str:

@@ -42,6 +42,7 @@ from optuna_dsat.words import bytes_in_words, metric_in_words, params_in_words, 
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
+    from optuna.trial import FrozenTrial
 
 __all__ = ["Section", "figure_section", "page_values", "render", "sections_of"]
 
@@ -161,6 +162,7 @@ def page_values(view: StudyView, *, links: Links | None, training: Training, wit
         "why": why_of(view) if with_why else None,
         "sections": shown,
         "left_out": [one for one in sections if one not in shown and _is_worth_saying(one, view)],
+        "has_rates": any(row["rate"] for row in values["launches"]),
         "has_files": any(row["files"] for row in values["launches"]),
         "has_figures": any(one.figure is not None for one in shown),
     }
@@ -328,12 +330,20 @@ def _launches(view: StudyView, links: Links | None) -> Iterator[Mapping[str, Any
             "value": "" if value is None else metric_in_words(view.metric, value, device=view.spec.device),
             "again": "" if again is None else metric_in_words(view.metric, again.value, device=view.spec.device),
             "best": view.verdict is not None and trial.number == view.verdict.handed_over,
+            "rate": _rate(view, trial, outcome),
             "peak": bytes_in_words(peak) if peak > 0 else "",
             "message": steps_in_words(**attributes.step_facts(trial))
             if outcome == Outcome.MEASURED
             else one_line(attrs.get(attributes.MESSAGE, "")),
             "files": [] if links is None else list(links.of(view.launch_ids(trial))),
         }
+
+
+def _rate(view: StudyView, trial: FrozenTrial, outcome: str) -> str:
+    """Return the samples/s of a measured launch; empty where the metric says them."""
+    rate = (trial.user_attrs.get(attributes.METRICS) or {}).get("throughput")
+    known = rate is not None and outcome == Outcome.MEASURED and view.metric != "throughput"
+    return metric_in_words("throughput", rate) if known else ""
 
 
 def _commands(view: StudyView, winner: Winner | None) -> Iterator[tuple[str, str]]:

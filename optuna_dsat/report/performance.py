@@ -37,6 +37,8 @@ class Performance:
     """Peak device memory of the worst rank; 0 if not known."""
     device_bytes: int
     """Memory that a rank may take; 0 if not known."""
+    flops_per_gpu: float | None
+    """FLOP/s of a device; None where the FLOPs could not be counted."""
     utilisation: float | None
     """Share of the device's peak FLOPS; None where the peak is not known."""
 
@@ -90,6 +92,7 @@ def performance_of(view: StudyView, standing: Standing) -> Performance:
         step_s=metrics.get("latency"),
         peak_bytes=int(trial.user_attrs.get(attributes.PEAK_BYTES) or 0),
         device_bytes=0 if profile is None else profile.device_memory_bytes,
+        flops_per_gpu=metrics.get("FLOPS_per_gpu") or None,
         utilisation=None if profile is None else utilisation(trial, profile, metrics),
     )
 

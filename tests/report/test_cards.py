@@ -59,6 +59,27 @@ def test_tokens_and_mfu_are_shown_where_they_are_known(view: StudyView) -> None:
     assert float(cards["MFU"][0].rstrip("%")) == pytest.approx(100 * flops / 989.5e12, rel=0.02)
 
 
+def test_speed_comes_first_as_samples_whatever_is_optimised(bench: ReportedStudyBench) -> None:
+    bench.run(bench.spec(max_trials=3, confirm=2, metric="FLOPS_per_gpu"), Hill())
+    view = bench.view()
+    assert view.metric == "FLOPS_per_gpu"
+    assert view.best is not None
+    best = performance_of(view, view.best)
+    assert best.samples_per_s is not None
+    assert best.flops_per_gpu is not None
+    page = Page(render(view))
+    assert next(iter(page.cards)) == "Best"
+    assert page.cards["Best"][0] == metric_in_words("throughput", best.samples_per_s)
+    assert "FLOP" not in page.cards["Best"][1]
+    assert page.cards["Arithmetic"][0] == metric_in_words("FLOPS_per_gpu", best.flops_per_gpu)
+    low, high = (view.best.low, view.best.high)
+    assert low is not None
+    assert high is not None
+    scaled = metric_in_words("throughput", low * best.samples_per_s / view.best.value)
+    assert f"95 % between {scaled} and" in page.cards["Best"][1]
+    assert "samples/s in the search" in page.text
+
+
 def test_the_speed_up_is_told_at_both_batches(view: StudyView) -> None:
     verdict = view.verdict
     assert verdict is not None
