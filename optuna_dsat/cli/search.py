@@ -137,6 +137,7 @@ def _say_each(lines: Sequence[str]) -> None:
 def _run_each(studies: Sequence[Prepared], output: OutputOptions) -> None:
     """Search at each number of GPUs, show all results, and train with the best one if asked to."""
     from optuna_dsat.cli.show import show_by_gpus
+    from optuna_dsat.store import display_url
     from optuna_dsat.tuning.gpu_counts import best_of, search_each
 
     options, as_json = studies[0].given.options, output.json_output
@@ -155,6 +156,10 @@ def _run_each(studies: Sequence[Prepared], output: OutputOptions) -> None:
         raise
     best, result = best_of(found)
     show_by_gpus(found, best=result, as_json=as_json)
+    measured = [one.study for one in found if one.result is not None]
+    if len(measured) > 1 and not as_json:
+        request = studies[0].request
+        say(f"Side by side: {_command('report', *measured, request=request, shown_url=display_url(request.storage))}")
     if options.run_full_experiment:
         _train(best, as_json=as_json)
 
@@ -203,7 +208,10 @@ def run_request(request: StudyRequest, *, quiet: bool, as_json: bool, show: bool
 
 def _resume_command(request: StudyRequest, shown_url: str) -> str:
     """Return the command that continues a study; a URL's password is not shown."""
-    command = ["optuna-dsat", "resume", request.spec.name]
-    if request.storage != DEFAULT_STORAGE:
-        command += ["--storage", shown_url]
-    return shell_line(command)
+    return _command("resume", request.spec.name, request=request, shown_url=shown_url)
+
+
+def _command(*words: str, request: StudyRequest, shown_url: str) -> str:
+    """Return a command on stored studies, with their storage where that is not the default."""
+    storage = [] if request.storage == DEFAULT_STORAGE else ["--storage", shown_url]
+    return shell_line(["optuna-dsat", *words, *storage])

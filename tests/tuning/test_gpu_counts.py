@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import optuna_dsat
+from optuna_dsat.cli import search
 from optuna_dsat.launch.devices import Device, Devices
 from optuna_dsat.study.spec import default_stages
 from optuna_dsat.tuning import autotuning, devices
@@ -136,12 +137,24 @@ def test_a_sweep_shows_how_samples_grow_and_repeats_nothing_when_typed_again(
     assert rows[1][4].strip() == f"{share:.0%}"
     bars = [line for line in done.stdout.splitlines() if "#" in line and line.endswith(("100%", rows[1][4].strip()))]
     assert len(bars) == 2
+    assert "Side by side: optuna-dsat report train-random-1gpu train-random-2gpu" in done.stdout
     again, once_more = (json.loads(run_here(*options, "--json").stdout) for _ in range(2))
     for count in ("1", "2"):
         assert again["by_gpus"][count]["launches"] == once_more["by_gpus"][count]["launches"]
     assert sum(again["launches"].values()) <= 3  # the profile, and two trials: those of the first run
     assert [one["gpus"] for one in again["scaling"]] == [1, 2]
     assert again["scaling"][1]["share_of_linear"] == pytest.approx(share, rel=1e-3)
+
+
+@pytest.mark.usefixtures("bench", "two_gpus")
+def test_an_interrupted_sweep_says_what_is_left(run_here: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(search, "run_request", stop)
+    done = run_here("random", "train.py", "ds.json", "--gpus-per-trial", "1", "2", "--quiet")
+    assert done.returncode == 130
+    assert "train-random-1gpu, train-random-2gpu are left: type the same command again" in done.stderr
 
 
 @pytest.mark.usefixtures("two_gpus")
