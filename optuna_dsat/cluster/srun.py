@@ -26,7 +26,8 @@ _ANSWER_S = 4.0
 _JOB = re.compile(r"\bjob (\d+)", re.IGNORECASE)
 _NOISE = re.compile(r"queued and waiting|has been allocated|Job step aborted|Force Terminated|forcing job termination")
 """Lines of srun that name no cause."""
-_PREFIX = re.compile(r"^(srun: )?((allocation )?(error|failure): )?")
+_END = re.compile(r"task[s ].*: (Exited|Killed|Terminated|Segmentation|Aborted)")
+_PREFIX = re.compile(r"^(srun: |slurmstepd: )?((allocation )?(error|failure): )?")
 _INSIDE = "SLURM_JOB_ID"
 
 
@@ -92,9 +93,13 @@ def _check_allocation(nodes: int, environ: Mapping[str, str]) -> None:
 
 
 def cause_in(lines: Sequence[str]) -> str:
-    """Return the first line of srun that names a cause, without its prefix; empty if none does."""
+    """Return the first line of srun that names a cause, without its prefix; empty if none does.
+
+    That a task ended is the cause only where nothing says why.
+    """
     told = [line.strip() for line in lines if line.strip() and not _NOISE.search(line)]
     errors = [line for line in told if "error:" in line or "failure:" in line] or told
+    errors.sort(key=lambda line: _END.search(line) is not None)
     return _PREFIX.sub("", errors[0]).rstrip(".") if errors else ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -198,3 +199,32 @@ def test_a_place_has_the_name_of_its_job(slurm: SlurmCluster, engine: SlurmEngin
     assert place.name == f"SLURM job {place.job}"
     assert place.job in slurm.jobs
     engine.release(place)
+
+
+INSIDE = """
+import time
+from optuna_dsat.cluster.engine import ClusterError, PlaceState
+from optuna_dsat.cluster.slurm import SlurmEngine
+
+engine = SlurmEngine(())
+engine.check(nodes=2, slots=1)
+try:
+    engine.check(nodes=3, slots=1)
+except ClusterError as error:
+    print(error)
+place = engine.request(nodes=2, slots=1)
+until = time.monotonic() + 60
+while place.state is PlaceState.QUEUED and time.monotonic() < until:
+    engine.news(0.1)
+print(place.state.value, place.why, sorted(place.names.values()))
+engine.close()
+"""
+
+
+def test_inside_an_allocation_a_place_is_a_step_of_it(slurm: SlurmCluster) -> None:
+    output = slurm.ask("salloc", "--quiet", "--nodes=2", "--gpus-per-node=2", sys.executable, "-c", INSIDE, limit_s=90)
+    refused, granted = output.splitlines()
+    assert "the SLURM job" in refused
+    assert refused.endswith("that this runs in has 2 nodes.")
+    assert granted == "ready  ['n1', 'n2']"
+    wait_until(lambda: not slurm.tasks() and not slurm.jobs, what="the allocation is given back")

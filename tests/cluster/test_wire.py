@@ -53,6 +53,11 @@ def test_what_srun_says_is_told_without_its_prefixes() -> None:
     assert cause_in(lines) == "Unable to allocate resources: Invalid account"
     assert cause_in(["allocation failure: Invalid partition name specified"]) == "Invalid partition name specified"
     assert cause_in(["srun: job 17 has been allocated resources"]) == ""
+    ended = "srun: error: n1: task 0: Exited with exit code 2"
+    assert cause_in([ended]) == "n1: task 0: Exited with exit code 2"
+    assert cause_in([ended, "slurmstepd: error: execve(): /opt/python: No such file or directory"]) == (
+        "execve(): /opt/python: No such file or directory"
+    )
 
 
 def test_options_of_the_user_come_last_and_take_precedence() -> None:

@@ -80,10 +80,10 @@ class SlurmCluster:
         """Variables for SLURM's commands."""
         return {"SLURM_CONF": str(self.root / "slurm.conf")}
 
-    def ask(self, *command: str) -> str:
+    def ask(self, *command: str, limit_s: float = 20.0) -> str:
         """Return what one of SLURM's commands prints."""
         environ = {**os.environ, **self.environ}
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=20, check=False)
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=limit_s, check=False)
         return done.stdout.strip()
 
     @property
