@@ -1,9 +1,16 @@
-"""Atomic writes of text files."""
+"""Atomic writes of text files.
+
+A file is written under another name, ``.NAME.PID``, and locked until it takes its own: whoever writes the same file
+next tells by that what a killed process left, in every namespace and on every machine, and removes it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 from pathlib import Path
+from typing import TextIO
 
 __all__ = ["write_text_atomic"]
 
@@ -20,16 +27,53 @@ def write_text_atomic(path: Path, text: str, *, durable: bool = False, mode: int
     Raises:
         OSError: If the folder cannot be written; the temporary file is removed.
     """
+    _remove_abandoned(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
+        with _open_locked(temporary) as file:
             if mode is not None:
                 temporary.chmod(mode)
             file.write(text)
+            file.flush()
             if durable:
-                file.flush()
                 os.fsync(file.fileno())
-        temporary.replace(path)
+            temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _open_locked(temporary: Path) -> TextIO:
+    """Open a file for writing and lock it, again if it was taken for an abandoned one before that."""
+    while True:
+        file = temporary.open("w", encoding="utf-8")
+        with contextlib.suppress(OSError):  # a file system without locks: nobody removes it there
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file.fileno()).st_nlink:
+            return file
+        file.close()
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove what killed processes left of a file that they were writing."""
+    prefix = f".{path.name}."
+    with contextlib.suppress(OSError), os.scandir(path.parent) as entries:
+        left = [one.path for one in entries if one.name.startswith(prefix) and one.name[len(prefix) :].isdigit()]
+        for name in left:
+            with contextlib.suppress(OSError):
+                _remove_unlocked(Path(name))
+
+
+def _remove_unlocked(path: Path) -> None:
+    """Remove a file that nobody has locked.
+
+    Raises:
+        OSError: If it is locked, or cannot be.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(descriptor), path.lstat()):
+            path.unlink()
+    finally:
+        os.close(descriptor)

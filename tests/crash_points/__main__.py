@@ -44,6 +44,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--times", type=int, default=2, help="Without --all: blows of each kind at each place; %(default)s or more."
     )
+    parser.add_argument("--at", default="", metavar="TEXT", help="Only at points with this in what they do, or where.")
     parser.add_argument("--sample", type=int, help="Try so many of these blows.")
     parser.add_argument("--seed", type=int, help=f"Seed of the sample; otherwise {SEED}, or drawn.")
     parser.add_argument("--minutes", type=float, default=math.inf, help="Try no further ones after so many minutes.")
@@ -89,7 +90,7 @@ def _fastest_place() -> Path | None:
 
 def _chosen(asked: argparse.Namespace, references: dict[Case, Reference], *, seed: int) -> list[Strike]:
     """Return the blows to try, in an order drawn by the seed; say how many there are."""
-    every = all_strikes(references, asked.blows)
+    every = [one for one in all_strikes(references, asked.blows) if asked.at in " < ".join(one.point.place)]
     strikes = every if asked.all else distinct(every, times=asked.times)
     for case, reference in references.items():
         places = len({point.place for point in reference.points})

@@ -1,0 +1,58 @@
+"""Atomic writes: what a killed writer leaves is removed by the next one, what a living one writes is not."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optuna_dsat.runtime.atomic_write import write_text_atomic
+
+
+def test_what_a_killed_writer_left_goes_with_the_next_write_of_that_file(tmp_path: Path) -> None:
+    others = {".b.json.123", ".a.json.x", ".a.json", "a.json.123"}
+    for name in (".a.json.123", f".a.json.{os.getpid()}", *others):
+        (tmp_path / name).write_text("half")
+    write_text_atomic(tmp_path / "a.json", "whole")
+    assert {one.name for one in tmp_path.iterdir()} == {"a.json", *others}
+    assert (tmp_path / "a.json").read_text() == "whole"
+
+
+def test_what_a_living_writer_has_begun_stays(tmp_path: Path) -> None:
+    begun = tmp_path / ".a.json.123"
+    with begun.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        write_text_atomic(tmp_path / "a.json", "whole")
+        assert begun.exists()
+    write_text_atomic(tmp_path / "a.json", "again")
+    assert not begun.exists()
+
+
+def test_a_file_that_was_taken_for_an_abandoned_one_is_begun_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, taken = fcntl.flock, []
+
+    def taken_just_before(file: Any, operation: int) -> None:
+        if not taken:
+            taken.append(f".a.json.{os.getpid()}")
+            (tmp_path / taken[0]).unlink()
+        lock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", taken_just_before)
+    write_text_atomic(tmp_path / "a.json", "whole")
+    assert taken
+    assert [one.name for one in tmp_path.iterdir()] == ["a.json"]
+    assert (tmp_path / "a.json").read_text() == "whole"
+
+
+def test_a_link_in_the_place_of_a_partial_file_leads_nowhere(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_text("mine")
+    (tmp_path / ".a.json.123").symlink_to(target)
+    write_text_atomic(tmp_path / "a.json", "whole", mode=0o600, durable=True)
+    assert target.read_text() == "mine"
+    assert (tmp_path / "a.json").stat().st_mode & 0o777 == 0o600
