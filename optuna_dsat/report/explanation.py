@@ -25,11 +25,11 @@ from typing import Any
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.cost.step_time import ERROR
+from optuna_dsat.cost.utilisation import utilisation
 from optuna_dsat.errors import UsageError
 from optuna_dsat.guided.planner import GuidedPlanner
 from optuna_dsat.guided.residual_gp import NOISE_SD
 from optuna_dsat.metrics import LARGER_IS_BETTER
-from optuna_dsat.report.performance import utilisation
 from optuna_dsat.report.proposals import Situation, proposals
 from optuna_dsat.store import Store
 from optuna_dsat.study.configuration import configuration_of
@@ -213,7 +213,7 @@ def explain(
     total = sum(seconds.values())
     bounds = {name: part / total for name, part in seconds.items()} if total else {"compute": 1.0}
     metrics = winner.trial.user_attrs.get(attributes.METRICS) or {}
-    reached = utilisation(winner.trial, planner.problem.profile, metrics)
+    reached = utilisation(planner.problem.profile, winner.trial.user_attrs[attributes.CONFIG], metrics)
     now = Situation(planner=planner, trials=trials, winner=winner.trial, bounds=bounds, utilisation=reached)
     return Explanation(
         metric=planner.problem.metric,

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from optuna.trial import FrozenTrial
-
-from optuna_dsat.cost.gpus import gpu_of_device, peak_flops
-from optuna_dsat.cost.memory import ModelProfile
+from optuna_dsat.cost.utilisation import utilisation
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.study.configuration import configuration_of
 from optuna_dsat.study.data_size import dataset_size
 from optuna_dsat.study.standing import Standing
 from optuna_dsat.trials import attributes
 
-__all__ = ["Performance", "Training", "TrainingTime", "performance_of", "training_times", "utilisation"]
+__all__ = ["Performance", "Training", "TrainingTime", "performance_of", "training_times"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +90,7 @@ def performance_of(view: StudyView, standing: Standing) -> Performance:
         peak_bytes=int(trial.user_attrs.get(attributes.PEAK_BYTES) or 0),
         device_bytes=0 if profile is None else profile.device_memory_bytes,
         flops_per_gpu=metrics.get("FLOPS_per_gpu") or None,
-        utilisation=None if profile is None else utilisation(trial, profile, metrics),
+        utilisation=None if profile is None else utilisation(profile, trial.user_attrs[attributes.CONFIG], metrics),
     )
 
 
@@ -109,20 +106,6 @@ def _tokens_per_s(view: StudyView, metrics: Mapping[str, float]) -> float | None
     if view.tokens_per_sample is None or not metrics.get("throughput"):
         return None
     return metrics["throughput"] * view.tokens_per_sample
-
-
-def utilisation(trial: FrozenTrial, profile: ModelProfile, metrics: Mapping[str, float]) -> float | None:
-    """Return the share of the GPU's peak FLOPS that a trial reached; None if either is unknown.
-
-    Args:
-        trial: The trial.
-        profile: The study's profile.
-        metrics: What it reached.
-    """
-    config = trial.user_attrs.get(attributes.CONFIG) or {}
-    peak = peak_flops(gpu_of_device(profile.device_name), config, param_bytes=profile.param_bytes)
-    reached = metrics.get("FLOPS_per_gpu")
-    return None if peak is None or not reached else float(reached) / peak
 
 
 def training_times(view: StudyView, training: Training) -> TrainingTime | None:
