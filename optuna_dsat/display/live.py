@@ -178,7 +178,7 @@ def _speed(row: LaunchInFlight) -> str:
 def _percent(share: float | None) -> Text:
     if share is None:
         return Text("")
-    return Text(f"{share:+.0%}", style="green" if share >= 0 else "")
+    return Text(f"{share:+.0%}".replace("-0%", "+0%"), style="green" if share >= 0 else "")
 
 
 def _memory(row: LaunchInFlight, limit_bytes: int, ascii_only: bool) -> Text:
@@ -203,7 +203,7 @@ def _summary(state: LiveState, search: progress.SearchStarted, now: float) -> li
         lines.append(f"Confirmed before: {speed_of_best(one, search)} (trial {one.number}: {one.words})")
     if state.best is not None:
         text = f"Best in the search: {speed_of_best(state.best, search)}"
-        if state.speed_up is not None:
+        if state.speed_up is not None and state.best.value != state.user_value:
             text += f", {state.speed_up:.2f}x your config"
         lines.append(f"{text} (trial {state.best.number}: {state.best.words})")
     if state.user_value is not None:

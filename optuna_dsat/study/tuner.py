@@ -187,16 +187,15 @@ class Tuner:
         )
         if step.step < self._spec.start_profile_step:
             return
-        value = self._recorder.metrics(flight)[self._recorder.metric]
-        flight.trial.report(value, step.step)
+        metrics = self._recorder.metrics(flight)
+        flight.trial.report(metrics[self._recorder.metric], step.step)
         if flight.is_user_config or step.step >= flight.request.end_profile_step:
             return  # everything is compared with the user's own config, so that is measured to its end
         launch_id = flight.request.launch_id
         if self._study.pruner.prune(self._study, frozen(self._study, flight.trial)):
-            reached = metric_in_words(self._recorder.metric, value, device=self._spec.device)
-            self._launcher.stop(
-                launch_id, message=f"stopped at step {step.step}: it cannot be among the best at {reached}"
-            )
+            reached = metric_in_words("throughput", metrics["throughput"])
+            message = f"stopped at step {step.step}: it cannot be among the best at {reached}"
+            self._launcher.stop(launch_id, message=message)
         elif is_certain(flight.record.counted, tolerance=_STEP_TOLERANCE):
             message = f"measured to step {step.step}: the step time is known"
             self._launcher.stop(launch_id, outcome=Outcome.MEASURED, message=message)
