@@ -133,6 +133,10 @@ def test_a_stop_ends_all_ranks_and_an_agents_end_returns_the_launch(
     while len(started) < 2 and time.monotonic() < deadline:
         started += [u for u in launcher.poll(0.2) if isinstance(u, Observed) and isinstance(u.event, RankStarted)]
     assert len(started) == 2
+    connections = [one for process in slurm.ranks() for one in process.net_connections("inet")]
+    listening = {one.laddr.ip for one in connections if one.status == psutil.CONN_LISTEN}
+    assert listening, "torchrun's store"
+    assert listening <= {"127.0.0.1", "::ffff:127.0.0.1"}
     launcher.stop("trial-0000", message="pruned")
     assert finish(launcher, limit_s=20).outcome is Outcome.PRUNED
     wait_until(lambda: not slurm.ranks(), what="no rank is left")
