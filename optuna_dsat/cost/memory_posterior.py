@@ -6,10 +6,11 @@ shared by all, one per ZeRO stage, one per offload, one per structure (stage and
 within its structure, one per lineage. A measured peak determines nearly all of its own lineage, much of its structure,
 and less of the others. Where a peak is far from its formula, those of others are taken to be as wrong: the variance of
 what structures share has a factor, that of the largest posterior density (type II maximum likelihood, MacKay 2003,
-chapter 28) given the measured peaks.
+chapter 28) given the measured peaks. The formulas take the largest of a step's moments; a share of the activations,
+unknown, may be there at the others too.
 
 The memory that can be used is uncertain as well: the CUDA context, NCCL's buffers and fragmentation are not part of a
-peak. A launch that fitted or ran out of memory only shows on which side of the limit its memory lies. Such one-sided
+peak. It is at least the largest peak that was measured. A launch that fitted or ran out of memory only shows on which side of the limit its memory lies. Such one-sided
 observations are included one at a time, each as the normal distribution with the mean and variance of the truncated
 one (assumed-density filtering; Opper 1998, Minka 2001).
 """
@@ -34,8 +35,10 @@ _STRUCTURE_SLOPE_SD = 0.03
 """The same for each structure."""
 _CURVE_SD, _CURVE_WIDTH = 0.03, 1.0
 """The same of a smooth function of the micro-batch's logarithm, and its length scale in doublings."""
+_HIDDEN_SD = 0.4
+"""Standard deviation of the share of the activations that is still there at the other moments of a step."""
 _BUFFER_SD = 0.6
-"""Relative standard deviation of the bytes that the formulas give for a knob's value beyond its least."""
+"""Standard deviation of the share of ``MemoryInputs.buffers`` by which the formulas are wrong."""
 _SHARED_SD, _STAGE_SD, _OFFLOAD_SD, _STRUCTURE_SD = 0.012, 0.02, 0.012, 0.02
 """Standard deviations of the formulas' error, relative to the device's memory: shared by all, by those of a ZeRO stage,
 by those with the same offload of the optimizer (likewise of the parameters), and of one structure."""
@@ -84,7 +87,7 @@ class MemoryInputs:
     others: Numbers
     """Predicted bytes at the other moments of a step."""
     buffers: Numbers
-    """Predicted bytes of each knob's value beyond those of its cheapest value, shape (n, knobs)."""
+    """Bytes on the device by which a knob's value may exceed its cheapest one, shape (n, any)."""
     non_contiguous: Numbers
     """1 if gradients are not contiguous, which fragments memory; else 0."""
 
@@ -151,6 +154,8 @@ class MemoryPosterior:
         self._one_sided: Numbers = np.zeros(0)
         self._weights: Numbers = np.zeros(0)
         self._inverse: Numbers = np.zeros((0, 0))
+        self._ran = 0.0
+        """Largest measured peak: the device holds that much."""
         self.error_factor = 1.0
         """Factor on the variance of the errors that structures share, learnt from the peaks."""
 
@@ -171,11 +176,15 @@ class MemoryPosterior:
         index = np.concatenate([measured, sides])
         one_sided = np.arange(len(index)) >= len(measured)
         all_inputs = inputs.take(index)
-        self._limit_variance *= 4.0 ** min(_MAX_SURPRISES, self._count_surprises(inputs.take(out_of_memory)))
         lost = _NON_CONTIGUOUS_LOSS * self._device * all_inputs.non_contiguous * one_sided
         predicted = self._predicted(all_inputs) + lost
+        self._ran = float(peaks[measured].max(initial=0.0))
         exact_inputs = inputs.take(measured)
-        self.error_factor = self._likeliest_factor(exact_inputs, peaks[measured] - self._predicted(exact_inputs))
+        errors = peaks[measured] - self._predicted(exact_inputs)
+        self.error_factor = self._likeliest_factor(exact_inputs, errors)
+        self._limit_variance *= 4.0 ** min(
+            _MAX_SURPRISES, self._count_surprises(inputs.take(out_of_memory), exact_inputs, errors)
+        )
         prior = self._covariance(all_inputs, all_inputs)
         prior += self._loss_covariance(all_inputs, all_inputs) * np.outer(one_sided, one_sided)
         noise = (_NOISE_SD * self._device) ** 2
@@ -216,10 +225,20 @@ class MemoryPosterior:
             found += spread**2 * (a.relatives[:, place, None] == b.relatives[None, :, place])
         return self._device**2 * found
 
-    def _count_surprises(self, out_of_memory: MemoryInputs) -> int:
-        """Return the number of launches that ran out of memory though confidently predicted to fit (shared device)."""
-        spread = np.sqrt(self._variance(out_of_memory) + self._limit_variance)
-        return int(np.sum(self._predicted(out_of_memory) < self.usable - _SURPRISE_SIGMAS * spread))
+    def _count_surprises(self, out_of_memory: MemoryInputs, measured: MemoryInputs, errors: Numbers) -> int:
+        """Return the number of launches that ran out of memory though confidently predicted to fit (shared device).
+
+        Args:
+            out_of_memory: The launches that ran out of memory.
+            measured: Those whose peaks were measured.
+            errors: Their peaks, less the formulas'.
+        """
+        shared = self._covariance(out_of_memory, measured)
+        noise = np.diag(np.full(len(errors), (_NOISE_SD * self._device) ** 2))
+        gains = np.linalg.solve(self._covariance(measured, measured) + noise, shared.T).T
+        variance = self._variance(out_of_memory) - (gains * shared).sum(axis=1)
+        spread = np.sqrt(np.maximum(variance, 0.0) + self._limit_variance)
+        return int(np.sum(self._predicted(out_of_memory) + gains @ errors < self.usable - _SURPRISE_SIGMAS * spread))
 
     def peaks(self, inputs: MemoryInputs) -> Numbers:
         """Return the posterior mean peaks in bytes, without the lineages' own part: fast for many configurations."""
@@ -227,15 +246,20 @@ class MemoryPosterior:
 
     def _correction(self, inputs: MemoryInputs) -> Numbers:
         """Return the posterior mean error of the formulas, without the lineages' own part."""
-        constant, slope = self._correction_line(inputs)
-        found: Numbers = constant + slope * inputs.micro_batch
+        constant, slope, hidden = self._correction_line(inputs)
+        found: Numbers = constant + slope * inputs.micro_batch + hidden * self._hidden(inputs)
         return found
 
-    def _correction_line(self, inputs: MemoryInputs) -> tuple[Numbers, Numbers]:
-        """Return the same as a constant and bytes per sample."""
+    def _hidden(self, inputs: MemoryInputs) -> Numbers:
+        """Return the bytes of activations that the formulas leave out, as another moment of the step needs more."""
+        found: Numbers = np.clip(inputs.others - inputs.forward, 0, self._slope * inputs.micro_batch)
+        return found
+
+    def _correction_line(self, inputs: MemoryInputs) -> tuple[Numbers, Numbers, float]:
+        """Return the same as a constant, bytes per sample, and the share of the hidden activations."""
         observed, weights = self._inputs, self._weights
         if observed is None or not len(weights):
-            return np.zeros(len(inputs.lineage)), np.zeros(len(inputs.lineage))
+            return np.zeros(len(inputs.lineage)), np.zeros(len(inputs.lineage)), 0.0
         samples = self._slope * observed.micro_batch
         constant = _SHARED_SD**2 * weights.sum() + _STRUCTURE_SD**2 * sum_by_structure(
             observed.structure, weights, inputs.structure
@@ -248,18 +272,26 @@ class MemoryPosterior:
         )
         buffers: Numbers = _BUFFER_SD**2 * inputs.buffers @ (observed.buffers.T @ weights)
         own = _STRUCTURE_SLOPE_SD**2 * sum_by_structure(observed.structure, weights * samples, inputs.structure)
-        return self._device**2 * constant + buffers, self._slope * (_SLOPE_SD**2 * (weights @ samples) + own)
+        hidden = min(1.0, max(0.0, _HIDDEN_SD**2 * float(weights @ self._hidden(observed))))
+        return self._device**2 * constant + buffers, self._slope * (_SLOPE_SD**2 * (weights @ samples) + own), hidden
 
     @property
     def limit(self) -> float:
         """Posterior mean of the largest possible peak, in bytes."""
+        return max(self._ran, self._believed_limit())
+
+    def _believed_limit(self) -> float:
         return self.usable - self._limit_variance * float(self._one_sided @ self._weights)
 
     def largest(self, inputs: MemoryInputs, limit: float) -> Numbers:
         """Return the largest micro-batches whose posterior mean peak is within ``limit`` bytes, 0 if none is."""
-        constant, slope = self._correction_line(inputs)
-        room = np.floor((limit - inputs.forward - constant) / np.maximum(1.0, self._slope + slope))
-        found = np.where(inputs.others + constant > limit, 0, np.clip(room, 0, 2**31))
+        constant, slope, hidden = self._correction_line(inputs)
+        above = np.maximum(0.0, inputs.others - inputs.forward)
+        crossing = above / max(1.0, self._slope)
+        room = (limit - inputs.forward - constant - hidden * above) / np.maximum(1.0, self._slope + slope)
+        below = (limit - inputs.others - constant) / np.maximum(1.0, hidden * self._slope + slope)
+        found = np.where(room >= crossing, room, np.minimum(below, crossing))
+        found = np.where(inputs.others + constant > limit, 0, np.floor(np.clip(found, 0, 2**31)))
         return found.astype(np.int64)
 
     def predict(self, inputs: MemoryInputs) -> tuple[Numbers, Numbers, Numbers]:
@@ -279,7 +311,7 @@ class MemoryPosterior:
             return predicted, self.usable - predicted - lost, np.sqrt(own)
         shared = self._covariance(inputs, observed)
         cross = shared + self._loss_covariance(inputs, observed) * self._one_sided
-        free = self.usable - predicted - lost - cross @ self._weights
+        free = self.usable - predicted - lost - cross @ self._weights + max(0.0, self._ran - self._believed_limit())
         variance = own - np.einsum("ij,jk,ik->i", cross, self._inverse, cross, optimize=True)
         return predicted + shared @ self._weights, free, np.sqrt(np.maximum(variance, 1.0))
 
@@ -296,7 +328,7 @@ class MemoryPosterior:
         found += scale * _KNOBS_SD**2 * knob_similarity(a.knobs, b.knobs) * same
         octaves = np.log2(np.maximum(a.micro_batch, 1))[:, None] - np.log2(np.maximum(b.micro_batch, 1))
         found += samples * _CURVE_SD**2 * np.exp(-0.5 * (octaves / _CURVE_WIDTH) ** 2)
-        found += _BUFFER_SD**2 * a.buffers @ b.buffers.T
+        found += _BUFFER_SD**2 * a.buffers @ b.buffers.T + _HIDDEN_SD**2 * np.outer(self._hidden(a), self._hidden(b))
         found += scale * _LINEAGE_SD**2 * (a.lineage[:, None] == b.lineage[None, :])
         return found
 
@@ -312,7 +344,7 @@ class MemoryPosterior:
         found: Numbers = (self._slope * inputs.micro_batch) ** 2 * (
             _SLOPE_SD**2 + _STRUCTURE_SLOPE_SD**2 + _CURVE_SD**2
         ) + errors * self._device**2
-        found += _BUFFER_SD**2 * (inputs.buffers**2).sum(axis=1)
+        found += _BUFFER_SD**2 * (inputs.buffers**2).sum(axis=1) + _HIDDEN_SD**2 * self._hidden(inputs) ** 2
         return found
 
 

@@ -48,6 +48,15 @@ _SIZES = {
 """Knob -> the one field of ``ZeroSettings`` that depends on it."""
 
 
+_BUFFERS = (
+    "reduce_bucket_size",
+    "stage3_prefetch_bucket_size",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+)
+"""Knobs that are a number of elements on the device."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Observations:
     """The n informative or pending trials, by number; each array has length n unless its shape is given."""
@@ -130,7 +139,9 @@ class CandidateTable:
         moments, and on one host.
         """
         self.buffers = self._buffers()
-        """Predicted bytes on the device of each knob's value beyond those of its cheapest, shape (rows, knobs)."""
+        """Bytes on the device of each knob's value beyond those of its cheapest: as predicted, then those that the
+        prediction leaves out, shape (rows, 2 knobs).
+        """
 
     def marginal_means(self, values: Numbers) -> Numbers:
         """Return the means of values over the rows of one structure and one value of a knob, shape (rows, knobs)."""
@@ -143,12 +154,21 @@ class CandidateTable:
         return found
 
     def _buffers(self) -> Numbers:
-        """Return the bytes on the device of each knob's value beyond its cheapest in the structure, (rows, knobs)."""
+        """Return the bytes on the device of each knob's value beyond its cheapest in the structure, (rows, 2 knobs).
+
+        The latter half are those of one buffer of as many elements, where the formulas know of less.
+        """
         found = self.marginal_means(self.forward)
+        possible = np.zeros(found.shape)
+        for place, name in enumerate(self._knob_names()):
+            if name in _BUFFERS:
+                elements = np.array([float(params.get(name) or 0) for params in self.lineages])
+                possible[:, place] = np.minimum(elements, self._profile.params) * self._profile.param_bytes
         for one in np.unique(self.structure):
             own = np.flatnonzero(self.structure == one)
             found[own] -= found[own].min(axis=0)
-        return found
+            possible[own] -= possible[own].min(axis=0)
+        return np.concatenate([found, np.maximum(0.0, possible - found)], axis=1)
 
     def row_index(self, params: Mapping[str, Any]) -> int | None:
         """Return the row of a lineage, None if it is not in this space."""
@@ -173,9 +193,13 @@ class CandidateTable:
         ids: dict[Any, int] = {}
         return np.array([ids.setdefault(params.get(name), len(ids)) for params in self.lineages], dtype=np.int64)
 
+    def _knob_names(self) -> list[str]:
+        """Return the knobs beside those of the structure."""
+        return [tuned.name for tuned in self._space.knobs if tuned.name not in (*STRUCTURE, NVME)]
+
     def _codes(self) -> tuple[Numbers, list[list[Any]]]:
         """Return the index of each knob's value, shape (rows, knobs), and the values of each, None for without one."""
-        names = [tuned.name for tuned in self._space.knobs if tuned.name not in (*STRUCTURE, NVME)]
+        names = self._knob_names()
         values: list[dict[Any, int]] = [{} for _ in names]
         codes = [
             [

@@ -452,7 +452,30 @@ class Posterior:
         host, room = self._table.host[rows], float(problem.hardware.host_memory_bytes)
         if observations.host_out_of_memory.any():
             room = min(room, float(self._table.host[observations.row[observations.host_out_of_memory]].min()))
+        fits = fits * self._seldom_fits(rows, sizes)
         return peak, fits * np.where(host > 0, normal_cdf((room - host) / (_HOST_SD * room)), 1.0)
+
+    def _seldom_fits(self, rows: Numbers, sizes: Numbers) -> Numbers:
+        """Return factors on the probability to fit where others of the structure failed, by the rule of succession.
+
+        What ran out of memory at no larger micro-batch and with no larger buffers counts against a configuration, what
+        ran at no smaller ones for it.
+        """
+        observations, found = self._observations, np.ones(len(rows))
+        buffers = self._table.buffers.sum(axis=1)
+        structure, own = self._table.structure[rows], self._table.structure[observations.row]
+        failed, unproven = observations.device_out_of_memory, sizes > self._largest_fit[rows]
+        for one in np.unique(own[failed]):
+            here = np.flatnonzero((structure == one) & unproven)
+            size, needed = sizes[here, None], buffers[rows[here], None]
+            lost, ran = (
+                (observations.micro_batch[known], buffers[observations.row[known]])
+                for known in (failed & (own == one), observations.fits & (own == one))
+            )
+            failures = ((lost[0] <= size) & (lost[1] <= needed)).sum(axis=1)
+            successes = ((ran[0] >= size) & (ran[1] >= needed)).sum(axis=1)
+            found[here] = (1 + successes) / (1 + successes + failures)
+        return found
 
     def _success_probability(self, rows: Numbers) -> Numbers:
         """Return the probabilities that launches do not fail for reasons other than memory, by structure."""

@@ -20,6 +20,7 @@ def loads(
     relatives: tuple[int, int, int] | None = None,
     knobs: tuple[int, ...] = (0, 0),
     buffers: float = 0.0,
+    others: float = 12 * GIB,
 ) -> MemoryInputs:
     count = len(sizes)
     return MemoryInputs(
@@ -29,7 +30,7 @@ def loads(
         knobs=np.array([knobs] * count),
         micro_batch=np.array(sizes, dtype=np.float64),
         forward=np.full(count, 10 * GIB),
-        others=np.full(count, 12 * GIB),
+        others=np.full(count, others),
         buffers=np.full((count, len(knobs)), buffers),
         non_contiguous=np.zeros(count),
     )
@@ -76,6 +77,36 @@ def test_a_peak_far_from_its_formula_makes_those_of_relatives_doubtful_too() -> 
     assert far.error_factor > 10
     assert as_said - corrected > 5 * GIB
     assert doubtful > 2 * sure
+
+
+def test_the_limit_is_no_less_than_a_peak_that_ran_whatever_ran_out_of_memory() -> None:
+    known = posterior()
+    sizes = [20, 21, 21, 21, 21]
+    many = loads(sizes)
+    failed = np.array([False, True, True, True, True])
+    known.observe(many, np.where(failed, np.nan, 36 * GIB), failed)
+    assert known.limit >= 36 * GIB
+    _, free, _ = known.predict(loads([19]))
+    assert free[0] > 0
+
+
+def test_what_the_formulas_do_not_explain_is_no_surprise_of_the_limit() -> None:
+    """Twice the formulas' memory: not the device is smaller, the formulas are wrong."""
+    wrong = posterior()
+    wrong.observe(loads([1, 20]), np.array([30 * GIB, np.nan]), np.array([False, True]))
+    assert wrong.limit == pytest.approx(posterior().usable, rel=0.05)
+
+
+def test_activations_may_add_to_the_other_moments_of_a_step() -> None:
+    """The formulas say 30 GiB whatever the micro-batch; each sample takes a GiB all the same."""
+    sizes, asked = [1, 4], [8]
+    known = posterior()
+    known.observe(loads(sizes, others=30 * GIB), 30 * GIB + GIB * np.array(sizes), np.zeros(2, dtype=bool))
+    found, _, _ = known.predict(loads(asked, others=30 * GIB))
+    assert found == pytest.approx([38 * GIB], rel=0.05)
+    within = 36 * GIB
+    edge = int(known.largest(loads([1], others=30 * GIB), within)[0])
+    assert known.peaks(loads([edge], others=30 * GIB))[0] <= within < known.peaks(loads([edge + 1], others=30 * GIB))[0]
 
 
 def test_two_peaks_tell_the_edge_to_a_sample() -> None:

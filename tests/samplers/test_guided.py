@@ -20,7 +20,7 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.samplers import GuidedSampler
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH, lineage_key
-from tests.harness.small_model import CONFIG, GIB, HARDWARE, PROFILE, Machine, small_planner, small_space
+from tests.harness.small_model import CONFIG, GIB, HARDWARE, KEPT, PROFILE, Machine, small_planner, small_space
 
 
 def guided(kit: SimpleNamespace, planner: GuidedPlanner | None = None, **options: object) -> optuna.Study:
@@ -235,6 +235,38 @@ def test_a_launch_that_ran_out_of_memory_keeps_its_like_away_from_the_edge(kit: 
     machine.run(study, 20)
     assert outcomes(study)[:6].count("out_of_memory") >= 1
     assert outcomes(study)[6:].count("out_of_memory") <= 2
+
+
+class Buckets(Machine):
+    """Its buckets take memory that the formulas know nothing of: with gradients that are not contiguous, too."""
+
+    def peak(self, params: Mapping[str, Any]) -> int:
+        contiguous = params.get("contiguous_gradients", True)
+        return super().peak(params) + (0 if contiguous else 4 * int(params["reduce_bucket_size"]))
+
+
+def test_buffers_that_the_formulas_leave_out_are_thought_possible() -> None:
+    table = GuidedPlanner(
+        Problem(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=small_space(no_tune=KEPT[1:]))
+    ).problem.table
+    rows = [
+        row
+        for row, params in enumerate(table.lineages)
+        if params["zero_stage"] == 2 and params.get("contiguous_gradients") is False
+    ]
+    sizes = np.array([table.lineages[row]["reduce_bucket_size"] for row in rows])
+    known, possible = np.split(table.buffers[rows], 2, axis=1)
+    assert known.sum() == 0
+    assert possible.sum(axis=1) == pytest.approx(2 * (np.minimum(sizes, PROFILE.params) - sizes.min()))
+
+
+def test_what_failed_again_and_again_is_left_alone(kit: SimpleNamespace) -> None:
+    space = small_space(no_tune=KEPT[1:])
+    planner = GuidedPlanner(Problem(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=space))
+    study, machine = guided(kit, planner), Buckets(space=space)
+    machine.run(study, 30)
+    assert outcomes(study)[10:].count("out_of_memory") <= 5
+    assert study.best_value >= 0.97 * machine.best(planner)
 
 
 class Single(Machine):
