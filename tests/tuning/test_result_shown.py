@@ -79,7 +79,7 @@ def test_a_table_of_pandas_has_the_rows_of_export(
         return "a table"
 
     monkeypatch.setitem(sys.modules, "pandas", types.SimpleNamespace(DataFrame=frame))
-    assert result.to_dataframe() == "a table"  # type: ignore[comparison-overlap]
+    assert result.to_dataframe() == "a table"
     exported = list(csv.DictReader(io.StringIO(run_here("export", result.study, "--format", "csv").stdout)))
     assert found["columns"] == list(exported[0])
     assert [str(row["number"]) for row in found["rows"]] == [row["number"] for row in exported]
