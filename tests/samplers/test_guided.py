@@ -256,8 +256,9 @@ def test_buffers_that_the_formulas_leave_out_are_thought_possible() -> None:
     ]
     sizes = np.array([table.lineages[row]["reduce_bucket_size"] for row in rows])
     known, possible = np.split(table.buffers[rows], 2, axis=1)
-    assert known.sum() == 0
-    assert possible.sum(axis=1) == pytest.approx(2 * (np.minimum(sizes, PROFILE.params) - sizes.min()))
+    one_buffer = PROFILE.param_bytes * (np.minimum(sizes, PROFILE.params) - sizes.min())
+    assert (known.max(axis=1)[sizes == sizes.max()] < one_buffer.max()).all()
+    assert ((known + possible).max(axis=1) >= 0.999 * one_buffer).all()
 
 
 def test_what_failed_again_and_again_is_left_alone(kit: SimpleNamespace) -> None:
