@@ -64,9 +64,11 @@ def _best(view: StudyView, winner: Winner, best: Performance, own: Performance |
 def _beside(view: StudyView, best: Performance, own: Performance | None) -> Iterator[Card]:
     """Yield what else the result reaches, beside the user's own config."""
     if best.samples_per_s and view.metric not in LARGER_IS_BETTER:
-        yield Card(heading="Samples", value=_rate(best.samples_per_s), remark=_yours(own and own.samples_per_s, _rate))
+        remark = _yours(None if own is None else own.samples_per_s, _rate)
+        yield Card(heading="Samples", value=_rate(best.samples_per_s), remark=remark)
     if best.tokens_per_s:
-        yield Card(heading="Tokens", value=_tokens(best.tokens_per_s), remark=_yours(own and own.tokens_per_s, _tokens))
+        remark = _yours(None if own is None else own.tokens_per_s, _tokens)
+        yield Card(heading="Tokens", value=_tokens(best.tokens_per_s), remark=remark)
     if best.step_s and view.metric != "latency":
         yours = f"; yours {_time(own.step_s)} for {own.train_batch_size}" if own is not None and own.step_s else ""
         batch = _samples(best.train_batch_size)

@@ -53,14 +53,13 @@ def live_app(study: LiveStudy) -> WSGIApplication:
     """Return the application that serves the live page of a study."""
 
     def app(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
-        method = environ.get("REQUEST_METHOD", "")
-        if method not in ("GET", "HEAD"):
+        if _changes(environ):
             return _reply(start, _refused(HTTPStatus.METHOD_NOT_ALLOWED, "This page is only read."))
         try:
             answer = _answer(study, _path(environ))
         except DsatError as error:
             answer = _refused(HTTPStatus.SERVICE_UNAVAILABLE, hidden_text(str(error)))
-        return _reply(start, answer, with_content=method == "GET")
+        return _reply(start, answer, with_content=environ["REQUEST_METHOD"] == "GET")
 
     return app
 
@@ -77,6 +76,8 @@ def beside(ours: WSGIApplication, other: WSGIApplication) -> WSGIApplication:
 def guarded(app: WSGIApplication, *, host: str) -> WSGIApplication:
     """Return an application that answers only requests for this machine's names and for addresses in numbers.
 
+    What would change something is refused to pages of elsewhere.
+
     Args:
         app: The application.
         host: The address that it listens on.
@@ -88,9 +89,15 @@ def guarded(app: WSGIApplication, *, host: str) -> WSGIApplication:
     def checked(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
         if not _is_known(environ.get("HTTP_HOST", ""), names):
             return _reply(start, _refused(HTTPStatus.FORBIDDEN, "This is no name of this machine."))
+        if _changes(environ) and environ.get("HTTP_SEC_FETCH_SITE", "none") not in ("none", "same-origin"):
+            return _reply(start, _refused(HTTPStatus.FORBIDDEN, "Pages of elsewhere change nothing here."))
         return app(environ, start)
 
     return checked
+
+
+def _changes(environ: WSGIEnvironment) -> bool:
+    return environ.get("REQUEST_METHOD") not in ("GET", "HEAD")
 
 
 def _is_loopback(host: str) -> bool:

@@ -95,8 +95,9 @@ def _best(view: StudyView) -> str:
         lines.append(
             f"Plots and tables of optuna-dashboard show values of the search, by few steps each; by these trial "
             f"{first.number} is the best, at {searched}. The result is trial "
-            f"{best.trial.number}, as the rounds measured it; `optuna-dsat dashboard` has it in the card of the best "
-            "trial, with its value of the search; optuna-dashboard started in another way has the search's best there."
+            f"{best.trial.number}, as the rounds measured it; `optuna-dsat dashboard --optuna-dashboard` has it in the "
+            "card of the best trial, with its value of the search; optuna-dashboard started in another way "
+            "has the search's best there."
         )
     lines.append(json_block(view.ready_config(best.trial)))
     winner = winner_of(view)

@@ -342,8 +342,9 @@ def _launches(view: StudyView, links: Links | None) -> Iterator[Mapping[str, Any
 def _rate(view: StudyView, trial: FrozenTrial, outcome: str) -> str:
     """Return the samples/s of a measured launch; empty where the metric says them."""
     rate = (trial.user_attrs.get(attributes.METRICS) or {}).get("throughput")
-    known = rate is not None and outcome == Outcome.MEASURED and view.metric != "throughput"
-    return metric_in_words("throughput", rate) if known else ""
+    if rate is None or outcome != Outcome.MEASURED or view.metric == "throughput":
+        return ""
+    return metric_in_words("throughput", rate)
 
 
 def _commands(view: StudyView, winner: Winner | None) -> Iterator[tuple[str, str]]:

@@ -7,6 +7,7 @@ import urllib.error
 import urllib.request
 from http.client import HTTPConnection
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import optuna
@@ -129,6 +130,23 @@ def test_only_this_machines_names_are_answered_and_nothing_is_changed(live: Live
     for method in ("POST", "PUT", "DELETE", "OPTIONS"):
         assert get(live, "/now", method=method)[0] == 405
     assert get(live, "/", method="HEAD")[2] == b""
+
+
+def test_pages_of_elsewhere_change_nothing_in_optuna_dashboard_either() -> None:
+    told: list[str] = []
+
+    def other(_environ: object, start: Any) -> list[bytes]:
+        start("200 OK", [])
+        return [b"changed"]
+
+    app = guarded(other, host="127.0.0.1")
+    for site, method, expected in (
+        ("cross-site", "POST", 403), ("same-site", "DELETE", 403), ("same-origin", "POST", 200), ("", "POST", 403),
+        ("none", "PUT", 200), ("cross-site", "GET", 200),
+    ):  # fmt: skip
+        environ = {"REQUEST_METHOD": method, "HTTP_HOST": "127.0.0.1", "HTTP_SEC_FETCH_SITE": site}
+        app(environ, lambda status, _headers: told.append(status))  # type: ignore[arg-type]
+        assert int(told[-1].split()[0]) == expected, (site, method)
 
 
 def test_a_study_that_is_deleted_meanwhile_is_one_line(live: LiveStudy, finished: ReportedStudyBench) -> None:
