@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from optuna_dsat.cli.parameters import DEFAULT_STORAGE, Json, Name, Storage
 from optuna_dsat.cli.tables import print_table
-from optuna_dsat.escape.terminal import say
+from optuna_dsat.escape.terminal import say_prose
 
 if TYPE_CHECKING:
     from optuna_dsat.report.explanation import Contribution, Explanation
@@ -50,23 +50,23 @@ def _show(explanation: Explanation, words: str, *, gap: PredictionGap | None, al
     from optuna_dsat.words import bytes_in_words, metric_in_words
 
     metric = explanation.metric
-    value = metric_in_words(metric, explanation.value)
-    say(f"The result is trial {explanation.winner}, {value}, {explanation.how_known}: {words}.")
-    say("No other configuration was measured." if alone else _against_own(explanation))
+    value = metric_in_words(metric, explanation.value, device=explanation.device)
+    say_prose(f"The result is trial {explanation.winner}, {value}, {explanation.how_known}: {words}.")
+    say_prose("No other configuration was measured." if alone else _against_own(explanation))
     _print_factors(explanation)
     shares = ", ".join(f"{name} {share:.0%}" for name, share in _largest_first(explanation))
-    say(f"A step of the winner goes into: {shares} (fitted model). It is bound by: {explanation.bound}.")
+    say_prose(f"A step of the winner goes into: {shares} (fitted model). It is bound by: {explanation.bound}.")
     if explanation.peak_bytes is not None:
         device = bytes_in_words(explanation.device_bytes)
-        say(f"A rank takes {bytes_in_words(explanation.peak_bytes)} of the {device} that it may (measured).")
+        say_prose(f"A rank takes {bytes_in_words(explanation.peak_bytes)} of the {device} that it may (measured).")
     if explanation.utilisation is not None:
-        say(f"It reaches {explanation.utilisation:.0%} of the GPU's peak FLOPS (measured).")
+        say_prose(f"It reaches {explanation.utilisation:.0%} of the GPU's peak FLOPS (measured).")
     if gap is not None:
-        say(gap.verdict)
+        say_prose(gap.verdict)
         for cause in gap.causes:
-            say(f"  {cause}")
+            say_prose(f"  {cause}")
     for text in explanation.proposals:
-        say(f"- {text}")
+        say_prose(f"- {text}")
 
 
 def _largest_first(explanation: Explanation) -> list[tuple[str, float]]:
@@ -82,7 +82,7 @@ def _against_own(explanation: Explanation) -> str:
         return "Your own config was not measured, so there is nothing to compare with."
     if explanation.is_own:
         return "It is your own config: nothing was found that is surely better."
-    own = metric_in_words(explanation.metric, explanation.user_value)
+    own = metric_in_words(explanation.metric, explanation.user_value, device=explanation.device)
     if not explanation.contradicted or explained is None or explanation.remainder is None:
         return f"Your own config reaches {own}; the winner is {ratio:.2f} times as good."
     return (

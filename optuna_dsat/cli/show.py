@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from optuna_dsat.cli.tables import print_table
 from optuna_dsat.escape.terminal import cell, say, say_prose
 from optuna_dsat.metrics import Speed
 from optuna_dsat.study.result import TuneResult
@@ -122,21 +123,20 @@ def show_preview(spec: StudySpec) -> None:
 
     found = preview(spec)
     console = Console(highlight=False)
-    table = Table(title="Search space (bucket sizes are capped by the model's size after the profile launch)")
-    for heading in ("knob", "", "where it applies", "choices"):
-        table.add_column(heading, overflow="fold")
-    for row in found.space.describe():
-        choices = choices_in_words(row.choices, as_range=row.is_range)
-        table.add_row(*map(cell, (row.knob, row.role, row.where, choices)))
-    console.print(table)
+    say_prose("Search space (bucket sizes are capped by the model's size after the profile launch):")
+    rows = [
+        (row.knob, row.role, row.where, choices_in_words(row.choices, as_range=row.is_range))
+        for row in found.space.describe()
+    ]
+    print_table(("knob", "", "where it applies", "choices"), rows)
     say_prose(combinations_in_words(found.space.classes()))
     first, *rest = found.profile_attempts
-    say(
+    say_prose(
         f"Profile launch: {spec.slots_per_trial} {'GPUs' if spec.device == 'cuda' else 'CPU ranks'}, "
         f"micro-batch {found.profile_micro_batch}, "
         f"{first}; while memory is short: {', then '.join(rest) or 'nothing else'}."
     )
     say(f"Your own config: {config_in_words(found.user_config)}")
-    say("Configurations such as these follow, their micro-batch bounded by memory:")
+    say_prose("Configurations such as these follow, their micro-batch bounded by memory:")
     for sample in found.samples:
         console.print_json(json.dumps(sample["zero_optimization"]))

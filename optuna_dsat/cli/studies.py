@@ -14,7 +14,7 @@ import typer
 from optuna_dsat.cli.parameters import DEFAULT_STORAGE, Json, Name, Storage
 from optuna_dsat.cli.tables import UNBOUNDED, print_table
 from optuna_dsat.errors import NothingRunnableError, UsageError
-from optuna_dsat.escape.terminal import plain, say
+from optuna_dsat.escape.terminal import plain, say, say_prose
 from optuna_dsat.secrecy.shapes import hidden_data
 
 if TYPE_CHECKING:
@@ -151,9 +151,9 @@ def show(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: Json = False) 
         return
     say(f"Study {name}: {spec.method}, {study.metric}, script {spec.script.script}")
     ended = f" ({outcomes_in_words(outcomes)})" if outcomes else ""
-    say(f"Launches: {study.launches_used} of at most {spec.max_trials}{ended}.")
+    say_prose(f"Launches: {study.launches_used} of at most {spec.max_trials}{ended}.")
     for line in _result_lines(study):
-        say(line)
+        say_prose(line)
 
 
 def _result_lines(study: StoredStudy) -> Iterator[str]:
@@ -179,7 +179,7 @@ def _result_lines(study: StoredStudy) -> Iterator[str]:
             remarks = [f"{metric_in_words(metric, again.value, device=device)} in {again.rounds} rounds"]
         remarks += [told] if told else []
         value = metric_in_words(metric, trial.values[0], device=device)
-        yield f"  trial {trial.number}: {value}, {configuration_of(trial)}" + (
+        yield f"- trial {trial.number}: {value}, {configuration_of(trial)}" + (
             f" ({'; '.join(remarks)})" if remarks else ""
         )
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
-from optuna_dsat.escape.terminal import cell
+from optuna_dsat.escape.terminal import cell, one_line, say
 
 __all__ = ["UNBOUNDED", "print_table"]
 
@@ -14,6 +17,10 @@ UNBOUNDED = 10_000
 
 _PIPED_WIDTH = 160
 """Columns of a table if stdout is no terminal."""
+_BETWEEN = 3
+"""Characters between two columns."""
+_LONGEST_WORD = 40
+"""Characters of a word, such as a path, beyond which it may be folded."""
 
 
 def print_table(
@@ -23,7 +30,9 @@ def print_table(
     right: Sequence[str] = (),
     piped_width: int = _PIPED_WIDTH,
 ) -> None:
-    """Print a table as wide as the terminal; long cells are folded, and data are no markup.
+    """Print a table as wide as the terminal; long cells are folded between words, and data are no markup.
+
+    Where the terminal is too narrow for that, each row is a paragraph with a line for each cell.
 
     Args:
         headings: Headings of the columns.
@@ -31,12 +40,32 @@ def print_table(
         right: Headings of the columns that are justified right.
         piped_width: Width in characters if stdout is no terminal.
     """
+    shown = [["" if value is None else one_line(value) for value in row] for row in rows]
+    least = [_longest_word([heading, *(row[at] for row in shown)]) for at, heading in enumerate(headings)]
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else piped_width
+    if sum(least) + _BETWEEN * (len(headings) - 1) > width:
+        _print_paragraphs(headings, shown, width=width)
+        return
     from rich.console import Console
     from rich.table import Table
 
     table = Table(show_edge=False, pad_edge=False)
-    for heading in headings:
-        table.add_column(cell(heading), overflow="fold", justify="right" if heading in right else "left")
-    for row in rows:
+    for heading, cells in zip(headings, least, strict=True):
+        justify: Literal["left", "right"] = "right" if heading in right else "left"
+        table.add_column(cell(heading), overflow="fold", justify=justify, min_width=cells)
+    for row in shown:
         table.add_row(*map(cell, row))
-    Console(highlight=False, width=None if sys.stdout.isatty() else piped_width).print(table)
+    Console(highlight=False, width=width).print(table)
+
+
+def _longest_word(texts: Iterable[str]) -> int:
+    return min(_LONGEST_WORD, max((len(word) for text in texts for word in text.split()), default=0))
+
+
+def _print_paragraphs(headings: Sequence[str], rows: Sequence[Sequence[str]], *, width: int) -> None:
+    for row in rows:
+        for at, (heading, text) in enumerate(zip(headings, row, strict=True)):
+            if text:
+                label = f"{heading}: " if heading else ""
+                lines = textwrap.wrap(f"{label}{text}", max(20, width - 2), break_on_hyphens=False)
+                say("\n".join(f"{'  ' if at or further else ''}{line}" for further, line in enumerate(lines)))

@@ -104,7 +104,11 @@ def _deepspeed() -> dict[str, Any]:
 
 
 def _why_not(builder: Any) -> str:
-    return str(getattr(builder, "error_log", None) or "")
+    """Return what DeepSpeed says of an operator that cannot be built; it keeps the last of its sentences, if asked."""
+    said: list[str] = []
+    builder.warning = said.append
+    builder.is_compatible(verbose=True)
+    return said[0] if said else str(getattr(builder, "error_log", None) or "")
 
 
 def _reason(error: Exception) -> str:

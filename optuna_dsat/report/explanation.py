@@ -83,6 +83,8 @@ class Explanation:
     """Why the winner wins."""
 
     metric: str
+    device: str
+    """``cuda`` or ``cpu``."""
     winner: int
     """Number of the trial."""
     value: float
@@ -217,6 +219,7 @@ def explain(
     now = Situation(planner=planner, trials=trials, winner=winner.trial, bounds=bounds, utilisation=reached)
     return Explanation(
         metric=planner.problem.metric,
+        device=planner.problem.hardware.device,
         winner=winner.trial.number,
         value=winner.value,
         is_own=own,

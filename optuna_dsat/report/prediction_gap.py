@@ -23,6 +23,7 @@ from optuna_dsat.cost.step_time import ERROR, PHASES, Columns, StepTimeModel
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.study.space import hardware_of
 from optuna_dsat.trials import attributes
+from optuna_dsat.words import count_in_words
 
 __all__ = ["PredictionGap", "prediction_gap"]
 
@@ -67,8 +68,9 @@ class PredictionGap:
     @property
     def verdict(self) -> str:
         """The comparison in one sentence."""
-        measured = f"A step takes {self.measured_s:.3g} s"
-        expected = f"{self.predicted_s:.3g} s were to be expected ({self.low_s:.3g} to {self.high_s:.3g})"
+        measured = f"A step takes {_seconds(self.measured_s)} s"
+        low, high = _seconds(self.low_s), _seconds(self.high_s)
+        expected = f"{_seconds(self.predicted_s)} s were to be expected ({low} to {high})"
         if self.ratio > 1 and not self.low_s <= self.measured_s <= self.high_s:
             end = f", so it is {self.ratio:.1f} times as long, which the prediction does not explain"
         elif self.ratio < 1:
@@ -80,6 +82,10 @@ class PredictionGap:
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object."""
         return {**asdict(self), "ratio": self.ratio, "verdict": self.verdict}
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g}" if seconds < 1000 else count_in_words(seconds)
 
 
 def prediction_gap(view: StudyView) -> PredictionGap | None:
