@@ -50,9 +50,6 @@ _RETRY_HISTORY = "retry_history"
 _FAILED_TRIAL = "failed_trial"
 """System attributes of Optuna's ``RetryHeartbeatStaleTrialCallback``."""
 
-_FIXED_PARAMS = "fixed_params"
-"""System attribute in which Optuna stores the parameters of an enqueued trial."""
-
 _LAUNCH_ATTRIBUTES = frozenset(
     {
         attributes.ATTEMPTS,
@@ -236,9 +233,8 @@ class Reclaimer:
             return False  # its worker is alive and has just finished it
 
     def _enqueue_copy(self, study: optuna.Study, lost: FrozenTrial, *, counts: bool) -> None:
+        """Enqueue a copy of a lost trial; one without parameters is drawn as the lost one would have been."""
         attrs = {key: value for key, value in lost.user_attrs.items() if key not in _LAUNCH_ATTRIBUTES}
-        if not (lost.params or attrs or _FIXED_PARAMS in lost.system_attrs):
-            return  # the worker died before suggesting parameters: there is nothing to repeat
         losses = int(lost.system_attrs.get(_LOSSES, 0)) + counts
         if losses > self._max_losses:
             return

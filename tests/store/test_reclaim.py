@@ -16,6 +16,7 @@ from optuna.trial import TrialState
 from sqlalchemy import select, update
 
 from optuna_dsat.runtime.process_identity import start_ticks
+from optuna_dsat.samplers import BinarySearchSampler
 from optuna_dsat.store import Store
 from optuna_dsat.store.heartbeat import Heartbeat
 from optuna_dsat.store.reclaim import Reclaimer
@@ -151,12 +152,25 @@ def test_a_trial_gets_its_first_heartbeat_while_the_lock_is_held_that_workers_as
     assert seen == [True, True]
 
 
-def test_a_trial_that_decided_nothing_has_no_copy(store: Store) -> None:
-    _, study = start(store)
-    store.heartbeat.add(study.ask())
-    pretend(store, **dead())
-    assert store.reclaim_stale(study) == (0,)
-    assert len(study.trials) == 1
+def test_a_trial_that_decided_nothing_is_drawn_again_as_it_would_have_been(store: Store) -> None:
+    def configurations(name: str, *, lost: int | None) -> list[dict[str, object]]:
+        store.create_study(name, {})
+        study = optuna.load_study(study_name=name, storage=store.storage, sampler=BinarySearchSampler(seed=1))
+        for turn in range(4):
+            trial = study.ask()
+            if turn == lost:
+                store.heartbeat.add(trial)
+                pretend(store, **dead())
+                assert store.reclaim_stale(study) == (trial.number,)
+                trial = study.ask()
+            trial.suggest_categorical("zero_stage", range(50))
+            trial.suggest_int("train_micro_batch_size_per_gpu", 1, 1)
+            study.tell(trial, 1.0)
+        return [one.params for one in study.get_trials(states=(TrialState.COMPLETE,))]
+
+    undisturbed = configurations("undisturbed", lost=None)
+    assert len({one["zero_stage"] for one in undisturbed}) > 2
+    assert configurations("lost", lost=1) == undisturbed
 
 
 def test_an_enqueued_trial_keeps_its_wishes(store: Store) -> None:
