@@ -131,7 +131,8 @@ def test_an_endless_line_on_a_node_reaches_the_head_as_one_that_is_too_long(tmp_
     path, copy = tmp_path / "rank0.jsonl", tmp_path / "copy.jsonl"
     path.touch()
     os.truncate(path, 20 * 2**20)
-    grown, lines = GrowingFile(path), []
+    grown = GrowingFile(path)
+    lines: list[bytes] = []
     while not lines:
         lines = grown.read_lines()
     assert grown.sent_bytes < 5 * 2**20
