@@ -15,7 +15,7 @@ from optuna_dsat.escape.html import figure_text, safe_figure
 from optuna_dsat.escape.markdown import Markdown, code, fenced, literal, table
 from optuna_dsat.escape.paths import OutsideError, held_inside
 from optuna_dsat.escape.shell import shell_line
-from optuna_dsat.escape.terminal import CELL_CHARS, cell, one_line, plain, say
+from optuna_dsat.escape.terminal import CELL_CHARS, cell, one_line, plain, say, say_prose
 from optuna_dsat.escape.urls import page_address
 
 TEXTS = [
@@ -120,3 +120,45 @@ def test_paths_are_held_inside_a_folder(tmp_path: Path) -> None:
     ):
         with pytest.raises(OutsideError):
             held_inside(folder, *names)
+
+
+class Screen(io.StringIO):
+    """A terminal of 60 columns."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def screen(monkeypatch: pytest.MonkeyPatch) -> Screen:
+    monkeypatch.setenv("COLUMNS", "60")
+    return Screen()
+
+
+def test_sentences_are_folded_between_words_and_commands_are_not(screen: Screen) -> None:
+    command = "`optuna-dsat resume llama --storage postgresql+psycopg://somebody@some.host/studies`"
+    with redirect_stdout(screen):
+        say_prose(f"Nothing is lost, and everything that was measured stays in the database: {command} goes on.")
+    lines = screen.getvalue().splitlines()
+    assert command in lines
+    assert all(len(line) < 60 for line in lines if line != command)
+    assert "everything that was" in " ".join(lines)
+
+
+def test_a_table_that_is_too_wide_is_a_paragraph_for_each_row(screen: Screen) -> None:
+    headings = ("number", "outcome", "configuration", "", "message")
+    words = "stage3_max_live_parameters=5e8, stage3_param_persistence_threshold=1e5"
+    with redirect_stdout(screen):
+        print_table(headings, [(3, "measured", words, "best", None), (4, "out of memory", "ZeRO 1", "", "rank 0")])
+    lines = screen.getvalue().splitlines()
+    assert lines[:2] == ["number: 3", "  outcome: measured"]
+    assert "  best" in lines
+    assert max(map(len, lines)) < 60
+    assert {"stage3_max_live_parameters=5e8,", "stage3_param_persistence_threshold=1e5"} <= set(" ".join(lines).split())
+
+
+def test_no_word_of_a_table_is_cut(screen: Screen) -> None:
+    rows = [("contiguous_gradients", "searched", "ZeRO 1 and 2 without optimizer offload, ZeRO 3")]
+    with redirect_stdout(screen):
+        print_table(("knob", "role", "where it applies"), rows)
+    assert {"contiguous_gradients", "searched", "optimizer"} <= set(screen.getvalue().replace("\u2502", " ").split())

@@ -21,7 +21,7 @@ from optuna_dsat.runtime.events import StepMeasured
 from optuna_dsat.study.progress import TrialStepped
 from optuna_dsat.study.result import TuneResult, trial_row
 from optuna_dsat.trials import attributes
-from optuna_dsat.words import steps_in_words
+from optuna_dsat.words import metric_in_words, steps_in_words
 from tests.harness.landscapes import Hill
 from tests.harness.studies import StudyBench
 
@@ -99,7 +99,7 @@ def test_the_result_says_so_in_one_line(result: TuneResult, capsys: pytest.Captu
     assert line.startswith(
         "Steps: 2 steps skipped by the loss scaler, not counted; inputs vary in size by 40% from step"
     )
-    assert f"{result.metrics['tokens_per_s']:.4g} tokens/s" in line
+    assert metric_in_words("tokens_per_s", result.metrics["tokens_per_s"]) in line
 
 
 def test_a_script_of_equal_steps_has_no_such_line(bench: StudyBench) -> None:
@@ -125,5 +125,5 @@ def test_show_report_and_notes_say_so(
     assert "| steps skipped by the loss scaler, not counted | 2 |" in note
     assert "| inputs vary in size from step to step by | 40% |" in note
     speed = winner.user_attrs[attributes.METRICS]["tokens_per_s"]
-    assert f"| {literal('tokens_per_s')} | {speed:.4g} tokens/s |" in note
+    assert f"| {literal('tokens_per_s')} | {metric_in_words('tokens_per_s', speed)} |" in note
     assert f"| {literal('steps_completed')} | {RESUMED + SKIPS + 8} |" in note
