@@ -109,5 +109,5 @@ def test_figures_are_those_of_the_report(result: optuna_dsat.TuneResult) -> None
         figure = result.plot(kind)
         assert isinstance(figure, go.Figure)
         assert figure.data, kind
-    with pytest.raises(ValueError, match="kind is 'speed'; it must be one of .*metric"):
+    with pytest.raises(ValueError, match=r"kind is 'speed'; it must be one of .*metric"):
         result.plot("speed")
