@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import shlex
 import subprocess
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
