@@ -13,6 +13,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from optuna_dsat.cluster.engine import ClusterError, News, Order, Place
 from optuna_dsat.cluster.ray_place import RayPlace
@@ -227,7 +228,7 @@ def join_cluster(address: str) -> bool:
         except Exception as error:  # noqa: BLE001 - told in one line, whatever Ray raises
             failed.append(error)
 
-    logging.getLogger("ray").setLevel(logging.ERROR)  # it says that no handler is replaced
+    _silence_ray()
     thread = threading.Thread(target=join, daemon=True)
     thread.start()
     thread.join(_CONNECT_S)
@@ -238,6 +239,18 @@ def join_cluster(address: str) -> bool:
         first = next((line for line in str(failed[0]).splitlines() if line.strip()), type(failed[0]).__name__)
         raise ClusterError(f"No Ray cluster can be used ({named}): {first.strip()}")
     return True
+
+
+def _silence_ray() -> None:
+    """Keep Ray from writing to this process's streams.
+
+    It warns that it replaces no handler, and writes what becomes of any node of the cluster to standard output,
+    whatever ``log_to_driver`` says: results go there, and a place that is lost says why.
+    """
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    worker: Any = importlib.import_module("ray._private.worker")
+    if hasattr(worker, "print_to_stdstream"):
+        worker.print_to_stdstream = lambda *_, **__: None
 
 
 def _reach(address: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from optuna_dsat.cluster.ray_node import NodeRelay
 from optuna_dsat.cluster.srun import agent_environment
 from optuna_dsat.cluster.wire import Joiner
 
-__all__ = ["RayPlace", "bundle_of", "relay_on"]
+__all__ = ["RayPlace", "bundle_of", "cause_of", "relay_on"]
 
 _WAIT_S = 0.05
 """Longest wait of a node for its agent to say something, in one exchange."""
@@ -41,6 +42,10 @@ def relay_on(group: Any, index: int, *, gpus: int) -> Any:
     where = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
     limits = {"max_restarts": 0, "max_concurrency": 1, "scheduling_strategy": where}
     return ray.remote(NodeRelay).options(num_cpus=1, num_gpus=gpus, **limits).remote()
+
+
+_ERROR = re.compile(r"[A-Za-z_.]+(Error|Exception): ")
+"""Beginning of a line that says what was raised."""
 
 
 class _Phase(Enum):
@@ -211,7 +216,8 @@ class RayPlace:
         try:
             answer = ray.get(node.asked)
         except ray.exceptions.RayError as error:
-            return self.leave(f"{node.name}: {_first_line(error)}")
+            gone = node.spoke and isinstance(error, ray.exceptions.RayActorError)
+            return self.leave(f"Ray's actor on {node.name} is gone" if gone else f"{node.name}: {cause_of(error)}")
         said, ended = answer or (b"", None)
         arrived = time.time()
         if said:
@@ -237,8 +243,8 @@ class RayPlace:
         self._phase = _Phase.GONE
 
 
-def _first_line(error: BaseException) -> str:
-    """Return what an error of Ray's says, in one line: its cause, if something failed on the node."""
-    cause = getattr(error, "cause", None)
-    text = str(cause if isinstance(cause, BaseException) else error).strip()
-    return next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+def cause_of(error: BaseException) -> str:
+    """Return what an error of Ray's says, in one line: the last error that it names, which is that of the node."""
+    lines = [line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()]
+    named = [line for line in lines if _ERROR.match(line)]
+    return (named or lines[:1] or [type(error).__name__])[-1]

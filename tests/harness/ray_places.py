@@ -110,6 +110,7 @@ def raylet_killed(engine: RayEngine, raylet: int) -> Seen:
     os.kill(raylet, signal.SIGKILL)
     lost_s = until(engine, lambda: place.state is PlaceState.LOST)
     gone_s = until(engine, lambda: not any(map(lives, pids)))
+    time.sleep(15)  # until Ray itself has missed the node, and would say so
     return {"lost_s": lost_s, "gone_s": gone_s, "why": place.why}
 
 
