@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 
-from optuna_dsat.cli import app
+from optuna_dsat.cli import app, main
 from optuna_dsat.cli.launch_prefix import unfold_command
 
 
@@ -65,3 +66,29 @@ def test_nodes_are_named_where_trials_run_here(tmp_path: Path, capsys: pytest.Ca
     text = capsys.readouterr().err
     assert "--nnodes 3: tuned on this machine alone" in text
     assert "With --on slurm or --on ray it is tuned on 3 nodes." in text
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "torchrun --nproc_per_node abc train.py",
+        "torchrun --nnodes x train.py",
+        "deepspeed --num_gpus abc train.py",
+        "deepspeed --num_gpus 0 train.py",
+        "accelerate launch --num_processes zero train.py",
+    ],
+)
+def test_what_no_launcher_takes_ends_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        main(["guided", *command.split()])
+    signal.signal(signal.SIGTERM, before)
+    text = capsys.readouterr().err
+    assert ended.value.code == 2, text
+    assert text.startswith(f"optuna-dsat: {command.split()[0]}")
+    assert text.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
