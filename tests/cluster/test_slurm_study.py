@@ -60,6 +60,9 @@ def test_a_killed_search_leaves_nothing_on_the_nodes_and_goes_on(slurm: SlurmClu
     measured = {name for name, report in ended.items() if report["outcome"] == "measured"}
     assert {name for name in measured if name.startswith("trial-")}, (ended, errors)
     assert all(len(str(ended[name]["host"]).split(", ")) == 2 for name in measured)
+    events = [path.read_text() for name in measured for path in (folder / name / "events").iterdir()]
+    assert len(events) == 2 * len(measured)
+    assert any('"forked":true' in text for text in events)
     assert "srun --nodes=2" in output + errors
     assert not slurm.jobs
 
