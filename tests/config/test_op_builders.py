@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.config.op_builders import operators_of
+from optuna_dsat.config.op_builders import operators_at_start, operators_of
 from optuna_dsat.config.space_builder import SpaceRequest, build_space
 from optuna_dsat.launch import operators
 from optuna_dsat.launch.build_locks import remove_stale_locks
@@ -39,10 +39,46 @@ def test_operators_are_those_of_the_optimizer_where_it_may_lie(
     assert operators_of(config, space) == expected
 
 
+@pytest.mark.parametrize(
+    ("measured_with", "expected"),
+    [
+        ("FusedAdam", ("CPUAdamBuilder", "FusedAdamBuilder")),
+        ("DeepSpeedCPUAdam", ("CPUAdamBuilder", "FusedAdamBuilder")),
+        ("AdamW", ()),  # the script builds torch's by itself, and the config's is not used
+    ],
+)
+def test_nothing_is_compiled_for_an_optimizer_that_is_not_used(measured_with: str, expected: tuple[str, ...]) -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
+    space = build_space(SpaceRequest(ds_config=config, zero_stages=(1, 2)))
+    assert operators_of(config, space, measured_with=measured_with) == expected
+
+
+@pytest.mark.parametrize(
+    ("zero", "params", "device", "expected"),
+    [
+        ({"stage": 2}, {}, "cuda", ("FusedAdamBuilder",)),
+        ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, {}, "cuda", ("CPUAdamBuilder",)),
+        ({"stage": 3, "offload_optimizer": {"device": "nvme"}}, {}, "cuda", ("AsyncIOBuilder", "CPUAdamBuilder")),
+        ({"stage": 2}, {"torch_adam": True}, "cuda", ()),
+        ({"stage": 2}, {"torch_adam": True}, "cpu", ("ShareMemCommBuilder",)),
+    ],
+)
+def test_before_the_profile_it_is_what_the_own_config_needs(
+    zero: dict[str, Any], params: dict[str, Any], device: str, expected: tuple[str, ...]
+) -> None:
+    config = {"zero_optimization": zero, "optimizer": {"type": "AdamW", "params": params}}
+    assert operators_at_start(config, device=device) == expected
+
+
 def test_what_cannot_be_compiled_is_said(tmp_path: Path) -> None:
     """Without a compiler on the path, and an empty folder of compiled operators."""
     environ = device_environment(os.environ, kind="cpu") | {"PATH": "/nowhere", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
-    failed = compile_operators(["ShareMemCommBuilder", "FusedLambBuilder"], environ)
+    phases: list[str] = []
+    failed = compile_operators(["ShareMemCommBuilder", "FusedLambBuilder"], environ, on_phase=phases.append)
+    assert phases[:2] == [
+        "preparing DeepSpeed's operators", "building deepspeed_shm_comm (first use only, 1 to 3 min)",
+    ]  # fmt: skip
+    assert phases[-1] == ""
     assert list(failed) == ["ShareMemCommBuilder"]
     assert "ninja" in failed["ShareMemCommBuilder"].lower()
 

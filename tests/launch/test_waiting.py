@@ -31,18 +31,33 @@ class Wait:
         self.holders: Sequence[Holder] = holders
         self.now = 100.0
         self.notices: list[str] = []
+        self.phases: list[str] = []
         self.wait = SlotWait(
             lambda: self.holders,
             slots=slots,
             limit_s=limit_s,
             study=study,
             on_notice=self.notices.append,
+            on_phase=self.phases.append,
             clock=lambda: self.now,
         )
 
     def look(self, after_s: float = 0.0) -> None:
         self.now += after_s
         self.wait.check()
+
+
+def test_a_wait_that_is_reported_is_a_phase_until_it_is_over() -> None:
+    wait = Wait(SLEEPER)
+    wait.look()
+    wait.wait.reset()
+    assert wait.phases == [], "too short to be reported"
+    wait.look()
+    wait.look(after_s=3.0)
+    assert wait.phases == ["waiting for GPU 1"]
+    wait.wait.reset()
+    wait.wait.reset()
+    assert wait.phases == ["waiting for GPU 1", ""]
 
 
 @contextmanager

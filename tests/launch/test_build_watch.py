@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from optuna_dsat.launch.build_watch import BuildWatch
+from optuna_dsat.launch.built_operators import is_built, operator_name
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 10.0
+        return self.now
+
+
+def test_a_build_of_a_launch_is_told_as_long_as_it_lasts(tmp_path: Path) -> None:
+    told: list[str] = []
+    watch = BuildWatch({"TORCH_EXTENSIONS_DIR": str(tmp_path)}, on_phase=told.append, clock=Clock())
+    watch.check()
+    assert told == []
+    lock = tmp_path / "py311_cpu" / "cpu_adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    with lock.open("w"):  # as its builder has it open
+        watch.check()
+        watch.check()
+        assert told == ["building cpu_adam (first use only, 1 to 3 min)"]
+    lock.unlink()
+    watch.check()
+    watch.end()
+    assert told[1:] == [""]
+
+
+def test_a_lock_that_nobody_holds_is_no_build(tmp_path: Path) -> None:
+    told: list[str] = []
+    watch = BuildWatch({"TORCH_EXTENSIONS_DIR": str(tmp_path)}, on_phase=told.append, clock=Clock())
+    (tmp_path / "cpu_adam").mkdir()
+    (tmp_path / "cpu_adam" / "lock").touch()
+    watch.check()
+    assert told == []
+
+
+@pytest.mark.parametrize("folder", ["cpu_adam", "py311_cu128/cpu_adam"])
+def test_what_is_built_is_seen_without_torch(tmp_path: Path, folder: str) -> None:
+    environ = {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    (tmp_path / folder).mkdir(parents=True)
+    assert not is_built("CPUAdamBuilder", environ)
+    (tmp_path / folder / "cpu_adam.so").touch()
+    assert is_built("CPUAdamBuilder", environ)
+    assert not is_built("FusedAdamBuilder", environ)
+    assert operator_name("SomeBuilder") == "SomeBuilder"
