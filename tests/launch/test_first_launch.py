@@ -1,0 +1,39 @@
+"""What a launcher builds for its launches is built with the first of them: where none comes, nothing is started."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from optuna_dsat.launch import torchrun
+from optuna_dsat.launch.devices import cpu_devices
+from optuna_dsat.launch.preload import Preload
+from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
+from optuna_dsat.launch.torchrun import TorchrunLauncher
+
+
+def test_operators_are_built_with_the_first_launch_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[object] = []
+
+    def build(names: Sequence[str], _environ: Mapping[str, str], **_: object) -> dict[str, str]:
+        order.append(tuple(names))
+        return {}
+
+    monkeypatch.setattr(torchrun, "compile_operators", build)
+    monkeypatch.setattr(TorchrunLauncher, "_start_on", lambda _self, _lease, request: order.append(request.launch_id))
+    launcher = TorchrunLauncher(tmp_path / "out", devices=cpu_devices(2))
+    try:
+        launcher.prepare(Preload(), operators=("CPUAdamBuilder",))
+        assert order == []
+        for name in ("first", "second"):
+            launcher.start(_request(name, tmp_path))
+        assert order == [("CPUAdamBuilder",), "first", "second"]
+    finally:
+        launcher.close()
+
+
+def _request(name: str, folder: Path) -> LaunchRequest:
+    command = ScriptCommand(script=str(folder / "train.py"), args=(), cwd=str(folder), config_path="")
+    return LaunchRequest(launch_id=name, purpose="trial", command=command, ds_config={}, overlay={}, slots=1)
