@@ -38,7 +38,7 @@ def explain(
         _show(explanation, words, gap=gap, alone=len(view.measured) == 1)
 
 
-def _show(explanation: Explanation, words: str, *, gap: PredictionGap | None, alone: bool) -> None:
+def _show(explanation: Explanation, words: str, *, gap: PredictionGap | None = None, alone: bool = False) -> None:
     """Print an explanation.
 
     Args:

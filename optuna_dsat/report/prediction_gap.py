@@ -158,7 +158,7 @@ def _slow_phases(
         if name == "other":
             yield (
                 f"{measured[name]:.3g} s of each step ({measured[name] / total:.0%}) pass outside forward, backward "
-                "and step: the data loader (more workers, pin_memory, data prepared before), logging, or Python between."
+                "and step: the data loader (more workers, pin_memory, data prepared before), logging, Python between."
             )
         else:
             took = f"{name} takes {measured[name]:.3g} s where {predicted[name]:.3g} s were predicted"

@@ -1,8 +1,8 @@
 """The options of a search, each defined once: name, type, default, meaning, and the methods that read it.
 
 The commands (``cli/commands.py``), the keywords of ``optuna_dsat.tune`` (``keywords.py``), the keys of option files and
-``docs/reference/options.md`` follow from these classes. Names and defaults are those of the dsat guide where it has them; a
-default that ``StudySpec`` has is taken from there.
+``docs/reference/options.md`` follow from these classes. Names and defaults are those of the dsat guide where it has
+them; a default that ``StudySpec`` has is taken from there.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A model definition is a class that derives from ``DeepSpeedTrial``; one written for Determined only needs its imports
 changed. Tune it with ``optuna-dsat asha NAME:CLASS ds_config.json`` and train it with ``optuna-dsat train NAME:CLASS
-ds_config.json``; torchrun runs the class on each rank. ``docs/how-to/migrate-from-determined.md`` compares the two APIs.
+ds_config.json``; torchrun runs the class on each rank. ``docs/how-to/migrate-from-determined.md`` compares the two.
 
     trial            base class of model definitions
     context          ``DeepSpeedTrialContext``, which a definition receives
