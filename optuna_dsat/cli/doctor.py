@@ -80,15 +80,7 @@ def doctor(
 
     findings = examine(output_dir=output_dir, storage=storage, nvme_path=nvme)
     if on is not None:
-        from optuna_dsat.cluster.node import digest_of
-        from optuna_dsat.cluster.places import Layout
-        from optuna_dsat.doctor import cluster
-        from optuna_dsat.tuning.cluster import engine_of
-
-        slots, kind = gpus_per_node or 1, "cuda" if gpus_per_node else "cpu"
-        layout = Layout(nodes=nodes_per_trial, slots=slots, kind=kind, gpus=gpus_per_node or 0)
-        engine = engine_of(on.value, slurm_arg=slurm_arg or (), ray_address=ray_address)
-        findings += cluster.examine(engine, layout, files={str(Path.cwd()): digest_of(Path.cwd())})
+        findings += _of_nodes(on.value, nodes_per_trial, gpus_per_node, slurm_arg or (), ray_address)
     if as_json:
         print(json.dumps(to_json(findings), indent=2))
     else:
@@ -97,6 +89,20 @@ def doctor(
     if code:
         sys.stderr.write("optuna-dsat: no launch can run before what is FATAL above is mended.\n")
         raise typer.Exit(code)
+
+
+def _of_nodes(
+    on: str, nodes: int, gpus: int | None, slurm_arg: Sequence[str], ray_address: str | None
+) -> Sequence[Finding]:
+    """Return findings on nodes of a cluster."""
+    from optuna_dsat.cluster.node import digest_of
+    from optuna_dsat.cluster.places import Layout
+    from optuna_dsat.doctor import cluster
+    from optuna_dsat.tuning.cluster import engine_of
+
+    layout = Layout(nodes=nodes, slots=gpus or 1, kind="cuda" if gpus else "cpu", gpus=gpus or 0)
+    engine = engine_of(on, slurm_arg=slurm_arg, ray_address=ray_address)
+    return cluster.examine(engine, layout, files={str(Path.cwd()): digest_of(Path.cwd())})
 
 
 def _print(findings: Sequence[Finding]) -> None:

@@ -49,7 +49,7 @@ def test_ranks_on_the_cpu_ask_for_no_gpu(asked: list[StudySpec]) -> None:
 
 
 @pytest.mark.parametrize(("options", "most"), [({}, 1), ({"max_concurrent_trials": 4}, 4)])
-def test_more_places_than_one_are_asked_for(asked: list[StudySpec], options: dict[str, int], most: int) -> None:
+def test_more_places_than_one_are_asked_for(asked: list[StudySpec], options: dict[str, Any], most: int) -> None:
     assert spec_of(cpu_ranks=1, **options).max_concurrent_trials == most
     assert asked
 
