@@ -215,7 +215,7 @@ def explain(
     total = sum(seconds.values())
     bounds = {name: part / total for name, part in seconds.items()} if total else {"compute": 1.0}
     metrics = winner.trial.user_attrs.get(attributes.METRICS) or {}
-    reached = utilisation(planner.problem.profile, winner.trial.user_attrs[attributes.CONFIG], metrics)
+    reached = utilisation(planner.problem.profile, winner.trial.user_attrs.get(attributes.CONFIG) or {}, metrics)
     now = Situation(planner=planner, trials=trials, winner=winner.trial, bounds=bounds, utilisation=reached)
     return Explanation(
         metric=planner.problem.metric,
