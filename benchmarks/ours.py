@@ -12,6 +12,7 @@ import optuna
 
 from benchmarks.recorded import Recorded
 from benchmarks.rig import COMMAND, BudgetSpentError, Rig
+from optuna_dsat.config.knobs import PARTITION_COPY
 from optuna_dsat.errors import NothingRunnableError
 from optuna_dsat.launch.simulated import SIMULATED_DEVICES
 from optuna_dsat.store import Store
@@ -57,7 +58,8 @@ def spec_of(rig: Rig, *, method: str, budget: int, seed: int, folder: Path) -> S
     """Return the study: the command line's defaults, one launch at a time.
 
     The finalists (three and the user's config) are part of the budget, so that no method launches more than another:
-    the last launches are a single round of them, where a search leaves no more.
+    the last launches are a single round of them, where a search leaves no more. Simulated machines know nothing of
+    ``zero_hpz_partition_size``, which would be tuned on several nodes.
     """
     confirm = 3 if budget > 8 else 0
     return make_spec(
@@ -66,8 +68,10 @@ def spec_of(rig: Rig, *, method: str, budget: int, seed: int, folder: Path) -> S
         script={"script": COMMAND.script, "cwd": str(folder), "config_path": COMMAND.config_path},
         ds_config=rig.landscape.user_config,
         device=rig.landscape.kind,
-        no_tune=rig.landscape.no_tune,
+        no_tune=(*rig.landscape.no_tune, *(() if rig.landscape.nodes == 1 else (PARTITION_COPY,))),
         **_stages(rig),
+        on="here" if rig.landscape.nodes == 1 else "slurm",
+        nodes_per_trial=rig.landscape.nodes,
         slots_per_trial=rig.landscape.slots,
         max_trials=budget - (confirm + 1 if confirm else 0),
         max_concurrent_trials=1,
