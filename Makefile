@@ -40,8 +40,8 @@ demo: operators
 test: operators
 	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=10 $(TEST_ARGS)
 
-# Ends or fails the command at every statement, file and process of a study, and checks what comes of it: hours. A sample
-# is part of the tests. CRASH_ARGS="--methods asha --databases sqlite --blows kill --sample 100" tries some.
+# Ends or fails the command at every statement, file and process of a study, and checks what comes of it: an hour or two. A
+# sample is part of the tests. CRASH_ARGS="--all" tries each pass of a loop, too; "--results FILE --minutes 30" goes on later.
 crash-points: setup
 	$(BIN)/python -m tests.crash_points $(CRASH_ARGS)
 
