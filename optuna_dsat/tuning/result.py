@@ -56,8 +56,7 @@ class TuneResult(study_result.TuneResult):
         yield "Configuration", config_in_words(self.config)
         for count, one in self.by_gpus.items():
             yield f"On {count} GPUs or ranks", value_in_words(one.verdict, metric=one.metric)
-        for name, value in self._speeds():
-            yield name, value
+        yield from self._speeds()
         yield "Global batch", f"{self.train_batch_size} samples (yours: {self.user_train_batch_size})"
         yield "Launches", str(sum(self.launches.values()))
         yield "Search", self.reason
