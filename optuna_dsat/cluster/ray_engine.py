@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from optuna_dsat.cluster.engine import ClusterError, News, Order, Place
-from optuna_dsat.cluster.ray_place import RayPlace
+from optuna_dsat.cluster.ray_place import RayPlace, cause_of
 
 __all__ = ["RayEngine", "address_of", "fitting_nodes", "join_cluster", "refuse_impossible"]
 
@@ -49,6 +49,8 @@ class RayEngine:
         self._asked = 0
         self._closing = False
         self._thread: threading.Thread | None = None
+        self._failure = ""
+        """Why the thread has ended before its time."""
         self._is_ours = False
 
     def check(self, *, nodes: int, slots: int) -> None:
@@ -119,8 +121,10 @@ class RayEngine:
         """Make this process a driver of the cluster, and start the thread.
 
         Raises:
-            ClusterError: If Ray is not installed, or no cluster answers.
+            ClusterError: If Ray is not installed, or no cluster answers, or none does any more.
         """
+        if self._failure:
+            raise ClusterError(self._failure)
         if self._thread is not None:
             return
         self._is_ours = join_cluster(self._address)
@@ -129,15 +133,14 @@ class RayEngine:
 
     def _work(self) -> None:
         """Talk to Ray until all places are gone after ``close``."""
-        import ray
-
         try:
             while self._turn():
                 pass
-        except (ray.exceptions.RayError, ConnectionError, RuntimeError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever Ray raises, nothing of it can be used any more
             with self._changed:
+                self._failure = f"Ray does not answer: {cause_of(error)}"
                 for place in self._places:
-                    place.give_up(f"Ray does not answer: {error}".splitlines()[0])
+                    place.give_up(self._failure)
                 self._places.clear()
                 self._changed.notify_all()
 

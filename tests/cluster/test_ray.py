@@ -6,13 +6,15 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from optuna_dsat.cluster.engine import ClusterError
+from optuna_dsat.cluster import ray_engine
+from optuna_dsat.cluster.engine import ClusterError, PlaceState
 from optuna_dsat.cluster.ray_engine import RayEngine, fitting_nodes
 from optuna_dsat.cluster.ray_node import node_environment
 from optuna_dsat.cluster.ray_place import cause_of
@@ -93,6 +95,23 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ClusterError, match=r"pip install 'optuna-dsat\[ray\]'"):
         RayEngine("127.0.0.1:6379").request(nodes=1, slots=0)
+
+
+def test_when_ray_fails_its_places_are_lost_and_no_more_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: RayEngine) -> bool:
+        raise ConnectionError("GCS is gone.\nMore of it.")
+
+    monkeypatch.setattr(ray_engine, "join_cluster", lambda _: False)
+    go = threading.Event()
+    monkeypatch.setattr(RayEngine, "_turn", lambda one: go.wait(30) and fail(one))
+    engine = RayEngine("127.0.0.1:6379")
+    place = engine.request(nodes=2, slots=0)
+    go.set()
+    wait_until(lambda: place.state is PlaceState.LOST, what="the place is lost")
+    assert place.why == "Ray does not answer: GCS is gone"
+    with pytest.raises(ClusterError, match="GCS is gone"):
+        engine.request(nodes=2, slots=0)
+    engine.close()
 
 
 @with_ray
