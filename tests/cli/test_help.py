@@ -11,7 +11,7 @@ import pytest
 import typer
 from typer.core import TyperGroup, TyperOption
 
-from optuna_dsat.cli import app
+from optuna_dsat.cli import app, main
 from optuna_dsat.cli.catalogue import COMMANDS, SEARCHES
 from tests.harness.entry_points import EntryPointBench, Run, bench, run_here
 
@@ -178,3 +178,9 @@ def test_a_worker_with_nothing_left_imports_and_starts_nothing_to_launch_with(
     assert not TO_LAUNCH & found
     left = sorted(path for path in bench.folder.rglob("*") if path.suffix != ".lock")
     assert [path for path in left if path not in before and "optuna-dsat.db" not in path.name] == []
+
+
+def test_a_question_ends_in_its_own_mark(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["guide"])
+    assert "Did you mean 'guided'? See optuna-dsat --help." in capsys.readouterr().err
