@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from optuna_dsat.launch.agent_handle import AgentHandle
 from optuna_dsat.launch.build_locks import remove_stale_locks
 from optuna_dsat.launch.forking import Forking
-from optuna_dsat.launch.processes import kernel_oom_kills
 from optuna_dsat.launch.preload import Preload
+from optuna_dsat.launch.processes import kernel_oom_kills
 from optuna_dsat.launch.protocol import LaunchRequest
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.launch.run_files import PreparedLaunch, prepare_launch
