@@ -34,7 +34,8 @@ def test_what_a_living_writer_has_begun_stays(tmp_path: Path) -> None:
 def test_a_file_that_was_taken_for_an_abandoned_one_is_begun_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lock, taken = fcntl.flock, []
+    lock = fcntl.flock
+    taken: list[str] = []
 
     def taken_just_before(file: Any, operation: int) -> None:
         if not taken:
