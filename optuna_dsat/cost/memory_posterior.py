@@ -10,9 +10,9 @@ chapter 28) given the measured peaks. The formulas take the largest of a step's 
 unknown, may be there at the others too.
 
 The memory that can be used is uncertain as well: the CUDA context, NCCL's buffers and fragmentation are not part of a
-peak. It is at least the largest peak that was measured. A launch that fitted or ran out of memory only shows on which side of the limit its memory lies. Such one-sided
-observations are included one at a time, each as the normal distribution with the mean and variance of the truncated
-one (assumed-density filtering; Opper 1998, Minka 2001).
+peak. It is at least the largest peak that was measured. A launch that fitted or ran out of memory only shows on which
+side of the limit its memory lies. Such one-sided observations are included one at a time, each as the normal
+distribution with the mean and variance of the truncated one (assumed-density filtering; Opper 1998, Minka 2001).
 """
 
 from __future__ import annotations

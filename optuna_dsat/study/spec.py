@@ -241,7 +241,7 @@ class StudySpec(_Frozen):
                 "spread evenly"
             )
         if self.on == "here" and (self.nodes_per_trial > 1 or self.gpus_per_node):
-            raise ValueError("--nodes-per-trial and --gpus-per-node are for a cluster: say which with --on slurm or ray")
+            raise ValueError("--nodes-per-trial and --gpus-per-node are for a cluster: say which by --on slurm or ray")
         if self.max_slots is not None and self.max_slots < self.slots_per_trial:
             raise ValueError(f"--max-slots is {self.max_slots}, but one launch takes {self.slots_per_trial}")
         return self
