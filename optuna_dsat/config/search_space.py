@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -262,12 +262,18 @@ class SearchSpace:
         return params
 
     def describe(self) -> list[KnobRow]:
-        """Return one row per knob: its role, choices, where it applies and where DeepSpeed uses it."""
+        """Return one row per knob: its role, choices, where it applies and where DeepSpeed uses it.
+
+        Knobs to search that apply to no configuration of this space, such as those of ZeRO 3 without it, have none.
+        """
+        applying = self._applying()
         ours = {tuned.name: tuned for tuned in self.knobs}
         rows = []
         for knob in KNOBS:
             tuned = ours.get(knob.name)
             if tuned is None and not knob.inert:
+                continue
+            if tuned is not None and tuned.role is Role.PARAMETER and tuned.name not in applying:
                 continue
             rows.append(
                 KnobRow(
@@ -286,6 +292,14 @@ class SearchSpace:
             is_range=not self.micro_batch_values,
         )  # fmt: skip
         return [*rows, micro]
+
+    def _applying(self) -> frozenset[str]:
+        """Return the knobs that some configuration has; what applies does not depend on numbers."""
+        knobs = tuple(
+            replace(tuned, choices=tuned.choices[:1]) if tuned.knob.kind in ("size", "ranks") else tuned
+            for tuned in self.knobs
+        )
+        return frozenset(name for params in replace(self, knobs=knobs).lineages() for name in params)
 
     def without_inert(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return a config without the settings that DeepSpeed accepts and does not use, but those of this space."""

@@ -344,7 +344,7 @@ def test_every_check_has_its_own_name_and_every_example_a_check() -> None:
     assert {f"example-{name}" for name in EXAMPLES} <= set(names)
     assert sum(name.startswith("edge-") for name in names) == 6
     folders = {path.name.replace("_", "-") for path in (ROOT / "examples").iterdir() if path.is_dir()}
-    assert folders - {"__pycache__"} <= set(EXAMPLES) | {"plain"}
+    assert folders - {"__pycache__"} <= set(EXAMPLES) | {"plain", "slurm"}
 
 
 @pytest.mark.parametrize("predicted", [1, 2, 15, 40, 300])

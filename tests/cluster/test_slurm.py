@@ -102,8 +102,10 @@ def test_a_place_that_does_not_fit_waits_with_the_schedulers_reason(engine: Slur
 
 
 def test_a_queued_place_is_taken_back(engine: SlurmEngine, slurm: SlurmCluster) -> None:
-    held, queued = engine.request(nodes=4, slots=2), engine.request(nodes=1, slots=2)
-    until(engine, lambda: held.state is PlaceState.READY and bool(queued.why), what="one is held, one queued")
+    held = engine.request(nodes=4, slots=2)
+    until(engine, lambda: held.state is PlaceState.READY, what="one is held")
+    queued = engine.request(nodes=1, slots=2)
+    until(engine, lambda: bool(queued.why), what="one is queued")
     engine.release(queued)
     wait_until(lambda: len(slurm.jobs) == 1, what="the queued job is gone")
 

@@ -40,7 +40,7 @@ class Server:
         self._execute(f'DROP DATABASE "{make_url(url).database}" WITH (FORCE)')
 
     def never_wait_for_the_disk(self) -> None:
-        """Let no commit, checkpoint or database made of a template wait for the disk: nothing is to survive it."""
+        """Let no commit, checkpoint or database made of a template wait for the disk: none then survives a restart."""
         for setting in ("fsync", "full_page_writes", "synchronous_commit"):
             self._execute(f"ALTER SYSTEM SET {setting} = off")
         self._execute("SELECT pg_reload_conf()")
@@ -121,9 +121,7 @@ def running_server(place: Path | None = None) -> Iterator[Server]:
         pgexec("pg_ctl", arguments, bin_path=server.bin_path, user=server.system_user)
 
     try:
-        made = Server(url=server.get_uri(driver="psycopg"), restart=restart)
-        made.never_wait_for_the_disk()
-        yield made
+        yield Server(url=server.get_uri(driver="psycopg"), restart=restart)
     finally:
         arguments = ("-w", "-D", str(folder), "-m", "immediate", "stop")
         pgexec("pg_ctl", arguments, bin_path=server.bin_path, user=server.system_user)

@@ -61,8 +61,8 @@ def test_the_profile_launch_uses_the_smallest_micro_batch_that_is_allowed(
 def test_a_model_built_within_zero_init_climbs_to_zero_3(bench: StudyBench, monkeypatch: pytest.MonkeyPatch) -> None:
     stages = []
 
-    def refusing(launcher: Any, request: Any, **options: Any) -> Any:
-        record, report = follow(launcher, request, **options)
+    def refusing(launcher: Any, request: Any, *arguments: Any, **options: Any) -> Any:
+        record, report = follow(launcher, request, *arguments, **options)
         stages.append((request.ds_config.get("zero_optimization") or {}).get("stage", 0))
         if stages[-1] == 3:
             return record, report
