@@ -94,9 +94,8 @@ _STAGE3_KEYS = frozenset({
     "sub_group_size", "offload_param", "zero_hpz_partition_size",
     *(key for key in _ZERO_DEFAULTS if key.startswith("stage3_")),
 })  # fmt: skip
-_SIZES = frozenset(key for key, value in _ZERO_DEFAULTS.items() if type(value) is int) - {
-    "stage", "zero_hpz_partition_size",
-}  # fmt: skip
+_NO_SIZES = ("stage", "zero_hpz_partition_size")
+_SIZES = frozenset(key for key, value in _ZERO_DEFAULTS.items() if type(value) is int and key not in _NO_SIZES)
 _ZERO_STAGE_KEYS = frozenset({*_ZERO_DEFAULTS, *_STAGE3_KEYS, "overlap_comm", "offload_optimizer"}) - {"stage"}
 
 

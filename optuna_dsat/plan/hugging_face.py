@@ -121,17 +121,9 @@ def shape_of_config(
     """
     path = find_config(given)
     data = _load(path)
-    kind = data.get("model_type")
-    if not isinstance(kind, str):
-        raise UsageError(f"{path} has no model_type, so it is no config of a Hugging Face model.")
-    family = FAMILIES.get(kind)
-    if family is None:
-        raise UsageError(
-            f"{path} is of model_type {kind!r}, whose parameters cannot be counted here; known are "
-            f"{', '.join(FAMILIES)}. Give --params, --hidden and --layers instead."
-        )
+    kind = _known_kind(path, data)
     reader = _Reader(data=data)
-    family = _switched(family, reader)
+    family = _switched(FAMILIES[kind], reader)
     sizes = _sizes(kind, family, reader)
     tokens, longest = _tokens(family, reader, seq_length)
     vocab = 1 if family.kind == "image" else reader.size("vocab_size")
@@ -163,6 +155,18 @@ def shape_of_config(
         trainable_share=trainable_share,
         family=kind,
     )
+
+
+def _known_kind(path: Path, data: Mapping[str, Any]) -> str:
+    kind = data.get("model_type")
+    if not isinstance(kind, str):
+        raise UsageError(f"{path} has no model_type, so it is no config of a Hugging Face model.")
+    if kind not in FAMILIES:
+        raise UsageError(
+            f"{path} is of model_type {kind!r}, whose parameters cannot be counted here; known are "
+            f"{', '.join(FAMILIES)}. Give --params, --hidden and --layers instead."
+        )
+    return kind
 
 
 def _load(path: Path) -> Mapping[str, Any]:

@@ -52,6 +52,10 @@ class ProfileAttempt:
         """The ZeRO settings in words."""
         return "your own ZeRO settings" if self.structure is None else self.structure.words
 
+    def with_least(self, micro_batch: int) -> ProfileAttempt:
+        """Return the attempt at a micro-batch that is no smaller than this one."""
+        return replace(self, micro_batch=max(self.micro_batch, micro_batch))
+
     def overlay(self) -> dict[str, Any]:
         """Return the DeepSpeed settings of this attempt at its micro-batch."""
         batch = ds_config.batch_overlay(self.micro_batch)
@@ -220,8 +224,7 @@ def measure_profile(
     pipeline = only_zero_3 = False
     attempts, launches, least = deque(profile_attempts(spec)), 0, 1
     while attempts:
-        attempt = attempts.popleft()
-        attempt = replace(attempt, micro_batch=max(attempt.micro_batch, least))
+        attempt = attempts.popleft().with_least(least)
         stage = None if attempt.structure is None else attempt.structure.stage
         if stage is not None and ((pipeline and stage > 1) or (only_zero_3 and stage < 3)):
             continue  # DeepSpeed refuses it
@@ -235,8 +238,8 @@ def measure_profile(
             batch = find_batch_rule(spec, launcher, record, overlay=request.overlay, on_report=on_report, wait=wait)
             trainer = find_trainer(spec, launcher, record, overlay=request.overlay, on_report=on_report, wait=wait)
             found = _profiled(attempt, record, record.profile, record.engine, batch=batch, trainer=trainer)
-            known = _mapped_defaults(spec, record)
-            return replace(found, option_defaults=known, only_zero_3=only_zero_3, least_micro_batch=least)
+            found = replace(found, option_defaults=_mapped_defaults(spec, record))
+            return replace(found, only_zero_3=only_zero_3, least_micro_batch=least)
         only_zero_3 |= record.needs_zero_3 and 3 in spec.zero_stages
         if not (report.outcome.infeasible or (record.needs_zero_3 and only_zero_3)):
             least = _own_micro_batch(spec, record)
@@ -245,12 +248,16 @@ def measure_profile(
             attempts.appendleft(attempt)
             continue
         pipeline = record.engine is not None and record.engine.pipeline
-        missing = "" if report.missing_bytes is None else f", short of {report.missing_bytes / 2**20:.0f} MiB"
-        tried.append(f"{attempt.words} ({outcome_in_words(report.outcome)}{missing})")
+        tried.append(f"{attempt.words} ({_end_in_words(report)})")
     raise NothingRunnableError(
         f"The model does not fit at micro-batch {attempt.micro_batch}. Tried: " + "; ".join(tried) + ". "
         "Free device memory, allow more ZeRO stages with --zero-stages, use more GPUs, or make the model smaller."
     )
+
+
+def _end_in_words(report: LaunchReport) -> str:
+    missing = "" if report.missing_bytes is None else f", short of {report.missing_bytes / 2**20:.0f} MiB"
+    return f"{outcome_in_words(report.outcome)}{missing}"
 
 
 def _request(spec: StudySpec, attempt: ProfileAttempt, *, number: int) -> LaunchRequest:
