@@ -145,6 +145,8 @@ class MemoryPosterior:
 
     def __init__(self, *, device_bytes: int, bytes_per_sample: int, on_cpu: bool) -> None:
         self._device = float(device_bytes)
+        self._noise_variance = (_NOISE_SD * self._device) ** 2
+        """Of a measured peak, in bytes squared."""
         self._slope = float(bytes_per_sample)
         self.usable = self._device * (1 - _FRAGMENTATION) - (0.0 if on_cpu else _CONTEXT_BYTES)
         """Prior mean of the largest possible peak, in bytes."""
@@ -187,7 +189,7 @@ class MemoryPosterior:
         )
         prior = self._covariance(all_inputs, all_inputs)
         prior += self._loss_covariance(all_inputs, all_inputs) * np.outer(one_sided, one_sided)
-        noise = (_NOISE_SD * self._device) ** 2
+        noise = self._noise_variance
         exact, rest = slice(0, len(measured)), slice(len(measured), None)
         gains = np.linalg.solve(prior[exact, exact] + noise * np.eye(len(measured)), prior[exact, rest]).T
         mean = predicted[rest] + gains @ (peaks[measured] - predicted[exact])
@@ -207,8 +209,7 @@ class MemoryPosterior:
         if not len(errors):
             return 1.0
         shared = self._structures_covariance(inputs, inputs)
-        self.error_factor = 0.0
-        rest = self._covariance(inputs, inputs) + np.diag(np.full(len(errors), (_NOISE_SD * self._device) ** 2))
+        rest = self._covariance(inputs, inputs, error_factor=0.0) + self._noise_variance * np.eye(len(errors))
 
         def density(factor: float) -> float:
             root = np.linalg.cholesky(rest + factor * shared)
@@ -234,7 +235,7 @@ class MemoryPosterior:
             errors: Their peaks, less the formulas'.
         """
         shared = self._covariance(out_of_memory, measured)
-        noise = np.diag(np.full(len(errors), (_NOISE_SD * self._device) ** 2))
+        noise = self._noise_variance * np.eye(len(errors))
         gains = np.linalg.solve(self._covariance(measured, measured) + noise, shared.T).T
         variance = self._variance(out_of_memory) - (gains * shared).sum(axis=1)
         spread = np.sqrt(np.maximum(variance, 0.0) + self._limit_variance)
@@ -319,12 +320,14 @@ class MemoryPosterior:
         found: Numbers = np.maximum(inputs.forward + self._slope * inputs.micro_batch, inputs.others)
         return found
 
-    def _covariance(self, a: MemoryInputs, b: MemoryInputs) -> Numbers:
+    def _covariance(self, a: MemoryInputs, b: MemoryInputs, *, error_factor: float | None = None) -> Numbers:
+        """Return the covariance of the formulas' errors, at the learnt factor unless another is given."""
+        factor = self.error_factor if error_factor is None else error_factor
         same = a.structure[:, None] == b.structure[None, :]
         samples = np.outer(self._slope * a.micro_batch, self._slope * b.micro_batch)
         scale = self._device**2
         found: Numbers = samples * (_SLOPE_SD**2 + _STRUCTURE_SLOPE_SD**2 * same)
-        found += self.error_factor * self._structures_covariance(a, b)
+        found += factor * self._structures_covariance(a, b)
         found += scale * _KNOBS_SD**2 * knob_similarity(a.knobs, b.knobs) * same
         octaves = np.log2(np.maximum(a.micro_batch, 1))[:, None] - np.log2(np.maximum(b.micro_batch, 1))
         found += samples * _CURVE_SD**2 * np.exp(-0.5 * (octaves / _CURVE_WIDTH) ** 2)

@@ -123,11 +123,16 @@ def _last_gain(group: StructureGroup) -> float:
             (size, value / max(smaller) - 1)
             for one in group.members.values()
             for size, value in one.points()
-            if (smaller := [other for at, other in one.points() if 2 * at <= size])
+            if (smaller := _halved(one.points(), size))
         ]
         return max(doublings, default=(0, 0.0))[1]
 
     return group.derived("last gain", find)
+
+
+def _halved(points: Sequence[tuple[int, float]], size: int) -> list[float]:
+    """Return the metrics measured at half a micro-batch or less: what its doubling is compared with."""
+    return [value for at, value in points if 2 * at <= size]
 
 
 def _known(lineages: Lineages, direction: StudyDirection) -> tuple[int, int | None]:
@@ -179,7 +184,7 @@ def _doublings(lineage: Lineage) -> tuple[int, int | None]:
     def find() -> tuple[int, int | None]:
         points, paid = sorted(lineage.points()), 0
         for size, value in points:
-            smaller = [other for at, other in points if 2 * at <= size]
+            smaller = _halved(points, size)
             if smaller and value < (1 + LEAST_GAIN) * max(smaller):
                 return paid, size
             if smaller:
