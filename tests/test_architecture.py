@@ -159,3 +159,14 @@ def test_help_imports_neither_torch_nor_optuna_nor_plotly() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "--zero-stages" in done.stdout
+
+
+def test_the_agent_of_a_node_starts_without_optuna_and_torch() -> None:
+    code = (
+        "import sys\n"
+        "import optuna_dsat.cluster.agent\n"
+        "heavy = {'torch', 'deepspeed', 'optuna', 'numpy', 'plotly', 'sqlalchemy'} & set(sys.modules)\n"
+        "sys.exit(f'imported: {sorted(heavy)}' if heavy else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
-
-import optuna
+from typing import TYPE_CHECKING, Any
 
 from optuna_dsat.config import ds_config as configs
 from optuna_dsat.config.ds_config import MICRO_BATCH, ZERO
 from optuna_dsat.config.knobs import KNOBS, NVME, OFFLOAD_OPTIMIZER, ZERO_STAGE, Knob, Site, normalise
 from optuna_dsat.errors import ConfigError
+
+if TYPE_CHECKING:
+    import optuna  # what only names operators must start fast: a node's agent, the runtime in a rank
 
 __all__ = ["KnobRow", "Role", "SearchSpace", "TunedKnob", "capped", "device_of", "present"]
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,11 +17,11 @@ import psutil
 import pytest
 
 from optuna_dsat.cluster import slurm as slurm_module
-from optuna_dsat.cluster.engine import ClusterError, PlaceState
+from optuna_dsat.cluster.engine import ClusterError, Place, PlaceState
 from optuna_dsat.cluster.launcher import ClusterLauncher, Limits
 from optuna_dsat.cluster.places import Layout
 from optuna_dsat.cluster.slurm import SlurmEngine, SlurmPlace
-from optuna_dsat.cluster.srun import srun_command
+from optuna_dsat.cluster.srun import agent_environment, srun_command
 from optuna_dsat.launch.protocol import Finished, LaunchReport, LaunchRequest, Observed
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import RankStarted
@@ -28,6 +30,8 @@ from tests.harness.slurm import SlurmCluster
 from tests.harness.workers import wait_until
 
 TWO_RANKS = Layout(nodes=2, slots=1, kind="cpu", gpus=2)
+RELEASE_S = 5.0
+"""Longest time from a release until a place that waited for it is ready, on a machine with nothing else to do."""
 
 
 @pytest.fixture
@@ -86,19 +90,71 @@ def test_what_can_never_be_granted_is_refused_at_once(
     assert not slurm.jobs
 
 
-def test_a_place_that_does_not_fit_waits_with_the_schedulers_reason(engine: SlurmEngine) -> None:
+def test_a_place_that_does_not_fit_waits_with_the_schedulers_reason(slurm: SlurmCluster, engine: SlurmEngine) -> None:
     places = [engine.request(nodes=2, slots=2) for _ in range(3)]
 
-    def ready() -> list[object]:
+    def ready() -> list[Place]:
         return [place for place in places if place.state is PlaceState.READY]
 
     until(engine, lambda: len(ready()) == 2, what="two places are ready")
     (third,) = [place for place in places if place not in ready()]
     until(engine, lambda: third.why == "Resources", what="the scheduler's reason is known")
     assert third.state is PlaceState.QUEUED
-    first = next(place for place in places if place.state is PlaceState.READY)
-    engine.release(first)
+    begun = time.monotonic()
+    engine.release(ready()[0])
     until(engine, lambda: third.state is PlaceState.READY, what="the third place is ready")
+    took_s = time.monotonic() - begun
+    if took_s > RELEASE_S:  # the machine is busy: it takes nearly as long without an engine
+        assert took_s < 1.5 * bare_wait_s(slurm, engine, places) + 1
+
+
+def bare_wait_s(slurm: SlurmCluster, engine: SlurmEngine, places: list[Place]) -> float:
+    """Return how long after a release an ``srun`` that imports what an agent imports begins to speak."""
+    words = ["srun", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=2", sys.executable, "-c"]
+    environ = agent_environment({**os.environ, **slurm.environ})
+    with subprocess.Popen([*words, "import optuna_dsat.cluster.agent"], env=environ, stderr=subprocess.DEVNULL) as bare:
+        wait_until(lambda: "PENDING" in slurm.ask("squeue", "-h", "-o", "%T"), what="it is queued")
+        begun = time.monotonic()
+        engine.release(next(place for place in places if place.state is PlaceState.READY))
+        bare.wait(120)
+    return time.monotonic() - begun
+
+
+def test_who_searches_is_told_why_a_launch_waits_and_it_starts_once_there_is_room(
+    slurm: SlurmCluster, engine: SlurmEngine, tmp_path: Path
+) -> None:
+    told: list[str] = []
+    limits = Limits(places=3)
+    launcher = launcher_on(engine, tmp_path, limits=limits, on_notice=told.append)
+    somebodys = subprocess.Popen(["srun", "--nodes=2", "--gpus-per-node=2", "sleep", "300"], stderr=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: slurm.idle() == 2, what="somebody else has two nodes")
+        for number in range(2):
+            launcher.start(stub(tmp_path, f"trial-{number:04d}", "--end", "sleep"))
+        running = poll_until(launcher, lambda seen: len(seen) == 2, what="one of them runs")
+        poll_until(launcher, lambda _: any("(Resources)" in line for line in told), what="the reason is told")
+        (line,) = [line for line in told if "(Resources)" in line]
+        assert re.fullmatch(r"Waiting for 2 nodes: SLURM job \d+ is queued \(Resources\)\.", line)
+        somebodys.terminate()
+        both = poll_until(launcher, lambda seen: len(seen) == 2, what="the other one runs, too")
+        assert {one.launch_id for one in running} | {one.launch_id for one in both} == {"trial-0000", "trial-0001"}
+    finally:
+        somebodys.terminate()
+        somebodys.wait(20)
+        launcher.close()
+
+
+def poll_until(
+    launcher: ClusterLauncher, condition: Callable[[list[Observed]], bool], *, what: str, limit_s: float = 90.0
+) -> list[Observed]:
+    """Poll until a condition holds; return the starts of ranks seen meanwhile."""
+    seen: list[Observed] = []
+    deadline = time.monotonic() + limit_s
+    while not condition(seen):
+        if time.monotonic() > deadline:
+            pytest.fail(f"Not within {limit_s:g} s: {what}.")
+        seen += [u for u in launcher.poll(0.2) if isinstance(u, Observed) and isinstance(u.event, RankStarted)]
+    return seen
 
 
 def test_a_queued_place_is_taken_back(engine: SlurmEngine, slurm: SlurmCluster) -> None:
@@ -209,7 +265,7 @@ def test_a_place_has_the_name_of_its_job(slurm: SlurmCluster, engine: SlurmEngin
 
 INSIDE = """
 import time
-from optuna_dsat.cluster.engine import ClusterError, PlaceState
+from optuna_dsat.cluster.engine import ClusterError, Place, PlaceState
 from optuna_dsat.cluster.slurm import SlurmEngine
 
 engine = SlurmEngine(())
