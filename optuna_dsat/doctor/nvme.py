@@ -53,7 +53,9 @@ def _file_system(folder: Path) -> str:
 
 
 def measure(folder: Path, *, size_bytes: int = _SIZE_BYTES, threads: int = _THREADS) -> Speed:
-    """Write a file into a folder, read it back and remove it; return the throughput.
+    """Write a file into a folder and read it back; return the throughput.
+
+    The file has no name from before its first byte on: whatever ends this process, nothing is left of it.
 
     Args:
         folder: Folder for offloaded states.
@@ -68,15 +70,15 @@ def measure(folder: Path, *, size_bytes: int = _SIZE_BYTES, threads: int = _THRE
     os.close(descriptor)
     try:
         file, direct = _open(name)
-        try:
-            write_s = _time(file, blocks, threads, write=True)
-            if not direct:
-                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-            read_s = _time(file, blocks, threads, write=False)
-        finally:
-            os.close(file)
     finally:
         Path(name).unlink()
+    try:
+        write_s = _time(file, blocks, threads, write=True)
+        if not direct:
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        read_s = _time(file, blocks, threads, write=False)
+    finally:
+        os.close(file)
     total = blocks * _BLOCK_BYTES
     return Speed(write_bytes_per_s=total / write_s, read_bytes_per_s=total / read_s, size_bytes=total, direct=direct)
 

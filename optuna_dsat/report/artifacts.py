@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import io
 import json
@@ -18,7 +19,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import optuna
 from optuna.artifacts import FileSystemArtifactStore
@@ -43,6 +44,11 @@ _TRIAL_PREFIX = "dashboard:artifacts:{trial_id}:"
 _NAMESPACE = uuid.uuid5(uuid.NAMESPACE_URL, "optuna-dsat/artifacts")
 _REMOVED = json.dumps(None)
 """How optuna-dashboard marks an artifact that is gone."""
+_OUR_VERSION = 5
+"""Version of the UUIDs that are artifacts' ids here; Optuna's are of version 4."""
+
+_Present: TypeAlias = dict[tuple[str, str], set[str]]
+"""(prefix, file name) -> keys of the artifacts that are recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,48 +153,87 @@ def _content(view: StudyView, *names: str, on_refused: Callable[[str], None]) ->
 
 
 def save_artifacts(
-    study: optuna.Study, study_uuid: str, artifacts: Iterable[Artifact], store: FileSystemArtifactStore
+    study: optuna.Study,
+    study_uuid: str,
+    artifacts: Iterable[Artifact],
+    store: FileSystemArtifactStore,
+    *,
+    read_attributes: Callable[[], Mapping[str, Any]],
 ) -> int:
     """Save artifacts for optuna-dashboard; return how many were new.
 
-    An earlier artifact of the same trial and name with other content is removed.
+    An earlier artifact of the same trial and name with other content is removed, and so is what a process that was
+    killed between two of these steps left.
 
     Args:
         study: The study; its storage receives the records.
         study_uuid: The study's own identifier.
         artifacts: What to save.
         store: Receives the content.
+        read_attributes: Returns the study's system attributes as the database has them now.
     """
-    storage, study_id = study._storage, study._study_id
-    present = _present(storage.get_study_system_attrs(study_id))
-    new = 0
-    for artifact in artifacts:
-        key = artifact.prefix + artifact.identifier(study_uuid)
-        others = present.get((artifact.prefix, artifact.filename), set())
-        if key in others:
-            continue
-        record = {
-            "artifact_id": artifact.identifier(study_uuid),
-            "filename": artifact.filename,
-            "mimetype": artifact.mimetype,
-            "encoding": None,
-        }
-        store.write(record["artifact_id"] or "", io.BytesIO(artifact.content))
-        storage.set_study_system_attr(study_id, key, json.dumps(record))
-        for other in others:
-            storage.set_study_system_attr(study_id, other, _REMOVED)
-            with contextlib.suppress(ArtifactNotFound):
-                store.remove(other.removeprefix(artifact.prefix))
-        new += 1
+    storage, study_id, new = study._storage, study._study_id, 0
+    with _writing(store._base_path) as remove_unrecorded:
+        present = _present(read_attributes())
+        for artifact in artifacts:
+            key = artifact.prefix + artifact.identifier(study_uuid)
+            others = present.get((artifact.prefix, artifact.filename), set())
+            if key not in others:
+                record = {
+                    "artifact_id": artifact.identifier(study_uuid),
+                    "filename": artifact.filename,
+                    "mimetype": artifact.mimetype,
+                    "encoding": None,
+                }
+                store.write(record["artifact_id"] or "", io.BytesIO(artifact.content))
+                storage.set_study_system_attr(study_id, key, json.dumps(record))
+                new += 1
+            for other in others - {key}:
+                storage.set_study_system_attr(study_id, other, _REMOVED)
+                with contextlib.suppress(ArtifactNotFound):
+                    store.remove(other.removeprefix(artifact.prefix))
+        remove_unrecorded(_present(read_attributes()))
     return new
 
 
-def _present(attributes: Mapping[str, Any]) -> dict[tuple[str, str], set[str]]:
-    """Return (prefix, file name) -> keys of the artifacts that are recorded."""
-    found: dict[tuple[str, str], set[str]] = {}
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[Callable[[_Present], None]]:
+    """Within the block, artifacts may be written to a folder; yield what removes those there without a record.
+
+    It removes none while another process writes there, whose records may be yet to come.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def remove_unrecorded(present: _Present) -> None:
+        recorded = {key.rpartition(":")[2] for keys in present.values() for key in keys}
+        with contextlib.suppress(OSError):  # another process writes, or the file system has no locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for path in folder.iterdir():
+                if _is_ours(path.name) and path.name not in recorded:
+                    path.unlink(missing_ok=True)
+
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        yield remove_unrecorded
+    finally:
+        os.close(descriptor)
+
+
+def _is_ours(identifier: str) -> bool:
+    """Whether an artifact was written here: the ids of what people upload are random ones."""
+    try:
+        return uuid.UUID(identifier).version == _OUR_VERSION
+    except ValueError:
+        return False
+
+
+def _present(attributes: Mapping[str, Any]) -> _Present:
+    """Return the artifacts that were written here and are recorded."""
+    found: _Present = {}
     for key, value in attributes.items():
-        if not key.startswith((_STUDY_PREFIX, "dashboard:artifacts:")) or value == _REMOVED:
+        prefix, separator, identifier = key.rpartition(":")
+        if not key.startswith((_STUDY_PREFIX, "dashboard:artifacts:")) or value == _REMOVED or not _is_ours(identifier):
             continue
-        prefix = key[: key.rindex(":") + 1]
-        found.setdefault((prefix, str(json.loads(value)["filename"])), set()).add(key)
+        found.setdefault((prefix + separator, str(json.loads(value)["filename"])), set()).add(key)
     return found

@@ -164,7 +164,15 @@ def publish(store: Store, name: str, *, artifacts: bool = True) -> Published:
     _save_result(study, view)
     files = artifact_store(view) if artifacts else None
     refused: list[str] = []
-    saved = 0 if files is None else save_artifacts(study, view.record.uuid, artifacts_of(view, refused.append), files)
+    saved = 0
+    if files is not None:
+        saved = save_artifacts(
+            study,
+            view.record.uuid,
+            artifacts_of(view, refused.append),
+            files,
+            read_attributes=lambda: store.storage.get_study_system_attrs(study._study_id),
+        )
     return Published(
         study_id=study._study_id, notes=notes, artifacts=saved, store=files, refused=tuple(dict.fromkeys(refused))
     )

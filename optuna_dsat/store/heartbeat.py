@@ -42,10 +42,13 @@ def server_time(session: Session) -> float:
     return float(session.execute(select(cast(now, Float))).scalar_one())
 
 
-def delete_beat(session: Session, study_uuid: str, trial_number: int) -> None:
-    """Delete the heartbeat of a trial, if there is one."""
+def delete_beat(session: Session, study_uuid: str, trial_number: int, *, worker: Worker | None = None) -> None:
+    """Delete the heartbeat of a trial, if there is one; that of one worker only, or for None whosever it is."""
+    whose = () if worker is None else (HeartbeatRow.worker == worker.name,)
     session.execute(
-        delete(HeartbeatRow).where(HeartbeatRow.study_uuid == study_uuid, HeartbeatRow.trial_number == trial_number)
+        delete(HeartbeatRow).where(
+            HeartbeatRow.study_uuid == study_uuid, HeartbeatRow.trial_number == trial_number, *whose
+        )
     )
 
 
@@ -120,7 +123,7 @@ class Heartbeat:
         self.remove_number(str(trial.study.user_attrs[STUDY_UUID]), trial.number)
 
     def remove_number(self, study_uuid: str, number: int) -> None:
-        """Stop and delete a heartbeat that ``add_number`` started.
+        """Stop and delete a heartbeat that ``add_number`` started; one that is another worker's by now stays.
 
         Raises:
             StorageError: If the database failed.
@@ -128,10 +131,8 @@ class Heartbeat:
         key = (study_uuid, number)
         with self._guard:
             self._trials.discard(key)
-            lost = key in self._lost
             self._lost.discard(key)
-        if not lost:
-            self._database.run(lambda session: delete_beat(session, *key))
+        self._database.run(lambda session: delete_beat(session, *key, worker=self._worker))
 
     def is_lost(self, trial: optuna.Trial) -> bool:
         """Return whether another worker considered this one dead and requeued the trial.

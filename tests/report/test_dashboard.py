@@ -4,11 +4,13 @@ import json
 import socket
 import sys
 import urllib.request
+import uuid
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from optuna.storages import RDBStorage
 from sqlalchemy import make_url
 
 from optuna_dsat.cli import main
@@ -85,6 +87,55 @@ def test_a_changed_log_replaces_the_old_artifact(finished: ReportedStudyBench) -
     assert len(contents) == count
     assert "another end\n" in contents
     assert "trial-0000 rank 0\n" not in contents
+
+
+@pytest.mark.parametrize("step", ["write", "remove"])
+def test_what_a_killed_process_left_of_a_changed_log_goes_with_the_next(
+    finished: ReportedStudyBench, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    publish(finished.store, "s")
+    folder = finished.folder / "out" / "s" / "artifacts"
+    (folder / "a person's.txt").write_text("kept")
+    (folder / str(uuid.uuid4())).write_text("kept, too")
+    count = len(list(folder.iterdir()))
+    prefix = f"dashboard:artifacts:{finished.study().trials[0]._trial_id}:"
+    names = artifact_names(finished, prefix)
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    finished.log("trial-0000").write_text("another end\n")
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.copyfileobj" if step == "write" else "os.remove", killed)
+        with pytest.raises(KeyboardInterrupt):
+            publish(finished.store, "s")
+    assert len(list(folder.iterdir())) == count + 1
+    finished.log("trial-0000").write_text("yet another end\n")
+    publish(finished.store, "s")
+    assert artifact_names(finished, prefix) == names
+    assert len(list(folder.iterdir())) == count
+
+
+def test_a_process_that_is_killed_before_it_removes_an_old_log_lets_the_next_do_it(
+    finished: ReportedStudyBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(finished.store, "s")
+    prefix = f"dashboard:artifacts:{finished.study().trials[0]._trial_id}:"
+    names, write = artifact_names(finished, prefix), RDBStorage.set_study_system_attr
+
+    def killed(storage: RDBStorage, study_id: int, key: str, value: Any) -> None:
+        if value == "null":
+            raise KeyboardInterrupt
+        write(storage, study_id, key, value)
+
+    finished.log("trial-0000").write_text("another end\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(RDBStorage, "set_study_system_attr", killed)
+        with pytest.raises(KeyboardInterrupt):
+            publish(finished.store, "s")
+    assert len(artifact_names(finished, prefix)) == len(names) + 1
+    assert publish(finished.store, "s").artifacts == 0
+    assert artifact_names(finished, prefix) == names
 
 
 def test_text_that_people_added_survives_publishing_again(finished: ReportedStudyBench) -> None:

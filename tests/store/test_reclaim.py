@@ -247,6 +247,16 @@ def test_a_frozen_worker_learns_that_its_trial_was_given_back(url: str) -> None:
         assert [t.state for t in study.trials] == [TrialState.FAIL, TrialState.WAITING]
 
 
+def test_a_frozen_worker_leaves_the_turn_to_whom_it_was_given(url: str) -> None:
+    with Store.open(url) as store:
+        study_uuid, _ = start(store)
+        with store.profile_turn(study_uuid) as mine:
+            assert mine
+            pretend(store, worker="another:1", pid=1, pid_started_at=float(start_ticks(1) or 0))
+        with store.profile_turn(study_uuid) as mine:
+            assert not mine, "the other one still measures"
+
+
 def test_a_process_is_dead_only_where_it_can_be_seen() -> None:
     me = this_worker()
     assert not me.is_dead()
