@@ -2,11 +2,12 @@
 
 An engine asks a cluster's own scheduler for places, starts a ``NodeAgent`` (``cluster/node.py``) on each node of one,
 and carries orders to the agents and their news back. Both are JSON objects, whose meaning no engine knows, apart from
-``PING``. Nodes of a place are numbered from 0.
+``ping_order``. Nodes of a place are numbered from 0.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -14,7 +15,18 @@ from typing import Any, Protocol
 
 from optuna_dsat.errors import DsatError
 
-__all__ = ["HEARD_S", "LOST_S", "PING", "PING_S", "ClusterError", "Engine", "News", "Order", "Place", "PlaceState"]
+__all__ = [
+    "HEARD_S",
+    "LOST_S",
+    "PING_S",
+    "ClusterError",
+    "Engine",
+    "News",
+    "Order",
+    "Place",
+    "PlaceState",
+    "ping_order",
+]
 
 PING_S = 2.0
 """Time between two pings of an agent."""
@@ -26,10 +38,14 @@ HEARD_S = 25.0
 Order = Mapping[str, Any]
 """What an agent is told, as JSON: ``do`` names it."""
 
-PING: Order = {"do": "ping"}
-"""Order that an engine itself gives, every ``PING_S``, whether or not anybody asks for news. An agent answers each
-order of this kind with news, so an engine that hears none of a node for ``LOST_S`` knows its place to be lost.
-"""
+
+def ping_order() -> Order:
+    """Return the order that an engine itself gives, every ``PING_S``, whether or not anybody asks for news.
+
+    An agent answers it with its own time, so an engine that hears nothing of a node for ``LOST_S`` knows its place to
+    be lost, and the head learns by how much the node's clock is ahead.
+    """
+    return {"do": "ping", "sent": time.time()}
 
 
 class ClusterError(DsatError):
@@ -84,9 +100,9 @@ class News:
 class Engine(Protocol):
     """Holds places. All methods are called from one thread; an engine may use others of its own.
 
-    An engine keeps its places alive by itself: it pings the agents of those that are ready (see ``PING``), reads what
-    they say, and loses a place of which a node is silent for ``LOST_S``. A place that is lost or released leaves no
-    process behind: its agents end their launches once they hear nothing more.
+    An engine keeps its places alive by itself: it pings the agents of those that are ready (see ``ping_order``), reads
+    what they say, and loses a place of which a node is silent for ``LOST_S``. A place that is lost or released leaves
+    no process behind: its agents end their launches once they hear nothing more.
     """
 
     def check(self, *, nodes: int, slots: int) -> None:

@@ -11,11 +11,12 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from optuna_dsat.cluster.engine import ClusterError, News, Order, Place
+from optuna_dsat.cluster.engine import LOST_S, ClusterError, News, Order, Place
 from optuna_dsat.cluster.ray_place import RayPlace, cause_of
 
 __all__ = ["RayEngine", "address_of", "fitting_nodes", "join_cluster", "refuse_impossible"]
@@ -50,7 +51,9 @@ class RayEngine:
         self._closing = False
         self._thread: threading.Thread | None = None
         self._failure = ""
-        """Why the thread has ended before its time."""
+        """Why no place can be held any more."""
+        self._turned_at = 0.0
+        """Monotonic time at which the thread began its present turn."""
         self._is_ours = False
 
     def check(self, *, nodes: int, slots: int) -> None:
@@ -94,6 +97,8 @@ class RayEngine:
         with self._changed:
             if not self._news:
                 self._changed.wait(timeout_s)
+            if self._places and time.monotonic() - self._turned_at > LOST_S:
+                self._fail(f"no answer in {LOST_S:g} s")
             found = tuple(self._news)
             self._news.clear()
             return found
@@ -128,6 +133,7 @@ class RayEngine:
         if self._thread is not None:
             return
         self._is_ours = join_cluster(self._address)
+        self._turned_at = time.monotonic()
         self._thread = threading.Thread(target=self._work, name="ray places", daemon=True)
         self._thread.start()
 
@@ -138,17 +144,24 @@ class RayEngine:
                 pass
         except Exception as error:  # noqa: BLE001 - whatever Ray raises, nothing of it can be used any more
             with self._changed:
-                self._failure = f"Ray does not answer: {cause_of(error)}"
-                for place in self._places:
-                    place.give_up(self._failure)
-                self._places.clear()
-                self._changed.notify_all()
+                self._fail(cause_of(error))
+
+    def _fail(self, why: str) -> None:
+        """Note that Ray cannot be used any more; agents end by themselves, since nobody pings them."""
+        self._failure = self._failure or f"Ray does not answer: {why}"
+        for place in self._places:
+            place.give_up(self._failure)
+        self._places.clear()
+        self._changed.notify_all()
 
     def _turn(self) -> bool:
         """Go on with all places once; return whether there is more to do."""
         import ray
 
         with self._changed:
+            if self._failure:
+                return False
+            self._turned_at = time.monotonic()
             orders, self._orders = self._orders, deque()
             released, self._released = self._released, []
             places, closing = list(self._places), self._closing
@@ -168,7 +181,7 @@ class RayEngine:
         said = [one for place in places for one in place.advance(ready)]
         changed = said or before != [place.state for place in places]
         with self._changed:
-            self._places = [place for place in self._places if not place.is_gone]
+            self._places = [place for place in self._places if not place.is_gone]  # those asked for meanwhile, too
             self._news.extend(said)
             if changed:
                 self._changed.notify_all()

@@ -26,8 +26,12 @@ _SET_BY_RAY = ("OMP_NUM_THREADS",)
 """Variables that Ray sets for its workers, in place of which the head's count, or none."""
 _WATCH_S = 0.5
 """Time between two looks at whether the raylet lives."""
+_FROZEN_S = 10.0
+"""Time that the raylet has to be stopped before this node counts as frozen."""
 _END_S = 5.0
-"""Longest wait for an agent that was told to end."""
+"""Longest wait for a process that was told to end."""
+_LAST_WORDS_S = 1.0
+"""Longest wait for what a process said before it ended; what it started may hold its output open."""
 
 
 def node_environment(of_head: Mapping[str, str], of_worker: Mapping[str, str]) -> dict[str, str]:
@@ -50,12 +54,13 @@ class NodeRelay:
     """Holds a process on one node. Ray calls its methods one at a time, on one thread.
 
     The process is asked to end by the end of its input, or by SIGTERM. It is asked so, too, if Ray's own process of the
-    node, which started this one, is gone.
+    node (raylet), which started this one, is gone or stands still.
     """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._said: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._reader: threading.Thread | None = None
         self._parent = os.getppid()
 
     def start(self, words: Sequence[str], environment: Mapping[str, str], cwd: str, *, errors: bool = False) -> None:
@@ -76,8 +81,9 @@ class NodeRelay:
             cwd=cwd if Path(cwd).is_dir() else None,
             start_new_session=True,
         )
-        for work in (self._read, self._watch):
-            threading.Thread(target=work, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        threading.Thread(target=self._watch, daemon=True).start()
 
     def free_port(self) -> int:
         """Return a port that nobody listens on here."""
@@ -86,25 +92,27 @@ class NodeRelay:
             return int(found.getsockname()[1])
 
     def exchange(self, orders: bytes, wait_s: float) -> tuple[bytes, int | None]:
-        """Write to the process; return what it has said since, and its exit code once it has ended.
+        """Write to the process; return what it has said since, and its exit code once it has ended and said all.
 
         Args:
             orders: Lines for the process.
             wait_s: Longest wait for it to say something.
         """
-        process = self._process
-        if process is None or process.stdin is None:
+        process, reader = self._process, self._reader
+        if process is None or process.stdin is None or reader is None:
             raise RuntimeError("no process was started")
         with suppress(OSError, ValueError):  # it has ended, as the exit code says
             process.stdin.write(orders)
             process.stdin.flush()
+        code = process.poll()
+        if code is not None:
+            reader.join(_LAST_WORDS_S)
         said = b""
-        try:
-            said = self._said.get(timeout=wait_s)
+        with suppress(queue.Empty):
+            said = self._said.get(timeout=wait_s if code is None else 0)
             while True:
                 said += self._said.get_nowait()
-        except queue.Empty:
-            return said, process.poll()
+        return said, code
 
     def close(self) -> None:
         """Have the process end, and what it started; wait for that."""
@@ -129,8 +137,22 @@ class NodeRelay:
             self._said.put(data)
 
     def _watch(self) -> None:
-        """End the process once Ray's own of this node is gone: nobody else would, while this worker lives on."""
-        while os.getppid() == self._parent:
+        """End the process once the raylet is gone or frozen: nobody else would, while this worker lives on.
+
+        Ray itself misses a raylet that is stopped only after a minute, and ends nothing on its node.
+        """
+        moved = time.monotonic()
+        while os.getppid() == self._parent and time.monotonic() - moved < _FROZEN_S:
             time.sleep(_WATCH_S)
+            if not _is_stopped(self._parent):
+                moved = time.monotonic()
         self.close()
         os._exit(1)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Return whether a process was stopped by a signal or a debugger (``/proc/PID/stat``: proc(5))."""
+    with suppress(OSError):
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return stat.rpartition(")")[2].split()[0] in ("T", "t")
+    return False

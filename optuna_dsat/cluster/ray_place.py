@@ -12,7 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from optuna_dsat.cluster.engine import LOST_S, PING, PING_S, News, Order, PlaceState
+from optuna_dsat.cluster.engine import LOST_S, PING_S, News, Order, PlaceState, ping_order
 from optuna_dsat.cluster.ray_node import NodeRelay
 from optuna_dsat.cluster.srun import agent_environment
 from optuna_dsat.cluster.wire import Joiner
@@ -196,7 +196,7 @@ class RayPlace:
         """Take what nodes answered, and call each again."""
         if now - self._pinged_at > PING_S:
             self._pinged_at = now
-            self.give(PING, node=None)
+            self.give(ping_order(), node=None)
         for index, node in enumerate(self._nodes):
             if node.asked in ready:
                 yield from self._answer(index, node, now)

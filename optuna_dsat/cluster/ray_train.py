@@ -1,7 +1,8 @@
 """``python -m optuna_dsat.cluster.ray_train --nodes N --ranks K -- SCRIPT ...``: torchrun on nodes of a Ray cluster.
 
 What a search on Ray prints to train with: the nodes are asked for as those of its trials were, and each runs torchrun
-with this process's environment. Their output comes here; the exit code is that of the first that fails.
+with this process's environment (``cluster/guarded.py``: nothing of it outlives this process). Their output comes here;
+the exit code is that of the first that fails.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from optuna_dsat.cluster.engine import ClusterError
+from optuna_dsat.cluster.engine import LOST_S, ClusterError
 from optuna_dsat.cluster.ray_engine import address_of, join_cluster, refuse_impossible
-from optuna_dsat.cluster.ray_place import bundle_of, relay_on
+from optuna_dsat.cluster.ray_place import bundle_of, cause_of, relay_on
 from optuna_dsat.cluster.srun import agent_environment
 
 __all__ = ["main", "torchrun_words"]
@@ -24,6 +26,8 @@ __all__ = ["main", "torchrun_words"]
 _WAIT_S = 0.5
 _WORD_S = 10.0
 """Time between two lines on nodes that are waited for."""
+_BEGIN_S = 120.0
+"""Longest wait for a node to take its orders."""
 _END_S = 10.0
 """Longest wait for all nodes to end."""
 
@@ -43,9 +47,25 @@ def main(argv: Sequence[str]) -> int:
         join_cluster(address_of(given.address))
         refuse_impossible(nodes=given.nodes, slots=given.gpus)
     except ClusterError as error:
-        sys.stderr.write(f"optuna-dsat: {error}\n")
-        return error.exit_code
-    return _train(given)
+        return _refused(error)
+    import ray
+
+    try:
+        return _train(given)
+    except ClusterError as error:
+        return _refused(error)
+    except ray.exceptions.RayError as error:
+        sys.stderr.write(f"optuna-dsat: {cause_of(error)}.\n")
+        return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    finally:
+        ray.shutdown()
+
+
+def _refused(error: ClusterError) -> int:
+    sys.stderr.write(f"optuna-dsat: {error}\n")
+    return error.exit_code
 
 
 def _end(number: int, _frame: object) -> NoReturn:
@@ -65,7 +85,7 @@ def torchrun_words(words: Sequence[str], *, nodes: int, node: int, ranks: int, a
     """
     where = ["--rdzv_backend", "static", "--master_addr", address, "--master_port", str(port)]
     shape = ["--nnodes", str(nodes), "--node_rank", str(node), "--nproc_per_node", str(ranks)]
-    return ["-m", "torch.distributed.run", *shape, *where, *words]
+    return ["-m", "optuna_dsat.cluster.guarded", "-m", "torch.distributed.run", *shape, *where, *words]
 
 
 def _train(given: argparse.Namespace) -> int:
@@ -79,49 +99,65 @@ def _train(given: argparse.Namespace) -> int:
         while not group.wait(_WORD_S):
             sys.stderr.write(f"Waiting for {given.nodes} nodes of the Ray cluster ...\n")
         relays = [relay_on(group, index, gpus=given.gpus) for index in range(given.nodes)]
-        known = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-        address = known[placement_group_table(group)["bundles_to_node_id"][0]]
-        port = ray.get(relays[0].free_port.remote())
-        environ, cwd = agent_environment(os.environ), str(Path.cwd())
-        ray.get(
-            [
-                relay.start.remote(
-                    torchrun_words(
-                        given.words, nodes=given.nodes, node=index, ranks=given.ranks, address=address, port=port
-                    ),
-                    environ,
-                    cwd,
-                    errors=True,
-                )
-                for index, relay in enumerate(relays)
-            ]
-        )
+        _start(given, relays, address=_address_in(placement_group_table(group)))
         return _follow(relays)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
     finally:
-        ray.wait(
-            [relay.close.remote() for relay in relays], num_returns=len(relays), timeout=_END_S
-        ) if relays else None
+        if relays:
+            ray.wait([relay.close.remote() for relay in relays], num_returns=len(relays), timeout=_END_S)
         remove_placement_group(group)
-        ray.shutdown()
+
+
+def _address_in(table: Mapping[str, Any]) -> str:
+    """Return the address of the first node of a placement group."""
+    import ray
+
+    known = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes()}
+    return known[table["bundles_to_node_id"][0]]
+
+
+def _start(given: argparse.Namespace, relays: Sequence[Any], *, address: str) -> None:
+    """Have each node start its torchrun."""
+    import ray
+
+    port = ray.get(relays[0].free_port.remote(), timeout=_BEGIN_S)
+    environ, cwd = agent_environment(os.environ), str(Path.cwd())
+    begun = []
+    for index, relay in enumerate(relays):
+        words = torchrun_words(
+            given.words, nodes=given.nodes, node=index, ranks=given.ranks, address=address, port=port
+        )
+        begun.append(relay.start.remote(words, environ, cwd, errors=True))
+    ray.get(begun, timeout=_BEGIN_S)
 
 
 def _follow(relays: Sequence[Any]) -> int:
-    """Write what nodes say until all have ended, or one has failed; return the exit code."""
+    """Write what nodes say until all have ended, or one has failed; return the exit code.
+
+    Raises:
+        ClusterError: If a node answers no more.
+    """
     import ray
 
-    asked = {relay.exchange.remote(b"", _WAIT_S): relay for relay in relays}
+    def ask(node: int) -> None:
+        asked[relays[node].exchange.remote(b"", _WAIT_S)] = (node, time.monotonic())
+
+    asked: dict[Any, tuple[int, float]] = {}
+    for node in range(len(relays)):
+        ask(node)
     while asked:
-        (ready,), _ = ray.wait(list(asked), num_returns=1)
-        relay = asked.pop(ready)
-        said, code = ray.get(ready)
-        sys.stdout.buffer.write(said)
-        sys.stdout.buffer.flush()
-        if code is None or said:
-            asked[relay.exchange.remote(b"", _WAIT_S)] = relay
-        elif code:
-            return int(code) if code > 0 else 128 - int(code)
+        ready, _ = ray.wait(list(asked), num_returns=1, timeout=_WAIT_S)
+        for one in ready:
+            node, _ = asked.pop(one)
+            said, code = ray.get(one)
+            sys.stdout.buffer.write(said)
+            sys.stdout.buffer.flush()
+            if code is None:
+                ask(node)
+            elif code:
+                return int(code)
+        silent = [node for node, since in asked.values() if time.monotonic() - since > LOST_S]
+        if silent:
+            raise ClusterError(f"Node {silent[0]} of the training has given no answer for {LOST_S:g} s.")
     return 0
 
 

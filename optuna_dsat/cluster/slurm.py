@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import IO, Any
 
-from optuna_dsat.cluster.engine import LOST_S, PING, PING_S, News, Order, Place, PlaceState
+from optuna_dsat.cluster.engine import LOST_S, PING_S, News, Order, Place, PlaceState, ping_order
 from optuna_dsat.cluster.srun import agent_environment, cause_in, check_request, job_in, reason_command, srun_command
 from optuna_dsat.cluster.wire import Joiner
 
@@ -254,7 +254,7 @@ class SlurmEngine:
             self._pinged = now
         for place in list(self._places):
             if ping and place.first_hello is not None and place.leaving_since is None:
-                place.outgoing += json.dumps({**PING, "to": None, "sent": time.time()}).encode() + b"\n"
+                place.outgoing += json.dumps({**ping_order(), "to": None}).encode() + b"\n"
             self._look_at(place, now)
             place.write_out()
         self._look_at_commands(now)
