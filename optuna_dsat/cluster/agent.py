@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from optuna_dsat.cluster.node import NodeAgent
 from optuna_dsat.cluster.wire import decode_line, to_lines
@@ -20,6 +21,8 @@ __all__ = ["main"]
 
 _PAUSE_S = 0.02
 """Pause between two looks at the launches."""
+_MOST_UNSENT = 2**22
+"""Bytes that wait for the head to read them, above which nothing more is read of the launches."""
 
 
 class _EndedError(Exception):
@@ -34,12 +37,13 @@ def _number_and_name(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[i
 
 
 def _serve(agent: NodeAgent, node: int, *, news_to: int) -> None:
-    """Carry orders and news until the agent leaves.
+    """Carry orders and news until the agent leaves; never waits for the head to read.
 
     Raises:
         _EndedError: If the head is gone.
     """
-    partial = b""
+    os.set_blocking(news_to, False)
+    partial = unsent = b""
     while not agent.leaving:
         if select.select([0], [], [], _PAUSE_S)[0]:
             data = os.read(0, 1 << 20)
@@ -49,15 +53,17 @@ def _serve(agent: NodeAgent, node: int, *, news_to: int) -> None:
             for order in filter(None, map(decode_line, lines)):
                 if order.get("to") in (None, node):
                     agent.take(order)
-        for message in agent.advance():
-            for line in to_lines(node, message):
-                _write(news_to, line)
+        for message in agent.advance() if len(unsent) < _MOST_UNSENT else ():
+            unsent += b"".join(to_lines(node, message))
+        unsent = _written(news_to, unsent)
 
 
-def _write(descriptor: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]
+def _written(descriptor: int, data: bytes) -> bytes:
+    """Write as much as the descriptor takes; return the rest."""
+    with suppress(BlockingIOError):
+        while data:
+            data = data[os.write(descriptor, data) :]
+    return data
 
 
 def main() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,14 @@ from tests.harness.slurm import SlurmCluster, running_slurm, why_no_slurm
 @pytest.fixture(scope="session")
 def slurm_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     """Yield a running SLURM; skips where there is none."""
+    with _started(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+@contextmanager
+def _started(root: Path) -> Iterator[SlurmCluster]:
     if why := why_no_slurm():
         pytest.skip(why)
-    root: Path = tmp_path_factory.mktemp("slurm")
     for folder in (root, *root.parents[:2]):
         folder.chmod(0o755)  # munge refuses a socket that others cannot reach
     with running_slurm(root) as cluster:
@@ -26,8 +32,22 @@ def slurm_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmClu
 @pytest.fixture
 def slurm(slurm_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> SlurmCluster:
     """Return the running SLURM, which this process's environment names."""
+    _name(slurm_cluster, monkeypatch)
+    return slurm_cluster
+
+
+@pytest.fixture
+def breakable_slurm(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[SlurmCluster]:
+    """Yield a SLURM for one test alone, which this process's environment names."""
+    with _started(tmp_path_factory.mktemp("slurm")) as cluster:
+        _name(cluster, monkeypatch)
+        yield cluster
+
+
+def _name(cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("SLURM")]:
         monkeypatch.delenv(name)
-    for name, value in slurm_cluster.environ.items():
+    for name, value in cluster.environ.items():
         monkeypatch.setenv(name, value)
-    return slurm_cluster

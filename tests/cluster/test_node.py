@@ -167,3 +167,17 @@ def test_orders_for_others_are_left_alone_and_the_end_of_the_input_ends_it(tmp_p
     finally:
         talk.end()
     assert talk.process.returncode == 0
+
+
+def test_a_head_that_reads_nothing_keeps_no_agent(tmp_path: Path) -> None:
+    talk = Talk(tmp_path)
+    try:
+        talk.hears(lambda news: news["news"] == "hello")
+        for _ in range(100):
+            talk.tell(do="x" * 1000, to=None)  # each is answered, with more than a pipe holds in all
+        assert talk.process.stdin is not None
+        talk.process.stdin.close()
+        assert talk.process.wait(60) == 0
+    finally:
+        talk.process.kill()
+        talk.end()

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -19,17 +18,15 @@ import pytest
 from optuna_dsat.cluster import slurm as slurm_module
 from optuna_dsat.cluster.engine import ClusterError, Place, PlaceState
 from optuna_dsat.cluster.launcher import ClusterLauncher, Limits
-from optuna_dsat.cluster.places import Layout
 from optuna_dsat.cluster.slurm import SlurmEngine, SlurmPlace
 from optuna_dsat.cluster.srun import agent_environment, srun_command
-from optuna_dsat.launch.protocol import Finished, LaunchReport, LaunchRequest, Observed
+from optuna_dsat.launch.protocol import Observed
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import RankStarted
-from tests.harness.launches import STUB, request
-from tests.harness.slurm import SlurmCluster
+from tests.cluster.launches import finish, launcher_on, poll_until, stub
+from tests.harness.slurm import SlurmCluster, stretched
 from tests.harness.workers import wait_until
 
-TWO_RANKS = Layout(nodes=2, slots=1, kind="cpu", gpus=2)
 RELEASE_S = 5.0
 """Longest time from a release until a place that waited for it is ready, on a machine with nothing else to do."""
 
@@ -57,26 +54,6 @@ def launcher(engine: SlurmEngine, tmp_path: Path) -> Iterator[ClusterLauncher]:
     launcher = launcher_on(engine, tmp_path)
     yield launcher
     launcher.close()
-
-
-def launcher_on(engine: SlurmEngine, folder: Path, **options: object) -> ClusterLauncher:
-    values = {"layout": TWO_RANKS, "limits": Limits(), "files": {}, "warm": False, **options}
-    return ClusterLauncher(folder / "out", engine=engine, **values)  # type: ignore[arg-type]
-
-
-def stub(folder: Path, launch_id: str = "trial-0000", *args: str, **changes: Any) -> LaunchRequest:
-    return request(folder, launch_id=launch_id, script=STUB, args=args, **changes)
-
-
-def finish(launcher: ClusterLauncher, *, seen: list[object] | None = None, limit_s: float = 120.0) -> LaunchReport:
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        for update in launcher.poll(0.5):
-            if isinstance(update, Observed) and seen is not None:
-                seen.append((time.time(), update.event))
-            if isinstance(update, Finished):
-                return update.report
-    pytest.fail("The launch did not end.")
 
 
 @pytest.mark.parametrize(("nodes", "gpus", "arguments"), [(5, 0, ()), (2, 3, ()), (1, 0, ("--partition=none",))])
@@ -144,19 +121,6 @@ def test_who_searches_is_told_why_a_launch_waits_and_it_starts_once_there_is_roo
         launcher.close()
 
 
-def poll_until(
-    launcher: ClusterLauncher, condition: Callable[[list[Observed]], bool], *, what: str, limit_s: float = 90.0
-) -> list[Observed]:
-    """Poll until a condition holds; return the starts of ranks seen meanwhile."""
-    seen: list[Observed] = []
-    deadline = time.monotonic() + limit_s
-    while not condition(seen):
-        if time.monotonic() > deadline:
-            pytest.fail(f"Not within {limit_s:g} s: {what}.")
-        seen += [u for u in launcher.poll(0.2) if isinstance(u, Observed) and isinstance(u.event, RankStarted)]
-    return seen
-
-
 def test_a_queued_place_is_taken_back(engine: SlurmEngine, slurm: SlurmCluster) -> None:
     held = engine.request(nodes=4, slots=2)
     until(engine, lambda: held.state is PlaceState.READY, what="one is held")
@@ -195,15 +159,19 @@ def test_a_stop_ends_all_ranks_and_an_agents_end_returns_the_launch(
     listening = {one.laddr.ip for one in connections if one.status == psutil.CONN_LISTEN}
     assert listening, "torchrun's store"
     assert listening <= {"127.0.0.1", "::ffff:127.0.0.1"}
+    begun = time.monotonic()
     launcher.stop("trial-0000", message="pruned")
     assert finish(launcher, limit_s=20).outcome is Outcome.PRUNED
     wait_until(lambda: not slurm.ranks(), what="no rank is left")
+    assert time.monotonic() - begun < stretched(2.0)
 
     launcher.start(stub(tmp_path, "trial-0001", "--end", "sleep"))
     while not slurm.ranks():
         launcher.poll(0.1)
+    begun = time.monotonic()
     os.kill(slurm.agents()[0].pid, signal.SIGKILL)
     report = finish(launcher, limit_s=20)
+    assert time.monotonic() - begun < stretched(5.0)
     assert report.outcome is Outcome.KILLED
     assert "was lost" in report.message
     wait_until(lambda: not slurm.ranks(), what="no rank is left")

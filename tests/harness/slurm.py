@@ -19,7 +19,7 @@ import psutil
 from optuna_dsat.launch.processes import MARK_ENV
 from tests.harness.workers import wait_until
 
-__all__ = ["SlurmCluster", "running_slurm", "why_no_slurm"]
+__all__ = ["SlurmCluster", "running_slurm", "stretched", "why_no_slurm"]
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "squeue", "sinfo", "scancel", "scontrol")
 _START_S = 30.0
@@ -56,6 +56,11 @@ GresTypes=gpu
 NodeName=n[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=4 RealMemory=4000 Gres=gpu:2
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
+
+
+def stretched(limit_s: float) -> float:
+    """Return a limit of a machine with nothing else to do, as many times longer as processes wait for a core here."""
+    return limit_s * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def why_no_slurm() -> str:
@@ -109,6 +114,11 @@ class SlurmCluster:
     def ranks(self) -> list[psutil.Process]:
         """Return torchruns, ranks and what they started."""
         return [one for one in self.tasks() if MARK_ENV in one.environ()]
+
+    def keepers(self, node: str) -> list[psutil.Process]:
+        """Return the daemons that a node's jobs hang on: its slurmd, and the slurmstepd of each of its agents."""
+        steps = [one.parent() for one in self.agents() if one.environ().get("SLURMD_NODENAME") == node]
+        return [psutil.Process(self.pids[f"slurmd.{node}"]), *filter(None, steps)]
 
     def idle(self) -> int:
         """Return how many nodes nobody uses."""

@@ -1,0 +1,52 @@
+"""Launches of a stub over the nodes of a cluster, and what is waited for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optuna_dsat.cluster.engine import Engine
+from optuna_dsat.cluster.launcher import ClusterLauncher, Limits
+from optuna_dsat.cluster.places import Layout
+from optuna_dsat.launch.protocol import Finished, LaunchReport, LaunchRequest, Observed
+from optuna_dsat.runtime.events import RankStarted
+from tests.harness.launches import STUB, request
+
+TWO_RANKS = Layout(nodes=2, slots=1, kind="cpu", gpus=2)
+
+
+def launcher_on(engine: Engine, folder: Path, **options: object) -> ClusterLauncher:
+    values = {"layout": TWO_RANKS, "limits": Limits(), "files": {}, "warm": False, **options}
+    return ClusterLauncher(folder / "out", engine=engine, **values)  # type: ignore[arg-type]
+
+
+def stub(folder: Path, launch_id: str = "trial-0000", *args: str, **changes: Any) -> LaunchRequest:
+    return request(folder, launch_id=launch_id, script=STUB, args=args, **changes)
+
+
+def finish(launcher: ClusterLauncher, *, seen: list[object] | None = None, limit_s: float = 120.0) -> LaunchReport:
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        for update in launcher.poll(0.5):
+            if isinstance(update, Observed) and seen is not None:
+                seen.append((time.time(), update.event))
+            if isinstance(update, Finished):
+                return update.report
+    pytest.fail("The launch did not end.")
+
+
+def poll_until(
+    launcher: ClusterLauncher, condition: Callable[[list[Observed]], bool], *, what: str, limit_s: float = 90.0
+) -> list[Observed]:
+    """Poll until a condition holds; return the starts of ranks seen meanwhile."""
+    seen: list[Observed] = []
+    deadline = time.monotonic() + limit_s
+    while not condition(seen):
+        if time.monotonic() > deadline:
+            pytest.fail(f"Not within {limit_s:g} s: {what}.")
+        seen += [u for u in launcher.poll(0.2) if isinstance(u, Observed) and isinstance(u.event, RankStarted)]
+    return seen

@@ -1,0 +1,60 @@
+"""What becomes of a search when a node of SLURM dies or freezes, and of the node when its head does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from optuna_dsat.cluster.slurm import SlurmEngine
+from optuna_dsat.outcome import Outcome
+from tests.cluster.launches import finish, launcher_on, poll_until, stub
+from tests.harness.slurm import SlurmCluster, stretched
+from tests.harness.workers import wait_until
+
+pytestmark = pytest.mark.torchrun
+
+LOST_S = 40.0
+"""Longest time until a node that died or froze is missed, on a machine with nothing else to do."""
+
+
+@pytest.fixture
+def keepers(breakable_slurm: SlurmCluster) -> Iterator[list[psutil.Process]]:
+    """Give a list for the processes that a test stops; they go on at its end, so that SLURM can end them."""
+    assert breakable_slurm
+    stopped: list[psutil.Process] = []
+    yield stopped
+    for process in stopped:
+        with suppress(psutil.NoSuchProcess):
+            process.resume()
+
+
+@pytest.mark.parametrize("fate", ["killed", "frozen"])
+def test_a_node_without_its_daemons_is_lost_and_the_search_goes_on_elsewhere(
+    breakable_slurm: SlurmCluster, keepers: list[psutil.Process], tmp_path: Path, fate: str
+) -> None:
+    told: list[str] = []
+    engine = SlurmEngine(())
+    launcher = launcher_on(engine, tmp_path, on_notice=told.append)
+    try:
+        launcher.start(stub(tmp_path, "trial-0000", "--end", "sleep"))
+        poll_until(launcher, lambda seen: len(seen) == 2, what="it runs on two nodes")
+        node = sorted(one.environ()["SLURMD_NODENAME"] for one in breakable_slurm.agents())[1]
+        keepers += breakable_slurm.keepers(node)
+        begun = time.monotonic()
+        for process in keepers:
+            process.kill() if fate == "killed" else process.suspend()
+        report = finish(launcher, limit_s=stretched(LOST_S))
+        lost_s = time.monotonic() - begun
+        assert report.outcome is Outcome.KILLED
+        assert "was lost" in report.message
+        wait_until(lambda: not breakable_slurm.ranks(), what="no rank is left", limit_s=stretched(LOST_S) - lost_s)
+        launcher.start(stub(tmp_path, "trial-0001"))
+        again = finish(launcher)
+        assert (again.outcome, node in again.host) == (Outcome.MEASURED, False), again.message
+    finally:
+        launcher.close()
