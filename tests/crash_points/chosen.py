@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from tests.crash_points.points import Blow, Point, applies
 from tests.crash_points.runs import Case, Reference
@@ -62,7 +64,22 @@ def distinct(strikes: Sequence[Strike], *, times: int) -> list[Strike]:
 
 
 def drawn(strikes: Sequence[Strike], *, seed: int, sample: int | None) -> list[Strike]:
-    """Return blows in an order drawn by a seed, so that the first of them are a sample of all."""
+    """Return blows in an order drawn by a seed, whose beginning samples all code: each is met once before any is again.
+
+    Code is what a point does and the functions that lead there, whatever the lines, the method and the database.
+
+    Args:
+        strikes: What may be tried.
+        seed: Draws the order.
+        sample: How many of them; None for all.
+    """
     order = list(strikes)
     random.Random(seed).shuffle(order)
+    met: Counter[object] = Counter()
+    rounds = []
+    for one in order:
+        code = (one.blow, one.point.code)
+        rounds.append(met[code])
+        met[code] += 1
+    order = [one for _, one in sorted(zip(rounds, order, strict=True), key=itemgetter(0))]
     return order if sample is None else order[:sample]

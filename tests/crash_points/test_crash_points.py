@@ -176,6 +176,16 @@ def test_a_sample_is_drawn_by_its_seed() -> None:
     assert drawn(strikes, seed=1, sample=None) != drawn(strikes, seed=2, sample=None)
 
 
+def test_an_order_meets_all_code_before_it_meets_any_again() -> None:
+    often = [one for one in strikes_of(*(["a"] * 20), "b") if one.blow is Blow.KILL]
+    sites = [f"x.py:f+{line} < x.py:g+1" for line in range(20)] + ["x.py:h+1"]
+    strikes = [replace(one, point=replace(one.point, site=site)) for one, site in zip(often, sites, strict=True)]
+    for seed in range(10):
+        order = drawn(strikes, seed=seed, sample=None)
+        assert {one.point.code for one in order[:2]} == {one.point.code for one in strikes}
+        assert sorted(one.point.site for one in order) == sorted(sites)
+
+
 def test_a_later_run_goes_on_with_the_results_of_an_earlier_one(tmp_path: Path) -> None:
     first, again = strikes_of("a.17", "b.17"), strikes_of("a.18", "b.18", "c")
     results = Results(tmp_path / "results.jsonl")
