@@ -166,9 +166,12 @@ def _remove_shared_memory(paths: Collection[Path]) -> int:
     there = {path for path in paths if _is_there(path)}
     if there:
         there -= shared_memory_of(_all_processes())  # a launch of today may have the name that one of yesterday had
+    removed = 0
     for path in there:
-        path.unlink(missing_ok=True)
-    return len(there)
+        with contextlib.suppress(OSError):  # another user's by now, or gone
+            path.unlink()
+            removed += 1
+    return removed
 
 
 def _is_there(path: Path) -> bool:

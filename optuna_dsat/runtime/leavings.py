@@ -9,6 +9,7 @@ import contextlib
 import functools
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 
 from optuna_dsat.runtime.replacing import replace_function
 
-__all__ = ["SHARED_MEMORY", "note", "note_shared_buffer", "note_temporary_folders"]
+__all__ = ["SHARED_MEMORY", "note", "note_shared_buffer", "note_shared_memory", "note_temporary_folders"]
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -59,3 +60,40 @@ def note_temporary_folders(record: Path) -> None:
         return made
 
     replace_function(tempfile, "mkdtemp", mkdtemp)
+
+
+def note_shared_memory(record: Path) -> None:
+    """Have what this process and its forks make in shared memory noted before they do: it may be in use for an instant.
+
+    That is what Python opens there, and ``multiprocessing.shared_memory``. What a library in C makes, or another
+    program, is seen while a process uses it (``launch/shared_memory.py``). What was there before is not noted.
+
+    Args:
+        record: File that receives the paths.
+    """
+
+    def look(event: str, args: tuple[Any, ...]) -> None:
+        if event == "open" and isinstance(args[0], str | bytes) and isinstance(args[2], int) and args[2] & os.O_CREAT:
+            _note_new(record, os.fsdecode(args[0]))
+
+    sys.addaudithook(look)
+    with contextlib.suppress(ImportError):  # a platform without it
+        import _posixshmem
+
+        original: Any = _posixshmem.shm_open
+
+        @functools.wraps(original)
+        def shm_open(path: Any, flags: int, *rest: Any, **named: Any) -> Any:
+            if flags & os.O_CREAT:
+                _note_new(record, str(SHARED_MEMORY / str(path).lstrip("/")))
+            return original(path, flags, *rest, **named)
+
+        replace_function(_posixshmem, "shm_open", shm_open)
+
+
+def _note_new(record: Path, path: str) -> None:
+    """Note a path in shared memory at which there is nothing yet."""
+    with contextlib.suppress(OSError, ValueError):  # a working directory that is gone, a path that no file has
+        whole = os.path.abspath(path)  # noqa: PTH100 - in a hook, which opens no module
+        if os.path.dirname(whole) == str(SHARED_MEMORY) and not os.path.lexists(whole):  # noqa: PTH120
+            note(record, whole)

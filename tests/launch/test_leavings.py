@@ -29,11 +29,12 @@ from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from tempfile import mkdtemp
-from optuna_dsat.runtime.leavings import note_shared_buffer, note_temporary_folders
-record = Path(sys.argv[1])
+from optuna_dsat.runtime.leavings import note_shared_buffer, note_shared_memory, note_temporary_folders
+record, before = Path(sys.argv[1]), Path(sys.argv[2])
 sys.stdin.readline()  # what is there when a launch begins is not its own
 note_shared_buffer(record, {"MASTER_ADDR": "test", "MASTER_PORT": str(os.getpid())}, rank=0)
 note_temporary_folders(record)
+note_shared_memory(record)
 made = [tempfile.mkdtemp(prefix="tracker-"), mkdtemp()]
 Path(made[0], "file").touch()
 buffer = Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_test_{os.getpid()}_0")
@@ -41,16 +42,27 @@ buffer.write_text("as DeepSpeed leaves it")
 mapped, tracked = SharedMemory(create=True, size=4096), SharedMemory(create=True, size=4096)
 resource_tracker.unregister(mapped._name, "shared_memory")  # as of a library that tracks nothing
 tracked.close()  # its tracker removes it, if it may
-print(*made, buffer, f"/dev/shm/{mapped.name}", f"/dev/shm/{tracked.name}", flush=True)
+instant = SharedMemory(create=True, size=4096)
+resource_tracker.unregister(instant._name, "shared_memory")
+instant.close()  # in use for less time than there is between two looks
+before.write_text("what was there is not the launch's")
+opened = Path(f"/dev/shm/optuna-dsat-test-{os.getpid()}")
+if os.fork() == 0:
+    opened.write_text("of a data loader's process")
+    os._exit(0)
+os.wait()
+shared = [f"/dev/shm/{one.name}" for one in (mapped, tracked, instant)]
+print(*made, buffer, *shared, opened, flush=True)
 time.sleep(600)
 """
 
 
 def test_what_a_killed_rank_leaves_is_removed(tmp_path: Path) -> None:
     directory, mark = RunDirectory.create(tmp_path, "trial-0000"), new_mark()
-    record = tmp_path / "record"
+    record, before = tmp_path / "record", SHARED_MEMORY / f"optuna-dsat-test-before-{os.getpid()}"
+    before.touch()
     agent = subprocess.Popen(
-        [sys.executable, "-c", RANK, str(record)],
+        [sys.executable, "-c", RANK, str(record), str(before)],
         env={**os.environ, MARK_ENV: mark},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -73,7 +85,7 @@ def test_what_a_killed_rank_leaves_is_removed(tmp_path: Path) -> None:
         go.write("begin\n")
         go.flush()
         left = [Path(one) for one in output.readline().split()]
-    assert len(left) == 5
+    assert len(left) == 7
     assert all(path.exists() for path in left)
     launch.end(StopReason(outcome=Outcome.PRUNED, message="enough"))
     agent.wait()
@@ -83,6 +95,8 @@ def test_what_a_killed_rank_leaves_is_removed(tmp_path: Path) -> None:
         now += 1.0
     assert [path for path in left if path.exists()] == []
     assert not record.exists()
+    assert before.exists()
+    before.unlink()
 
 
 def test_only_folders_in_the_temporary_folder_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
