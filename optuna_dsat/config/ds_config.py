@@ -94,6 +94,14 @@ _STAGE3_KEYS = frozenset({
     "sub_group_size", "offload_param", "zero_hpz_partition_size",
     *(key for key in _ZERO_DEFAULTS if key.startswith("stage3_")),
 })  # fmt: skip
+_SECTIONS = (
+    "optimizer", "scheduler", "fp16", "bf16", "bfloat16", _AUTOTUNING,
+    "activation_checkpointing", "aio", "amp", "checkpoint", "comet", "comms_logger", "compile", "compression_training",
+    "csv_monitor", "curriculum_learning", "data_efficiency", "data_types", "eigenvalue", "elasticity", "flops_profiler",
+    "hybrid_engine", "nebula", "pipeline", "progressive_layer_drop", "sparse_attention", "tensor_parallel",
+    "tensorboard", "torch_autocast", "wandb",
+)  # fmt: skip
+"""Keys of a config that are objects, and whatever else stands there ``DeepSpeedConfig`` 0.19.8 refuses."""
 _NO_SIZES = ("stage", "zero_hpz_partition_size")
 _SIZES = frozenset(key for key, value in _ZERO_DEFAULTS.items() if type(value) is int and key not in _NO_SIZES)
 _ZERO_STAGE_KEYS = frozenset({*_ZERO_DEFAULTS, *_STAGE3_KEYS, "overlap_comm", "offload_optimizer"}) - {"stage"}
@@ -197,7 +205,9 @@ def _unique(pairs: list[tuple[str, Any]], path: str) -> dict[str, Any]:
 
 
 def _kind(value: Any) -> str:
-    names = {list: "a list", str: "a string", bool: "a truth value", int: "a number", float: "a number"}
+    names = {
+        list: "a list", dict: "an object", str: "a string", bool: "a truth value", int: "a number", float: "a number",
+    }  # fmt: skip
     return names.get(type(value), "null")
 
 
@@ -206,14 +216,19 @@ def _check_shape(raw: Mapping[str, Any], path: str) -> None:
     zero = raw.get(ZERO, {})
     if not isinstance(zero, dict | bool):
         raise ConfigError(f"{path}: {ZERO} is {_kind(zero)}; it must be an object.")
-    for key in ("optimizer", "fp16", "bf16", _AUTOTUNING):
+    for key in _SECTIONS:
         section = raw.get(key, {})
         if not isinstance(section, dict):
             raise ConfigError(f"{path}: {key} is {_kind(section)}; it must be an object.")
     for key in ("optimizer", "scheduler"):
-        section = raw.get(key)
-        if isinstance(section, dict) and isinstance(section.get("type"), list):
+        section = raw.get(key, {})
+        kind, params = section.get("type"), section.get("params")
+        if isinstance(kind, list):
             raise ConfigError(f"{path}: {key}.type is a list, but is not searched; give one name.")
+        if kind is not None and not isinstance(kind, str):
+            raise ConfigError(f"{path}: {key}.type is {_kind(kind)}; it must be a string.")
+        if params is not None and not isinstance(params, dict):
+            raise ConfigError(f"{path}: {key}.params is {_kind(params)}; it must be an object.")
     for key in (TRAIN_BATCH, GRADIENT_ACCUMULATION):
         if isinstance(raw.get(key), list):
             raise ConfigError(f"{path}: {key} is a list, but is not searched; give one number.")

@@ -9,7 +9,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-__all__ = ["LARGEST_SIZE", "Place", "constants", "is_installed", "is_size", "place_of", "places_of"]
+__all__ = [
+    "LARGEST_SIZE",
+    "Place",
+    "constants",
+    "is_installed",
+    "is_size",
+    "parsed_source",
+    "place_of",
+    "places_of",
+]
 
 Place = tuple[str, int]
 """File and line."""
@@ -51,6 +60,21 @@ def _users_places(frame: FrameType | None) -> Iterator[Place]:
         frame = frame.f_back
 
 
+def parsed_source(file: str | Path) -> ast.Module:
+    """Return the syntax tree of a Python file.
+
+    Raises:
+        OSError: If it cannot be read.
+        SyntaxError: If it is not Python, or nested more deeply than this interpreter reads.
+    """
+    try:
+        return ast.parse(Path(file).read_bytes(), filename=str(file))
+    except (RecursionError, MemoryError):
+        raise SyntaxError("nested too deeply") from None
+    except ValueError as error:
+        raise SyntaxError(str(error)) from None
+
+
 def constants(file: str, values: Collection[int]) -> list[dict[str, Any]]:
     """Return where a source file spells out whole numbers: ``file``, ``line``, ``value`` and ``name``.
 
@@ -62,39 +86,51 @@ def constants(file: str, values: Collection[int]) -> list[dict[str, Any]]:
         values: The numbers that are looked for.
     """
     try:
-        tree = ast.parse(Path(file).read_bytes())
-    except (OSError, SyntaxError, ValueError):
+        tree = parsed_source(file)
+    except (OSError, SyntaxError):
         return []
     return [
         {"file": file, "line": node.lineno, "value": node.value, "name": name}
-        for node, name in _named_constants(tree, "")
+        for node, name in _named_constants(tree)
         if is_size(node.value) and node.value in values
     ]
 
 
-def _named_constants(node: ast.AST, name: str) -> Iterator[tuple[ast.Constant, str]]:
-    """Yield the constants below a node, each with the name of what it is given to."""
-    if isinstance(node, ast.Constant):
-        yield node, name
-    elif isinstance(node, ast.Assign | ast.AnnAssign):
+def _named_constants(tree: ast.AST) -> Iterator[tuple[ast.Constant, str]]:
+    """Yield the constants of a tree, in its order, each with the name of what it is given to.
+
+    Without recursion: a sum of a thousand terms is a tree of that depth.
+    """
+    waiting: list[tuple[ast.AST, str]] = [(tree, "")]
+    while waiting:
+        node, name = waiting.pop()
+        if isinstance(node, ast.Constant):
+            yield node, name
+        else:
+            waiting += reversed(list(_named_parts(node, name)))
+
+
+def _named_parts(node: ast.AST, name: str) -> Iterator[tuple[ast.AST, str]]:
+    """Yield the parts of a node, each with the name of what it is given to."""
+    if isinstance(node, ast.Assign | ast.AnnAssign):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         if node.value is not None:
-            yield from _named_constants(node.value, _name(targets[0]))
+            yield node.value, _name(targets[0])
     elif isinstance(node, ast.keyword):
-        yield from _named_constants(node.value, node.arg or "")
+        yield node.value, node.arg or ""
     elif isinstance(node, ast.arguments):
         positional = [*node.posonlyargs, *node.args]
         given = zip(positional[len(positional) - len(node.defaults) :], node.defaults, strict=True)
         for arg, default in [*given, *zip(node.kwonlyargs, node.kw_defaults, strict=True)]:
             if default is not None:
-                yield from _named_constants(default, arg.arg)
+                yield default, arg.arg
     elif isinstance(node, ast.Dict):
         for key, value in zip(node.keys, node.values, strict=True):
-            yield from _named_constants(value, str(key.value) if isinstance(key, ast.Constant) else "")
+            yield value, str(key.value) if isinstance(key, ast.Constant) else ""
     else:
         passed_on = name if isinstance(node, ast.BinOp | ast.UnaryOp | ast.IfExp) else ""
         for child in ast.iter_child_nodes(node):
-            yield from _named_constants(child, passed_on)
+            yield child, passed_on
 
 
 def _name(target: ast.expr) -> str:

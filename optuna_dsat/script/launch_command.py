@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from optuna_dsat.errors import UsageError
+from optuna_dsat.runtime.user_code import parsed_source
 
 __all__ = ["MAINS", "LaunchCommand", "as_json", "launcher_of", "read_command"]
 
@@ -137,8 +138,8 @@ def _main_module(file: Path) -> str | None:
     try:
         if file.stat().st_size > _LONGEST_SCRIPT:
             return None
-        tree = ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError):
+        tree = parsed_source(file)
+    except (OSError, SyntaxError):
         return None
     imported = {
         alias.asname or alias.name: node.module

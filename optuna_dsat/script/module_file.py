@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["importable_file", "module_file"]
+from optuna_dsat.errors import UsageError
+from optuna_dsat.runtime.user_code import parsed_source
+
+__all__ = ["importable_file", "module_file", "python_tree"]
+
+
+def python_tree(file: Path, what: str) -> ast.Module:
+    """Return the syntax tree of a file that is to be run.
+
+    Args:
+        file: The file.
+        what: What it is called in a message.
+
+    Raises:
+        UsageError: If it is not Python.
+    """
+    try:
+        return parsed_source(file)
+    except SyntaxError as error:
+        where = f" (line {error.lineno})" if error.lineno else ""
+        raise UsageError(f"{what} is not Python{where}: {error.args[0]}.") from None
 
 
 def module_file(name: str, cwd: Path) -> Path | None:

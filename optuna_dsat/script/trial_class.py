@@ -19,7 +19,7 @@ from optuna_dsat.errors import UsageError
 from optuna_dsat.runtime.flattening import nest
 from optuna_dsat.runtime.overlay import merge, read_config
 from optuna_dsat.script.determined_names import check_imports
-from optuna_dsat.script.module_file import importable_file
+from optuna_dsat.script.module_file import importable_file, python_tree
 
 __all__ = [
     "CHECKPOINTS",
@@ -179,11 +179,7 @@ def find_trial_class(entry: str, cwd: Path) -> TrialClass:
             f"{entry} names the class {name} of the module {module}, but there is no {module.replace('.', '/')}.py in "
             f"{cwd}, and no such module is installed."
         )
-    try:
-        tree = ast.parse(file.read_bytes(), filename=str(file))
-    except (SyntaxError, ValueError) as error:
-        where = f" (line {error.lineno})" if isinstance(error, SyntaxError) and error.lineno else ""
-        raise UsageError(f"The module {module} is not Python{where}: {error.args[0]}.") from None
+    tree = python_tree(file, f"The module {module}")
     bound = _names(tree)
     check_imports(tree, file)
     if name not in bound and "*" not in bound:

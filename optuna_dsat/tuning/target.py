@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from typing import Any
 
 from optuna_dsat.errors import UsageError
 from optuna_dsat.script.experiment import training_options
-from optuna_dsat.script.module_file import module_file
+from optuna_dsat.script.module_file import module_file, python_tree
 from optuna_dsat.script.trial_class import (
     RUNNER,
     Hparams,
@@ -97,7 +96,7 @@ def _script(path: Path) -> tuple[str, str]:
             f"The script {path} {'is not a file' if path.exists() else 'does not exist'}."
             + (" To run a module, say so with -m." if module_file(str(path), Path.cwd()) else "")
         )
-    _check_python(path, f"The script {path}")
+    python_tree(path, f"The script {path}")
     return str(path.resolve()), path.stem
 
 
@@ -112,16 +111,8 @@ def _module(name: str) -> tuple[str, str]:
             f"The module {name} was not found: there is no {path}.py and no {path}/__main__.py in {Path.cwd()}, "
             "and no such module is installed."
         )
-    _check_python(file, f"The module {name}")
+    python_tree(file, f"The module {name}")
     return name, name.rpartition(".")[2]
-
-
-def _check_python(path: Path, what: str) -> None:
-    try:
-        ast.parse(path.read_bytes(), filename=str(path))
-    except (SyntaxError, ValueError) as error:
-        where = f" (line {error.lineno})" if isinstance(error, SyntaxError) and error.lineno else ""
-        raise UsageError(f"{what} is not Python{where}: {error.args[0]}.") from None
 
 
 def writable(path: Path) -> Path:

@@ -30,6 +30,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "train.py").write_text("print('never run')\n")
     (tmp_path / "ds.json").write_text(json.dumps(GOOD))
     (tmp_path / "broken.py").write_text("def oops(:\n")
+    (tmp_path / "deep.py").write_text("x = " + "-" * 50_000 + "1\n")
     (tmp_path / "empty.json").write_text("")
     (tmp_path / "text.json").write_text("stage 2, offload")
     (tmp_path / "twice.json").write_text('{"bf16": {}, "bf16": {}}')
@@ -49,6 +50,8 @@ def folder(tmp_path: Path) -> Path:
 CASES = {
     "script-missing": (["random", "gone.py", "ds.json"], "gone.py does not exist"),
     "script-not-python": (["random", "broken.py", "ds.json"], "not Python (line 1)"),
+    "script-nested-deeply": (["random", "deep.py", "ds.json"], "deep.py is not Python: nested too deeply."),
+    "trial-nested-deeply": (["asha", "deep:MyTrial", "ds.json"], "module deep is not Python: nested too deeply."),
     "script-is-a-module": (["random", "package.train", "ds.json"], "To run a module, say so with -m."),
     "module-missing": (["random", "-m", "package.gone", "ds.json"], "there is no package/gone.py and no package/gone/"),
     "module-is-a-path": (

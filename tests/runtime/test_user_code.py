@@ -39,6 +39,12 @@ def test_what_cannot_be_parsed_has_none(tmp_path: Path, text: str) -> None:
     assert constants(str(tmp_path / "none.py"), {8}) == []
 
 
+def test_constants_of_a_sum_of_a_thousand_terms_are_found(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(f"total = {' + '.join(['8'] * 1500)}\n")
+    assert [found["name"] for found in constants(str(file), {8})] == ["total"] * 1500
+
+
 def test_places_are_those_of_the_users_code_innermost_first() -> None:
     def inner() -> list[tuple[str, int]]:
         return places_of(sys._getframe())
