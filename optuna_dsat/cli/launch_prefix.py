@@ -151,6 +151,8 @@ def _nodes(found: LaunchCommand, *, own: Sequence[str], engine: str) -> list[str
     names = [name for name in found.hosts if not name.replace(".", "").isdigit() and "@" not in name]
     if engine == "slurm" and names and names == list(found.hosts):
         result.append(f"--slurm-arg=--nodelist={','.join(names)}")
+    if engine == "ray" and _value_of("--ray-node", own) is None:
+        result += [word for host in found.hosts for word in ("--ray-node", host.rpartition("@")[2])]
     return result
 
 

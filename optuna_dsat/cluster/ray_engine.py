@@ -13,13 +13,14 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from optuna_dsat.cluster.engine import LOST_S, ClusterError, News, Order, Place
+from optuna_dsat.cluster.ray_nodes import refuse_impossible
 from optuna_dsat.cluster.ray_place import RayPlace, cause_of
 
-__all__ = ["RayEngine", "address_of", "fitting_nodes", "join_cluster", "refuse_impossible"]
+__all__ = ["RayEngine", "address_of", "join_cluster"]
 
 _CONNECT_S = 30.0
 """Longest wait for Ray to take this process as a driver, once the cluster's address answers."""
@@ -36,11 +37,19 @@ class RayEngine:
 
     Args:
         address: ``HOST:PORT`` of the cluster's head; None or ``auto`` for what ``RAY_ADDRESS`` or this machine names.
+        names: Nodes that may be used (see ``named_nodes``); all for none.
         on_notice: Called with lines for the user.
     """
 
-    def __init__(self, address: str | None = None, *, on_notice: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        names: Sequence[str] = (),
+        on_notice: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self._address = address_of(address)
+        self._names = tuple(names)
         self._on_notice = on_notice
         self._places: list[RayPlace] = []
         self._released: list[RayPlace] = []
@@ -67,7 +76,7 @@ class RayEngine:
             ClusterError: In one line.
         """
         self._connect()
-        refuse_impossible(nodes=nodes, slots=slots)
+        refuse_impossible(nodes=nodes, slots=slots, names=self._names)
 
     def request(self, *, nodes: int, slots: int) -> Place:
         """Ask for a place; does not wait for it.
@@ -82,7 +91,7 @@ class RayEngine:
         self._connect()
         with self._changed:
             self._asked += 1
-            place = RayPlace(nodes=nodes, slots=slots, number=self._asked)
+            place = RayPlace(nodes=nodes, slots=slots, number=self._asked, names=self._names)
             self._places.append(place)
         return place
 
@@ -191,31 +200,6 @@ class RayEngine:
 def address_of(given: str | None) -> str:
     """Return the address of the cluster that is meant: the given one, ``RAY_ADDRESS``, or ``auto`` for this node's."""
     return given or os.environ.get("RAY_ADDRESS") or "auto"
-
-
-def fitting_nodes(resources: Sequence[Mapping[str, float]], *, slots: int) -> int:
-    """Return how many nodes, of which each has these resources in all, could ever hold one bundle of a place."""
-    return sum(one.get("CPU", 0) >= 1 and one.get("GPU", 0) >= slots for one in resources)
-
-
-def refuse_impossible(*, nodes: int, slots: int) -> None:
-    """Refuse what the cluster of this driver can never grant.
-
-    Raises:
-        ClusterError: In one line, with what it has.
-    """
-    import ray
-
-    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    fitting = fitting_nodes(alive, slots=slots)
-    if fitting >= nodes:
-        return
-    most = max((int(resources.get("GPU", 0)) for resources in alive), default=0)
-    wanted = f"{nodes} node{'s' * (nodes > 1)} with " + (f"{slots} GPUs" if slots else "a core")
-    raise ClusterError(
-        f"A trial takes {wanted}{' each' * (nodes > 1)}, and the Ray cluster has {fitting} such among its "
-        f"{len(alive)} nodes" + (f", of up to {most} GPUs." if slots else ".")
-    )
 
 
 def join_cluster(address: str) -> bool:

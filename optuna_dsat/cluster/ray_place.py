@@ -12,12 +12,13 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from optuna_dsat.cluster.engine import LOST_S, PING_S, News, Order, PlaceState, ping_order
+from optuna_dsat.cluster.engine import LOST_S, PING_S, ClusterError, News, Order, PlaceState, ping_order
 from optuna_dsat.cluster.ray_node import NodeRelay
+from optuna_dsat.cluster.ray_nodes import group_of
 from optuna_dsat.cluster.srun import agent_environment
 from optuna_dsat.cluster.wire import Joiner
 
-__all__ = ["RayPlace", "bundle_of", "cause_of", "relay_on"]
+__all__ = ["RayPlace", "cause_of", "relay_on"]
 
 _WAIT_S = 0.05
 """Longest wait of a node for its agent to say something, in one exchange."""
@@ -27,11 +28,6 @@ _GOODBYE_S = 8.0
 """Longest wait for agents to end before their actors are killed."""
 _ASK_S = 1.0
 """Time between two questions to Ray why a place is queued."""
-
-
-def bundle_of(slots: int) -> dict[str, int]:
-    """Return the resources of one node of a place with so many GPUs."""
-    return {"CPU": 1, "GPU": slots} if slots else {"CPU": 1}
 
 
 def relay_on(group: Any, index: int, *, gpus: int) -> Any:
@@ -44,6 +40,12 @@ def relay_on(group: Any, index: int, *, gpus: int) -> Any:
     return ray.remote(NodeRelay).options(num_cpus=1, num_gpus=gpus, **limits).remote()
 
 
+_WHY = {
+    "NO_RESOURCES": "no resources: what it takes is held by others",
+    "FAILED_TO_COMMIT_RESOURCES": "no resources: a node was taken or lost meanwhile",
+    "INFEASIBLE": "infeasible: too few nodes of the cluster that live could hold it",
+}
+"""What Ray says of a placement group that is pending -> the same for a user."""
 _ERROR = re.compile(r"[A-Za-z_.]+(Error|Exception): ")
 """Beginning of a line that says what was raised."""
 
@@ -80,10 +82,12 @@ class RayPlace:
         nodes: Nodes.
         slots: GPUs of each; 0 for none.
         number: Counts the places of the engine, from 1.
+        names: Nodes that may be used; all for none.
     """
 
-    def __init__(self, *, nodes: int, slots: int, number: int) -> None:
-        self._bundle = bundle_of(slots)
+    def __init__(self, *, nodes: int, slots: int, number: int, names: Sequence[str] = ()) -> None:
+        self._slots = slots
+        self._names = names
         self._count = nodes
         self._number = number
         self._group: Any = None
@@ -164,17 +168,21 @@ class RayPlace:
 
     def _ask_for_it(self, ready: Sequence[Any], now: float) -> None:
         """Ask Ray for the nodes, then why they are not there, then start an agent on each."""
-        from ray.util import placement_group, placement_group_table
+        from ray.util import placement_group_table
 
         if self._group is None:
-            self._group = placement_group([dict(self._bundle)] * self._count, strategy="STRICT_SPREAD")
+            try:
+                self._group = group_of(nodes=self._count, slots=self._slots, names=self._names)
+            except ClusterError as error:
+                return self.leave(str(error).rstrip("."))
             self._granted = self._group.ready()
         elif self._granted in ready:
             self._start(placement_group_table(self._group), now)
         elif now - self._asked_at > _ASK_S:
             self._asked_at = now
             state = str(placement_group_table(self._group).get("stats", {}).get("scheduling_state", ""))
-            self._why = state.lower().replace("_", " ")
+            self._why = _WHY.get(state, state.lower().replace("_", " "))
+        return None
 
     def _start(self, table: Mapping[str, Any], now: float) -> None:
         import ray
@@ -185,7 +193,7 @@ class RayPlace:
         if len(set(names)) < len(names):
             names = [f"{name}:{node.get('NodeManagerPort')}" for name, node in zip(names, where, strict=True)]
         for index, name in enumerate(names):
-            actor = relay_on(self._group, index, gpus=self._bundle.get("GPU", 0))
+            actor = relay_on(self._group, index, gpus=self._slots)
             words = ["-P", "-m", "optuna_dsat.cluster.agent", str(index), name]
             asked = actor.start.remote(words, agent_environment(os.environ), str(Path.cwd()))
             self._nodes.append(_Node(name=name, actor=actor, asked=asked, heard_at=now))

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from optuna_dsat.cluster.engine import LOST_S, ClusterError
-from optuna_dsat.cluster.ray_engine import address_of, join_cluster, refuse_impossible
-from optuna_dsat.cluster.ray_place import bundle_of, cause_of, relay_on
+from optuna_dsat.cluster.ray_engine import address_of, join_cluster
+from optuna_dsat.cluster.ray_nodes import group_of, refuse_impossible
+from optuna_dsat.cluster.ray_place import cause_of, relay_on
 from optuna_dsat.cluster.srun import agent_environment
 
 __all__ = ["main", "torchrun_words"]
@@ -39,13 +40,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--ranks", type=int, required=True, help="Ranks of a node.")
     parser.add_argument("--gpus", type=int, default=0, help="GPUs of a node.")
+    parser.add_argument("--node", action="append", default=[], help="Node that may be used (repeatable).")
     parser.add_argument("words", nargs="+", help="The script, or -m and a module, with arguments, after --.")
     given = parser.parse_args(argv)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end)
     try:
         join_cluster(address_of(given.address))
-        refuse_impossible(nodes=given.nodes, slots=given.gpus)
+        refuse_impossible(nodes=given.nodes, slots=given.gpus, names=given.node)
     except ClusterError as error:
         return _refused(error)
     import ray
@@ -91,9 +93,9 @@ def torchrun_words(words: Sequence[str], *, nodes: int, node: int, ranks: int, a
 def _train(given: argparse.Namespace) -> int:
     """Hold the nodes and run torchrun on each."""
     import ray
-    from ray.util import placement_group, placement_group_table, remove_placement_group
+    from ray.util import placement_group_table, remove_placement_group
 
-    group = placement_group([bundle_of(given.gpus)] * given.nodes, strategy="STRICT_SPREAD")
+    group = group_of(nodes=given.nodes, slots=given.gpus, names=given.node)
     relays: list[Any] = []
     try:
         while not group.wait(_WORD_S):

@@ -139,6 +139,8 @@ class StudySpec(_Frozen):
     """Options for srun."""
     ray_address: str | None = None
     """Address of the Ray cluster; None for the one that the tuner's machine belongs to."""
+    ray_node: tuple[str, ...] = ()
+    """Nodes of the Ray cluster that may be used; all for none."""
     queue_timeout_s: float | None = Field(default=None, gt=0)
     """Longest wait for a cluster to grant nodes; None for no limit."""
     idle_release_s: float = Field(default=300.0, ge=0)
@@ -275,7 +277,7 @@ class StudySpec(_Frozen):
             "name", "max_trials", "max_concurrent_trials", "max_slots", "trial_timeout_s", "timeout_s", "max_retries",
             "confirm", "output_dir", "enqueue_user_config", "launcher", "preload", "no_preload",
             "adaptive_steps", "wait_for_gpus_s", "stall_timeout_s", "confirm_time_s", "tie",
-            "slurm_arg", "ray_address", "queue_timeout_s", "idle_release_s",
+            "slurm_arg", "ray_address", "ray_node", "queue_timeout_s", "idle_release_s",
         }  # fmt: skip
         ends = {"early_stopping", "min_gain"}
         if self.free_memory:

@@ -96,7 +96,9 @@ def _needed_files(spec: StudySpec) -> dict[str, str]:
 
 
 def _engine(spec: StudySpec, on_notice: Callable[[str], None] = lambda _: None) -> Engine:
-    return engine_of(spec.on, slurm_arg=spec.slurm_arg, ray_address=spec.ray_address, on_notice=on_notice)
+    return engine_of(
+        spec.on, slurm_arg=spec.slurm_arg, ray_address=spec.ray_address, ray_node=spec.ray_node, on_notice=on_notice
+    )
 
 
 def engine_of(
@@ -104,6 +106,7 @@ def engine_of(
     *,
     slurm_arg: Sequence[str],
     ray_address: str | None,
+    ray_node: Sequence[str] = (),
     on_notice: Callable[[str], None] = lambda _: None,
 ) -> Engine:
     """Return what holds places in a cluster.
@@ -112,6 +115,7 @@ def engine_of(
         on: ``slurm`` or ``ray``.
         slurm_arg: Options for srun.
         ray_address: Address of the Ray cluster; None for the one that this machine belongs to.
+        ray_node: Nodes of the Ray cluster that may be used; all for none.
         on_notice: Called with lines for the user.
     """
     if on == "slurm":
@@ -120,4 +124,4 @@ def engine_of(
         return SlurmEngine(slurm_arg)
     from optuna_dsat.cluster.ray_engine import RayEngine
 
-    return RayEngine(ray_address, on_notice=on_notice)
+    return RayEngine(ray_address, names=ray_node, on_notice=on_notice)

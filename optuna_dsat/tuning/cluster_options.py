@@ -55,6 +55,17 @@ class ClusterOptions:
             panel=WHERE,
         ),
     ] = default("ray_address")
+    ray_node: Annotated[
+        Sequence[str] | None,
+        Option(
+            help="Node of the Ray cluster that may be used: its name, host name or address (repeatable).",
+            python_help="Nodes of the Ray cluster that may be used: names, host names or addresses.",
+            none="all",
+            metavar="NODE",
+            text_type=list[str] | None,
+            panel=WHERE,
+        ),
+    ] = None
     queue_timeout: Annotated[
         float | None,
         Option(

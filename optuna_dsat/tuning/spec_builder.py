@@ -82,7 +82,7 @@ def _settings(options: TuneOptions) -> dict[str, Any]:
         settings["zero_stages"] = tuple(sorted(set(stages)))
     if "nvme_path" in settings:
         settings["nvme_path"] = _existing_folder(os.fspath(settings["nvme_path"]))
-    for name in ("no_tune", "preload", "no_preload", "slurm_arg"):
+    for name in ("no_tune", "preload", "no_preload", "slurm_arg", "ray_node"):
         if name in settings:
             settings[name] = tuple(str(one) for one in settings[name])
     return settings

@@ -58,6 +58,8 @@ def test_nodes_of_the_launcher_become_those_of_a_cluster(tmp_path: Path, capsys:
     found = unfolded(tmp_path, "--on=ray", "--nodes-per-trial", "1", *command)
     assert found.count("--nodes-per-trial") == 1
     assert not any(word.startswith("--slurm-arg") for word in found)
+    assert [found[place + 1] for place, word in enumerate(found) if word == "--ray-node"] == ["w0", "w1"]
+    assert "w0" not in unfolded(tmp_path, "--on=ray", "--ray-node", "other", *command)
 
 
 def test_nodes_are_named_where_trials_run_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,8 +15,9 @@ import pytest
 
 from optuna_dsat.cluster import ray_engine
 from optuna_dsat.cluster.engine import ClusterError, PlaceState
-from optuna_dsat.cluster.ray_engine import RayEngine, fitting_nodes
+from optuna_dsat.cluster.ray_engine import RayEngine
 from optuna_dsat.cluster.ray_node import node_environment
+from optuna_dsat.cluster.ray_nodes import fitting_nodes, named_nodes
 from optuna_dsat.cluster.ray_place import cause_of
 from optuna_dsat.cluster.ray_train import torchrun_words
 from tests.harness.commands import DS_CONFIG, SCRIPT, Command
@@ -54,6 +55,20 @@ def seen(cluster: RayCluster, scenario: str, *numbers: int) -> dict[str, Any]:
 def test_nodes_are_counted_that_could_ever_hold_what_is_asked_for() -> None:
     resources = [{"CPU": 8.0, "GPU": 4.0}, {"CPU": 8.0}, {"CPU": 0.0, "GPU": 8.0}, {"GPU": 8.0}]
     assert [fitting_nodes(resources, slots=slots) for slots in (0, 4, 5)] == [2, 1, 0]
+
+
+def test_nodes_are_known_by_every_name_that_a_hostfile_may_have() -> None:
+    def node(number: int, name: str) -> dict[str, object]:
+        address = f"127.0.0.{number}"
+        host = {"NodeManagerHostname": f"{name}.cluster", "NodeManagerAddress": address, "NodeManagerPort": 6000}
+        return {"NodeName": f"ray-{name}", **host}
+
+    alive = [node(1, "a"), node(2, "b"), node(3, "c")]
+    names = ["ray-c", "a.cluster", "b", "127.0.0.3", "127.0.0.2:6000", "localhost"]
+    assert [alive.index(dict(one)) for one in named_nodes(alive, names)] == [2, 0, 1, 2, 1, 0]
+    assert named_nodes(alive, ()) == alive
+    with pytest.raises(ClusterError, match=r"called d \(--ray-node\); its nodes: ray-a, ray-b, ray-c"):
+        named_nodes(alive, ["a", "d"])
 
 
 def test_an_agent_has_the_heads_environment_but_for_what_its_node_knows() -> None:
@@ -142,10 +157,18 @@ def test_a_search_that_can_never_get_its_nodes_ends_with_2_and_one_line(cluster:
 @with_ray
 def test_a_place_without_room_waits_for_the_first_to_be_given_back(cluster: RayCluster) -> None:
     found = seen(cluster, "queued")
-    assert (found["state"], found["why"]) == ("queued", "no resources")
+    assert (found["state"], found["why"]) == ("queued", "no resources: what it takes is held by others")
     assert found["name"] == "Ray placement group 2"
     assert found["first"] == "lost"
     assert found["left"] == []
+
+
+@with_ray
+def test_places_are_on_the_nodes_that_are_named_in_their_order(cluster: RayCluster) -> None:
+    found = seen(cluster, "pinned")
+    assert found["forwards"]["on"] == found["forwards"]["asked"]
+    assert found["backwards"]["on"] == found["backwards"]["asked"]
+    assert "is called elsewhere (--ray-node)" in found["refused"]
 
 
 @with_ray
