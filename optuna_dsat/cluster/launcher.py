@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
+import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from optuna_dsat.cluster.engine import Engine, News, PlaceState
+from optuna_dsat.cluster.head_files import append_events, append_log, write_tracker
+from optuna_dsat.cluster.node_files import TOKEN
 from optuna_dsat.cluster.places import HeldPlace, Layout, Stage
 from optuna_dsat.cluster.remote import RemoteLaunch
 from optuna_dsat.cluster.wire import request_to_json
@@ -224,10 +225,11 @@ class ClusterLauncher:
         launch, remote, place = self._running[name]
         message, kind = news.message, news.message["news"]
         if kind == "events":
-            _append_events(launch.directory, message, ahead_s=place.clock_ahead_s(news.node))
+            append_events(launch.directory, message, ahead_s=place.clock_ahead_s(news.node))
         elif kind == "log":
-            with (launch.directory.log_dir / Path(message["file"]).name).open("a", encoding="utf-8") as file:
-                file.write(message["text"])
+            append_log(launch.directory, message)
+        elif kind == "tracker":
+            write_tracker(launch.directory, message)
         else:
             remote.note(news.node, message)
         if kind == "started" and remote.started:
@@ -306,9 +308,19 @@ class ClusterLauncher:
         secrets = values_for([request.command.args, request.ds_config, request.overlay, request.env], self._environ)
         wire = request_to_json(replace(request, env=resolved(dict(request.env), self._environ)))
         warm = self._forking.enabled and name not in self._plain
+        token = uuid.uuid4().hex
+        folder = launch.directory.trackers_dir
+        launch.directory.write_text(folder / TOKEN, token)
+        trackers = {"folder": str(folder), "token": token}
         for node in range(self._layout.nodes):
             rendezvous = place.rendezvous(node, port)
-            order: dict[str, Any] = {"do": "launch", "request": wire, "environ": secrets, "warm": warm}
+            order: dict[str, Any] = {
+                "do": "launch",
+                "request": wire,
+                "environ": secrets,
+                "warm": warm,
+                "trackers": trackers,
+            }
             order["rendezvous"] = None if rendezvous is None else rendezvous.to_json()
             place.order(order, node=node)
 
@@ -324,6 +336,7 @@ class ClusterLauncher:
         """Return the report of a launch without processes; None if it is repeated by plain torchrun."""
         name = launch.request.launch_id
         del self._running[name]
+        (launch.directory.trackers_dir / TOKEN).unlink(missing_ok=True)
         self._plain.discard(name)
         place.launch_id = None
         if place.stage is not Stage.LOST:
@@ -411,20 +424,3 @@ class ClusterLauncher:
     def _release(self, place: HeldPlace) -> None:
         place.release()
         self._places.remove(place)
-
-
-def _append_events(directory: RunDirectory, message: Mapping[str, Any], *, ahead_s: float) -> None:
-    """Append a rank's lines to its event file, their times moved to the head's clock."""
-    lines = [str(line) for line in message["lines"]]
-    if ahead_s:
-        lines = [_moved(line, by_s=-ahead_s) for line in lines]
-    with directory.events(int(message["rank"])).open("a", encoding="utf-8") as file:
-        file.write("".join(f"{line}\n" for line in lines))
-
-
-def _moved(line: str, *, by_s: float) -> str:
-    with suppress(ValueError, TypeError, KeyError):
-        record = json.loads(line)
-        record["time"] = record["time"] + by_s
-        return json.dumps(record)
-    return line

@@ -8,7 +8,7 @@ Orders and news are JSON objects; ``do`` and ``news`` name them:
     reach     -> reached   which of node 0's doors answer from here
     port      -> port      a port that is free here
     prepare   -> prepared  imports before a fork, compiled operators
-    launch    -> started, then events, log, state and usage, then gone and free; or failed
+    launch    -> started, then events, log, state and usage, then gone, tracker and free; or failed
     end       -> gone      kills a launch (``ranks_only``: all but torchrun)
     leave                  ends everything
 
@@ -215,6 +215,7 @@ class NodeAgent:
             environ=self._environ,
             forking=Forking(log, enabled=True, on_notice=self._notice),
             new_folder=self._new_folder,
+            on_notice=self._notice,
             cpu_memory_bytes=available_memory_bytes() * 3 // 4 // len(devices.devices),
         )
 

@@ -1,19 +1,31 @@
-"""Files of one launch on a node, passed on to the head as they grow."""
+"""Files of one launch on a node: events and logs are passed on to the head as they grow, trackers' output at its end.
+
+Events and logs are sent also where node and head share a file system, since one of a network shows them late.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+import base64
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 from optuna_dsat.launch.event_log import LINE_BYTES
 from optuna_dsat.launch.run_directory import RunDirectory
 
-__all__ = ["GrowingFile", "LaunchFiles"]
+__all__ = ["TOKEN", "GrowingFile", "LaunchFiles", "TrackerFiles"]
+
+TOKEN = ".token"
+"""File in the head's folder for trackers whose content shows to a node that it is the same folder there."""
 
 _MOST_AT_ONCE = 2**18
 """Bytes of one file that are passed on in one look."""
 _MOST_OF_A_LOG = 8 * 2**20
 """Bytes of one log that are passed on at all."""
+_MOST_OF_TRACKERS = 32 * 2**20
+"""Bytes of what one node's trackers wrote in a launch that are passed on at all."""
 
 
 class GrowingFile:
@@ -81,3 +93,61 @@ class LaunchFiles:
         for name, file in self._logs.items():
             if file.sent_bytes < _MOST_OF_A_LOG and (data := file.read()):
                 yield name, data.decode("utf-8", errors="replace")
+
+
+class TrackerFiles:
+    """What trackers wrote on this node, for the head's folder of them; what node 1 wrote lies in ``node1`` there.
+
+    Args:
+        folder: Folder for trackers of the launch on this node.
+        node: Number of the node.
+        on_notice: Called with what is left out.
+    """
+
+    def __init__(self, folder: Path, *, node: int, on_notice: Callable[[str], None]) -> None:
+        self._folder = folder
+        self._below = PurePosixPath(f"node{node}" if node else ".")
+        self._notify = on_notice
+
+    def hand_over(self, target: Path, token: str) -> Iterator[dict[str, Any]]:
+        """Move all files to the head's folder if that is seen from here, else yield them in pieces.
+
+        Args:
+            target: The head's folder.
+            token: Content of ``TOKEN`` there.
+        """
+        files = [path for path in sorted(self._folder.rglob("*")) if path.is_file() and not path.is_symlink()]
+        if files and _content(target / TOKEN) == token:
+            for path in files:
+                place = target / self._below / path.relative_to(self._folder)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                shutil.move(path, place)
+            return
+        left_bytes = _MOST_OF_TRACKERS
+        for path in files:
+            size_bytes = path.stat().st_size
+            name = path.relative_to(self._folder).as_posix()
+            if size_bytes > left_bytes:
+                self._notify(
+                    f"{name} ({size_bytes / 2**20:.0f} MiB) of the trackers is too large to be sent, and is lost."
+                )
+                continue
+            left_bytes -= size_bytes
+            yield from _pieces(path, str(self._below / name))
+
+
+def _content(path: Path) -> str:
+    with suppress(OSError, UnicodeDecodeError):
+        return path.read_text(encoding="utf-8")
+    return ""
+
+
+def _pieces(path: Path, name: str) -> Iterator[dict[str, Any]]:
+    """Yield a file as it was when this began; an empty one is one empty piece."""
+    with path.open("rb") as file:
+        begin = 0
+        while (data := file.read(_MOST_AT_ONCE)) or not begin:
+            yield {"file": name, "begin": begin, "data": base64.b64encode(data).decode("ascii")}
+            if not data:
+                return
+            begin += len(data)

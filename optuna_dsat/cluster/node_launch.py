@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from optuna_dsat.cluster.node_files import LaunchFiles
+from optuna_dsat.cluster.node_files import LaunchFiles, TrackerFiles
 from optuna_dsat.cluster.wire import request_from_json
 from optuna_dsat.launch.beside import BesideWatch
 from optuna_dsat.launch.conditions import Conditions
@@ -48,6 +48,7 @@ class Machine:
     forking: Forking
     new_folder: Callable[[], tuple[Path, Path]]
     """Returns a folder for a run directory, and the file in which a launch notes what it may leave elsewhere."""
+    on_notice: Callable[[str], None]
     cpu_memory_bytes: int = 0
     """What one rank on the CPU may allocate where the study does not say."""
 
@@ -106,6 +107,7 @@ class NodeLaunch:
             raise
         first = machine.node * self._own
         self._files = LaunchFiles(self._directory, ranks=range(first, first + self._own), node=machine.node)
+        self._trackers = self._hand_over_trackers(**order["trackers"])
         if self._warm:
             machine.forking.begin(self._prepared.environ)
 
@@ -203,7 +205,9 @@ class NodeLaunch:
         return {"news": kind, "launch_id": self.name, **content}
 
     def _return_devices(self, now: float, gone_at: float) -> list[dict[str, Any]]:
-        """Wait until the devices are free, and leave."""
+        """Hand over what trackers wrote, wait until the devices are free, and leave."""
+        if (piece := next(self._trackers, None)) is not None:
+            return [piece]
         known = self._tree.known if self._tree is not None else ()
         note = ""
         if not self._machine.pool.is_free(self._lease, known):
@@ -212,6 +216,15 @@ class NodeLaunch:
             note = f" (not free after {_FREE_DEADLINE_S:g} s: {self._machine.pool.describe_use(self._lease)})"
         self._leave()
         return [self._news("free", note=note)]
+
+    def _hand_over_trackers(self, folder: str, token: str) -> Iterator[dict[str, Any]]:
+        """Yield news with what trackers wrote; begins once it is read, when all processes are gone."""
+        files = TrackerFiles(self._directory.trackers_dir, node=self._machine.node, on_notice=self._machine.on_notice)
+        try:
+            for piece in files.hand_over(Path(folder), token):
+                yield self._news("tracker", **piece)
+        except OSError as error:
+            self._machine.on_notice(f"What trackers wrote in {self.name} could not be kept: {error}.")
 
     def end_ranks(self) -> None:
         """Kill everything but torchrun, which then records how the ranks ended."""

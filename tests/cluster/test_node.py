@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 
 from optuna_dsat.cluster.engine import HEARD_S
+from optuna_dsat.cluster.head_files import write_tracker
 from optuna_dsat.cluster.network import Doorbell, addresses, free_port, interface_of, reached
 from optuna_dsat.cluster.node import NodeAgent, digest_of, versions
-from optuna_dsat.cluster.node_files import GrowingFile
+from optuna_dsat.cluster.node_files import TOKEN, GrowingFile, TrackerFiles
 from optuna_dsat.cluster.wire import Joiner, request_to_json
+from optuna_dsat.launch.run_directory import RunDirectory
 from tests.harness.commands import ROOT
 from tests.harness.launches import STUB, request
 from tests.harness.workers import wait_until
@@ -94,6 +96,7 @@ def test_a_launch_that_cannot_start_is_told_and_takes_no_slot(agent: NodeAgent, 
     look(agent, slots=1)
     wire = request_to_json(request(tmp_path, script=STUB, slots=2))
     order = {"do": "launch", "request": wire, "environ": {}, "warm": False, "rendezvous": None}
+    order["trackers"] = {"folder": str(tmp_path), "token": ""}
     assert answer(agent, order)["news"] == "failed"
     assert agent._machine is not None
     assert agent._machine.pool.free == 1
@@ -118,6 +121,41 @@ def test_a_file_is_passed_on_as_it_grows(tmp_path: Path) -> None:
     with growing.path.open("ab") as file:
         file.write(b"o\n")
     assert growing.read_lines() == [b"two"]
+
+
+def test_what_trackers_wrote_is_sent_in_pieces_but_for_what_is_too_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("optuna_dsat.cluster.node_files._MOST_AT_ONCE", 4)
+    monkeypatch.setattr("optuna_dsat.cluster.node_files._MOST_OF_TRACKERS", 100)
+    there, told = RunDirectory.create(tmp_path / "there", "trial-0000"), list[str]()
+    here = RunDirectory.create(tmp_path / "here", "trial-0000")
+    for name, size in {"wandb/run-1/log": 10, "mlflow/empty": 0, "huge": 101}.items():
+        path = there.trackers_dir / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(range(size)))
+    (there.trackers_dir / "latest").symlink_to(there.trackers_dir / "wandb")
+    for node, token in ((0, "another"), (1, "another")):
+        files = TrackerFiles(there.trackers_dir, node=node, on_notice=told.append)
+        for piece in files.hand_over(here.trackers_dir, token):
+            write_tracker(here, json.loads(json.dumps(piece)))
+    write_tracker(here, {"file": "../outside", "begin": 0, "data": ""})
+    found = {str(p.relative_to(here.root)): p.read_bytes() for p in here.root.rglob("*") if p.is_file()}
+    own = {"wandb/run-1/log": bytes(range(10)), "mlflow/empty": b""}
+    assert found == {f"trackers/{where}{name}": data for where in ("", "node1/") for name, data in own.items()}
+    assert told == ["huge (0 MiB) of the trackers is too large to be sent, and is lost."] * 2
+
+
+def test_what_trackers_wrote_is_moved_where_the_heads_folder_is_seen(tmp_path: Path) -> None:
+    there, here = tmp_path / "there", tmp_path / "here"
+    (there / "wandb").mkdir(parents=True)
+    (there / "wandb" / "log").write_text("loss")
+    here.mkdir()
+    (here / TOKEN).write_text("the same")
+    files = TrackerFiles(there, node=0, on_notice=print)
+    assert list(files.hand_over(here, "the same")) == []
+    assert (here / "wandb" / "log").read_text() == "loss"
+    assert not (there / "wandb" / "log").exists()
 
 
 class Talk:

@@ -24,9 +24,17 @@ from optuna_dsat.launch.protocol import Observed
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import RankStarted
 from tests.cluster.launches import finish, launcher_on, poll_until, stub
+from tests.harness.launches import request
 from tests.harness.slurm import SlurmCluster, stretched
 from tests.harness.workers import wait_until
 
+TRACKING = """import os
+from pathlib import Path
+
+folder = Path(os.environ["WANDB_DIR"]) / "offline-run"
+folder.mkdir(exist_ok=True)
+(folder / f"rank{os.environ['RANK']}").write_text("x" * 300_000)
+"""
 RELEASE_S = 5.0
 """Longest time from a release until a place that waited for it is ready, on a machine with nothing else to do."""
 
@@ -143,6 +151,22 @@ def test_a_launch_has_its_ranks_on_two_nodes(launcher: ClusterLauncher, tmp_path
     folder = tmp_path / "out" / "trial-0000"
     assert {path.name for path in (folder / "events").iterdir()} == {"rank0.jsonl", "rank1.jsonl"}
     assert (folder / "logs" / "rank1.stderr.log").exists() or (folder / "logs" / "rank1.stdout.log").exists()
+
+
+@pytest.mark.torchrun
+@pytest.mark.parametrize("shared", [True, False])
+def test_what_trackers_write_lies_in_the_heads_folder(
+    launcher: ClusterLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    if not shared:
+        monkeypatch.setattr("optuna_dsat.cluster.launcher.TOKEN", ".elsewhere")  # where no node looks
+    script = tmp_path / "train.py"
+    script.write_text(TRACKING)
+    launcher.start(request(tmp_path, script=str(script)))
+    finish(launcher)
+    folder = tmp_path / "out" / "trial-0000" / "trackers"
+    found = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+    assert found == {"offline-run/rank0": "x" * 300_000, "node1/offline-run/rank1": "x" * 300_000}
 
 
 @pytest.mark.torchrun

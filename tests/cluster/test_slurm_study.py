@@ -6,15 +6,17 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from optuna.trial import TrialState
 
 from optuna_dsat.study.result import training_command, write_best
 from optuna_dsat.study.spec import make_spec
 from tests.harness.commands import Command, search, write_config
-from tests.harness.slurm import SlurmCluster
-from tests.harness.workers import wait_until
+from tests.harness.slurm import SlurmCluster, stretched
+from tests.harness.workers import StoredStudy, wait_until
 
 pytestmark = pytest.mark.torchrun
 
@@ -40,22 +42,28 @@ def test_a_killed_search_leaves_nothing_on_the_nodes_and_goes_on(slurm: SlurmClu
     write_config(tmp_path)
     storage, folder = f"sqlite:///{tmp_path / 'study.db'}", tmp_path / "optuna-dsat-output" / "s"
     environ = {"DS_ACCELERATOR": "cpu", **slurm.environ}  # the nodes' GPUs are none
-    begun = Command(tmp_path, *on_slurm(search("s", storage, budget=2)), environ=environ)
+    begun = Command(tmp_path, *on_slurm(search("s", storage, budget=3)), environ=environ)
     try:
-        limit_s = 150.0
         wait_until(
-            lambda: (folder / "trial-0000" / "events" / "rank1.jsonl").exists() or begun.process.poll() is not None,
-            what="a trial runs",
-            limit_s=limit_s,
+            lambda: (folder / "trial-0001" / "events" / "rank1.jsonl").exists() or begun.process.poll() is not None,
+            what="the second trial runs",
+            limit_s=200.0,
         )
     finally:
         begun.kill()
+        killed_at = time.monotonic()
     assert begun.process.returncode == -9, "it ended before it was killed"
-    wait_until(lambda: not slurm.tasks(), what="no agent and no rank of it is left", limit_s=20)
+    wait_until(lambda: not slurm.tasks(), what="no agent and no rank of it is left")
+    assert time.monotonic() - killed_at < stretched(5.0)
     wait_until(lambda: not slurm.jobs, what="no job of it is left", limit_s=20)
+    first = StoredStudy.read(storage, "s").trials[0]
 
     output, errors = Command(tmp_path, "resume", "s", "--storage", storage, environ=environ).finish()
     assert json.loads((folder / "best_ds_config.json").read_text())["zero_optimization"]["stage"] == 1
+    stored = StoredStudy.read(storage, "s")
+    stored.check_whole(budget=3)
+    assert stored.trials[0] == first
+    assert first.state is TrialState.COMPLETE
     ended = reports(folder)
     measured = {name for name, report in ended.items() if report["outcome"] == "measured"}
     assert {name for name in measured if name.startswith("trial-")}, (ended, errors)
