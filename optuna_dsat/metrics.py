@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["LARGER_IS_BETTER", "METRICS", "PER_ELEMENT", "SMALLER_IS_BETTER", "Speed", "direction_of", "speed_up"]
+__all__ = [
+    "LARGER_IS_BETTER",
+    "METRICS",
+    "PER_ELEMENT",
+    "SMALLER_IS_BETTER",
+    "Speed",
+    "direction_of",
+    "shares_of_linear",
+    "speed_up",
+]
 
 LARGER_IS_BETTER = ("FLOPS_per_gpu", "throughput")
 """FLOP/s per GPU, and samples/s over all ranks."""
@@ -55,3 +65,13 @@ def speed_up(value: float | None, baseline: float | None, *, maximize: bool) -> 
     if not value or not baseline:
         return None
     return value / baseline if maximize else baseline / value
+
+
+def shares_of_linear(rates: Sequence[float | None]) -> list[float | None]:
+    """Return the scaling efficiency at each number of devices: the rate of a device over that at the first number.
+
+    Args:
+        rates: Samples/s per device, by ascending number of devices; None where nothing was measured.
+    """
+    least = next((one for one in rates if one), None)
+    return [one / least if one and least else None for one in rates]

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from optuna_dsat.cli.tables import print_table
 from optuna_dsat.escape.terminal import cell, say, say_prose
-from optuna_dsat.metrics import Speed
+from optuna_dsat.metrics import Speed, shares_of_linear
 from optuna_dsat.study.result import TuneResult
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.verdict_words import verdict_in_words
@@ -66,9 +66,7 @@ def _speed(result: TuneResult) -> str:
 
 def show_by_gpus(found: Sequence[AtGpus], *, best: TuneResult, as_json: bool = False) -> None:
     """Print what the searches at several numbers of GPUs found, and the command of the best, or all of it as JSON."""
-    from optuna_dsat.tuning.gpu_counts import shares_of_linear
-
-    shares = shares_of_linear(found)
+    shares = shares_of_linear([one.samples_per_s_per_gpu for one in found])
     if as_json:
         scaling = [
             {

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from optuna_dsat import words
 from optuna_dsat.config import ds_config
 from optuna_dsat.errors import UsageError
-from optuna_dsat.metrics import speed_up
+from optuna_dsat.metrics import shares_of_linear, speed_up
 from optuna_dsat.report import figures
 from optuna_dsat.report.facts import created, ranks_of_a_launch, script_command_line, slot_name
-from optuna_dsat.report.figures import ComparedStudy
-from optuna_dsat.report.page import figure_section
+from optuna_dsat.report.figures import AtCount, ComparedStudy
+from optuna_dsat.report.page import Section, figure_section
 from optuna_dsat.report.performance import Performance, Training, performance_of, training_times
 from optuna_dsat.report.slot_time import account
 from optuna_dsat.report.template import page_text
@@ -81,6 +82,7 @@ def render_comparison(views: Sequence[StudyView], *, training: Training | None =
             lead="Samples per second over all devices.",
             figure=figures.comparison_figure(shown),
         ),
+        *_scaling(views),
         figure_section(
             id="course",
             heading="How they came to them",
@@ -121,6 +123,35 @@ def _figures_of(name: str, view: StudyView) -> ComparedStudy:
         own=None if own is None else own.samples_per_s,
         course=tuple(_course(view)),
     )
+
+
+def _scaling(views: Sequence[StudyView]) -> Iterator[Section]:
+    """Yield how samples/s grow with the devices of a launch, if the studies are a sweep over their number."""
+    if not _is_sweep(views):
+        return
+    device = views[0].spec.device
+    unit = words.slot_name(device)
+    yield figure_section(
+        id="scaling",
+        heading=f"How many {unit}s are worth it",
+        lead=f"What one {unit} does at each number of them. 100 % is what it does at the least number; more than that "
+        "is no mistake where a larger number allows a faster configuration.",
+        figure=figures.scaling_figure(sorted(map(_at_count, views), key=lambda one: one.devices), device=device),
+    )
+
+
+def _is_sweep(views: Sequence[StudyView]) -> bool:
+    """Whether studies search one script at different numbers of devices of one kind."""
+    counts = {view.spec.slots_per_trial for view in views}
+    kinds = {view.spec.device for view in views}
+    names = {view.profiled.profile.device_name for view in views if view.profiled is not None}
+    scripts = {script_command_line(view) for view in views}
+    return len(counts) == len(views) and len(kinds) == len(scripts) == 1 and len(names) <= 1
+
+
+def _at_count(view: StudyView) -> AtCount:
+    rate = None if view.best is None else performance_of(view, view.best).samples_per_s
+    return AtCount(devices=view.spec.slots_per_trial, samples_per_s=rate)
 
 
 def _course(view: StudyView) -> Iterator[tuple[float, float]]:
@@ -174,10 +205,11 @@ def _per_slot(one: _Compared) -> str:
     return metric_in_words("throughput", one.best.samples_per_s / one.view.spec.slots_per_trial)
 
 
+_EACH = "speed per GPU or rank"
 _RESULT: tuple[_Fact, ...] = (
     ("configuration", lambda one: "" if one.best is None else one.best.words),
     ("speed", lambda one: _rate(one.best)),
-    ("speed per GPU or rank", _per_slot),
+    (_EACH, _per_slot),
     (
         "tokens",
         lambda one: (
@@ -242,7 +274,19 @@ def rows_of(views: Sequence[StudyView], *, training: Training | None = None) -> 
     if any(cells[1:]):
         place = 1 + next(index for index, row in enumerate(rows) if row.name == "speed")
         rows.insert(place, Row(name="times the first", cells=cells))
+    efficiencies = _efficiencies(views) if _is_sweep(views) else ()
+    if any(efficiencies):
+        place = 1 + next(index for index, row in enumerate(rows) if row.name == _EACH)
+        rows.insert(place, Row(name="scaling", cells=efficiencies))
     return rows
+
+
+def _efficiencies(views: Sequence[StudyView]) -> tuple[str, ...]:
+    """Return the share of linear scaling at each study's number of devices; empty where nothing was measured."""
+    ordered = sorted(map(_at_count, views), key=lambda one: one.devices)
+    shares = dict(zip((one.devices for one in ordered), shares_of_linear([one.each for one in ordered]), strict=True))
+    found = (shares[view.spec.slots_per_trial] for view in views)
+    return tuple("" if share is None else f"{share:.0%}" for share in found)
 
 
 def _tuned_rows(views: Sequence[StudyView]) -> list[Row]:

@@ -31,10 +31,11 @@ def script_command_line(view: StudyView) -> str:
 
 
 def ranks_of_a_launch(view: StudyView) -> str:
-    """Return the slots of one launch, such as ``8 GPUs`` or ``2 CPU ranks, 1.00 GiB each``."""
+    """Return the slots of one launch, such as ``8 GPUs``, ``1 GPU`` or ``2 CPU ranks, 1.00 GiB each``."""
     spec = view.spec
     limit = f", {bytes_in_words(spec.device_memory_bytes)} each" if spec.device_memory_bytes else ""
-    return f"{spec.slots_per_trial} {'GPUs' if spec.device == 'cuda' else 'CPU ranks'}{limit}"
+    what = "GPU" if spec.device == "cuda" else "CPU rank"
+    return f"{spec.slots_per_trial} {what}{'s' * (spec.slots_per_trial > 1)}{limit}"
 
 
 def slot_name(device: str) -> str:

@@ -10,7 +10,7 @@ from optuna_dsat.study.result import TuneResult
 from optuna_dsat.tuning.prepare import Prepared
 from optuna_dsat.tuning.run import StudyRun
 
-__all__ = ["AtGpus", "best_of", "search_each", "shares_of_linear"]
+__all__ = ["AtGpus", "best_of", "search_each"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +80,3 @@ def best_of(found: Sequence[AtGpus]) -> tuple[StudyRun, TuneResult]:
     best = max(found, key=lambda one: (one.samples_per_s or 0.0, -one.gpus))
     assert best.run is not None
     return best.run, replace(results[best.gpus], by_gpus=results)
-
-
-def shares_of_linear(found: Sequence[AtGpus]) -> list[float | None]:
-    """Return samples/s per GPU over those of the first search that measured something; None where nothing was."""
-    each = [one.samples_per_s_per_gpu for one in found]
-    least = next((one for one in each if one), None)
-    return [None if one is None or least is None else one / least for one in each]

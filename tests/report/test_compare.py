@@ -8,6 +8,7 @@ import pytest
 
 from optuna_dsat.cli import main
 from optuna_dsat.report.compare import render_comparison, rows_of, setting_rows
+from optuna_dsat.report.figures import AtCount, scaling_figure
 from optuna_dsat.report.performance import performance_of
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.store import Store
@@ -95,3 +96,38 @@ def test_what_cannot_be_compared_is_one_line(two: ReportedStudyBench, capsys: py
     error = capsys.readouterr().err
     assert "PGPASSFILE" in error
     assert "s3cret" not in error
+
+
+def test_a_sweep_over_numbers_of_gpus_shows_how_samples_grow(bench: ReportedStudyBench) -> None:
+    for slots in (2, 1):
+        bench.run(bench.spec(name=f"at-{slots}", slots_per_trial=slots, max_trials=1, confirm=0), Hill())
+    bench.store.create_study("at-4", bench.spec(name="at-4", slots_per_trial=4).model_dump(mode="json"))
+    views = tuple(bench.view(f"at-{slots}") for slots in (2, 4, 1))
+    rates = [performance_of(view, view.best).samples_per_s if view.best else None for view in views]
+    assert rates[0] is not None
+    assert rates[2] is not None
+    share = f"{rates[0] / 2 / rates[2]:.0%}"
+    rows = {row.name: row.cells for row in rows_of(views)}
+    assert rows["scaling"] == (share, "", "100%")
+    page = Page(render_comparison(views))
+    assert "scaling" in page.ids
+    assert "How many GPUs are worth it" in page.text
+    figure = scaling_figure(
+        [AtCount(devices=2, samples_per_s=30.0), AtCount(devices=4, samples_per_s=48.0)], device="cpu"
+    )
+    assert list(figure.data[0].y) == [15.0, 12.0]
+    assert list(figure.data[0].text) == ["100%", "80%"]
+    assert list(figure.data[1].y) == [15.0, 15.0]
+    assert figure.layout.yaxis.title.text == "samples/s per rank"
+    assert list(figure.layout.xaxis.ticktext) == ["2", "4"]
+
+
+def test_studies_of_other_arguments_or_of_one_size_are_no_sweep(bench: ReportedStudyBench) -> None:
+    first = bench.spec(name="a", slots_per_trial=1, max_trials=1, confirm=0)
+    other = bench.spec(name="b", slots_per_trial=2, max_trials=1, confirm=0)
+    other = other.model_copy(update={"script": other.script.model_copy(update={"args": ("--layers", "9")})})
+    for spec in (first, other, bench.spec(name="c", slots_per_trial=1, max_trials=1, confirm=0)):
+        bench.store.create_study(spec.name, spec.model_dump(mode="json"))
+    for names in ("ab", "ac"):
+        views = tuple(bench.view(name) for name in names)
+        assert "scaling" not in Page(render_comparison(views)).ids, names

@@ -28,6 +28,7 @@ from optuna_dsat.report.figures._finalists import FinalistPoint, finalists_figur
 from optuna_dsat.report.figures._importance import importances_figure, importances_of
 from optuna_dsat.report.figures._memory import BELIEVED_AS_MEASURED, FORMULAS_ALONE, memory_figure
 from optuna_dsat.report.figures._metric import BEST, CONFIRMED, EDGE, USER, metric_figure
+from optuna_dsat.report.figures._scaling import AtCount, scaling_figure
 from optuna_dsat.report.figures._search import micro_batches_figure, outcomes_figure, progress_figure, rungs_figure
 from optuna_dsat.report.figures._source import Source, history_of, view_of
 from optuna_dsat.report.figures._style import INK, missing, note_of
@@ -46,6 +47,7 @@ __all__ = [
     "FORMULAS_ALONE",
     "INK",
     "USER",
+    "AtCount",
     "ComparedStudy",
     "comparison_figure",
     "course_figure",
@@ -65,6 +67,7 @@ __all__ = [
     "plot_time_spent",
     "plot_timeline",
     "require_plotly",
+    "scaling_figure",
 ]
 
 

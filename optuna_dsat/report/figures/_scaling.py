@@ -1,0 +1,84 @@
+"""Samples/s per device over the number of devices: how many of them are worth it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from optuna_dsat.metrics import shares_of_linear
+from optuna_dsat.report.figures._style import INK, empty_figure, lay_out
+from optuna_dsat.words import metric_in_words, slot_name
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+__all__ = ["AtCount", "scaling_figure"]
+
+_RATE = "throughput"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AtCount:
+    """What the search at one number of devices found."""
+
+    devices: int
+    samples_per_s: float | None
+    """Of its result, over all devices; None if nothing was measured."""
+
+    @property
+    def each(self) -> float | None:
+        """Samples/s of one device; None if nothing was measured."""
+        return None if self.samples_per_s is None else self.samples_per_s / self.devices
+
+
+def scaling_figure(found: Sequence[AtCount], *, device: str) -> go.Figure:
+    """Return the samples/s of a device at each number of them, with its share of those at the least number.
+
+    Args:
+        found: By ascending number of devices.
+        device: ``cuda`` or ``cpu``.
+    """
+    import plotly.graph_objects as go
+
+    unit = slot_name(device)
+    title, x, y = "Scaling", f"{unit}s", f"samples/s per {unit}"
+    measured = [one for one in found if one.each]
+    if len(measured) < 2:
+        return empty_figure("Fewer than two numbers of devices were measured.", title=title, x=x, y=y)
+    shares = shares_of_linear([one.each for one in measured])
+    places, least = list(range(len(measured))), measured[0].each
+    told = [
+        f"{one.devices} {unit}{'s' * (one.devices > 1)}: {metric_in_words(_RATE, one.each or 0.0)} each, "
+        f"{metric_in_words(_RATE, one.samples_per_s or 0.0)} in all, {share or 0.0:.0%} of linear"
+        for one, share in zip(measured, shares, strict=True)
+    ]
+    figure = go.Figure(
+        [
+            go.Bar(
+                x=places,
+                y=[one.each for one in measured],
+                name=f"samples/s per {unit}, and the scaling efficiency",
+                marker={"color": "#0072B2"},
+                text=[f"{share or 0.0:.0%}" for share in shares],
+                textposition="auto",
+                textangle=0,
+                hovertext=told,
+                hoverinfo="text",
+            ),
+            go.Scatter(
+                x=[-0.5, len(measured) - 0.5],
+                y=[least, least],
+                mode="lines",
+                name=f"linear: what a {unit} does among {measured[0].devices}",
+                line={"color": INK, "dash": "dash", "width": 1.5},
+                hoverinfo="skip",
+            ),
+        ]
+    )
+    lay_out(figure, title=title, x=x, y=y, showlegend=True, bargap=0.5)
+    figure.update_xaxes(
+        tickvals=places, ticktext=[str(one.devices) for one in measured], range=[-0.5, len(measured) - 0.5]
+    )
+    figure.update_yaxes(rangemode="tozero")
+    return figure
