@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import json
 import os
 import sys
@@ -78,9 +79,8 @@ def note_shared_memory(record: Path) -> None:
 
     sys.addaudithook(look)
     with contextlib.suppress(ImportError):  # a platform without it
-        import _posixshmem
-
-        original: Any = _posixshmem.shm_open
+        posix = importlib.import_module("_posixshmem")
+        original = posix.shm_open
 
         @functools.wraps(original)
         def shm_open(path: Any, flags: int, *rest: Any, **named: Any) -> Any:
@@ -88,7 +88,7 @@ def note_shared_memory(record: Path) -> None:
                 _note_new(record, str(SHARED_MEMORY / str(path).lstrip("/")))
             return original(path, flags, *rest, **named)
 
-        replace_function(_posixshmem, "shm_open", shm_open)
+        replace_function(posix, "shm_open", shm_open)
 
 
 def _note_new(record: Path, path: str) -> None:
