@@ -46,9 +46,7 @@ _POLL_PAUSE_S = 0.02
 _MOST_LOSSES = 4
 """Places lost one after another, without a launch that ended in one, after which the search ends."""
 _QUIET_S = 2.0
-"""Shortest wait in a queue that is reported."""
-_QUIET_WITHOUT_REASON_S = 15.0
-"""The same while the scheduler gives no reason: the nodes may be granted, and their agents start."""
+"""Shortest wait in a queue that is reported with the scheduler's reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +84,7 @@ class ClusterLauncher:
         warm: Whether ranks are forked on the nodes, as long as that works.
         environ: Environment with the values of secrets that launches need; None for this process's own.
         on_notice: Called with each new notice for the user.
+        on_phase: Called with what takes long and is no launch, and with nothing once it is over.
     """
 
     def __init__(
@@ -99,6 +98,7 @@ class ClusterLauncher:
         warm: bool = True,
         environ: Mapping[str, str] | None = None,
         on_notice: Callable[[str], None] = lambda _: None,
+        on_phase: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._output_dir = Path(output_dir)
         self._engine = engine
@@ -107,6 +107,8 @@ class ClusterLauncher:
         self._files = files
         self._environ = dict(os.environ if environ is None else environ)
         self._notify = on_notice
+        self._on_phase = on_phase
+        self._phase = ""
         self._forking = Forking(self._output_dir / "warm.log", enabled=warm, on_notice=on_notice)
         self._operators: tuple[str, ...] = ()
         self._places: list[HeldPlace] = []
@@ -143,8 +145,6 @@ class ClusterLauncher:
         """Set what nodes import before forks, and compile; they begin with it at once, or once they are there."""
         self._operators = tuple(operators)
         self._forking.prepare(preload)
-        if operators:
-            self._notify(f"The nodes compile DeepSpeed's operators where that is still to do: {', '.join(operators)}.")
 
     def start(self, request: LaunchRequest) -> None:
         """Have a launch start as soon as there is a place for it.
@@ -260,6 +260,7 @@ class ClusterLauncher:
         self._fill_places()
         self._ask_for_places()
         self._give_back_places()
+        self._tell_phase()
         unstarted, self._unstarted = self._unstarted, []
         return [*updates, *(Finished(launch_id=report.launch_id, report=report) for report in unstarted)]
 
@@ -413,13 +414,18 @@ class ClusterLauncher:
 
     def _tell_queued(self, place: HeldPlace, now: float) -> None:
         why = place.place.why
-        quiet_s = _QUIET_S if why else _QUIET_WITHOUT_REASON_S
-        if place.place.state is not PlaceState.QUEUED or now - place.asked_at < quiet_s:
+        if place.place.state is not PlaceState.QUEUED or now - place.asked_at < _QUIET_S:
             return
-        if place.told_reason != why:
+        if why and place.told_reason != why:
             place.told_reason = why
             nodes = f"{self._layout.nodes} node{'s' * (self._layout.nodes > 1)}"
-            self._notify(f"Waiting for {nodes}: {place.place.name} is queued{f' ({why})' if why else ''}.")
+            self._notify(f"Waiting for {nodes}: {place.place.name} is queued ({why}).")
+
+    def _tell_phase(self) -> None:
+        phase = next((place.phase for place in self._places if place.phase), "")
+        if phase != self._phase:
+            self._phase = phase
+            self._on_phase(phase)
 
     def _release(self, place: HeldPlace) -> None:
         place.release()

@@ -7,6 +7,7 @@ Orders and news are JSON objects; ``do`` and ``news`` name them:
     look      -> seen      devices and files that a study needs, and which of them are missing; node 0 opens doors
     reach     -> reached   which of node 0's doors answer from here
     port      -> port      a port that is free here
+                 phase     what takes long here; empty once it is over
     prepare   -> prepared  imports before a fork, compiled operators
     launch    -> started, then events, log, state and usage, then gone, tracker and free; or failed
     end       -> gone      kills a launch (``ranks_only``: all but torchrun)
@@ -26,6 +27,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -34,9 +36,10 @@ from optuna_dsat.cluster.engine import HEARD_S
 from optuna_dsat.cluster.network import Doorbell, addresses, free_port, machine_id, reached
 from optuna_dsat.cluster.node_launch import Machine, NodeLaunch
 from optuna_dsat.errors import DsatError
+from optuna_dsat.launch.build_watch import BuildWatch
 from optuna_dsat.launch.command import device_environment
 from optuna_dsat.launch.devices import Devices, cpu_devices, detect_devices
-from optuna_dsat.launch.forking import Forking
+from optuna_dsat.launch.forking import IMPORTING, Forking
 from optuna_dsat.launch.host_memory import available_memory_bytes
 from optuna_dsat.launch.leftovers import LeftoverWatch
 from optuna_dsat.launch.notes import TunerNotes
@@ -100,6 +103,10 @@ class NodeAgent:
         self._launches: dict[str, NodeLaunch] = {}
         self._doors: Doorbell | None = None
         self._compiling: threading.Thread | None = None
+        self._phases: dict[str, str] = {}
+        """What takes long, by who says so."""
+        self._told_phase = ""
+        self._builds = BuildWatch(self._environ, on_phase=partial(self._phases.__setitem__, "builds"))
         self._say(
             "hello",
             name=name,
@@ -141,7 +148,17 @@ class NodeAgent:
             self._news.extend(launch.advance(now))
             if launch.ended:
                 del self._launches[launch.name]
+        self._look_at_phases()
         return [self._news.popleft() for _ in range(len(self._news))]
+
+    def _look_at_phases(self) -> None:
+        launches = list(self._launches.values())
+        (self._builds.check if launches else self._builds.end)()
+        self._phases["imports"] = IMPORTING if any(launch.is_importing for launch in launches) else ""
+        phase = next(filter(None, list(self._phases.values())), "")
+        if phase != self._told_phase:
+            self._told_phase = phase
+            self._say("phase", words=phase)
 
     def close(self) -> None:
         """End everything, and wait until it is gone."""
@@ -239,10 +256,11 @@ class NodeAgent:
             return
         machine.forking.prepare(Preload.from_json(order["preload"]))
         kind, builders = machine.pool.kind, list(order["operators"])
+        enter = partial(self._phases.__setitem__, "operators")
 
         def compile_all() -> None:
             environ = device_environment(self._environ, kind=kind)
-            self._say("prepared", failed=compile_operators(builders, environ))
+            self._say("prepared", failed=compile_operators(builders, environ, on_phase=enter))
 
         if builders:
             self._compiling = threading.Thread(target=compile_all, name="compile", daemon=True)

@@ -111,6 +111,11 @@ class NodeLaunch:
         if self._warm:
             machine.forking.begin(self._prepared.environ)
 
+    @property
+    def is_importing(self) -> bool:
+        """Whether it waits for the imports before its fork."""
+        return self._warm and self._tree is None and not self._sweeping and not self._machine.forking.is_ready
+
     def advance(self, now: float) -> list[dict[str, Any]]:
         """Start, read and sweep as far as that is possible now; return news for the head."""
         if self.ended:
@@ -121,7 +126,7 @@ class NodeLaunch:
             if self._sweeping:
                 self._gone_at = now
                 return [self._gone({}, oom_kills=0, agent=None, conditions=Conditions())]
-            return self._start() if not self._warm or self._machine.forking.is_ready else []
+            return [] if self.is_importing else self._start()
         return self._follow(self._tree, self._started, now)
 
     def _start(self) -> list[dict[str, Any]]:

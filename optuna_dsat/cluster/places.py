@@ -75,6 +75,8 @@ class HeldPlace:
         self._hellos: dict[int, Mapping[str, Any]] = {}
         self._seen: dict[int, Mapping[str, Any]] = {}
         self._reached: dict[int, list[tuple[str, str]]] = {}
+        self._phases: dict[int, str] = {}
+        """Number of a node -> what takes long there; empty for nothing."""
         self._offsets: dict[int, tuple[float, float]] = {}
         """Number of a node -> shortest round trip, and by how much its clock is ahead, as seen by that one."""
         self._address = LOOPBACK
@@ -96,6 +98,17 @@ class HeldPlace:
     def is_idle(self) -> bool:
         """Whether a launch may start there now."""
         return self.stage is Stage.USABLE and self.launch_id is None and not self._unprepared
+
+    @property
+    def phase(self) -> str:
+        """What takes long there; empty for nothing. Why it is queued is told elsewhere."""
+        if self.stage is Stage.QUEUED:
+            missing = self._layout.nodes - len(self._hellos)
+            return "" if self.place.why else f"waiting for {missing} node{'s' * (missing > 1)}"
+        if self.stage in (Stage.LOOKING, Stage.REACHING):
+            return f"looking at {', '.join(self.node_names)}"
+        words = next(filter(None, self._phases.values()), "")
+        return f"{words}, on the cluster" if words else ""
 
     def name_of(self, node: int) -> str:
         """Return what the cluster calls a node."""
@@ -123,6 +136,8 @@ class HeldPlace:
             self._seen[node] = message
         elif kind == "reached":
             self._reached[node] = [(str(address), str(own)) for address, own in message["doors"]]
+        elif kind == "phase":
+            self._phases[node] = str(message["words"])
         elif kind == "prepared":
             self._unprepared.discard(node)
 

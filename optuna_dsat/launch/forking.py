@@ -17,7 +17,10 @@ from optuna_dsat.launch.running import FailedFork, RunningLaunch
 from optuna_dsat.launch.warm import WarmAgent, WarmLaunches, WarmOrder, WarmUnavailableError
 from optuna_dsat.outcome import Outcome
 
-__all__ = ["Forking"]
+__all__ = ["IMPORTING", "Forking"]
+
+IMPORTING = "importing torch, DeepSpeed and what the script imports"
+"""What the first forked launch waits for."""
 
 _POSSIBLY_BY_FORKING = frozenset(
     {
@@ -93,7 +96,7 @@ class Forking:
         if not self._warm.is_importing:
             yield
             return
-        self._on_phase("importing torch, DeepSpeed and what the script imports")
+        self._on_phase(IMPORTING)
         try:
             yield
         finally:

@@ -65,7 +65,9 @@ def check_cluster(spec: StudySpec) -> None:
         engine.close()
 
 
-def cluster_launcher(spec: StudySpec, *, on_notice: Callable[[str], None]) -> ClusterLauncher:
+def cluster_launcher(
+    spec: StudySpec, *, on_notice: Callable[[str], None], on_phase: Callable[[str], None]
+) -> ClusterLauncher:
     """Return the launcher of a study whose launches run on a cluster."""
     return ClusterLauncher(
         spec.study_dir,
@@ -79,6 +81,7 @@ def cluster_launcher(spec: StudySpec, *, on_notice: Callable[[str], None]) -> Cl
         files=_needed_files(spec),
         warm=spec.launcher == "warm",
         on_notice=on_notice,
+        on_phase=on_phase,
     )
 
 

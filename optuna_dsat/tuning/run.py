@@ -98,7 +98,11 @@ def _launcher_of(request: StudyRequest, observer: Observer) -> Launcher:
     if spec.on != "here":
         from optuna_dsat.tuning.cluster import cluster_launcher
 
-        return cluster_launcher(spec, on_notice=lambda text: observer(Message(text=text)))
+        return cluster_launcher(
+            spec,
+            on_notice=lambda text: observer(Message(text=text)),
+            on_phase=lambda words: observer(Phase(words=words)),
+        )
     return TorchrunLauncher(
         spec.study_dir,
         devices=request.devices,

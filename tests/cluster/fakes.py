@@ -49,10 +49,10 @@ class FakeEngine:
         self.requested += 1
         place = FakePlace(name=f"job {self.requested}", nodes=nodes)
         self._places.append(place)
-        self._grant()
+        self.grant()
         return place
 
-    def _grant(self) -> None:
+    def grant(self) -> None:
         for place in self._places:
             ready = sum(one.state is PlaceState.READY for one in self._places)
             if place.state is not PlaceState.QUEUED:
@@ -133,12 +133,12 @@ class FakeEngine:
     def lose(self, place: FakePlace, why: str) -> None:
         place.state, place.why = PlaceState.LOST, why
         self._places.remove(place)
-        self._grant()
+        self.grant()
 
     def release(self, place: Any) -> None:
         self.released.append(place)
         self._places.remove(place)
-        self._grant()
+        self.grant()
 
     def close(self) -> None:
         self._places.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.harness.launches import STUB, request
 
 
 def launcher_on(
-    engine: FakeEngine, folder: Path, *, nodes: int = 2, **limits: Any
+    engine: FakeEngine, folder: Path, *, nodes: int = 2, on_phase: Callable[[str], None] = lambda _: None, **limits: Any
 ) -> tuple[ClusterLauncher, list[str]]:
     told: list[str] = []
     launcher = ClusterLauncher(
@@ -32,6 +33,7 @@ def launcher_on(
         warm=False,
         environ={f"{PREFIX}API_TOKEN": "hidden"},
         on_notice=told.append,
+        on_phase=on_phase,
     )
     return launcher, told
 
@@ -123,6 +125,27 @@ def test_a_queue_is_told_with_its_reason_and_limited(tmp_path: Path, monkeypatch
         finished(launcher, 1)
     assert told == ["Waiting for 2 nodes: job 1 is queued (Resources)."]
     assert all(holder.own for holder in launcher.holders())
+
+
+def test_what_takes_long_before_a_launch_is_told_and_so_is_its_end(tmp_path: Path) -> None:
+    engine, phases = FakeEngine(room=0), list[str]()
+    launcher, told = launcher_on(engine, tmp_path, on_phase=phases.append)
+    start(launcher, tmp_path, 0)
+    launcher.poll(0.0)
+    assert (phases, told) == ([], [])  # the scheduler has said why
+    place: Any = next(iter(launcher._places)).place
+    place.why = ""
+    launcher.poll(0.0)
+    assert phases == ["waiting for 2 nodes"]
+    engine.holds, engine.room = True, 1
+    engine.grant()
+    while not launches(engine):
+        launcher.poll(0.0)
+    for node, words in ((0, "building cpu_adam"), (1, "building cpu_adam"), (0, ""), (1, "")):
+        engine.say(place, node, {"news": "phase", "words": words})
+        launcher.poll(0.0)
+    assert phases[-3:] == ["", "building cpu_adam, on the cluster", ""]
+    launcher.close()
 
 
 def test_an_idle_place_is_given_back_and_asked_for_again(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from optuna_dsat.cluster.network import Doorbell, addresses, free_port, interfac
 from optuna_dsat.cluster.node import NodeAgent, digest_of, versions
 from optuna_dsat.cluster.node_files import TOKEN, GrowingFile, TrackerFiles
 from optuna_dsat.cluster.wire import Joiner, request_to_json
+from optuna_dsat.launch.forking import IMPORTING, Forking
 from optuna_dsat.launch.run_directory import RunDirectory
 from tests.harness.commands import ROOT
 from tests.harness.launches import STUB, request
@@ -100,6 +101,24 @@ def test_a_launch_that_cannot_start_is_told_and_takes_no_slot(agent: NodeAgent, 
     assert answer(agent, order)["news"] == "failed"
     assert agent._machine is not None
     assert agent._machine.pool.free == 1
+
+
+def test_what_takes_long_on_a_node_is_told_until_it_is_over(
+    agent: NodeAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look(agent, slots=1)
+    assert agent._machine is not None
+    ready: list[bool] = []
+    monkeypatch.setattr(Forking, "begin", lambda *_: None)
+    monkeypatch.setattr(Forking, "is_ready", property(lambda _: bool(ready)))
+    wire = request_to_json(request(tmp_path, script=STUB, slots=1))
+    order = {"do": "launch", "request": wire, "environ": {}, "warm": True, "rendezvous": None}
+    order["trackers"] = {"folder": str(tmp_path), "token": ""}
+    assert answer(agent, order) == {"news": "phase", "words": IMPORTING}
+    assert agent.advance() == []
+    agent.take({"do": "end", "launch_id": "trial-0000"})
+    said = agent.advance()
+    assert {"news": "phase", "words": ""} in said
 
 
 def test_doors_are_reached_by_their_interfaces() -> None:
