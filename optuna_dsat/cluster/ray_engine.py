@@ -57,6 +57,8 @@ class RayEngine:
         self._news: deque[News] = deque()
         self._changed = threading.Condition()
         self._asked = 0
+        self._suspects: dict[str, float] = {}
+        """Number in Ray of a node with which a place was lost -> when, on the monotonic clock. Of the thread alone."""
         self._closing = False
         self._thread: threading.Thread | None = None
         self._failure = ""
@@ -91,7 +93,7 @@ class RayEngine:
         self._connect()
         with self._changed:
             self._asked += 1
-            place = RayPlace(nodes=nodes, slots=slots, number=self._asked, names=self._names)
+            place = RayPlace(nodes=nodes, slots=slots, number=self._asked, names=self._names, suspects=self._suspects)
             self._places.append(place)
         return place
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -88,7 +88,7 @@ def refuse_impossible(*, nodes: int, slots: int, names: Sequence[str] = ()) -> N
     )
 
 
-def group_of(*, nodes: int, slots: int, names: Sequence[str] = ()) -> Any:
+def group_of(*, nodes: int, slots: int, names: Sequence[str] = (), without: Collection[str] = ()) -> Any:
     """Ask Ray for a placement group with one bundle a node; return it, pending.
 
     Where as many nodes are named as are taken, each bundle gets its own in their order, so that the first one named
@@ -98,16 +98,30 @@ def group_of(*, nodes: int, slots: int, names: Sequence[str] = ()) -> Any:
         nodes: Nodes.
         slots: GPUs of a node; 0 for none.
         names: Nodes that may be used; all for none.
+        without: Numbers of nodes that are not to be used if there are enough others. Ray would wait for one that is
+            frozen, and hold up all that is asked for meanwhile.
 
     Raises:
         ClusterError: If a node that is named is not there.
     """
     from ray.util import placement_group
 
-    ids = [str(node["NodeID"]) for node in named_nodes(_alive(), names)] if names else []
-    allowed = [[one] for one in ids] if len(ids) == nodes else [ids] * nodes
-    labels = [{_ID: f"in({','.join(some)})"} for some in allowed] if ids else None
+    labels = _labels(_alive(), nodes=nodes, slots=slots, names=names, without=without)
     return placement_group([dict(bundle_of(slots))] * nodes, strategy="STRICT_SPREAD", bundle_label_selector=labels)
+
+
+def _labels(
+    alive: Sequence[Mapping[str, Any]], *, nodes: int, slots: int, names: Sequence[str], without: Collection[str]
+) -> list[dict[str, str]] | None:
+    """Return for each bundle which nodes may hold it, as a selector of Ray's; None for all."""
+    named = named_nodes(alive, names)
+    if names and len(named) == nodes:
+        return [{_ID: f"in({node['NodeID']})"} for node in named]
+    rest = [node for node in named if node["NodeID"] not in without]
+    avoids = len(rest) < len(named) and fitting_nodes([node["Resources"] for node in rest], slots=slots) >= nodes
+    if names:
+        return [{_ID: f"in({','.join(str(node['NodeID']) for node in (rest if avoids else named))})"}] * nodes
+    return [{_ID: f"!in({','.join(without)})"}] * nodes if avoids else None
 
 
 def _alive() -> list[Mapping[str, Any]]:

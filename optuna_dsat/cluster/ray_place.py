@@ -26,6 +26,9 @@ _BEGIN_S = 120.0
 """Longest wait for the first word of an agent, whose node may have to import torch from a slow disk."""
 _GOODBYE_S = 8.0
 """Longest wait for agents to end before their actors are killed."""
+_AVOIDED_S = 120.0
+"""Time for which a node with which a place was lost is left alone, if there are others: Ray itself takes about a minute
+to miss one that stands still."""
 _ASK_S = 1.0
 """Time between two questions to Ray why a place is queued."""
 
@@ -63,6 +66,8 @@ class _Phase(Enum):
 class _Node:
     """One node of a place."""
 
+    id: str
+    """Its number in Ray; empty if it is not known."""
     name: str
     actor: Any
     asked: Any
@@ -83,11 +88,21 @@ class RayPlace:
         slots: GPUs of each; 0 for none.
         number: Counts the places of the engine, from 1.
         names: Nodes that may be used; all for none.
+        suspects: Number in Ray of a node with which a place was lost -> when, on the monotonic clock; is filled.
     """
 
-    def __init__(self, *, nodes: int, slots: int, number: int, names: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        *,
+        nodes: int,
+        slots: int,
+        number: int,
+        names: Sequence[str] = (),
+        suspects: dict[str, float] | None = None,
+    ) -> None:
         self._slots = slots
         self._names = names
+        self._suspects = {} if suspects is None else suspects
         self._count = nodes
         self._number = number
         self._group: Any = None
@@ -171,8 +186,9 @@ class RayPlace:
         from ray.util import placement_group_table
 
         if self._group is None:
+            without = [one for one, since in self._suspects.items() if now - since < _AVOIDED_S]
             try:
-                self._group = group_of(nodes=self._count, slots=self._slots, names=self._names)
+                self._group = group_of(nodes=self._count, slots=self._slots, names=self._names, without=without)
             except ClusterError as error:
                 return self.leave(str(error).rstrip("."))
             self._granted = self._group.ready()
@@ -196,7 +212,8 @@ class RayPlace:
             actor = relay_on(self._group, index, gpus=self._slots)
             words = ["-P", "-m", "optuna_dsat.cluster.agent", str(index), name]
             asked = actor.start.remote(words, agent_environment(os.environ), str(Path.cwd()))
-            self._nodes.append(_Node(name=name, actor=actor, asked=asked, heard_at=now))
+            node_id = str(where[index].get("NodeID", ""))
+            self._nodes.append(_Node(id=node_id, name=name, actor=actor, asked=asked, heard_at=now))
         self._why = "its agents start"
         self._phase = _Phase.TALKING
 
@@ -212,7 +229,7 @@ class RayPlace:
                 return
             silent_s = now - node.heard_at
             if silent_s > (LOST_S if node.spoke else _BEGIN_S):
-                return self.leave(f"{node.name} said nothing for {silent_s:.0f} s")
+                return self._lose(node, f"{node.name} said nothing for {silent_s:.0f} s")
         if self._state is PlaceState.QUEUED and all(node.spoke for node in self._nodes):
             self._state, self._why = PlaceState.READY, ""
         return None
@@ -225,7 +242,8 @@ class RayPlace:
             answer = ray.get(node.asked)
         except ray.exceptions.RayError as error:
             gone = node.spoke and isinstance(error, ray.exceptions.RayActorError)
-            return self.leave(f"Ray's actor on {node.name} is gone" if gone else f"{node.name}: {cause_of(error)}")
+            why = f"Ray's actor on {node.name} is gone" if gone else f"{node.name}: {cause_of(error)}"
+            return self._lose(node, why)
         said, ended = answer or (b"", None)
         arrived = time.time()
         if said:
@@ -233,10 +251,15 @@ class RayPlace:
         for _, message in node.joiner.feed(said):
             yield News(place=self, node=index, message=message, time=arrived)
         if ended is not None and not said:
-            return self.leave(f"the agent on {node.name} ended with {ended}")
+            return self._lose(node, f"the agent on {node.name} ended with {ended}")
         orders, node.orders = b"".join(node.orders), []
         node.asked = node.actor.exchange.remote(orders, _WAIT_S)
         return None
+
+    def _lose(self, node: _Node, why: str) -> None:
+        """Lose the place because of one of its nodes, which the next places leave alone for a while."""
+        self._suspects[node.id] = time.monotonic()
+        self.leave(why)
 
     def _remove(self) -> None:
         """Kill what did not end, and give the nodes back."""

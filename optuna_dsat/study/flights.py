@@ -27,6 +27,8 @@ class Flight:
     """The configuration in words."""
     attempt: int = 0
     """Number of the launch among those of the trial, from 0."""
+    reported: set[int] = field(default_factory=set)
+    """Steps that the study was told of, by earlier launches of the trial, too: Optuna keeps the first report of each."""
     record: LaunchRecord = field(init=False)
     """Events received so far."""
 
@@ -43,7 +45,7 @@ class Flight:
         """Return the next attempt at the same configuration, with an empty record."""
         attempt = self.attempt + 1
         request = replace(self.request, launch_id=f"trial-{self.trial.number:04d}-retry-{attempt}")
-        return Flight(trial=self.trial, request=request, words=self.words, attempt=attempt)
+        return replace(self, request=request, attempt=attempt)
 
 
 class Flights:

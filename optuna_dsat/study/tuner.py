@@ -188,7 +188,9 @@ class Tuner:
         if step.step < self._spec.start_profile_step:
             return
         metrics = self._recorder.metrics(flight)
-        flight.trial.report(metrics[self._recorder.metric], step.step)
+        if step.step not in flight.reported:
+            flight.reported.add(step.step)
+            flight.trial.report(metrics[self._recorder.metric], step.step)
         if flight.is_user_config or step.step >= flight.request.end_profile_step:
             return  # everything is compared with the user's own config, so that is measured to its end
         launch_id = flight.request.launch_id
