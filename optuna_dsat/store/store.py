@@ -33,8 +33,8 @@ from optuna_dsat.store.worker import this_worker
 
 __all__ = ["Store", "load_study"]
 
-_PROFILE_TASK = -1
-"""Heartbeat number of the worker that measures a study's profile."""
+_PROFILE_TASK, _CONCLUSION_TASK = -1, -2
+"""Heartbeat numbers of the worker that measures a study's profile, and of the one that concludes the study."""
 
 
 class Store:
@@ -215,18 +215,25 @@ class Store:
         """Return the profile with this fingerprint, of any study; None if there is none."""
         return self._database.run(lambda session: profiles.find_profile(session, fingerprint), read_only=True)
 
-    @contextmanager
-    def profile_turn(self, study_uuid: str) -> Iterator[bool]:
+    def profile_turn(self, study_uuid: str) -> AbstractContextManager[bool]:
         """Try to acquire the task of measuring a study's profile, which one worker at a time does.
 
         The context yields whether it was acquired. It is released with the context, or when the process ends.
         """
-        mine = self._reclaimer_of(study_uuid).acquire_task(self.heartbeat, _PROFILE_TASK)
+        return self._turn(study_uuid, _PROFILE_TASK)
+
+    def conclusion_turn(self, study_uuid: str) -> AbstractContextManager[bool]:
+        """Try to acquire the task of concluding a study, as ``profile_turn``."""
+        return self._turn(study_uuid, _CONCLUSION_TASK)
+
+    @contextmanager
+    def _turn(self, study_uuid: str, task: int) -> Iterator[bool]:
+        mine = self._reclaimer_of(study_uuid).acquire_task(self.heartbeat, task)
         try:
             yield mine
         finally:
             if mine:
-                self.heartbeat.remove_number(study_uuid, _PROFILE_TASK)
+                self.heartbeat.remove_number(study_uuid, task)
 
     def save_profile(self, fingerprint: str, profile: Mapping[str, Any], *, study_uuid: str) -> None:
         """Store the result of a profile launch; replaces one with the same fingerprint."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -41,6 +43,9 @@ from optuna_dsat.trials import attributes
 
 __all__ = ["Conclusion"]
 
+_WAIT_S = 1.0
+"""Pause between two looks for the end of another worker's conclusion, in seconds."""
+
 
 class Conclusion:
     """Concludes one study after its search.
@@ -77,6 +82,30 @@ class Conclusion:
 
     def run(self) -> TuneResult | None:
         """Confirm, choose and write the winner; None if nothing was measured."""
+        with ExitStack() as stack:
+            if self._reason is not EndReason.INTERRUPTED and (self._spec.confirm or self._with_loss_check):
+                try:
+                    stack.enter_context(self._turn())
+                except KeyboardInterrupt:
+                    self.interrupted, self._reason = True, EndReason.INTERRUPTED
+            return self._conclude()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Wait until nobody else concludes the study: rounds are one sequence, and a launch of them has one folder."""
+        waiting = False
+        while True:
+            with self._context.store.conclusion_turn(self._context.study_uuid) as mine:
+                if mine:
+                    yield
+                    return
+            if not waiting:
+                waiting = True
+                self._context.say("Another worker confirms the finalists; waiting for it.")
+            self._context.launcher.poll(0.0)  # gives back the devices of launches that have ended meanwhile
+            time.sleep(_WAIT_S)
+
+    def _conclude(self) -> TuneResult | None:
         trials = self._study.get_trials(deepcopy=False)
         candidates = self._method.ranked(trials, maximize=self._spec.maximize)
         if not candidates:

@@ -1,0 +1,63 @@
+"""Of several tuners that come to the end of a study, one at a time launches its finalists."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+
+from optuna_dsat.launch.simulated import SIMULATED_DEVICES, SimulatedLauncher
+from optuna_dsat.store import Store
+from optuna_dsat.study import conclusion
+from optuna_dsat.study.progress import Message, ProgressEvent
+from optuna_dsat.study.request import StudyRequest
+from optuna_dsat.study.session import Session
+from tests.harness.landscapes import Hill
+from tests.harness.studies import StudyBench
+
+
+def confirmed(bench: StudyBench) -> int:
+    record = bench.store.find_study("s")
+    assert record is not None
+    return sum(one.purpose == "confirm" for one in bench.store.launches(record.uuid))
+
+
+def test_one_waits_while_another_confirms_the_finalists(bench: StudyBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conclusion, "_WAIT_S", 0.01)
+    spec, said = bench.spec(max_trials=3, confirm=1), []
+
+    def observe(event: ProgressEvent) -> None:
+        if isinstance(event, Message) and "Another worker" in event.text:
+            said.append(confirmed(bench))
+            other.close()
+
+    asked = StudyRequest(spec=spec, devices=SIMULATED_DEVICES, storage=bench.store.url)
+    launcher = SimulatedLauncher(Hill(), total_slots=2)
+    session = Session(asked, store=bench.store, launcher=launcher, observer=observe)
+    record = bench.store.find_study("s")
+    assert record is not None
+    with ExitStack() as stack:
+        other = stack.enter_context(ExitStack())
+        assert other.enter_context(stack.enter_context(Store.open(bench.store.url)).conclusion_turn(record.uuid))
+        result = session.run()
+    assert said == [0], "nothing was launched before it was said, and that once"
+    assert result is not None
+    assert confirmed(bench) > 0
+
+
+def test_ctrl_c_ends_the_wait(bench: StudyBench) -> None:
+    spec = bench.spec(max_trials=3, confirm=1)
+
+    def observe(event: ProgressEvent) -> None:
+        if isinstance(event, Message) and "Another worker" in event.text:
+            raise KeyboardInterrupt
+
+    asked = StudyRequest(spec=spec, devices=SIMULATED_DEVICES, storage=bench.store.url)
+    launcher = SimulatedLauncher(Hill(), total_slots=2)
+    session = Session(asked, store=bench.store, launcher=launcher, observer=observe)
+    record = bench.store.find_study("s")
+    assert record is not None
+    with Store.open(bench.store.url) as store, store.conclusion_turn(record.uuid):
+        assert session.run() is not None, "what the search found"
+    assert session.interrupted
+    assert confirmed(bench) == 0
