@@ -48,8 +48,7 @@ def _check(storage: Storage = DEFAULT_STORAGE) -> None:
         return
     opened = Database(storage, create=False)
     try:
-        migrate.require_usable(opened)
-        print(migrate.check(opened).value)
+        print(migrate.require_usable(opened).value)
     finally:
         opened.close()
     with Store.open(storage, create=False) as store:

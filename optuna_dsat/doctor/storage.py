@@ -30,8 +30,7 @@ def examine(url: str) -> Finding:
             )
         database = Database(url, create=False, retry_limit_s=_RETRY_LIMIT_S)
         try:
-            migrate.require_usable(database)
-            state = migrate.check(database)
+            state = migrate.require_usable(database)
         finally:
             database.close()
     except DsatError as error:

@@ -98,8 +98,11 @@ def check(database: Database) -> SchemaState:
     return SchemaState.OLDER if revision in known else SchemaState.NEWER
 
 
-def require_usable(database: Database) -> None:
+def require_usable(database: Database) -> SchemaState:
     """Reject a database whose schema is older or newer than this version of optuna-dsat.
+
+    Returns:
+        ``NEW`` or ``CURRENT``.
 
     Raises:
         StorageUrlError: If it is older (the message gives the upgrade command) or newer.
@@ -116,6 +119,7 @@ def require_usable(database: Database) -> None:
             f"The database {database.shown} was made by a newer optuna-dsat "
             f"(schema {current(database)}, this version uses {head()}): install that version or a later one."
         )
+    return state
 
 
 def upgrade(database: Database) -> str:

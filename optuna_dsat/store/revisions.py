@@ -8,6 +8,8 @@ from typing import Any
 
 __all__ = ["newest_revision"]
 
+_NAMES = ("revision", "down_revision")
+
 
 def newest_revision(folder: Path) -> str | None:
     """Return the one revision that no other builds on; None if there is not one, or a file cannot be read.
@@ -19,7 +21,8 @@ def newest_revision(folder: Path) -> str | None:
     below: set[Any] = set()
     for path in folder.glob("*.py"):
         try:
-            tree = ast.parse(path.read_bytes())
+            told = [line for line in path.read_text("utf-8").splitlines() if line.startswith(_NAMES)]
+            tree = ast.parse("\n".join(told))
         except (OSError, SyntaxError, ValueError):
             return None
         names = {name: value for node in tree.body for name, value in _assigned(node)}

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import optuna
 from optuna.storages import BaseStorage, RDBStorage, get_storage
 from optuna.study import StudyDirection
-from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
 from optuna_dsat.errors import StorageUrlError
@@ -21,13 +19,13 @@ from optuna_dsat.store import claims, launches, migrate, profiles
 from optuna_dsat.store.database import Database, engine_options, install_events
 from optuna_dsat.store.heartbeat import HEARTBEAT_INTERVAL_S, Heartbeat
 from optuna_dsat.store.launches import StoredLaunch
+from optuna_dsat.store.optuna_tables import open_optuna_tables
 from optuna_dsat.store.peek import has_our_tables
 from optuna_dsat.store.profiles import StoredProfile
 from optuna_dsat.store.reclaim import GRACE_S, MAX_LOSSES, Reclaimer
 from optuna_dsat.store.registry import STUDY_UUID, Registry, StudyRecord
-from optuna_dsat.store.retry import RETRY_LIMIT_S, is_transient, one_line_reason, retrying
+from optuna_dsat.store.retry import RETRY_LIMIT_S
 from optuna_dsat.store.retrying_storage import RetryingStorage
-from optuna_dsat.store.revisions import newest_revision
 from optuna_dsat.store.urls import database_exists, display_url, parse_url
 from optuna_dsat.store.worker import this_worker
 
@@ -117,9 +115,9 @@ class Store:
         database = Database(url, retry_limit_s=retry_limit_s, create=create)
         try:
             with database.exclusive("create or check the tables"):
-                migrate.require_usable(database)
-                rdb = _open_optuna(database)
-                if migrate.check(database) is not migrate.SchemaState.CURRENT:
+                state = migrate.require_usable(database)
+                rdb = open_optuna_tables(database)
+                if state is not migrate.SchemaState.CURRENT:
                     migrate.upgrade_locked(database)
             store = cls(
                 database,
@@ -318,36 +316,3 @@ def load_study(url: str, name: str) -> optuna.Study:
     )
     install_events(rdb.engine)
     return optuna.load_study(study_name=name, storage=rdb)
-
-
-def _open_optuna(database: Database) -> RDBStorage:
-    """Open Optuna's tables and create missing ones; the caller holds the database's lock."""
-
-    def attempt() -> tuple[RDBStorage, str, str]:
-        try:
-            rdb = RDBStorage(
-                database.url.render_as_string(hide_password=False),
-                engine_kwargs=engine_options(database.url),
-                skip_compatibility_check=True,  # checked below, where connections are closed on failure
-            )
-            head = newest_revision(Path(optuna.storages.__file__).parent / "_rdb" / "alembic" / "versions")
-            return rdb, rdb.get_current_version(), head or rdb.get_head_version()
-        except (DBAPIError, optuna.exceptions.StorageInternalError) as error:
-            if is_transient(error):
-                raise
-            text = f"The storage '{database.shown}' cannot be used: {one_line_reason(error)}."
-            raise StorageUrlError(text) from None
-
-    rdb, current, head = retrying(attempt, database=database.shown, limit_s=database.retry_limit_s)
-    # Drop connections that Optuna opened before our settings were installed.
-    install_events(rdb.engine)
-    rdb.remove_session()
-    rdb.engine.dispose()
-    if current != head:
-        known = current in rdb.get_all_versions()
-        remedy = f"run: optuna storage upgrade --storage '{database.shown}'" if known else "install a newer Optuna"
-        raise StorageUrlError(
-            f"Optuna's own tables in {database.shown} have the schema {current}, and Optuna "
-            f"{optuna.__version__} uses {head}: {remedy}"
-        )
-    return rdb

@@ -110,10 +110,12 @@ class StoredStudy:
     @property
     def prior_knowledge(self) -> PriorKnowledge | None:
         """What the study took over from earlier ones; None if nothing."""
+        known = self.attributes.get(attributes.WARM_START)
+        if not known:
+            return None
         from optuna_dsat.guided.prior_knowledge import PriorKnowledge
 
-        known = self.attributes.get(attributes.WARM_START)
-        return PriorKnowledge.from_json(known) if known else None
+        return PriorKnowledge.from_json(known)
 
     @property
     def space(self) -> SearchSpace:

@@ -126,12 +126,16 @@ def test_what_the_script_is_asked_is_not_the_commands_help(run_here: Run) -> Non
 
 THIRD_PARTIES = {"torch", "deepspeed", "optuna", "sqlalchemy", "alembic", "numpy", "pandas", "plotly", "jinja2", "rich"}
 TO_LAUNCH = {"torch", "deepspeed", "pandas", "plotly", "jinja2", "pygments", "scipy", "matplotlib"}
+TO_UPGRADE = {"alembic", "mako"}
+"""What only a database of another schema needs."""
 OUR_OWN = {
     "optuna_dsat.launch.torchrun",
     "optuna_dsat.runtime.hook",
     "optuna_dsat.guided.planner",
     "optuna_dsat.study.tuner",
 }
+NEEDLESS_TO_READ = {*TO_LAUNCH, *TO_UPGRADE, *OUR_OWN, "optuna_dsat.tuning.options"}
+"""What a command that reads a study does without."""
 
 
 def imported(folder: Path, *arguments: str) -> set[str]:
@@ -163,9 +167,12 @@ def test_what_reads_a_study_imports_nothing_that_launches_need(bench: EntryPoint
     search = ("random", "train.py", "ds.json", "--cpu-ranks", "2", "--metric", "throughput", "--max-trials", "2")
     assert run_here(*search, "--confirm", "0", "--quiet").returncode == 0
     name = "train-random"
-    for arguments in (("studies",), ("show", name), ("best", name), ("export", name)):
+    shown = [(command, name) for command in ("show", "best", "trials", "export")]
+    for arguments in (("studies",), *shown, ("db", "current")):
         found = imported(bench.folder, *arguments)
-        assert not (TO_LAUNCH | OUR_OWN) & found, arguments
+        assert not NEEDLESS_TO_READ & found, arguments
+    found = imported(bench.folder, "explain", name)
+    assert not (TO_LAUNCH | TO_UPGRADE) & found
 
 
 def test_a_worker_with_nothing_left_imports_and_starts_nothing_to_launch_with(
@@ -175,7 +182,7 @@ def test_a_worker_with_nothing_left_imports_and_starts_nothing_to_launch_with(
     assert run_here(*search, "--confirm", "0", "--quiet").returncode == 0
     before = sorted(path for path in bench.folder.rglob("*") if path.suffix != ".lock")
     found = imported(bench.folder, "worker", "train-guided", "--trust", "--quiet")
-    assert not TO_LAUNCH & found
+    assert not (TO_LAUNCH | TO_UPGRADE) & found
     left = sorted(path for path in bench.folder.rglob("*") if path.suffix != ".lock")
     assert [path for path in left if path not in before and "optuna-dsat.db" not in path.name] == []
 
