@@ -19,12 +19,12 @@ from rich.table import Table
 from rich.text import Text
 
 from optuna_dsat.display.lines import LineView, lines_of, speed_of_best
-from optuna_dsat.display.live_state import LaunchInFlight, LiveState
 from optuna_dsat.display.stopping import STOP_MESSAGE, Stopping
 from optuna_dsat.escape.terminal import one_line, plain
 from optuna_dsat.metrics import LARGER_IS_BETTER
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study import progress
+from optuna_dsat.study.live_state import LaunchInFlight, LiveState
 from optuna_dsat.words import bytes_in_words, count_in_words, duration_in_words, metric_in_words, speed_in_words
 
 __all__ = ["LiveView", "make_observer", "render"]
@@ -108,7 +108,7 @@ def _launches(
     columns = [
         _Column(heading="trial", least_width=0, justify="right", cell=lambda row: row.name),
         _Column(heading="configuration", least_width=0, cell=lambda row: row.words),
-        _Column(heading="now", least_width=0, cell=_phase, least_cells=12 * (width >= 60)),
+        _Column(heading="now", least_width=0, cell=lambda row: row.doing, least_cells=12 * (width >= 60)),
         _Column(heading="samples/s", least_width=72, justify="right", cell=_speed),
         _Column(heading="to best", least_width=84, justify="right", cell=lambda row: _percent(state.against_best(row))),
         _Column(heading="memory", least_width=100, cell=lambda row: _memory(row, state.memory_bytes, ascii_only)),
@@ -160,15 +160,6 @@ def _fitting(heights: Sequence[int], room: int) -> int:
 
 def _text(cell: str | Text) -> Text:
     return Text(one_line(cell)) if isinstance(cell, str) else cell
-
-
-def _phase(row: LaunchInFlight) -> str:
-    """Return the step that runs, or what a launch does before the first one has ended."""
-    if not row.step:
-        return row.phase
-    if row.last_step is None:
-        return f"step {row.step + 1}"
-    return f"step {row.step + 1} of {row.last_step}" if row.step < row.last_step else "ending"
 
 
 def _speed(row: LaunchInFlight) -> str:

@@ -155,7 +155,7 @@ def _at_count(view: StudyView) -> AtCount:
 
 
 def _course(view: StudyView) -> Iterator[tuple[float, float]]:
-    """Yield seconds since the first launch, and the best samples/s so far, of every launch of the search."""
+    """Yield seconds since the first launch, and the best samples/s so far: where that grew, and at the last launch."""
     if not view.launches:
         return
     rates = {
@@ -167,9 +167,10 @@ def _course(view: StudyView) -> Iterator[tuple[float, float]]:
         for row in view.launches
         if row.purpose == "trial" and row.trial_number is not None
     ]
-    for end, rate in sorted(ends, key=lambda one: one[0]):
-        best = max(best, rate or 0.0)
-        if best > 0:
+    ends.sort(key=lambda one: one[0])
+    for place, (end, rate) in enumerate(ends, start=1):
+        if (rate or 0.0) > best or (best > 0 and place == len(ends)):
+            best = max(best, rate or 0.0)
             yield end - began, best
 
 

@@ -1,7 +1,7 @@
 """A study while it is searched: what runs now, and the report's page, read from the store whenever that has changed.
 
-What runs in a launch is known from what the tuner stores of it: its configuration, its start and the metric of its
-steps so far. The profile's and the finalists' launches are stored when they have ended.
+Which trials are in flight stands in Optuna's tables. What their launches do, and those of the profile and of the
+finalists, is what their workers note (``optuna_dsat.study.live_notes``).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import statistics
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
@@ -20,14 +20,16 @@ from optuna.trial import FrozenTrial, TrialState
 
 from optuna_dsat.report.launch_files import Links
 from optuna_dsat.report.page import page_values
-from optuna_dsat.report.performance import Training
+from optuna_dsat.report.performance import Training, performance_of
 from optuna_dsat.report.template import page_text
 from optuna_dsat.report.view import StudyView, end_reason_of, read_view
 from optuna_dsat.store import Store
+from optuna_dsat.study.live_notes import LiveNote, read_notes
+from optuna_dsat.study.live_state import LaunchInFlight
 from optuna_dsat.study.rounds import Rounds
 from optuna_dsat.study.stored import attributes_of, record_of
 from optuna_dsat.trials import attributes
-from optuna_dsat.words import config_in_words, duration_in_words, metric_in_words
+from optuna_dsat.words import bytes_in_words, config_in_words, duration_in_words, metric_in_words
 
 __all__ = ["InFlight", "LiveStudy", "Now"]
 
@@ -43,16 +45,21 @@ _MIN_LAUNCHES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class InFlight:
-    """A trial whose launch runs."""
+    """A launch that runs."""
 
-    number: int
+    name: str
+    """Number of its trial; ``profile``."""
     words: str
     """Its configuration."""
     elapsed: str
-    step: str
-    """The last step that counted, of how many; empty before the first."""
+    now: str
+    """The step that runs, or what it does before the first has ended."""
     speed: str
-    """The metric of its steps so far; empty before the first."""
+    """Samples/s, or the metric of its steps so far; empty before the first."""
+    to_best: str
+    """Its speed relative to the best's; empty if either is not known."""
+    memory: str
+    """Peak of the fullest rank; empty before it is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +68,8 @@ class Now:
 
     told: str
     """In one sentence."""
+    phases: tuple[str, ...]
+    """What the search itself does that may take long."""
     done: int
     """Launches that are over."""
     budget: int
@@ -165,28 +174,65 @@ class LiveStudy:
 
     def _state(self, trials: Sequence[FrozenTrial], attrs: Mapping[str, Any]) -> Now:
         view = self._view
-        flying = tuple(_in_flight(view, trial) for trial in trials if trial.state is TrialState.RUNNING)
-        ended = not flying and end_reason_of(attrs) is not None
+        now = time.time()
+        notes = read_notes(self._store, self._name, now=now)
+        running = [trial for trial in trials if trial.state is TrialState.RUNNING]
+        numbers = {str(trial.number) for trial in running}
+        noted = {row.name: row for note in notes for row in note.rows}
+        best = None if view.best is None else performance_of(view, view.best).samples_per_s
+        flying = [_in_flight(view, trial, noted.get(str(trial.number)), best=best) for trial in running]
+        beside = [_noted(view, row, now=now, best=best) for row in noted.values() if row.name not in numbers]
+        ended = not flying and not beside and end_reason_of(attrs) is not None
         begun = attributes.launches_used(trials)
         return Now(
-            told=_told(view, trials, attrs, begun=begun, running=len(flying), ended=ended),
+            told=_told(view, trials, attrs, notes, begun=begun, running=len(flying), ended=ended),
+            phases=tuple(f"{one.phase}, {duration_in_words(now - one.phase_since)}" for one in notes if one.phase),
             done=begun - len(flying),
             budget=view.spec.max_trials,
-            in_flight=flying,
+            in_flight=(*beside, *flying),
             ended=ended,
         )
 
 
-def _in_flight(view: StudyView, trial: FrozenTrial) -> InFlight:
+def _in_flight(view: StudyView, trial: FrozenTrial, noted: LaunchInFlight | None, *, best: float | None) -> InFlight:
+    """Return a trial in flight, with what its worker noted of its launch, if it is one that notes anything.
+
+    Args:
+        view: The study.
+        trial: The trial.
+        noted: What its worker noted; None if that is not known.
+        best: Samples/s of the best so far; None if nothing was measured.
+    """
     config, values = trial.user_attrs.get(attributes.CONFIG), trial.intermediate_values
     step = max(values, default=None)
     seconds = None if trial.datetime_start is None else (datetime.now() - trial.datetime_start).total_seconds()
+    elapsed = "" if seconds is None else duration_in_words(max(0.0, seconds))
+    if noted is not None:
+        return replace(_noted(view, noted, now=0.0, best=best), elapsed=elapsed)
     return InFlight(
-        number=trial.number,
+        name=str(trial.number),
         words="being prepared" if config is None else config_in_words(config),
-        elapsed="" if seconds is None else duration_in_words(max(0.0, seconds)),
-        step="" if step is None else f"{step} of {view.spec.end_profile_step}",
+        elapsed=elapsed,
+        now="starting" if step is None else f"step {step} of {view.spec.end_profile_step} has ended",
         speed="" if step is None else metric_in_words(view.metric, values[step], device=view.spec.device),
+        to_best="",
+        memory="",
+    )
+
+
+def _noted(view: StudyView, row: LaunchInFlight, *, now: float, best: float | None) -> InFlight:
+    """Return a launch as its worker noted it."""
+    limit = 0 if view.profiled is None else view.profiled.profile.device_memory_bytes
+    peak = bytes_in_words(row.peak_bytes) if row.peak_bytes > 0 else ""
+    rate = row.samples_per_s
+    return InFlight(
+        name=row.name,
+        words=row.words,
+        elapsed=duration_in_words(max(0.0, now - row.since)),
+        now=row.doing,
+        speed="" if rate is None else metric_in_words("throughput", rate),
+        to_best="" if not rate or not best else f"{rate / best - 1:+.0%}",
+        memory=f"{peak} of {bytes_in_words(limit)}" if peak and limit else peak,
     )
 
 
@@ -194,6 +240,7 @@ def _told(
     view: StudyView,
     trials: Sequence[FrozenTrial],
     attrs: Mapping[str, Any],
+    notes: Sequence[LiveNote],
     *,
     begun: int,
     running: int,
@@ -203,6 +250,11 @@ def _told(
     if ended:
         return "The search has ended."
     again = len(Rounds.of(attrs).launches)
+    confirming = next((one for one in notes if one.confirming), None)
+    if confirming is not None:
+        done = max(again, confirming.finalists_done)
+        of = f" of at least {confirming.finalists}" if confirming.finalists >= done else ""
+        return f"The search is over; finalists are measured again: {done}{of} launches done."
     if again and not running:
         return f"The search is over; finalists are measured again: {again} launches so far."
     if not trials:

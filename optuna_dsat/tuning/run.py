@@ -23,6 +23,7 @@ from optuna_dsat.launch.protocol import Launcher
 from optuna_dsat.launch.torchrun import TorchrunLauncher
 from optuna_dsat.store import Store, display_url, parse_url
 from optuna_dsat.study.launch_requests import full_request
+from optuna_dsat.study.live_notes import LiveNotes
 from optuna_dsat.study.needed_secrets import require_secrets
 from optuna_dsat.study.progress import Message, Observer, Phase
 from optuna_dsat.study.request import StudyRequest
@@ -67,13 +68,14 @@ def run_study(request: StudyRequest, *, observer: Observer) -> StudyRun:
     require_secrets(spec)
     if not request.relocated:
         remember(spec)
-    launcher = _launcher_of(request, observer)
     kept = KeptResults(observer)
+    notes = LiveNotes(kept, study=spec.name)
+    launcher = _launcher_of(request, notes)
     shown, result, interrupted = "", None, False
     try:
-        with quiet_optuna(), Store.open(request.storage) as store:
+        with quiet_optuna(), Store.open(request.storage) as store, notes.kept_in(store):
             shown = store.url
-            session = Session(request, store=store, launcher=launcher, observer=kept)
+            session = Session(request, store=store, launcher=launcher, observer=notes)
             result = session.run()
             if request.conclude:
                 fill_dashboard(store, spec.name, observer)

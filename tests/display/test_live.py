@@ -15,12 +15,12 @@ from rich.console import Console
 from optuna_dsat.cost.memory import ModelProfile
 from optuna_dsat.display.lines import LineView
 from optuna_dsat.display.live import make_observer, render
-from optuna_dsat.display.live_state import LiveState
 from optuna_dsat.display.stopping import STOP_MESSAGE, Stopping
 from optuna_dsat.metrics import Speed
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.store import Store
 from optuna_dsat.study import progress
+from optuna_dsat.study.live_state import LiveState
 from optuna_dsat.trials import attributes
 from tests.harness.terminal import terminal
 

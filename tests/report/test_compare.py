@@ -116,7 +116,7 @@ def test_a_sweep_over_numbers_of_gpus_shows_how_samples_grow(bench: ReportedStud
         [AtCount(devices=2, samples_per_s=30.0), AtCount(devices=4, samples_per_s=48.0)], device="cpu"
     )
     assert list(figure.data[0].y) == [15.0, 12.0]
-    assert list(figure.data[0].text) == ["100%", "80%"]
+    assert list(figure.data[0].text) == ["15<br>100%", "12<br>80%"]
     assert list(figure.data[1].y) == [15.0, 15.0]
     assert figure.layout.yaxis.title.text == "samples/s per rank"
     assert list(figure.layout.xaxis.ticktext) == ["2", "4"]

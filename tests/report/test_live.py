@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import urllib.error
 import urllib.request
 from http.client import HTTPConnection
@@ -15,7 +16,11 @@ import pytest
 
 from optuna_dsat.report.live import LiveStudy
 from optuna_dsat.report.live_app import guarded, live_app
+from optuna_dsat.report.performance import performance_of
+from optuna_dsat.study import progress
+from optuna_dsat.study.live_notes import LiveNotes
 from optuna_dsat.trials import attributes
+from optuna_dsat.words import metric_in_words
 from tests.harness.landscapes import Hill
 from tests.harness.pages import Page
 from tests.harness.reports import ReportedStudyBench, serving
@@ -81,6 +86,42 @@ def test_what_runs_is_shown_with_its_steps(live: LiveStudy, finished: ReportedSt
     again, html = live.now()
     assert "125 samples/s" in html
     assert again == later, "a step changes no figure"
+
+
+def test_the_profile_and_the_finalists_are_shown_while_they_run(
+    finished: ReportedStudyBench,
+) -> None:
+    finished.store.create_study("new", finished.spec(name="new").model_dump(mode="json"))
+    notes = LiveNotes(lambda _: None, study="new")
+    with notes.kept_in(finished.store):
+        notes(progress.Phase(words="building cpu_adam (first use only)"))
+        notes(progress.ProfileStarted(words="ZeRO 2, no offload"))
+        notes(progress.TrialPhase(number=None, words="importing"))
+        text = Page(LiveStudy(finished.store, "new").now()[1]).text
+    assert "the profile launch comes first" in text
+    assert "Building cpu_adam (first use only), " in text
+    assert "profile ZeRO 2, no offload, micro-batch 1 importing" in text
+    clock = [time.time()]
+    live, notes = LiveStudy(finished.store, "s"), LiveNotes(lambda _: None, study="s", clock=lambda: clock[0])
+    best = live.view.best
+    assert best is not None
+    rate = performance_of(live.view, best).samples_per_s
+    assert rate is not None
+    number = best.trial.number
+    with notes.kept_in(finished.store):
+        notes(progress.FinalistStarted(number=number, words="ZeRO 1, micro-batch 9", end_profile_step=12))
+        version, html = live.now()
+        text = Page(html).text
+        assert "The search has ended." not in text
+        assert "finalists are measured again" in text
+        assert f"{number} ZeRO 1, micro-batch 9 starting" in text
+        clock[0] += 2
+        notes(progress.TrialStepped(number=number, step=4, samples_per_s=rate / 2, peak_bytes=3 * 2**30))
+        text = Page(live.now()[1]).text
+        assert f"{number} ZeRO 1, micro-batch 9 step 5 of 12 {metric_in_words('throughput', rate / 2)} -50%" in text
+        assert "3.00 GiB of 60.00 GiB" in text
+        assert live.now()[0] == version, "no note changes a figure"
+    assert "The search has ended." in live.now()[1]
 
 
 def test_the_studys_part_follows_the_store_but_not_at_every_look(

@@ -17,6 +17,8 @@ __all__ = ["ComparedStudy", "comparison_figure", "course_figure"]
 
 _RATE = "throughput"
 """The metric that is compared: every study has it, whatever it optimises."""
+_MOST_LINES = 4
+"""Lines of a study's name beside its bars; all of it stands in the table and in what a bar shows when pointed at."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +31,7 @@ class ComparedStudy:
     own: float | None
     """Samples/s of the user's own config; None if it was not measured."""
     course: tuple[tuple[float, float], ...]
-    """Seconds since the first launch, and the best samples/s so far, of every launch that ended."""
+    """Seconds since the first launch, and the best samples/s so far: where that grew, and at the last launch."""
 
 
 def comparison_figure(studies: Sequence[ComparedStudy]) -> go.Figure:
@@ -52,7 +54,7 @@ def comparison_figure(studies: Sequence[ComparedStudy]) -> go.Figure:
                 orientation="h",
                 name=name,
                 marker={"color": colour},
-                text=[metric_in_words(_RATE, value) if value else "" for value in values],
+                text=[metric_in_words(_RATE, value) if value else "not measured" for value in values],
                 textposition="auto",
                 textangle=0,
                 hovertext=[
@@ -65,7 +67,9 @@ def comparison_figure(studies: Sequence[ComparedStudy]) -> go.Figure:
     lay_out(figure, title=title, x=x, y="", barmode="group", height=150 + 70 * len(studies))
     figure.update_xaxes(rangemode="tozero")
     figure.update_yaxes(
-        tickvals=rows, ticktext=[wrapped(one.name) for one in studies], range=[len(studies) - 0.5, -0.5]
+        tickvals=rows,
+        ticktext=[wrapped(one.name, most_lines=_MOST_LINES) for one in studies],
+        range=[len(studies) - 0.5, -0.5],
     )
     return figure
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from optuna_dsat.metrics import shares_of_linear
 from optuna_dsat.report.figures._style import INK, empty_figure, lay_out
-from optuna_dsat.words import metric_in_words, slot_name
+from optuna_dsat.words import count_in_words, metric_in_words, slot_name
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -60,8 +60,12 @@ def scaling_figure(found: Sequence[AtCount], *, device: str) -> go.Figure:
                 y=[one.each for one in measured],
                 name=f"samples/s per {unit}, and the scaling efficiency",
                 marker={"color": "#0072B2"},
-                text=[f"{share or 0.0:.0%}" for share in shares],
-                textposition="auto",
+                text=[
+                    f"{count_in_words(one.each or 0.0)}<br>{share or 0.0:.0%}"
+                    for one, share in zip(measured, shares, strict=True)
+                ],
+                textposition="inside",
+                insidetextanchor="middle",
                 textangle=0,
                 hovertext=told,
                 hoverinfo="text",
@@ -70,7 +74,7 @@ def scaling_figure(found: Sequence[AtCount], *, device: str) -> go.Figure:
                 x=[-0.5, len(measured) - 0.5],
                 y=[least, least],
                 mode="lines",
-                name=f"linear: what a {unit} does among {measured[0].devices}",
+                name="linear scaling",
                 line={"color": INK, "dash": "dash", "width": 1.5},
                 hoverinfo="skip",
             ),

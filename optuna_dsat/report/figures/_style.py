@@ -6,6 +6,7 @@ which the report replaces by the colour of its text.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -133,14 +134,16 @@ def lineage_words(trials: Sequence[FrozenTrial]) -> str:
     return Structure(stage=params.get(ZERO_STAGE, 0), **offloads).words
 
 
-def wrapped(words: str, width: int = 22) -> str:
-    """Return text with plotly's line breaks, at most ``width`` characters a line if its words allow."""
-    lines = [""]
-    for word in figure_text(words).split():
-        if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
-            lines.append("")
-        lines[-1] = f"{lines[-1]} {word}".strip()
-    return "<br>".join(lines)
+def wrapped(words: str, width: int = 22, *, most_lines: int | None = None) -> str:
+    """Return text with plotly's line breaks, at most ``width`` characters a line; longer words are broken.
+
+    Args:
+        words: The text.
+        width: Characters of a line.
+        most_lines: Lines after which an ellipsis follows; None for no limit.
+    """
+    lines = textwrap.wrap(words, width, max_lines=most_lines, placeholder="\u2026")
+    return "<br>".join(map(figure_text, lines))
 
 
 def new_figure() -> go.Figure:

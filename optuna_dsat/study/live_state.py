@@ -1,4 +1,4 @@
-"""What the live view shows: the state of a search, built from its progress events, without any terminal.
+"""What a search does at one moment, built from its progress events: what terminal and live page show.
 
 The view is drawn by a thread of its own while events arrive. There is no lock, which the handler of Ctrl-C might find
 held: a collection is copied in one step before it is iterated over.
@@ -46,6 +46,15 @@ class LaunchInFlight:
     """Peak device memory of the worst rank; 0 if not known."""
     first_step_at: float | None = None
     """End of the first step, in seconds of the state's clock; None before it."""
+
+    @property
+    def doing(self) -> str:
+        """The step that runs, or what it does before the first one has ended."""
+        if not self.step:
+            return self.phase
+        if self.last_step is None:
+            return f"step {self.step + 1}"
+        return f"step {self.step + 1} of {self.last_step}" if self.step < self.last_step else "ending"
 
 
 @dataclass(kw_only=True)
