@@ -6,30 +6,76 @@ what the dashboard serves, or write a report over one.
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from optuna_dsat.errors import UsageError
 from optuna_dsat.escape.paths import OutsideError, held_inside
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.runtime.atomic_write import write_text_atomic
 from optuna_dsat.store import StoredLaunch
 
-__all__ = ["MARK", "is_folder_of", "mark_folder"]
+__all__ = ["MARK", "held_folder", "is_folder_of"]
 
 MARK = "study.json"
 """File that says which study a folder belongs to."""
+_TRIES, _PAUSE_S = 20, 0.05
+"""Looks at a folder that another tuner holds, and the pause between two of them, in seconds."""
 
 
-def mark_folder(folder: Path, study_uuid: str) -> None:
-    """Say in a folder which study's it is; one that cannot be written is left to whoever writes there next."""
+@contextmanager
+def held_folder(folder: Path, study_uuid: str) -> Iterator[None]:
+    """Within the block, a folder says that it is a study's, and tuners of no other study write there.
+
+    Tuners of the same study share it. A folder that cannot be written, or whose file system has no locks, is not held.
+
+    Raises:
+        UsageError: If a tuner of another study writes there: launches of both would have the same folders.
+    """
+    descriptor = _hold(folder, study_uuid)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _hold(folder: Path, study_uuid: str) -> int | None:
+    """Mark a folder and lock it with others of the same study; return the descriptor, None if that cannot be."""
     text = json.dumps({"study_uuid": study_uuid}) + "\n"
     try:
-        if not (folder / MARK).is_file() or (folder / MARK).read_text(encoding="utf-8") != text:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_text_atomic(folder / MARK, text)
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        for _ in range(_TRIES):
+            if _is_marked(folder, text):
+                fcntl.flock(descriptor, fcntl.LOCK_SH)
+                if _is_marked(folder, text):
+                    return descriptor
+            with suppress(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                write_text_atomic(folder / MARK, text)
+                continue
+            time.sleep(_PAUSE_S)  # the other one may be about to say that it is the same study
     except (OSError, ValueError):
-        return
+        os.close(descriptor)
+        return None
+    os.close(descriptor)
+    raise UsageError(
+        f"Another study writes to {folder} now, and launches of both would have the same folders: choose another "
+        "--study or another --output-dir."
+    )
+
+
+def _is_marked(folder: Path, text: str) -> bool:
+    return (folder / MARK).is_file() and (folder / MARK).read_text(encoding="utf-8") == text
 
 
 def is_folder_of(folder: Path, study_uuid: str, launches: Sequence[StoredLaunch]) -> bool:

@@ -16,13 +16,13 @@ from optuna_dsat.store import Store
 from optuna_dsat.study.conclusion import Conclusion
 from optuna_dsat.study.context import StudyContext
 from optuna_dsat.study.fingerprint import fingerprint
-from optuna_dsat.study.folder import mark_folder
+from optuna_dsat.study.folder import held_folder
 from optuna_dsat.study.methods import Method, make_method
 from optuna_dsat.study.profile import Profiled
 from optuna_dsat.study.profile_turn import ProfileTurn
 from optuna_dsat.study.progress import Message, Observer, Phase
 from optuna_dsat.study.request import StudyRequest
-from optuna_dsat.study.result import TuneResult
+from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.space import space_of
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.stored import is_spent, open_study
@@ -54,7 +54,6 @@ class Session:
         """Whether Ctrl-C ended it."""
         check_warm_start(store, request.spec)
         record, spec = open_study(store, request.spec, relocated=request.relocated)
-        mark_folder(spec.study_dir, record.uuid)
         wait = SlotWait(
             launcher.holders,
             slots=spec.slots_per_trial,
@@ -72,7 +71,7 @@ class Session:
         """The study's spec; after the profile launch it follows the script's trainer."""
         return self._context.spec
 
-    def run(self) -> TuneResult | None:
+    def run(self) -> StudyResult | None:
         """Profile, search, confirm and export.
 
         Returns:
@@ -83,7 +82,12 @@ class Session:
             NothingRunnableError: If no configuration runs.
             DeviceError: If others hold the devices for too long.
             StorageError: If the database failed for longer than the store's retries last.
+            UsageError: If a tuner of another study writes to the study's folder.
         """
+        with held_folder(self.spec.study_dir, self._context.study_uuid):
+            return self._run()
+
+    def _run(self) -> StudyResult | None:
         if not self._request.conclude and is_spent(self._context.store, self.spec):
             return None
         profiled, mark = self._profile()
