@@ -13,7 +13,7 @@ from rich.table import Table
 from optuna_dsat.cli.tables import print_table
 from optuna_dsat.escape.terminal import cell, say, say_prose
 from optuna_dsat.metrics import Speed, shares_of_linear
-from optuna_dsat.study.result import TuneResult
+from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.verdict_words import verdict_in_words
 from optuna_dsat.words import outcomes_in_words, slot_name, speed_in_words
@@ -27,7 +27,7 @@ _BAR_CELLS = 40
 """Width of the longest bar."""
 
 
-def show_result(result: TuneResult, *, as_json: bool) -> None:
+def show_result(result: StudyResult, *, as_json: bool) -> None:
     """Print a result as text or as one JSON object."""
     if as_json:
         print(json.dumps(asdict(result), indent=2))
@@ -55,7 +55,7 @@ def show_result(result: TuneResult, *, as_json: bool) -> None:
         say_prose(result.advice)
 
 
-def _speed(result: TuneResult) -> str:
+def _speed(result: StudyResult) -> str:
     """Return the samples and tokens per second of what is handed over; empty where the verdict says them."""
     samples_per_s = result.metrics.get("throughput")
     if result.metric == "throughput" or not samples_per_s:
@@ -64,7 +64,7 @@ def _speed(result: TuneResult) -> str:
     return f"It trains at {speed_in_words(speed, metric='throughput', value=samples_per_s, device=result.device)}."
 
 
-def show_by_gpus(found: Sequence[AtGpus], *, best: TuneResult, as_json: bool = False) -> None:
+def show_by_gpus(found: Sequence[AtGpus], *, best: StudyResult, as_json: bool = False) -> None:
     """Print what the searches at several numbers of GPUs found, and the command of the best, or all of it as JSON."""
     shares = shares_of_linear([one.samples_per_s_per_gpu for one in found])
     if as_json:

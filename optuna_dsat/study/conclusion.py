@@ -24,7 +24,7 @@ from optuna_dsat.study.loss_check import LossCheck, check_loss
 from optuna_dsat.study.methods import Method
 from optuna_dsat.study.profile import Profiled
 from optuna_dsat.study.result import (
-    TuneResult,
+    StudyResult,
     best_settings,
     complete_config,
     fields_of,
@@ -80,7 +80,7 @@ class Conclusion:
         self.interrupted = reason is EndReason.INTERRUPTED
         """Whether Ctrl-C ended the search, the confirmation or the comparison of losses."""
 
-    def run(self) -> TuneResult | None:
+    def run(self) -> StudyResult | None:
         """Confirm, choose and write the winner; None if nothing was measured."""
         with ExitStack() as stack:
             if self._reason is not EndReason.INTERRUPTED and (self._spec.confirm or self._with_loss_check):
@@ -105,7 +105,7 @@ class Conclusion:
             self._context.launcher.poll(0.0)  # gives back the devices of launches that have ended meanwhile
             time.sleep(_WAIT_S)
 
-    def _conclude(self) -> TuneResult | None:
+    def _conclude(self) -> StudyResult | None:
         trials = self._study.get_trials(deepcopy=False)
         candidates = self._method.ranked(trials, maximize=self._spec.maximize)
         if not candidates:
@@ -142,6 +142,7 @@ class Conclusion:
             study=self._study,
             metric=self._metric,
             profile=self._profiled.profile,
+            method=self._method,
         )
         rounds = confirmation.run(trials, candidates)
         if confirmation.interrupted:
@@ -169,7 +170,7 @@ class Conclusion:
 
     def _write(
         self, verdict: Verdict, rounds: Rounds, trial: FrozenTrial, *, loss_check: Mapping[str, Any] | None
-    ) -> TuneResult:
+    ) -> StudyResult:
         """Write the files and attributes of what is handed over; return the result.
 
         Args:
@@ -203,7 +204,7 @@ class Conclusion:
         samples = dataset_size(spec, self._profiled)
         self._study.set_user_attr(attributes.WINNER, trial.number)
         self._study.set_user_attr(attributes.END_REASON, self._reason.value)
-        return TuneResult(
+        return StudyResult(
             study=spec.name,
             reason=self._reason.value,
             metric=self._metric,

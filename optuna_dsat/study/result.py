@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BEST_CONFIG",
     "BEST_METRICS",
-    "TuneResult",
+    "StudyResult",
     "best_settings",
     "complete_config",
     "fields_of",
@@ -47,7 +47,7 @@ BEST_METRICS = "best_ds_metrics.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuneResult:
+class StudyResult:
     """Result of a study. Metrics are in samples/s, FLOP/s per GPU, or seconds, by their name."""
 
     study: str
@@ -113,7 +113,7 @@ class TuneResult:
     """GPU minutes (CPU-rank minutes without a GPU) of all launches, profile and finalists included."""
     device: str = "cuda"
     """What the launches ran on: ``cuda`` or ``cpu``."""
-    by_gpus: Mapping[int, TuneResult] = field(default_factory=dict)
+    by_gpus: Mapping[int, StudyResult] = field(default_factory=dict)
     """GPUs of a launch -> result of the search with so many, where ``autotuning.num_gpus`` lists several; then this
     result is the one with the most samples per second. Empty otherwise."""
 
@@ -156,7 +156,7 @@ class TuneResult:
 
 
 def trial_row(trial: FrozenTrial, verdict: Verdict | None) -> dict[str, Any]:
-    """Return a trial as one flat row, as ``TuneResult.trials`` and ``optuna-dsat export`` show it.
+    """Return a trial as one flat row, as ``trials`` of a result and ``optuna-dsat export`` show it.
 
     Args:
         trial: The trial.
@@ -297,7 +297,7 @@ def learning_rate_advice(
 
 
 def fields_of(verdict: Verdict) -> dict[str, Any]:
-    """Return the fields of ``TuneResult`` that a verdict fills."""
+    """Return the fields of ``StudyResult`` that a verdict fills."""
     ratio = verdict.speed_up
     return {
         "verdict": verdict,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from optuna_dsat.errors import NothingRunnableError
-from optuna_dsat.study.result import TuneResult
+from optuna_dsat.study.result import StudyResult
 from optuna_dsat.tuning.prepare import Prepared
 from optuna_dsat.tuning.run import StudyRun
 
@@ -24,7 +24,7 @@ class AtGpus:
     """None if no configuration could be run with so many GPUs."""
 
     @property
-    def result(self) -> TuneResult | None:
+    def result(self) -> StudyResult | None:
         """What was found; None if nothing was measured."""
         return None if self.run is None else self.run.result
 
@@ -66,7 +66,7 @@ def search_each(
             return
 
 
-def best_of(found: Sequence[AtGpus]) -> tuple[StudyRun, TuneResult]:
+def best_of(found: Sequence[AtGpus]) -> tuple[StudyRun, StudyResult]:
     """Return the search with the most samples per second in all, and its result, which holds those of the others.
 
     Of equal ones that with the fewest GPUs.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from optuna_dsat.study import result as study_result
+from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.rows import columns_of, flat_rows
 from optuna_dsat.study.verdict_words import headline, value_in_words, verdict_in_words
 from optuna_dsat.words import config_in_words, metric_in_words
@@ -20,11 +20,11 @@ __all__ = ["TuneResult"]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class TuneResult(study_result.TuneResult):
+class TuneResult(StudyResult):
     """Result of a study. Metrics are in samples/s, FLOP/s per GPU, or seconds, by their name."""
 
     @classmethod
-    def of(cls, found: study_result.TuneResult) -> TuneResult:
+    def of(cls, found: StudyResult) -> TuneResult:
         """Return the result of a study as this class, those by number of GPUs as well."""
         made = cls(**{one.name: getattr(found, one.name) for one in fields(found)})
         return replace(made, by_gpus={count: cls.of(one) for count, one in found.by_gpus.items()})

@@ -27,7 +27,7 @@ from optuna_dsat.study.live_notes import LiveNotes
 from optuna_dsat.study.needed_secrets import require_secrets
 from optuna_dsat.study.progress import Message, Observer, Phase
 from optuna_dsat.study.request import StudyRequest
-from optuna_dsat.study.result import TuneResult
+from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.session import Session
 from optuna_dsat.study.trust import remember
 from optuna_dsat.tuning.kept import KeptResults
@@ -41,7 +41,7 @@ class StudyRun:
 
     request: StudyRequest
     """What was run; its spec follows the script's trainer if the profile launch found one."""
-    result: TuneResult | None
+    result: StudyResult | None
     """None if nothing was measured or another worker concludes the study."""
     interrupted: bool
     """Whether Ctrl-C ended it."""
@@ -115,7 +115,7 @@ def _launcher_of(request: StudyRequest, observer: Observer) -> Launcher:
     )
 
 
-def train_with_best(run: StudyRun, result: TuneResult, *, stdout: TextIO | None = None) -> int:
+def train_with_best(run: StudyRun, result: StudyResult, *, stdout: TextIO | None = None) -> int:
     """Train with the configuration that a run found, in the foreground; return the exit code of the training.
 
     Args:

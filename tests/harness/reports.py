@@ -11,7 +11,7 @@ from pathlib import Path
 
 from optuna_dsat.launch.simulated import Landscape
 from optuna_dsat.report.view import StudyView, read_view
-from optuna_dsat.study.result import TuneResult
+from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.tuning.run import fill_dashboard
 from tests.harness.studies import StudyBench
@@ -20,7 +20,7 @@ from tests.harness.studies import StudyBench
 class ReportedStudyBench(StudyBench):
     """A bench whose study left the logs that real launches leave."""
 
-    def run(self, spec: StudySpec, landscape: Landscape, *, slots: int = 2, noise: float = 0.0) -> TuneResult | None:
+    def run(self, spec: StudySpec, landscape: Landscape, *, slots: int = 2, noise: float = 0.0) -> StudyResult | None:
         result = super().run(spec, landscape, slots=slots, noise=noise)
         fill_dashboard(self.store, spec.name, self.news.append)  # as a run by the commands does
         return result

@@ -12,7 +12,7 @@ from optuna_dsat.launch.simulated import SIMULATED_DEVICES, Landscape, Simulated
 from optuna_dsat.store import Store
 from optuna_dsat.study.progress import ProgressEvent
 from optuna_dsat.study.request import StudyRequest
-from optuna_dsat.study.result import TuneResult
+from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.session import Session
 from optuna_dsat.study.spec import StudySpec, make_spec
 
@@ -51,7 +51,7 @@ class StudyBench:
         }
         return make_spec(**{**values, **changes})
 
-    def run(self, spec: StudySpec, landscape: Landscape, *, slots: int = 2, noise: float = 0.0) -> TuneResult | None:
+    def run(self, spec: StudySpec, landscape: Landscape, *, slots: int = 2, noise: float = 0.0) -> StudyResult | None:
         launcher = SimulatedLauncher(landscape, total_slots=slots, noise=noise)
         return self.session(spec, launcher).run()
 

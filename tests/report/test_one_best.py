@@ -26,7 +26,7 @@ from optuna_dsat.report.serve import ResultStorage
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.report.winner import winner_of
 from optuna_dsat.study.progress import SearchStarted
-from optuna_dsat.study.result import TuneResult
+from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.verdict import Verdict, VerdictKind
 from optuna_dsat.study.verdict_words import verdict_in_words
 from optuna_dsat.trials import attributes
@@ -156,7 +156,7 @@ def of_dashboard(bench: ReportedStudyBench, view: StudyView) -> Iterator[tuple[s
     yield "note of the trial", named
 
 
-def agree(bench: ReportedStudyBench, capsys: pytest.CaptureFixture[str], *, result: TuneResult | None) -> Verdict:
+def agree(bench: ReportedStudyBench, capsys: pytest.CaptureFixture[str], *, result: StudyResult | None) -> Verdict:
     """Read every view of the study, compare them with the verdict, and return it; ``result`` once it is concluded."""
     view = bench.view()
     verdict = view.verdict

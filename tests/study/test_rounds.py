@@ -14,7 +14,7 @@ from optuna_dsat.errors import ConfigError, UsageError
 from optuna_dsat.launch.protocol import LaunchRequest
 from optuna_dsat.launch.simulated import SimulatedLauncher, SimulatedResult
 from optuna_dsat.study.progress import Message
-from optuna_dsat.study.result import TuneResult
+from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.rounds import Rounds
 from optuna_dsat.study.stored import read_stored
 from optuna_dsat.study.verdict import VerdictKind
@@ -39,7 +39,7 @@ def turns_of(bench: StudyBench) -> list[tuple[int, int]]:
     return [(one.round, one.number) for one in rounds_of(bench).launches]
 
 
-def found(result: TuneResult | None) -> TuneResult:
+def found(result: StudyResult | None) -> StudyResult:
     assert result is not None
     return result
 

@@ -19,7 +19,7 @@ from optuna_dsat.report.page import render
 from optuna_dsat.report.view import read_view
 from optuna_dsat.runtime.events import StepMeasured
 from optuna_dsat.study.progress import TrialStepped
-from optuna_dsat.study.result import TuneResult, trial_row
+from optuna_dsat.study.result import StudyResult, trial_row
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import metric_in_words, steps_in_words
 from tests.harness.landscapes import Hill
@@ -61,14 +61,14 @@ def _changed(update: LaunchUpdate) -> Iterator[LaunchUpdate]:
 
 
 @pytest.fixture
-def result(bench: StudyBench) -> TuneResult:
+def result(bench: StudyBench) -> StudyResult:
     launcher = HalfPrecisionLauncher(Hill(), total_slots=2, noise=0.0)
     found = bench.session(bench.spec(end_profile_step=8, max_trials=4), launcher).run()
     assert found is not None
     return found
 
 
-def test_every_record_of_a_study_counts_the_same_steps(bench: StudyBench, result: TuneResult) -> None:
+def test_every_record_of_a_study_counts_the_same_steps(bench: StudyBench, result: StudyResult) -> None:
     assert result.reason
     stored = bench.store.find_study("s")
     assert stored is not None
@@ -92,7 +92,7 @@ def test_every_record_of_a_study_counts_the_same_steps(bench: StudyBench, result
         assert len(bench.store.steps(uuid, trial.user_attrs[attributes.LAUNCH_ID])) == 2 * (8 + SKIPS)
 
 
-def test_the_result_says_so_in_one_line(result: TuneResult, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_result_says_so_in_one_line(result: StudyResult, capsys: pytest.CaptureFixture[str]) -> None:
     assert result.metrics["tokens_per_s"] == pytest.approx(100 * result.metrics["throughput"])
     show_result(result, as_json=False)
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Steps: ")]
@@ -110,7 +110,7 @@ def test_a_script_of_equal_steps_has_no_such_line(bench: StudyBench) -> None:
 
 
 def test_show_report_and_notes_say_so(
-    bench: StudyBench, result: TuneResult, capsys: pytest.CaptureFixture[str]
+    bench: StudyBench, result: StudyResult, capsys: pytest.CaptureFixture[str]
 ) -> None:
     winner = bench.study().trials[result.trial]
     told = steps_in_words(**attributes.step_facts(winner))

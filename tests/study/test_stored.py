@@ -27,7 +27,7 @@ from optuna_dsat.script.batch_rule import BatchRule
 from optuna_dsat.script.trainer import ScriptTrainer
 from optuna_dsat.study import warm_start
 from optuna_dsat.study.methods import make_planner
-from optuna_dsat.study.result import TuneResult
+from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.spec import ScriptSpec
 from optuna_dsat.study.stored import read_stored
 from optuna_dsat.trials import attributes
@@ -38,7 +38,7 @@ from tests.harness.studies import USER_CONFIG, StudyBench
 LIGHTNING = ScriptTrainer(framework="lightning", micro_batch=None, gradient_accumulation_steps=4, options={})
 
 
-def run_with_trainer(bench: StudyBench, **changes: Any) -> TuneResult:
+def run_with_trainer(bench: StudyBench, **changes: Any) -> StudyResult:
     """Run a study ``s`` of a script that Lightning's Trainer runs, which accumulates over four micro-batches."""
     bench.run(bench.spec(name="first", max_trials=1, confirm=0), Hill())
     first = read_stored(bench.store, "first")
