@@ -142,7 +142,6 @@ class Conclusion:
             study=self._study,
             metric=self._metric,
             profile=self._profiled.profile,
-            method=self._method,
         )
         rounds = confirmation.run(trials, candidates)
         if confirmation.interrupted:
