@@ -185,7 +185,9 @@ class LiveStudy:
         ended = not flying and not beside and end_reason_of(attrs) is not None
         begun = attributes.launches_used(trials)
         return Now(
-            told=_told(view, trials, attrs, notes, begun=begun, running=len(flying), ended=ended),
+            told=_told(
+                view, trials, attrs, notes, done=begun - len(flying), running=len(flying) + len(beside), ended=ended
+            ),
             phases=tuple(f"{one.phase}, {duration_in_words(now - one.phase_since)}" for one in notes if one.phase),
             done=begun - len(flying),
             budget=view.spec.max_trials,
@@ -242,7 +244,7 @@ def _told(
     attrs: Mapping[str, Any],
     notes: Sequence[LiveNote],
     *,
-    begun: int,
+    done: int,
     running: int,
     ended: bool,
 ) -> str:
@@ -252,18 +254,16 @@ def _told(
     again = len(Rounds.of(attrs).launches)
     confirming = next((one for one in notes if one.confirming), None)
     if confirming is not None:
-        done = max(again, confirming.finalists_done)
-        of = f" of at least {confirming.finalists}" if confirming.finalists >= done else ""
-        return f"The search is over; finalists are measured again: {done}{of} launches done."
+        so_far = max(again, confirming.finalists_done)
+        of = f" of at least {confirming.finalists}" if confirming.finalists >= so_far else ""
+        return f"The search is over; finalists are measured again: {so_far}{of} launches done."
     if again and not running:
         return f"The search is over; finalists are measured again: {again} launches so far."
     if not trials:
         return "No trial has begun yet: the profile launch comes first."
-    done = f"{begun - running} of {view.spec.max_trials} launches done, {running} running"
-    left = _left_s(view, begun=begun, running=running)
-    if not running:
-        return f"{begun} of {view.spec.max_trials} launches done, none is running."
-    return f"{done}." if left is None else f"{done}; at most {duration_in_words(left)} to go in the search."
+    told = f"{done} of {view.spec.max_trials} launches done, {running or 'none is'} running"
+    left = _left_s(view, begun=done + running, running=running)
+    return f"{told}." if left is None else f"{told}; at most {duration_in_words(left)} to go in the search."
 
 
 def _left_s(view: StudyView, *, begun: int, running: int) -> float | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -163,6 +163,7 @@ def page_values(view: StudyView, *, links: Links | None, training: Training, wit
         "sections": shown,
         "left_out": [one for one in sections if one not in shown and _is_worth_saying(one, view)],
         "has_rates": any(row["rate"] for row in values["launches"]),
+        "has_round_rates": any(row["rate"] for row in values["contenders"]),
         "has_files": any(row["files"] for row in values["launches"]),
         "has_figures": any(one.figure is not None for one in shown),
     }
@@ -241,6 +242,8 @@ def _status(view: StudyView) -> str:
         return f"The search has ended after {used} of {budget} launches{why}."
     if view.best is None:
         return f"{used} of {budget} launches made, and nothing could be measured so far.{flying}"
+    if used >= budget and not view.running and view.spec.confirm:
+        return f"The search is over after {used} launches; its finalists are not all measured again yet."
     return f"The search has not ended: {used} of {budget} launches made.{flying}"
 
 
@@ -278,10 +281,26 @@ def _contenders(view: StudyView) -> Iterator[Mapping[str, str]]:
             "batch": str(one.train_batch_size),
             "rounds": str(one.rounds),
             "value": metric_in_words(view.metric, one.value, device=view.spec.device),
-            "between": " to ".join(metric_in_words(view.metric, end, device=view.spec.device) for end in ends),
+            "rate": _rate_in_rounds(view, number),
+            "between": _between([metric_in_words(view.metric, end, device=view.spec.device) for end in ends]),
             "ratio": "" if one.ratio is None or number == verdict.baseline else _ratio(one.ratio),
             "remark": "; ".join([*remarks, *([one.left] if one.left else [])]),
         }
+
+
+def _rate_in_rounds(view: StudyView, number: int) -> str:
+    """Return the samples/s of a finalist in its rounds; empty where the metric says them."""
+    finalist = view.finalists.get(number)
+    rate = None if finalist is None or view.metric == "throughput" else finalist.metrics.get("throughput")
+    return metric_in_words("throughput", rate) if rate else ""
+
+
+def _between(ends: Sequence[str]) -> str:
+    """Return the ends of an interval in words, with their unit once if it is the same; empty without ends."""
+    if not ends:
+        return ""
+    (low, unit), (high, other) = (end.split(" ", maxsplit=1) for end in ends)
+    return f"{low} to {high} {unit}" if unit == other else " to ".join(ends)
 
 
 def _ratio(ratio: Ratio) -> str:

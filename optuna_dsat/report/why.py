@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
+from optuna_dsat.cost.step_time import PHASES
 from optuna_dsat.report.explanation import Contribution, Explanation, explained
+from optuna_dsat.report.prediction_gap import PredictionGap, prediction_gap
 from optuna_dsat.report.view import StudyView
-from optuna_dsat.words import bytes_in_words
+from optuna_dsat.words import bytes_in_words, metric_in_words
 
-__all__ = ["FactorRow", "Why", "why_of"]
+__all__ = ["FactorRow", "PhaseRow", "Why", "why_of"]
 
 _WORTH_A_ROW = 0.005
 """Least effect of a setting, relative to 1, that is worth a row of its own."""
@@ -32,6 +35,15 @@ class FactorRow:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PhaseRow:
+    """A part of the winner's step."""
+
+    name: str
+    measured: str
+    predicted: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Why:
     """Why the winner wins, what bounds it, and what to change or buy next."""
 
@@ -40,6 +52,12 @@ class Why:
     told: tuple[str, ...]
     """What bounds the winner, and what speaks against the numbers."""
     proposals: tuple[str, ...]
+    prediction: str = ""
+    """How the winner's step compares with the one that the device's data sheet promises; empty if neither is known."""
+    phases: tuple[PhaseRow, ...] = ()
+    """The parts of both steps."""
+    causes: tuple[str, ...] = ()
+    """Where to look if it is slower, likeliest first."""
 
 
 def why_of(view: StudyView) -> Why | None:
@@ -47,7 +65,22 @@ def why_of(view: StudyView) -> Why | None:
     found = explained(view)
     if found is None:
         return None
-    return Why(rows=tuple(_rows(found)), told=tuple(_told(found)), proposals=found.proposals)
+    why = Why(rows=tuple(_rows(found)), told=tuple(_told(found)), proposals=found.proposals)
+    gap = prediction_gap(view)
+    if gap is None:
+        return why
+    return replace(why, prediction=gap.verdict, phases=tuple(_phases(gap)), causes=gap.causes)
+
+
+def _phases(gap: PredictionGap) -> Iterator[PhaseRow]:
+    total = {"whole step": (gap.measured_s, gap.predicted_s)}
+    parts = {name: (gap.measured_phases[name], gap.predicted_phases[name]) for name in PHASES}
+    for name, (measured, predicted) in {**parts, **total}.items():
+        yield PhaseRow(
+            name="outside these" if name == "other" else name,
+            measured=metric_in_words("latency", measured),
+            predicted=metric_in_words("latency", predicted),
+        )
 
 
 def _rows(found: Explanation) -> list[FactorRow]:
@@ -92,6 +125,8 @@ def _told(found: Explanation) -> list[str]:
         told.append(
             f"The fullest rank takes {bytes_in_words(found.peak_bytes)} of the {device} that it may (measured)."
         )
+    if found.utilisation is not None:
+        told.append(f"It reaches {found.utilisation:.0%} of the GPU's peak FLOPS (measured).")
     if found.contradicted and found.remainder is not None and found.remainder.factor is not None:
         told.append(
             f"A factor of {found.remainder.factor:.2f} remains that no setting explains, such as a machine that was "

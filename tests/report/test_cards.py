@@ -16,6 +16,7 @@ from optuna_dsat.report.explanation import explained
 from optuna_dsat.report.launch_files import Links
 from optuna_dsat.report.page import render, sections_of
 from optuna_dsat.report.performance import Training, performance_of, training_times
+from optuna_dsat.report.prediction_gap import prediction_gap
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import metric_in_words
@@ -118,6 +119,34 @@ def test_why_it_is_the_best_stands_on_the_page(view: StudyView) -> None:
     assert f"{found.speed_up:.3f}" in page.text
     assert f"it is bound by {found.bound}" in page.text
     assert all(text in page.text for text in found.proposals)
+
+
+def test_the_step_stands_beside_the_data_sheets(view: StudyView) -> None:
+    known = on_a_gpu(view, "NVIDIA H100 80GB HBM3")
+    gap = prediction_gap(known)
+    assert gap is not None
+    assert gap.by_data_sheet
+    page = Page(render(known))
+    assert gap.verdict in page.text
+    for name, seconds in (("forward", gap.measured_phases["forward"]), ("whole step", gap.measured_s)):
+        assert f"{name} {metric_in_words('latency', seconds)}" in page.text, name
+    assert f"outside these {metric_in_words('latency', gap.measured_phases['other'])}" in page.text
+    assert gap.causes
+    assert all(cause in page.text for cause in gap.causes)
+    assert "of the GPU's peak FLOPS (measured)" in page.text
+
+
+def test_finalists_stand_with_their_samples_per_second_whatever_is_optimised(bench: ReportedStudyBench) -> None:
+    bench.run(bench.spec(max_trials=3, confirm=2, metric="FLOPS_per_gpu"), Hill(), noise=0.02)
+    view = bench.view()
+    page = Page(render(view))
+    assert "samples/s, mean" in page.text
+    assert view.best is not None
+    rate = performance_of(view, view.best).samples_per_s
+    assert rate is not None
+    low, high = (metric_in_words("FLOPS_per_gpu", end or 0.0) for end in (view.best.low, view.best.high))
+    value = metric_in_words("FLOPS_per_gpu", view.best.value)
+    assert f"{metric_in_words('throughput', rate)} {value} {low.split()[0]} to {high} " in page.text
 
 
 def test_sections_without_content_are_left_out_and_the_end_says_why(view: StudyView) -> None:

@@ -218,7 +218,7 @@ def micro_batches_figure(trials: Sequence[FrozenTrial]) -> go.Figure:
     One row for each lineage, at most 16 with the most launches; lineages with one launch only if there are no others.
     A line joins the largest micro-batch that ran with the smallest that did not fit: the edge is between the two.
     """
-    title, x_title = "Micro-batches tried, class by class", "micro-batch (samples per GPU and pass, log scale)"
+    title, x_title = "Micro-batches tried, class by class", "micro-batch (samples per GPU or rank and pass, log scale)"
     launched = [one for one in group(trials).values() if one.launches]
     if not launched:
         return empty_figure(_NO_LAUNCH, title=title, x=x_title)

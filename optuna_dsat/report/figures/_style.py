@@ -82,7 +82,7 @@ PHASE_COLOURS: Mapping[str, str] = {
 
 _AXIS_TITLES = {
     "throughput": "throughput (samples/s)",
-    "FLOPS_per_gpu": "speed (FLOP/s per GPU)",
+    "FLOPS_per_gpu": "speed (FLOP/s per GPU or rank)",
     "latency": "time of a step, end to end (ms)",
     "forward": "forward pass (ms)",
     "backward": "backward pass (ms)",
