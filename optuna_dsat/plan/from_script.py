@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -53,10 +54,11 @@ def plan_script(
         DsatError: If the script fails, or does not fit at all.
     """
     mark = fingerprint(spec, device_names=device_names)
-    stored = store.find_profile(mark)
+    stored, profiled, origin = store.find_profile(mark), None, "measured before"
     if stored is not None:
-        profiled, origin = Profiled.from_json(stored.profile), "measured before"
-    else:
+        with contextlib.suppress(ValueError):  # a newer version wrote it, or it was altered: measured anew
+            profiled = Profiled.from_json(stored.profile)
+    if profiled is None:
         with launcher() as opened:
             wait = SlotWait(
                 opened.holders, slots=spec.slots_per_trial, limit_s=spec.wait_for_gpus_s, on_notice=on_notice

@@ -46,6 +46,10 @@ class BatchRule:
     constant: bool = False
     """``held``: whether the source has a constant of that value there."""
 
+    def __post_init__(self) -> None:
+        if self.counts not in (MICRO_BATCH, TRAIN_BATCH):
+            raise ValueError(f"an option counts {MICRO_BATCH} or {TRAIN_BATCH}, not {self.counts!r:.60}")
+
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> BatchRule:
         """Build from what ``to_json`` returned."""

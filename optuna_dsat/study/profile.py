@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.space_builder import SpaceRequest, smallest_micro_batch
@@ -27,6 +30,7 @@ from optuna_dsat.script.batch_rule import BatchRule, samples_per_rank
 from optuna_dsat.script.trainer import ScriptTrainer
 from optuna_dsat.study.batch_search import find_batch_rule, find_trainer
 from optuna_dsat.study.launch_requests import launch_request
+from optuna_dsat.study.reading import check_profile_names
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.user_config import follow_script, user_config
 from optuna_dsat.words import outcome_in_words
@@ -156,7 +160,22 @@ class Profiled:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Profiled:
-        """Build from the output of ``to_json`` of this version or an older one, which said ``rung``."""
+        """Build from the output of ``to_json`` of this version or an older one, which said ``rung``.
+
+        Raises:
+            ValueError: If it is none, or names what no profile launch learns: the database is others' to write.
+        """
+        try:
+            result = cls._built(record)
+            _types().validate_python(asdict(result))
+        except (TypeError, LookupError, AttributeError, ArithmeticError) as error:
+            raise ValueError(f"no profile: {error}") from error
+        names = (*result.preload.modules, *result.preload.left_out)
+        check_profile_names(names, result.environment)
+        return result
+
+    @classmethod
+    def _built(cls, record: Mapping[str, Any]) -> Profiled:
         trainer = record.get("trainer")
         return cls(
             profile=ModelProfile.from_json(record["profile"]),
@@ -176,6 +195,11 @@ class Profiled:
             environment=record.get("environment", {}),
             preload=Preload.from_json(record["preload"]) if "preload" in record else Preload(),
         )
+
+
+@cache
+def _types() -> TypeAdapter[Profiled]:
+    return TypeAdapter(Profiled)
 
 
 def profile_attempts(spec: StudySpec) -> Iterator[ProfileAttempt]:

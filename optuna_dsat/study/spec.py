@@ -8,10 +8,11 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from optuna_dsat.errors import UsageError
 from optuna_dsat.metrics import METRICS, direction_of
+from optuna_dsat.script.arg_mapping import MAPPABLE
 
 __all__ = [
     "METHODS",
@@ -74,6 +75,14 @@ class ScriptSpec(_Frozen):
     """Variables of the environment that the script is given beside those of the tuner's own."""
     batch_source: dict[str, Any] = Field(default_factory=dict)
     """What the batch size follows by, apart from options: see ``optuna_dsat.runtime.batch_sources``."""
+
+    @field_validator("arg_mappings")
+    @classmethod
+    def _check_mappings(cls, mappings: dict[str, str]) -> dict[str, str]:
+        for key in mappings:
+            if key not in MAPPABLE:
+                raise ValueError(f"an argument cannot be mapped to {key!r:.60}; {', '.join(MAPPABLE)} can")
+        return mappings
 
 
 class MethodOptions(_Frozen):

@@ -127,6 +127,9 @@ def altered(request: pytest.FixtureRequest) -> Altered:
 DAMAGES: dict[str, Callable[[Altered], None]] = {
     "a field of a newer version": lambda db: db.spec(of_a_newer_version=1),
     "a metric of a newer version": lambda db: db.spec(metric="joules"),
+    "an option that follows nothing": lambda db: db.spec(
+        script={"script": "/train.py", "cwd": "/", "config_path": "", "arg_mappings": {"moon": "--moon"}}
+    ),
     "a spec of another study": lambda db: db.spec(name="../bad"),
     "a spec that is no JSON": lambda db: db.execute("UPDATE dsat_studies SET spec = '{' WHERE name = 'bad'"),
     "a spec that is a list": lambda db: db.execute("UPDATE dsat_studies SET spec = '[]' WHERE name = 'bad'"),

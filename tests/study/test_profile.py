@@ -17,7 +17,9 @@ from optuna_dsat.runtime.events import RankFailed, TrainerFound
 from optuna_dsat.runtime.trial_config import PartitionedModelError
 from optuna_dsat.study import profile
 from optuna_dsat.study.profile import Profiled, profile_attempts
+from optuna_dsat.study.progress import ProfileFinished
 from optuna_dsat.study.stored import read_stored
+from optuna_dsat.trials import attributes
 from tests.harness.landscapes import Hill
 from tests.harness.studies import StudyBench
 
@@ -31,6 +33,32 @@ def test_a_profile_that_an_older_version_stored_is_read(bench: StudyBench) -> No
     older = {("rung" if key == "measured_with" else key): value for key, value in record.items()}
     assert "rung" in older
     assert Profiled.from_json(older) == profiled
+
+
+ALTERED: dict[str, dict[str, Any]] = {
+    "no profile at all": {"profile": []},
+    "parameters that are a list": {"profile": {"params": [1]}},
+    "a rule that counts no batch": {"batch": {"kind": "option", "own": 4, "option": "--batch", "counts": 0}},
+    "a size that is text": {"batch": {"kind": "loader", "own": "x"}},
+    "defaults that are a number": {"option_defaults": 5},
+    "a variable that no launch learns": {"environment": {"LD_PRELOAD": "/tmp/evil.so"}},
+    "a module that no launch imports": {"preload": {"modules": ["../evil"]}},
+}
+
+
+@pytest.mark.parametrize("altered", ALTERED.values(), ids=ALTERED.keys())
+def test_a_profile_that_others_altered_is_measured_anew(bench: StudyBench, altered: dict[str, Any]) -> None:
+    bench.run(bench.spec(name="first", max_trials=1, confirm=0), Hill())
+    first = read_stored(bench.store, "first")
+    assert first.profiled is not None
+    record = {**first.profiled.to_json(), **altered}
+    with pytest.raises(ValueError):  # noqa: PT011 - by whom it was found
+        Profiled.from_json(record)
+    bench.store.save_profile(str(first.attributes[attributes.FINGERPRINT]), record, study_uuid=first.record.uuid)
+    bench.news.clear()
+    bench.run(bench.spec(max_trials=1, confirm=0), Hill())
+    assert [news.reused for news in bench.news if isinstance(news, ProfileFinished)] == [False]
+    assert read_stored(bench.store, "s").profiled == first.profiled
 
 
 @pytest.mark.parametrize(
