@@ -61,6 +61,12 @@ def doctor(
         _Cluster | None,
         typer.Option("--on", help="Look at nodes of this cluster, too, holding them for a moment.", show_default=False),
     ] = None,
+    script: Annotated[
+        Path | None,
+        typer.Option(
+            "--script", help="File that they should have as this machine has it.", exists=True, show_default=False
+        ),
+    ] = None,
     nodes_per_trial: Annotated[int, typer.Option("--nodes-per-trial", help="Nodes to look at, with --on.")] = 1,
     gpus_per_node: Annotated[
         int | None,
@@ -72,6 +78,9 @@ def doctor(
     ray_address: Annotated[
         str | None, typer.Option("--ray-address", help="Address of the Ray cluster.", show_default=False)
     ] = None,
+    ray_node: Annotated[
+        list[str] | None, typer.Option("--ray-node", help="Node of it to look at (repeatable).", show_default=False)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what this machine offers a search and what is wrong with it; exit with 3 where no launch can run."""
@@ -80,7 +89,10 @@ def doctor(
 
     findings = examine(output_dir=output_dir, storage=storage, nvme_path=nvme)
     if on is not None:
-        findings += _of_nodes(on.value, nodes_per_trial, gpus_per_node, slurm_arg or (), ray_address)
+        files = [Path.cwd(), *([] if script is None else [Path.cwd() / script])]
+        findings += _of_nodes(
+            on.value, files, nodes_per_trial, gpus_per_node, slurm_arg or (), ray_address, ray_node or ()
+        )
     if as_json:
         print(json.dumps(to_json(findings), indent=2))
     else:
@@ -92,7 +104,13 @@ def doctor(
 
 
 def _of_nodes(
-    on: str, nodes: int, gpus: int | None, slurm_arg: Sequence[str], ray_address: str | None
+    on: str,
+    files: Sequence[Path],
+    nodes: int,
+    gpus: int | None,
+    slurm_arg: Sequence[str],
+    ray_address: str | None,
+    ray_node: Sequence[str],
 ) -> Sequence[Finding]:
     """Return findings on nodes of a cluster."""
     from optuna_dsat.cluster.node import digest_of
@@ -101,8 +119,8 @@ def _of_nodes(
     from optuna_dsat.tuning.cluster import engine_of
 
     layout = Layout(nodes=nodes, slots=gpus or 1, kind="cuda" if gpus else "cpu", gpus=gpus or 0)
-    engine = engine_of(on, slurm_arg=slurm_arg, ray_address=ray_address)
-    return cluster.examine(engine, layout, files={str(Path.cwd()): digest_of(Path.cwd())})
+    engine = engine_of(on, slurm_arg=slurm_arg, ray_address=ray_address, ray_node=ray_node)
+    return cluster.examine(engine, layout, files={str(path): digest_of(path) for path in files})
 
 
 def _print(findings: Sequence[Finding]) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from optuna_dsat.cli.doctor import _of_nodes
+from optuna_dsat.cluster.node import digest_of
 from optuna_dsat.cluster.places import Layout
 from optuna_dsat.doctor import cluster
 from optuna_dsat.doctor.finding import Finding, Status, exit_code
@@ -43,3 +46,13 @@ def test_what_is_wrong_is_said(
     assert finding.status is status
     assert text in finding.text
     assert exit_code([finding]) == (3 if status is Status.FATAL else 0)
+
+
+def test_nodes_are_asked_for_the_script_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script, engine = tmp_path / "train.py", FakeEngine(seen={1: {"why": "train.py is not there"}})
+    script.write_text("pass")
+    monkeypatch.setattr("optuna_dsat.tuning.cluster.engine_of", lambda *_, **__: engine)
+    (found,) = _of_nodes("ray", [tmp_path, script], 2, None, (), None, ())
+    assert found.text.startswith("n2 cannot run the study: train.py is not there.")
+    looks = [order["files"] for _, _, order in engine.orders if order["do"] == "look"]
+    assert looks == [{str(tmp_path): "folder", str(script): digest_of(script)}] * 2
