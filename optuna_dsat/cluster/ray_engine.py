@@ -120,6 +120,11 @@ class RayEngine:
         with self._changed:
             self._released.append(place)
 
+    @property
+    def held(self) -> int:
+        """Places that are not gone, those among them that are given back."""
+        return len(self._places)
+
     def close(self) -> None:
         """Give back all places and wait, a few seconds at most, until they are gone."""
         with self._changed:

@@ -229,6 +229,28 @@ def test_a_study_runs_on_two_nodes_from_a_head_without_a_core(cluster: RayCluste
     assert trained.returncode == 0
 
 
+@with_ray
+@pytest.mark.torchrun
+def test_a_training_that_is_killed_leaves_no_rank(cluster: RayCluster, tmp_path: Path) -> None:
+    script, noted = tmp_path / "train.py", tmp_path / "pids"
+    script.write_text(
+        "import os, subprocess, time\n"
+        "child = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+        f"with open({str(noted)!r}, 'a') as file:\n"
+        "    file.write(f'{os.getpid()} {child.pid}\\n')\n"
+        "time.sleep(600)\n"
+    )
+    words = ["-m", "optuna_dsat.cluster.ray_train", "--address", cluster.address, "--nodes", "2", "--ranks", "1"]
+    process = subprocess.Popen([sys.executable, *words, "--", str(script)], cwd=ROOT, env={**os.environ, **LOOPBACK})
+    try:
+        wait_until(lambda: noted.exists() and noted.read_text().count("\n") == 2, what="both ranks run", limit_s=120)
+    finally:
+        process.kill()
+        process.wait()
+    pids = [int(word) for word in noted.read_text().split()]
+    wait_until(lambda: all(map(ended, pids)), what="ranks and what they started are gone", limit_s=40)
+
+
 def test_each_node_runs_torchrun_with_its_own_number_and_the_address_of_the_first() -> None:
     words = torchrun_words(["-m", "pkg.train", "--lr", "3"], nodes=2, node=1, ranks=4, address="10.0.0.1", port=29)
     assert words == [
