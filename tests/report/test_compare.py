@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import html
 from pathlib import Path
 
 import pytest
 
 from optuna_dsat.cli import main
-from optuna_dsat.report.compare import render_comparison, rows_of, setting_rows
-from optuna_dsat.report.figures import AtCount, scaling_figure
+from optuna_dsat.report.compare import _figures_of, render_comparison, rows_of, setting_rows
+from optuna_dsat.report.figures import AtCount, ComparedStudy, comparison_figure, scaling_figure
 from optuna_dsat.report.performance import performance_of
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.store import Store
@@ -131,3 +132,26 @@ def test_studies_of_other_arguments_or_of_one_size_are_no_sweep(bench: ReportedS
     for names in ("ab", "ac"):
         views = tuple(bench.view(name) for name in names)
         assert "scaling" not in Page(render_comparison(views)).ids, names
+
+
+def test_long_names_leave_room_for_bars_and_what_was_not_measured_says_so() -> None:
+    name = "<b>llama" + "-with-a-long-name" * 12 + "x" * 90
+    first = ComparedStudy(name=name, best=3.0, own=None, course=((1.0, 3.0),))
+    figure = comparison_figure([first, ComparedStudy(name="new", best=None, own=None, course=())])
+    lines = figure.layout.yaxis.ticktext[0].split("<br>")
+    assert len(lines) == 4
+    assert all(len(html.unescape(line)) <= 22 for line in lines)
+    assert lines[0].startswith("&lt;b&gt;llama")
+    assert lines[-1].endswith("\u2026")
+    assert [list(bar.text) for bar in figure.data] == [["not measured"] * 2, ["3 samples/s", "not measured"]]
+
+
+def test_the_course_has_a_mark_where_the_best_grew(bench: ReportedStudyBench) -> None:
+    bench.run(bench.spec(max_trials=8, confirm=0, slots_per_trial=1), Hill(), slots=1)
+    course = _figures_of("s", bench.view()).course
+    rates = [rate for _, rate in course]
+    assert rates == sorted(rates)
+    assert len(set(rates[:-1])) == len(rates) - 1
+    view = bench.view()
+    assert view.best is not None
+    assert rates[-1] == performance_of(view, view.best).samples_per_s

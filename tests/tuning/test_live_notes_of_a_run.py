@@ -1,0 +1,48 @@
+"""A run notes its launches where another process reads them, from its profile to its last finalist."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from optuna_dsat.launch.simulated import SimulatedProfile, SimulatedResult
+from optuna_dsat.store import Store
+from optuna_dsat.study.live_notes import LiveNote, read_notes
+from tests.harness.entry_points import EntryPointBench, Run, bench, run_here
+from tests.harness.landscapes import Hill
+
+__all__ = ["bench", "run_here"]
+
+
+class Watched(Hill):
+    """Reads the notes whenever something is launched."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self.url = url
+        self.seen: list[LiveNote] = []
+
+    def read(self) -> list[LiveNote]:
+        with Store.open(self.url, create=False) as store:
+            return read_notes(store, "s", now=time.time())
+
+    def profile(self, slots: int) -> SimulatedProfile:
+        self.seen += self.read()
+        return super().profile(slots)
+
+    def run(self, ds_config: Mapping[str, Any], slots: int) -> SimulatedResult:
+        self.seen += self.read()
+        return super().run(ds_config, slots)
+
+
+def test_profile_trials_and_finalists_are_noted_while_they_run(bench: EntryPointBench, run_here: Run) -> None:
+    bench.landscape = watched = Watched(f"sqlite:///{bench.folder / 'optuna-dsat.db'}")
+    options = ("--cpu-ranks", "1", "--max-trials", "2", "--confirm", "1", "--study", "s", "--quiet")
+    done = run_here("random", "train.py", "ds.json", *options)
+    assert done.returncode == 0, done.stderr
+    names = [row.name for note in watched.seen for row in note.rows]
+    assert names[0] == "profile"
+    assert "0" in {row.name for note in watched.seen if not note.confirming for row in note.rows}
+    assert [note for note in watched.seen if note.confirming], "finalists"
+    assert watched.read() == [], "it is over"
