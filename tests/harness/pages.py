@@ -21,6 +21,7 @@ class Page(HTMLParser):
         self._inside: list[str] = []
         self._cell: list[str] | None = None
         self._card: list[str] = []
+        self._goes_on = False
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -35,6 +36,8 @@ class Page(HTMLParser):
             self.loads.append(found.get("href") or "")
         if tag in ("script", "style"):
             self._inside.append(tag)
+        if tag == "wbr":
+            self._goes_on = True
         if tag in ("dt", "dd"):
             self._cell = []
 
@@ -51,7 +54,12 @@ class Page(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self._cell is not None:
             self._cell.append(data)
-        if not self._inside:
+        if self._inside:
+            return
+        if self._goes_on:
+            self._goes_on = False
+            self.words[-1] += data
+        else:
             self.words.append(data)
 
     @property
