@@ -42,7 +42,8 @@ def note(**changes: Any) -> LiveNote:
 
 
 def test_a_profile_and_finalists_are_noted_while_they_run(store: Store) -> None:
-    clock, passed = [NOW], []
+    clock: list[float] = [NOW]
+    passed: list[progress.ProgressEvent] = []
     notes = LiveNotes(passed.append, study="s", clock=lambda: clock[0])
     events: list[progress.ProgressEvent] = [
         progress.ProfileStarted(words="ZeRO 2"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -10,13 +11,15 @@ import pytest
 import optuna_dsat
 from optuna_dsat.cli import search
 from optuna_dsat.launch.devices import Device, Devices
+from optuna_dsat.launch.simulated import SimulatedResult
+from optuna_dsat.store import Store
 from optuna_dsat.study.spec import default_stages
 from optuna_dsat.tuning import autotuning, devices
 from optuna_dsat.tuning.given import Given
 from optuna_dsat.tuning.options import AutotuningOptions
 from optuna_dsat.tuning.prepare import prepare, prepare_each
 from tests.harness.entry_points import DS_CONFIG, EntryPointBench, Run, bench, run_here
-from tests.harness.landscapes import GIB
+from tests.harness.landscapes import GIB, Hill
 
 __all__ = ["bench", "run_here"]
 
@@ -155,6 +158,45 @@ def test_an_interrupted_sweep_says_what_is_left(run_here: Run, monkeypatch: pyte
     done = run_here("random", "train.py", "ds.json", "--gpus-per-trial", "1", "2", "--quiet")
     assert done.returncode == 130
     assert "train-random-1gpu, train-random-2gpu are left: type the same command again" in done.stderr
+
+
+class Interrupted(Hill):
+    """Ctrl-C at the second launch on two devices; what was run on how many is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at: list[int] = []
+
+    def run(self, ds_config: Mapping[str, Any], slots: int) -> SimulatedResult:
+        self.at.append(slots)
+        if self.at.count(2) == 2 and len(self.at) == self.at.index(2) + 2:
+            raise KeyboardInterrupt
+        return super().run(ds_config, slots)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_an_interrupted_sweep_goes_on_and_runs_nothing_twice(bench: EntryPointBench, run_here: Run) -> None:
+    bench.landscape = landscape = Interrupted()
+    sweep = ("random", "train.py", "ds.json", "--gpus-per-trial", "1", "2", "--max-trials", "3", "--confirm", "0")
+    done = run_here(*sweep)
+    assert done.returncode == 130, done.stderr
+    assert "Of this sweep train-random-2gpu are left: type the same command again." in done.stderr
+    before = launched(bench, "train-random-1gpu")
+    assert len([one for one in before if one.startswith("trial")]) == 3
+    count = landscape.at.count(1)
+    done = run_here(*sweep)
+    assert done.returncode == 0, done.stderr
+    assert launched(bench, "train-random-1gpu") == before
+    assert landscape.at.count(1) == count, "nothing of the finished search is launched"
+    after = [one for one in launched(bench, "train-random-2gpu") if one.startswith("trial")]
+    assert len(after) == 3, "the one that was measured before, the one that was cut, and a third"
+
+
+def launched(bench: EntryPointBench, study: str) -> list[str]:
+    with Store.open(f"sqlite:///{bench.folder / 'optuna-dsat.db'}", create=False) as store:
+        record = store.find_study(study)
+        assert record is not None
+        return sorted(row.report.launch_id for row in store.launches(record.uuid))
 
 
 @pytest.mark.usefixtures("two_gpus")
