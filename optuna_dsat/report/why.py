@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -10,7 +9,7 @@ from optuna_dsat.cost.step_time import PHASES
 from optuna_dsat.report.explanation import Contribution, Explanation, explained
 from optuna_dsat.report.prediction_gap import PredictionGap, prediction_gap
 from optuna_dsat.report.view import StudyView
-from optuna_dsat.words import bytes_in_words, metric_in_words
+from optuna_dsat.words import bytes_in_words, metric_in_words, setting_in_words
 
 __all__ = ["FactorRow", "PhaseRow", "Why", "why_of"]
 
@@ -53,7 +52,7 @@ class Why:
     """What bounds the winner, and what speaks against the numbers."""
     proposals: tuple[str, ...]
     prediction: str = ""
-    """How the winner's step compares with the one that the device's data sheet promises; empty if neither is known."""
+    """How the winner's step compares with the one that the device's data sheet promises; empty without one."""
     phases: tuple[PhaseRow, ...] = ()
     """The parts of both steps."""
     causes: tuple[str, ...] = ()
@@ -67,7 +66,7 @@ def why_of(view: StudyView) -> Why | None:
         return None
     why = Why(rows=tuple(_rows(found)), told=tuple(_told(found)), proposals=found.proposals)
     gap = prediction_gap(view)
-    if gap is None:
+    if gap is None or not gap.by_data_sheet:
         return why
     return replace(why, prediction=gap.verdict, phases=tuple(_phases(gap)), causes=gap.causes)
 
@@ -108,8 +107,8 @@ def _row(one: Contribution) -> FactorRow:
 
 
 def _shown(value: object) -> str:
-    """Return a setting's value as its config has it; empty if there is none."""
-    return "" if value is None else value if isinstance(value, str) else json.dumps(value)
+    """Return a setting's value as ``--fix`` takes it; empty if there is none."""
+    return "" if value is None else setting_in_words(value)
 
 
 def _plain(setting: str, *, factor: str, by: str) -> FactorRow:

@@ -134,6 +134,7 @@ def test_the_step_stands_beside_the_data_sheets(view: StudyView) -> None:
     assert gap.causes
     assert all(cause in page.text for cause in gap.causes)
     assert "of the GPU's peak FLOPS (measured)" in page.text
+    assert "Against the data sheet" not in Page(render(view)).text, "there is none of the simulated device"
 
 
 def test_finalists_stand_with_their_samples_per_second_whatever_is_optimised(bench: ReportedStudyBench) -> None:

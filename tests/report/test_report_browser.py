@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.report.compare import render_comparison
 from optuna_dsat.report.page import render, sections_of
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.trials import attributes
@@ -183,3 +185,22 @@ def test_it_prints_in_black_on_white_within_the_page(browser: Any, view: StudyVi
         page.evaluate("window.dispatchEvent(new Event('afterprint'))")
         assert page.pdf(format="A4").startswith(b"%PDF")
         assert seen.console == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
+def test_a_comparison_of_long_names_fits_and_leaves_its_bars_room(
+    browser: Any, view: StudyView, tmp_path: Path, size: dict[str, Any], scheme: str
+) -> None:
+    name = "llama-3.1-8b_after-the-upgrade-of-everything" * 3
+    other = replace(view, spec=view.spec.model_copy(update={"name": name, "slots_per_trial": 4}))
+    file = tmp_path / "comparison.html"
+    file.write_text(render_comparison((view, other)), encoding="utf-8")
+    with open_page(browser, scheme=scheme, **size) as (page, seen):
+        show(page, file, 3)
+        assert page.evaluate("document.documentElement.scrollWidth") <= size["width"]
+        share = "(e => e._fullLayout._size.w / e.clientWidth)(document.querySelector('#results .plot'))"
+        until(page, f"{share} > 0.4")
+        assert page.locator("#scaling .plot").is_visible()
+        assert seen.console == []
+        assert seen.requests == [file.as_uri()]
