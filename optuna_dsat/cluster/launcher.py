@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from optuna_dsat.cluster.engine import Engine, News, PlaceState
+from optuna_dsat.cluster.engine import Engine, News, Place, PlaceState
 from optuna_dsat.cluster.head_files import append_events, append_log, write_tracker
 from optuna_dsat.cluster.node_files import TOKEN
 from optuna_dsat.cluster.places import HeldPlace, Layout, Stage
@@ -111,9 +111,12 @@ class ClusterLauncher:
         self._phase = ""
         self._forking = Forking(self._output_dir / "warm.log", enabled=warm, on_notice=on_notice)
         self._operators: tuple[str, ...] = ()
-        self._places: list[HeldPlace] = []
+        self._held: dict[Place, HeldPlace] = {}
+        """What the engine holds -> what its nodes have said."""
         self._waiting: dict[str, _Waiting] = {}
         self._running: dict[str, tuple[RunningLaunch, RemoteLaunch, HeldPlace]] = {}
+        self._settled: set[str] = set()
+        """Names of the launches whose outcome is known while their processes still end."""
         self._plain: set[str] = set()
         self._unstarted: list[LaunchReport] = []
         self._told: set[str] = set()
@@ -127,8 +130,12 @@ class ClusterLauncher:
     @property
     def free_slots(self) -> int:
         """Slots of places that nothing is launched in, held or not."""
-        taken = sum(launch.settled_as is None for launch, _, _ in self._running.values()) + len(self._waiting)
+        taken = len(self._running) - len(self._settled) + len(self._waiting)
         return max(0, self.total_slots - taken * self._layout.ranks)
+
+    @property
+    def _places(self) -> Collection[HeldPlace]:
+        return self._held.values()
 
     @property
     def waiting(self) -> Collection[str]:
@@ -192,12 +199,13 @@ class ClusterLauncher:
         """End everything, and give all places back."""
         self._engine.close()
         self._forking.close()
-        self._places.clear()
+        self._held.clear()
         self._running.clear()
+        self._settled.clear()
         self._waiting.clear()
 
     def _take(self, news: News) -> None:
-        place = next((one for one in self._places if one.place is news.place), None)
+        place = self._held.get(news.place)
         if place is None:
             return
         message = news.message
@@ -252,6 +260,7 @@ class ClusterLauncher:
             updates += [Observed(launch_id=name, event=event) for event in launch.advance(time.monotonic())]
             if launch.settled and launch.settled_as is None and not self._forking.may_repeat(launch):
                 launch.settled_as = self._settled_report(launch, remote, place)
+                self._settled.add(name)
                 updates.append(Settled(launch_id=name, report=launch.settled_as))
             if launch.gone_at is not None and (note := remote.free_note) is not None:
                 report = self._conclude(launch, remote, place, note=note)
@@ -337,6 +346,7 @@ class ClusterLauncher:
         """Return the report of a launch without processes; None if it is repeated by plain torchrun."""
         name = launch.request.launch_id
         del self._running[name]
+        self._settled.discard(name)
         (launch.directory.trackers_dir / TOKEN).unlink(missing_ok=True)
         self._plain.discard(name)
         place.launch_id = None
@@ -363,7 +373,7 @@ class ClusterLauncher:
         Raises:
             DeviceError: If it is one of too many.
         """
-        self._places.remove(place)
+        del self._held[place.place]
         why = f"{place.place.name} was lost: {place.place.why}"
         for launch, remote, where in self._running.values():
             if where is place:
@@ -379,9 +389,9 @@ class ClusterLauncher:
     def _ask_for_places(self) -> None:
         """Ask for places while launches wait that no held or queued place will take."""
         coming = sum(place.launch_id is None for place in self._places)
-        while coming < len(self._waiting) and len(self._places) < self._limits.places:
+        while coming < len(self._waiting) and len(self._held) < self._limits.places:
             place = HeldPlace(self._engine, self._layout, files=self._files)
-            self._places.append(place)
+            self._held[place.place] = place
             coming += 1
 
     def _give_back_places(self) -> None:
@@ -391,6 +401,7 @@ class ClusterLauncher:
             DeviceError: If no place was granted for too long.
         """
         now = time.monotonic()
+        held = any(place.stage is Stage.USABLE for place in self._places)
         for place in list(self._places):
             if place.stage is Stage.USABLE and place.launch_id is None and not self._waiting:
                 place.idle_since = now if place.idle_since is None else place.idle_since
@@ -400,7 +411,6 @@ class ClusterLauncher:
             place.idle_since = None
             if place.stage is not Stage.QUEUED:
                 continue
-            held = any(one.stage is Stage.USABLE for one in self._places)
             if held and not self._waiting:
                 self._release(place)
                 continue
@@ -429,4 +439,4 @@ class ClusterLauncher:
 
     def _release(self, place: HeldPlace) -> None:
         place.release()
-        self._places.remove(place)
+        del self._held[place.place]

@@ -27,7 +27,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,8 @@ VERSIONED = ("optuna-dsat", "torch", "deepspeed")
 """Packages that have to be the same on all nodes."""
 
 
-def versions() -> dict[str, str]:
+@cache
+def versions() -> Mapping[str, str]:
     """Return the versions of Python and of the packages that have to be the same on all nodes."""
     found = {"python": ".".join(platform.python_version_tuple()[:2])}
     for name in VERSIONED:

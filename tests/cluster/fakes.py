@@ -40,6 +40,7 @@ class FakeEngine:
 
     def __post_init__(self) -> None:
         self._places: list[FakePlace] = []
+        self._ready = 0
         self._news: list[News] = []
 
     def check(self, *, nodes: int, slots: int) -> None:
@@ -53,14 +54,12 @@ class FakeEngine:
         return place
 
     def grant(self) -> None:
-        for place in self._places:
-            ready = sum(one.state is PlaceState.READY for one in self._places)
-            if place.state is not PlaceState.QUEUED:
-                continue
-            if ready >= self.room:
+        for place in [one for one in self._places if one.state is PlaceState.QUEUED]:
+            if self._ready >= self.room:
                 place.why = "Resources"
                 continue
             place.state = PlaceState.READY
+            self._ready += 1
             for node in range(place.nodes):
                 own = {"name": f"n{node + 1}", "machine": self.machines[node], "versions": versions()}
                 self.say(place, node, {"news": "hello", **own, **self.hello.get(node, {})})
@@ -131,13 +130,16 @@ class FakeEngine:
         return news
 
     def lose(self, place: FakePlace, why: str) -> None:
+        self._forget(place)
         place.state, place.why = PlaceState.LOST, why
-        self._places.remove(place)
-        self.grant()
 
     def release(self, place: Any) -> None:
         self.released.append(place)
+        self._forget(place)
+
+    def _forget(self, place: FakePlace) -> None:
         self._places.remove(place)
+        self._ready -= place.state is PlaceState.READY
         self.grant()
 
     def close(self) -> None:
