@@ -20,7 +20,7 @@ from typer.exceptions import TyperException
 
 from optuna_dsat.cli.catalogue import SEARCHES, Catalogue
 from optuna_dsat.cli.help import HELP_NAMES
-from optuna_dsat.cli.options_file import find_options, read_options
+from optuna_dsat.cli.options_file import OPTIONS_ENV, file_of
 from optuna_dsat.cli.password import hide_secrets
 from optuna_dsat.cli.rewriting import COUNTS, lift_option, spread_numbers
 from optuna_dsat.display.stopping import EXIT_INTERRUPTED
@@ -68,14 +68,14 @@ def _root(
         typer.Option(
             help="Take options from this file (YAML, JSON, TOML).  \\[default: \\[tool.optuna-dsat] of the nearest "
             "pyproject.toml]",
-            envvar="OPTUNA_DSAT_OPTIONS",
+            envvar=OPTIONS_ENV,
         ),
     ] = None,
     _version: Annotated[
         bool, typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
-    file = find_options(Path.cwd()) if options is None else read_options(options)
+    file = file_of(options, cwd=Path.cwd())
     if file is not None and isinstance(context.command, TyperGroup):
         context.default_map = file.default_map(context.command, context)
         context.obj = str(file.path)

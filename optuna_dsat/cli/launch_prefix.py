@@ -15,6 +15,7 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from optuna_dsat.cli.catalogue import SEARCHES
 from optuna_dsat.cli.experiment_form import is_experiment, unfold_experiment
+from optuna_dsat.cli.options_file import OPTIONS_ENV, file_of
 from optuna_dsat.escape.terminal import say
 from optuna_dsat.script.launch_command import LaunchCommand
 from optuna_dsat.tuning.parse import NO_CONFIG
@@ -61,10 +62,19 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> list[
         found = LaunchCommand(script=words[0], args=tuple(words[1:]))
     if found is None:
         return [*argv[: start + 1], *own, *_with_config(words, search.params)]
-    engine = _value_of("--on", own) or "here"
+    told = [*_in_file(name, _value_of("--options", argv[:start]), cwd=cwd), *own]
+    engine = _value_of("--on", told) or "here"
     for note in (*found.notes, *_note_on_nodes(found, engine=engine)):
         say(note, file=sys.stderr)
-    return [*argv[: start + 1], *own, *_arguments(found, own=own, engine=engine, cwd=cwd)]
+    return [*argv[: start + 1], *own, *_arguments(found, own=own, told=told, engine=engine, cwd=cwd)]
+
+
+def _in_file(command: str, options: str | None, *, cwd: Path) -> list[str]:
+    """Return the options on where launches run that the file of options holds for a search."""
+    named = options or os.environ.get(OPTIONS_ENV)
+    file = file_of(Path(named) if named else None, cwd=cwd)
+    values = {} if file is None else {name: file.value_of(command, name) for name in ("on", "cpu-ranks")}
+    return [f"--{name}={value}" for name, value in values.items() if value is not None]
 
 
 def _value_of(option: str, own: Sequence[str]) -> str | None:
@@ -112,12 +122,13 @@ def _first_positional(argv: Sequence[str], params: Sequence[object]) -> tuple[in
     return len(argv), None
 
 
-def _arguments(found: LaunchCommand, *, own: Sequence[str], engine: str, cwd: Path) -> list[str]:
+def _arguments(found: LaunchCommand, *, own: Sequence[str], told: Sequence[str], engine: str, cwd: Path) -> list[str]:
     """Return the arguments of a search that tunes a command.
 
     Args:
         found: The command.
         own: The search's own options.
+        told: These, and before them what the file of options holds.
         engine: Where trials run: ``here``, or the engine that holds nodes.
         cwd: The working directory.
     """
@@ -125,7 +136,7 @@ def _arguments(found: LaunchCommand, *, own: Sequence[str], engine: str, cwd: Pa
 
     result = []
     if engine != "here":
-        result += _nodes(found, own=own, engine=engine)
+        result += _nodes(found, own=own, told=told, engine=engine)
     elif not any(word.partition("=")[0] in _DEVICE_OPTIONS for word in own):
         result += _ranks(found)
     for name, value in found.environment.items():
@@ -136,11 +147,11 @@ def _arguments(found: LaunchCommand, *, own: Sequence[str], engine: str, cwd: Pa
     return [*result, "--", *found.args]
 
 
-def _nodes(found: LaunchCommand, *, own: Sequence[str], engine: str) -> list[str]:
+def _nodes(found: LaunchCommand, *, own: Sequence[str], told: Sequence[str], engine: str) -> list[str]:
     """Return the options for the nodes that a launcher uses, and for its ranks on each."""
     wanted = {
         "--nodes-per-trial": found.nodes if found.nodes > 1 else None,
-        "--gpus-per-node": None if _value_of("--cpu-ranks", own) else found.ranks,
+        "--gpus-per-node": None if _value_of("--cpu-ranks", told) else found.ranks,
     }
     result = [
         word

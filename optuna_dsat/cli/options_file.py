@@ -28,8 +28,10 @@ from typer.exceptions import TyperException
 from optuna_dsat.config.documents import check_nesting, checked, read_document
 from optuna_dsat.errors import UsageError
 
-__all__ = ["OptionsFile", "find_options", "read_options"]
+__all__ = ["OPTIONS_ENV", "OptionsFile", "file_of", "find_options", "read_options"]
 
+OPTIONS_ENV = "OPTUNA_DSAT_OPTIONS"
+"""Environment variable with the path of a file of options."""
 _TABLE = "optuna-dsat"
 _NOT_SHARED = frozenset({("resume", "max_trials")})
 """(command, option) that a key for all commands does not set: ``resume`` keeps the study's own value."""
@@ -76,6 +78,20 @@ class OptionsFile:
             }
         return defaults
 
+    def value_of(self, command: str, name: str) -> Any:
+        """Return what stands for an option of a command, as it stands; None for nothing.
+
+        Args:
+            command: Name of a command that is in no group.
+            name: Long name of the option, without dashes in front.
+        """
+        own = self.table.get(command)
+        for table in (own if isinstance(own, dict) else {}, self.table):
+            for key in (name, name.replace("-", "_")):
+                if key in table:
+                    return table[key]
+        return None
+
     def _split_tables(
         self, table: Mapping[str, Any], commands: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -120,6 +136,15 @@ class OptionsFile:
             message = error.message.rstrip(".")
             raise UsageError(f"{self.path}: {name} is {json.dumps(value, default=str)}: {message}.") from None
         return value
+
+
+def file_of(options: Path | None, *, cwd: Path) -> OptionsFile | None:
+    """Return the file that ``--options`` names, else the one that holds in a folder; None if there is none.
+
+    Raises:
+        UsageError: If it cannot be read, or is not a table of options.
+    """
+    return find_options(cwd) if options is None else read_options(options)
 
 
 def find_options(folder: Path) -> OptionsFile | None:

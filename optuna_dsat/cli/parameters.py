@@ -27,7 +27,7 @@ def complete_studies(context: typer.Context, incomplete: str) -> list[str]:
 
 def _storage_of(context: typer.Context) -> str:
     """Return the storage of a command line being typed: its own, else the environment's, a file's, the default."""
-    from optuna_dsat.cli.options_file import find_options, read_options
+    from optuna_dsat.cli.options_file import file_of
 
     given = context.params.get("storage")
     if given and given != DEFAULT_STORAGE:
@@ -35,7 +35,7 @@ def _storage_of(context: typer.Context) -> str:
     if os.environ.get(STORAGE_ENV):
         return os.environ[STORAGE_ENV]
     named = context.find_root().params.get("options")
-    file = read_options(Path(named)) if named else find_options(Path.cwd())
+    file = file_of(Path(named) if named else None, cwd=Path.cwd())
     return DEFAULT_STORAGE if file is None else str(file.table.get("storage", DEFAULT_STORAGE))
 
 

@@ -62,6 +62,32 @@ def test_nodes_of_the_launcher_become_those_of_a_cluster(tmp_path: Path, capsys:
     assert "w0" not in unfolded(tmp_path, "--on=ray", "--ray-node", "other", *command)
 
 
+@pytest.mark.parametrize(
+    ("text", "words", "on_nodes"),
+    [
+        ('on = "slurm"', (), True),
+        ('[tool.optuna-dsat.random]\non = "ray"', (), True),
+        ('[tool.optuna-dsat.asha]\non = "slurm"', (), False),
+        ('on = "slurm"', ("--on", "here", "--cpu-ranks", "2"), False),
+        ('on = "slurm"\ncpu_ranks = "2"', (), False),
+    ],
+)
+def test_a_file_of_options_says_as_well_where_the_ranks_of_the_launcher_run(
+    tmp_path: Path, text: str, words: tuple[str, ...], on_nodes: bool
+) -> None:
+    (tmp_path / "pyproject.toml").write_text(f"[tool.optuna-dsat]\n{text}\n")
+    found = unfolded(tmp_path, *words, "deepspeed", "--num_gpus", "4", "train.py")
+    assert ("--gpus-per-node" in found) is on_nodes
+    assert "--gpus-per-trial" not in found
+    named = tmp_path / "mine.yaml"
+    named.write_text('{"on": "here"}')
+    group: Any = typer.main.get_command(app)
+    other = unfold_command(
+        ["--options", str(named), "random", "deepspeed", "--num_gpus", "4", "train.py"], group, cwd=tmp_path
+    )
+    assert "--gpus-per-node" not in other
+
+
 def test_nodes_are_named_where_trials_run_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = unfolded(tmp_path, "--cpu-ranks", "2", "torchrun", "--nnodes", "3", "--nproc_per_node", "2", "train.py")
     assert "--nodes-per-trial" not in found

@@ -132,7 +132,7 @@ BAD = {
     "unknown": ("max-trails: 3", "'max-trails' is no option of any command. Did you mean 'max-trials'?"),
     "of-another-command": ("asha: {early-stopping: 1}", "'early-stopping' is no option of `optuna-dsat asha`."),
     "nested": ("db: {check: {quiet: true}}", "'quiet' is no option of `optuna-dsat db check`."),
-    "argument": ("script: train.py", "'script' is no option of any command."),
+    "argument": ("config: ds.json", "'config' is no option of any command."),
     "type": ("max-trials: many", 'max-trials is "many": '),
     "flag": ("quiet: 1", "quiet is 1; it must be true or false."),
     "number-for-flag": ("max-trials: true", "max-trials is true; it must be a value such as on the command line."),
