@@ -47,18 +47,19 @@ def _show(explanation: Explanation, words: str, *, gap: PredictionGap | None = N
         gap: Its step beside the predicted one; None if there is no prediction.
         alone: Whether no other configuration was measured.
     """
-    from optuna_dsat.words import bytes_in_words, metric_in_words
+    from optuna_dsat.study.speeds import value_in_words
+    from optuna_dsat.words import bytes_in_words
 
-    metric = explanation.metric
-    value = metric_in_words(metric, explanation.value, device=explanation.device)
+    metric, device = explanation.metric, explanation.device
+    value = value_in_words(explanation.metrics, explanation.value, metric=metric, device=device)
     say_prose(f"The result is trial {explanation.winner}, {value}, {explanation.how_known}: {words}.")
     say_prose("No other configuration was measured." if alone else _against_own(explanation))
     _print_factors(explanation)
     shares = ", ".join(f"{name} {share:.0%}" for name, share in _largest_first(explanation))
     say_prose(f"A step of the winner goes into: {shares} (fitted model). It is bound by: {explanation.bound}.")
     if explanation.peak_bytes is not None:
-        device = bytes_in_words(explanation.device_bytes)
-        say_prose(f"A rank takes {bytes_in_words(explanation.peak_bytes)} of the {device} that it may (measured).")
+        room = bytes_in_words(explanation.device_bytes)
+        say_prose(f"A rank takes {bytes_in_words(explanation.peak_bytes)} of the {room} that it may (measured).")
     if explanation.utilisation is not None:
         say_prose(f"It reaches {explanation.utilisation:.0%} of the GPU's peak FLOPS (measured).")
     if gap is not None:
@@ -75,14 +76,15 @@ def _largest_first(explanation: Explanation) -> list[tuple[str, float]]:
 
 def _against_own(explanation: Explanation) -> str:
     """Return the sentence on the speed-up; one that its own factors contradict is not claimed."""
-    from optuna_dsat.words import metric_in_words
+    from optuna_dsat.study.speeds import value_in_words
 
     ratio, explained = explanation.speed_up, explanation.explained
     if explanation.user_value is None or ratio is None:
         return "Your own config was not measured, so there is nothing to compare with."
     if explanation.is_own:
         return "It is your own config: nothing was found that is surely better."
-    own = metric_in_words(explanation.metric, explanation.user_value, device=explanation.device)
+    metric, device = explanation.metric, explanation.device
+    own = value_in_words(explanation.user_metrics, explanation.user_value, metric=metric, device=device)
     if not explanation.contradicted or explained is None or explanation.remainder is None:
         return f"Your own config reaches {own}; the winner is {ratio:.2f} times as good."
     return (

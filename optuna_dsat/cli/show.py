@@ -12,11 +12,11 @@ from rich.table import Table
 
 from optuna_dsat.cli.tables import print_table
 from optuna_dsat.escape.terminal import cell, say, say_prose
-from optuna_dsat.metrics import Speed, shares_of_linear
+from optuna_dsat.metrics import shares_of_linear
 from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.verdict_words import verdict_in_words
-from optuna_dsat.words import outcomes_in_words, slot_name, speed_in_words
+from optuna_dsat.words import outcomes_in_words, slot_name
 
 if TYPE_CHECKING:
     from optuna_dsat.tuning.gpu_counts import AtGpus
@@ -34,8 +34,7 @@ def show_result(result: StudyResult, *, as_json: bool) -> None:
         return
     minutes = f"{result.slot_minutes:.1f} {slot_name(result.device)} minutes"
     say_prose(f"The search ended: {result.reason}. Launches: {outcomes_in_words(result.launches)}; {minutes}.")
-    first, *others = verdict_in_words(result.verdict, metric=result.metric, device=result.device)
-    for line in filter(None, (first, _speed(result), *others)):
+    for line in verdict_in_words(result.verdict, metric=result.metric, device=result.device):
         say_prose(line)
     if result.measurement:
         say_prose(result.measurement)
@@ -53,15 +52,6 @@ def show_result(result: StudyResult, *, as_json: bool) -> None:
     say(f"  {result.command}")
     if result.advice:
         say_prose(result.advice)
-
-
-def _speed(result: StudyResult) -> str:
-    """Return the samples and tokens per second of what is handed over; empty where the verdict says them."""
-    samples_per_s = result.metrics.get("throughput")
-    if result.metric == "throughput" or not samples_per_s:
-        return ""
-    speed = Speed(samples_per_s=samples_per_s, tokens_per_s=result.metrics.get("tokens_per_s"))
-    return f"It trains at {speed_in_words(speed, metric='throughput', value=samples_per_s, device=result.device)}."
 
 
 def show_by_gpus(found: Sequence[AtGpus], *, best: StudyResult, as_json: bool = False) -> None:

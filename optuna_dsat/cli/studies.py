@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from optuna_dsat.store import Store
     from optuna_dsat.study.stored import StoredStudy
+    from optuna_dsat.study.verdict import Verdict
 
 __all__ = ["best", "delete", "export", "show", "studies", "trials"]
 
@@ -57,6 +58,7 @@ def studies(storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
     with _open(storage) as store:
         found = list(readable_studies(store))
     unreadable = [one for one in found if isinstance(one, UnreadableStudy)]
+    readable = [one for one in found if isinstance(one, StoredStudy)]
     rows = [
         {
             "study": study.spec.name,
@@ -68,8 +70,7 @@ def studies(storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
             **_standing(study),
             "created": date_in_words(study.record.created_at),
         }
-        for study in found
-        if isinstance(study, StoredStudy)
+        for study in readable
     ]
     if as_json:
         rows += [{"study": one.record.name, "unreadable": one.reason} for one in unreadable]
@@ -87,7 +88,7 @@ def studies(storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
             "speed-up",
             "created",
         )
-        shown = [{**row, **_standing_in_words(row)} for row in rows]
+        shown = [{**row, **_standing_in_words(row, study.verdict)} for row, study in zip(rows, readable, strict=True)]
         print_table(headings, [[row[heading] for heading in headings] for row in shown], piped_width=UNBOUNDED)
         for one in unreadable:
             say(f"{one.record.name} cannot be read: {one.reason}.")
@@ -106,22 +107,19 @@ def _standing(study: StoredStudy) -> dict[str, Any]:
     }
 
 
-def _standing_in_words(row: Mapping[str, Any]) -> dict[str, Any]:
+def _standing_in_words(row: Mapping[str, Any], verdict: Verdict | None) -> dict[str, Any]:
+    from optuna_dsat.study.speeds import samples_in_words
     from optuna_dsat.study.verdict import VerdictKind
 
     known = {None: "", VerdictKind.UNCONFIRMED: "the search"}.get(row["result"], f"{row['rounds']} rounds")
     return {
-        "best": _value_in_words(row["metric"], row["best"], device=row["device"]),
+        "best": None
+        if verdict is None
+        else samples_in_words(verdict.metrics, verdict.value, metric=row["metric"], device=row["device"]),
         "trial": row["best_trial"],
         "known by": known,
         "speed-up": None if row["speed_up"] is None else f"{row['speed_up']:.2f}",
     }
-
-
-def _value_in_words(metric: Any, value: Any, *, device: str) -> str | None:
-    from optuna_dsat.words import metric_in_words
-
-    return None if value is None else metric_in_words(metric, value, device=device)
 
 
 def show(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
@@ -158,10 +156,11 @@ def show(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: Json = False) 
 
 def _result_lines(study: StoredStudy) -> Iterator[str]:
     """Yield the lines on what is handed over, on what the rounds measured, and on the best of the search."""
+    from optuna_dsat.study import speeds
     from optuna_dsat.study.configuration import configuration_of
     from optuna_dsat.study.verdict_words import how_known, value_in_words, verdict_in_words
     from optuna_dsat.trials import attributes
-    from optuna_dsat.words import metric_in_words, steps_in_words
+    from optuna_dsat.words import steps_in_words
 
     metric, device, verdict, best = study.metric, study.spec.device, study.verdict, study.best
     if verdict is None or best is None:
@@ -172,13 +171,14 @@ def _result_lines(study: StoredStudy) -> Iterator[str]:
     yield from verdict_in_words(verdict, metric=metric, device=device)
     yield "The search's best, by few steps each:" if verdict.is_by_rounds else "The search's best:"
     for trial in study.measured[:_MOST_SHOWN]:
-        told = steps_in_words(**attributes.step_facts(trial))
+        told, metrics = steps_in_words(**attributes.step_facts(trial)), trial.user_attrs[attributes.METRICS]
         again = verdict.contender(trial.number)
         remarks = []
         if again is not None:
-            remarks = [f"{metric_in_words(metric, again.value, device=device)} in {again.rounds} rounds"]
+            rounds = f"{again.rounds} round{'s' * (again.rounds != 1)}"
+            remarks = [f"{speeds.samples_in_words(metrics, again.value, metric=metric, device=device)} in {rounds}"]
         remarks += [told] if told else []
-        value = metric_in_words(metric, trial.values[0], device=device)
+        value = speeds.value_in_words(metrics, trial.values[0], metric=metric, device=device)
         yield f"- trial {trial.number}: {value}, {configuration_of(trial)}" + (
             f" ({'; '.join(remarks)})" if remarks else ""
         )
@@ -186,9 +186,16 @@ def _result_lines(study: StoredStudy) -> Iterator[str]:
 
 def trials(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
     """List the trials of a study."""
+    from optuna_dsat.study.speeds import samples_in_words
     from optuna_dsat.words import outcome_in_words
 
     study = _read(storage, name)
+
+    def speed(row: Mapping[str, Any], key: str) -> str | None:
+        if row[key] is None:
+            return None
+        return samples_in_words(row["metrics"] or {}, row[key], metric=study.metric, device=study.spec.device)
+
     rows = [study.row(trial) for trial in study.trials]
     if as_json:
         print(json.dumps(rows, indent=2))
@@ -198,8 +205,8 @@ def trials(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: Json = False
         {
             **row,
             "outcome": outcome_in_words(row["outcome"] or row["state"]),
-            "in the search": _value_in_words(study.metric, row["value"], device=study.spec.device),
-            "in rounds": _value_in_words(study.metric, row["confirmed_value"], device=study.spec.device),
+            "in the search": speed(row, "value"),
+            "in rounds": speed(row, "confirmed_value"),
             "": "best" if row["handed_over"] else "",
         }
         for row in rows

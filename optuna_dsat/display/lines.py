@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 
-from optuna_dsat.escape.terminal import say
+from optuna_dsat.escape.terminal import say_prose
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study import progress
 from optuna_dsat.words import (
@@ -134,7 +134,7 @@ class LineView:
         if isinstance(event, progress.Phase):
             self._enter(event)
         for line in lines_of(event, self._search):
-            say(line, file=sys.stderr)
+            say_prose(line, file=sys.stderr)
 
     def close(self) -> None:
         """Tell of no phase any more."""
@@ -163,7 +163,7 @@ class _ToldPhase:
 
     def _tell(self) -> None:
         self._told = True
-        say(f"{self._words} ...", file=sys.stderr)
+        say_prose(f"{self._words} ...", file=sys.stderr)
 
     def end(self) -> None:
         """End it; waits for a line that is being written."""
@@ -172,4 +172,4 @@ class _ToldPhase:
             self._timer.join()
         if self._told:
             took = duration_in_words(time.monotonic() - self._began)
-            say(f"{self._words.partition(' (')[0]} took {took}.", file=sys.stderr)
+            say_prose(f"{self._words.partition(' (')[0]} took {took}.", file=sys.stderr)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import shutil
 import sys
@@ -78,7 +80,19 @@ def say_prose(text: str, *, file: TextIO | None = None) -> None:
     stream = sys.stdout if file is None else file
     if stream.isatty():
         kept = _COMMAND.sub(lambda found: found[0].replace(" ", _NO_BREAK), plain(text))
-        width = shutil.get_terminal_size().columns
-        folded = textwrap.wrap(kept, max(20, width - 1), break_long_words=False, break_on_hyphens=False)
+        width = max(20, _columns(stream) - 1)
+        folded = [
+            part
+            for line in kept.split("\n")
+            for part in textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) or [""]
+        ]
         text = "\n".join(folded).replace(_NO_BREAK, " ")
     say(text, file=stream)
+
+
+def _columns(stream: TextIO) -> int:
+    """Return the columns of a terminal; stdout, which ``shutil`` asks, may be a file while stderr is one."""
+    with contextlib.suppress(OSError, ValueError):
+        if not os.environ.get("COLUMNS"):
+            return os.get_terminal_size(stream.fileno()).columns or shutil.get_terminal_size().columns
+    return shutil.get_terminal_size().columns

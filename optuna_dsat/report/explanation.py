@@ -95,6 +95,10 @@ class Explanation:
     """Whether it is the user's own config."""
     user_value: float | None
     """The metric of the user's own config; None if it was not measured."""
+    metrics: Mapping[str, float]
+    """All metrics of the winner, as the search measured it."""
+    user_metrics: Mapping[str, float]
+    """Those of the user's own config; empty if it was not measured."""
     speed_up: float | None
     """The measured ratio, above 1 if the winner is better; None if the user's own config was not measured."""
     contributions: tuple[Contribution, ...]
@@ -224,6 +228,8 @@ def explain(
         value=winner.value,
         is_own=own,
         user_value=None if baseline is None else compared(baseline, winner)[0],
+        metrics=metrics,
+        user_metrics={} if baseline is None else baseline.trial.user_attrs.get(attributes.METRICS) or {},
         speed_up=None if ratio is None else ratio[0],
         contributions=tuple(found),
         together=together,

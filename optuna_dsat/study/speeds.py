@@ -8,9 +8,10 @@ from typing import Any
 from optuna_dsat.cost.memory import ModelProfile
 from optuna_dsat.cost.utilisation import utilisation
 from optuna_dsat.launch.measurement import LaunchRecord
-from optuna_dsat.metrics import Speed
+from optuna_dsat.metrics import LARGER_IS_BETTER, Speed
+from optuna_dsat.words import metric_in_words, speed_in_words
 
-__all__ = ["Speeds"]
+__all__ = ["Speeds", "samples_in_words", "speed_at", "value_in_words"]
 
 
 class Speeds:
@@ -46,3 +47,46 @@ class Speeds:
             tokens_per_s = samples_per_s * self._tokens_per_sample
         share = None if self._profile is None else utilisation(self._profile, config, metrics)
         return Speed(samples_per_s=samples_per_s, tokens_per_s=tokens_per_s, utilisation=share)
+
+
+def speed_at(metrics: Mapping[str, float], value: float, *, metric: str) -> Speed | None:
+    """Return how fast a configuration is where its metric has a value; None if its metrics do not tell.
+
+    What a launch measured goes together: samples/s grow as FLOPS do, and as the duration of a step shrinks.
+
+    Args:
+        metrics: All metrics of one launch of it.
+        value: The metric of others, such as the mean of rounds.
+        metric: The metric that is optimised.
+    """
+    speed, measured = Speeds(None).of(metrics, {}), metrics.get(metric)
+    if speed is None or not measured or not value:
+        return None
+    if metric in LARGER_IS_BETTER:
+        return speed.times(value / measured)
+    if metric == "latency":
+        return speed.times(measured / value)
+    return speed if value == measured else None
+
+
+def value_in_words(metrics: Mapping[str, float], value: float, *, metric: str, device: str) -> str:
+    """Return how fast a configuration is, samples/s first, where its metric has a value; the metric alone if unknown.
+
+    Args:
+        metrics: As for ``speed_at``.
+        value: As for ``speed_at``.
+        metric: As for ``speed_at``.
+        device: ``cuda`` or ``cpu``.
+    """
+    speed = speed_at(metrics, value, metric=metric)
+    if speed is None:
+        return metric_in_words(metric, value, device=device)
+    return speed_in_words(speed, metric=metric, value=value, device=device)
+
+
+def samples_in_words(metrics: Mapping[str, float], value: float, *, metric: str, device: str) -> str:
+    """Return the same as ``value_in_words``, of what grows with samples/s only these: for columns of a table."""
+    speed = speed_at(metrics, value, metric=metric) if metric in LARGER_IS_BETTER else None
+    if speed is None:
+        return value_in_words(metrics, value, metric=metric, device=device)
+    return metric_in_words("throughput", speed.samples_per_s)

@@ -28,10 +28,11 @@ from optuna_dsat.study.phases import phase_of
 from optuna_dsat.study.profile import Profiled
 from optuna_dsat.study.progress import TrialPhase, TrialStepped
 from optuna_dsat.study.proposals import Proposals, Refusal
+from optuna_dsat.study.speeds import value_in_words
 from optuna_dsat.study.trial_recorder import TrialRecorder
 from optuna_dsat.study.uninterrupted import uninterrupted
 from optuna_dsat.trials import attributes
-from optuna_dsat.words import metric_in_words, outcome_in_words, outcomes_in_words
+from optuna_dsat.words import outcome_in_words, outcomes_in_words
 
 __all__ = ["EndReason", "Tuner"]
 
@@ -195,7 +196,8 @@ class Tuner:
             return  # everything is compared with the user's own config, so that is measured to its end
         launch_id = flight.request.launch_id
         if self._study.pruner.prune(self._study, frozen(self._study, flight.trial)):
-            reached = metric_in_words("throughput", metrics["throughput"])
+            metric = self._recorder.metric
+            reached = value_in_words(metrics, metrics[metric], metric=metric, device=self._spec.device)
             message = f"stopped at step {step.step}: it cannot be among the best at {reached}"
             self._launcher.stop(launch_id, message=message)
         elif is_certain(flight.record.counted, tolerance=_STEP_TOLERANCE):

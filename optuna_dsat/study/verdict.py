@@ -105,6 +105,10 @@ class Verdict:
     """Lower end of the 95 % interval of ``value``, from launch to launch; None if it was not measured in two rounds."""
     high: float | None
     """Its upper end."""
+    metrics: Mapping[str, float]
+    """All metrics of the config that is handed over, as the search measured it."""
+    user_metrics: Mapping[str, float]
+    """Those of the user's own config; empty without a baseline."""
     at_user_batch: SpeedUp | None
     """The best at the user's own global batch; None without a baseline."""
     at_own_batch: SpeedUp | None
@@ -302,6 +306,9 @@ class _Judge:
     def _searched(self, number: int) -> float:
         return float(self._trials[number].values[0])
 
+    def _metrics(self, number: int) -> Mapping[str, float]:
+        return dict(self._trials[number].user_attrs.get(attributes.METRICS, {}))
+
     def _at_batch(self, batch: int) -> SpeedUp | None:
         """Return the best at a global batch, by the rounds if there are any."""
         numbers = self._eligible if self.paired else list(self._trials)
@@ -327,6 +334,8 @@ class _Judge:
             value=value,
             low=low,
             high=high,
+            metrics=self._metrics(pick),
+            user_metrics={} if self._baseline is None else self._metrics(self._baseline),
             at_user_batch=None if self._baseline is None else self._at_batch(self._batch(self._baseline)),
             at_own_batch=None if ratio is None else SpeedUp(number=pick, train_batch_size=batch, ratio=ratio),
             ties=ties,

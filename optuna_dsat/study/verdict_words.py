@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from optuna_dsat.metrics import LARGER_IS_BETTER
+from optuna_dsat.study import speeds
 from optuna_dsat.study.paired import Ratio
 from optuna_dsat.study.verdict import Verdict, VerdictKind
 from optuna_dsat.words import metric_in_words
 
-__all__ = ["headline", "how_known", "ratio_in_words", "value_in_words", "verdict_in_words"]
+__all__ = ["headline", "how_known", "ratio_in_words", "user_value_in_words", "value_in_words", "verdict_in_words"]
 
 
 def verdict_in_words(verdict: Verdict, *, metric: str, device: str = "cuda") -> tuple[str, ...]:
@@ -25,8 +27,8 @@ def verdict_in_words(verdict: Verdict, *, metric: str, device: str = "cuda") -> 
 
 def headline(verdict: Verdict, *, metric: str, device: str = "cuda") -> str:
     """Return what is handed over and how it compares with the user's own config, in one or two sentences."""
-    value = metric_in_words(metric, verdict.value, device=device)
-    own = "" if verdict.user_value is None else metric_in_words(metric, verdict.user_value, device=device)
+    value = speeds.value_in_words(verdict.metrics, verdict.value, metric=metric, device=device)
+    own = user_value_in_words(verdict, metric=metric, device=device)
     name = "Your own config" if verdict.handed_over == verdict.baseline else f"Trial {verdict.handed_over}"
     if verdict.kind is VerdictKind.WINNER and verdict.speed_up is not None:
         return f"{name} is {ratio_in_words(verdict.speed_up)} your own config: {value} against {own}."
@@ -52,12 +54,30 @@ def headline(verdict: Verdict, *, metric: str, device: str = "cuda") -> str:
 
 
 def value_in_words(verdict: Verdict, *, metric: str, device: str = "cuda") -> str:
-    """Return the metric of what is handed over, with its 95 % interval if it has one."""
-    text = metric_in_words(metric, verdict.value, device=device)
+    """Return how fast what is handed over is, with the 95 % interval of the metric if it has one.
+
+    Args:
+        verdict: What came of a study.
+        metric: The metric that is optimised.
+        device: ``cuda`` or ``cpu``.
+    """
+    text = speeds.value_in_words(verdict.metrics, verdict.value, metric=metric, device=device)
     if verdict.low is None or verdict.high is None:
         return text
-    low, high = (metric_in_words(metric, one, device=device) for one in (verdict.low, verdict.high))
+    low, high = (
+        speeds.samples_in_words(verdict.metrics, one, metric=metric, device=device)
+        if metric in LARGER_IS_BETTER
+        else metric_in_words(metric, one, device=device)
+        for one in (verdict.low, verdict.high)
+    )
     return f"{text} (95 % between {low} and {high})"
+
+
+def user_value_in_words(verdict: Verdict, *, metric: str, device: str = "cuda") -> str:
+    """Return how fast the user's own config is, as ``value_in_words`` without an interval; empty if not measured."""
+    if verdict.user_value is None:
+        return ""
+    return speeds.value_in_words(verdict.user_metrics, verdict.user_value, metric=metric, device=device)
 
 
 def how_known(verdict: Verdict) -> str:
@@ -90,7 +110,8 @@ def _by_batch(verdict: Verdict) -> str:
     if own is None or winners is None or own.train_batch_size == winners.train_batch_size:
         return ""
     if own.number == verdict.baseline:
-        told = "nothing better than your own config was measured again"
+        again = " again" if verdict.is_by_rounds else ""
+        told = f"nothing better than your own config was measured{again}"
     else:
         told = f"trial {own.number} is {ratio_in_words(own.ratio)} it"
     return (

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.rows import columns_of, flat_rows
-from optuna_dsat.study.verdict_words import headline, value_in_words, verdict_in_words
-from optuna_dsat.words import config_in_words, metric_in_words
+from optuna_dsat.study.verdict_words import headline, user_value_in_words, value_in_words, verdict_in_words
+from optuna_dsat.words import config_in_words
 
 if TYPE_CHECKING:
     import pandas
@@ -31,7 +31,7 @@ class TuneResult(StudyResult):
 
     def __repr__(self) -> str:
         """Return one line: study, configuration, metric and speed-up, where the config lies."""
-        value = value_in_words(self.verdict, metric=self.metric)
+        value = value_in_words(self.verdict, metric=self.metric, device=self.device)
         ratio = "" if self.speed_up is None else f", {self.speed_up:.3g} times your own config"
         return (
             f"TuneResult({self.study!r}: trial {self.trial}, {config_in_words(self.config)}, {value}{ratio}, "
@@ -45,9 +45,9 @@ class TuneResult(StudyResult):
             f"<td style='text-align:left'>{html.escape(text)}</td></tr>"
             for name, text in self._rows()
         )
-        remarks = verdict_in_words(self.verdict, metric=self.metric)[1:]
+        remarks = verdict_in_words(self.verdict, metric=self.metric, device=self.device)[1:]
         notes = "".join(f"<p>{html.escape(text)}</p>" for text in remarks)
-        title = html.escape(headline(self.verdict, metric=self.metric))
+        title = html.escape(headline(self.verdict, metric=self.metric, device=self.device))
         return f"<div><p><b>{title}</b></p><table>{rows}</table>{notes}</div>"
 
     def _rows(self) -> Iterator[tuple[str, str]]:
@@ -55,7 +55,7 @@ class TuneResult(StudyResult):
         yield "Study", self.study
         yield "Configuration", config_in_words(self.config)
         for count, one in self.by_gpus.items():
-            yield f"On {count} GPUs or ranks", value_in_words(one.verdict, metric=one.metric)
+            yield f"On {count} GPUs or ranks", value_in_words(one.verdict, metric=one.metric, device=one.device)
         yield from self._speeds()
         yield "Global batch", f"{self.train_batch_size} samples (yours: {self.user_train_batch_size})"
         yield "Launches", str(sum(self.launches.values()))
@@ -66,9 +66,9 @@ class TuneResult(StudyResult):
             yield "Before that", self.advice
 
     def _speeds(self) -> Iterator[tuple[str, str]]:
-        yield "Measured", value_in_words(self.verdict, metric=self.metric)
+        yield "Measured", value_in_words(self.verdict, metric=self.metric, device=self.device)
         if self.user_value is not None:
-            yield "Your own config", metric_in_words(self.metric, self.user_value)
+            yield "Your own config", user_value_in_words(self.verdict, metric=self.metric, device=self.device)
 
     def to_dataframe(self, storage: str | None = None) -> pandas.DataFrame:
         """Return all trials as a table of pandas: a row per trial, as ``trials`` has them.

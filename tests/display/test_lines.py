@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 
 import pytest
@@ -77,3 +78,20 @@ def test_a_short_phase_is_not_told(capsys: pytest.CaptureFixture[str]) -> None:
     view(progress.Phase(words="building"))
     view.close()
     assert capsys.readouterr().err == ""
+
+
+def test_lines_on_a_terminal_without_a_cursor_are_folded_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Dumb(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    text = "Trial 3: ZeRO 1, micro-batch 35; contiguous_gradients=false, overlap_comm=true: script error (no token)"
+    for stream, most in ((Dumb(), 60), (io.StringIO(), len(text))):
+        monkeypatch.setenv("COLUMNS", "60")
+        monkeypatch.setattr("sys.stderr", stream)
+        LineView()(progress.Message(text=f"{text}\nand a second line"))
+        lines = stream.getvalue().splitlines()
+        assert lines[-1] == "and a second line"
+        assert " ".join(lines[:-1]) == text
+        assert max(map(len, lines)) <= most
+        assert len(lines) == (2 if most > 60 else 4)

@@ -8,7 +8,7 @@ from optuna_dsat.cost.memory import ModelProfile
 from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.metrics import Speed
 from optuna_dsat.runtime.events import StepMeasured
-from optuna_dsat.study.speeds import Speeds
+from optuna_dsat.study.speeds import Speeds, samples_in_words, speed_at, value_in_words
 from optuna_dsat.words import choices_in_words, count_in_words, metric_in_words, outcomes_in_words, setting_in_words
 from optuna_dsat.words import speed_in_words as words
 
@@ -84,3 +84,28 @@ def test_numbers_are_written_as_a_person_writes_them() -> None:
         "12 measured, 2 out of memory, 2 script errors"
     )
     assert metric_in_words("tokens_per_s", 40812.34) == "40,810 tokens/s"
+
+
+def test_a_metric_of_rounds_tells_samples_per_second_by_what_the_search_measured() -> None:
+    measured = {"throughput": 40.0, "FLOPS_per_gpu": 2e12, "latency": 0.1, "forward": 0.03, "tokens_per_s": 400.0}
+    assert speed_at(measured, 3e12, metric="FLOPS_per_gpu") == Speed(samples_per_s=60.0, tokens_per_s=600.0)
+    assert speed_at(measured, 80.0, metric="throughput") == Speed(samples_per_s=80.0, tokens_per_s=800.0)
+    assert speed_at(measured, 0.05, metric="latency") == Speed(samples_per_s=80.0, tokens_per_s=800.0)
+    assert speed_at(measured, 0.03, metric="forward") == Speed(samples_per_s=40.0, tokens_per_s=400.0)
+    assert speed_at(measured, 0.02, metric="forward") is None, "the rest of the step is not known"
+    assert speed_at({}, 0.05, metric="latency") is None
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "shown", "brief"),
+    [
+        ("FLOPS_per_gpu", 3e12, "60 samples/s, 3 TFLOP/s per GPU", "60 samples/s"),
+        ("throughput", 60.0, "60 samples/s", "60 samples/s"),
+        ("latency", 0.05, "80 samples/s, 50 ms per step", "80 samples/s, 50 ms per step"),
+        ("forward", 0.02, "20 ms", "20 ms"),
+    ],
+)
+def test_samples_come_first_wherever_a_value_is_told(metric: str, value: float, shown: str, brief: str) -> None:
+    measured = {"throughput": 40.0, "FLOPS_per_gpu": 2e12, "latency": 0.1, "forward": 0.03}
+    assert value_in_words(measured, value, metric=metric, device="cuda") == shown
+    assert samples_in_words(measured, value, metric=metric, device="cuda") == brief

@@ -20,7 +20,7 @@ from optuna_dsat.study.rounds import RoundLaunch, Rounds, order_of_round
 from optuna_dsat.study.spec import StudySpec, make_spec
 from optuna_dsat.study.substitutes import refuted, with_next_best
 from optuna_dsat.study.verdict import Verdict, VerdictKind, verdict_of
-from optuna_dsat.study.verdict_words import verdict_in_words
+from optuna_dsat.study.verdict_words import value_in_words, verdict_in_words
 from optuna_dsat.trials import attributes
 
 OWN = 0
@@ -35,6 +35,11 @@ def trial(number: int, value: float, *, micro_batch: int = 2, **zero: Any) -> Fr
     found = optuna.trial.create_trial(value=value, user_attrs=attrs)
     found.number = number
     return found
+
+
+def with_metrics(trial: FrozenTrial, **metrics: float) -> FrozenTrial:
+    trial.set_user_attr(attributes.METRICS, metrics)
+    return trial
 
 
 def launch(number: int, round_number: int, value: float | None, **changes: Any) -> RoundLaunch:
@@ -317,3 +322,21 @@ def test_what_rounds_refuted_is_no_finalist_again_and_says_why_it_left() -> None
     rounds = rounds_of({OWN: [10.0] * 4, 1: [9.9, 9.95, 9.9], 2: [15.0] * 4})
     found = judged(trials, Rounds(chosen=(OWN, 2), launches=rounds.launches))
     assert [one.left for one in found.contenders] == ["", "", "no better than your own config"]
+
+
+def test_samples_per_second_come_first_in_every_line_on_a_speed() -> None:
+    trials = (
+        with_metrics(trial(OWN, 1e12), FLOPS_per_gpu=1e12, throughput=10.0),
+        with_metrics(trial(1, 2e12, micro_batch=8), FLOPS_per_gpu=2e12, throughput=20.0),
+    )
+    found = judged(trials, rounds_of({OWN: [1.1e12, 1.11e12, 1.09e12], 1: [2.2e12, 2.21e12, 2.19e12]}))
+    told = verdict_in_words(found, metric="FLOPS_per_gpu")[0]
+    assert told.endswith("22 samples/s, 2.2 TFLOP/s per GPU against 11 samples/s, 1.1 TFLOP/s per GPU.")
+    value = value_in_words(found, metric="FLOPS_per_gpu")
+    assert value.startswith("22 samples/s, 2.2 TFLOP/s per GPU (95 % between ")
+    assert value.endswith(" samples/s)")
+
+
+def test_only_what_was_measured_again_is_called_so() -> None:
+    [told] = [line for line in verdict_in_words(judged(TRIALS[:2], Rounds()), metric="throughput") if "global" in line]
+    assert "nothing better than your own config was measured;" in told
