@@ -116,7 +116,7 @@ def test_why_it_is_the_best_stands_on_the_page(view: StudyView) -> None:
     assert "why" in page.ids
     assert found.contributions[0].knob in page.text
     assert f"{found.contributions[0].factor:.3f}" in page.text
-    assert f"{found.speed_up:.3f}" in page.text
+    assert f"all together {found.speed_up:.3f} measured" in page.text
     assert f"it is bound by {found.bound}" in page.text
     assert all(text in page.text for text in found.proposals)
 
