@@ -15,8 +15,9 @@ from optuna_dsat.escape.terminal import cell, say, say_prose
 from optuna_dsat.metrics import shares_of_linear
 from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.spec import StudySpec
+from optuna_dsat.study.speeds import speed_at
 from optuna_dsat.study.verdict_words import verdict_in_words
-from optuna_dsat.words import outcomes_in_words, slot_name
+from optuna_dsat.words import metric_in_words, outcomes_in_words, slot_name
 
 if TYPE_CHECKING:
     from optuna_dsat.tuning.gpu_counts import AtGpus
@@ -36,6 +37,9 @@ def show_result(result: StudyResult, *, as_json: bool) -> None:
     say_prose(f"The search ended: {result.reason}. Launches: {outcomes_in_words(result.launches)}; {minutes}.")
     for line in verdict_in_words(result.verdict, metric=result.metric, device=result.device):
         say_prose(line)
+    samples_per_s = result.metrics.get("throughput")
+    if samples_per_s and speed_at(result.verdict.metrics, result.value, metric=result.metric) is None:
+        say_prose(f"It trains at {metric_in_words('throughput', samples_per_s)}.")  # the duration of a phase tells none
     if result.measurement:
         say_prose(result.measurement)
     if result.learning_rate_advice is not None:

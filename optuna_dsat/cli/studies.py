@@ -147,7 +147,7 @@ def show(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: Json = False) 
         }
         print(json.dumps(state, indent=2))
         return
-    say(f"Study {name}: {spec.method}, {study.metric}, script {spec.script.script}")
+    say_prose(f"Study {name}: {spec.method}, {study.metric}, script {spec.script.script}")
     ended = f" ({outcomes_in_words(outcomes)})" if outcomes else ""
     say_prose(f"Launches: {study.launches_used} of at most {spec.max_trials}{ended}.")
     for line in _result_lines(study):
