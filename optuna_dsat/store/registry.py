@@ -12,7 +12,18 @@ from typing import Any
 
 from optuna.exceptions import DuplicatedStudyError
 from optuna.storages import BaseStorage
-from optuna.storages._rdb.models import StudyModel, StudyUserAttributeModel
+from optuna.storages._rdb.models import (
+    StudyDirectionModel,
+    StudyModel,
+    StudyUserAttributeModel,
+    TrialHeartbeatModel,
+    TrialIntermediateValueModel,
+    TrialModel,
+    TrialParamModel,
+    TrialSystemAttributeModel,
+    TrialUserAttributeModel,
+    TrialValueModel,
+)
 from optuna.study import StudyDirection
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
@@ -162,7 +173,12 @@ class Registry:
             record = self.find(name)
             if record is None:
                 raise UsageError(f"There is no study '{name}' in {self._database.shown} (see `optuna-dsat studies`).")
-            self._storage.delete_study(self._storage.get_study_id_from_name(name))
+            study_id = self._storage.get_study_id_from_name(name)
+            try:
+                self._storage.delete_study(study_id)
+            except (ValueError, LookupError):  # Optuna reads what it deletes: a date, a state may have been altered
+                self._database.run(lambda session: _delete_trials(session, study_id))
+                self._storage.delete_study(study_id)
             self._database.run(lambda session: _delete_rows(session, [record.uuid]))
 
     def collect_orphans(self) -> int:
@@ -218,6 +234,24 @@ def _record(session: Session, study_uuid: str, name: str) -> StudyRecord | None:
         return StudyRecord(uuid=study_uuid, name=name, spec={}, created_at=0.0, versions={}, unreadable=reason)
     versions = {str(package): str(version) for package, version in row.versions.items()}
     return StudyRecord(uuid=row.uuid, name=name, spec=row.spec, created_at=row.created_at, versions=versions)
+
+
+def _delete_trials(session: Session, study_id: int) -> None:
+    """Delete what Optuna has of a study's trials, and its directions, without reading any of it."""
+    trial_ids = select(TrialModel.trial_id).where(TrialModel.study_id == study_id)
+    for model in (
+        TrialHeartbeatModel,
+        TrialIntermediateValueModel,
+        TrialParamModel,
+        TrialSystemAttributeModel,
+        TrialUserAttributeModel,
+        TrialValueModel,
+    ):
+        of_trials = delete(model).where(model.trial_id.in_(trial_ids))
+        session.execute(of_trials, execution_options={"synchronize_session": False})
+    for model in (TrialModel, StudyDirectionModel):
+        of_study = delete(model).where(model.study_id == study_id)
+        session.execute(of_study, execution_options={"synchronize_session": False})
 
 
 def _delete_rows(session: Session, uuids: Sequence[str]) -> None:

@@ -205,6 +205,18 @@ def test_it_can_be_deleted(altered: Altered, name: str) -> None:
     assert altered("db", "check").returncode == 0
 
 
+@pytest.mark.parametrize(
+    ("table", "column"),
+    [("trials", "datetime_complete"), ("trials", "state"), ("trial_values", "value_type"),
+     ("study_directions", "direction")],
+)  # fmt: skip
+def test_one_whose_trials_cannot_be_read_can_be_deleted(in_a_file: Altered, table: str, column: str) -> None:
+    in_a_file.execute(f"UPDATE {table} SET {column} = 'noon'")
+    done = in_a_file("delete", "bad", "--yes")
+    assert done.returncode == 0, done.stderr
+    assert [row["study"] for row in json.loads(in_a_file("studies", "--json").stdout)] == ["good"]
+
+
 def test_the_version_that_made_it_is_named(altered: Altered) -> None:
     altered.execute("""UPDATE dsat_studies SET versions = '{"optuna-dsat": "9.1"}' WHERE name = 'bad'""")
     altered.spec(of_a_newer_version=1)
