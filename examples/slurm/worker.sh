@@ -14,7 +14,12 @@ wait "$worker"
 code=$?
 if [ -n "$told" ]; then
     wait "$worker"
-    scontrol requeue "$SLURM_JOB_ID"
+    # A job that was cancelled is not queued again, and one that SLURM preempts by requeueing is by SLURM.
+    job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+    job=${job:-$SLURM_JOB_ID}
+    if [ "$(squeue --noheader --jobs="$job" --format=%T)" = RUNNING ]; then
+        scontrol requeue "$job"
+    fi
     exit 0
 fi
 exit "$code"
