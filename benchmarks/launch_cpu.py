@@ -72,7 +72,7 @@ def serve() -> None:
 def _plain(command: object, folder: str) -> str:
     """Return a command without what names a checkout, a run directory or a moment."""
     text = json.dumps(command, sort_keys=True)
-    for path, name in ((folder, "FOLDER"), (str(Path.cwd()), "CHECKOUT")):
+    for path, name in ((sys.executable, "PYTHON"), (folder, "FOLDER"), (str(Path.cwd()), "CHECKOUT")):
         text = text.replace(path, name)
     return re.sub(r"launch-\d+|\d{9,}(\.\d+)?", "N", text)
 

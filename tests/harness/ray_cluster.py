@@ -21,8 +21,14 @@ from typing import Any
 __all__ = ["LOOPBACK", "RayCluster", "running_ray", "why_no_ray"]
 
 ROOT = Path(__file__).parents[2]
-LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1"}
-"""Variables with which nodes and drivers of Ray stay on 127.0.0.1, and tell nobody."""
+LOOPBACK = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DISABLE_IMPORT_WARNING": "1",
+    "RAY_worker_niceness": "0",
+}
+"""Variables with which nodes and drivers of Ray stay on 127.0.0.1, and tell nobody; workers get the priority of others,
+where Ray's own default (15) starves them on a machine that does other work."""
 _START_S = 180.0
 
 
