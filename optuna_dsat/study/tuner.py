@@ -21,6 +21,7 @@ from optuna_dsat.launch.follow import MOST_KILLED
 from optuna_dsat.launch.measurement import GlobalStep, is_certain
 from optuna_dsat.launch.protocol import Finished, LaunchUpdate, Observed, Settled
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.plain_text import shortened
 from optuna_dsat.study.context import StudyContext
 from optuna_dsat.study.flights import Flight, Flights, frozen
 from optuna_dsat.study.methods import Method
@@ -44,6 +45,9 @@ _STEP_TOLERANCE = 0.01
 
 _EXIT_WAIT_S = 5.0
 """Longest wait for exiting processes at the end of a search, in seconds."""
+
+_FAILURE_CHARS = 300
+"""Most characters of a script's own words in the message of a search that measured nothing."""
 
 _TIMED_OUT = "the search ran out of time (--timeout)"
 
@@ -255,7 +259,7 @@ class Tuner:
         launches = self._store.launches(self._context.study_uuid)
         failed = [row.report for row in reversed(launches) if row.purpose == "trial" and row.report.failed]
         commonest = Counter(report.failure_in_words for report in failed).most_common(1)
-        return f"The commonest failure: {commonest[0][0]}. " if commonest else ""
+        return f"The commonest failure: {shortened(commonest[0][0], _FAILURE_CHARS)}. " if commonest else ""
 
     def _trials(self) -> Sequence[FrozenTrial]:
         return self._study.get_trials(deepcopy=False)

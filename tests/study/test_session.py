@@ -182,6 +182,15 @@ def test_when_no_trial_is_measured_the_message_has_the_commonest_failure(bench: 
     assert "(3 script errors). The commonest failure: ValueError: no. The logs lie in" in str(caught.value)
 
 
+def test_of_a_failure_in_many_words_the_message_has_beginning_and_end(bench: StudyBench) -> None:
+    long = SimulatedResult(outcome=Outcome.SCRIPT_ERROR, startup_s=1, message=f"rank 0: ValueError: {'A' * 5000}")
+    ends = iter([None, long])
+    with pytest.raises(NothingRunnableError) as caught:
+        bench.run(bench.spec(max_trials=1), Hill(override=lambda _: next(ends)))
+    assert "ValueError: AAA" in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
 def test_a_script_that_fails_at_once_ends_the_study_after_the_profile_launch(bench: StudyBench) -> None:
     broken = SimulatedResult(outcome=Outcome.SCRIPT_ERROR, startup_s=1, message="ValueError: no data")
     hill = Hill(override=lambda _: broken)
