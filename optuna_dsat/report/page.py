@@ -242,7 +242,7 @@ def _status(view: StudyView) -> str:
         return f"The search has ended after {used} of {budget} launches{why}."
     if view.best is None:
         return f"{used} of {budget} launches made, and nothing could be measured so far.{flying}"
-    if used >= budget and not view.running and view.spec.confirm:
+    if used >= budget and not view.running and view.spec.confirm and attributes.END_REASON not in view.attributes:
         return f"The search is over after {used} launches; its finalists are not all measured again yet."
     return f"The search has not ended: {used} of {budget} launches made.{flying}"
 

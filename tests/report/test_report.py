@@ -130,6 +130,9 @@ def test_an_interrupted_search_is_not_called_ended(view: StudyView) -> None:
     assert interrupted.end_reason is None
     page = Page(render(interrupted))
     assert "The search has not ended: 16 of 16 launches made." in page.text
+    known = {attributes.END_REASON, attributes.WINNER}
+    confirming = replace(view, attributes={key: one for key, one in view.attributes.items() if key not in known})
+    assert "The search is over after 16 launches; its finalists are not all" in Page(render(confirming)).text
     assert "Best so far" in page.text
     assert "Continue the search" in page.text
 
