@@ -118,6 +118,24 @@ class GuidedPlanner:
             )
         }
 
+    def joint_posterior(
+        self, trials: Sequence[FrozenTrial], numbers: Sequence[int]
+    ) -> tuple[list[int], Numbers, Numbers]:
+        """Return the joint posterior of measured trials' log objectives, without noise.
+
+        Args:
+            trials: The study's trials.
+            numbers: Those of which it is asked.
+
+        Returns:
+            The numbers of those n that were measured and are in this space, the means (n,) and the covariance (n, n).
+        """
+        posterior = self._posterior(trials)
+        known = [int(number) for number in posterior.measured.number]
+        told = [number for number in numbers if number in known]
+        index = np.array([known.index(number) for number in told], dtype=np.int64)
+        return told, *posterior.residuals.joint(posterior.residuals.points.take(index))
+
     def predict(
         self, trials: Sequence[FrozenTrial], configurations: Sequence[tuple[Mapping[str, Any], int]]
     ) -> list[Prediction | None]:

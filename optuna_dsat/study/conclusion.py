@@ -142,6 +142,7 @@ class Conclusion:
             study=self._study,
             metric=self._metric,
             profile=self._profiled.profile,
+            method=self._method,
         )
         rounds = confirmation.run(trials, candidates)
         if confirmation.interrupted:

@@ -16,6 +16,7 @@ from optuna_dsat.launch.measurement import GlobalStep
 from optuna_dsat.runtime.events import Event
 from optuna_dsat.study.context import StudyContext
 from optuna_dsat.study.finalists import choose_finalists, confirmation_request, measure_again, round_launch
+from optuna_dsat.study.methods import Method
 from optuna_dsat.study.paired import is_precise, paired_ratio
 from optuna_dsat.study.phases import phase_of
 from optuna_dsat.study.progress import FinalistMeasured, FinalistStarted, LaunchEnded, Message, TrialPhase, TrialStepped
@@ -31,6 +32,8 @@ __all__ = ["SEARCH_SHARE", "Confirmation", "is_known", "next_in_rounds", "stayin
 SEARCH_SHARE = 0.25
 """Share of the search's device time that rounds beyond the first few may take unless ``--confirm-time`` says more."""
 _MOST_ROUNDS = 100
+_FEWEST_DEGREES = 3
+"""Degrees of freedom from which on the noise of the rounds says how well a launch's step time has to be known."""
 
 
 class Confirmation:
@@ -41,15 +44,19 @@ class Confirmation:
         study: The Optuna study.
         metric: The metric that is optimised.
         profile: What the profile launch measured.
+        method: The method that searched.
     """
 
-    def __init__(self, context: StudyContext, *, study: optuna.Study, metric: str, profile: ModelProfile) -> None:
+    def __init__(
+        self, context: StudyContext, *, study: optuna.Study, metric: str, profile: ModelProfile, method: Method
+    ) -> None:
         self._context = context
         self._spec = context.spec
         self._study = study
         self._metric = metric
         self._flops_per_sample = profile.flops_per_sample
         self._speeds = Speeds(profile)
+        self._method = method
         self.interrupted = False
         """Whether Ctrl-C ended it."""
 
@@ -72,7 +79,9 @@ class Confirmation:
                 rounds, turn = self._next(rounds, trials, candidates, allowed_s=allowed_s)
                 if turn is None:
                     break
-                launch = self._launch(by_number[turn[1]], round_number=turn[0])
+                noise = self._noise(rounds, trials)
+                rounds = self._with_estimate(rounds, trials)
+                launch = self._launch(by_number[turn[1]], round_number=turn[0], noise=noise)
                 rounds = without_failed(rounds.with_launch(launch), trials, candidates, spec=self._spec)
                 self._study.set_user_attr(attributes.CONFIRMATION, rounds.to_json())
                 self._announce(launch, by_number[launch.number])
@@ -91,6 +100,13 @@ class Confirmation:
         numbers = choose_finalists(trials, candidates, spec=self._spec, noise=noise, out=out)
         return replace(rounds, chosen=tuple(numbers), measured=len(candidates), since=rounds.last + 1)
 
+    def _with_estimate(self, rounds: Rounds, trials: Sequence[FrozenTrial]) -> Rounds:
+        """Return the rounds with what the search says of those that are compared."""
+        if rounds.estimate is not None and set(rounds.chosen) <= set(rounds.estimate.numbers):
+            return rounds
+        numbers = sorted({*rounds.chosen, *rounds.values()})
+        return replace(rounds, estimate=self._method.estimate(trials, numbers, maximize=self._spec.maximize))
+
     def _next(
         self, rounds: Rounds, trials: Sequence[FrozenTrial], candidates: Sequence[FrozenTrial], *, allowed_s: float
     ) -> tuple[Rounds, tuple[int, int] | None]:
@@ -105,12 +121,18 @@ class Confirmation:
         self._context.observer(Message(text=words))
         return more, next_in_rounds(more, trials, spec=self._spec, allowed_s=allowed_s)
 
+    def _noise(self, rounds: Rounds, trials: Sequence[FrozenTrial]) -> float:
+        """Return the relative standard deviation from launch to launch, by the rounds; 0 before enough tell it."""
+        verdict = _verdict(rounds, trials, self._spec)
+        noise = None if verdict is None else verdict.noise
+        return 0.0 if noise is None or noise.degrees < _FEWEST_DEGREES else noise.relative_sd
+
     def _allowed_s(self) -> float:
         """Return the device seconds of rounds beyond the first few: a share of the search's, without an option."""
         launches = self._context.store.launches(self._context.study_uuid)
         return SEARCH_SHARE * sum(one.report.held_s for one in launches if one.purpose != "confirm")
 
-    def _launch(self, trial: FrozenTrial, *, round_number: int) -> RoundLaunch:
+    def _launch(self, trial: FrozenTrial, *, round_number: int, noise: float) -> RoundLaunch:
         request = confirmation_request(self._spec, trial, round_number=round_number)
         words = trial.user_attrs[attributes.CONFIGURATION]
         self._context.observer(
@@ -124,6 +146,7 @@ class Confirmation:
             launcher=self._context.launcher,
             on_step=lambda step: self._stepped(trial, step),
             on_event=lambda event: self._entered(trial, event),
+            noise=noise,
             wait=self._context.wait,
         )
         self._speeds.learn(record)

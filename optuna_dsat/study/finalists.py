@@ -36,6 +36,11 @@ __all__ = [
 _STEP_TOLERANCE = 0.005
 """A finalist ends once the relative error of its step time is below this."""
 
+_SHARE_OF_NOISE = 0.5
+"""Or below this share of the standard deviation between launches of one configuration: as that error is half the width
+of a 95 % interval, further steps would narrow what a launch differs by from the next by 3 % at most.
+"""
+
 _LONG_S, _FEWEST_LONG_STEPS = 5.0, 5
 """A finalist with long steps ends after this many seconds of counted steps, and no fewer than this many steps."""
 
@@ -121,17 +126,13 @@ def confirmation_steps(spec: StudySpec) -> int:
     return max(10, 5 * _trial_steps(spec))
 
 
-def _is_known(steps: Sequence[GlobalStep]) -> bool:
-    return is_certain(steps, tolerance=_STEP_TOLERANCE)
-
-
-def _is_known_or_long(steps: Sequence[GlobalStep]) -> bool:
-    """Whether the step time is known, or further steps cost more than they improve the estimate.
+def _is_long(steps: Sequence[GlobalStep]) -> bool:
+    """Whether further steps cost more than they improve the estimate.
 
     Never where inputs vary in size: finalists of one batch size are then compared over the same data.
     """
     long = len(steps) >= _FEWEST_LONG_STEPS and sum(step.latency_s for step in steps) >= _LONG_S
-    return (long and not input_variation(steps)) or _is_known(steps)
+    return long and not input_variation(steps)
 
 
 def confirmation_end(spec: StudySpec) -> int:
@@ -207,6 +208,7 @@ def measure_again(
     launcher: Launcher,
     on_step: Callable[[GlobalStep], None],
     on_event: Callable[[Event], None] = lambda _: None,
+    noise: float = 0.0,
     wait: SlotWait | None = None,
 ) -> tuple[LaunchRecord, LaunchReport]:
     """Launch a finalist, until its step time is known; return what its ranks recorded and the report.
@@ -217,12 +219,17 @@ def measure_again(
         launcher: Where to launch.
         on_step: Called with each global step.
         on_event: Called with each event.
+        noise: Relative standard deviation from launch to launch; 0 if unknown. No step time is measured much better.
         wait: As for ``follow``.
 
     Raises:
         DeviceError: If others hold the slots for longer than ``wait`` allows.
     """
-    enough = _is_known_or_long if spec.adaptive_steps is None else _is_known
+    tolerance = max(_STEP_TOLERANCE, _SHARE_OF_NOISE * noise)
+
+    def enough(steps: Sequence[GlobalStep]) -> bool:
+        return is_certain(steps, tolerance=tolerance) or (spec.adaptive_steps is None and _is_long(steps))
+
     return follow(launcher, request, on_event, enough=enough, on_step=on_step, wait=wait)
 
 

@@ -28,7 +28,7 @@ class Flight:
     attempt: int = 0
     """Number of the launch among those of the trial, from 0."""
     reported: set[int] = field(default_factory=set)
-    """Steps that the study was told of, by earlier launches of the trial, too: Optuna keeps the first report of each."""
+    """Steps that the study was told of, by earlier launches of the trial too: Optuna keeps the first report of each."""
     record: LaunchRecord = field(init=False)
     """Events received so far."""
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import optuna
 from optuna.pruners import BasePruner
 from optuna.trial import FrozenTrial
@@ -20,6 +22,7 @@ from optuna_dsat.guided.prior_knowledge import PriorKnowledge
 from optuna_dsat.guided.problem import REACH, Problem
 from optuna_dsat.pruners import AshaPruner, DeepSpeedPruner
 from optuna_dsat.samplers import BinarySearchSampler, GuidedSampler, LineageRandomSampler
+from optuna_dsat.study.joint_estimate import JointEstimate
 from optuna_dsat.study.profile import Profiled, profile_attempts
 from optuna_dsat.study.space import hardware_of
 from optuna_dsat.study.spec import StudySpec
@@ -29,6 +32,12 @@ from optuna_dsat.trials.lineage import MICRO_BATCH, lineage_key
 from optuna_dsat.trials.lineage_cache import same_trial
 
 __all__ = ["Ceiling", "Method", "make_method", "make_planner"]
+
+JointPosterior: TypeAlias = Callable[
+    [Sequence[FrozenTrial], Sequence[int]], tuple[list[int], npt.NDArray[Any], npt.NDArray[Any]]
+]
+_UNKNOWN_SD = 1.0
+"""Standard deviation of a log objective of which the search says nothing."""
 
 
 class Ceiling:
@@ -105,6 +114,9 @@ class Method:
     """Lineages of the space."""
     posterior_means: Callable[[Sequence[FrozenTrial]], Mapping[int, float]] | None = None
     """Trials -> posterior mean of the metric by number of the measured trial; None if the method has no posterior."""
+    joint_posterior: JointPosterior | None = None
+    """Trials and numbers of measured ones -> those it knows, with means and covariance of their log objectives; None if
+    the method has no posterior."""
     remaining: Callable[[Sequence[FrozenTrial]], float] | None = None
     """Trials -> share of the metric by which the best of the space exceeds the best measured, with 90 % probability at
     most; None if the method has no posterior."""
@@ -117,6 +129,30 @@ class Method:
         values = self.posterior_means(trials)
         sign = -1 if maximize else 1
         return sorted(best, key=lambda trial: sign * values.get(trial.number, trial.values[0]))
+
+    def estimate(
+        self, trials: Sequence[FrozenTrial], numbers: Sequence[int], *, maximize: bool
+    ) -> JointEstimate | None:
+        """Return what the search says of measured trials; None if the method has no posterior.
+
+        Of trials that its model does not cover next to nothing is known.
+
+        Args:
+            trials: The study's trials.
+            numbers: Numbers of measured trials.
+            maximize: Whether a larger metric is better.
+        """
+        if self.joint_posterior is None:
+            return None
+        known, mean, covariance = self.joint_posterior(trials, numbers)
+        values = {trial.number: trial.values[0] for trial in attributes.best_trials(trials, maximize=maximize)}
+        means = np.log([values[number] for number in numbers]) * (1 if maximize else -1)
+        joint = np.diag(np.full(len(numbers), _UNKNOWN_SD**2))
+        places = np.array([list(numbers).index(number) for number in known], dtype=np.int64)
+        means[places], joint[np.ix_(places, places)] = mean, covariance
+        return JointEstimate(
+            numbers=tuple(numbers), means=tuple(means.tolist()), covariance=tuple(map(tuple, joint.tolist()))
+        )
 
     def exhausted(self, study: optuna.Study) -> bool:
         """Whether nothing is left that may win."""
@@ -216,6 +252,7 @@ def _guided(spec: StudySpec, profiled: Profiled, space: SearchSpace, prior_knowl
         pruner=optuna.pruners.NopPruner(),
         classes=space.classes(),
         posterior_means=planner.posterior_means,
+        joint_posterior=planner.joint_posterior,
         remaining=planner.remaining,
     )
 

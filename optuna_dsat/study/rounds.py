@@ -13,6 +13,7 @@ from typing import Any
 
 from optuna_dsat.launch.conditions import Conditions
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.study.joint_estimate import JointEstimate
 from optuna_dsat.trials import attributes
 
 __all__ = ["MIN_ROUNDS", "RoundLaunch", "Rounds", "order_of_round"]
@@ -68,6 +69,8 @@ class Rounds:
     """Measured trials when they were chosen: they are chosen again once there are more."""
     since: int = 1
     """The first round of those that were chosen last."""
+    estimate: JointEstimate | None = None
+    """What the search says of those that are compared; None if its method has no posterior."""
     launches: tuple[RoundLaunch, ...] = field(default=())
     """In the order in which they ran."""
 
@@ -78,7 +81,9 @@ class Rounds:
         if record is not None:
             launches = tuple(RoundLaunch.from_json(one) for one in record["launches"])
             kept = {name: record[name] for name in ("measured", "since")}
-            return cls(chosen=tuple(record["chosen"]), launches=launches, **kept)
+            said = record.get("estimate")
+            estimate = None if said is None else JointEstimate.from_json(said)
+            return cls(chosen=tuple(record["chosen"]), launches=launches, estimate=estimate, **kept)
         older = study_attributes.get(attributes.FINALISTS, [])
         return cls(launches=tuple(RoundLaunch(round=1, **one) for one in older))
 
@@ -88,6 +93,7 @@ class Rounds:
             "chosen": list(self.chosen),
             "measured": self.measured,
             "since": self.since,
+            "estimate": None if self.estimate is None else self.estimate.to_json(),
             "launches": [one.to_json() for one in self.launches],
         }
 

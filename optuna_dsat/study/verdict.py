@@ -15,6 +15,7 @@ from optuna.trial import FrozenTrial
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.metrics import speed_up
+from optuna_dsat.study.joint_estimate import JointEstimate
 from optuna_dsat.study.paired import PRECISION, Noise, Ratio, mean_in_rounds, paired_ratio, pooled_noise
 from optuna_dsat.study.rounds import MIN_ROUNDS, Rounds
 from optuna_dsat.study.warnings import warnings_of
@@ -22,6 +23,9 @@ from optuna_dsat.trials import attributes
 from optuna_dsat.words import outcome_in_words
 
 __all__ = ["Contender", "SpeedUp", "Verdict", "VerdictKind", "verdict_of"]
+
+_ALIKE_BATCHES = 1.1
+"""Global batches of up to this ratio are as good as the same: nothing faster is given up for one a little smaller."""
 
 
 class VerdictKind(StrEnum):
@@ -204,6 +208,13 @@ class _Judge:
         self._in_rounds = self._baseline is not None and self._baseline in eligible
         self._reference = self._baseline if self._in_rounds else _longest(self._values, self._eligible)
         self.noise = None if self._reference is None else pooled_noise(self._values, reference=self._reference)
+        self._estimate = self._estimated(rounds.estimate)
+
+    def _estimated(self, searched: JointEstimate | None) -> JointEstimate | None:
+        """Return what search and rounds say together; None if the method has no posterior of all that is compared."""
+        if searched is None or self.noise is None or not set(self._eligible) <= set(searched.numbers):
+            return None
+        return searched.given(self._values, noise=self.noise.relative_sd, maximize=self._maximize)
 
     @property
     def paired(self) -> bool:
@@ -215,7 +226,7 @@ class _Judge:
         best = max(self._eligible, key=lambda number: (self._score(number), -number))
         tied = [one for one in self._eligible if one == best or self._is_tied(one, best)]
         sure = [one for one in tied if not self._in_rounds or one == self._baseline or self._is_sure(one)]
-        pick = min(sure, key=self._preference, default=self._baseline if self._in_rounds else best)
+        pick = self._preferred(sure) if sure else self._baseline if self._in_rounds else best
         if pick is None:
             raise RuntimeError("a reference that was measured in rounds is the baseline or eligible")
         return self._verdict(self._kind(pick, best), pick, best, ties=self._ties(pick, tied))
@@ -236,7 +247,9 @@ class _Judge:
         return VerdictKind.NOT_CONFIRMED
 
     def _score(self, number: int) -> float:
-        """Return the logarithm of how many times as good as the reference a trial is, paired."""
+        """Return the logarithm of how many times as good as the reference a trial is, by all that is known."""
+        if self._estimate is not None and self._reference in self._estimate.numbers and number in self._eligible:
+            return self._estimate.log_ratio(number, self._reference)[0]
         ratio = self._against(number, self._reference)
         return -math.inf if ratio is None else math.log(ratio.value)
 
@@ -254,8 +267,12 @@ class _Judge:
         ratio = self._against(number, best)
         if ratio is None or self._tie <= 0:
             return False
-        error = 0.0 if self.noise is None else self.noise.relative_sd * math.sqrt(2 / ratio.rounds)
-        return ratio.value >= 1 - max(self._tie, error)
+        log_ratio, error = math.log(ratio.value), 0.0
+        if self._estimate is not None:
+            log_ratio, error = self._estimate.log_ratio(number, best)
+        elif self.noise is not None:
+            error = self.noise.relative_sd * math.sqrt(2 / ratio.rounds)
+        return math.exp(log_ratio) >= 1 - max(self._tie, error)
 
     def _ties(self, pick: int, tied: Sequence[int]) -> tuple[int, ...]:
         """Return the trials that are as good as the one handed over as far as is known."""
@@ -266,9 +283,14 @@ class _Judge:
                 found.add(number)
         return tuple(sorted(found - {pick}))
 
-    def _preference(self, number: int) -> tuple[int, int, float]:
-        """Return what decides among equals: global batch, settings that differ from the user's, the metric."""
-        return self._batch(number), self._differing(number), -self._score(number)
+    def _preferred(self, tied: Sequence[int]) -> int:
+        """Return which of equals is taken: by global batch, settings that differ from the user's, then the metric."""
+        alike = _ALIKE_BATCHES * min(map(self._batch, tied))
+
+        def preference(number: int) -> tuple[float, int, float]:
+            return max(alike, self._batch(number)), self._differing(number), -self._score(number)
+
+        return min(tied, key=preference)
 
     def _batch(self, number: int) -> int:
         return attributes.train_batch_size(self._trials[number], slots=self._slots)

@@ -443,9 +443,16 @@ def test_finalists_end_when_their_step_time_is_known(
     bench: StudyBench, noise: float, adaptive_steps: int | None, fewest: int, most: int
 ) -> None:
     bench.run(bench.spec(max_trials=3, confirm=1, adaptive_steps=adaptive_steps), Hill(), noise=noise)
-    steps = [launch.steps for launch in launches_of(bench)]
+    steps = [launch.steps for launch in launches_of(bench) if launch.round <= 2]
     assert steps
     assert all(fewest <= count <= most for count in steps), steps
+
+
+def test_finalists_end_earlier_where_launches_are_seen_to_differ_by_more_than_their_steps(bench: StudyBench) -> None:
+    bench.run(bench.spec(max_trials=5, confirm=3, adaptive_steps=40), Hill(), noise=0.1)
+    launches = launches_of(bench)
+    assert min(one.steps for one in launches if one.round == 1) > 25
+    assert max(one.steps for one in launches if one.round > 2) < 20
 
 
 def test_a_trial_ends_when_its_step_time_is_known(bench: StudyBench) -> None:

@@ -16,6 +16,7 @@ from optuna_dsat.launch.conditions import Conditions
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.confirmation import next_in_rounds, staying
 from optuna_dsat.study.finalists import choose_finalists
+from optuna_dsat.study.joint_estimate import JointEstimate
 from optuna_dsat.study.rounds import RoundLaunch, Rounds, order_of_round
 from optuna_dsat.study.spec import StudySpec, make_spec
 from optuna_dsat.study.substitutes import refuted, with_next_best
@@ -136,6 +137,12 @@ def test_of_equals_the_smallest_global_batch_wins_and_the_tie_is_named() -> None
     assert judged(trials, rounds_of(values), tie=0.001).handed_over == 1
 
 
+def test_nothing_faster_is_given_up_for_a_batch_that_is_hardly_smaller() -> None:
+    trials = (trial(OWN, 73.0), trial(1, 147.0, micro_batch=117), trial(2, 146.0, micro_batch=116))
+    values = {OWN: [73.0, 73.5, 73.2], 1: [147.0, 147.4, 146.9], 2: [146.0, 146.2, 146.1]}
+    assert judged(trials, rounds_of(values)).handed_over == 1
+
+
 def test_of_equals_at_one_batch_the_nearest_to_the_users_config_wins() -> None:
     far = trial(1, 15.0, micro_batch=4, overlap_comm=True, reduce_bucket_size=5e7)
     near = trial(2, 15.0, micro_batch=4)
@@ -153,6 +160,27 @@ def test_what_the_rounds_cannot_tell_apart_is_a_tie() -> None:
     values = {OWN: [10.0, 10.2, 9.9], 1: [20.0, 20.6, 19.9], 2: [19.9, 20.1, 20.2]}
     found = judged(TRIALS, rounds_of(values))
     assert (found.handed_over, found.ties) == (2, (1,))
+
+
+@pytest.mark.parametrize(("searched_sd", "handed_over"), [(0.005, 1), (0.2, 2)])
+def test_what_the_search_knows_counts_where_rounds_are_noisy(searched_sd: float, handed_over: int) -> None:
+    values = {OWN: [10.0, 10.3, 9.8], 1: [19.6, 20.6, 19.5], 2: [20.3, 20.0, 20.2]}
+    estimate = JointEstimate(
+        numbers=(OWN, 1, 2),
+        means=(math.log(10), math.log(20.8), math.log(20.0)),
+        covariance=tuple(tuple(searched_sd**2 * (row == column) for column in range(3)) for row in range(3)),
+    )
+    found = judged(TRIALS, rounds_of(values, estimate=estimate), tie=0.001)
+    assert (found.handed_over, found.best) == (handed_over, handed_over)
+    assert found.speed_up == judged(TRIALS, rounds_of({**values, 3 - handed_over: []})).speed_up, "by rounds alone"
+
+
+def test_what_the_search_says_is_stored_with_the_rounds() -> None:
+    estimate = JointEstimate(numbers=(0, 3), means=(0.5, 0.25), covariance=((0.01, 0.0), (0.0, 0.04)))
+    stored = {attributes.CONFIRMATION: json.loads(json.dumps(Rounds(estimate=estimate).to_json()))}
+    assert Rounds.of(stored).estimate == estimate
+    del stored[attributes.CONFIRMATION]["estimate"]  # an older version's
+    assert Rounds.of(stored).estimate is None
 
 
 def test_what_is_not_told_from_the_result_is_not_called_equal_to_it() -> None:
