@@ -37,8 +37,19 @@ class Conditions:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Conditions:
-        """Build from the output of ``to_json`` of this version or another."""
-        known = {one.name for one in fields(cls)} & record.keys()
-        values: dict[str, Any] = {name: record[name] for name in known}
-        values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-        return cls(**values)
+        """Build from the output of ``to_json`` of this version or another.
+
+        Raises:
+            ValueError: If a value is none of its kind: the database is others' to write.
+        """
+        known = [one for one in fields(cls) if one.name in record]
+        return cls(**{one.name: _checked(one.name, record[one.name], is_words=one.default == ()) for one in known})
+
+
+def _checked(name: str, value: Any, *, is_words: bool) -> Any:
+    if is_words:
+        if isinstance(value, list | tuple) and all(isinstance(word, str) for word in value):
+            return tuple(value)
+    elif value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+        return value
+    raise ValueError(f"{name} of a launch's conditions is {repr(value)[:60]}")

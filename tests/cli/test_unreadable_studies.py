@@ -156,6 +156,7 @@ DAMAGES: dict[str, Callable[[Altered], None]] = {
     "a launch's outcome of a newer version": lambda db: db.launch("outcome", "evaporated"),
     "a launch's time that is text": lambda db: db.launch("started_at", "noon"),
     "a launch's name with a path": lambda db: db.launch("launch_id", "../../etc"),
+    "conditions of a launch of another kind": lambda db: db.launch("conditions", '{"throttle_reasons": 7}'),
     "a launch's devices that are no JSON": lambda db: db.launch("devices", "["),
 }
 REFUSED_BY_A_SERVER = {
