@@ -97,7 +97,8 @@ class Confirmation:
         before = _verdict(rounds, trials, self._spec)
         noise = None if before is None or before.noise is None else before.noise.relative_sd
         out = refuted(rounds, trials, spec=self._spec)
-        numbers = choose_finalists(trials, candidates, spec=self._spec, noise=noise, out=out)
+        searched = self._method.estimate(trials, [one.number for one in candidates], maximize=self._spec.maximize)
+        numbers = choose_finalists(trials, candidates, spec=self._spec, noise=noise, estimate=searched, out=out)
         return replace(rounds, chosen=tuple(numbers), measured=len(candidates), since=rounds.last + 1)
 
     def _with_estimate(self, rounds: Rounds, trials: Sequence[FrozenTrial]) -> Rounds:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,6 +14,7 @@ from optuna_dsat.launch.protocol import Launcher, LaunchReport, LaunchRequest
 from optuna_dsat.launch.waiting import SlotWait
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import Event
+from optuna_dsat.study.joint_estimate import JointEstimate
 from optuna_dsat.study.launch_requests import launch_request
 from optuna_dsat.study.paired import mean_in_rounds
 from optuna_dsat.study.rounds import RoundLaunch, Rounds
@@ -48,6 +50,9 @@ _USUAL_NOISE = 0.02
 """Relative standard deviation between launches of one configuration that is assumed before any was repeated: launches
 of this project's examples differ by one or two per cent.
 """
+
+_SURE_SDS = 2.0
+"""Standard deviations of the search's posterior by which a trial is surely worse than another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,20 +156,23 @@ def choose_finalists(
     *,
     spec: StudySpec,
     noise: float | None,
+    estimate: JointEstimate | None = None,
     out: Collection[int] = (),
 ) -> list[int]:
     """Return the numbers of the trials that are measured again, the user's config among them.
 
     Of ``--confirm`` places the first is the method's best. The next goes to the smallest global batch among those that
     the noise, or ``--tie``, cannot tell from the best measurement; then to the best measurement itself, as a model may
-    be wrong, and to the next best. The best at the user's own global batch is added, for a speed-up that compares
-    equal batches.
+    be wrong, and to the next best. Where the method has a posterior, that says what cannot be told from the best, and
+    what is surely worse than a tie with it takes no place. The best at the user's own global batch is added, for a
+    speed-up that compares equal batches.
 
     Args:
         trials: All trials.
         candidates: The measured trials, best first.
         spec: The study.
         noise: Relative standard deviation from launch to launch; None if unknown.
+        estimate: What the search says of the candidates; None if its method has no posterior.
         out: Numbers of trials that earlier rounds have shown to be no better than the user's config, or that failed.
     """
     baseline = attributes.user_config_trial(trials)
@@ -175,17 +183,30 @@ def choose_finalists(
         return own
     measured = attributes.best_trials(others, maximize=spec.maximize)
     slots = spec.slots_per_trial
-    margin = max(spec.tie, 2 * (_USUAL_NOISE if noise is None else noise))
-    best = abs(measured[0].values[0])
-    equal = [one for one in measured if abs(abs(one.values[0]) / best - 1) <= margin]
-    smallest = min(equal, key=lambda one: (attributes.train_batch_size(one, slots=slots), measured.index(one)))
-    places = [others[0].number, smallest.number, measured[0].number, *(one.number for one in others)]
+    if estimate is None:
+        margin = max(spec.tie, 2 * (_USUAL_NOISE if noise is None else noise))
+        best = abs(measured[0].values[0])
+        equal = [one for one in measured if abs(abs(one.values[0]) / best - 1) <= margin]
+        hopeful = others
+    else:
+        equal, hopeful = (
+            [one for one in others if not _is_below(one.number, others[0].number, estimate, sds=sds, tie=spec.tie)]
+            for sds in (1, _SURE_SDS)
+        )
+    smallest = min(equal, key=lambda one: (attributes.train_batch_size(one, slots=slots), others.index(one)))
+    places = [others[0].number, smallest.number, measured[0].number, *(one.number for one in hopeful)]
     chosen = list(dict.fromkeys(places))[: spec.confirm]
     if baseline is not None and spec.confirm > 1:
         batch = attributes.train_batch_size(baseline, slots=slots)
         same = [one.number for one in measured if attributes.train_batch_size(one, slots=slots) == batch]
         chosen += [number for number in same[:1] if not set(same) & set(chosen)]
     return [*chosen, *own]
+
+
+def _is_below(number: int, best: int, estimate: JointEstimate, *, sds: float, tie: float) -> bool:
+    """Whether a trial is worse than a tie with the best by so many standard deviations."""
+    log_ratio, sd = estimate.log_ratio(number, best)
+    return log_ratio + sds * sd < math.log1p(-tie)
 
 
 def confirmation_request(spec: StudySpec, trial: FrozenTrial, *, round_number: int) -> LaunchRequest:

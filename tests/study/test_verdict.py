@@ -320,6 +320,25 @@ def test_finalists_are_the_best_an_equal_of_a_smaller_batch_and_the_best_at_the_
     assert choose_finalists(trials[:1], trials[:1], spec=spec(), noise=None) == [OWN]
 
 
+def test_what_the_search_is_sure_of_takes_no_place_among_the_finalists() -> None:
+    values = {OWN: 10.0, 1: 20.0, 2: 19.9, 3: 19.2, 4: 15.0}
+    batches = {OWN: 2, 1: 64, 2: 16, 3: 4, 4: 8}
+    trials = [trial(number, value, micro_batch=batches[number]) for number, value in values.items()]
+    ranked = attributes.best_trials(trials, maximize=True)
+
+    def chosen(sd: float) -> list[int]:
+        estimate = JointEstimate(
+            numbers=tuple(values),
+            means=tuple(math.log(one) for one in values.values()),
+            covariance=tuple(tuple(sd**2 * (row == column) for column in values) for row in values),
+        )
+        return choose_finalists(trials, ranked, spec=spec(), noise=None, estimate=estimate)
+
+    assert chosen(0.001) == [1, 2, OWN]
+    assert chosen(0.015) == [1, 2, 3, OWN]
+    assert chosen(0.03) == [1, 3, 2, OWN], "that of the smallest batch may be as good"
+
+
 def test_where_no_finalist_is_any_good_the_next_best_is_heard_within_the_limits() -> None:
     trials = [trial(OWN, 10.0), trial(1, 16.0), trial(2, 15.0), trial(3, 12.0), trial(4, 10.05), trial(5, 9.0)]
     ranked = attributes.best_trials(trials, maximize=True)
