@@ -94,34 +94,6 @@ def queued(engine: RayEngine) -> Seen:
     return {**found, "first": first.state, "left": [pid for pid in pids if lives(pid)]}
 
 
-def pinned(engine: RayEngine) -> Seen:
-    """Places on nodes that are named, in two orders, and on one that is not there."""
-    import ray
-
-    engine.check(nodes=2, slots=2)
-    fit = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU")][:2]
-    names = [f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}" for node in fit]
-    found: Seen = {}
-    for order, asked in (("forwards", names), ("backwards", names[::-1])):
-        own = RayEngine(sys.argv[1], names=asked)
-        own.check(nodes=2, slots=2)
-        place, on = own.request(nodes=2, slots=2), dict[int, str]()
-
-        def greeted(own: RayEngine = own, place: Place = place, on: dict[int, str] = on) -> bool:
-            assert place.state is not PlaceState.LOST, place.why
-            on |= {one.node: one.message["name"] for one in own.news(0.2) if one.message["news"] == "hello"}
-            return len(on) == 2
-
-        until(own, greeted)
-        found[order] = {"asked": asked, "on": [on[node] for node in sorted(on)]}
-        own.close()
-    try:
-        RayEngine(sys.argv[1], names=["elsewhere"]).check(nodes=1, slots=0)
-    except ClusterError as error:
-        found["refused"] = str(error)
-    return found
-
-
 def agent_killed(engine: RayEngine) -> Seen:
     """The agent of one node is killed."""
     place = engine.request(nodes=2, slots=2)
