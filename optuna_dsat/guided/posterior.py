@@ -453,7 +453,7 @@ class Posterior:
         if observations.host_out_of_memory.any():
             room = min(room, float(self._table.host[observations.row[observations.host_out_of_memory]].min()))
         fits = fits * self._seldom_fits(rows, sizes)
-        return peak, fits * np.where(host > 0, normal_cdf((room - host) / (_HOST_SD * room)), 1.0)
+        return peak, fits * np.where(host > 0, normal_cdf((room - host) / max(1.0, _HOST_SD * room)), 1.0)
 
     def _seldom_fits(self, rows: Numbers, sizes: Numbers) -> Numbers:
         """Return factors on the probability to fit where others of the structure failed, by the rule of succession.
