@@ -35,7 +35,7 @@ class Acquisition:
 def heavy_tailed_improvement(mean: Numbers, sd: Numbers) -> Numbers:
     """Return the expected improvement over 0 if errors follow Student's t with 3 degrees of freedom and scale ``sd``.
 
-    For structures that were never measured: where the formula does not hold, it fails by more than a normal error.
+    For what was never measured: where the formula does not hold, it fails by more than a normal error.
     The closed form is that of Tracey and Wolpert 2018, "Upgrading from Gaussian Processes to Student's-T Processes".
     """
     u = mean / sd

@@ -13,8 +13,8 @@ with EI the expected improvement of the metric's logarithm over the best posteri
 will change of its own posterior mean: noise bounds what is learnt from it (the knowledge gradient of Frazier et al.
 2009, of one configuration). ``T_run`` are the seconds of start-up and profile steps, and ``T_failed`` those of
 start-up; start-up time is estimated from the launches so far. A launch of ten times the seconds must be expected to
-gain ten times as much. For structures that were never measured the improvement is that of a heavy-tailed error
-(``optuna_dsat.guided.acquisition``): where the formula is wrong about a structure, it is wrong by much. No
+gain ten times as much. For structures and values of flags that were never measured the improvement is that of a
+heavy-tailed error (``optuna_dsat.guided.acquisition``): where the formula is wrong about one, it is wrong by much. No
 micro-batch is larger than ``Problem.reach`` times the largest that ran.
 
 The search ends when no configuration has an expected improvement of at least ``min_gain`` (as in Jones et al. 1998) per

@@ -392,7 +392,7 @@ class Posterior:
         penalised = mean - _NON_DEFAULT_PENALTY * self._table.non_default_knobs[rows] - _LARGER_PENALTY * np.log2(sizes)
         learnt_sd = learnt_spread(variance, self.residuals.noise_variance)
         gain = expected_improvement(penalised - best, learnt_sd)
-        unknown = ~np.isin(self._table.structure[rows], self._table.structure[self.measured.row])
+        unknown = self._never_measured(rows)
         gain = np.where(unknown, heavy_tailed_improvement(penalised - best, learnt_sd), gain)
         run_s = self._start_up_s + self._problem.profile_steps * new.latency
         if self._incumbent is not None:
@@ -400,6 +400,17 @@ class Posterior:
         fits = fits * self._success_probability(rows)
         cost_s = fits * run_s + (1 - fits) * self._start_up_s
         return Acquisition(value=fits * gain / cost_s, gain=fits * gain, log_objective=mean, fits=fits, cost_s=cost_s)
+
+    def _never_measured(self, rows: Numbers) -> Numbers:
+        """Whether the structure of rows, or the value of one of their flags, was never measured; shape of ``rows``."""
+        table, measured = self._table, self.measured.row
+        found: Numbers = ~np.isin(table.structure[rows], table.structure[measured])
+        for place, kernel in enumerate(table.knob_kernels):
+            values = table.knobs[rows, place]
+            is_flag = not np.any(kernel - np.diag(np.diag(kernel)))
+            if is_flag and len(measured):
+                found |= (np.diag(kernel)[values] > 0) & ~np.isin(values, table.knobs[measured, place])
+        return found
 
     def gain_rate(self, acquisition: Acquisition) -> float:
         """Return the largest expected improvement per launch, a launch being as long as one of the best configuration.

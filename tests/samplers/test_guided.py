@@ -218,6 +218,22 @@ class Eights(Machine):
         return slow * forward, slow * backward, step, other
 
 
+class Contrary(Machine):
+    """Overlapped communication takes more time than it hides, whatever theory says."""
+
+    def seconds(self, params: Mapping[str, Any]) -> tuple[float, float, float, float]:
+        forward, backward, step, other = super().seconds(params)
+        return forward, backward + (0.05 if params.get("overlap_comm") else -0.1), step, other
+
+
+def test_a_flag_that_the_formula_is_sure_of_is_tried_all_the_same(kit: SimpleNamespace) -> None:
+    study, machine = guided(kit), Contrary()
+    machine.run(study, 7)
+    assert {trial.params["overlap_comm"] for trial in study.trials if "overlap_comm" in trial.params} == {True, False}
+    machine.run(study, 10)
+    assert study.best_trial.params["overlap_comm"] is False
+
+
 def test_a_multiple_of_8_near_the_edge_is_tried_and_wins(kit: SimpleNamespace) -> None:
     hardware = replace(HARDWARE, device_memory_bytes=35 * GIB)
     planner = GuidedPlanner(Problem(profile=PROFILE, hardware=hardware, config=CONFIG, space=small_space()))
