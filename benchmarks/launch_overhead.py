@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
-from optuna_dsat.config import ds_config
+from optuna_dsat.config import ds_config, user_file
 from optuna_dsat.launch.devices import Devices, cpu_devices, detect_devices
 from optuna_dsat.launch.preload import Preload
 from optuna_dsat.launch.protocol import Finished, LaunchRequest, Observed, ScriptCommand
@@ -112,7 +112,7 @@ class Launch:
 
 def request(example: Example, *, launch_id: str, purpose: str, slots: int, cwd: str) -> LaunchRequest:
     """Return a launch of the example's own config; batch sizes that it leaves to a trainer are made plain."""
-    own = ds_config.effective(ds_config.load(example.config).raw)
+    own = ds_config.effective(user_file.load(example.config).raw)
     sizes = ds_config.batch_overlay(2)
     return LaunchRequest(
         launch_id=launch_id,

@@ -41,7 +41,7 @@ import psutil
 
 from benchmarks.launch_overhead import EXAMPLES, Launch, run
 from benchmarks.pdsh import write_pdsh
-from optuna_dsat.config import ds_config
+from optuna_dsat.config import ds_config, user_file
 from optuna_dsat.launch.devices import Devices, cpu_devices, detect_devices
 from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
@@ -181,7 +181,7 @@ def _steps_s(launch: Path) -> float:
 
 def deepspeeds(folder: Path, slots: int, *, bounded: bool, limit_s: float | None) -> Search:
     """Run DeepSpeed's autotuner in its fast mode, no longer than ``limit_s``."""
-    own = ds_config.load(EXAMPLE.config).raw
+    own = user_file.load(EXAMPLE.config).raw
     wanted: dict[str, bool | int] = {"enabled": True, "fast": True}
     if bounded:
         wanted["max_train_micro_batch_size_per_gpu"] = LARGEST

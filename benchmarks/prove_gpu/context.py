@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.prove_gpu.machine import Machine
 from benchmarks.prove_gpu.proof import ROOT, OverrunError, PartOverError, replace
-from optuna_dsat.config import ds_config
+from optuna_dsat.config import ds_config, user_file
 from optuna_dsat.launch.devices import Devices
 from optuna_dsat.launch.follow import follow
 from optuna_dsat.launch.measurement import LaunchRecord
@@ -241,7 +241,7 @@ def request(
     context: Context, script: Script, overlay: Mapping[str, Any], *, launch_id: str, steps: int, timeout_s: float
 ) -> LaunchRequest:
     """Return a launch of a script's config under an overlay, on all devices."""
-    own = ds_config.effective(ds_config.load(script.config).raw)
+    own = ds_config.effective(user_file.load(script.config).raw)
     return LaunchRequest(
         launch_id=launch_id,
         purpose="trial",

@@ -12,7 +12,7 @@ from benchmarks.prove_gpu.context import Context, Launched, Script, batch_overla
 from benchmarks.prove_gpu.proof import ROOT, NotRunError, Status, Verdict, replace
 from benchmarks.prove_gpu.runner import Check
 from benchmarks.prove_gpu.sizing import size_for
-from optuna_dsat.config import ds_config
+from optuna_dsat.config import ds_config, user_file
 from optuna_dsat.cost.memory import Hardware, ModelProfile, estimate, largest_micro_batch
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.profile import measure_profile
@@ -58,7 +58,7 @@ class Filling:
 
     def config(self, zero: Mapping[str, Any]) -> dict[str, Any]:
         """Return the DeepSpeed config with this ZeRO section."""
-        own = ds_config.effective(ds_config.load(self.script.config).raw)
+        own = ds_config.effective(user_file.load(self.script.config).raw)
         return ds_config.merge(own, {"zero_optimization": dict(zero)})
 
     def predicted_bytes(self, zero: Mapping[str, Any], micro_batch: int) -> int:

@@ -198,7 +198,7 @@ def _count(text: str, option: str) -> int:
 
 def _without_launch(options: PlanOptions) -> Plan:
     """Return the plan of a model that exists as a shape, on a GPU from the table."""
-    from optuna_dsat.config import ds_config
+    from optuna_dsat.config import user_file
     from optuna_dsat.cost.gpus import GPUS, find_gpu
     from optuna_dsat.plan.from_shape import Machine, plan_shape
     from optuna_dsat.study.spec import parse_bytes
@@ -220,7 +220,7 @@ def _without_launch(options: PlanOptions) -> Plan:
         network_gbit_per_s=_NETWORK if options.network is None else options.network,
         given_host_bytes=parse_bytes(options.host_memory) if options.host_memory else None,
     )
-    config = None if config_path is None else ds_config.load(config_path).raw
+    config = None if config_path is None else user_file.load(config_path).raw
     return plan_shape(shape, machine, config=config, memory_margin=options.memory_margin, nvme_path=options.nvme_path)
 
 

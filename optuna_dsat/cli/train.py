@@ -53,7 +53,7 @@ class TrainOptions:
 
 def train(options: TrainOptions) -> None:
     """Train a DeepSpeedTrial: validation, metrics as lines of JSON, checkpoints, and resuming from them."""
-    from optuna_dsat.config import ds_config
+    from optuna_dsat.config import ds_config, user_file
     from optuna_dsat.launch.full_run import run_full
     from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
     from optuna_dsat.secrecy.references import References, keep
@@ -66,7 +66,7 @@ def train(options: TrainOptions) -> None:
             "torchrun trains a script."
         )
     target = trial_target(options.trial, options.config, options.hparams, _runner_arguments(options))
-    settings = ds_config.merge(ds_config.load(options.config).raw, target.overwrites)
+    settings = ds_config.merge(user_file.load(options.config).raw, target.overwrites)
     devices = choose_devices(options.gpus, options.cpu_ranks, option="--gpus")
     for notice in devices.notices:
         print(notice, file=sys.stderr)

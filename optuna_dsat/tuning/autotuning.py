@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from optuna_dsat.config import ds_config
+from optuna_dsat.config import ds_config, user_file
 from optuna_dsat.config.autotuning_section import Autotuning
 from optuna_dsat.config.knobs import KNOBS, NVME, ZERO_STAGE
 from optuna_dsat.launch.devices import detect_devices
@@ -218,7 +218,7 @@ def _places_of(options: TuneOptions, section: Autotuning) -> dict[str, int]:
     return {name: count for name, count in found.items() if count is not None}
 
 
-def _single_values(options: TuneOptions, user: ds_config.UserConfig) -> dict[str, Any]:
+def _single_values(options: TuneOptions, user: user_file.UserConfig) -> dict[str, Any]:
     """Return the knobs that the config gives one value, without those that an option names: name -> value."""
     zero = ds_config.zero_section(user.raw)
     kept: dict[str, Any] = {}
@@ -235,7 +235,7 @@ def _single_values(options: TuneOptions, user: ds_config.UserConfig) -> dict[str
     return kept
 
 
-def _kept_by_fast(options: TuneOptions, user: ds_config.UserConfig) -> list[str]:
+def _kept_by_fast(options: TuneOptions, user: user_file.UserConfig) -> list[str]:
     """Return the knobs that ``autotuning.fast`` leaves as they are: all but the stage, listed and fixed knobs."""
     listed = {key.split(".")[1] for key in user.lists if "." in key}
     kept = {knob.name for knob in KNOBS if knob.name not in listed and knob.path[-1] != "stage"}

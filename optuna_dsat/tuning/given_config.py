@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from optuna_dsat.config import ds_config
+from optuna_dsat.config import ds_config, user_file
 from optuna_dsat.tuning.given import Given
 from optuna_dsat.tuning.options import TuneOptions
 
@@ -56,15 +56,15 @@ def config_path(options: TuneOptions) -> Path | None:
     return Path(named)
 
 
-def user_config(options: TuneOptions) -> ds_config.UserConfig:
+def user_config(options: TuneOptions) -> user_file.UserConfig:
     """Return the config as read.
 
     Raises:
         ConfigError: If it cannot be read.
     """
     if isinstance(options.ds_config, _Dictionary):
-        return ds_config.parse(options.ds_config.text, path=str(options.ds_config))
-    return ds_config.load(config_path(options))
+        return user_file.parse(options.ds_config.text, path=str(options.ds_config))
+    return user_file.load(config_path(options))
 
 
 def write_config(options: TuneOptions) -> None:

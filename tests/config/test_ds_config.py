@@ -1,4 +1,4 @@
-"""Reading, merging and keying DeepSpeed configs."""
+"""Completing, merging, keying and writing DeepSpeed configs."""
 
 from __future__ import annotations
 
@@ -10,96 +10,6 @@ import pytest
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.errors import ConfigError
-
-
-def read(tmp_path: Path, text: str | bytes) -> ds_config.UserConfig:
-    path = tmp_path / "ds_config.json"
-    path.write_bytes(text.encode() if isinstance(text, str) else text)
-    return ds_config.load(path)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("", "is empty"),
-        ("  \n ", "is empty"),
-        ("{", "line 1, column 2"),
-        ('{\n "a": 1,\n', "line 3, column 1"),
-        ('{"a": 1, "a": 2}', "'a' is given twice"),
-        ('{"zero_optimization": {"stage": 1, "stage": 2}}', "'stage' is given twice"),
-        ("[1]", "this is a list"),
-        ("3", "this is a number"),
-        ("null", "this is null"),
-        ('{"a": NaN}', "NaN is no JSON number"),
-        (b'{"a": "\xff"}', "line 1: not UTF-8"),
-        ("[" * 100_000, "nested too deeply"),
-        ('{"zero_optimization": 3}', "zero_optimization is a number"),
-        ('{"optimizer": "adam"}', "optimizer is a string"),
-        ('{"optimizer": {"type": 5}}', "optimizer.type is a number; it must be a string"),
-        ('{"optimizer": {"type": "SGD", "params": [0.1]}}', "optimizer.params is a list; it must be an object"),
-        ('{"data_types": 5}', "data_types is a number; it must be an object"),
-        ('{"bfloat16": true}', "bfloat16 is a truth value; it must be an object"),
-        ('{"activation_checkpointing": []}', "activation_checkpointing is a list; it must be an object"),
-        ('{"train_batch_size": [8, 16]}', "is not searched"),
-        ('{"train_micro_batch_size_per_gpu": 2.5}', "whole number"),
-        ('{"train_micro_batch_size_per_gpu": [1, 0]}', "at least 1"),
-        ('{"train_batch_size": true}', "whole number"),
-        ('{"zero_optimization": {"reduce_bucket_size": []}}', "empty list"),
-        ('{"autotuning": {"tuner_num_trials": "many"}}', "tuner_num_trials"),
-        (
-            '{"autotuning": {"min_train_micro_batch_size_per_gpu": 8, "max_train_micro_batch_size_per_gpu": 4}}',
-            "is 8, above the maximum 4",
-        ),
-    ],
-)
-def test_a_bad_config_gets_one_line_that_names_the_file(tmp_path: Path, text: str | bytes, expected: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        read(tmp_path, text)
-    message = str(caught.value)
-    assert expected in message
-    assert "ds_config.json" in message
-    assert "\n" not in message
-
-
-def test_a_missing_file_and_a_directory_are_told_apart(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such DeepSpeed config"):
-        ds_config.load(tmp_path / "none.json")
-    with pytest.raises(ConfigError, match="is a directory"):
-        ds_config.load(tmp_path)
-
-
-def test_lists_are_read_as_narrowing_and_resolved_to_their_first(tmp_path: Path) -> None:
-    config = read(
-        tmp_path,
-        """{"train_micro_batch_size_per_gpu": [2, 4],
-            "optimizer": {"type": "AdamW", "params": {"betas": [0.8, 0.9]}},
-            "zero_optimization": {"stage": "all", "reduce_bucket_size": [5e7, 5e8],
-                                  "offload_optimizer": {"device": ["cpu", "none"], "pin_memory": false}},
-            "autotuning": {"enabled": true}}""",
-    )
-    assert config.lists == {
-        "train_micro_batch_size_per_gpu": (2, 4),
-        "zero_optimization.stage": ("all",),
-        "zero_optimization.reduce_bucket_size": (5e7, 5e8),
-        "zero_optimization.offload_optimizer.device": ("cpu", "none"),
-    }
-    assert ds_config.effective(config.raw) == {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"betas": [0.8, 0.9]}},
-        "zero_optimization": {
-            "reduce_bucket_size": 5e7,
-            "offload_optimizer": {"device": "cpu", "pin_memory": False},
-        },
-    }
-
-
-def test_reading_leaves_the_raw_config_alone() -> None:
-    raw = {"zero_optimization": {"stage": [1, 2], "cpu_offload": True}, "autotuning": {"enabled": False}}
-    before = json.dumps(raw)
-    ds_config.effective(raw)
-    ds_config.merge(raw, {"zero_optimization": {"stage": 3}})
-    ds_config.canonical_key(raw)
-    assert json.dumps(raw) == before
 
 
 @pytest.mark.parametrize(
@@ -117,20 +27,6 @@ def test_reading_leaves_the_raw_config_alone() -> None:
 )
 def test_old_spellings_become_todays(section: Any, expected: dict[str, Any]) -> None:
     assert ds_config.zero_section({"zero_optimization": section}) == expected
-
-
-def test_the_autotuning_section_is_parsed_and_unknown_keys_are_named(tmp_path: Path) -> None:
-    section = read(
-        tmp_path,
-        """{"autotuning": {"enabled": true, "start_step": 5, "end_step": 10, "metric": "latency", "num_gpus": [2, 4],
-            "num_nodes": 1, "tuner_num_trials": 9, "max_train_micro_batch_size_per_gpu": 3e1, "speed": 3,
-            "arg_mappings": {"train_micro_batch_size_per_gpu": "per_device_train_batch_size"}}}""",
-    ).autotuning
-    assert (section.enabled, section.start_profile_step, section.end_profile_step) == (True, 5, 10)
-    assert (section.metric, section.num_gpus, section.tuner_num_trials) == ("latency", 4, 9)
-    assert section.max_train_micro_batch_size_per_gpu == 30
-    assert section.arg_mappings == {"train_micro_batch_size_per_gpu": "per_device_train_batch_size"}
-    assert (section.ignored, section.unknown, section.num_nodes) == ((), ("speed",), 1)
 
 
 def test_merge_overlays_objects_replaces_values_and_removes_by_none() -> None:
@@ -269,24 +165,6 @@ def test_the_file_gets_the_usual_mode(tmp_path: Path) -> None:
     target = tmp_path / "best.json"
     ds_config.write_json_atomic(target, [1])
     assert target.stat().st_mode & 0o777 == 0o644
-
-
-def test_hjson_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
-    path = tmp_path / "ds.json"
-    path.write_text("""{
-      // a comment
-      train_micro_batch_size_per_gpu: 4, # another
-      "bf16": {enabled: true},
-      "zero_optimization": {"stage": 2,},
-    }""")
-    raw = ds_config.load(path).raw
-    assert raw == {
-        "train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2}
-    }  # fmt: skip
-
-
-def test_without_a_file_the_config_is_empty() -> None:
-    assert ds_config.load(None).raw == {}
 
 
 def test_values_are_set_and_removed_at_dotted_keys() -> None:

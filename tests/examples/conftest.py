@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from optuna_dsat.config import ds_config
+from optuna_dsat.config import ds_config, user_file
 from optuna_dsat.launch.devices import cpu_devices
 from optuna_dsat.launch.follow import follow
 from optuna_dsat.launch.measurement import LaunchRecord
@@ -114,7 +114,7 @@ def launch(example: Path, warm_launcher: TorchrunLauncher) -> Launch:
         arg_mappings: Mapping[str, str] | None = None,
         **changes: Any,
     ) -> Launched:
-        config = ds_config.load(example / CONFIG).raw
+        config = user_file.load(example / CONFIG).raw
         before, events = contents(example), list[Event]()
         asked = LaunchRequest(
             command=ScriptCommand(

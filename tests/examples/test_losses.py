@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from optuna_dsat.config import ds_config
+from optuna_dsat.config import ds_config, user_file
 from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.launch.torchrun import TorchrunLauncher
 from optuna_dsat.study.loss_check import check_loss
@@ -24,7 +24,7 @@ def test_zero_3_with_offload_trains_as_zero_1_does(
     parts = example / "parts.py"
     seeded = parts.read_text(encoding="utf-8") + "\n\ntorch.manual_seed(0)\n"
     parts.write_text(seeded, encoding="utf-8")
-    user = ds_config.load(example / CONFIG).raw
+    user = user_file.load(example / CONFIG).raw
     spec = make_spec(
         name="losses",
         method="random",
@@ -52,6 +52,6 @@ def test_zero_3_with_offload_trains_as_zero_1_does(
     assert check.agrees, check.message
     assert [report.launch_id for report in reports] == ["loss-user", "loss-user-again", "loss-best"]
     assert len(set(check.losses["best"])) == 5  # it did learn
-    laid_over = ds_config.load(warm_launcher.run_directory("loss-best").config).raw
+    laid_over = user_file.load(warm_launcher.run_directory("loss-best").config).raw
     assert laid_over["zero_optimization"]["stage"] == 3
     assert laid_over["train_micro_batch_size_per_gpu"] == user["train_micro_batch_size_per_gpu"]

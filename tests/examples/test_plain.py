@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from optuna_dsat.config import ds_config
+from optuna_dsat.config import user_file
 from optuna_dsat.config.space_builder import SpaceRequest, build_space
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import EngineReady
@@ -83,4 +83,4 @@ def test_the_config_of_every_example_can_be_searched() -> None:
     found = sorted((Path(__file__).parents[2] / "examples").glob(f"*/{CONFIG}"))
     assert found
     for path in found:
-        assert build_space(SpaceRequest(ds_config=ds_config.load(path).raw)).classes() > 1, path
+        assert build_space(SpaceRequest(ds_config=user_file.load(path).raw)).classes() > 1, path
