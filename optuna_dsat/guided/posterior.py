@@ -20,6 +20,7 @@ from optuna_dsat.guided.candidates import Observations
 from optuna_dsat.guided.memory import memory_posterior, most_informative
 from optuna_dsat.guided.problem import Problem
 from optuna_dsat.guided.residual_gp import Points, ResidualGP
+from optuna_dsat.guided.run_probability import RunProbability
 from optuna_dsat.guided.sizes import largest_size, spread_sizes
 from optuna_dsat.metrics import LARGER_IS_BETTER
 
@@ -35,8 +36,6 @@ _NON_DEFAULT_PENALTY = 5e-4
 """Log objective subtracted per knob that differs from the user's value (or DeepSpeed's default), to break ties."""
 _LARGER_PENALTY = 2e-4
 """The same per doubling of the micro-batch: of equals, the smaller."""
-_BREAKS = 4.0
-"""Weight of a launch that failed, but not for memory, against one that ran: what breaks, mostly breaks again."""
 DOUBTED_FORMULA = 0.12
 """Relative error of the step time's formula, per phase, to plan a search by.
 
@@ -45,8 +44,6 @@ says of other structures, also on machines where that is wrong.
 """
 _MIN_FITS = 0.05
 """Probability to fit below which no candidate is launched once a metric was measured."""
-_HOST_SD = 0.1
-"""Relative standard deviation of the predicted host memory."""
 _DRAWS, _HOPEFUL, _HOPE_SIGMAS, _SURE = 256, 160, 2.0, 0.9
 """Draws of the joint posterior, configurations in it, the standard deviations by which these are chosen, and the
 quantile of what remains to be gained."""
@@ -122,22 +119,12 @@ class Posterior:
         timed = observations.overhead[~np.isnan(observations.overhead)]
         self._start_up_s = _START_UP_WEIGHT * (float(np.median(timed)) if len(timed) else _DEFAULT_START_UP_S)
         self._limit_bytes = min(self._memory.limit, float(problem.device_bytes))
-        self._largest_fit = self._extreme_sizes(observations.fits, np.maximum, 0)
-        """Largest micro-batch of each lineage that ran, 0 if none did."""
-        self._smallest_too_large = self._extreme_sizes(
-            observations.device_out_of_memory, np.minimum, np.iinfo(np.int64).max
-        )
-        """Smallest micro-batch of each lineage that ran out of memory; the largest integer if none did."""
+        self._runs = RunProbability(problem, observations, self._memory)
         used = [(row, size) for row, sizes in observations.used.items() for size in sizes]
         every = np.array(used, dtype=np.int64).reshape(-1, 2)
         self._used_keys = every[:, 0] * len(problem.sizes) + problem.size_index(every[:, 1])
         """Of each configuration with a trial: its row times the number of sizes, plus the index of its size."""
         self._fit(measured, formula_error)
-
-    def _extreme_sizes(self, chosen: Numbers, extreme: np.ufunc, default: int) -> Numbers:
-        found = np.full(len(self._table.lineages), default, dtype=np.int64)
-        extreme.at(found, self._observations.row[chosen], self._observations.micro_batch[chosen].astype(np.int64))
-        return found
 
     def _fit(self, measured: Observations, formula_error: float) -> None:
         """Fit the coefficients, then the residuals; launches in flight count with their predicted metric."""
@@ -287,8 +274,8 @@ class Posterior:
         """Return the largest micro-batch of each row that is expected to fit, within what ran and what did not."""
         limit = min(self._memory.limit, self._problem.allowed_bytes)
         edge = self._memory.largest(self._table.memory_inputs(rows, np.zeros(len(rows))), limit)
-        highest = np.minimum(self._smallest_too_large[rows] - 1, self._largest)
-        found: Numbers = np.minimum(np.maximum(edge, self._largest_fit[rows]), highest)
+        highest = np.minimum(self._runs.smallest_too_large[rows] - 1, self._largest)
+        found: Numbers = np.minimum(np.maximum(edge, self._runs.largest_fit[rows]), highest)
         return found
 
     def formula_log_objective(self, row: Numbers, size: Numbers) -> Numbers:
@@ -340,7 +327,7 @@ class Posterior:
         """
         sizes = self._problem.sizes
         index = self._problem.size_index(wanted)
-        allowed = (sizes[index] < self._smallest_too_large[rows][:, None]) & (sizes[index] <= self._largest)
+        allowed = (sizes[index] < self._runs.smallest_too_large[rows][:, None]) & (sizes[index] <= self._largest)
         keys = np.unique((rows[:, None] * len(sizes) + index)[allowed])
         keys = keys[~np.isin(keys, self._used_keys)]
         return keys // len(sizes), sizes[keys % len(sizes)]
@@ -361,7 +348,7 @@ class Posterior:
     def predict(self, rows: Numbers, sizes: Numbers) -> list[Prediction]:
         """Return the prediction for each configuration."""
         problem = self._problem
-        peak, fits = self._fit_probability(rows, sizes)
+        peak, fits = self._runs.fits(rows, sizes)
         fill = self._share(peak)
         size = sizes.astype(np.float64)
         mean, variance = self.residuals.predict(self._points(rows, size, fill))
@@ -381,7 +368,7 @@ class Posterior:
 
     def acquisition(self, rows: Numbers, sizes: Numbers) -> Acquisition:
         """Return the acquisition function at configurations."""
-        peak, fits = self._fit_probability(rows, sizes)
+        peak, fits = self._runs.fits(rows, sizes)
         new = self._points(rows, sizes.astype(np.float64), self._share(peak))
         mean, variance = self.residuals.predict(new)
         best = (
@@ -397,7 +384,7 @@ class Posterior:
         run_s = self._start_up_s + self._problem.profile_steps * new.latency
         if self._incumbent is not None:
             gain = gain * (fits >= _MIN_FITS)
-        fits = fits * self._success_probability(rows)
+        fits = fits * self._runs.is_sound(rows)
         cost_s = fits * run_s + (1 - fits) * self._start_up_s
         return Acquisition(value=fits * gain / cost_s, gain=fits * gain, log_objective=mean, fits=fits, cost_s=cost_s)
 
@@ -436,8 +423,8 @@ class Posterior:
         """
         if self._incumbent is None:
             return math.inf
-        peak, fits = self._fit_probability(rows, sizes)
-        fits = fits * self._success_probability(rows)
+        peak, fits = self._runs.fits(rows, sizes)
+        fits = fits * self._runs.is_sound(rows)
         new = self._points(rows, sizes.astype(np.float64), self._share(peak))
         mean, variance = self.residuals.predict(new)
         hopeful = np.argsort(-(mean + _HOPE_SIGMAS * np.sqrt(variance) + np.log(fits + 1e-9)), kind="stable")[:_HOPEFUL]
@@ -451,51 +438,6 @@ class Posterior:
         runs = np.concatenate([fits[hopeful], np.ones(count)]) > np.random.default_rng(1).random((_DRAWS, 1))
         best = np.where(runs, drawn, -np.inf).max(axis=1)
         return float(np.quantile(np.maximum(0.0, best - drawn[:, held]), _SURE))
-
-    def _fit_probability(self, rows: Numbers, sizes: Numbers) -> tuple[Numbers, Numbers]:
-        """Return the posterior mean peaks, and the probabilities that configurations fit on device and host."""
-        problem, observations = self._problem, self._observations
-        peak, free, spread = self._memory.predict(self._table.memory_inputs(rows, sizes))
-        fits = np.where(sizes <= self._largest_fit[rows], 1.0, normal_cdf(free / spread))
-        within = (peak <= problem.allowed_bytes) | (sizes <= self._largest_fit[rows])
-        if within.any() or observations.fits.any():
-            fits = fits * within
-        host, room = self._table.host[rows], float(problem.hardware.host_memory_bytes)
-        if observations.host_out_of_memory.any():
-            room = min(room, float(self._table.host[observations.row[observations.host_out_of_memory]].min()))
-        fits = fits * self._seldom_fits(rows, sizes)
-        return peak, fits * np.where(host > 0, normal_cdf((room - host) / max(1.0, _HOST_SD * room)), 1.0)
-
-    def _seldom_fits(self, rows: Numbers, sizes: Numbers) -> Numbers:
-        """Return factors on the probability to fit where others of the structure failed, by the rule of succession.
-
-        What ran out of memory at no larger micro-batch and with no larger buffers counts against a configuration, what
-        ran at no smaller ones for it.
-        """
-        observations, found = self._observations, np.ones(len(rows))
-        buffers = self._table.buffers.sum(axis=1)
-        structure, own = self._table.structure[rows], self._table.structure[observations.row]
-        failed, unproven = observations.device_out_of_memory, sizes > self._largest_fit[rows]
-        for one in np.unique(own[failed]):
-            here = np.flatnonzero((structure == one) & unproven)
-            size, needed = sizes[here, None], buffers[rows[here], None]
-            lost, ran = (
-                (observations.micro_batch[known], buffers[observations.row[known]])
-                for known in (failed & (own == one), observations.fits & (own == one))
-            )
-            failures = ((lost[0] <= size) & (lost[1] <= needed)).sum(axis=1)
-            successes = ((ran[0] >= size) & (ran[1] >= needed)).sum(axis=1)
-            found[here] = (1 + successes) / (1 + successes + failures)
-        return found
-
-    def _success_probability(self, rows: Numbers) -> Numbers:
-        """Return the probabilities that launches do not fail for reasons other than memory, by structure."""
-        observations = self._observations
-        count = len(self._table.lineages)
-        broken = np.bincount(self._table.structure[observations.row[observations.broken]], minlength=count)
-        sound = np.bincount(self._table.structure[observations.row[observations.fits]], minlength=count)
-        found: Numbers = ((1 + sound) / (1 + sound + _BREAKS * broken))[self._table.structure[rows]]
-        return found
 
 
 def _rank_within(groups: Numbers) -> Numbers:
