@@ -13,8 +13,7 @@ from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
 
 from optuna_dsat.errors import StorageUrlError
-from optuna_dsat.store import Store, display_url
-from optuna_dsat.store import store as store_module
+from optuna_dsat.store import Store, display_url, optuna_tables
 from optuna_dsat.store.database import Database
 from optuna_dsat.store.urls import parse_url
 
@@ -182,7 +181,7 @@ def test_a_database_that_is_locked_while_optunas_tables_are_made_is_waited_for(
             raise OperationalError("CREATE TABLE studies", None, original)
         return RDBStorage(*args, **kwargs)
 
-    monkeypatch.setattr(store_module, "RDBStorage", locked_once)
+    monkeypatch.setattr(optuna_tables, "RDBStorage", locked_once)
     with Store.open(sqlite_url) as store:
         assert store.list_studies() == ()
     assert len(made) == 2
