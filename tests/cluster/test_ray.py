@@ -179,6 +179,14 @@ def test_a_place_without_room_waits_for_the_first_to_be_given_back(cluster: RayC
 
 
 @with_ray
+def test_places_are_on_the_nodes_that_are_named_in_their_order(cluster: RayCluster) -> None:
+    found = seen(cluster, "pinned")
+    assert found["forwards"]["on"] == found["forwards"]["asked"]
+    assert found["backwards"]["on"] == found["backwards"]["asked"]
+    assert "is called elsewhere (--ray-node)" in found["refused"]
+
+
+@with_ray
 def test_with_an_agent_its_place_and_the_agents_of_other_nodes_go(cluster: RayCluster) -> None:
     found = seen(cluster, "agent_killed")
     assert "ended with -9" in found["why"]

@@ -32,16 +32,20 @@ def until(engine: RayEngine, what: Callable[[], bool], limit_s: float = LIMIT_S)
     return time.monotonic() - begun
 
 
-def ready(engine: RayEngine, place: Place) -> list[int]:
-    """Wait until a place is ready; return the processes of its agents by node."""
-    pids: dict[int, int] = {}
+def greeted(engine: RayEngine, place: Place) -> list[str]:
+    """Wait until a place of two nodes is ready; return their names, by the hello that each agent says once."""
+    names: dict[int, str] = {}
     begun = time.monotonic()
-    while len(pids) < 2 or place.state is not PlaceState.READY:
+    while len(names) < 2 or place.state is not PlaceState.READY:
         assert place.state is not PlaceState.LOST, place.why
         assert time.monotonic() - begun < LIMIT_S, place.why
-        said = [(one.node, one.message) for one in engine.news(0.2) if one.message["news"] == "hello"]
-        pids |= {node: agent_of(node, message["name"]) for node, message in said}
-    return [pids[node] for node in sorted(pids)]
+        names |= {one.node: one.message["name"] for one in engine.news(0.2) if one.message["news"] == "hello"}
+    return [names[node] for node in sorted(names)]
+
+
+def ready(engine: RayEngine, place: Place) -> list[int]:
+    """Wait until a place is ready; return the processes of its agents by node."""
+    return [agent_of(node, name) for node, name in enumerate(greeted(engine, place))]
 
 
 def agent_of(node: int, name: str) -> int:
@@ -92,6 +96,27 @@ def queued(engine: RayEngine) -> Seen:
     engine.release(first)
     found["granted_s"] = until(engine, lambda: second.state is PlaceState.READY)
     return {**found, "first": first.state, "left": [pid for pid in pids if lives(pid)]}
+
+
+def pinned(engine: RayEngine) -> Seen:
+    """Places on nodes that are named, in two orders, and on one that is not there."""
+    import ray
+
+    engine.check(nodes=2, slots=2)
+    fit = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU")][:2]
+    names = [f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}" for node in fit]
+    found: Seen = {}
+    for order, asked in (("forwards", names), ("backwards", names[::-1])):
+        own = RayEngine(sys.argv[1], names=asked)
+        own.check(nodes=2, slots=2)
+        on = greeted(own, own.request(nodes=2, slots=2))
+        found[order] = {"asked": asked, "on": on}
+        own.close()
+    try:
+        RayEngine(sys.argv[1], names=["elsewhere"]).check(nodes=1, slots=0)
+    except ClusterError as error:
+        found["refused"] = str(error)
+    return found
 
 
 def agent_killed(engine: RayEngine) -> Seen:
