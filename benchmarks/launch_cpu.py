@@ -35,11 +35,9 @@ def _cpu_s() -> float:
     total = sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     for child in psutil.Process().children():
         with suppress(psutil.Error):
+            own = child.cpu_times()
             if child.status() == psutil.STATUS_ZOMBIE:
-                own = child.cpu_times()
                 os.waitpid(child.pid, 0)
-            else:
-                own = child.cpu_times()
             total += own.user + own.system + own.children_user + own.children_system
     return total
 

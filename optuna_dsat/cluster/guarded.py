@@ -30,13 +30,11 @@ def main(words: Sequence[str]) -> int:
     Two processes: Ray kills the children of a worker that ends, and would kill with them whoever is to clean up. The
     first one therefore only waits for the second one.
     """
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # the end of the input comes with it
     guard = os.fork()
     if guard:
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)  # the end of the input comes with it
         return os.waitstatus_to_exitcode(os.waitpid(guard, 0)[1])
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
     os._exit(_guard(words))
 
 

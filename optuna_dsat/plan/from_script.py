@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -54,10 +53,8 @@ def plan_script(
         DsatError: If the script fails, or does not fit at all.
     """
     mark = fingerprint(spec, device_names=device_names)
-    stored, profiled, origin = store.find_profile(mark), None, "measured before"
-    if stored is not None:
-        with contextlib.suppress(ValueError):  # a newer version wrote it, or it was altered: measured anew
-            profiled = Profiled.from_json(stored.profile)
+    stored, origin = store.find_profile(mark), "measured before"
+    profiled = None if stored is None else Profiled.if_readable(stored.profile)
     if profiled is None:
         with launcher() as opened:
             wait = SlotWait(

@@ -99,13 +99,16 @@ class Confirmation:
         out = refuted(rounds, trials, spec=self._spec)
         searched = self._method.estimate(trials, [one.number for one in candidates], maximize=self._spec.maximize)
         numbers = choose_finalists(trials, candidates, spec=self._spec, noise=noise, estimate=searched, out=out)
-        return replace(rounds, chosen=tuple(numbers), measured=len(candidates), since=rounds.last + 1)
+        estimate = None if searched is None else searched.among(_compared(numbers, rounds))
+        return replace(
+            rounds, chosen=tuple(numbers), measured=len(candidates), since=rounds.last + 1, estimate=estimate
+        )
 
     def _with_estimate(self, rounds: Rounds, trials: Sequence[FrozenTrial]) -> Rounds:
-        """Return the rounds with what the search says of those that are compared."""
+        """Return the rounds with what the search says of those that are compared, also where one has come since."""
         if rounds.estimate is not None and set(rounds.chosen) <= set(rounds.estimate.numbers):
             return rounds
-        numbers = sorted({*rounds.chosen, *rounds.values()})
+        numbers = _compared(rounds.chosen, rounds)
         return replace(rounds, estimate=self._method.estimate(trials, numbers, maximize=self._spec.maximize))
 
     def _next(
@@ -201,6 +204,11 @@ class Confirmation:
                 speed=self._speeds.of(launch.metrics, trial.user_attrs[attributes.CONFIG]),
             )
         )
+
+
+def _compared(chosen: Sequence[int], rounds: Rounds) -> list[int]:
+    """Return the trials that are compared: those that were chosen, and all that rounds have measured."""
+    return sorted({*chosen, *rounds.values()})
 
 
 def next_in_rounds(

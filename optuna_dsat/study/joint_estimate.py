@@ -7,7 +7,7 @@ of its search say of it, neighbours included. Both count by how sure they are.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -79,6 +79,15 @@ class JointEstimate:
             numbers=self.numbers,
             means=tuple(means.tolist()),
             covariance=tuple(tuple(row) for row in covariance.tolist()),
+        )
+
+    def among(self, numbers: Sequence[int]) -> JointEstimate:
+        """Return the distribution of some of these trials."""
+        places = [self.numbers.index(number) for number in numbers]
+        return JointEstimate(
+            numbers=tuple(numbers),
+            means=tuple(self.means[place] for place in places),
+            covariance=tuple(tuple(self.covariance[row][place] for place in places) for row in places),
         )
 
     def log_ratio(self, number: int, other: int) -> tuple[float, float]:

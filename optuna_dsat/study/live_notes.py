@@ -109,14 +109,15 @@ class LiveNotes:
         self._clock = clock
         self._worker = this_worker()
         self._state = LiveState()
-        self._last: LiveNote | None = None
+        self._last: dict[str, Any] | None = None
+        """The latest note, as it is stored."""
 
     def __call__(self, event: progress.ProgressEvent) -> None:
         """Pass an event on and note what it changes."""
         self._observer(event)
         now = self._clock()
         self._state.apply(event, now)
-        recent = self._last is not None and now - self._last.noted_at < _PAUSE_S
+        recent = self._last is not None and now - self._last["noted_at"] < _PAUSE_S
         if not (recent and isinstance(event, progress.TrialStepped)):
             self._note(now)
 
@@ -151,19 +152,15 @@ class LiveNotes:
         )
         if self._last is None and not note.rows and not note.phase:
             return
-        if self._last is not None and _content(note) == _content(self._last):
+        record = note.to_json()  # a copy of the rows, which the state changes
+        if self._last is not None and {**record, "noted_at": self._last["noted_at"]} == self._last:
             return
         try:
             study_id = self._storage.get_study_id_from_name(self._study)
         except KeyError:
             return  # not created yet, or deleted meanwhile
-        record = note.to_json()  # rows are those of the state, which changes them
         self._storage.set_study_system_attr(study_id, f"{_PREFIX}{self._worker.name}", record)
-        self._last = LiveNote.from_json(record)
-
-
-def _content(note: LiveNote) -> dict[str, Any]:
-    return {**note.to_json(), "noted_at": None}
+        self._last = record
 
 
 def read_notes(store: Store, study: str, *, now: float) -> list[LiveNote]:

@@ -175,6 +175,14 @@ class Profiled:
         return result
 
     @classmethod
+    def if_readable(cls, record: Mapping[str, Any]) -> Profiled | None:
+        """Build from a stored profile; None if this version cannot read it: a newer one wrote it, or it was altered."""
+        try:
+            return cls.from_json(record)
+        except ValueError:
+            return None
+
+    @classmethod
     def _built(cls, record: Mapping[str, Any]) -> Profiled:
         trainer = record.get("trainer")
         return cls(

@@ -92,7 +92,7 @@ class ProfileTurn:
         while True:
             with self._store.profile_turn(self._context.study_uuid) as mine:
                 stored = self._stored() if self._reuse or waiting else None
-                profiled = None if stored is None else _readable(stored)
+                profiled = None if stored is None else Profiled.if_readable(stored.profile)
                 if profiled is not None:
                     return profiled, True
                 if mine:
@@ -171,14 +171,6 @@ class ProfileTurn:
             words = differences_in_words(differences, file=Path(path).name)
         if words:
             self._context.say(words)
-
-
-def _readable(stored: StoredProfile) -> Profiled | None:
-    """Return a profile; None if this version cannot read it: a newer one wrote it, or it was altered."""
-    try:
-        return Profiled.from_json(stored.profile)
-    except ValueError:
-        return None
 
 
 def _data_in_words(spec: StudySpec, profiled: Profiled) -> str:
