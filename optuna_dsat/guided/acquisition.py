@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,16 +20,25 @@ Numbers: TypeAlias = npt.NDArray[Any]
 class Acquisition:
     """Acquisition function at n configurations; each array has length n."""
 
+    over: float
+    """Log objective that gains are over: that of the incumbent."""
+
     value: Numbers
     """Acquisition value: the next launch maximizes it."""
     gain: Numbers
-    """Expected improvement over the incumbent, in the metric's logarithm."""
+    """Expected improvement, in the metric's logarithm."""
     log_objective: Numbers
     """Posterior mean log objective: log of the metric, of its inverse if the metric is minimized."""
     fits: Numbers
     """Probability that the configuration runs."""
     cost_s: Numbers
     """Expected seconds of the launch."""
+
+    def joined(self, other: Acquisition) -> Acquisition:
+        """Return these values followed by those of another, of gains over the same."""
+        names = (one.name for one in fields(self) if one.name != "over")
+        both = {name: np.concatenate([getattr(self, name), getattr(other, name)]) for name in names}
+        return Acquisition(over=self.over, **both)
 
 
 def heavy_tailed_improvement(mean: Numbers, sd: Numbers) -> Numbers:

@@ -29,7 +29,6 @@ from optuna_dsat.trials.lineage import (
     feasibility,
     lineage_key,
     score,
-    structure,
     visible_params,
 )
 
@@ -118,7 +117,7 @@ class CandidateTable:
         self.lineages = list(space.lineages())
         """Params of each row."""
         self._index = {lineage_key(params): row for row, params in enumerate(self.lineages)}
-        structures = [lineage_key({**structure(params), NVME: params.get(NVME)}) for params in self.lineages]
+        structures = [tuple(params.get(name) for name in (*STRUCTURE, NVME)) for params in self.lineages]
         indices = {key: index for index, key in enumerate(dict.fromkeys(structures))}
         self.structure = np.array([indices[key] for key in structures], dtype=np.int64)
         """Index of each row's structure: ZeRO stage and offload, NVMe apart from CPU."""
@@ -227,10 +226,10 @@ class CandidateTable:
 
     def _settings(self) -> list[ZeroSettings]:
         """Return the settings of every lineage; the config of lineages that differ only in sizes is read once."""
-        known: dict[str, ZeroSettings] = {}
+        known: dict[tuple[tuple[str, Any], ...], ZeroSettings] = {}
         settings = []
         for params in self.lineages:
-            without_sizes = lineage_key({name: value for name, value in params.items() if name not in _SIZES})
+            without_sizes = tuple((name, value) for name, value in params.items() if name not in _SIZES)
             if without_sizes not in known:
                 overlay = self._space.overlay({**params, MICRO_BATCH: self._space.micro_batches[0]})
                 config = ds_config.merge(self._base, overlay)

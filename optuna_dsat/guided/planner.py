@@ -273,8 +273,8 @@ class GuidedPlanner:
         rows, sizes = posterior.shortlist(rows)
         acquisition = posterior.acquisition(rows, sizes)
         more = posterior.refined(rows, sizes, acquisition.value)
-        rows, sizes = np.concatenate([rows, more[0]]), np.concatenate([sizes, more[1]])
-        return rows, sizes, posterior.acquisition(rows, sizes)
+        found = acquisition.joined(posterior.acquisition(*more, over=acquisition.over))
+        return np.concatenate([rows, more[0]]), np.concatenate([sizes, more[1]]), found
 
     def _open_rows(self, observations: Observations, fixed: Mapping[str, Any]) -> Numbers:
         """Return the rows that may be launched: neither broken, nor in flight, nor too large for the host."""

@@ -366,27 +366,34 @@ class Posterior:
             for n in range(len(rows))
         ]
 
-    def acquisition(self, rows: Numbers, sizes: Numbers) -> Acquisition:
-        """Return the acquisition function at configurations."""
+    def acquisition(self, rows: Numbers, sizes: Numbers, *, over: float | None = None) -> Acquisition:
+        """Return the acquisition function at configurations.
+
+        Args:
+            rows: Rows of the configurations.
+            sizes: Their micro-batches.
+            over: Log objective that gains are over; None for that of the incumbent or of what stands for it.
+        """
         peak, fits = self._runs.fits(rows, sizes)
         new = self._points(rows, sizes.astype(np.float64), self._share(peak))
         mean, variance = self.residuals.predict(new)
-        best = (
-            float((mean + np.log(fits + 1e-9)).max()) - _INITIAL_IMPROVEMENT
-            if self._incumbent is None
-            else self._incumbent
-        )
+        if over is None:
+            over = self._incumbent
+        if over is None:
+            over = float((mean + np.log(fits + 1e-9)).max()) - _INITIAL_IMPROVEMENT
         penalised = mean - _NON_DEFAULT_PENALTY * self._table.non_default_knobs[rows] - _LARGER_PENALTY * np.log2(sizes)
         learnt_sd = learnt_spread(variance, self.residuals.noise_variance)
-        gain = expected_improvement(penalised - best, learnt_sd)
+        gain = expected_improvement(penalised - over, learnt_sd)
         unknown = self._never_measured(rows)
-        gain = np.where(unknown, heavy_tailed_improvement(penalised - best, learnt_sd), gain)
+        gain = np.where(unknown, heavy_tailed_improvement(penalised - over, learnt_sd), gain)
         run_s = self._start_up_s + self._problem.profile_steps * new.latency
         if self._incumbent is not None:
             gain = gain * (fits >= _MIN_FITS)
         fits = fits * self._runs.is_sound(rows)
         cost_s = fits * run_s + (1 - fits) * self._start_up_s
-        return Acquisition(value=fits * gain / cost_s, gain=fits * gain, log_objective=mean, fits=fits, cost_s=cost_s)
+        return Acquisition(
+            over=over, value=fits * gain / cost_s, gain=fits * gain, log_objective=mean, fits=fits, cost_s=cost_s
+        )
 
     def _never_measured(self, rows: Numbers) -> Numbers:
         """Whether the structure of rows, or the value of one of their flags, was never measured; shape of ``rows``."""
