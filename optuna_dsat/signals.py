@@ -1,4 +1,4 @@
-"""Handlers of signals, put in place for a block and put back after it. Imports nothing of the rest."""
+"""Signals: handlers for a block, and what a second one means. Imports nothing of the rest."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["handling"]
+__all__ = ["handling", "is_told_again"]
+
+
+def is_told_again(first: int, number: int) -> bool:
+    """Return whether a signal only repeats the first one: it is no second request.
+
+    A batch system sends SIGTERM to every process of a job, and the job's script passes on the one that it got.
+    """
+    return first == number == signal.SIGTERM
 
 
 @contextmanager

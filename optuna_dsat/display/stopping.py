@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
-from optuna_dsat.signals import handling
+from optuna_dsat.signals import handling, is_told_again
 
 __all__ = ["EXIT_INTERRUPTED", "STOP_MESSAGE", "Stopping", "stopping_on_signals"]
 
@@ -25,7 +25,8 @@ _SHOW_CURSOR = "\x1b[?25h"
 class Stopping:
     """Whether the user asked to stop, and how to go on afterwards."""
 
-    asked: bool = False
+    by: int | None = None
+    """The signal by which the user asked to stop; None while nobody did."""
     live: bool = False
     """Whether a live view shows ``STOP_MESSAGE``; then it is not written to the terminal as well."""
     remedy: str = ""
@@ -33,19 +34,26 @@ class Stopping:
     leave: Callable[[int], None] = os._exit
     """Ends the process without cleaning up; the kernel then ends its launches."""
 
-    def __call__(self, _signal: int, _frame: FrameType | None) -> None:
+    @property
+    def asked(self) -> bool:
+        """Whether the user asked to stop."""
+        return self.by is not None
+
+    def __call__(self, number: int, _frame: FrameType | None) -> None:
         """Handle a signal.
 
         Raises:
             KeyboardInterrupt: The first time.
         """
-        if self.asked:
+        if self.by is not None:
+            if is_told_again(self.by, number):
+                return
             self._write(f"{_SHOW_CURSOR if self.live else ''}\n{_AT_ONCE}")
             if self.remedy:
                 self._write(f"Continue with: {self.remedy}")
             self.leave(EXIT_INTERRUPTED)
             return
-        self.asked = True
+        self.by = number
         if not self.live:
             self._write(STOP_MESSAGE)
         raise KeyboardInterrupt
@@ -63,6 +71,7 @@ class Stopping:
 def stopping_on_signals() -> Iterator[Stopping]:
     """Within the block, the first SIGINT or SIGTERM raises KeyboardInterrupt and the second ends the process.
 
+    SIGTERM that is told again is no second one (``is_told_again``).
     A signal that is ignored, as a shell ignores SIGINT for what runs in its background, stays ignored.
     """
     stopping = Stopping()

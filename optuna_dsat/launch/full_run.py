@@ -20,7 +20,7 @@ from optuna_dsat.launch.protocol import LaunchRequest, SlotsBusyError
 from optuna_dsat.launch.run_files import prepare_launch, write_run_directory
 from optuna_dsat.launch.slots import SlotLease, SlotPool
 from optuna_dsat.launch.waiting import DEFAULT_LIMIT_S, SlotWait
-from optuna_dsat.signals import handling
+from optuna_dsat.signals import handling, is_told_again
 
 __all__ = ["run_full"]
 
@@ -42,7 +42,7 @@ def run_full(
     """Run a launch to its end in the foreground, on the user's terminal, and return its exit code.
 
     Ctrl-C reaches torchrun, which ends the ranks; SIGTERM and SIGHUP are passed on to it. A second one ends everything
-    at once.
+    at once, unless it is SIGTERM told again (``is_told_again``).
 
     Args:
         request: The launch; its purpose is ``full``.
@@ -126,6 +126,8 @@ def _passed_on(agent: subprocess.Popen[bytes]) -> Iterator[list[signal.Signals]]
     received: list[signal.Signals] = []
 
     def pass_on(number: int, _frame: object) -> None:
+        if received and is_told_again(received[0], number):
+            return
         received.append(signal.Signals(number))
         agent.send_signal(signal.SIGTERM if len(received) == 1 else signal.SIGKILL)
 

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from optuna_dsat.signals import handling
+from optuna_dsat.signals import handling, is_told_again
 
 __all__ = ["uninterrupted"]
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Within the block, a first SIGINT or SIGTERM waits for its end; a second one does not.
+    """Within the block, a first SIGINT or SIGTERM waits for its end; a second one, other than SIGTERM again, does not.
 
     Only the main thread gets signals; elsewhere this does nothing.
 
@@ -30,7 +30,7 @@ def uninterrupted() -> Iterator[None]:
 
     def note(number: int, frame: FrameType | None) -> None:
         handler = handlers[signal.Signals(number)]
-        if came and callable(handler):
+        if came and callable(handler) and not is_told_again(came[0], number):
             handler(number, frame)
         came.append(number)
 

@@ -20,12 +20,12 @@ def slurm_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmClu
 
 
 @contextmanager
-def _started(root: Path) -> Iterator[SlurmCluster]:
+def _started(root: Path, *, kill_wait_s: int = 2) -> Iterator[SlurmCluster]:
     if why := why_no_slurm():
         pytest.skip(why)
     for folder in (root, *root.parents[:2]):
         folder.chmod(0o755)  # munge refuses a socket that others cannot reach
-    with running_slurm(root) as cluster:
+    with running_slurm(root, kill_wait_s=kill_wait_s) as cluster:
         yield cluster
 
 
@@ -42,6 +42,14 @@ def breakable_slurm(
 ) -> Iterator[SlurmCluster]:
     """Yield a SLURM for one test alone, which this process's environment names."""
     with _started(tmp_path_factory.mktemp("slurm")) as cluster:
+        _name(cluster, monkeypatch)
+        yield cluster
+
+
+@pytest.fixture
+def patient_slurm(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmCluster]:
+    """Yield a SLURM that gives jobs the time to end that it gives them elsewhere, named by this environment."""
+    with _started(tmp_path_factory.mktemp("slurm"), kill_wait_s=30) as cluster:
         _name(cluster, monkeypatch)
         yield cluster
 

@@ -13,7 +13,7 @@ from tests.harness.commands import ROOT
 from tests.harness.slurm import SlurmCluster
 from tests.harness.workers import wait_until
 
-SCRIPT = ROOT / "examples" / "slurm" / "worker.sh"
+SCRIPT = ROOT / "examples" / "slurm" / "job.sh"
 STAND_IN = """#!/bin/bash
 echo "$@" >> "$FOLDER/given"
 trap 'echo stopped >> "$FOLDER/given"; exit 130' TERM
@@ -29,7 +29,7 @@ def submit(slurm: SlurmCluster, folder: Path, *options: str, ends: str) -> str:
     command.chmod(0o755)
     path = f"{folder}{os.pathsep}{os.environ['PATH']}"
     environ = {**os.environ, **slurm.environ, "PATH": path, "FOLDER": str(folder), "ENDS": ends}
-    words = ["sbatch", "--parsable", *options, str(SCRIPT), "llama", "sqlite:///study.db", "--workdir", "two words"]
+    words = ["sbatch", "--parsable", *options, str(SCRIPT), "worker", "llama", "--workdir", "two words"]
     done = subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=20, check=True)
     return done.stdout.strip()
 
@@ -45,10 +45,7 @@ def test_a_worker_that_makes_room_is_queued_again(slurm: SlurmCluster, tmp_path:
     slurm.ask("scancel", "--batch", "--signal=TERM", job)
     again = {"Restarts": "1", "JobState": "PENDING"}
     wait_until(lambda: again.items() <= state(slurm, job).items(), what="the job is queued again")
-    assert given.read_text().splitlines() == [
-        "worker llama --storage sqlite:///study.db --workdir two words",
-        "stopped",
-    ]
+    assert given.read_text().splitlines() == ["worker llama --workdir two words", "stopped"]
     slurm.ask("scancel", job)
     wait_until(lambda: not slurm.jobs, what="no job is left")
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -231,6 +232,17 @@ def test_the_second_signal_leaves_at_once_and_says_how_to_go_on(capfd: pytest.Ca
     stopping(2, None)
     assert left == [130]
     assert "Continue with: optuna-dsat resume s" in capfd.readouterr().err
+
+
+def test_sigterm_that_is_told_again_is_no_second_request() -> None:
+    left: list[int] = []
+    stopping = Stopping(leave=left.append)
+    with pytest.raises(KeyboardInterrupt):
+        stopping(signal.SIGTERM, None)
+    stopping(signal.SIGTERM, None)
+    assert left == []
+    stopping(signal.SIGINT, None)
+    assert left == [130]
 
 
 def command(folder: Path, *, pause_s: float, stop_s: float = 0.0, trials: int = 40) -> list[str]:

@@ -48,7 +48,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerParameters=sched_interval=1,batch_sched_delay=0,bf_interval=1,sched_min_interval=100000
 ReturnToService=2
-KillWait=2
+KillWait={kill_wait_s}
 SlurmdTimeout=10
 SlurmdParameters=config_overrides
 MailProg=/bin/true
@@ -142,12 +142,13 @@ def _ports(count: int) -> int:
     raise RuntimeError("no ports are free")
 
 
-def _write_files(cluster: SlurmCluster) -> None:
+def _write_files(cluster: SlurmCluster, *, kill_wait_s: int) -> None:
     root, nodes = cluster.root, cluster.nodes
     for name in ("state", "spool"):
         (root / name).mkdir()
     first, host = _ports(nodes + 1), socket.gethostname().partition(".")[0]
-    config = _CONTROLLER.format(root=root, host=host, port=first, nodes=nodes, first=first + 1, last=first + nodes)
+    ports = {"port": first, "first": first + 1, "last": first + nodes}
+    config = _CONTROLLER.format(root=root, host=host, nodes=nodes, kill_wait_s=kill_wait_s, **ports)
     (root / "slurm.conf").write_text(config, encoding="utf-8")
     for number in (0, 1):
         os.mknod(root / f"gpu{number}", 0o020666, os.makedev(1, 3))  # no GPU: /dev/null by another name
@@ -195,10 +196,16 @@ def _stop(cluster: SlurmCluster) -> None:
 
 
 @contextmanager
-def running_slurm(root: Path, *, nodes: int = 4) -> Iterator[SlurmCluster]:
-    """Start a SLURM whose files lie in ``root``, and end it with the block."""
+def running_slurm(root: Path, *, nodes: int = 4, kill_wait_s: int = 2) -> Iterator[SlurmCluster]:
+    """Start a SLURM whose files lie in ``root``, and end it with the block.
+
+    Args:
+        root: An empty folder.
+        nodes: Nodes.
+        kill_wait_s: Time from SIGTERM to SIGKILL for the processes of a job that is to end; SLURM's own default is 30.
+    """
     cluster = SlurmCluster(root=root, nodes=nodes)
-    _write_files(cluster)
+    _write_files(cluster, kill_wait_s=kill_wait_s)
     try:
         _start(cluster)
         yield cluster

@@ -19,6 +19,9 @@ import pathlib, signal, subprocess, sys, time
 rank = subprocess.Popen(["sleep", "600"], start_new_session=True)
 def end(number, frame):
     pathlib.Path("told").write_text(str(number))
+    if pathlib.Path("slow").exists():
+        time.sleep(1)
+        pathlib.Path("saved").touch()
     sys.exit(1)
 signal.signal(signal.SIGTERM, end)
 print(rank.pid, flush=True)
@@ -71,6 +74,19 @@ def test_a_signal_is_passed_on_and_nothing_is_left(
     wait_until(lambda: ended(rank), what="its rank is gone")
     assert [path for path in (tmp_path / "tmp").rglob("*") if path.is_file()] == []
     assert not notes_in(tmp_path).exists()
+
+
+@pytest.mark.parametrize(("second", "saved"), [(signal.SIGTERM, True), (signal.SIGHUP, False)])
+def test_a_second_request_ends_at_once_what_still_saves_but_not_the_first_told_again(
+    training: subprocess.Popen[str], tmp_path: Path, second: signal.Signals, saved: bool
+) -> None:
+    rank_of(training)
+    (tmp_path / "slow").touch()
+    training.send_signal(signal.SIGTERM)
+    wait_until((tmp_path / "told").exists, what="it was passed on")
+    training.send_signal(second)
+    assert training.wait(30) == 128 + signal.SIGTERM
+    assert (tmp_path / "saved").exists() is saved
 
 
 def test_what_a_killed_training_leaves_is_removed_by_the_next_start(

@@ -82,14 +82,22 @@ def test_a_launch_that_is_repeated_is_returned(bench: StudyBench) -> None:
     assert (first.state, copy.state) == (TrialState.FAIL, TrialState.WAITING)
 
 
-@pytest.mark.parametrize(("presses", "done"), [(1, True), (2, False)])
-def test_a_second_ctrl_c_waits_for_nothing(presses: int, done: bool) -> None:
+@pytest.mark.parametrize(
+    ("came", "done"),
+    [
+        ([signal.SIGINT], True),
+        ([signal.SIGINT, signal.SIGINT], False),
+        ([signal.SIGTERM, signal.SIGTERM], True),
+        ([signal.SIGTERM, signal.SIGINT], False),
+    ],
+)
+def test_a_second_request_to_stop_waits_for_nothing(came: list[signal.Signals], done: bool) -> None:
     steps: list[str] = []
 
     def work() -> None:
-        with uninterrupted():
-            for _ in range(presses):
-                signal.raise_signal(signal.SIGINT)
+        with handling(came, signal.default_int_handler), uninterrupted():
+            for number in came:
+                signal.raise_signal(number)
             steps.append("the rest")
 
     with pytest.raises(KeyboardInterrupt):

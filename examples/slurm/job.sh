@@ -1,19 +1,19 @@
 #!/bin/bash
-#SBATCH --job-name=dsat-worker
+#SBATCH --job-name=optuna-dsat
 #SBATCH --nodes=1
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --signal=B:TERM@120
-# sbatch --gpus-per-node=8 worker.sh STUDY STORAGE: one worker of a study, queued again when it has to make room.
+# sbatch --gpus-per-node=8 job.sh COMMAND ...: `optuna-dsat COMMAND ...`, queued again when it has to make room.
 
-optuna-dsat worker "$1" --storage "$2" "${@:3}" &
-worker=$!
+optuna-dsat "$@" &
+tuner=$!
 told=
-trap 'told=1; kill -TERM "$worker"' TERM
-wait "$worker"
+trap 'told=1; kill -TERM "$tuner"' TERM
+wait "$tuner"
 code=$?
 if [ -n "$told" ]; then
-    wait "$worker"
+    wait "$tuner"
     # A job that was cancelled is not queued again, and one that SLURM preempts by requeueing is by SLURM.
     job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
     job=${job:-$SLURM_JOB_ID}
