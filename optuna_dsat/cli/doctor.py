@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from optuna_dsat.tuning.place_options import DEFAULT_OUTPUT_DIR, OUTPUT_DIR_ENV, STORAGE_ENV
+from optuna_dsat.tuning.locations import DEFAULT_OUTPUT_DIR, OUTPUT_DIR_ENV, STORAGE_ENV
 
 if TYPE_CHECKING:
     from optuna_dsat.doctor.finding import Finding

@@ -11,7 +11,7 @@ from pathlib import Path
 from optuna_dsat.errors import UsageError
 from optuna_dsat.escape.terminal import say
 from optuna_dsat.script.experiment import Experiment, read_experiment
-from optuna_dsat.tuning.options import DEFAULT_OUTPUT_DIR, DEFAULT_STORAGE, OUTPUT_DIR_ENV, STORAGE_ENV
+from optuna_dsat.tuning.locations import DEFAULT_OUTPUT_DIR, DEFAULT_STORAGE, OUTPUT_DIR_ENV, STORAGE_ENV
 from optuna_dsat.tuning.parse import NO_CONFIG
 
 __all__ = ["is_experiment", "unfold_experiment"]

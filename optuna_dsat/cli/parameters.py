@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from optuna_dsat.errors import DsatError
-from optuna_dsat.tuning.place_options import DEFAULT_STORAGE, STORAGE_ENV
+from optuna_dsat.tuning.locations import DEFAULT_STORAGE, STORAGE_ENV
 
 __all__ = ["DEFAULT_STORAGE", "Json", "Name", "Quiet", "Storage", "complete_studies"]
 

@@ -33,7 +33,6 @@ from optuna_dsat.metrics import LARGER_IS_BETTER
 from optuna_dsat.report.proposals import Situation, proposals
 from optuna_dsat.store import Store
 from optuna_dsat.study.configuration import configuration_of
-from optuna_dsat.study.methods import make_planner
 from optuna_dsat.study.paired import Ratio
 from optuna_dsat.study.standing import Standing, compared, speed_up_over
 from optuna_dsat.study.stored import StoredStudy, read_stored
@@ -173,12 +172,11 @@ def explain_study(store: Store, name: str) -> tuple[Explanation, str]:
 
 def explained(study: StoredStudy) -> Explanation | None:
     """Return why a study's winner wins; None if nothing of it was measured, or its profile is gone."""
-    if study.profiled is None or study.best is None:
+    if study.best is None or study.planner is None:
         return None
-    planner = make_planner(study.spec, study.profiled, study.space, prior_knowledge=study.prior_knowledge)
     found = explain(
         study.trials,
-        planner=planner,
+        planner=study.planner,
         winner=study.best,
         baseline=study.baseline,
         paired=study.paired_ratio(study.best),

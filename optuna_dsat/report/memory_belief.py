@@ -21,7 +21,6 @@ from optuna_dsat.config.structures import Structure
 from optuna_dsat.cost import memory
 from optuna_dsat.cost.memory_fit import CorrectionFit
 from optuna_dsat.guided.planner import GuidedPlanner
-from optuna_dsat.study.methods import make_planner
 from optuna_dsat.study.profile import Profiled
 from optuna_dsat.study.space import hardware_of
 from optuna_dsat.study.stored import StoredStudy
@@ -135,18 +134,12 @@ class MemoryBelief:
         self._profile = profiled.profile
         self._hardware = hardware_of(study.spec, profiled)
         self._space = study.space
-        self._profiled = profiled
 
     def _model(self) -> _Model:
         """Return the method's model before any launch of this study."""
-        if self._study.spec.method != "guided":
+        if self._study.spec.method != "guided" or self._study.planner is None:
             return _Fitted(self._profile, self._hardware)
-        return _Planned(self._planner)
-
-    @cached_property
-    def _planner(self) -> GuidedPlanner:
-        knowledge = self._study.prior_knowledge
-        return make_planner(self._study.spec, self._profiled, self._space, prior_knowledge=knowledge)
+        return _Planned(self._study.planner)
 
     @cached_property
     def peaks(self) -> Mapping[int, BelievedPeak]:

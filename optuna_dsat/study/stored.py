@@ -34,6 +34,7 @@ from optuna_dsat.study.verdict import Verdict, verdict_of
 from optuna_dsat.trials import attributes
 
 if TYPE_CHECKING:
+    from optuna_dsat.guided.planner import GuidedPlanner
     from optuna_dsat.guided.prior_knowledge import PriorKnowledge
 
 __all__ = [
@@ -120,6 +121,18 @@ class StoredStudy:
     def space(self) -> SearchSpace:
         """The search space; before the profile launch it is not yet capped by the model's size."""
         return space_of(self.spec, self.profiled)
+
+    @cached_property
+    def planner(self) -> GuidedPlanner | None:
+        """The models of ``guided`` over the study's space, whatever method searched; None before the profile launch.
+
+        Kept, as its table of all lineages takes a second to make.
+        """
+        if self.profiled is None:
+            return None
+        from optuna_dsat.study.methods import make_planner
+
+        return make_planner(self.spec, self.profiled, self.space, prior_knowledge=self.prior_knowledge)
 
     @cached_property
     def rounds(self) -> Rounds:

@@ -16,15 +16,9 @@ from optuna_dsat.study.spec import METHODS, default_stages
 from optuna_dsat.tuning.cluster_options import ClusterOptions
 from optuna_dsat.tuning.declaration import BUDGET, MEASURE, METHOD, OUTPUT_PANEL, WHAT, Option
 from optuna_dsat.tuning.defaults import default
+from optuna_dsat.tuning.locations import DEFAULT_OUTPUT_DIR, DEFAULT_STORAGE, OUTPUT_DIR_ENV, STORAGE_ENV
 from optuna_dsat.tuning.parse import named_config, split_environment, split_fixed, split_mappings, split_stages
-from optuna_dsat.tuning.place_options import (
-    DEFAULT_OUTPUT_DIR,
-    DEFAULT_STORAGE,
-    OUTPUT_DIR_ENV,
-    STORAGE_ENV,
-    PlaceOptions,
-    StrPath,
-)
+from optuna_dsat.tuning.place_options import PlaceOptions, StrPath
 from optuna_dsat.tuning.result_options import ResultOptions
 
 __all__ = [

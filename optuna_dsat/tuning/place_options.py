@@ -11,22 +11,10 @@ from typing import Annotated, Literal
 
 from optuna_dsat.tuning.declaration import WHERE, Option
 from optuna_dsat.tuning.defaults import default
+from optuna_dsat.tuning.locations import DEFAULT_OUTPUT_DIR, DEFAULT_STORAGE, OUTPUT_DIR_ENV, STORAGE_ENV
 from optuna_dsat.tuning.parse import split_counts
 
-__all__ = [
-    "DEFAULT_OUTPUT_DIR",
-    "DEFAULT_STORAGE",
-    "OUTPUT_DIR_ENV",
-    "STORAGE_ENV",
-    "PlaceOptions",
-    "StrPath",
-]
-
-DEFAULT_STORAGE = "sqlite:///optuna-dsat.db"
-STORAGE_ENV = "OPTUNA_DSAT_STORAGE"
-"""Environment variable that commands read ``--storage`` from if it is not given."""
-DEFAULT_OUTPUT_DIR = "optuna-dsat-output"
-OUTPUT_DIR_ENV = "OPTUNA_DSAT_OUTPUT_DIR"
+__all__ = ["PlaceOptions", "StrPath"]
 
 StrPath = str | os.PathLike[str]
 

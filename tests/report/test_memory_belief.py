@@ -11,14 +11,18 @@ from typing import Any
 
 import pytest
 
+from optuna_dsat.guided.planner import GuidedPlanner
 from optuna_dsat.launch.simulated import SimulatedResult
 from optuna_dsat.report.figures import memory_figure, note_of
 from optuna_dsat.report.memory_belief import MemoryBelief
 from optuna_dsat.report.memory_table import memory_table
 from optuna_dsat.report.notes import trial_note
 from optuna_dsat.report.view import StudyView
+from optuna_dsat.report.why import why_of
 from optuna_dsat.store import Store
+from optuna_dsat.study import methods
 from optuna_dsat.study.methods import make_planner
+from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH, visible_params
 from optuna_dsat.words import bytes_in_words
@@ -116,6 +120,21 @@ def test_a_guided_searchs_beliefs_are_its_planners(guided_view: StudyView) -> No
     largest = {row.words: row.largest for row in memory_table(view)}
     ran = {row.words: row.ran for row in memory_table(view) if row.ran is not None}
     assert all(largest[words] >= 1 for words in ran)
+
+
+def test_a_report_makes_the_table_of_all_lineages_once(guided_view: StudyView, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[StudySpec] = []
+
+    def count(spec: StudySpec, *arguments: Any, **given: Any) -> GuidedPlanner:
+        made.append(spec)
+        return make_planner(spec, *arguments, **given)
+
+    monkeypatch.setattr(methods, "make_planner", count)
+    view = replace(guided_view)
+    assert why_of(view) is not None
+    assert belief_of(view).peaks
+    assert memory_table(view)
+    assert len(made) == 1
 
 
 def test_before_the_profile_nothing_is_believed(bench: ReportedStudyBench) -> None:
