@@ -20,8 +20,8 @@ from optuna_dsat.launch.beside import BesideWatch
 from optuna_dsat.launch.conditions import Conditions
 from optuna_dsat.launch.forking import Forking
 from optuna_dsat.launch.leftovers import remove_noted
-from optuna_dsat.launch.process_tree import ProcessTree
-from optuna_dsat.launch.processes import kernel_oom_kills, kill_leftovers, new_mark
+from optuna_dsat.launch.process_tree import ProcessTree, end_launch
+from optuna_dsat.launch.processes import kernel_oom_kills, new_mark
 from optuna_dsat.launch.protocol import LaunchRequest
 from optuna_dsat.launch.rendezvous import Rendezvous
 from optuna_dsat.launch.run_files import prepare_launch, write_run_directory
@@ -151,7 +151,7 @@ class NodeLaunch:
 
     def _follow(self, tree: ProcessTree, started: Started, now: float) -> list[dict[str, Any]]:
         dead = sorted(tree.dead_ranks())
-        tree.look_at_shared_memory(now)
+        tree.look(now)
         code = started.agent.poll()
         news = self._read(tree)  # after the processes were checked, so that it includes what the dead ones wrote
         if code is not None and not self._sweeping:
@@ -247,9 +247,8 @@ class NodeLaunch:
         """Kill everything and wait until it is gone."""
         if self.ended:
             return
-        if self._started is not None:
-            kill_leftovers(self._mark)
-            self._started.agent.wait()
+        if self._tree is not None:
+            end_launch(self._tree)
         self._leave()
 
     def _leave(self) -> None:

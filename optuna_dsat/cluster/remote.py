@@ -73,7 +73,7 @@ class RemoteLaunch:
         """Nothing: what lies on a node is removed there."""
         return frozenset()
 
-    def look_at_shared_memory(self, now: float) -> None:
+    def look(self, now: float) -> None:
         """Do nothing: each node looks at its own."""
 
     @property

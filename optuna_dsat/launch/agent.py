@@ -2,11 +2,11 @@
 
     python -m optuna_dsat.launch.agent RECORD TUNER_PID TORCHRUN_ARGUMENTS...
 
-The same as ``python -m torch.distributed.run TORCHRUN_ARGUMENTS...``, with five differences. The kernel kills it when
+The same as ``python -m torch.distributed.run TORCHRUN_ARGUMENTS...``, with six differences. The kernel kills it when
 the thread that started it ends, and so with the tuner, also if that is killed. If ranks fail, it writes their exit
 codes and signals to RECORD as JSON: torchrun itself only logs them, and outcomes are not read from logs. Ended by a
 signal, it leaves with 128 and its number, as shells do. It serves one machine, so it does not wait for others. It never
-calls CUDA (``launch/cuda_state.py``).
+calls CUDA (``launch/cuda_state.py``). It ends after all that a measured launch has started (``launch/orphans.py``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from typing import Any
 
 from optuna_dsat.launch.cuda_state import cuda_hidden
 from optuna_dsat.launch.loopback import store_on_loopback
+from optuna_dsat.launch.orphans import adopt_orphans, end_children
 from optuna_dsat.runtime.atomic_write import write_text_atomic
+from optuna_dsat.runtime.launch_plan import LAUNCH_ENV, LaunchPlan
 from optuna_dsat.runtime.rank_process import AGENT_ENV, die_with_parent
 
 __all__ = ["main"]
@@ -62,6 +64,17 @@ def main(argv: list[str]) -> int:
     record, parent_pid, arguments = Path(argv[0]), int(argv[1]), argv[2:]
     die_with_parent(parent_pid)
     os.environ[AGENT_ENV] = str(os.getpid())
+    if not LaunchPlan.load(os.environ[LAUNCH_ENV]).measures:
+        return _run_torchrun(arguments, record)
+    adopt_orphans()
+    try:
+        return _run_torchrun(arguments, record)
+    finally:
+        end_children()
+
+
+def _run_torchrun(arguments: list[str], record: Path) -> int:
+    """Run torchrun; return the exit code."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

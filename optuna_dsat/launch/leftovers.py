@@ -2,7 +2,7 @@
 
 A launch that ends while its tuner lives is cleaned up by that at once (``remove_noted``). What a killed tuner leaves is
 removed by the next start of any command that launches, and by tuners that run beside it (``remove_leftovers``): its
-processes by their marks (``launch/processes.py``), all else by its notes (``launch/notes.py``).
+processes by their marks (``launch/processes.py``), those without one and all else by its notes (``launch/notes.py``).
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.build_locks import remove_stale_locks
 from optuna_dsat.launch.notes import GoneTuner, any_gone, gone_tuners
+from optuna_dsat.launch.orphans import end_noted
 from optuna_dsat.launch.processes import LaunchProcess, find_leftovers, kill_leftovers
 from optuna_dsat.launch.shared_memory import noted_path, shared_memory_of
 from optuna_dsat.runtime.leavings import SHARED_MEMORY
@@ -121,20 +123,27 @@ def remove_leftovers(environ: Mapping[str, str], *, notes: Path | None = None) -
 
 
 def remove_noted(record: Path, *, seen: Collection[Path] = ()) -> Removed:
-    """Remove what the processes of a launch noted, and the notes; call it once all of them are gone.
+    """Remove what is noted of a launch, and the notes; call it once all its processes are gone that bear its mark.
 
     Args:
-        record: Their notes.
-        seen: Files in shared memory that they made.
+        record: Its notes.
+        seen: Files in shared memory that its processes made.
+
+    Raises:
+        TimeoutError: If processes outlive SIGKILL, which only an uninterruptible wait in the kernel explains.
     """
     try:
         lines = record.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
-    noted = {*seen}
+    values: list[Any] = []
     for line in lines:
-        with contextlib.suppress(ValueError, TypeError, KeyError, OSError):  # cut off, or gone
-            if (path := noted_path(json.loads(line))) is not None:
+        with contextlib.suppress(ValueError, RecursionError):  # cut off
+            values.append(json.loads(line))
+    processes, noted = end_noted(values), {*seen}
+    for value in values:
+        with contextlib.suppress(ValueError, TypeError, KeyError, OSError):  # no path, or gone
+            if (path := noted_path(value)) is not None:
                 noted.add(path)
     there = {path for path in noted if _is_there(path)}
     folders = {path for path in there if path.is_dir()}
@@ -142,7 +151,7 @@ def remove_noted(record: Path, *, seen: Collection[Path] = ()) -> Removed:
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
     record.unlink(missing_ok=True)
-    return Removed(shared_memory=_remove_shared_memory(shared), folders=len(folders))
+    return Removed(processes=processes, shared_memory=_remove_shared_memory(shared), folders=len(folders))
 
 
 def _made_by(processes: Collection[LaunchProcess]) -> set[Path]:

@@ -2,7 +2,8 @@
 
 launches/NAME.lock      locked by the tuner while it lives, whatever ends it, and seen so from every namespace
 launches/NAME/tuner     JSON: number of its process, where that counts, folder of its run directories
-launches/NAME/3.jsonl   what one launch may leave: a JSON path a line, written by its ranks (``runtime/leavings.py``)
+launches/NAME/3.jsonl   what one launch may leave: JSON lines, paths of its ranks (``runtime/leavings.py``), files in
+                        shared memory (``launch/shared_memory.py``) and processes (``launch/orphans.py``)
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from typing import Protocol
 from optuna_dsat.launch.activity import ProcessUsage, read_usage
 from optuna_dsat.launch.agent_handle import AgentHandle
 from optuna_dsat.launch.agent_record import read_exit_codes
+from optuna_dsat.launch.orphans import OrphanWatch
 from optuna_dsat.launch.processes import (
     CLEANERS_S,
     ProcessKey,
@@ -17,10 +18,14 @@ from optuna_dsat.launch.processes import (
     end_processes,
     find_marked,
     is_cleaner,
+    stop_processes,
 )
 from optuna_dsat.launch.shared_memory import SharedMemoryWatch
 
-__all__ = ["LaunchProcesses", "ProcessTree"]
+__all__ = ["LaunchProcesses", "ProcessTree", "end_launch"]
+
+_END_S = 10.0
+"""Longest time for processes to end after SIGKILL."""
 
 
 class LaunchProcesses(Protocol):
@@ -41,8 +46,8 @@ class LaunchProcesses(Protocol):
         """Files in shared memory of this machine that its processes made."""
         ...
 
-    def look_at_shared_memory(self, now: float) -> None:
-        """Note what its processes have made in shared memory so far."""
+    def look(self, now: float) -> None:
+        """Note its processes, and what they have made in shared memory so far; ``now`` is monotonic."""
         ...
 
     def add_rank(self, rank: int, pid: int) -> None:
@@ -78,12 +83,27 @@ class LaunchProcesses(Protocol):
         ...
 
     def kill_all(self) -> None:
-        """Kill everything, torchrun first."""
+        """Kill everything, torchrun last: it adopts what loses its parent."""
         ...
 
     def sweep(self) -> bool:
         """Kill what remains; return whether none was left."""
         ...
+
+
+def end_launch(processes: LaunchProcesses) -> None:
+    """Kill everything of a launch, and wait until it is gone.
+
+    Raises:
+        TimeoutError: If processes outlive SIGKILL, which only an uninterruptible wait in the kernel explains.
+    """
+    began = time.monotonic()
+    processes.kill_all()
+    while not processes.sweep():
+        if time.monotonic() - began > _END_S:
+            pids = sorted(key.pid for key in processes.known if key.alive)
+            raise TimeoutError(f"Processes {pids} still run {_END_S:g} s after SIGKILL.")
+        time.sleep(0.01)
 
 
 class ProcessTree:
@@ -103,7 +123,11 @@ class ProcessTree:
         self._known: set[ProcessKey] = set() if self._agent_key is None else {self._agent_key}
         self._killed: set[int] = set()
         self._shared_memory = SharedMemoryWatch(lambda: {key.pid for key in self.living()}, record=leavings)
+        self._orphans = OrphanWatch(self._roots, mark=mark, record=leavings)
         self._cleaners_until: float | None = None
+
+    def _roots(self) -> set[ProcessKey]:
+        return self.ranks if self._agent_key is None else {self._agent_key} | self.ranks
 
     @property
     def known(self) -> frozenset[ProcessKey]:
@@ -125,8 +149,9 @@ class ProcessTree:
         """Files in shared memory that its processes made, as far as they were seen to use them."""
         return self._shared_memory.found
 
-    def look_at_shared_memory(self, now: float) -> None:
-        """Note what its processes have made in shared memory so far; ``now`` is monotonic."""
+    def look(self, now: float) -> None:
+        """Note its processes, and what they have made in shared memory so far; ``now`` is monotonic."""
+        self._known |= {*self._orphans.check(now)}
         self._shared_memory.check(now)
 
     def usage(self) -> dict[ProcessKey, ProcessUsage]:
@@ -172,11 +197,16 @@ class ProcessTree:
         self._kill(self._descendants_and_ranks())
 
     def kill_all(self) -> None:
-        """Kill torchrun first, so that it neither starts nor signals ranks, then all its descendants."""
-        below = self._descendants_and_ranks()
+        """Kill all descendants of torchrun; ``sweep`` kills torchrun itself once there are none left.
+
+        Until then it is stopped, so that it neither starts nor signals ranks and yet adopts what loses its parent.
+        """
         if self._agent_key is not None:
-            self._kill({self._agent_key})
+            stop_processes({self._agent_key})
+        below = {key for key in self._descendants_and_ranks() if key.alive}
         self._kill(below)
+        if not below and self._agent_key is not None:
+            self._kill({self._agent_key})
 
     def sweep(self) -> bool:
         """Kill the remaining processes, re-parented ones included; return whether none was left and torchrun is reaped.
@@ -185,9 +215,10 @@ class ProcessTree:
         """
         self._agent.poll()
         left = {process.key for process in find_marked(self._mark)}
-        left |= children_of(left) | {key for key in self._known if key.alive}
+        left |= children_of(left) | {key for key in self._known | self.descendants() if key.alive}
+        below = left - {self._agent_key}
         if left:
-            self._kill(left)
+            self._kill(below or left)
             return False
         return self._agent.returncode is not None
 

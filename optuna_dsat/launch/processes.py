@@ -1,9 +1,10 @@
 """The processes of a launch: marked, found and ended, even after the tuner was killed.
 
 torchrun puts every rank into a session of its own, a rank may start data loaders, and orphans are re-parented, so
-neither process groups nor parents identify the processes of a launch. An environment variable does: every descendant
-inherits it, and ``/proc`` shows it (Linux). Its value names the tuner and where its process number counts, so that
-another process of the same place can find launches whose tuner is gone.
+process groups do not identify the processes of a launch. An environment variable does: descendants inherit it, and
+``/proc`` shows it (Linux). Its value names the tuner and where its process number counts, so that another process of
+the same place can find launches whose tuner is gone. What was started without it is found by its descent
+(``launch/orphans.py``).
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ __all__ = [
     "end_processes",
     "find_leftovers",
     "find_marked",
+    "has_mark",
     "is_cleaner",
     "kernel_oom_kills",
     "kill_leftovers",
     "new_mark",
     "read_command",
+    "stop_processes",
     "take_mark",
 ]
 
@@ -158,18 +161,28 @@ def take_mark(mark: str) -> None:
     ctypes.memmove(start + place, new, length)
 
 
+def _mark_of(pid: int) -> str | None:
+    """Return the mark of a process; None if it has none, is gone, or is another user's."""
+    prefix = f"{MARK_ENV}=".encode()
+    try:
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    return next((os.fsdecode(item[len(prefix) :]) for item in variables if item.startswith(prefix)), None)
+
+
+def has_mark(pid: int, mark: str) -> bool:
+    """Return whether a process has a mark."""
+    return _mark_of(pid) == mark
+
+
 def find_marked(mark: str | None = None) -> list[LaunchProcess]:
     """Return the living processes of this user, except this one, with ``mark`` (any mark for None)."""
-    prefix = f"{MARK_ENV}=".encode()
     found: list[LaunchProcess] = []
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
-        try:
-            variables = Path(entry.path, "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        value = next((item[len(prefix) :].decode() for item in variables if item.startswith(prefix)), None)
+        value = _mark_of(int(entry.name))
         key = ProcessKey.of(int(entry.name)) if value is not None else None
         if value is not None and key is not None and (mark is None or value == mark):
             found.append(LaunchProcess(key, value))
@@ -199,6 +212,14 @@ def end_processes(keys: Iterable[ProcessKey]) -> None:
         if key.alive:
             with contextlib.suppress(psutil.Error):
                 psutil.Process(key.pid).kill()
+
+
+def stop_processes(keys: Iterable[ProcessKey]) -> None:
+    """Send SIGSTOP to each process that still runs."""
+    for key in keys:
+        if key.alive:
+            with contextlib.suppress(psutil.Error):
+                psutil.Process(key.pid).suspend()
 
 
 def kernel_oom_kills() -> int | None:

@@ -14,7 +14,7 @@ from optuna_dsat.launch.conditions import Conditions
 from optuna_dsat.launch.event_log import EventLog
 from optuna_dsat.launch.leftovers import remove_noted
 from optuna_dsat.launch.preload import Preload
-from optuna_dsat.launch.process_tree import LaunchProcesses, ProcessTree
+from optuna_dsat.launch.process_tree import LaunchProcesses, ProcessTree, end_launch
 from optuna_dsat.launch.processes import ProcessKey
 from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest
 from optuna_dsat.launch.run_directory import RunDirectory
@@ -135,7 +135,7 @@ class RunningLaunch:
     def advance(self, now: float) -> list[Event]:
         """Read new events and return them; check the limits and end what must end."""
         dead = self._processes.dead_ranks()
-        self._processes.look_at_shared_memory(now)
+        self._processes.look(now)
         agent_ended = self.agent.poll() is not None
         events = self._read(now)  # after the processes were checked, so that it includes what the dead ones wrote
         if agent_ended:
@@ -174,6 +174,14 @@ class RunningLaunch:
         if self.stop_reason is None and not self._sweeping:
             self.stop_reason = reason
             self._start_sweep()
+
+    def finish(self) -> None:
+        """Kill what runs of it on this machine and wait until it is gone.
+
+        Raises:
+            TimeoutError: If processes outlive SIGKILL, which only an uninterruptible wait in the kernel explains.
+        """
+        end_launch(self._processes)
 
     def clean_up(self) -> None:
         """Remove what its processes left outside the run directory; call it once all of them are gone."""

@@ -261,8 +261,7 @@ class TorchrunLauncher:
         for launch in self._running.values():
             launch.end(StopReason(outcome=Outcome.LOST, message="the tuner ended"))
         for launch in self._running.values():
-            kill_leftovers(launch.mark)
-            launch.agent.wait()
+            launch.finish()
             launch.clean_up()
             self._pool.give_back(launch.lease)
         self._device_return.close()

@@ -4,7 +4,8 @@
 
 It has one thread, computes nothing and uses no device. Over its control socket it receives lines of JSON,
 ``{"do": "preload", ...}`` and ``{"do": "launch", ...}``, and sends the events ``ready``, ``started`` (or ``refused``)
-and ``ended`` (``launch/warm.py`` is the other end). It ends with the tuner.
+and ``ended`` (``launch/warm.py`` is the other end). It ends with the tuner. It adopts what a killed agent leaves, and
+ends that.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from typing import Any
 from optuna_dsat.launch import agent
 from optuna_dsat.launch.cuda_state import driver_is_initialised
 from optuna_dsat.launch.forked import ParentState, become_agent, fork_child, forked_ranks
+from optuna_dsat.launch.orphans import adopt_orphans, end_children, own_children
 from optuna_dsat.launch.preload import Preload
 from optuna_dsat.launch.preloading import load
-from optuna_dsat.launch.processes import take_mark
+from optuna_dsat.launch.processes import ProcessKey, take_mark
 from optuna_dsat.runtime.rank_process import die_with_parent
 
 __all__ = ["main"]
@@ -37,6 +39,8 @@ class _ForkServer:
         self._partial = b""
         self._started_with = dict(os.environ)
         self._parent_state: ParentState | None = None
+        self._of_imports: set[ProcessKey] = set()
+        self._agents: dict[int, ProcessKey] = {}
 
     def run(self) -> None:
         """Serve until the tuner closes its end."""
@@ -68,6 +72,7 @@ class _ForkServer:
         # imported.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         loaded = load(Preload.from_json(order["preload"]), watched=frozenset(order["watched"]))
+        self._of_imports |= own_children() - {*self._agents.values()}
         own = [self._control.fileno(), self._selector.fileno()]
         self._parent_state = ParentState.capture(without=own, started_with=self._started_with)
         self._send(
@@ -87,6 +92,8 @@ class _ForkServer:
             return
         own = os.getpid()
         pid = fork_child(lambda: self._become_agent(order, parent_state, parent=own))
+        if (key := ProcessKey.of(pid)) is not None:
+            self._agents[pid] = key
         descriptor = os.pidfd_open(pid)
         self._selector.register(descriptor, selectors.EVENT_READ, (order["launch_id"], pid))
         self._send(event="started", launch_id=order["launch_id"], pid=pid)
@@ -104,6 +111,8 @@ class _ForkServer:
         self._selector.unregister(key.fileobj)
         os.close(key.fd)
         _, status = os.waitpid(pid, 0)
+        self._agents.pop(pid, None)
+        end_children(but=self._of_imports | {*self._agents.values()})
         self._send(event="ended", launch_id=launch_id, exit_code=os.waitstatus_to_exitcode(status))
 
 
@@ -111,6 +120,7 @@ def main(argv: list[str]) -> int:
     """Serve the tuner at the other end of the socket; return the exit code."""
     control, tuner = socket.socket(fileno=int(argv[0])), int(argv[1])
     die_with_parent(tuner)
+    adopt_orphans()
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the tuner is gone
         _ForkServer(control).run()
     return 0

@@ -33,7 +33,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--step-s", type=float, default=0.0)
     parser.add_argument("--orphan", action="store_true", help="leave a grandchild behind that outlives its parent")
+    parser.add_argument("--daemon", default="", help="have a daemon of no environment that writes its number here")
     args = parser.parse_args()
+    if args.daemon:
+        start = f"setsid sleep 600 </dev/null >/dev/null 2>&1 & echo $! >> {args.daemon}"
+        subprocess.run(["env", "-i", "sh", "-c", start], check=True)
     if args.orphan:
         subprocess.run(["sh", "-c", "sleep 600 & sleep 600 & exit 0"], check=True, start_new_session=True)
     plan, rank = LaunchPlan.load(Path(os.environ[LAUNCH_ENV])), int(os.environ["RANK"])

@@ -1,0 +1,143 @@
+"""A daemon that forks twice, has a session of its own and no environment ends with the launch that started it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from optuna_dsat.launch.devices import cpu_devices
+from optuna_dsat.launch.leftovers import remove_leftovers
+from optuna_dsat.launch.orphans import end_noted
+from optuna_dsat.launch.processes import ProcessKey, find_marked
+from optuna_dsat.launch.protocol import LaunchUpdate
+from optuna_dsat.launch.torchrun import TorchrunLauncher
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.events import StepMeasured
+from optuna_dsat.runtime.process_identity import process_space
+from tests.harness.launches import DS_CONFIG, STUB, events, reports, request, updates_until_finished
+from tests.harness.workers import ended, wait_until
+
+ROOT = Path(__file__).parents[2]
+BASE_ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+TUNER = """
+import sys
+from pathlib import Path
+from optuna_dsat.launch.devices import cpu_devices
+from optuna_dsat.launch.torchrun import TorchrunLauncher
+from tests.harness.launches import STUB, request
+launcher = TorchrunLauncher(Path("out"), devices=cpu_devices(1))
+launcher.start(request(Path.cwd(), script=STUB, slots=1, args=("--end", "sleep", "--daemon", sys.argv[1])))
+while True:
+    launcher.poll(0.1)
+"""
+
+
+@pytest.fixture
+def cwd(tmp_path: Path) -> Path:
+    (tmp_path / "user_config.json").write_text(json.dumps(DS_CONFIG), encoding="utf-8")
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def forking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchrunLauncher]:
+    folder = tmp_path_factory.mktemp("forked")
+    (folder / "user_config.json").write_text(json.dumps(DS_CONFIG), encoding="utf-8")
+    made = TorchrunLauncher(folder / "out", devices=cpu_devices(1), base_env=BASE_ENV, warm=True)
+    (folder / "out").mkdir()
+    made.start(request(folder, launch_id="first", script=STUB, slots=1))
+    updates_until_finished(made)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Iterator[TorchrunLauncher]:
+    made = TorchrunLauncher(tmp_path / "out", devices=cpu_devices(1), base_env=BASE_ENV)
+    yield made
+    made.close()
+
+
+def daemon_of(file: Path) -> int:
+    wait_until(lambda: file.exists() and file.read_text(encoding="ascii").endswith("\n"), what="a daemon runs")
+    pid = int(file.read_text(encoding="ascii"))
+    assert pid not in {process.key.pid for process in find_marked()}
+    return pid
+
+
+@pytest.mark.torchrun
+@pytest.mark.parametrize("end", ["itself", "stop", "rank", "agent", "parent"])
+def test_a_daemon_ends_with_its_forked_launch(forking: TorchrunLauncher, cwd: Path, end: str) -> None:
+    check_daemon(forking, cwd, end=end)
+
+
+@pytest.mark.torchrun
+@pytest.mark.parametrize("end", ["itself", "agent"])
+def test_a_daemon_ends_with_its_plain_launch(plain: TorchrunLauncher, cwd: Path, end: str) -> None:
+    check_daemon(plain, cwd, end=end)
+
+
+def check_daemon(launcher: TorchrunLauncher, cwd: Path, *, end: str) -> None:
+    daemon = cwd / "daemon"
+    args = () if end == "itself" else ("--end", "sleep")
+    launcher.start(request(cwd, launch_id=end, script=STUB, slots=1, args=(*args, "--daemon", str(daemon))))
+    updates: list[LaunchUpdate] = []
+    while not events(updates, StepMeasured):
+        updates += launcher.poll(1.0)
+    pid, began = daemon_of(daemon), time.monotonic()
+    running = launcher._running.get(end)
+    if end == "stop":
+        launcher.stop(end)
+    elif end != "itself":
+        assert running is not None
+        while pid not in {key.pid for key in running.known}:
+            updates += launcher.poll(0.1)
+        server = launcher._forking._warm._server
+        found = {"rank": running.pids[-1], "agent": running.agent.pid, "parent": server.process.pid if server else 0}
+        os.kill(found[end], signal.SIGKILL)
+    launches = reports([*updates, *updates_until_finished(launcher, 0 if reports(updates) else 1)])
+    wait_until(lambda: ended(pid), what="the daemon is gone", limit_s=2.0)
+    assert time.monotonic() - began < 10
+    assert (launches[end].outcome is Outcome.MEASURED) is (end == "itself")
+
+
+@pytest.mark.torchrun
+def test_a_daemon_of_a_killed_tuner_is_ended_by_the_next_start(cwd: Path) -> None:
+    environ = {**BASE_ENV, "PYTHONPATH": str(ROOT), "TMPDIR": str(cwd)}
+    tuner = subprocess.Popen([sys.executable, "-c", TUNER, str(cwd / "daemon")], env=environ, cwd=cwd)
+    pid = daemon_of(cwd / "daemon")
+    notes = cwd / f"optuna-dsat-{os.getuid()}" / "launches"
+    wait_until(lambda: any(f'"pid": {pid},' in one.read_text() for one in notes.glob("*/*.jsonl")), what="it is noted")
+    tuner.kill()
+    tuner.wait()
+    assert not ended(pid)
+    assert remove_leftovers({"TORCH_EXTENSIONS_DIR": str(cwd)}, notes=notes).processes >= 1
+    assert ended(pid)
+
+
+def test_notes_end_only_the_process_that_they_mean() -> None:
+    sleep = subprocess.Popen(["sleep", "600"])
+    key = ProcessKey.of(sleep.pid)
+    assert key is not None
+    noted = {"pid": key.pid, "start_ticks": key.start_ticks, "space": process_space()}
+    others = [
+        {**noted, "start_ticks": key.start_ticks - 1},
+        {**noted, "space": process_space() + "1"},
+        {**noted, "pid": str(key.pid)},
+        {**noted, "pid": -1},
+        {"pid": key.pid},
+        "/somewhere",
+        None,
+    ]
+    assert end_noted(others) == 0
+    assert key.alive
+    assert end_noted([noted, noted]) == 1
+    assert sleep.wait() == -signal.SIGKILL
