@@ -2,7 +2,8 @@
 
 ``urls`` parses storage URLs, ``database`` opens them; ``tables`` and ``migrate`` define our schema; ``registry``,
 ``claims``, ``profiles`` and ``launches`` read and write it; ``worker``, ``heartbeat`` and ``reclaim`` detect dead
-workers and requeue their trials; ``retry`` and ``retrying_storage`` retry after transient database errors.
+workers and requeue their trials; ``turn`` is a task that one worker at a time does; ``retry`` and ``retrying_storage``
+retry after transient database errors.
 
 May import ``launch`` (for its reports), ``trials`` and ``runtime``; used by ``study``, ``report``, ``plan``,
 ``doctor``, ``tuning`` and ``cli``.
@@ -13,6 +14,7 @@ from optuna_dsat.store.peek import has_our_tables, refuse_foreign_study
 from optuna_dsat.store.profiles import StoredProfile
 from optuna_dsat.store.registry import StudyRecord
 from optuna_dsat.store.store import Store, load_study
+from optuna_dsat.store.turn import Turn, TurnLostError
 from optuna_dsat.store.urls import database_exists, display_url, parse_url
 
 __all__ = [
@@ -20,6 +22,8 @@ __all__ = [
     "StoredLaunch",
     "StoredProfile",
     "StudyRecord",
+    "Turn",
+    "TurnLostError",
     "database_exists",
     "display_url",
     "has_our_tables",

@@ -44,11 +44,20 @@ def server_time(session: Session) -> float:
 
 def delete_beat(session: Session, study_uuid: str, trial_number: int, *, worker: Worker | None = None) -> None:
     """Delete the heartbeat of a trial, if there is one; that of one worker only, or for None whosever it is."""
-    whose = () if worker is None else (HeartbeatRow.worker == worker.name,)
+    whose = () if worker is None else _belongs_to(worker)
     session.execute(
         delete(HeartbeatRow).where(
             HeartbeatRow.study_uuid == study_uuid, HeartbeatRow.trial_number == trial_number, *whose
         )
+    )
+
+
+def _belongs_to(worker: Worker) -> tuple[ColumnElement[bool], ...]:
+    """Return the conditions of a worker's own rows; its name alone may be another's in a container like its own."""
+    return (
+        HeartbeatRow.worker == worker.name,
+        HeartbeatRow.machine == worker.machine,
+        HeartbeatRow.pid_started_at == worker.pid_started_at,
     )
 
 
@@ -71,7 +80,6 @@ class Heartbeat:
         self._worker = worker
         self._interval_s = interval_s
         self._trials: set[tuple[str, int]] = set()
-        self._lost: set[tuple[str, int]] = set()
         self._guard = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -131,7 +139,6 @@ class Heartbeat:
         key = (study_uuid, number)
         with self._guard:
             self._trials.discard(key)
-            self._lost.discard(key)
         self._database.run(lambda session: delete_beat(session, *key, worker=self._worker))
 
     def is_lost(self, trial: optuna.Trial) -> bool:
@@ -139,9 +146,22 @@ class Heartbeat:
 
         This happens if the process was suspended or disconnected from the database for long. The launch's result
         must be discarded: a copy of the trial runs elsewhere.
+
+        Raises:
+            StorageError: If the database failed.
         """
-        with self._guard:
-            return (str(trial.study.user_attrs[STUDY_UUID]), trial.number) in self._lost
+        return not self.is_own(str(trial.study.user_attrs[STUDY_UUID]), trial.number)
+
+    def is_own(self, study_uuid: str, number: int) -> bool:
+        """Return whether a trial or another task of a study is still this worker's: the database has its heartbeat.
+
+        Raises:
+            StorageError: If the database failed.
+        """
+        one = select(HeartbeatRow.trial_number).where(
+            HeartbeatRow.study_uuid == study_uuid, HeartbeatRow.trial_number == number, *_belongs_to(self._worker)
+        )
+        return self._database.run(lambda session: session.scalar(one), read_only=True) is not None
 
     def close(self) -> None:
         """Stop the thread; heartbeats of trials that still run stay stored and become stale."""
@@ -161,28 +181,22 @@ class Heartbeat:
             watched = set(self._trials)
         if not watched:
             return
-        alive = self._database.run(lambda session: self._touch(session, watched))
-        with self._guard:
-            self._lost |= (watched - alive) & self._trials
+        self._database.run(lambda session: self._touch(session, watched))
 
-    def _touch(self, session: Session, watched: Iterable[tuple[str, int]]) -> set[tuple[str, int]]:
-        """Renew the heartbeats that still belong to this worker; return their keys."""
+    def _touch(self, session: Session, watched: Iterable[tuple[str, int]]) -> None:
+        """Renew the heartbeats that still belong to this worker."""
         numbers: dict[str, list[int]] = defaultdict(list)
         for study_uuid, number in watched:
             numbers[study_uuid].append(number)
         now = server_time(session)
-        alive: set[tuple[str, int]] = set()
         for study_uuid, own in numbers.items():
-            renewed = session.scalars(
+            session.execute(
                 update(HeartbeatRow)
                 .where(
                     HeartbeatRow.study_uuid == study_uuid,
                     HeartbeatRow.trial_number.in_(own),
-                    HeartbeatRow.worker == self._worker.name,
+                    *_belongs_to(self._worker),
                 )
                 .values(beat_at=now)
-                .returning(HeartbeatRow.trial_number)
                 .execution_options(synchronize_session=False)
             )
-            alive.update((study_uuid, number) for number in renewed)
-        return alive

@@ -26,6 +26,7 @@ from optuna_dsat.store.reclaim import GRACE_S, MAX_LOSSES, Reclaimer
 from optuna_dsat.store.registry import STUDY_UUID, Registry, StudyRecord
 from optuna_dsat.store.retry import RETRY_LIMIT_S
 from optuna_dsat.store.retrying_storage import RetryingStorage
+from optuna_dsat.store.turn import Turn
 from optuna_dsat.store.urls import database_exists, display_url, parse_url
 from optuna_dsat.store.worker import this_worker
 
@@ -213,25 +214,35 @@ class Store:
         """Return the profile with this fingerprint, of any study; None if there is none."""
         return self._database.run(lambda session: profiles.find_profile(session, fingerprint), read_only=True)
 
-    def profile_turn(self, study_uuid: str) -> AbstractContextManager[bool]:
+    @contextmanager
+    def finishing(self, trial: optuna.Trial) -> Iterator[bool]:
+        """Hold the lock of the database to finish a trial; yield whether it is still this worker's.
+
+        Whoever takes a trial for lost holds the same lock. Keep the block brief and never nest it.
+        """
+        with self._database.exclusive("finish a trial"):
+            yield not self.heartbeat.is_lost(trial)
+
+    def profile_turn(self, study_uuid: str) -> AbstractContextManager[Turn | None]:
         """Try to acquire the task of measuring a study's profile, which one worker at a time does.
 
-        The context yields whether it was acquired. It is released with the context, or when the process ends.
+        The context yields None if another worker has it. It is released with the context, or when the process ends.
         """
         return self._turn(study_uuid, _PROFILE_TASK)
 
-    def conclusion_turn(self, study_uuid: str) -> AbstractContextManager[bool]:
+    def conclusion_turn(self, study_uuid: str) -> AbstractContextManager[Turn | None]:
         """Try to acquire the task of concluding a study, as ``profile_turn``."""
         return self._turn(study_uuid, _CONCLUSION_TASK)
 
     @contextmanager
-    def _turn(self, study_uuid: str, task: int) -> Iterator[bool]:
-        mine = self._reclaimer_of(study_uuid).acquire_task(self.heartbeat, task)
+    def _turn(self, study_uuid: str, task: int) -> Iterator[Turn | None]:
+        if not self._reclaimer_of(study_uuid).acquire_task(self.heartbeat, task):
+            yield None
+            return
         try:
-            yield mine
+            yield Turn(self._database, self.heartbeat, study_uuid=study_uuid, number=task)
         finally:
-            if mine:
-                self.heartbeat.remove_number(study_uuid, task)
+            self.heartbeat.remove_number(study_uuid, task)
 
     def save_profile(self, fingerprint: str, profile: Mapping[str, Any], *, study_uuid: str) -> None:
         """Store the result of a profile launch; replaces one with the same fingerprint."""

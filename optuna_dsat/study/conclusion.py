@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -16,6 +16,7 @@ from optuna_dsat.config import ds_config
 from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.runtime.atomic_write import write_text_atomic
 from optuna_dsat.secrecy.shapes import find_secrets
+from optuna_dsat.store import Turn, TurnLostError
 from optuna_dsat.study.confirmation import Confirmation
 from optuna_dsat.study.context import StudyContext
 from optuna_dsat.study.data_size import dataset_size
@@ -79,25 +80,37 @@ class Conclusion:
         self._metric = objective(context.spec, profiled)
         self.interrupted = reason is EndReason.INTERRUPTED
         """Whether Ctrl-C ended the search, the confirmation or the comparison of losses."""
+        self._held: Turn | None = None
+        """This worker's turn; None while it has none."""
 
     def run(self) -> StudyResult | None:
         """Confirm, choose and write the winner; None if nothing was measured."""
-        with ExitStack() as stack:
-            if self._reason is not EndReason.INTERRUPTED and (self._spec.confirm or self._with_loss_check):
+        while True:
+            with ExitStack() as stack:
+                if self._reason is not EndReason.INTERRUPTED and (self._spec.confirm or self._with_loss_check):
+                    try:
+                        self._held = stack.enter_context(self._turn())
+                    except KeyboardInterrupt:
+                        self.interrupted, self._reason = True, EndReason.INTERRUPTED
                 try:
-                    stack.enter_context(self._turn())
-                except KeyboardInterrupt:
-                    self.interrupted, self._reason = True, EndReason.INTERRUPTED
-            return self._conclude()
+                    return self._conclude()
+                except TurnLostError:
+                    self._context.say("Another worker took the confirmation over while this one stood still.")
+                finally:
+                    self._held = None
+
+    def _storing(self, purpose: str) -> AbstractContextManager[None]:
+        """Hold this worker's turn to store something; raises ``TurnLostError`` if it is another's by now."""
+        return nullcontext() if self._held is None else self._held.held(purpose)
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
+    def _turn(self) -> Iterator[Turn]:
         """Wait until nobody else concludes the study: rounds are one sequence, and a launch of them has one folder."""
         waiting = False
         while True:
-            with self._context.store.conclusion_turn(self._context.study_uuid) as mine:
-                if mine:
-                    yield
+            with self._context.store.conclusion_turn(self._context.study_uuid) as turn:
+                if turn is not None:
+                    yield turn
                     return
             if not waiting:
                 waiting = True
@@ -143,6 +156,7 @@ class Conclusion:
             metric=self._metric,
             profile=self._profiled.profile,
             method=self._method,
+            storing=self._storing,
         )
         rounds = confirmation.run(trials, candidates)
         if confirmation.interrupted:
@@ -188,10 +202,13 @@ class Conclusion:
         file = metrics_file(
             spec.name, verdict, metric=self._metric, metrics=metrics, finalists=finalists, loss_check=loss_check
         )
-        config_path, metrics_path = write_best(spec.study_dir, config, file)
         settings = best_settings(spec, complete, spec.study_dir)
-        if settings is not None:
-            write_text_atomic(settings.path, settings.text, mode=0o600 if find_secrets(settings.text) else None)
+        with self._storing("store the result"):
+            config_path, metrics_path = write_best(spec.study_dir, config, file)
+            if settings is not None:
+                write_text_atomic(settings.path, settings.text, mode=0o600 if find_secrets(settings.text) else None)
+            self._study.set_user_attr(attributes.WINNER, trial.number)
+            self._study.set_user_attr(attributes.END_REASON, self._reason.value)
         command, names_config = training_command(
             spec,
             complete,
@@ -202,8 +219,6 @@ class Conclusion:
         )
         batch, own = complete[ds_config.TRAIN_BATCH], own_train_batch_size(spec, ranks=self._ranks(trial))
         samples = dataset_size(spec, self._profiled)
-        self._study.set_user_attr(attributes.WINNER, trial.number)
-        self._study.set_user_attr(attributes.END_REASON, self._reason.value)
         return StudyResult(
             study=spec.name,
             reason=self._reason.value,

@@ -5,14 +5,16 @@ What is launched next, and when it is enough, follows from the stored rounds: wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import optuna
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.cost.memory import ModelProfile
-from optuna_dsat.launch.measurement import GlobalStep
+from optuna_dsat.launch.measurement import GlobalStep, LaunchRecord
+from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.runtime.events import Event
 from optuna_dsat.study.context import StudyContext
 from optuna_dsat.study.finalists import choose_finalists, confirmation_request, measure_again, round_launch
@@ -45,10 +47,18 @@ class Confirmation:
         metric: The metric that is optimised.
         profile: What the profile launch measured.
         method: The method that searched.
+        storing: Returns a context in which something is stored, given what; it raises where another worker goes on.
     """
 
     def __init__(
-        self, context: StudyContext, *, study: optuna.Study, metric: str, profile: ModelProfile, method: Method
+        self,
+        context: StudyContext,
+        *,
+        study: optuna.Study,
+        metric: str,
+        profile: ModelProfile,
+        method: Method,
+        storing: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
         self._context = context
         self._spec = context.spec
@@ -57,6 +67,7 @@ class Confirmation:
         self._flops_per_sample = profile.flops_per_sample
         self._speeds = Speeds(profile)
         self._method = method
+        self._storing = storing
         self.interrupted = False
         """Whether Ctrl-C ended it."""
 
@@ -81,9 +92,11 @@ class Confirmation:
                     break
                 noise = self._noise(rounds, trials)
                 rounds = self._with_estimate(rounds, trials)
-                launch = self._launch(by_number[turn[1]], round_number=turn[0], noise=noise)
+                launch, record, report = self._launch(by_number[turn[1]], round_number=turn[0], noise=noise)
                 rounds = without_failed(rounds.with_launch(launch), trials, candidates, spec=self._spec)
-                self._study.set_user_attr(attributes.CONFIRMATION, rounds.to_json())
+                with self._storing("store a launch of the confirmation"):
+                    self._context.record_launch(report, record, purpose="confirm", trial_number=launch.number)
+                    self._study.set_user_attr(attributes.CONFIRMATION, rounds.to_json())
                 self._announce(launch, by_number[launch.number])
         except KeyboardInterrupt:
             self.interrupted = True
@@ -136,7 +149,9 @@ class Confirmation:
         launches = self._context.store.launches(self._context.study_uuid)
         return SEARCH_SHARE * sum(one.report.held_s for one in launches if one.purpose != "confirm")
 
-    def _launch(self, trial: FrozenTrial, *, round_number: int, noise: float) -> RoundLaunch:
+    def _launch(
+        self, trial: FrozenTrial, *, round_number: int, noise: float
+    ) -> tuple[RoundLaunch, LaunchRecord, LaunchReport]:
         request = confirmation_request(self._spec, trial, round_number=round_number)
         words = trial.user_attrs[attributes.CONFIGURATION]
         self._context.observer(
@@ -174,8 +189,7 @@ class Confirmation:
                 message=report.message,
             )
         )
-        self._context.record_launch(report, record, purpose=request.purpose, trial_number=trial.number)
-        return launch
+        return launch, record, report
 
     def _entered(self, trial: FrozenTrial, event: Event) -> None:
         if (phase := phase_of(event)) is not None:

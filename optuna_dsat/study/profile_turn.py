@@ -15,7 +15,7 @@ from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.preload import Preload
 from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.runtime.events import Event
-from optuna_dsat.store import StoredProfile
+from optuna_dsat.store import StoredProfile, Turn, TurnLostError
 from optuna_dsat.study.context import StudyContext
 from optuna_dsat.study.data_size import dataset_size, largest_global_batch
 from optuna_dsat.study.phases import phase_of
@@ -26,7 +26,7 @@ from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.stored import attributes_of, has_trials
 from optuna_dsat.study.user_config import own_train_batch_size, user_config
 from optuna_dsat.trials import attributes
-from optuna_dsat.words import differences_in_words
+from optuna_dsat.words import count_in_words, differences_in_words, things_in_words
 
 __all__ = ["ProfileTurn"]
 
@@ -90,15 +90,19 @@ class ProfileTurn:
         """Return the profile and whether it was stored; if another worker measures it, wait for that."""
         waiting = False
         while True:
-            with self._store.profile_turn(self._context.study_uuid) as mine:
+            with self._store.profile_turn(self._context.study_uuid) as turn:
                 stored = self._stored() if self._reuse or waiting else None
                 profiled = None if stored is None else Profiled.if_readable(stored.profile)
                 if profiled is not None:
                     return profiled, True
-                if mine:
+                if turn is not None:
                     if stored is not None:
                         self._context.say("The stored profile cannot be read, and is measured anew.")
-                    return self._measure(), False
+                    try:
+                        return self._measure(turn), False
+                    except TurnLostError:
+                        waiting = True
+                        self._context.say("Another worker took the profile over while this one stood still.")
             if not waiting:
                 waiting = True
                 self._context.say("Another worker measures the profile; waiting for it.")
@@ -121,7 +125,7 @@ class ProfileTurn:
                 return stored
         return self._store.find_profile(self.fingerprint)
 
-    def _measure(self) -> Profiled:
+    def _measure(self, turn: Turn) -> Profiled:
         spec = self._spec
         needed = operators_at_start(spec.ds_config, device=spec.device)
         if missing := [name for name in needed if not is_built(name, os.environ)]:
@@ -134,7 +138,8 @@ class ProfileTurn:
             on_event=self._entered,
             wait=self._context.wait,
         )
-        self._store.save_profile(self.fingerprint, profiled.to_json(), study_uuid=self._context.study_uuid)
+        with turn.held("store the profile"):
+            self._store.save_profile(self.fingerprint, profiled.to_json(), study_uuid=self._context.study_uuid)
         return profiled
 
     def _attempt_started(self, attempt: ProfileAttempt) -> None:
@@ -191,11 +196,13 @@ def _data_in_words(spec: StudySpec, profiled: Profiled) -> str:
         and bound < cap * ranks
     ):
         which = "that of your own config" if bound == own_batch else "a tenth of them"
-        have = f"The training data have {dataset_size(spec, profiled)} samples"
-        return f"{have}: no global batch beyond {bound}, {which}, is tried. --max-train-batch-size sets another bound."
+        have = f"The training data have {things_in_words(dataset_size(spec, profiled) or 0, 'sample')}"
+        beyond = f"no global batch beyond {count_in_words(bound)}, {which}, is tried"
+        return f"{have}: {beyond}. --max-train-batch-size sets another bound."
     if samples is None or cap != samples:
         return ""
     own = user_config(spec, data_parallel_size=profiled.data_parallel_size)[0][MICRO_BATCH]
-    return f"The training data give a rank {samples} samples in an epoch: no larger micro-batch is tried." + (
+    have = things_in_words(samples, "sample")
+    return f"The training data give a rank {have} in an epoch: no larger micro-batch is tried." + (
         f" Your own, {own}, is not reached and cannot be compared with." if own > samples else ""
     )

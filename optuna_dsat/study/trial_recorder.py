@@ -138,13 +138,15 @@ class TrialRecorder:
         Raises:
             ScriptFailedError: If the script fails whatever the configuration.
         """
-        trial = flight.trial
-        if self._store.heartbeat.is_lost(trial):
+        trial, value = flight.trial, self._value(flight, report)
+        with self._store.finishing(trial) as mine:
+            if mine:
+                self._set_attributes(flight, report)
+                state = _STATES.get(report.outcome, TrialState.FAIL)
+                self._study.tell(trial, value, state=state, skip_if_finished=True)
+        if not mine:
             self.drop(trial)
             return
-        self._set_attributes(flight, report)
-        value = self._value(flight, report)
-        self._study.tell(trial, value, state=_STATES.get(report.outcome, TrialState.FAIL), skip_if_finished=True)
         self._store.heartbeat.remove(trial)
         self._notify(flight, report, value)
         self._raise_script_failure(flight, report)

@@ -220,6 +220,9 @@ class Tuner:
             if not (report.outcome.retryable and flight.attempt < most):
                 self._recorder.tell(flight, report)
                 return
+            if self._store.heartbeat.is_lost(flight.trial):
+                self._recorder.drop(flight.trial)
+                return
             self._retried = flight.trial
         self._context.say(f"Trial {flight.trial.number}: {outcome_in_words(report.outcome)}, launched again.")
         self._flights.start(flight.retry())

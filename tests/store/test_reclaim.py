@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import subprocess
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from sqlalchemy import select, update
 
 from optuna_dsat.runtime.process_identity import start_ticks
 from optuna_dsat.samplers import BinarySearchSampler
-from optuna_dsat.store import Store
+from optuna_dsat.store import Store, TurnLostError
 from optuna_dsat.store.heartbeat import Heartbeat
 from optuna_dsat.store.reclaim import Reclaimer
 from optuna_dsat.store.tables import HeartbeatRow
@@ -245,6 +246,39 @@ def test_a_frozen_worker_learns_that_its_trial_was_given_back(url: str) -> None:
         study.tell(trial, 1.0, skip_if_finished=True)
         store.heartbeat.remove(trial)
         assert [t.state for t in study.trials] == [TrialState.FAIL, TrialState.WAITING]
+
+
+def test_a_trial_that_is_being_finished_is_not_taken_for_lost_in_between(store: Store) -> None:
+    """Its worker wakes after another one has found it dead: one of them says what became of it, and not both."""
+    study_uuid, study = start(store)
+    trial = run_trial(store, study, study_uuid)
+    lost: list[tuple[int, ...]] = []
+    other = threading.Thread(target=lambda: lost.append(store.reclaim_stale(study)))
+    with store.finishing(trial) as mine:
+        assert mine
+        trial.set_user_attr(attributes.OUTCOME, "measured")
+        pretend(store, **dead())
+        other.start()
+        time.sleep(0.2)
+        study.tell(trial, 1.0)
+    other.join()
+    assert lost == [()]
+    assert [(one.state, one.user_attrs[attributes.OUTCOME]) for one in study.trials] == [
+        (TrialState.COMPLETE, "measured")
+    ]
+    with store.finishing(trial) as mine:
+        assert not mine
+
+
+def test_what_is_written_in_a_lost_turn_is_refused(store: Store) -> None:
+    study_uuid, _ = start(store)
+    with store.conclusion_turn(study_uuid) as turn:
+        assert turn is not None
+        with turn.held("store a round"):
+            pass
+        pretend(store, machine="another")  # of the same host and process number in its own container
+        with pytest.raises(TurnLostError), turn.held("store a round"):
+            pytest.fail("it is another worker's")
 
 
 def test_a_frozen_worker_leaves_the_turn_to_whom_it_was_given(url: str) -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
+from sqlalchemy import update
 
 from optuna_dsat.launch.simulated import SIMULATED_DEVICES, SimulatedLauncher
 from optuna_dsat.store import Store
+from optuna_dsat.store.tables import HeartbeatRow
 from optuna_dsat.study import conclusion
-from optuna_dsat.study.progress import Message, ProgressEvent
+from optuna_dsat.study.progress import LaunchEnded, Message, ProgressEvent
 from optuna_dsat.study.request import StudyRequest
 from optuna_dsat.study.session import Session
+from optuna_dsat.trials import attributes
 from tests.harness.landscapes import Hill
 from tests.harness.studies import StudyBench
 
@@ -20,6 +24,12 @@ def confirmed(bench: StudyBench) -> int:
     record = bench.store.find_study("s")
     assert record is not None
     return sum(one.purpose == "confirm" for one in bench.store.launches(record.uuid))
+
+
+def take_turn(store: Store) -> None:
+    """Have another worker of this machine, which has ended since, take the turn of the frozen one."""
+    with store._database.engine.begin() as connection:
+        connection.execute(update(HeartbeatRow).values(pid=2**22 + 1, worker="another:1"))
 
 
 def test_one_waits_while_another_confirms_the_finalists(bench: StudyBench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,6 +53,35 @@ def test_one_waits_while_another_confirms_the_finalists(bench: StudyBench, monke
     assert said == [0], "nothing was launched before it was said, and that once"
     assert result is not None
     assert confirmed(bench) > 0
+
+
+def test_one_that_stood_still_overwrites_nothing_of_who_took_over(
+    bench: StudyBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conclusion, "_WAIT_S", 0.01)
+    frozen: list[dict[str, Any]] = []
+    said: list[str] = []
+
+    def observe(event: ProgressEvent) -> None:
+        if isinstance(event, LaunchEnded) and event.purpose == "confirm" and not frozen:
+            take_turn(bench.store)
+            with Store.open(bench.store.url) as other:
+                asked = StudyRequest(spec=spec, devices=SIMULATED_DEVICES, storage=other.url)
+                Session(
+                    asked, store=other, launcher=SimulatedLauncher(Hill(), total_slots=2), observer=lambda _: None
+                ).run()
+            frozen.append(bench.study().user_attrs[attributes.CONFIRMATION])
+        elif isinstance(event, Message):
+            said.append(event.text)
+
+    spec = bench.spec(max_trials=3, confirm=1)
+    asked = StudyRequest(spec=spec, devices=SIMULATED_DEVICES, storage=bench.store.url)
+    launcher = SimulatedLauncher(Hill(), total_slots=2)
+    result = Session(asked, store=bench.store, launcher=launcher, observer=observe).run()
+    assert bench.study().user_attrs[attributes.CONFIRMATION] == frozen[0]
+    assert any("took the confirmation over" in text for text in said)
+    assert result is not None
+    assert confirmed(bench) == len(frozen[0]["launches"])
 
 
 def test_ctrl_c_ends_the_wait(bench: StudyBench) -> None:
