@@ -25,8 +25,8 @@ _MOST_UNSENT = 2**22
 """Bytes that wait for the head to read them, above which nothing more is read of the launches."""
 
 
-class _EndedError(Exception):
-    """The connection is gone, or a signal came."""
+_ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+"""Signals that end this process."""
 
 
 def _number_and_name(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[int, str]:
@@ -36,19 +36,25 @@ def _number_and_name(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[i
     return int(environ.get("SLURM_PROCID", "0")), environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def _serve(agent: NodeAgent, node: int, *, news_to: int) -> None:
-    """Carry orders and news until the agent leaves; never waits for the head to read.
+def _serve(agent: NodeAgent, node: int, *, news_to: int, told: Sequence[int]) -> None:
+    """Carry orders and news until the agent or its head leaves, or a signal came; never wait for the head to read.
+
+    Args:
+        agent: This node's.
+        node: Its number in the place.
+        news_to: Descriptor for news.
+        told: Signals that came; they are looked at between two orders, so that none interrupts what belongs together.
 
     Raises:
-        _EndedError: If the head is gone.
+        BrokenPipeError: If the head reads no more.
     """
     os.set_blocking(news_to, False)
     partial = unsent = b""
-    while not agent.leaving:
+    while not agent.leaving and not told:
         if select.select([0], [], [], _PAUSE_S)[0]:
             data = os.read(0, 1 << 20)
             if not data:
-                raise _EndedError
+                return
             *lines, partial = (partial + data).split(b"\n")
             for order in filter(None, map(decode_line, lines)):
                 if order.get("to") in (None, node):
@@ -66,22 +72,33 @@ def _written(descriptor: int, data: bytes) -> bytes:
     return data
 
 
+def _told_to_end() -> Sequence[int]:
+    """Take the signals that end this process; return what is filled with the first one.
+
+    Later ones are ignored: SLURM tells a task more than once, while it ends its launches.
+    """
+    told: list[int] = []
+
+    def end(number: int, _frame: object) -> None:
+        told.append(number)
+        for one in _ENDING:
+            signal.signal(one, signal.SIG_IGN)
+
+    for number in _ENDING:
+        signal.signal(number, end)
+    return told
+
+
 def main() -> int:
     """Serve a head; return the exit code."""
-
-    def end(_number: int, _frame: object) -> None:
-        raise _EndedError
-
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, end)
+    told = _told_to_end()
     news_to = os.dup(1)
     os.dup2(2, 1)  # what an import prints is no news
     node, name = _number_and_name(sys.argv[1:], os.environ)
     agent = NodeAgent(node=node, name=name)
     try:
-        _serve(agent, node, news_to=news_to)
-    except (_EndedError, BrokenPipeError):
-        pass
+        with suppress(BrokenPipeError):
+            _serve(agent, node, news_to=news_to, told=told)
     finally:
         agent.close()
     return 0

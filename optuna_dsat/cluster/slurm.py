@@ -26,6 +26,8 @@ _PAUSE_S = 0.2
 """Longest wait of the thread for something to read."""
 _REASON_S = 2.0
 """Time between two questions why a place is queued."""
+_NO_REASON = "None"
+"""What SLURM says of a job that it is about to start."""
 _COMMAND_S = 10.0
 """Longest time that one of SLURM's commands may take."""
 _LEAVE_S = 3.0
@@ -302,8 +304,9 @@ class SlurmEngine:
         self._asked[id(place)] = now
 
         def note(output: str) -> None:
-            if place.state is PlaceState.QUEUED and output.strip() and output.strip() != place.why:
-                place.why = output.strip()
+            why = output.strip()
+            if place.state is PlaceState.QUEUED and why not in ("", _NO_REASON, place.why):
+                place.why = why
                 self._changed.notify_all()
 
         self._start(reason_command(job), note)

@@ -27,7 +27,7 @@ _JOB = re.compile(r"\bjob (\d+)", re.IGNORECASE)
 _NOISE = re.compile(r"queued and waiting|has been allocated|Job step aborted|Force Terminated|forcing job termination")
 """Lines of srun that name no cause."""
 _END = re.compile(r"task[s ].*: (Exited|Killed|Terminated|Segmentation|Aborted)")
-_PREFIX = re.compile(r"^(srun: |slurmstepd: )?((allocation )?(error|failure): )?")
+_PREFIX = re.compile(r"^(srun: |slurmstepd(-\S+)?: )?((allocation )?(error|failure): )?")
 _INSIDE = "SLURM_JOB_ID"
 
 

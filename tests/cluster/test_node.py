@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -221,6 +222,17 @@ def test_orders_for_others_are_left_alone_and_the_end_of_the_input_ends_it(tmp_p
         assert talk.hears(lambda news: news["news"] == "unknown")["order"] == "for all"
         talk.tell(do="ping", sent=1.0)
         assert abs(talk.hears(lambda news: news["news"] == "pong")["time"] - time.time()) < 60
+    finally:
+        talk.end()
+    assert talk.process.returncode == 0
+
+
+def test_signals_that_come_while_it_ends_change_nothing(tmp_path: Path) -> None:
+    talk = Talk(tmp_path)
+    try:
+        talk.hears(lambda news: news["news"] == "hello")
+        while talk.process.poll() is None:
+            talk.process.send_signal(signal.SIGTERM)
     finally:
         talk.end()
     assert talk.process.returncode == 0

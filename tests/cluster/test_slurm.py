@@ -221,6 +221,24 @@ def test_a_node_that_falls_silent_loses_its_place(
             frozen.resume()
 
 
+def test_a_place_that_is_preempted_is_lost_and_the_next_one_comes_after_it(
+    slurm: SlurmCluster, engine: SlurmEngine
+) -> None:
+    place = engine.request(nodes=2, slots=2)
+    until(engine, lambda: place.state is PlaceState.READY, what="the place is ready")
+    urgent = ["srun", "--partition=urgent", "--nodes=4", "--gpus-per-node=2", "sleep", "300"]
+    with subprocess.Popen(urgent, stderr=subprocess.DEVNULL) as somebodys:
+        try:
+            until(engine, lambda: place.state is PlaceState.LOST, what="the place is lost")
+            assert "DUE TO PREEMPTION" in place.why
+            wait_until(lambda: not slurm.agents(), what="its agents are gone")
+            again = engine.request(nodes=2, slots=2)
+            until(engine, lambda: again.why == "Resources", what="the next one waits")
+        finally:
+            somebodys.terminate()
+    until(engine, lambda: again.state is PlaceState.READY, what="the next one is ready")
+
+
 def test_a_file_that_a_node_lacks_names_the_node(engine: SlurmEngine, tmp_path: Path) -> None:
     launcher = launcher_on(engine, tmp_path, files={str(tmp_path / "gone.py"): "digest"})
     launcher.start(stub(tmp_path))

@@ -58,6 +58,8 @@ def test_what_srun_says_is_told_without_its_prefixes() -> None:
     assert cause_in([ended, "slurmstepd: error: execve(): /opt/python: No such file or directory"]) == (
         "execve(): /opt/python: No such file or directory"
     )
+    preempted = "slurmstepd-n1: error: *** STEP 1.0 ON n1 CANCELLED AT 2026-11-23T03:22:47 DUE TO PREEMPTION ***"
+    assert cause_in([ended, preempted]) == "*** STEP 1.0 ON n1 CANCELLED AT 2026-11-23T03:22:47 DUE TO PREEMPTION ***"
 
 
 def test_options_of_the_user_come_last_and_take_precedence() -> None:

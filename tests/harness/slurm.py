@@ -54,7 +54,10 @@ SlurmdParameters=config_overrides
 MailProg=/bin/true
 GresTypes=gpu
 NodeName=n[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=4 RealMemory=4000 Gres=gpu:2
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2
 """
 
 
@@ -122,7 +125,7 @@ class SlurmCluster:
 
     def idle(self) -> int:
         """Return how many nodes nobody uses."""
-        return len(self.ask("sinfo", "-h", "-N", "-t", "idle", "-o", "%N").split())
+        return len(self.ask("sinfo", "-h", "-N", "-p", "main", "-t", "idle", "-o", "%N").split())
 
 
 def _words(process: psutil.Process) -> list[str]:
