@@ -14,6 +14,8 @@ __all__ = ["refer_in_command", "without_secrets"]
 _ASSIGNMENT = re.compile(r"(?P<head>[-+~]{0,2}(?P<name>[A-Za-z][\w./@-]*)=)(?P<value>.*)", re.DOTALL)
 """``--token=x``, Hydra's ``+hub.token=x``, ``NAME=x``."""
 _OPTION = re.compile(r"--?(?P<name>[A-Za-z][\w.-]*)")
+_KEY = re.compile(r"[A-Za-z]\w*(?:\.\w+)+")
+"""``hub.token`` of ``--opts hub.token X``."""
 _LIKE_AN_OPTION = re.compile(
     r"--[A-Za-z]+(?:[-_.][A-Za-z0-9]+)*(?:=.*)?|--[a-z][a-z0-9]*(?:[-_.][a-z0-9]+)*(?:=.*)?", re.DOTALL
 )
@@ -64,7 +66,8 @@ def _replaced(
             option = given["name"]
             shown.append(word if is_secret_name(option) else in_text(word, ""))
         else:
-            shown.append(in_text(word, ""))
+            option = word if _KEY.fullmatch(word) is not None and is_secret_name(word) else ""
+            shown.append(word if option else in_text(word, ""))
     return tuple(shown)
 
 

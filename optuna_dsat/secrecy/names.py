@@ -15,7 +15,7 @@ def _words(text: str) -> frozenset[str]:
 
 _STRONG = _words(
     """
-    accesskey apikey authtoken clientsecret credential credentials dsn jwt passcode passphrase
+    accesskey apikey authorization authtoken clientsecret cred credential credentials creds dsn jwt passcode passphrase
     passwd password passwords passwort privatekey psk psswd pswd pwd secret secretkey secrets
     """
 )
@@ -25,10 +25,10 @@ _WEAK = frozenset({"auth", "bearer", "cookie", "key", "pass", "pat", "sas", "tok
 _PLURALS = {"keys": "key", "tokens": "token"}
 _KINDS = _words(
     """
-    access account admin anthropic api auth aws azure bearer client cloud cohere comet database db
-    encryption gcp git github gitlab google groq hf hub huggingface jwt license master mistral
-    mlflow neptune openai personal private pypi refresh root s3 secret security session signing ssh
-    storage swanlab user wandb
+    access account admin anthropic api auth aws azure bearer bot client cloud cohere comet database db
+    deploy discord encryption gcp git github gitlab google groq hf hub huggingface jwt license master mistral
+    mlflow neptune openai personal private pypi refresh root s3 secret security session signing slack ssh
+    storage swanlab telegram user wandb webhook
     """
 )
 """Words before a weak one that say whose or what secret it is; only after these is a plural one."""
@@ -58,12 +58,14 @@ _FLAGS = frozenset({"allow", "disable", "enable", "has", "is", "no", "require", 
 """First words of a name that is switched on and off."""
 _PLAIN_VALUES = _words(
     """
-    auto basic bearer default digest env false no none null off on true yes
+    apikey auto basic bearer default digest env false no none null off on token true yes
     """
 )
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*)?\.?\d*(e[-+]?\d+)?", re.IGNORECASE)
 _SPECIAL_TOKEN = re.compile(r"<[^<>]*>|\[[A-Z_0-9]+\]|\$\{.*\}|\$\w+|\*+")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+_GLUED = re.compile(rf"(?P<kinds>(?:{'|'.join(sorted(_KINDS, key=len, reverse=True))})+)(?P<weak>keys?|tokens?)")
+"""``hftoken``, ``secretaccesskey``."""
 _DIGITS_AT_END = re.compile(r"\d+$")
 
 
@@ -103,10 +105,18 @@ def _is_file(text: str) -> bool:
         return False
 
 
+def _unglued(word: str) -> tuple[str, ...]:
+    """Return a word of a name as the words that it is made of: the last kind of a secret, and what it is."""
+    if word in _STRONG or (glued := _GLUED.fullmatch(word)) is None:
+        return (word,)
+    kind = max((one for one in _KINDS if glued["kinds"].endswith(one)), key=len)
+    return kind, glued["weak"]
+
+
 def _strength(name: str) -> int:
     """Return 3 for a name of a secret, 2 if only a number is none, 1 if the value decides, 0 for any other name."""
     words = [one.lower() for part in re.split(r"[^A-Za-z0-9]+", name) for one in _CAMEL.split(part) if one]
-    words = [_DIGITS_AT_END.sub("", one) or one for one in words]
+    words = [part for one in words for part in _unglued(_DIGITS_AT_END.sub("", one) or one)]
     if not words:
         return 0
     last = words[-1]

@@ -21,7 +21,8 @@ _SHAPES = tuple(
         r"\b(?:sk|pk|rk)[-_](?:[A-Za-z0-9]+[-_])*[A-Za-z0-9_-]{12,}",  # OpenAI, Anthropic, Stripe and their like
         r"\bhf_(?=[A-Za-z0-9]*[A-Z0-9])[A-Za-z0-9]{6,}",
         r"\bhf_[A-Za-z]{24,}",
-        r"\b(?:gh[oprsu]_|github_pat_|glpat-|gldt-|npm_|gsk_|r8_|xai-|nvapi-|lsv2_|dop_v1_|dapi|whsec_|shpat_)[\w-]{10,}",
+        r"hf_[A-Za-z0-9]{32,}",  # within a longer word, too
+        r"(?<![A-Za-z0-9])(?:gh[oprsu]_|github_pat_|glpat-|gldt-|npm_|gsk_|r8_|xai-|nvapi-|lsv2_|dop_v1_|dapi|whsec_|shpat_)[\w-]{10,}",
         r"\bpypi-[\w-]{16,}",
         r"\bxox[abeoprs]-[\w-]{8,}",
         r"\b(?:AKIA|ASIA|AROA|AIDA)[A-Z0-9]{12,}\b",
@@ -49,11 +50,20 @@ _URL = re.compile(
     r"(?<![a-zA-Z0-9+.-])[a-zA-Z][a-zA-Z0-9+.-]*://[^/\s:@?#]*:(?!\d{1,5}(?:[/?#\s]|$))(?P<secret>[^@\s]+(?:@[^@/?#\s]+)*)@(?=[^\s@])"
 )
 _URL_USER = re.compile(r"(?<![a-zA-Z0-9+.-])[a-zA-Z][a-zA-Z0-9+.-]*://(?P<secret>[^/\s:@?#]{16,})@")
-_NAMED = re.compile(
-    r"(?<![\w.-])(?P<name>[A-Za-z][\w.-]*)(?P<quote>[\"']?)\s*(?P<mark>[=:])\s*"
-    r"(?:\"(?P<double>[^\"]+)\"|'(?P<single>[^']+)'|(?P<bare>(?!//)[^\s\"'&,;={}\[\]()<>]+(?:=+(?![^\s\"'&,;]))?))"
+_HEADER = re.compile(
+    r"(?i)(?<![\w-])(?:(?:proxy-)?authorization[\"']?\s*[:=]\s*[\"']?(?:(?:apikey|basic|bearer|digest|token)\s+)?"
+    r"(?P<value>[\w.~+/=:-]{6,})|(?:set-)?cookie[\"']?\s*:\s*[\"']?(?P<cookie>[\w.-]+=[^\r\n\"']{4,}))"
 )
-_AFTER_OPTION = re.compile(r"(?<![\w-])--?(?P<name>[A-Za-z][\w.-]*)\s+(?P<value>[^\s\"'-][^\s\"']*)")
+"""Headers of HTTP that say who asks."""
+_NAMED = re.compile(
+    r"(?<![\w.-])-{0,2}(?P<name>[A-Za-z][\w.-]*)(?P<quote>\\*[\"']?)\s*(?P<mark>[=:])\s*"
+    r"(?:\"(?P<double>[^\"]+)\"|'(?P<single>[^']+)'|\\+\"(?P<escaped>[^\"\\]+)\\+\"|(?P<bare>(?!//)[^\s\"'&,;={}\[\]()<>]+(?:=+(?![^\s\"'&,;]))?))"
+)
+_AFTER_OPTION = re.compile(
+    r"(?<![\w-])--?(?P<name>[A-Za-z][\w.-]*)\s+"
+    r"(?:\"(?P<double>[^\"]+)\"|'(?P<single>[^']+)'|(?P<bare>[^\s\"'-][^\s\"']*))"
+)
+"""An option and its value within one text, such as the arguments of another program."""
 _QUERY_NAMES = frozenset({"sig", "signature", "x-amz-signature", "x-amz-credential", "x-amz-security-token"})
 
 
@@ -88,13 +98,17 @@ def _candidates(text: str, *, prose: bool) -> Iterator[Found]:
     if not 4 <= len(text) <= _MOST_CHARS:
         return
     for match in _NAMED.finditer(text):
-        group = next(one for one in ("double", "single", "bare") if match[one] is not None)
+        group = next(one for one in ("double", "single", "escaped", "bare") if match[one] is not None)
         name, value = match["name"], match[group]
         if name.lower() in _QUERY_NAMES or _is_named_secret(name, value, prose=prose and match["mark"] == ":"):
             yield Found(*match.span(group), name)
-    for match in _AFTER_OPTION.finditer(text) if prose else ():
-        if _is_named_secret(match["name"], match["value"], prose=True):
-            yield Found(*match.span("value"), match["name"])
+    for match in _AFTER_OPTION.finditer(text):
+        group = next(one for one in ("double", "single", "bare") if match[one] is not None)
+        if _is_named_secret(match["name"], match[group], prose=prose):
+            yield Found(*match.span(group), match["name"])
+    for match in _HEADER.finditer(text):
+        if not prose or match["cookie"] or any(one.isdigit() for one in match["value"]):
+            yield Found(*match.span("cookie" if match["cookie"] else "value"), "authorization")
     for pattern in (_DATABASE_URL, _URL):
         for match in pattern.finditer(text):
             yield Found(*match.span("secret"), "url password")

@@ -46,6 +46,18 @@ def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--api-keys", SECRET, f"{SECRET}2"),
         (f"https://me:{SECRET}@host/",),
         (f"--db=postgresql://me:a/b#c?{SECRET}@host/db",),
+        ("--hftoken", SECRET),
+        ("--wandbkey", SECRET),
+        (f"--secretaccesskey={SECRET}",),
+        ("--creds", SECRET),
+        (f"--api_token:{SECRET}",),
+        ("--opts", "hub.token", SECRET),
+        ("--settings", f'{{\\"hub\\": {{\\"token\\": \\"{SECRET}\\"}}}}'),
+        ("--more", f"--lr 1 --hf-token {SECRET}"),
+        ("--more", f"--password 'a b {SECRET}'"),
+        ("--header", f"Authorization: token {SECRET}"),
+        (f"authorization={SECRET}",),
+        ("--header", f"Cookie: theme=dark; session={SECRET}"),
     ],
 )
 def test_secrets_are_found_by_name(command: tuple[str, ...]) -> None:
@@ -65,10 +77,13 @@ def test_secrets_are_found_by_name(command: tuple[str, ...]) -> None:
         "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.abcDEF",
         "xoxb-1234567890-abcdef",
         "glpat-abcdefghij1234567890",
+        "old_hf_AbCdEfGhIjKlMnOpQrStUvWxYz01234567",
+        "my_ghp_abcdefghijklmnop1234",
     ],
 )
 def test_secrets_are_found_by_shape(secret: str) -> None:
-    assert without_secrets(["--x", secret, f"--y={secret}"]) == ("--x", "***", "--y=***")
+    prefix = secret[: len(secret) - len(secret.removeprefix("old_").removeprefix("my_"))]
+    assert without_secrets(["--x", secret, f"--y={secret}"]) == ("--x", f"{prefix}***", f"--y={prefix}***")
     assert secret not in hidden(f"401: {secret} is not valid")
 
 
@@ -95,6 +110,10 @@ def test_secrets_are_found_by_shape(secret: str) -> None:
         ("https://host:80/x",),
         ("http://user@host/x",),
         ("--author", "me1"),
+        ("--monkey", "abc123"),
+        ("--more", "--tokenizer gpt2 --max-tokens 5"),
+        ("model.key_dim", "64a"),
+        ("--model", "convert_hf_llama70B"),
         ("--token", "${OPTUNA_DSAT_SECRET_TOKEN}"),
     ],
 )
