@@ -4,7 +4,8 @@ Sizes are reached by doubling from those that ran before, so that a script whose
 launched with all the samples that memory holds. A structure (ZeRO stage and offload) begins no higher than twice what
 ran before the study, or twice what paid for another structure: a size that was measured to gain over its half. From
 there a launch may take twice the largest micro-batch that fitted the structure. Once a doubling was measured to gain
-less than ``LEAST_GAIN``, the structure goes no higher.
+less than ``LEAST_GAIN``, the structure goes no higher; where several lineages doubled to about the same size, the mean
+decides, as a single one tells gains of a few per cent from none only by chance.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from optuna.distributions import IntDistribution
 from optuna.study import StudyDirection
@@ -24,6 +26,8 @@ __all__ = ["DEAR", "LEAST_GAIN", "within_reach", "worth_its_seconds"]
 
 LEAST_GAIN = 0.02
 """Relative gain of a doubling below which a larger micro-batch is not worth a launch."""
+_ALIKE = math.sqrt(2)
+"""Factor between micro-batches up to which doublings that lead to them say the same."""
 DEAR = 10.0
 """Seconds of a launch, relative to one at the user's own micro-batch, that no gain has to pay for."""
 
@@ -119,12 +123,7 @@ def _last_gain(group: StructureGroup) -> float:
     """Return the relative gain of the largest doubling measured in a structure, 0 without one."""
 
     def find() -> float:
-        doublings = [
-            (size, value / max(smaller) - 1)
-            for one in group.members.values()
-            for size, value in one.points()
-            if (smaller := _halved(one.points(), size))
-        ]
+        doublings = (gain for one in group.members.values() for gain in _gains(one))
         return max(doublings, default=(0, 0.0))[1]
 
     return group.derived("last gain", find)
@@ -162,17 +161,32 @@ def _largest_fit(group: StructureGroup) -> int:
 
 
 def _plateau(group: StructureGroup, direction: StudyDirection) -> int | None:
-    """Return the smallest micro-batch at which a doubling gained too little for a structure, None without one.
+    """Return the smallest micro-batch at which doublings gained too little for a structure, None without one.
 
-    Only metrics to maximize are judged, each against smaller micro-batches of the same knobs.
+    What one lineage found flat counts with what others gained about there (``_ALIKE``): else, of many, that with the
+    unluckiest noise would bind all. Only metrics to maximize are judged, each against smaller micro-batches of the same
+    knobs.
     """
     if direction == StudyDirection.MINIMIZE:
         return None
 
     def find() -> int | None:
-        return min((flat for one in group.members.values() if (flat := _doublings(one)[1]) is not None), default=None)
+        gains = [gain for one in group.members.values() for gain in _gains(one)]
+        flat = (size for one in group.members.values() if (size := _doublings(one)[1]) is not None)
+        return min((size for size in flat if fmean(_about(size, gains)) < LEAST_GAIN), default=None)
 
     return group.derived("plateau", find)
+
+
+def _about(size: int, gains: Iterable[tuple[int, float]]) -> list[float]:
+    """Return the gains of the doublings that led to about a micro-batch."""
+    return [gain for at, gain in gains if size <= _ALIKE * at and at <= _ALIKE * size]
+
+
+def _gains(lineage: Lineage) -> list[tuple[int, float]]:
+    """Return the micro-batches of a lineage that were doubled to, each with its relative gain over half or less."""
+    points = lineage.points()
+    return [(size, value / max(smaller) - 1) for size, value in points if (smaller := _halved(points, size))]
 
 
 def _doublings(lineage: Lineage) -> tuple[int, int | None]:

@@ -89,6 +89,32 @@ def test_a_structure_goes_no_higher_than_a_doubling_without_gain(
     assert reach(lineages(*points), direction=direction) == expected
 
 
+def doubled(*gains: float) -> Lineages:
+    """Lineages of one structure, each with a micro-batch of 4 and what a doubling gained."""
+    trials: list[FrozenTrial] = []
+    for place, gain in enumerate(gains):
+        for size, value in ((4, 100.0), (8, 100.0 * (1 + gain))):
+            made = trial(len(trials), 1, size, value)
+            made.params["reduce_bucket_size"] = 1000 * (place + 1)
+            made.distributions["reduce_bucket_size"] = IntDistribution(1000, 10**9)
+            trials.append(made)
+    return Lineages(group(trials).values())
+
+
+@pytest.mark.parametrize(
+    ("gains", "expected"),
+    [((0.01,), 8), ((0.01, 0.1, 0.1), 16), ((0.01, 0.02, 0.02), 8)],
+    ids=["alone", "others gain", "nobody gains"],
+)
+def test_of_many_doublings_to_a_size_the_mean_decides(gains: Sequence[float], expected: int) -> None:
+    assert reach(doubled(*gains)) == expected
+
+
+def test_what_others_gained_at_smaller_sizes_says_nothing_of_a_doubling() -> None:
+    known = lineages((1, 1, 10.0), (1, 2, 20.0), (1, 4, 100.0), (1, 8, 101.0))
+    assert reach(known) == 8
+
+
 STEPS, START_UP_S = 5, 2.0
 
 
