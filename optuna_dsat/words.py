@@ -30,10 +30,16 @@ __all__ = [
     "outcome_in_words",
     "outcomes_in_words",
     "params_in_words",
+    "range_in_words",
     "setting_in_words",
+    "share_in_words",
     "slot_name",
+    "slot_time_in_words",
     "speed_in_words",
+    "step_time_in_words",
     "steps_in_words",
+    "things_in_words",
+    "times_in_words",
 ]
 
 _LAST_DATE_S = 2**35
@@ -72,23 +78,61 @@ def knob_in_words(name: str, value: Any) -> str:
 
 
 def setting_in_words(value: Any) -> str:
-    """Return a value of a DeepSpeed config as a person writes it: ``5e9``, ``true``, ``16``."""
+    """Return a value of a DeepSpeed config as a person writes it: ``5e9``, ``1.5e6``, ``true``, ``16``."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or abs(value) < _ROUND_FROM:
         return value if isinstance(value, str) else json.dumps(value)
-    digits = str(value).rstrip("0")
-    zeros = len(str(value)) - len(digits)
-    return f"{digits}e{zeros}" if zeros > len(digits) else str(value)
+    sign, all_digits = ("-" if value < 0 else ""), str(abs(value))
+    first, others = all_digits[0], all_digits[1:].rstrip("0")
+    if len(others) + 1 >= len(all_digits) / 2:
+        return str(value)
+    return f"{sign}{first}{'.' * bool(others)}{others}e{len(all_digits) - 1}"
 
 
-def count_in_words(count: float) -> str:
-    """Return a number as a person writes it: thousands set apart (``13,984``), and of a measured one four digits."""
+def count_in_words(count: float, *, digits: int = 4) -> str:
+    """Return a number as a person writes it: thousands set apart (``13,984``), and rounded if it is measured.
+
+    Args:
+        count: The number; a whole one is not rounded.
+        digits: Significant digits of a measured or, with less, a predicted one.
+    """
     if isinstance(count, int):
         return f"{count:,}"
-    if not math.isfinite(count) or abs(count) < 1000:
-        return f"{count:.4g}"
-    return f"{float(f'{count:.4g}'):,.0f}"
+    rounded = f"{count:.{digits}g}"
+    return rounded if not math.isfinite(count) or abs(float(rounded)) < 1000 else f"{float(rounded):,.0f}"
+
+
+def things_in_words(count: int, thing: str) -> str:
+    """Return a number of things, such as ``1 round``, ``2 launches`` or ``1,024 samples``."""
+    ending = "" if count == 1 else "es" if thing.endswith(("ch", "s")) else "s"
+    return f"{count_in_words(count)} {thing}{ending}"
+
+
+def times_in_words(ratio: float) -> str:
+    """Return how many times as good something is, rounded alike everywhere: ``1.003``, ``1.52``, ``41.5``."""
+    if abs(ratio - 1) < 0.1:
+        return "1" if ratio == 1 else f"{ratio:.3f}"
+    if not 0.01 <= ratio < 999.5:
+        return count_in_words(ratio, digits=3)
+    return f"{ratio:#.3g}".rstrip(".")
+
+
+def range_in_words(low: str, high: str, *, joint: str = " to ") -> str:
+    """Return two ends in words as a range, with their unit once where it is the same: ``6,564 to 17,770 samples/s``.
+
+    Args:
+        low: The lower end with its unit.
+        high: The upper end with its unit.
+        joint: What stands between them.
+    """
+    number, _, unit = low.partition(" ")
+    return f"{number}{joint}{high}" if unit == high.partition(" ")[2] else f"{low}{joint}{high}"
+
+
+def share_in_words(share: float) -> str:
+    """Return a share such as ``83%``; what is little is not called nothing."""
+    return "less than 1%" if 0 < share < 0.005 else f"{share:.0%}"
 
 
 def choices_in_words(choices: Sequence[Any], *, as_range: bool = False) -> str:
@@ -100,7 +144,7 @@ def choices_in_words(choices: Sequence[Any], *, as_range: bool = False) -> str:
 
 def combinations_in_words(count: int) -> str:
     """Return one sentence on the size of a search space, from its lineages."""
-    return f"{count_in_words(count)} combinations of these knobs, each at any micro-batch of its range."
+    return f"{things_in_words(count, 'combination')} of these knobs, each at any micro-batch of its range."
 
 
 def outcome_in_words(outcome: str) -> str:
@@ -120,8 +164,16 @@ def _outcomes(outcome: str, count: int) -> str:
 
 
 def slot_name(device: str) -> str:
-    """Return what a rank of a launch runs on: ``GPU``, or ``rank`` where it has none."""
-    return "GPU" if device == "cuda" else "rank"
+    """Return what a rank of a launch runs on: ``GPU``, or ``CPU rank`` where it has none."""
+    return "GPU" if device == "cuda" else "CPU rank"
+
+
+def slot_time_in_words(seconds: float, device: str) -> str:
+    """Return the time of all slots together, such as ``2.5 GPU hours`` or ``1 CPU rank minute``."""
+    size = abs(seconds)
+    factor, unit = (3600, "hour") if size >= 3600 else (60, "minute") if size >= 60 else (1, "second")
+    amount = count_in_words(float(seconds / factor), digits=3)
+    return f"{amount} {slot_name(device)} {unit}{'s' * (amount != '1')}"
 
 
 def differences_in_words(differences: Mapping[str, Sequence[Any]], *, file: str) -> str:
@@ -155,25 +207,27 @@ def _setting_or_none(value: Any) -> str:
 
 
 def bytes_in_words(count: float) -> str:
-    """Return a size such as ``1.25 GiB``, ``700 MiB`` or ``12 KiB``."""
+    """Return a size such as ``1.25 GiB``, ``700 MiB``, ``12 KiB`` or ``320 bytes``."""
     if abs(count) >= 2**30:
         return f"{count / 2**30:.2f} GiB"
     if abs(count) >= 2**20:
         return f"{count / 2**20:.4g} MiB"
-    return f"{count / 2**10:.3g} KiB"
+    if abs(count) >= 2**10:
+        return f"{count / 2**10:.4g} KiB"
+    return f"{round(count)} {'byte' if round(count) == 1 else 'bytes'}"
 
 
 def params_in_words(count: int) -> str:
-    """Return a number of parameters such as ``8.03 B``, ``124 M`` or ``1633``."""
+    """Return a number of parameters such as ``8.03 B``, ``124 M`` or ``1,633``."""
     for factor, suffix in ((1e9, " B"), (1e6, " M")):
         if count >= factor:
             return f"{count / factor:.3g}{suffix}"
-    return str(count)
+    return count_in_words(count)
 
 
 def flops_in_words(count: float) -> str:
     """Return a number of floating-point operations such as ``1.153 GFLOP``."""
-    for power, prefix in ((15, "P"), (12, "T"), (9, "G"), (6, "M")):
+    for power, prefix in ((15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
         if count >= 10**power:
             return f"{count / 10**power:.4g} {prefix}FLOP"
     return f"{count:.4g} FLOP"
@@ -202,13 +256,24 @@ def date_in_words(unix_s: float) -> str:
 
 
 def duration_in_words(seconds: float) -> str:
-    """Return a duration such as ``45 s``, ``3 min 20 s`` or ``2 h 5 min``."""
+    """Return a duration such as ``0.4 s``, ``45 s``, ``3 min 20 s`` or ``2 h 5 min``."""
+    if 0.05 <= seconds < 0.95:
+        return f"{seconds:.1f} s"
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
     if whole < 3600:
         return f"{whole // 60} min {whole % 60} s"
     return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def step_time_in_words(seconds: float) -> str:
+    """Return the duration of a step or of a part of it, such as ``1.2 s``, ``29.6 ms`` or ``5.23 µs``."""
+    if abs(seconds) >= 1:
+        return f"{count_in_words(float(seconds))} s"
+    if 0 < abs(seconds) < 1e-4:
+        return f"{count_in_words(seconds * 1e6)} \u00b5s"
+    return f"{count_in_words(seconds * 1000.0)} ms"
 
 
 def metric_in_words(metric: str, value: float, *, device: str = "cuda") -> str:
@@ -225,7 +290,7 @@ def metric_in_words(metric: str, value: float, *, device: str = "cuda") -> str:
         return f"{count_in_words(value)} {'tokens' if metric == 'tokens_per_s' else 'elements'}/s"
     if metric == "FLOPS_per_gpu":
         return f"{flops_in_words(value)}/s per {slot_name(device)}"
-    return f"{count_in_words(value * 1000)} ms"
+    return step_time_in_words(value)
 
 
 def speed_in_words(speed: Speed, *, metric: str, value: float, device: str) -> str:

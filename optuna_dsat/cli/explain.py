@@ -10,7 +10,7 @@ from optuna_dsat.cli.tables import print_table
 from optuna_dsat.escape.terminal import say_prose
 
 if TYPE_CHECKING:
-    from optuna_dsat.report.explanation import Contribution, Explanation
+    from optuna_dsat.report.explanation import Explanation
     from optuna_dsat.report.prediction_gap import PredictionGap
 
 __all__ = ["explain"]
@@ -47,21 +47,16 @@ def _show(explanation: Explanation, words: str, *, gap: PredictionGap | None = N
         gap: Its step beside the predicted one; None if there is no prediction.
         alone: Whether no other configuration was measured.
     """
+    from optuna_dsat.report.why import told_of
     from optuna_dsat.study.speeds import value_in_words
-    from optuna_dsat.words import bytes_in_words
 
     metric, device = explanation.metric, explanation.device
     value = value_in_words(explanation.metrics, explanation.value, metric=metric, device=device)
     say_prose(f"The result is trial {explanation.winner}, {value}, {explanation.how_known}: {words}.")
     say_prose("No other configuration was measured." if alone else _against_own(explanation))
     _print_factors(explanation)
-    shares = ", ".join(f"{name} {share:.0%}" for name, share in _largest_first(explanation))
-    say_prose(f"A step of the winner goes into: {shares} (fitted model). It is bound by: {explanation.bound}.")
-    if explanation.peak_bytes is not None:
-        room = bytes_in_words(explanation.device_bytes)
-        say_prose(f"A rank takes {bytes_in_words(explanation.peak_bytes)} of the {room} that it may (measured).")
-    if explanation.utilisation is not None:
-        say_prose(f"It reaches {explanation.utilisation:.0%} of the GPU's peak FLOPS (measured).")
+    for text in told_of(explanation):
+        say_prose(text)
     if gap is not None:
         say_prose(gap.verdict)
         for cause in gap.causes:
@@ -70,13 +65,10 @@ def _show(explanation: Explanation, words: str, *, gap: PredictionGap | None = N
         say_prose(f"- {text}")
 
 
-def _largest_first(explanation: Explanation) -> list[tuple[str, float]]:
-    return sorted(explanation.bounds.items(), key=lambda part: -part[1])
-
-
 def _against_own(explanation: Explanation) -> str:
     """Return the sentence on the speed-up; one that its own factors contradict is not claimed."""
     from optuna_dsat.study.speeds import value_in_words
+    from optuna_dsat.words import times_in_words
 
     ratio, explained = explanation.speed_up, explanation.explained
     if explanation.user_value is None or ratio is None:
@@ -86,27 +78,19 @@ def _against_own(explanation: Explanation) -> str:
     metric, device = explanation.metric, explanation.device
     own = value_in_words(explanation.user_metrics, explanation.user_value, metric=metric, device=device)
     if not explanation.contradicted or explained is None or explanation.remainder is None:
-        return f"Your own config reaches {own}; the winner is {ratio:.2f} times as good."
+        return f"Your own config reaches {own}; the winner is {times_in_words(ratio)} times as good."
+    factors = (explained.factor, explained.low, explained.high, explanation.remainder.factor)
+    ends = ["?" if one is None else times_in_words(one) for one in factors]
     return (
-        f"Your own config was measured at {own}, a ratio of {ratio:.2f}, but what differs between the two accounts for "
-        f"{explained.factor:.2f} ({explained.low:.2f} to {explained.high:.2f}): {explanation.remainder.factor:.2f} "
-        "remains that nothing explains, such as a machine that was busier at one of the two. Do not rely on the ratio; "
-        "measure both again."
+        f"Your own config was measured at {own}, a ratio of {times_in_words(ratio)}, but what differs between the two "
+        f"accounts for {ends[0]} ({ends[1]} to {ends[2]}): {ends[3]} remains that nothing explains, such as a machine "
+        "that was busier at one of the two. Do not rely on the ratio; measure both again."
     )
 
 
 def _print_factors(explanation: Explanation) -> None:
-    if explanation.remainder is None:
-        return
-    rows = [_cells(one) for one in explanation.contributions]
-    rows += [_cells(one) for one in (explanation.together, explanation.remainder) if one is not None]
-    rows.append(("product", "", "", f"{explanation.speed_up:.3f}", "", "as measured"))
-    print_table(("knob", "yours", "winner's", "factor", "95 % interval", "by"), rows)
+    from optuna_dsat.report.why import factor_rows
 
-
-def _cells(one: Contribution) -> tuple[str, ...]:
-    factor = "" if one.factor is None else f"{one.factor:.3f}"
-    spread = "" if one.low is None or one.high is None else f"{one.low:.3f} to {one.high:.3f}"
-    by = f"{one.pairs} measured pair{'s' * (one.pairs > 1)}" if one.source == "measured" else "model"
-    values = ("" if value is None else str(value) for value in (one.user, one.winner))
-    return (one.knob, *values, factor, spread, one.note or by)
+    rows = [(one.setting, one.own, one.best, one.factor, one.between, one.by) for one in factor_rows(explanation)]
+    if rows:
+        print_table(("setting", "yours", "winner's", "factor", "95 % interval", "by"), rows)

@@ -17,11 +17,12 @@ from optuna_dsat.errors import UsageError
 from optuna_dsat.escape.terminal import say
 from optuna_dsat.tuning.options import DEFAULT_OUTPUT_DIR, DEFAULT_STORAGE, OUTPUT_DIR_ENV, STORAGE_ENV, TuneOptions
 from optuna_dsat.tuning.parse import share
-from optuna_dsat.words import bytes_in_words
+from optuna_dsat.words import bytes_in_words, count_in_words, slot_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from optuna_dsat.plan.prediction import StepPrediction
     from optuna_dsat.plan.rows import Plan, PlannedRow
     from optuna_dsat.plan.scaling import AtCount
     from optuna_dsat.plan.transformer import Recompute, TransformerShape
@@ -340,18 +341,25 @@ def _scaling(plan: Plan) -> tuple[AtCount, ...]:
 def _print_scaling(found: Sequence[AtCount], *, whose: str) -> None:
     """Print what each number of devices is expected to reach."""
     headings = (f"{whose}s", "samples/s", f"samples/s per {whose}", "scaling", "with")
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for one in found:
         if one.row is None:
             rows.append((str(one.devices), "does not fit", "", "", ""))
         else:
-            numbers = (f"{one.samples_per_s:.3g}", f"{one.samples_per_s_each:.3g}", f"{one.share_of_linear:.0%}")
-            rows.append((str(one.devices), *numbers, f"{one.row.name}, micro-batch {one.row.micro_batch}"))
+            rates = [count_in_words(one.row.samples_per_s / each, digits=3) for each in (1, one.devices)]
+            rows.append(
+                (
+                    str(one.devices),
+                    *rates,
+                    f"{one.share_of_linear:.0%}",
+                    f"{one.row.name}, micro-batch {one.row.micro_batch}",
+                )
+            )
     print(f"\nHow many {whose}s are worth it, each number with what is predicted to be fastest on it:")
     print_table(headings, rows, right=headings[:-1])
     say(
         f"Scaling is samples/s per {whose} over those of the first that fits; the global batch grows with the "
-        f"{whose}s. Measure it: `{'--cpu-ranks' if whose == 'rank' else '--gpus-per-trial'} 1 2 4 8` with any search.\n"
+        f"{whose}s. Measure it: `{'--gpus-per-trial' if whose == 'GPU' else '--cpu-ranks'} 1 2 4 8` with any search.\n"
     )
 
 
@@ -380,10 +388,11 @@ def _print_text(plan: Plan) -> None:
         say(line)
     known = {"tokens/s": plan.subject.seq_length is not None, "MFU": any(_mfu(row) for row in plan.rows)}
     extra = tuple(heading for heading, shown in known.items() if shown)
-    whose = "rank" if plan.subject.hardware.device == "cpu" else "GPU"
+    device = plan.subject.hardware.device
+    whose = slot_name(device)
     headings = (*(heading.format(whose) for heading in _HEADINGS), *extra, "bound by")
     print_table(headings, (_cells(row, extra) for row in plan.rows), right=headings[1:-1])
-    what = "what a rank takes" if whose == "rank" else "the peak of torch's allocator"
+    what = "what a rank takes" if device == "cpu" else "the peak of torch's allocator"
     print(
         f"Memory is {what} at the micro-batch shown, of {bytes_in_words(plan.subject.usable_bytes)} that it may reach; "
         "nine steps of ten are expected within the range."
@@ -405,6 +414,13 @@ def _print_text(plan: Plan) -> None:
 def _mfu(row: PlannedRow) -> str:
     """Return the share of the peak in words; empty if it is not known."""
     return "" if row.predicted is None or row.predicted.mfu is None else f"{row.predicted.mfu:.0%}"
+
+
+def _step(step: StepPrediction) -> str:
+    """Return the duration of a step with its range."""
+    factor, unit = (1.0, "s") if step.step_s >= 1 else (1000.0, "ms")
+    middle, low, high = (count_in_words(one * factor, digits=3) for one in (step.step_s, step.low_s, step.high_s))
+    return f"{middle} {unit} ({low} to {high})"
 
 
 def _cells(row: PlannedRow, extra: tuple[str, ...]) -> tuple[str, ...]:
@@ -429,17 +445,17 @@ def _cells(row: PlannedRow, extra: tuple[str, ...]) -> tuple[str, ...]:
             *("" for _ in extra),
             f"memory of the {row.too_small}",
         )
-    tokens = "" if step.tokens_per_s is None else f"{step.tokens_per_s:,.0f}"
+    tokens = "" if step.tokens_per_s is None else count_in_words(step.tokens_per_s, digits=3)
     more = {"tokens/s": tokens, "MFU": _mfu(row)}
     return (
         row.name,
         least,
-        str(row.micro_batch),
-        str(row.largest),
+        count_in_words(row.micro_batch),
+        count_in_words(row.largest),
         bytes_in_words(row.device_bytes),
         host,
-        f"{step.step_s:.3g} s ({step.low_s:.3g} to {step.high_s:.3g})",
-        f"{step.samples_per_s:.3g}",
+        _step(step),
+        count_in_words(step.samples_per_s, digits=3),
         *(more[heading] for heading in extra),
         f"{step.bound} {step.shares[step.bound]:.0%}",
     )

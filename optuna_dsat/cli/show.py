@@ -17,7 +17,14 @@ from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.speeds import speed_at
 from optuna_dsat.study.verdict_words import verdict_in_words
-from optuna_dsat.words import metric_in_words, outcomes_in_words, slot_name
+from optuna_dsat.words import (
+    count_in_words,
+    metric_in_words,
+    outcomes_in_words,
+    slot_name,
+    slot_time_in_words,
+    times_in_words,
+)
 
 if TYPE_CHECKING:
     from optuna_dsat.tuning.gpu_counts import AtGpus
@@ -33,7 +40,7 @@ def show_result(result: StudyResult, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(asdict(result), indent=2))
         return
-    minutes = f"{result.slot_minutes:.1f} {slot_name(result.device)} minutes"
+    minutes = slot_time_in_words(result.slot_minutes * 60, result.device)
     say_prose(f"The search ended: {result.reason}. Launches: {outcomes_in_words(result.launches)}; {minutes}.")
     for line in verdict_in_words(result.verdict, metric=result.metric, device=result.device):
         say_prose(line)
@@ -74,7 +81,7 @@ def show_by_gpus(found: Sequence[AtGpus], *, best: StudyResult, as_json: bool = 
         ]
         print(json.dumps({**asdict(best), "scaling": scaling}, indent=2))
         return
-    unit = "GPU" if any(one.run is not None and one.run.request.spec.device == "cuda" for one in found) else "rank"
+    unit = slot_name(next((one.run.request.spec.device for one in found if one.run is not None), "cuda"))
     table = Table(title=f"By number of {unit}s")
     for heading in (f"{unit}s", "samples/s in all", f"samples/s per {unit}", "scaling", "speed-up"):
         table.add_column(heading, justify="right", no_wrap=heading == "scaling")
@@ -82,8 +89,12 @@ def show_by_gpus(found: Sequence[AtGpus], *, best: StudyResult, as_json: bool = 
     for one, share in zip(found, shares, strict=True):
         speed_up = None if one.result is None else one.result.speed_up
         all_, each, times = (
-            "-" if number is None else f"{number:.4g}"
-            for number in (one.samples_per_s, one.samples_per_s_per_gpu, speed_up)
+            "-" if number is None else words(number)
+            for words, number in (
+                (count_in_words, one.samples_per_s),
+                (count_in_words, one.samples_per_s_per_gpu),
+                (times_in_words, speed_up),
+            )
         )
         row = (one.gpus, all_, each, "-" if share is None else f"{share:.0%}", times, one.study)
         table.add_row(*map(cell, row))

@@ -110,15 +110,18 @@ def _standing(study: StoredStudy) -> dict[str, Any]:
 def _standing_in_words(row: Mapping[str, Any], verdict: Verdict | None) -> dict[str, Any]:
     from optuna_dsat.study.speeds import samples_in_words
     from optuna_dsat.study.verdict import VerdictKind
+    from optuna_dsat.words import things_in_words, times_in_words
 
-    known = {None: "", VerdictKind.UNCONFIRMED: "the search"}.get(row["result"], f"{row['rounds']} rounds")
+    known = {None: "", VerdictKind.UNCONFIRMED: "the search"}.get(
+        row["result"], things_in_words(row["rounds"] or 0, "round")
+    )
     return {
         "best": None
         if verdict is None
         else samples_in_words(verdict.metrics, verdict.value, metric=row["metric"], device=row["device"]),
         "trial": row["best_trial"],
         "known by": known,
-        "speed-up": None if row["speed_up"] is None else f"{row['speed_up']:.2f}",
+        "speed-up": None if row["speed_up"] is None else times_in_words(row["speed_up"]),
     }
 
 
@@ -160,7 +163,7 @@ def _result_lines(study: StoredStudy) -> Iterator[str]:
     from optuna_dsat.study.configuration import configuration_of
     from optuna_dsat.study.verdict_words import how_known, value_in_words, verdict_in_words
     from optuna_dsat.trials import attributes
-    from optuna_dsat.words import steps_in_words
+    from optuna_dsat.words import steps_in_words, things_in_words
 
     metric, device, verdict, best = study.metric, study.spec.device, study.verdict, study.best
     if verdict is None or best is None:
@@ -175,7 +178,7 @@ def _result_lines(study: StoredStudy) -> Iterator[str]:
         again = verdict.contender(trial.number)
         remarks = []
         if again is not None:
-            rounds = f"{again.rounds} round{'s' * (again.rounds != 1)}"
+            rounds = things_in_words(again.rounds, "round")
             remarks = [f"{speeds.samples_in_words(metrics, again.value, metric=metric, device=device)} in {rounds}"]
         remarks += [told] if told else []
         value = speeds.value_in_words(metrics, trial.values[0], metric=metric, device=device)

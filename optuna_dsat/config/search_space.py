@@ -302,14 +302,22 @@ class SearchSpace:
         )
         return frozenset(name for params in replace(self, knobs=knobs).lineages() for name in params)
 
-    def without_inert(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a config without the settings that DeepSpeed accepts and does not use, but those of this space."""
+    def without_idle(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a config without the settings that change nothing.
+
+        Those that DeepSpeed accepts and does not use, but those of this space; and DeepSpeed's defaults, where the
+        search chose them and the user wrote nothing.
+        """
+        zero = config.get(ZERO)
+        if not isinstance(zero, Mapping):
+            return dict(config)
         ours = {tuned.name for tuned in self.knobs}
         unused = {knob.path[1] for knob in KNOBS if knob.inert and knob.name not in ours}
-        zero = config.get(ZERO)
-        if not isinstance(zero, Mapping) or not unused & zero.keys():
-            return dict(config)
-        return {**config, ZERO: {key: value for key, value in zero.items() if key not in unused}}
+        chosen = {tuned.knob.path[1] for tuned in self.knobs if tuned.role is Role.PARAMETER}
+        alone = (chosen - self.user_zero.keys() - {"stage"}) & zero.keys()
+        defaults = {key for key in alone if zero[key] == configs.zero_default(key, stage=zero.get("stage"))}
+        idle = unused | defaults
+        return {**config, ZERO: {key: value for key, value in zero.items() if key not in idle}}
 
     def classes(self) -> int:
         """Return the number of lineages: combinations of all params except the micro-batch."""

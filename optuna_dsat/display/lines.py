@@ -11,12 +11,15 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.study import progress
 from optuna_dsat.words import (
     bytes_in_words,
+    count_in_words,
     duration_in_words,
     flops_in_words,
     metric_in_words,
     outcome_in_words,
     params_in_words,
     speed_in_words,
+    things_in_words,
+    times_in_words,
 )
 
 __all__ = ["LineView", "lines_of", "speed_of_best"]
@@ -62,7 +65,10 @@ def speed_of_best(best: progress.BestSoFar, search: progress.SearchStarted) -> s
 def _profile_lines(event: progress.ProfileFinished) -> list[str]:
     profile = event.profile
     how = "measured before, no launch needed" if event.reused else f"measured with {event.measured_with}"
-    largest = ", ".join(f"ZeRO {stage}: {size}" for stage, size in sorted(event.largest_micro_batches.items()))
+    sizes = {stage: count_in_words(size) for stage, size in sorted(event.largest_micro_batches.items())}
+    largest = ", ".join(f"ZeRO {stage}: {size}" for stage, size in sizes.items())
+    if len(sizes) > 1 and len(set(sizes.values())) == 1:
+        largest = f"{next(iter(sizes.values()))} at any ZeRO stage"
     trained = profile.trainable_params
     frozen = "" if trained == profile.params else f" ({params_in_words(trained)} trainable)"
     flops = f" and {flops_in_words(profile.flops_per_sample)}" if profile.flops_per_sample > 0 else ""
@@ -76,7 +82,8 @@ def _profile_lines(event: progress.ProfileFinished) -> list[str]:
 
 def _search_lines(event: progress.SearchStarted) -> list[str]:
     before = f", {event.launched} made before" if event.launched else ""
-    lines = [f"Study {event.study}: at most {event.max_trials} launches{before}, optimising {event.metric}."]
+    most = things_in_words(event.max_trials, "launch")
+    lines = [f"Study {event.study}: at most {most}{before}, optimising {event.metric}."]
     for name, one in (("Best in the search so far", event.best), ("Confirmed so far", event.confirmed)):
         if one is not None:
             lines.append(f"{name}: trial {one.number}, {speed_of_best(one, event)}, {one.words}.")
@@ -99,7 +106,7 @@ def _finished_line(event: progress.TrialFinished, search: progress.SearchStarted
     if event.value is not None:
         text += f", {_speed(event.value, event, search)}"
     if event.speed_up is not None:
-        text += ", your own config" if event.own else f", {event.speed_up:.2f}x your config"
+        text += ", your own config" if event.own else f", {times_in_words(event.speed_up)}x your config"
     if event.best:
         text += ", best in the search so far"
     if event.outcome is not Outcome.MEASURED and event.message:

@@ -25,7 +25,14 @@ from optuna_dsat.metrics import LARGER_IS_BETTER
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study import progress
 from optuna_dsat.study.live_state import LaunchInFlight, LiveState
-from optuna_dsat.words import bytes_in_words, count_in_words, duration_in_words, metric_in_words, speed_in_words
+from optuna_dsat.words import (
+    bytes_in_words,
+    count_in_words,
+    duration_in_words,
+    metric_in_words,
+    speed_in_words,
+    times_in_words,
+)
 
 __all__ = ["LiveView", "make_observer", "render"]
 
@@ -195,7 +202,7 @@ def _summary(state: LiveState, search: progress.SearchStarted, now: float) -> li
     if state.best is not None:
         text = f"Best in the search: {speed_of_best(state.best, search)}"
         if state.speed_up is not None and state.best.value != state.user_value:
-            text += f", {state.speed_up:.2f}x your config"
+            text += f", {times_in_words(state.speed_up)}x your config"
         lines.append(f"{text} (trial {state.best.number}: {state.best.words})")
     if state.user_value is not None:
         lines.append(f"Your own config in the search: {_speed_of_own(state, search, state.user_value)}")

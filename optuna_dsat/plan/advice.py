@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.structures import Structure
 from optuna_dsat.plan.rows import Plan, PlannedRow
-from optuna_dsat.words import bytes_in_words
+from optuna_dsat.words import bytes_in_words, count_in_words, setting_in_words
 
 __all__ = ["advise", "advise_by_rule"]
 
@@ -62,6 +62,11 @@ def _on_several(plan: Plan) -> bool:
     return plan.subject.hardware.world_size > 1
 
 
+def _round_size(elements: float) -> str:
+    """Return a size to try: one significant digit is enough."""
+    return setting_in_words(float(f"{elements:.0e}"))
+
+
 def _on_several_gpus(plan: Plan) -> bool:
     return _on_gpus(plan) and _on_several(plan)
 
@@ -74,7 +79,7 @@ def _start(plan: Plan) -> str | None:
     close = [row.name for row in plan.fitting[1:] if best.samples_per_s <= (1 + _MUCH_OF_STEP) * row.samples_per_s]
     text = (
         f"Begin with {best.name} (micro-batch {best.micro_batch}): of what fits, it is predicted to be the fastest, "
-        f"{best.samples_per_s:.3g} samples/s."
+        f"{count_in_words(best.samples_per_s, digits=3)} samples/s."
     )
     if close:
         text += f" Predicted within {_MUCH_OF_STEP:.0%} of that: {'; '.join(close)}. Measure these, too."
@@ -148,8 +153,8 @@ def _overlap(plan: Plan) -> str | None:
         if share < _MUCH_OF_DEVICE:
             return None
         return (
-            f"overlap_comm holds a second reduce bucket: {bytes_in_words(extra)} with reduce_bucket_size {bucket:.0e}. "
-            f"Lower reduce_bucket_size to {bucket / 5:.0e} where memory is short."
+            f"overlap_comm holds a second reduce bucket: {bytes_in_words(extra)} with reduce_bucket_size "
+            f"{setting_in_words(bucket)}. Lower reduce_bucket_size to {_round_size(bucket // 5)} where memory is short."
         )
     if best.predicted.shares["link"] < _MUCH_OF_STEP:
         return None
@@ -173,7 +178,8 @@ def _buckets(plan: Plan) -> str | None:
     whose = "device's" if _on_gpus(plan) else "rank's"
     return (
         f"The reduce buckets take {bytes_in_words(taken)}, {taken / device:.0%} of the {whose} memory "
-        f"({row.name}, reduce_bucket_size {bucket:.0e}): about {smaller:.0e} leaves room for samples."
+        f"({row.name}, reduce_bucket_size {setting_in_words(bucket)}): about {_round_size(smaller)} leaves "
+        "room for samples."
     )
 
 
@@ -192,7 +198,7 @@ def _persistence(plan: Plan) -> str | None:
     return (
         f"{best.predicted.shares['link']:.0%} of a step goes into gathering parameters. There is room to keep them "
         f"whole ({bytes_in_words(whole)}): stage3_param_persistence_threshold above the largest parameter "
-        f"({profile.largest_layer_params:.1e} elements) makes ZeRO 3 behave like ZeRO 2."
+        f"({setting_in_words(profile.largest_layer_params)} elements) makes ZeRO 3 behave like ZeRO 2."
     )
 
 

@@ -17,7 +17,7 @@ from optuna_dsat.study.profile import ProfileAttempt, Profiled, measure_profile
 from optuna_dsat.study.space import hardware_of
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.warm_start import gather
-from optuna_dsat.words import bytes_in_words, flops_in_words, params_in_words
+from optuna_dsat.words import bytes_in_words, flops_in_words, params_in_words, things_in_words
 
 __all__ = ["plan_script"]
 
@@ -124,7 +124,7 @@ def _about(spec: StudySpec, profiled: Profiled, hosts: _Hosts, *, origin: str) -
         f"Profile ({origin}): {params_in_words(profile.params)} parameters, "
         f"{bytes_in_words(profile.activation_bytes_per_sample)} of activations and "
         f"{flops_in_words(profile.flops_per_sample)} a sample.",
-        f"{each}{spec.slots_per_trial} ranks on {profile.device_name or spec.device}, "
+        f"{each}{things_in_words(spec.slots_per_trial, 'rank')} on {profile.device_name or spec.device}, "
         f"{bytes_in_words(profile.device_memory_bytes)} each, "
         f"{bytes_in_words(profile.host_memory_bytes)} on the host.",
     )

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from optuna_dsat.errors import UsageError
-from optuna_dsat.words import params_in_words
+from optuna_dsat.words import count_in_words, params_in_words
 
 __all__ = ["Recompute", "TransformerShape", "shape_of"]
 
@@ -166,7 +166,7 @@ class TransformerShape:
             parts.append(f"{params_in_words(self.trainable_params)} of them trained")
         return (
             f"{f'{self.family}, ' if self.family else ''}{', '.join(parts)}: {self.layers} layers, "
-            f"hidden size {self.hidden}, {self.heads} heads, {self.seq_length} tokens a sample, "
+            f"hidden size {self.hidden}, {self.heads} heads, {count_in_words(self.seq_length)} tokens a sample, "
             f"vocabulary {self.vocab}; recomputation: {self.recompute}{attention}."
         )
 

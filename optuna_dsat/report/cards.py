@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from optuna_dsat.metrics import LARGER_IS_BETTER
-from optuna_dsat.report.facts import slot_name
 from optuna_dsat.report.performance import Performance, Training, TrainingTime, performance_of, training_times
 from optuna_dsat.report.slot_time import account
 from optuna_dsat.report.view import StudyView
@@ -15,7 +14,18 @@ from optuna_dsat.report.winner import Winner
 from optuna_dsat.study.paired import Ratio
 from optuna_dsat.study.standing import Standing
 from optuna_dsat.study.verdict import SpeedUp
-from optuna_dsat.words import bytes_in_words, duration_in_words, metric_in_words
+from optuna_dsat.words import (
+    bytes_in_words,
+    count_in_words,
+    duration_in_words,
+    metric_in_words,
+    range_in_words,
+    share_in_words,
+    slot_time_in_words,
+    step_time_in_words,
+    things_in_words,
+    times_in_words,
+)
 
 __all__ = ["Card", "cards_of"]
 
@@ -70,11 +80,15 @@ def _beside(view: StudyView, best: Performance, own: Performance | None) -> Iter
         remark = _yours(None if own is None else own.tokens_per_s, _tokens)
         yield Card(heading="Tokens", value=_tokens(best.tokens_per_s), remark=remark)
     if best.step_s and view.metric != "latency":
-        yours = f"; yours {_time(own.step_s)} for {own.train_batch_size}" if own is not None and own.step_s else ""
+        yours = (
+            f"; yours {_time(own.step_s)} for {count_in_words(own.train_batch_size)}"
+            if own is not None and own.step_s
+            else ""
+        )
         batch = _samples(best.train_batch_size)
         yield Card(heading="One step", value=_time(best.step_s), remark=f"for {batch}{yours}")
     if best.peak_bytes > 0:
-        share = f"{best.peak_bytes / best.device_bytes:.0%} of " if best.device_bytes else ""
+        share = f"{share_in_words(best.peak_bytes / best.device_bytes)} of " if best.device_bytes else ""
         device = f"{bytes_in_words(best.device_bytes)} " if best.device_bytes else ""
         remark = f"{share}{device}on the fullest rank"
         yield Card(heading="Peak memory", value=bytes_in_words(best.peak_bytes), remark=remark)
@@ -96,7 +110,7 @@ def _interval(metric: str, standing: Standing, scale: float, *, device: str) -> 
     if standing.low is None or standing.high is None:
         return ""
     low, high = (metric_in_words(metric, end * scale, device=device) for end in (standing.low, standing.high))
-    return f"95 % between {low} and {high}"
+    return f"95 % between {range_in_words(low, high, joint=' and ')}"
 
 
 def _speed_ups(view: StudyView, winner: Winner) -> Iterator[Card]:
@@ -114,13 +128,13 @@ def _speed_ups(view: StudyView, winner: Winner) -> Iterator[Card]:
         return
     equal, winners = verdict.at_user_batch, verdict.at_own_batch
     if equal is None or winners is None or equal.train_batch_size == winners.train_batch_size:
-        batch = "" if winners is None else f" at your global batch of {winners.train_batch_size}"
+        batch = "" if winners is None else f" at your global batch of {count_in_words(winners.train_batch_size)}"
         yield Card(heading="Speed-up", value=_times(winner.speed_up), remark=_over_own(winner) + batch)
         return
     yield Card(
         heading="Speed-up",
         value=_times(winner.speed_up),
-        remark=f"{_over_own(winner)}, at its global batch of {winners.train_batch_size}",
+        remark=f"{_over_own(winner)}, at its global batch of {count_in_words(winners.train_batch_size)}",
     )
     yield _at_equal_batch(equal, own=verdict.baseline)
 
@@ -128,23 +142,23 @@ def _speed_ups(view: StudyView, winner: Winner) -> Iterator[Card]:
 def _at_equal_batch(equal: SpeedUp, *, own: int | None) -> Card:
     heading = "Speed-up at your batch"
     if equal.number == own:
-        what = f"nothing better was measured at your global batch of {equal.train_batch_size}"
+        what = f"nothing better was measured at your global batch of {count_in_words(equal.train_batch_size)}"
         return Card(heading=heading, value="none", remark=what)
     between = _between(equal.ratio)
-    how = f"trial {equal.number}, at your global batch of {equal.train_batch_size}"
+    how = f"trial {equal.number}, at your global batch of {count_in_words(equal.train_batch_size)}"
     return Card(heading=heading, value=_times(equal.ratio.value), remark="; ".join(filter(None, [how, between])))
 
 
 def _between(ratio: Ratio) -> str:
     if ratio.low is None or ratio.high is None:
         return "by the few steps of the search" if ratio.rounds == 0 else ""
-    return f"95 % between {ratio.low:.3f} and {ratio.high:.3f}"
+    return f"95 % between {times_in_words(ratio.low)} and {times_in_words(ratio.high)}"
 
 
 def _over_own(winner: Winner) -> str:
     if winner.speed_up_low is None or winner.speed_up_high is None:
         return "over your own config, by the few steps of the search"
-    between = f"95 % between {winner.speed_up_low:.3f} and {winner.speed_up_high:.3f}"
+    between = f"95 % between {times_in_words(winner.speed_up_low)} and {times_in_words(winner.speed_up_high)}"
     return f"over your own config, paired in rounds; {between}"
 
 
@@ -152,15 +166,14 @@ def _training(times: TrainingTime, device: str) -> Card:
     """Return what a whole training takes, and saves."""
     epochs = "An epoch" if times.epochs == 1 else f"{times.epochs:g} epochs"
     saved = times.saved_slot_hours
-    unit = f"{slot_name(device)} {'hour' if f'{abs(saved):.3g}' == '1' else 'hours'}"
-    told = f"{'saves' if saved >= 0 else 'costs'} {abs(saved):.3g} {unit}"
+    told = f"{'saves' if saved >= 0 else 'costs'} {slot_time_in_words(abs(saved) * 3600, device)}"
     if times.saved_price is not None:
         told += f", {abs(times.saved_price):,.2f} at {times.price_per_gpu_hour:g} an hour"
     instead = f"instead of {duration_in_words(times.own_s)}"
     return Card(
         heading=epochs,
         value=duration_in_words(times.best_s),
-        remark=f"{instead}: {told} on {times.samples:,} samples",
+        remark=f"{instead}: {told} on {_samples(times.samples)}",
     )
 
 
@@ -176,7 +189,7 @@ def _search(view: StudyView) -> Iterator[Card]:
     spent = account(view.launches)
     if spent.wall_s > 0:
         total = sum(spent.seconds.values())
-        remark = f"{total / 60:.1f} {slot_name(view.spec.device)} minutes, {spent.seconds['idle'] / total:.0%} idle"
+        remark = f"{slot_time_in_words(total, view.spec.device)}, {share_in_words(spent.seconds['idle'] / total)} idle"
         yield Card(heading="Time of the search", value=duration_in_words(spent.wall_s), remark=remark)
 
 
@@ -189,12 +202,12 @@ def _tokens(tokens_per_s: float) -> str:
 
 
 def _time(step_s: float) -> str:
-    return metric_in_words("latency", step_s)
+    return step_time_in_words(step_s)
 
 
 def _samples(count: int) -> str:
-    return f"{count} sample{'s' * (count != 1)}"
+    return things_in_words(count, "sample")
 
 
 def _times(ratio: float) -> str:
-    return f"{ratio:.2f}\u00d7"
+    return f"{times_in_words(ratio)}\u00d7"

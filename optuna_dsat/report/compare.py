@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from optuna_dsat import words
 from optuna_dsat.config import ds_config
 from optuna_dsat.errors import UsageError
 from optuna_dsat.metrics import shares_of_linear, speed_up
 from optuna_dsat.report import figures
-from optuna_dsat.report.facts import created, ranks_of_a_launch, script_command_line, slot_name
+from optuna_dsat.report.facts import created, ranks_of_a_launch, script_command_line
 from optuna_dsat.report.figures import AtCount, ComparedStudy
 from optuna_dsat.report.page import Section, figure_section
 from optuna_dsat.report.performance import Performance, Training, performance_of, training_times
@@ -25,7 +24,15 @@ from optuna_dsat.report.view import StudyView
 from optuna_dsat.report.winner import shown_settings, winner_of
 from optuna_dsat.secrecy.shapes import hidden_data
 from optuna_dsat.trials import attributes
-from optuna_dsat.words import bytes_in_words, duration_in_words, metric_in_words, params_in_words
+from optuna_dsat.words import (
+    bytes_in_words,
+    duration_in_words,
+    metric_in_words,
+    params_in_words,
+    slot_name,
+    slot_time_in_words,
+    times_in_words,
+)
 
 __all__ = ["Row", "render_comparison", "rows_of", "setting_rows"]
 
@@ -130,7 +137,7 @@ def _scaling(views: Sequence[StudyView]) -> Iterator[Section]:
     if not _is_sweep(views):
         return
     device = views[0].spec.device
-    unit = words.slot_name(device)
+    unit = slot_name(device)
     yield figure_section(
         id="scaling",
         heading=f"How many {unit}s are worth it",
@@ -186,7 +193,7 @@ def _training_words(one: _Compared) -> str:
     times = training_times(one.view, one.training)
     if times is None:
         return ""
-    saved = f"{times.saved_slot_hours:.3g} {slot_name(one.view.spec.device)} hours saved"
+    saved = f"{slot_time_in_words(times.saved_slot_hours * 3600, one.view.spec.device)} saved"
     price = "" if times.saved_price is None else f", {times.saved_price:,.2f}"
     return f"{duration_in_words(times.best_s)} ({saved}{price})"
 
@@ -196,8 +203,9 @@ def _speed_up_words(one: _Compared) -> str:
     if winner is None or winner.is_own or winner.speed_up is None:
         return "" if winner is None or not winner.is_own else "none"
     if winner.speed_up_low is None or winner.speed_up_high is None:
-        return f"{winner.speed_up:.2f}\u00d7 (by the search)"
-    return f"{winner.speed_up:.2f}\u00d7 ({winner.speed_up_low:.2f} to {winner.speed_up_high:.2f})"
+        return f"{times_in_words(winner.speed_up)}\u00d7 (by the search)"
+    low, high = times_in_words(winner.speed_up_low), times_in_words(winner.speed_up_high)
+    return f"{times_in_words(winner.speed_up)}\u00d7 ({low} to {high})"
 
 
 def _per_slot(one: _Compared) -> str:
@@ -206,7 +214,7 @@ def _per_slot(one: _Compared) -> str:
     return metric_in_words("throughput", one.best.samples_per_s / one.view.spec.slots_per_trial)
 
 
-_EACH = "speed per GPU or rank"
+_EACH = "speed per rank"
 _RESULT: tuple[_Fact, ...] = (
     ("configuration", lambda one: "" if one.best is None else one.best.words),
     ("speed", lambda one: _rate(one.best)),

@@ -10,7 +10,7 @@ from optuna_dsat.report.view import StudyView
 from optuna_dsat.secrecy.command import without_secrets
 from optuna_dsat.secrecy.references import shell_join
 from optuna_dsat.trials import attributes
-from optuna_dsat.words import bytes_in_words, date_in_words
+from optuna_dsat.words import bytes_in_words, date_in_words, slot_name
 
 __all__ = [
     "cli_command",
@@ -18,7 +18,6 @@ __all__ = [
     "outcome_counts",
     "ranks_of_a_launch",
     "script_command_line",
-    "slot_name",
     "versions",
 ]
 
@@ -34,13 +33,7 @@ def ranks_of_a_launch(view: StudyView) -> str:
     """Return the slots of one launch, such as ``8 GPUs``, ``1 GPU`` or ``2 CPU ranks, 1.00 GiB each``."""
     spec = view.spec
     limit = f", {bytes_in_words(spec.device_memory_bytes)} each" if spec.device_memory_bytes else ""
-    what = "GPU" if spec.device == "cuda" else "CPU rank"
-    return f"{spec.slots_per_trial} {what}{'s' * (spec.slots_per_trial > 1)}{limit}"
-
-
-def slot_name(device: str) -> str:
-    """Return what a slot is called in front of a unit of time, for the device ``cuda`` or ``cpu``."""
-    return "GPU" if device == "cuda" else "CPU-rank"
+    return f"{spec.slots_per_trial} {slot_name(spec.device)}{'s' * (spec.slots_per_trial > 1)}{limit}"
 
 
 def created(view: StudyView) -> str:

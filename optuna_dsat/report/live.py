@@ -29,7 +29,7 @@ from optuna_dsat.study.live_state import LaunchInFlight
 from optuna_dsat.study.rounds import Rounds
 from optuna_dsat.study.stored import attributes_of, record_of
 from optuna_dsat.trials import attributes
-from optuna_dsat.words import bytes_in_words, config_in_words, duration_in_words, metric_in_words
+from optuna_dsat.words import bytes_in_words, config_in_words, duration_in_words, metric_in_words, things_in_words
 
 __all__ = ["InFlight", "LiveStudy", "Now"]
 
@@ -255,13 +255,15 @@ def _told(
     confirming = next((one for one in notes if one.confirming), None)
     if confirming is not None:
         so_far = max(again, confirming.finalists_done)
-        of = f" of at least {confirming.finalists}" if confirming.finalists >= so_far else ""
-        return f"The search is over; finalists are measured again: {so_far}{of} launches done."
+        of = things_in_words(so_far, "launch")
+        if confirming.finalists >= so_far:
+            of = f"{so_far} of at least {things_in_words(confirming.finalists, 'launch')}"
+        return f"The search is over; finalists are measured again: {of} done."
     if again and not running:
-        return f"The search is over; finalists are measured again: {again} launches so far."
+        return f"The search is over; finalists are measured again: {things_in_words(again, 'launch')} so far."
     if not trials:
         return "No trial has begun yet: the profile launch comes first."
-    told = f"{done} of {view.spec.max_trials} launches done, {running or 'none is'} running"
+    told = f"{done} of {things_in_words(view.spec.max_trials, 'launch')} done, {running or 'none is'} running"
     left = _left_s(view, begun=done + running, running=running)
     return f"{told}." if left is None else f"{told}; at most {duration_in_words(left)} to go in the search."
 

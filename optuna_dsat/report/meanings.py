@@ -12,7 +12,7 @@ MEANING: Mapping[Outcome, tuple[str, str]] = {
     Outcome.MEASURED: ("All profile steps ran; the metric is the trial's value.", ""),
     Outcome.OUT_OF_MEMORY: (
         "The device had too little memory.",
-        "Nothing: the search now knows that this micro-batch is too large for this class of configurations.",
+        "Nothing: the search now knows that this micro-batch is too large for these settings.",
     ),
     Outcome.HOST_OUT_OF_MEMORY: (
         "The host had too little memory.",

@@ -15,7 +15,6 @@ from optuna_dsat.report.facts import (
     outcome_counts,
     ranks_of_a_launch,
     script_command_line,
-    slot_name,
     versions,
 )
 from optuna_dsat.report.markdown import WHOLE_CHARS, json_block
@@ -37,6 +36,10 @@ from optuna_dsat.words import (
     flops_in_words,
     metric_in_words,
     params_in_words,
+    range_in_words,
+    slot_time_in_words,
+    things_in_words,
+    times_in_words,
 )
 
 __all__ = ["study_note", "trial_note"]
@@ -56,10 +59,10 @@ def study_note(view: StudyView) -> str:
 
 def _progress(view: StudyView) -> str:
     running = f", {view.running} running" if view.running else ""
-    minutes = sum(row.report.held_s * len(row.report.devices) for row in view.launches) / 60
+    seconds = sum(row.report.held_s * len(row.report.devices) for row in view.launches)
     return (
-        f"{view.launches_used} of {view.spec.max_trials} launches made{running}; "
-        f"{minutes:.1f} {slot_name(view.spec.device)} minutes in all."
+        f"{view.launches_used} of {things_in_words(view.spec.max_trials, 'launch')} made{running}; "
+        f"{slot_time_in_words(seconds, view.spec.device)} in all."
     )
 
 
@@ -70,7 +73,7 @@ def _value(view: StudyView, standing: Standing) -> Markdown:
             metric_in_words(view.metric, standing.low, device=view.spec.device),
             metric_in_words(view.metric, standing.high, device=view.spec.device),
         )
-        text += f" (95 % between {low} and {high})"
+        text += f" (95 % between {range_in_words(low, high, joint=' and ')})"
     return Markdown(text)
 
 
@@ -252,7 +255,7 @@ def _standing(view: StudyView, trial: FrozenTrial) -> str:
     ratio = view.speed_up(standing)
     text = f"{view.metric}: {_value(view, standing)}"
     if ratio is not None and trial.user_attrs.get(attributes.PURPOSE) != attributes.USER_CONFIG:
-        text += f", {ratio:.2f} times as good as your own config"
+        text += f", {times_in_words(ratio)} times as good as your own config"
     if standing.confirmed:
         text += f"; in the search {metric_in_words(view.metric, standing.searched_value, device=view.spec.device)}"
     else:

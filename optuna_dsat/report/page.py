@@ -38,7 +38,15 @@ from optuna_dsat.study.configuration import configuration_of
 from optuna_dsat.study.paired import Ratio
 from optuna_dsat.study.result import BEST_CONFIG
 from optuna_dsat.trials import attributes
-from optuna_dsat.words import bytes_in_words, metric_in_words, params_in_words, steps_in_words
+from optuna_dsat.words import (
+    bytes_in_words,
+    metric_in_words,
+    params_in_words,
+    range_in_words,
+    steps_in_words,
+    things_in_words,
+    times_in_words,
+)
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -72,8 +80,8 @@ _SECTIONS: tuple[tuple[str, str, str, Callable[[StudyView], go.Figure]], ...] = 
     ),
     (
         "micro-batch", "Speed over micro-batch",
-        "Each line is a class of configurations: all knobs alike but the micro-batch. A red cross is where it ran out "
-        "of memory. Values are those of the search; star and cross stand at what the rounds measured, where they did.",
+        "Each line joins configurations that differ in the micro-batch only. A red cross is where one ran out of "
+        "memory. Values are those of the search; star and cross stand at what the rounds measured, where they did.",
         figures.plot_metric,
     ),
     (
@@ -91,13 +99,14 @@ _SECTIONS: tuple[tuple[str, str, str, Callable[[StudyView], go.Figure]], ...] = 
     ),
     (
         "classes", "Micro-batches tried",
-        "One row for each class of configurations; the numbers are the order of its launches. A red line joins the "
-        "largest micro-batch that ran with the smallest that did not fit.",
+        "In a row the configurations differ in the micro-batch only; the numbers are the order of their launches. A "
+        "red line joins the largest micro-batch that ran with the smallest that did not fit.",
         figures.plot_micro_batches,
     ),
     (
         "rungs", "Rungs",
-        "Successive halving: the more launches a class of configurations was given, the better it had to be.",
+        "Successive halving: the more launches were given to configurations that differ in the micro-batch only, the "
+        "better they had to be.",
         figures.plot_rungs,
     ),
     (
@@ -234,17 +243,20 @@ def _facts(view: StudyView, links: Links | None, training: Training) -> dict[str
 
 def _status(view: StudyView) -> str:
     used, budget = view.launches_used, view.spec.max_trials
+    launches = things_in_words(budget, "launch")
     flying = f" {view.running} in flight are not drawn." if view.running else ""
     if used == 0 and not view.trials:
         return "Nothing has been launched for this study yet."
     if view.end_reason is not None:
         why = f": {view.end_reason}" if view.end_reason else ""
-        return f"The search has ended after {used} of {budget} launches{why}."
+        return f"The search has ended after {used} of {launches}{why}."
     if view.best is None:
-        return f"{used} of {budget} launches made, and nothing could be measured so far.{flying}"
+        return f"{used} of {launches} made, and nothing could be measured so far.{flying}"
     if used >= budget and not view.running and view.spec.confirm and attributes.END_REASON not in view.attributes:
-        return f"The search is over after {used} launches; its finalists are not all measured again yet."
-    return f"The search has not ended: {used} of {budget} launches made.{flying}"
+        return (
+            f"The search is over after {things_in_words(used, 'launch')}; its finalists are not all measured again yet."
+        )
+    return f"The search has not ended: {used} of {launches} made.{flying}"
 
 
 def _tuned(view: StudyView) -> Iterator[tuple[str, str]]:
@@ -297,16 +309,13 @@ def _rate_in_rounds(view: StudyView, number: int) -> str:
 
 def _between(ends: Sequence[str]) -> str:
     """Return the ends of an interval in words, with their unit once if it is the same; empty without ends."""
-    if not ends:
-        return ""
-    (low, unit), (high, other) = (end.split(" ", maxsplit=1) for end in ends)
-    return f"{low} to {high} {unit}" if unit == other else " to ".join(ends)
+    return range_in_words(*ends) if ends else ""
 
 
 def _ratio(ratio: Ratio) -> str:
     if ratio.low is None or ratio.high is None:
-        return f"{ratio.value:.3f}"
-    return f"{ratio.value:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
+        return times_in_words(ratio.value)
+    return f"{times_in_words(ratio.value)} ({times_in_words(ratio.low)} to {times_in_words(ratio.high)})"
 
 
 def _unconfirmed(view: StudyView) -> Iterator[tuple[int, str, str]]:

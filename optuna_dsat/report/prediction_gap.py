@@ -23,7 +23,7 @@ from optuna_dsat.cost.step_time import ERROR, PHASES, Columns, StepTimeModel
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.study.space import hardware_of
 from optuna_dsat.trials import attributes
-from optuna_dsat.words import count_in_words
+from optuna_dsat.words import step_time_in_words, times_in_words
 
 __all__ = ["PredictionGap", "prediction_gap"]
 
@@ -68,11 +68,11 @@ class PredictionGap:
     @property
     def verdict(self) -> str:
         """The comparison in one sentence."""
-        measured = f"A step takes {_seconds(self.measured_s)} s"
-        low, high = _seconds(self.low_s), _seconds(self.high_s)
-        expected = f"{_seconds(self.predicted_s)} s were to be expected ({low} to {high})"
+        measured = f"A step takes {step_time_in_words(self.measured_s)}"
+        low, high = step_time_in_words(self.low_s), step_time_in_words(self.high_s)
+        expected = f"{step_time_in_words(self.predicted_s)} were to be expected ({low} to {high})"
         if self.ratio > 1 and not self.low_s <= self.measured_s <= self.high_s:
-            end = f", so it is {self.ratio:.1f} times as long, which the prediction does not explain"
+            end = f", so it is {times_in_words(self.ratio)} times as long, which the prediction does not explain"
         elif self.ratio < 1:
             end = ", so it is no slower than predicted"
         else:
@@ -82,10 +82,6 @@ class PredictionGap:
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object."""
         return {**asdict(self), "ratio": self.ratio, "verdict": self.verdict}
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3g}" if seconds < 1000 else count_in_words(seconds)
 
 
 def prediction_gap(view: StudyView) -> PredictionGap | None:
@@ -103,6 +99,7 @@ def prediction_gap(view: StudyView) -> PredictionGap | None:
     measured["other"] = max(0.0, latency - sum(measured.values()))
     basis, by_sheet = _basis(view)
     slower = latency > (1 + _WORTH_NAMING) * seconds
+    phases = _slow_phases(config, predicted, measured)  # round figures of a CPU tell nothing of its phases
     return PredictionGap(
         measured_s=latency,
         predicted_s=seconds,
@@ -112,7 +109,7 @@ def prediction_gap(view: StudyView) -> PredictionGap | None:
         by_data_sheet=by_sheet,
         predicted_phases=predicted,
         measured_phases=measured,
-        causes=(*_slow_phases(config, predicted, measured), *_beside(view)) if slower else (),
+        causes=(*(phases if by_sheet or view.spec.device != "cpu" else ()), *_beside(view)) if slower else (),
     )
 
 
@@ -157,11 +154,15 @@ def _slow_phases(
             continue
         if name == "other":
             yield (
-                f"{measured[name]:.3g} s of each step ({measured[name] / total:.0%}) pass outside forward, backward "
-                "and step: the data loader (more workers, pin_memory, data prepared before), logging, Python between."
+                f"{step_time_in_words(measured[name])} of each step ({measured[name] / total:.0%}) pass outside "
+                "forward, backward and step: the data loader (more workers, pin_memory, data prepared before), "
+                "logging, Python between."
             )
         else:
-            took = f"{name} takes {measured[name]:.3g} s where {predicted[name]:.3g} s were predicted"
+            took = (
+                f"{name} takes {step_time_in_words(measured[name])} where "
+                f"{step_time_in_words(predicted[name])} were predicted"
+            )
             yield f"{took}: look at {_look_at(name, config, both=_alike(predicted, measured))}."
 
 
@@ -198,8 +199,9 @@ def _beside(view: StudyView) -> Iterator[str]:
         return
     steps = view.step_times.get(report.launch_id, ())
     if len(steps) > 2 and max(steps) > _UNEVEN * statistics.median(steps):
+        slowest, median = step_time_in_words(max(steps)), step_time_in_words(statistics.median(steps))
         yield (
-            f"Steps are uneven: the slowest took {max(steps):.3g} s, the median one {statistics.median(steps):.3g} s, "
+            f"Steps are uneven: the slowest took {slowest}, the median one {median}, "
             "as where the data loader falls behind, memory is freed and taken anew, or others use the machine."
         )
     beside = report.conditions

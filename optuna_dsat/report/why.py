@@ -9,9 +9,9 @@ from optuna_dsat.cost.step_time import PHASES
 from optuna_dsat.report.explanation import Contribution, Explanation, explained
 from optuna_dsat.report.prediction_gap import PredictionGap, prediction_gap
 from optuna_dsat.report.view import StudyView
-from optuna_dsat.words import bytes_in_words, metric_in_words, setting_in_words
+from optuna_dsat.words import bytes_in_words, metric_in_words, setting_in_words, things_in_words, times_in_words
 
-__all__ = ["FactorRow", "PhaseRow", "Why", "why_of"]
+__all__ = ["FactorRow", "PhaseRow", "Why", "factor_rows", "told_of", "why_of"]
 
 _WORTH_A_ROW = 0.005
 """Least effect of a setting, relative to 1, that is worth a row of its own."""
@@ -64,7 +64,7 @@ def why_of(view: StudyView) -> Why | None:
     found = explained(view)
     if found is None:
         return None
-    why = Why(rows=tuple(_rows(found)), told=tuple(_told(found)), proposals=found.proposals)
+    why = Why(rows=tuple(factor_rows(found)), told=(*told_of(found), *_doubt(found)), proposals=found.proposals)
     gap = prediction_gap(view)
     if gap is None or not gap.by_data_sheet:
         return why
@@ -82,26 +82,29 @@ def _phases(gap: PredictionGap) -> Iterator[PhaseRow]:
         )
 
 
-def _rows(found: Explanation) -> list[FactorRow]:
-    if found.remainder is None:
+def factor_rows(found: Explanation) -> list[FactorRow]:
+    """Return the factors of the speed-up, largest effect first; empty where there is nothing to compare with."""
+    if found.remainder is None or found.speed_up is None:
         return []
     small = [one for one in found.contributions if one.factor is not None and abs(one.factor - 1) < _WORTH_A_ROW]
     rows = [_row(one) for one in found.contributions if one not in small]
     if small:
         names = ", ".join(one.knob for one in small)
-        rows.append(_plain(f"{len(small)} more", factor="1.00", by=f"hardly any effect: {names}"))
+        rows.append(_plain(f"{len(small)} more", factor=times_in_words(1.0), by=f"hardly any effect: {names}"))
     rows += [_row(one) for one in (found.together, found.remainder) if one is not None]
-    return [*rows, _plain("all together", factor=f"{found.speed_up:.3f}", by="measured")]
+    return [*rows, _plain("all together", factor=times_in_words(found.speed_up), by="measured")]
 
 
 def _row(one: Contribution) -> FactorRow:
-    by = f"{one.pairs} measured pair{'s' * (one.pairs > 1)}" if one.source == "measured" else "fitted model"
+    by = things_in_words(one.pairs, "measured pair") if one.source == "measured" else "fitted model"
     return FactorRow(
         setting=one.knob,
         own=_shown(one.user),
         best=_shown(one.winner),
-        factor="" if one.factor is None else f"{one.factor:.3f}",
-        between="" if one.low is None or one.high is None else f"{one.low:.3f} to {one.high:.3f}",
+        factor="" if one.factor is None else times_in_words(one.factor),
+        between=""
+        if one.low is None or one.high is None
+        else f"{times_in_words(one.low)} to {times_in_words(one.high)}",
         by=one.note or by,
     )
 
@@ -115,7 +118,8 @@ def _plain(setting: str, *, factor: str, by: str) -> FactorRow:
     return FactorRow(setting=setting, own="", best="", factor=factor, between="", by=by)
 
 
-def _told(found: Explanation) -> list[str]:
+def told_of(found: Explanation) -> list[str]:
+    """Return what bounds the winner, and how full its memory and how busy its GPU is, as sentences."""
     largest = sorted(found.bounds.items(), key=lambda part: -part[1])
     shares = ", ".join(f"{name} {share:.0%}" for name, share in largest if share >= _WORTH_A_ROW)
     told = [f"A step of the winner goes into {shares} (fitted model): it is bound by {found.bound}."]
@@ -126,9 +130,13 @@ def _told(found: Explanation) -> list[str]:
         )
     if found.utilisation is not None:
         told.append(f"It reaches {found.utilisation:.0%} of the GPU's peak FLOPS (measured).")
-    if found.contradicted and found.remainder is not None and found.remainder.factor is not None:
-        told.append(
-            f"A factor of {found.remainder.factor:.2f} remains that no setting explains, such as a machine that was "
-            "busier at one of the two: do not rely on the speed-up before both are measured again."
-        )
     return told
+
+
+def _doubt(found: Explanation) -> Iterator[str]:
+    """Yield what speaks against the speed-up."""
+    if found.contradicted and found.remainder is not None and found.remainder.factor is not None:
+        yield (
+            f"A factor of {times_in_words(found.remainder.factor)} remains that no setting explains, such as a machine "
+            "that was busier at one of the two: do not rely on the speed-up before both are measured again."
+        )

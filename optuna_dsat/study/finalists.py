@@ -68,7 +68,7 @@ class Finalist:
     high: float | None
     """Its upper end."""
     metrics: Mapping[str, float]
-    """All metrics by name, means over its rounds, memory at its most; empty if a launch failed for good."""
+    """All metrics by name, geometric means over its rounds, memory at its most; empty if a launch failed for good."""
     steps: int
     """Counted steps of all its launches."""
     outcome: str
@@ -108,7 +108,12 @@ def _over_rounds(rounds: Rounds, number: int) -> Finalist:
 def _mean_metrics(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
     names = dict.fromkeys(name for metrics in found for name in metrics)
     values = {name: [metrics[name] for metrics in found if name in metrics] for name in names}
-    return {name: max(all_) if name.endswith("_bytes") else sum(all_) / len(all_) for name, all_ in values.items()}
+    return {name: max(all_) if name.endswith("_bytes") else _mean(all_) for name, all_ in values.items()}
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Return the kind of mean that the metric's is, so that samples/s and FLOPS agree; with a 0 the plain one."""
+    return mean_in_rounds(values)[0] if min(values) > 0 else sum(values) / len(values)
 
 
 def standing_of(trial: FrozenTrial, finalist: Finalist | None) -> Standing:

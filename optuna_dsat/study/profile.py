@@ -33,7 +33,7 @@ from optuna_dsat.study.launch_requests import launch_request
 from optuna_dsat.study.reading import check_profile_names
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.user_config import follow_script, user_config
-from optuna_dsat.words import outcome_in_words
+from optuna_dsat.words import outcome_in_words, things_in_words
 
 __all__ = ["ProfileAttempt", "Profiled", "measure_profile", "profile_attempts"]
 
@@ -337,8 +337,9 @@ def _check_data(record: LaunchRecord, *, smallest: int) -> None:
     fed = record.observed_micro_batch
     if samples is not None and samples < smallest and fed is not None and fed < smallest:
         raise NothingRunnableError(
-            f"The training data give a rank {samples} samples, fewer than the smallest micro-batch that --fix, "
-            f"--no-tune, the config's list or its autotuning section allow, {smallest}. Allow {samples} or fewer."
+            f"The training data give a rank {things_in_words(samples, 'sample')}, fewer than the smallest micro-batch "
+            f"that --fix, --no-tune, the config's list or its autotuning section allow, {smallest}. "
+            f"Allow {samples} or fewer."
         )
 
 

@@ -18,7 +18,7 @@ from optuna_dsat.study.cluster_command import cluster_training_command
 from optuna_dsat.study.finalists import Finalist
 from optuna_dsat.study.spec import ScriptSpec, StudySpec
 from optuna_dsat.study.verdict import Verdict
-from optuna_dsat.words import steps_in_words
+from optuna_dsat.words import count_in_words, steps_in_words, things_in_words
 
 if TYPE_CHECKING:
     import optuna
@@ -221,7 +221,7 @@ def trainable_config(config: Mapping[str, Any], *, world_size: int) -> dict[str,
 def complete_config(trial: FrozenTrial, *, slots: int, space: SearchSpace) -> dict[str, Any]:
     """Return a trial's DeepSpeed config without any tuning key and with all batch sizes.
 
-    Settings of the user's that DeepSpeed does not use are left out, unless it is the user's own config.
+    Settings that change nothing are left out (``SearchSpace.without_idle``), unless it is the user's own config.
 
     Args:
         trial: A trial that was launched.
@@ -232,7 +232,7 @@ def complete_config(trial: FrozenTrial, *, slots: int, space: SearchSpace) -> di
 
     ranks = attributes.data_parallel_size(trial, slots=slots)
     config = trainable_config(trial.user_attrs[attributes.CONFIG], world_size=ranks)
-    return config if trial.user_attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG else space.without_inert(config)
+    return config if trial.user_attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG else space.without_idle(config)
 
 
 def write_best(directory: Path, config: Mapping[str, Any], metrics: Mapping[str, Any]) -> tuple[Path, Path]:
@@ -288,11 +288,12 @@ def learning_rate_advice(
     told = f" of {rate:g}" if isinstance(rate, int | float) else ""
     steps = ""
     if samples is not None:
-        steps = f", an epoch from {math.ceil(samples / user_batch)} to {math.ceil(samples / batch)} steps"
+        before, after = (math.ceil(samples / one) for one in (user_batch, batch))
+        steps = f", an epoch from {count_in_words(before)} to {things_in_words(after, 'step')}"
     return (
-        f"The global batch goes from {user_batch} to {batch} samples{steps}: consider multiplying your learning "
-        f"rate{told} by {factor}. That is a rule of thumb, to be checked by the loss of a longer run. "
-        f"Keep the batch with --train-batch-size {user_batch}."
+        f"The global batch goes from {count_in_words(user_batch)} to {things_in_words(batch, 'sample')}{steps}: "
+        f"consider multiplying your learning rate{told} by {factor}. That is a rule of thumb, to be checked by the "
+        f"loss of a longer run. Keep the batch with --train-batch-size {user_batch}."
     )
 
 

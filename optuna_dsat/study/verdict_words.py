@@ -8,7 +8,7 @@ from optuna_dsat.metrics import LARGER_IS_BETTER
 from optuna_dsat.study import speeds
 from optuna_dsat.study.paired import Ratio
 from optuna_dsat.study.verdict import Verdict, VerdictKind
-from optuna_dsat.words import metric_in_words
+from optuna_dsat.words import metric_in_words, range_in_words, things_in_words, times_in_words
 
 __all__ = ["headline", "how_known", "ratio_in_words", "user_value_in_words", "value_in_words", "verdict_in_words"]
 
@@ -45,12 +45,12 @@ def headline(verdict: Verdict, *, metric: str, device: str = "cuda") -> str:
             return f"{told} Your own config was not measured."
         return (
             f"{told} Your own config could not be measured again. In the search it reached {own}, and this one "
-            f"{verdict.speed_up.value:.2f} times as much as that."
+            f"{times_in_words(verdict.speed_up.value)} times as much as that."
         )
     told = f"{name} measured best in the search: {value}. It was not confirmed."
     if verdict.speed_up is None or verdict.handed_over == verdict.baseline:
         return told
-    return f"{told} Your own config reached {own}; that is {verdict.speed_up.value:.2f} times as good."
+    return f"{told} Your own config reached {own}; that is {times_in_words(verdict.speed_up.value)} times as good."
 
 
 def value_in_words(verdict: Verdict, *, metric: str, device: str = "cuda") -> str:
@@ -70,7 +70,7 @@ def value_in_words(verdict: Verdict, *, metric: str, device: str = "cuda") -> st
         else metric_in_words(metric, one, device=device)
         for one in (verdict.low, verdict.high)
     )
-    return f"{text} (95 % between {low} and {high})"
+    return f"{text} (95 % between {range_in_words(low, high, joint=' and ')})"
 
 
 def user_value_in_words(verdict: Verdict, *, metric: str, device: str = "cuda") -> str:
@@ -84,16 +84,15 @@ def how_known(verdict: Verdict) -> str:
     """Return what the metric of the result comes from: so many rounds, or the search."""
     if not verdict.is_by_rounds:
         return "by the few steps of the search, not confirmed"
-    count = verdict.decisive_rounds
-    return f"confirmed in {count} round{'s' * (count != 1)}"
+    return f"confirmed in {things_in_words(verdict.decisive_rounds, 'round')}"
 
 
 def ratio_in_words(ratio: Ratio) -> str:
     """Return a speed-up such as ``1.52 times (95 % between 1.49 and 1.55, 4 rounds) as good as``."""
     if ratio.low is None or ratio.high is None:
-        return f"{ratio.value:.3g} times as good as"
-    between = f"95 % between {ratio.low:.3g} and {ratio.high:.3g}"
-    return f"{ratio.value:.3g} times ({between}, {ratio.rounds} rounds) as good as"
+        return f"{times_in_words(ratio.value)} times as good as"
+    between = f"95 % between {times_in_words(ratio.low)} and {times_in_words(ratio.high)}"
+    return f"{times_in_words(ratio.value)} times ({between}, {things_in_words(ratio.rounds, 'round')}) as good as"
 
 
 def _runner_up(verdict: Verdict) -> str:
@@ -114,9 +113,10 @@ def _by_batch(verdict: Verdict) -> str:
         told = f"nothing better than your own config was measured{again}"
     else:
         told = f"trial {own.number} is {ratio_in_words(own.ratio)} it"
+    batches = [things_in_words(one.train_batch_size, "sample") for one in (own, winners)]
     return (
-        f"At the global batch of your own config, {own.train_batch_size} samples, {told}; "
-        f"at {winners.train_batch_size} samples trial {winners.number} is {ratio_in_words(winners.ratio)} it."
+        f"At the global batch of your own config, {batches[0]}, {told}; "
+        f"at {batches[1]} trial {winners.number} is {ratio_in_words(winners.ratio)} it."
     )
 
 
@@ -136,7 +136,7 @@ def _noise(verdict: Verdict) -> str:
         return ""
     return (
         f"Launches of one configuration differ by {noise.relative_sd:.1%} on this machine today (standard deviation, "
-        f"from {noise.launches} launches)."
+        f"from {things_in_words(noise.launches, 'launch')})."
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from optuna_dsat.study.paired import Noise
 from optuna_dsat.study.rounds import Rounds
+from optuna_dsat.words import things_in_words
 
 __all__ = ["warnings_of"]
 
@@ -53,7 +54,8 @@ def _drift(values: Mapping[int, float], *, least: float, noise: Noise | None) ->
         return []
     return [
         f"The machine changed while it was measured: in round {worst} your own config was {_percent(strays[worst])} "
-        f"its mean over {len(values)} rounds, and launches differ by {noise.relative_sd:.1%} within a round."
+        f"its mean over {things_in_words(len(values), 'round')}, and launches differ by {noise.relative_sd:.1%} within "
+        "a round."
     ]
 
 
@@ -64,8 +66,8 @@ def _since_search(name: str, values: Mapping[int, float], searched: float, *, le
     if abs(mean - math.log(searched)) <= least:
         return []
     return [
-        f"{name} measured {_percent(mean - math.log(searched))} its value in the search over {len(values)} rounds: "
-        "only the rounds count."
+        f"{name} measured {_percent(mean - math.log(searched))} its value in the search over "
+        f"{things_in_words(len(values), 'round')}: only the rounds count."
     ]
 
 
@@ -81,7 +83,7 @@ def _others(rounds: Rounds) -> list[str]:
     cores = max(one.conditions.cores or 0 for one in rounds.launches)
     return [
         f"Other processes took up to {max(busy):.0%} of the time of {cores} cores during {len(busy)} of "
-        f"{len(rounds.launches)} launches of the confirmation."
+        f"{things_in_words(len(rounds.launches), 'launch')} of the confirmation."
     ]
 
 
@@ -90,11 +92,12 @@ def _on_gpus(rounds: Rounds) -> list[str]:
     shared = [one.gpu_processes for one in facts if one.gpu_processes]
     throttled = [one.throttle_reasons for one in facts if one.throttle_reasons]
     found = []
+    launches = things_in_words(total, "launch")
     if shared:
-        found.append(f"Others used the GPUs during {len(shared)} of {total} launches: {_listed(shared)}.")
+        found.append(f"Others used the GPUs during {len(shared)} of {launches}: {_listed(shared)}.")
     if throttled:
         reasons = _listed(throttled)
-        found.append(f"The GPUs' clocks were held down during {len(throttled)} of {total} launches: {reasons}.")
+        found.append(f"The GPUs' clocks were held down during {len(throttled)} of {launches}: {reasons}.")
     return found
 
 

@@ -76,7 +76,7 @@ def best_of(found: Sequence[AtGpus]) -> tuple[StudyRun, StudyResult]:
     """
     results = {one.gpus: one.result for one in found if one.result is not None}
     if not results:
-        raise NothingRunnableError("No configuration could be measured at any of the numbers of GPUs (or ranks).")
+        raise NothingRunnableError("No configuration could be measured at any of these numbers of ranks.")
     best = max(found, key=lambda one: (one.samples_per_s or 0.0, -one.gpus))
     assert best.run is not None
     return best.run, replace(results[best.gpus], by_gpus=results)

@@ -320,7 +320,7 @@ class RandomOptions(_LineageOptions):
     """Options of ``random``, with those of every method."""
 
     trials_per_random_config: Annotated[
-        int, Option(help="Launches of one class of configurations at most.", panel=METHOD)
+        int, Option(help="Launches of configurations that differ in the micro-batch only, at most.", panel=METHOD)
     ] = default("trials_per_random_config")
     early_stopping: Annotated[
         int | None,
@@ -353,7 +353,10 @@ class AshaOptions(BinaryOptions):
     max_rungs: Annotated[int, Option(help="Rungs.", panel=METHOD)] = default("max_rungs")
     min_binary_search_trials: Annotated[
         int,
-        Option(help="Launches a class of configurations needs to complete the lowest rung.", panel=METHOD),
+        Option(
+            help="Launches with which configurations that differ in the micro-batch only complete the lowest rung.",
+            panel=METHOD,
+        ),
     ] = default("min_binary_search_trials")
     divisor: Annotated[
         int, Option(help="The best 1/DIVISOR of a rung goes on (eta of arXiv:1810.05934).", panel=METHOD)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.rows import columns_of, flat_rows
 from optuna_dsat.study.verdict_words import headline, user_value_in_words, value_in_words, verdict_in_words
-from optuna_dsat.words import config_in_words
+from optuna_dsat.words import config_in_words, count_in_words, slot_name, things_in_words, times_in_words
 
 if TYPE_CHECKING:
     import pandas
@@ -32,7 +32,7 @@ class TuneResult(StudyResult):
     def __repr__(self) -> str:
         """Return one line: study, configuration, metric and speed-up, where the config lies."""
         value = value_in_words(self.verdict, metric=self.metric, device=self.device)
-        ratio = "" if self.speed_up is None else f", {self.speed_up:.3g} times your own config"
+        ratio = "" if self.speed_up is None else f", {times_in_words(self.speed_up)} times your own config"
         return (
             f"TuneResult({self.study!r}: trial {self.trial}, {config_in_words(self.config)}, {value}{ratio}, "
             f"config_path={self.config_path!r})"
@@ -55,9 +55,11 @@ class TuneResult(StudyResult):
         yield "Study", self.study
         yield "Configuration", config_in_words(self.config)
         for count, one in self.by_gpus.items():
-            yield f"On {count} GPUs or ranks", value_in_words(one.verdict, metric=one.metric, device=one.device)
+            slots = things_in_words(count, slot_name(one.device))
+            yield f"On {slots}", value_in_words(one.verdict, metric=one.metric, device=one.device)
         yield from self._speeds()
-        yield "Global batch", f"{self.train_batch_size} samples (yours: {self.user_train_batch_size})"
+        batch = things_in_words(self.train_batch_size, "sample")
+        yield "Global batch", f"{batch} (yours: {count_in_words(self.user_train_batch_size)})"
         yield "Launches", str(sum(self.launches.values()))
         yield "Search", self.reason
         yield "Config", self.config_path

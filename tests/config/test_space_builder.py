@@ -226,6 +226,23 @@ def test_a_kept_knob_stays_as_the_user_has_it() -> None:
         assert ds_config.merge(base, space.overlay(params))["zero_optimization"]["reduce_bucket_size"] == 7
 
 
+def test_defaults_that_only_the_search_wrote_are_left_out_of_what_is_handed_over() -> None:
+    space = make({"stage": 2, "reduce_scatter": True}, fix={"contiguous_gradients": True})
+    config = {
+        "zero_optimization": {
+            "stage": 2, "reduce_scatter": True, "contiguous_gradients": True, "overlap_comm": False,
+            "reduce_bucket_size": 500_000_000, "allgather_bucket_size": 7,
+        },
+        "train_batch_size": 8,
+    }  # fmt: skip
+    assert space.without_idle(config) == {
+        "zero_optimization": {"stage": 2, "reduce_scatter": True, "contiguous_gradients": True},
+        "train_batch_size": 8,
+    }
+    other = {"zero_optimization": {"stage": 3, "overlap_comm": False, "reduce_bucket_size": 499}}
+    assert space.without_idle(other) == other, "at ZeRO 3 DeepSpeed overlaps"
+
+
 def test_an_nvme_only_optimizer_is_not_offloaded_below_stage_3() -> None:
     space = make({"offload_optimizer": {"device": ["none", "nvme"]}}, nvme_path="/nvme")
     devices = {

@@ -23,7 +23,7 @@ MEASURED = progress.TrialFinished(
 def test_a_measured_trial_says_what_differs_and_samples_first() -> None:
     [line] = lines_of(MEASURED, SEARCH)
     assert line == (
-        "Trial 4: ZeRO 2, micro-batch 8; overlap_comm=true: measured, 51.25 samples/s, 28.78 GFLOP/s per rank, "
+        "Trial 4: ZeRO 2, micro-batch 8; overlap_comm=true: measured, 51.25 samples/s, 28.78 GFLOP/s per CPU rank, "
         "1.34x your config, best in the search so far"
     )
     fast = replace(MEASURED, speed=Speed(samples_per_s=51.25, tokens_per_s=52480.0, utilisation=0.38))
@@ -57,9 +57,14 @@ def test_a_profile_is_told_in_numbers_that_a_person_writes() -> None:
         profile=profile, measured_with="ZeRO 1", reused=False, largest_micro_batches={1: 8}
     )
     told = lines_of(event, None)[0]
-    assert "1633 parameters, 1 MiB of activations and 12.35 TFLOP per sample" in told
+    assert "1,633 parameters, 1 MiB of activations and 12.35 TFLOP per sample" in told
     told = lines_of(replace(event, profile=replace(profile, params=2 * 10**9, trainable_params=10**6)), None)[0]
     assert "2 B parameters (1 M trainable)" in told
+    for sizes, words in (
+        ({1: 8, 2: 65536}, "ZeRO 1: 8, ZeRO 2: 65,536."),
+        ({1: 65536, 2: 65536}, "65,536 at any ZeRO stage."),
+    ):
+        assert lines_of(replace(event, largest_micro_batches=sizes), None)[1].endswith(words)
 
 
 def test_a_long_phase_is_told_with_its_duration(capsys: pytest.CaptureFixture[str]) -> None:

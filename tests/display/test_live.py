@@ -196,8 +196,8 @@ def test_a_search_on_the_cpu_tells_flops_per_rank() -> None:
     best = progress.BestSoFar(number=4, words="ZeRO 1", value=2e9, speed=Speed(samples_per_s=80.0))
     state.apply(search(metric="FLOPS_per_gpu", device="cpu", best=best, user_value=1e9), 0.0)
     text = shown(state, 0.0)
-    assert "80 samples/s, 2 GFLOP/s per rank, 2.00x your config" in text
-    assert "Your own config in the search: 40 samples/s, 1 GFLOP/s per rank" in text
+    assert "80 samples/s, 2 GFLOP/s per CPU rank, 2.00x your config" in text
+    assert "Your own config in the search: 40 samples/s, 1 GFLOP/s per CPU rank" in text
 
 
 def test_more_launches_than_lines_are_counted(state: LiveState) -> None:

@@ -43,7 +43,7 @@ def test_results_stand_side_by_side_with_their_ratio(two: ReportedStudyBench) ->
         assert rate is not None
         rates.append(rate)
     assert rows["speed"] == tuple(metric_in_words("throughput", rate) for rate in rates)
-    assert rows["speed per GPU or rank"] == tuple(metric_in_words("throughput", rate / 2) for rate in rates)
+    assert rows["speed per rank"] == tuple(metric_in_words("throughput", rate / 2) for rate in rates)
     assert rows["times the first"] == ("1.00\u00d7", f"{rates[1] / rates[0]:.2f}\u00d7")
     assert "MFU" not in rows, "known of neither"
     differing = {row.name: row.cells for row in setting_rows(views)}
@@ -119,7 +119,7 @@ def test_a_sweep_over_numbers_of_gpus_shows_how_samples_grow(bench: ReportedStud
     assert list(figure.data[0].y) == [15.0, 12.0]
     assert list(figure.data[0].text) == ["15<br>100%", "12<br>80%"]
     assert list(figure.data[1].y) == [15.0, 15.0]
-    assert figure.layout.yaxis.title.text == "samples/s per rank"
+    assert figure.layout.yaxis.title.text == "samples/s per CPU rank"
     assert list(figure.layout.xaxis.ticktext) == ["2", "4"]
 
 

@@ -15,6 +15,7 @@ from optuna_dsat.launch.simulated import SimulatedResult
 from optuna_dsat.report.prediction_gap import PredictionGap, prediction_gap
 from optuna_dsat.report.view import StudyView, read_view
 from optuna_dsat.trials import attributes
+from optuna_dsat.words import times_in_words
 from tests.harness.landscapes import GIB, Hill
 from tests.harness.reports import ReportedStudyBench
 
@@ -58,7 +59,7 @@ def test_a_slow_step_names_the_phases_that_it_goes_into(bench: ReportedStudyBenc
     found = gap_of(single(bench, forward_s=1.0))
     assert found.measured_s == pytest.approx(3.02)
     assert found.ratio > 3
-    assert f"it is {found.ratio:.1f} times as long, which the prediction does not explain" in found.verdict
+    assert f"it is {times_in_words(found.ratio)} times as long, which the prediction does not explain" in found.verdict
     first, second, *others = found.causes
     assert first.startswith("backward takes 2 s where ")
     assert second.startswith("forward takes 1 s where ")
@@ -127,7 +128,7 @@ def test_the_command_says_it_of_a_study_of_one_config(
         assert ended.value.code == 0
         shown[options] = capsys.readouterr().out
     assert "No other configuration was measured." in shown[()]
-    assert "A step takes 0.11 s; without a data sheet of simulated" in shown[()]
+    assert "A step takes 110 ms; without a data sheet of simulated" in shown[()]
     record = json.loads(shown["--json",])["prediction"]
     assert record["measured_s"] == pytest.approx(0.11)
     assert not record["by_data_sheet"]

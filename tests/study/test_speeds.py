@@ -9,7 +9,22 @@ from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.metrics import Speed
 from optuna_dsat.runtime.events import StepMeasured
 from optuna_dsat.study.speeds import Speeds, samples_in_words, speed_at, value_in_words
-from optuna_dsat.words import choices_in_words, count_in_words, metric_in_words, outcomes_in_words, setting_in_words
+from optuna_dsat.words import (
+    bytes_in_words,
+    choices_in_words,
+    count_in_words,
+    duration_in_words,
+    flops_in_words,
+    metric_in_words,
+    outcomes_in_words,
+    params_in_words,
+    range_in_words,
+    setting_in_words,
+    share_in_words,
+    slot_time_in_words,
+    things_in_words,
+    times_in_words,
+)
 from optuna_dsat.words import speed_in_words as words
 
 PROFILE = ModelProfile(
@@ -62,11 +77,11 @@ def test_where_inputs_vary_in_size_the_measured_tokens_count() -> None:
 @pytest.mark.parametrize(
     ("metric", "value", "device", "shown"),
     [
-        ("FLOPS_per_gpu", 28.78e9, "cpu", "40 samples/s, 28.78 GFLOP/s per rank"),
+        ("FLOPS_per_gpu", 28.78e9, "cpu", "40 samples/s, 28.78 GFLOP/s per CPU rank"),
         ("FLOPS_per_gpu", 28.78e9, "cuda", "40 samples/s, 28.78 GFLOP/s per GPU"),
         ("throughput", 40.0, "cuda", "40 samples/s"),
         ("latency", 0.2, "cuda", "40 samples/s, 200 ms per step"),
-        ("forward", 1.5, "cuda", "40 samples/s, 1,500 ms forward"),
+        ("forward", 1.5, "cuda", "40 samples/s, 1.5 s forward"),
     ],
 )
 def test_the_metric_is_told_too(metric: str, value: float, device: str, shown: str) -> None:
@@ -77,13 +92,41 @@ def test_numbers_are_written_as_a_person_writes_them() -> None:
     assert [setting_in_words(one) for one in (5_000_000_000, 5e7, 10**5, 65536, 1422000, 16, True, "none", 0.5)] == [
         "5e9", "5e7", "1e5", "65536", "1422000", "16", "true", "none", "0.5"
     ]  # fmt: skip
-    assert [count_in_words(one) for one in (13984, 40812.34, 999.96, 1.5)] == ["13,984", "40,810", "1000", "1.5"]
+    assert [count_in_words(one) for one in (13984, 40812.34, 999.96, 1.5)] == ["13,984", "40,810", "1,000", "1.5"]
+    assert [setting_in_words(one) for one in (1_500_000, 123_000_000, 120_000)] == ["1.5e6", "1.23e8", "1.2e5"]
+    assert [things_in_words(one, "launch") for one in (0, 1, 1200)] == ["0 launches", "1 launch", "1,200 launches"]
+    assert [bytes_in_words(one) for one in (1, 320, 1536, 2**30)] == ["1 byte", "320 bytes", "1.5 KiB", "1.00 GiB"]
+    assert [params_in_words(one) for one in (1633, 1_420_000)] == ["1,633", "1.42 M"]
+    assert [flops_in_words(one) for one in (8384.0, 985_300.0, 12.0)] == ["8.384 kFLOP", "985.3 kFLOP", "12 FLOP"]
+    assert [metric_in_words("latency", one) for one in (5.23e-6, 0.0296, 1.5)] == [
+        "5.23 \u00b5s",
+        "29.6 ms",
+        "1.5 s",
+    ]
     assert choices_in_words((1, 65536), as_range=True) == "1 to 65,536"
     assert choices_in_words((5_000_000, 5_000_000_000)) == "5e6, 5e9"
     assert outcomes_in_words({"out_of_memory": 2, "measured": 12, "script_error": 2}) == (
         "12 measured, 2 out of memory, 2 script errors"
     )
     assert metric_in_words("tokens_per_s", 40812.34) == "40,810 tokens/s"
+
+
+def test_ranges_and_small_amounts_are_told_in_a_fitting_unit() -> None:
+    assert range_in_words("6,564 samples/s", "17,770 samples/s") == "6,564 to 17,770 samples/s"
+    assert range_in_words("985 ms", "1.2 s", joint=" and ") == "985 ms and 1.2 s"
+    assert [share_in_words(one) for one in (0.0, 0.004, 0.83)] == ["0%", "less than 1%", "83%"]
+    assert [duration_in_words(one) for one in (0.0, 0.4, 1.2, 200.0)] == ["0 s", "0.4 s", "1 s", "3 min 20 s"]
+    assert [slot_time_in_words(one, "cuda") for one in (3600.0, 5400.0, 60.0)] == [
+        "1 GPU hour", "1.5 GPU hours", "1 GPU minute"
+    ]  # fmt: skip
+    assert slot_time_in_words(30.5, "cpu") == "30.5 CPU rank seconds"
+
+
+def test_a_ratio_has_the_same_digits_wherever_it_stands() -> None:
+    ratios = (0.004, 0.704, 0.9876, 1.0, 1.0034, 1.5, 8.714, 41.533, 416.4, 999.7, 4160.0)
+    assert [times_in_words(one) for one in ratios] == [
+        "0.004", "0.704", "0.988", "1", "1.003", "1.50", "8.71", "41.5", "416", "1,000", "4,160"
+    ]  # fmt: skip
 
 
 def test_a_metric_of_rounds_tells_samples_per_second_by_what_the_search_measured() -> None:

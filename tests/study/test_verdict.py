@@ -90,13 +90,13 @@ def test_what_is_surely_faster_is_handed_over_with_its_paired_ratio() -> None:
 
 
 def test_a_best_that_is_not_surely_faster_is_not_handed_over() -> None:
-    """It was: 'the best is 0.97 times as good' with the config of that best written out."""
+    """It was: 'the best is 0.970 times as good' with the config of that best written out."""
     found = judged(TRIALS[:2], rounds_of({OWN: [10.0, 10.0, 10.0], 1: [9.7, 9.71, 9.69]}))
     assert (found.kind, found.handed_over, found.best) == (VerdictKind.BASELINE_IS_BEST, OWN, OWN)
     assert found.speed_up is not None
     assert found.speed_up.value == 1.0
     text = verdict_in_words(found, metric="throughput")[0]
-    assert text.startswith("Your own config is the best found: 10 samples/s. The best other, trial 1, is 0.97 times")
+    assert text.startswith("Your own config is the best found: 10 samples/s. The best other, trial 1, is 0.970 times")
 
 
 def test_without_a_confirmation_the_best_measurement_is_the_result_be_it_the_users_own() -> None:
@@ -203,7 +203,7 @@ def test_two_speed_ups_compare_the_same_batch_and_the_winners() -> None:
     assert found.at_user_batch.ratio.value == pytest.approx(1.2, rel=0.01)
     assert (found.at_own_batch.number, found.at_own_batch.train_batch_size) == (1, 16)
     text = " ".join(verdict_in_words(found, metric="throughput"))
-    assert "At the global batch of your own config, 4 samples, trial 2 is 1.2 times" in text
+    assert "At the global batch of your own config, 4 samples, trial 2 is 1.20 times" in text
     assert "at 16 samples trial 1 is 2.01 times" in text
 
 

@@ -63,7 +63,7 @@ def metric_figure(
     """
     scale = scale_of(metric)
     title = f"{axis_title(metric).split(' (')[0].capitalize()} over micro-batch"
-    x_title = "micro-batch (samples per GPU or rank and pass, log scale)"
+    x_title = "micro-batch (samples per rank and pass, log scale)"
     figure = new_figure()
     lineages = [lineage for lineage in group(trials).values() if _points(lineage) or lineage.smallest_too_large]
     palette = Palette(lineage_words(lineage.trials) for lineage in lineages)

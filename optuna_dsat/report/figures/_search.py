@@ -30,7 +30,7 @@ from optuna_dsat.report.figures._style import (
 from optuna_dsat.study.spec import MethodOptions
 from optuna_dsat.trials import attributes, bisection
 from optuna_dsat.trials.lineage import Feasibility, Lineage, feasibility, group, score
-from optuna_dsat.words import config_in_words
+from optuna_dsat.words import config_in_words, things_in_words
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -40,6 +40,8 @@ __all__ = ["BEST_SO_FAR", "micro_batches_figure", "outcomes_figure", "progress_f
 BEST_SO_FAR = "best so far in the search"
 _NO_LAUNCH = "No launch has ended yet."
 _MAX_ROWS = 16
+_FEW_LAUNCHES = 10
+"""Most launches of a bar for which every whole number has a tick."""
 """Most lineages whose micro-batches are shown: those with the most launches."""
 
 
@@ -199,6 +201,8 @@ def outcomes_figure(trials: Sequence[FrozenTrial]) -> go.Figure:
         ]
     )
     lay_out(figure, title=title, x="launches", y="", barmode="stack", showlegend=True, height=170 + 42 * len(words))
+    if max(sum(counts[word, outcome] for outcome in outcomes) for word in words) <= _FEW_LAUNCHES:
+        figure.update_xaxes(dtick=1)  # there is no half of a launch
     figure.update_yaxes(autorange="reversed")
     return figure
 
@@ -218,7 +222,7 @@ def micro_batches_figure(trials: Sequence[FrozenTrial]) -> go.Figure:
     One row for each lineage, at most 16 with the most launches; lineages with one launch only if there are no others.
     A line joins the largest micro-batch that ran with the smallest that did not fit: the edge is between the two.
     """
-    title, x_title = "Micro-batches tried, class by class", "micro-batch (samples per GPU or rank and pass, log scale)"
+    title, x_title = "Micro-batches tried", "micro-batch (samples per rank and pass, log scale)"
     launched = [one for one in group(trials).values() if one.launches]
     if not launched:
         return empty_figure(_NO_LAUNCH, title=title, x=x_title)
@@ -229,7 +233,11 @@ def micro_batches_figure(trials: Sequence[FrozenTrial]) -> go.Figure:
     _add_intervals(figure, rows)
     for says, (name, symbol, colour) in _MARKS.items():
         _add_tries(figure, rows, says, name=name, symbol=symbol, colour=colour)
-    note = "" if len(rows) == len(launched) else f"the {len(rows)} of {len(launched)} with most launches"
+    note = (
+        ""
+        if len(rows) == len(launched)
+        else f"shown: {len(rows)} of {things_in_words(len(launched), 'row')}, those with most launches"
+    )
     lay_out(figure, title=title, note=note, x=x_title, y="", height=170 + 50 * len(rows))
     sizes = [one.size(t) for one in rows for t in one.launches]
     figure.update_xaxes(type="log", tickvals=micro_batch_ticks(sizes))
@@ -300,7 +308,7 @@ def rungs_figure(
         metric: Name of the metric.
         direction: The direction of the metric.
     """
-    title, x_title = "Rungs of successive halving", "rung (launches given to a class of configurations)"
+    title, x_title = "Rungs of successive halving", "rung (launches given to all that differ in the micro-batch only)"
     y_title = f"best {axis_title(metric)}"
     if method != "asha":
         why = f"Only asha climbs rungs; this study searches by {method}."
@@ -317,7 +325,7 @@ def rungs_figure(
     over = frozenset(key for key, one in lineages.items() if bisection.ended(one, direction, best))
     rungs = build_rungs(lineages, rungs=sizes, direction=direction, ended=over)
     if not any(rung.completed for rung in rungs):
-        why = f"No class of configurations has completed the lowest rung yet, of {sizes.size(0)} launches."
+        why = f"Nothing has completed the lowest rung yet, of {things_in_words(sizes.size(0), 'launch')}."
         return empty_figure(why, title=title, x=x_title, y=y_title)
     return _draw_rungs(rungs, sizes, lineages, metric, direction, title=title, x=x_title, y=y_title)
 
@@ -351,7 +359,7 @@ def _draw_rungs(
     figure.update_xaxes(
         tickvals=list(range(len(rungs))),
         ticktext=[
-            f"{index}: {sizes.size(index)} launches<br>{len(rung.completed)} completed"
+            f"{index}: {things_in_words(sizes.size(index), 'launch')}<br>{len(rung.completed)} completed"
             for index, rung in enumerate(rungs)
         ],
         range=[-0.4, len(rungs) - 0.6],
@@ -393,8 +401,9 @@ def _rung_trace(
         line={"color": palette[words], "width": 1.5},
         marker={"size": 10, "symbol": [palette.symbol(words) + ("" if on else "-open") for _, _, on in points]},
         hovertext=[
-            f"<b>{words}</b> (from trial {one.first_number})<br>rung of {sizes.size(index)} launches: "
-            f"{shown(metric, value)}, {'goes on' if on else 'waits'}"
+            f"<b>{words}</b> (from trial {one.first_number})<br>"
+            f"rung of {things_in_words(sizes.size(index), 'launch')}: {shown(metric, value)}, "
+            f"{'goes on' if on else 'waits'}"
             for index, value, on in points
         ],
         hoverinfo="text",

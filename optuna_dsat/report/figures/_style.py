@@ -18,7 +18,7 @@ from optuna_dsat.metrics import METRICS
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import STRUCTURE, ZERO_STAGE
-from optuna_dsat.words import metric_in_words
+from optuna_dsat.words import count_in_words, flops_in_words, metric_in_words
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -82,7 +82,7 @@ PHASE_COLOURS: Mapping[str, str] = {
 
 _AXIS_TITLES = {
     "throughput": "throughput (samples/s)",
-    "FLOPS_per_gpu": "speed (FLOP/s per GPU or rank)",
+    "FLOPS_per_gpu": "speed (FLOP/s per rank)",
     "latency": "time of a step, end to end (ms)",
     "forward": "forward pass (ms)",
     "backward": "backward pass (ms)",
@@ -103,7 +103,9 @@ def scale_of(metric: str) -> float:
 
 def shown(metric: str, value: float) -> str:
     """Return a metric's value with its unit; without one if the metric is none of ``METRICS``."""
-    return metric_in_words(metric, value) if metric in METRICS else f"{value:.4g}"
+    if metric == "FLOPS_per_gpu":
+        return f"{flops_in_words(value)}/s per rank"
+    return metric_in_words(metric, value) if metric in METRICS else count_in_words(float(value))
 
 
 class Palette:

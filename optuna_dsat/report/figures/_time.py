@@ -6,11 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from optuna_dsat.escape.html import figure_text
-from optuna_dsat.report.facts import slot_name
 from optuna_dsat.report.figures._style import NEUTRAL, PHASE_COLOURS, empty_figure, lay_out, new_figure
 from optuna_dsat.report.slot_time import PHASES, Slot, SlotTime, Span, account
 from optuna_dsat.store import StoredLaunch
-from optuna_dsat.words import duration_in_words
+from optuna_dsat.words import duration_in_words, slot_name
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
