@@ -25,7 +25,7 @@ from optuna_dsat.cli.password import hide_secrets
 from optuna_dsat.cli.rewriting import COUNTS, lift_option, spread_numbers
 from optuna_dsat.display.stopping import EXIT_INTERRUPTED
 from optuna_dsat.errors import DsatError, ScriptFailedError, UsageError
-from optuna_dsat.escape.terminal import one_line, say
+from optuna_dsat.escape.terminal import one_line, say, say_prose
 from optuna_dsat.runtime.plain_text import TEXT_CHARS, shortened
 from optuna_dsat.secrecy.references import hidden_text
 from optuna_dsat.version import __version__
@@ -90,7 +90,7 @@ def _commands() -> TyperGroup:
 def _report(error: DsatError) -> None:
     text = hidden_text(str(error))
     shown = one_line(text, limit_chars=LINE_CHARS) if isinstance(error, UsageError) else text
-    say(f"optuna-dsat: {shown}", file=sys.stderr)
+    say_prose(f"optuna-dsat: {shown}", file=sys.stderr)
     if isinstance(error, ScriptFailedError):
         if error.traceback_tail:
             say(f"\n{shortened(hidden_text(error.traceback_tail.rstrip()), TEXT_CHARS)}", file=sys.stderr)
@@ -163,7 +163,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
         if error.format_message():  # empty if the help was shown instead
             text = one_line(error.format_message().rstrip("."), limit_chars=LINE_CHARS)
             end = "" if text.endswith(("?", "!")) else "."
-            say(f"optuna-dsat: {text}{end}{remedy}", file=sys.stderr)
+            say_prose(f"optuna-dsat: {text}{end}{remedy}", file=sys.stderr)
         sys.exit(error.exit_code)
     except BrokenPipeError:  # the reader of stdout, such as `head`, has closed it
         _drop_stdout()
@@ -171,10 +171,10 @@ def main(argv: list[str] | None = None) -> NoReturn:
     except OSError as error:
         if error.errno in _ERRORS_OF_PATHS:
             what = "" if error.filename is None else f"{error.filename}: "
-            say(f"optuna-dsat: {one_line(f'{what}{error.strerror}.', limit_chars=LINE_CHARS)}", file=sys.stderr)
+            say_prose(f"optuna-dsat: {one_line(f'{what}{error.strerror}.', limit_chars=LINE_CHARS)}", file=sys.stderr)
             sys.exit(UsageError.exit_code)
         # else a disk that fails where nobody expects it
-        say(f"optuna-dsat: {_failed_file(error)}", file=sys.stderr)
+        say_prose(f"optuna-dsat: {_failed_file(error)}", file=sys.stderr)
         _drop_stdout()
         sys.exit(EXIT_STORAGE)
     except (KeyboardInterrupt, typer.Abort):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from optuna_dsat.cli.parameters import DEFAULT_STORAGE, Name, Storage
-from optuna_dsat.escape.terminal import say
+from optuna_dsat.escape.terminal import say, say_prose
 from optuna_dsat.escape.urls import page_address
 
 if TYPE_CHECKING:
@@ -77,4 +77,4 @@ def _publish(store: Store, name: str) -> Published:
 
 
 def _say(text: str) -> None:
-    say(text, file=sys.stderr)
+    say_prose(text, file=sys.stderr)

@@ -7,7 +7,7 @@ import typer
 from optuna_dsat.cli.help import HelpCommand, HelpGroup
 from optuna_dsat.cli.parameters import DEFAULT_STORAGE, Storage
 from optuna_dsat.errors import UnreadableStudyError
-from optuna_dsat.escape.terminal import say
+from optuna_dsat.escape.terminal import say_prose
 
 __all__ = ["database"]
 
@@ -54,7 +54,7 @@ def _check(storage: Storage = DEFAULT_STORAGE) -> None:
     with Store.open(storage, create=False) as store:
         unreadable = [one for one in readable_studies(store) if isinstance(one, UnreadableStudy)]
     for one in unreadable:
-        say(f"{one.record.name} cannot be read: {one.reason}.")
+        say_prose(f"{one.record.name} cannot be read: {one.reason}.")
     if unreadable:
         raise typer.Exit(UnreadableStudyError.exit_code)
 

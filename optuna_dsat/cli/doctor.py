@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from optuna_dsat.escape.terminal import say_prose
 from optuna_dsat.tuning.locations import DEFAULT_OUTPUT_DIR, OUTPUT_DIR_ENV, STORAGE_ENV
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def doctor(
         _print(findings)
     code = exit_code(findings)
     if code:
-        sys.stderr.write("optuna-dsat: no launch can run before what is FATAL above is mended.\n")
+        say_prose("optuna-dsat: no launch can run before what is FATAL above is mended.", file=sys.stderr)
         raise typer.Exit(code)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from optuna_dsat.errors import UsageError
-from optuna_dsat.escape.terminal import say
+from optuna_dsat.escape.terminal import say_prose
 from optuna_dsat.script.experiment import Experiment, read_experiment
 from optuna_dsat.tuning.locations import DEFAULT_OUTPUT_DIR, DEFAULT_STORAGE, OUTPUT_DIR_ENV, STORAGE_ENV
 from optuna_dsat.tuning.parse import NO_CONFIG
@@ -52,7 +52,7 @@ def unfold_experiment(words: Sequence[str], *, own: Sequence[str], known: frozen
     os.chdir(folder)
     named = os.path.relpath(file, folder)
     for note in _notes(experiment, known=known):
-        say(f"{named}: {note}", file=sys.stderr)
+        say_prose(f"{named}: {note}", file=sys.stderr)
     return [*arguments, *_target(experiment, named, rest=rest)]
 
 

@@ -16,7 +16,7 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 from optuna_dsat.cli.catalogue import SEARCHES
 from optuna_dsat.cli.experiment_form import is_experiment, unfold_experiment
 from optuna_dsat.cli.options_file import OPTIONS_ENV, file_of
-from optuna_dsat.escape.terminal import say
+from optuna_dsat.escape.terminal import say_prose
 from optuna_dsat.script.launch_command import LaunchCommand
 from optuna_dsat.tuning.parse import NO_CONFIG
 
@@ -65,7 +65,7 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> list[
     told = [*_in_file(name, _value_of("--options", argv[:start]), cwd=cwd), *own]
     engine = _value_of("--on", told) or "here"
     for note in (*found.notes, *_note_on_nodes(found, engine=engine)):
-        say(note, file=sys.stderr)
+        say_prose(note, file=sys.stderr)
     return [*argv[: start + 1], *own, *_arguments(found, own=own, told=told, engine=engine, cwd=cwd)]
 
 

@@ -6,10 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from optuna_dsat.escape.terminal import cell
+from optuna_dsat.cli.tables import UNBOUNDED, print_table
 from optuna_dsat.secrecy.command import without_secrets
 from optuna_dsat.tuning.given import Given
 
@@ -20,14 +17,13 @@ _POSITIONAL = frozenset({"script", "ds_config", "script_args"})
 
 def show_options(given: Given) -> None:
     """Print each option that was given, with its value and origin."""
-    table = Table(title="Options that are not left at their defaults", title_justify="left")
-    for heading in ("option", "value", "from"):
-        table.add_column(heading, overflow="fold")
-    for name, origin in given.origins.items():
-        if name not in _POSITIONAL:
-            text = _in_words(name, getattr(given.options, name))
-            table.add_row(name.replace("_", "-"), cell(text), cell(origin))
-    Console(highlight=False).print(table)
+    rows = [
+        (name.replace("_", "-"), _in_words(name, getattr(given.options, name)), origin)
+        for name, origin in given.origins.items()
+        if name not in _POSITIONAL
+    ]
+    print("Options that are not left at their defaults:")
+    print_table(("option", "value", "from"), rows, piped_width=UNBOUNDED)
 
 
 def _in_words(name: str, value: Any) -> str:

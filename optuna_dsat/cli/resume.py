@@ -12,7 +12,7 @@ import typer
 from optuna_dsat.cli.parameters import DEFAULT_STORAGE, Json, Name, Quiet, Storage
 from optuna_dsat.cli.search import run_request
 from optuna_dsat.errors import UsageError
-from optuna_dsat.escape.terminal import say
+from optuna_dsat.escape.terminal import say, say_prose
 
 if TYPE_CHECKING:
     from optuna_dsat.study.request import StudyRequest
@@ -146,7 +146,7 @@ def _request(
         limits=limits,
         workdir=workdir,
         conclude=conclude,
-        on_notice=lambda text: say(text, file=sys.stderr),
+        on_notice=lambda text: say_prose(text, file=sys.stderr),
         approve=approve,
     )
     _ask_for_secrets(request.spec)

@@ -10,7 +10,7 @@ import typer
 
 from optuna_dsat.cli.commands import origins_of
 from optuna_dsat.escape.shell import shell_line
-from optuna_dsat.escape.terminal import say
+from optuna_dsat.escape.terminal import say, say_prose
 from optuna_dsat.tuning.declaration import Option
 from optuna_dsat.tuning.given import Given
 from optuna_dsat.tuning.options import (
@@ -131,7 +131,7 @@ def run(method: str | None, given: Given, output: OutputOptions) -> None:
 
 def _say_each(lines: Sequence[str]) -> None:
     for line in lines:
-        say(line, file=sys.stderr)
+        say_prose(line, file=sys.stderr)
 
 
 def _run_each(studies: Sequence[Prepared], output: OutputOptions) -> None:
@@ -144,7 +144,7 @@ def _run_each(studies: Sequence[Prepared], output: OutputOptions) -> None:
     searches = search_each(
         studies,
         lambda one: run_request(one.request, quiet=options.quiet, as_json=as_json, show=not as_json),
-        on_notice=lambda text: say(text, file=sys.stderr),
+        on_notice=lambda text: say_prose(text, file=sys.stderr),
     )
     found = []
     try:
@@ -152,7 +152,7 @@ def _run_each(studies: Sequence[Prepared], output: OutputOptions) -> None:
             found.append(one)
     except KeyboardInterrupt:
         left = [one.request.spec.name for one in studies[len(found) :]]
-        say(f"Of this sweep {', '.join(left)} are left: type the same command again.", file=sys.stderr)
+        say_prose(f"Of this sweep {', '.join(left)} are left: type the same command again.", file=sys.stderr)
         raise
     best, result = best_of(found)
     show_by_gpus(found, best=result, as_json=as_json)
@@ -202,7 +202,7 @@ def run_request(request: StudyRequest, *, quiet: bool, as_json: bool, show: bool
         raise KeyboardInterrupt
     if not request.conclude and not quiet:
         name = request.spec.name
-        say(f"Nothing is left for this worker; `optuna-dsat show {name}` shows the study.", file=sys.stderr)
+        say_prose(f"Nothing is left for this worker; `optuna-dsat show {name}` shows the study.", file=sys.stderr)
     return ended
 
 

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from optuna_dsat.errors import UsageError
+from optuna_dsat.escape.terminal import say_prose
 from optuna_dsat.script.trial_class import DEFAULT_LENGTH, Length, is_trial_class
 
 __all__ = ["TrainOptions", "train"]
@@ -69,7 +70,7 @@ def train(options: TrainOptions) -> None:
     settings = ds_config.merge(user_file.load(options.config).raw, target.overwrites)
     devices = choose_devices(options.gpus, options.cpu_ranks, option="--gpus")
     for notice in devices.notices:
-        print(notice, file=sys.stderr)
+        say_prose(notice, file=sys.stderr)
     secrets = References()
     request = LaunchRequest(
         launch_id="train",
@@ -86,7 +87,7 @@ def train(options: TrainOptions) -> None:
         slots=devices.per_launch if options.gpus is None else options.gpus,
     )
     keep(secrets.values)
-    sys.exit(run_full(request, devices=devices, on_notice=lambda text: print(text, file=sys.stderr)))
+    sys.exit(run_full(request, devices=devices, on_notice=lambda text: say_prose(text, file=sys.stderr)))
 
 
 def _runner_arguments(options: TrainOptions) -> tuple[str, ...]:

@@ -187,7 +187,7 @@ def test_a_dry_run_says_where_each_option_comes_from_and_hides_a_password(
     (bench.folder / "pyproject.toml").write_text("[tool.optuna-dsat]\nmax-trials = 2\n")
     assert leave(*PLAIN, "--dry-run") == 0
     shown = capsys.readouterr().out
-    rows = {line.split()[1]: line for line in shown.splitlines() if line.startswith("│")}
+    rows = {line.split()[0]: line for line in shown.splitlines() if " │ " in line}
     assert "pyproject.toml" in rows["max-trials"]
     assert "OPTUNA_DSAT_STORAGE" in rows["storage"]
     assert "command line" in rows["cpu-ranks"]
