@@ -267,10 +267,14 @@ def of_accelerate(given: argparse.Namespace) -> LaunchCommand:
     for option in ("num_processes", "num_machines"):
         if getattr(given, option) is not None:
             at_least_one(getattr(given, option), f"--{option}")
+    by_file = given.config_file is not None or (Path(launch.default_config_file).is_file() and not given.cpu)
+    if not by_file and (asked is None or not given.multi_gpu):
+        # accelerate would count the devices, which takes torch, and start a rank on each: as no number of ranks does
+        given.num_processes = 2 if given.multi_gpu else 1
     given, _defaults, _mixed = launch._validate_launch_command(given)
     environment: dict[str, str] = {}
     machines = given.num_machines or 1
-    ranks = (asked or given.num_processes) or None
+    ranks = (asked or given.num_processes) or None if by_file else asked
     if given.use_deepspeed:
         given.main_process_port = 0
         fields = getattr(given, "deepspeed_fields_from_accelerate_config", None) or []

@@ -81,6 +81,10 @@ COMMANDS = [
     "deepspeed --num_gpus 8 train.py --deepspeed_config ds.json",
     "deepspeed --hostfile hosts --include w0:1,2@w1:0,3 --module pkg.train",
     "accelerate launch --config_file acc.yaml train.py --lr 3",
+    "accelerate launch train.py",
+    "accelerate launch --num_processes 2 --mixed_precision bf16 train.py",
+    "accelerate launch --multi_gpu train.py",
+    "accelerate launch --use_deepspeed --zero_stage 2 --num_processes 4 --num_machines 2 train.py",
 ]
 SHOW = """
 import json, sys
