@@ -203,8 +203,8 @@ class _Judge:
         self._baseline = None if own is None or own.number not in self._trials else own.number
         self._values = {number: one for number, one in rounds.values().items() if number in self._trials}
         eligible = [number for number in self._values if rounds.failure(number) is None]
-        most = max((len(self._values[number]) for number in eligible), default=0)
-        self._eligible = [one for one in eligible if len(self._values[one]) >= min(MIN_ROUNDS, most)]
+        needed = _needed_rounds([len(self._values[number]) for number in eligible])
+        self._eligible = [one for one in eligible if len(self._values[one]) >= needed]
         self._in_rounds = self._baseline is not None and self._baseline in eligible
         self._reference = self._baseline if self._in_rounds else _longest(self._values, self._eligible)
         self.noise = None if self._reference is None else pooled_noise(self._values, reference=self._reference)
@@ -218,8 +218,17 @@ class _Judge:
 
     @property
     def paired(self) -> bool:
-        """Whether two rounds measured the reference: the user's config, or without it the one of most rounds."""
-        return self._reference is not None and len(self._values[self._reference]) >= 2
+        """Whether two rounds compare the reference (the user's config, or without it the one of most rounds).
+
+        Not so where the second of them ended with the reference: nothing then speaks against what the search found.
+        """
+        if self._reference is None or len(self._values[self._reference]) < 2:
+            return False
+        launched = {one.number for one in self._rounds.launches}
+        others = {*self._rounds.chosen, *launched} - {self._reference}
+        return not others or any(
+            len(self._values.get(number, {})) >= 2 or self._rounds.failure(number) is not None for number in others
+        )
 
     def by_rounds(self) -> Verdict:
         """Return the verdict by the rounds."""
@@ -395,6 +404,15 @@ class _Judge:
             ratio=ratio,
             left=left,
         )
+
+
+def _needed_rounds(counts: Sequence[int]) -> int:
+    """Return the rounds that a trial needs to be compared: as many as two trials have, up to ``MIN_ROUNDS``.
+
+    One of them may be ahead by a round that was begun; what has only one round is not compared with what has more.
+    """
+    first, second = (*sorted(counts, reverse=True), 0, 0)[:2]
+    return min(MIN_ROUNDS, max(second, min(first, 2)))
 
 
 def _longest(values: Mapping[int, Mapping[int, float]], eligible: Sequence[int]) -> int | None:

@@ -117,6 +117,21 @@ def test_where_the_time_ended_before_it_was_known_the_users_config_is_the_result
     assert "--confirm-time" in verdict_in_words(found, metric="throughput")[0]
 
 
+@pytest.mark.parametrize("ahead", [OWN, 1])
+@pytest.mark.parametrize("whole", [1, 2, 3])
+def test_a_round_that_was_begun_does_not_change_what_the_rounds_before_it_say(whole: int, ahead: int) -> None:
+    values = {OWN: [10.0] * whole, 1: [16.0] * whole, 2: [12.0] * whole}
+    before = judged(TRIALS, rounds_of(values))
+    begun = judged(TRIALS, rounds_of({**values, ahead: [*values[ahead], values[ahead][0]]}))
+    assert begun.handed_over == before.handed_over == 1
+    assert begun.kind is before.kind is (VerdictKind.UNCONFIRMED if whole == 1 else VerdictKind.WINNER)
+
+
+def test_what_took_the_place_of_a_failed_finalist_is_not_handed_over_after_one_round() -> None:
+    failed = rounds_of({OWN: [10.0, 10.1, 9.9]}).with_launch(launch(1, 1, None)).with_launch(launch(2, 3, 15.0))
+    assert judged(TRIALS, failed).handed_over == OWN
+
+
 def test_without_the_users_config_the_best_of_the_rounds_is_the_result() -> None:
     found = judged(TRIALS[1:], rounds_of({1: [16.0, 16.1, 15.9], 2: [12.0, 12.1, 11.9]}))
     assert (found.kind, found.handed_over, found.speed_up) == (VerdictKind.NO_BASELINE, 1, None)
