@@ -6,10 +6,10 @@ queues (``cluster/ray_place.py``). This process has to run on a node of the clus
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import logging
 import os
-import socket
 import threading
 import time
 from collections import deque
@@ -17,19 +17,23 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from optuna_dsat.cluster.engine import LOST_S, ClusterError, News, Order, Place
+from optuna_dsat.cluster.ray_control import ControlWatch, control_address, greet
 from optuna_dsat.cluster.ray_nodes import refuse_impossible
 from optuna_dsat.cluster.ray_place import RayPlace, cause_of
+from optuna_dsat.launch.nvml import DeviceError
 
-__all__ = ["RayEngine", "address_of", "join_cluster"]
+__all__ = ["RayEngine", "address_of", "join_cluster", "leave_cluster"]
 
 _CONNECT_S = 30.0
 """Longest wait for Ray to take this process as a driver, once the cluster's address answers."""
-_REACH_S = 3.0
-"""Longest wait for the cluster's address to answer."""
 _TURN_S = 0.05
 """Longest wait of the thread for an answer of Ray's."""
 _CLOSE_S = 12.0
 """Longest wait for places to be given back at the end."""
+_LEAVE_S = 10.0
+"""Longest wait for Ray to let this process go, where its control service is gone; it takes five seconds."""
+_GOODBYE_S = 5.0
+"""Longest wait for agents to end then."""
 
 
 class RayEngine:
@@ -61,6 +65,7 @@ class RayEngine:
         """Number in Ray of a node with which a place was lost -> when, on the monotonic clock. Of the thread alone."""
         self._closing = False
         self._thread: threading.Thread | None = None
+        self._control: ControlWatch | None = None
         self._failure = ""
         """Why no place can be held any more."""
         self._turned_at = 0.0
@@ -88,7 +93,8 @@ class RayEngine:
             slots: GPUs of a node; 0 for none.
 
         Raises:
-            ClusterError: If the cluster does not answer.
+            ClusterError: If no cluster answers.
+            DeviceError: If the cluster that held places answers no more.
         """
         self._connect()
         with self._changed:
@@ -109,7 +115,7 @@ class RayEngine:
             if not self._news:
                 self._changed.wait(timeout_s)
             if self._places and time.monotonic() - self._turned_at > LOST_S:
-                self._fail(f"no answer in {LOST_S:g} s")
+                self._fail(f"Ray gives no answer for {LOST_S:g} s")
             found = tuple(self._news)
             self._news.clear()
             return found
@@ -132,23 +138,25 @@ class RayEngine:
         if self._thread is not None:
             self._thread.join(_CLOSE_S)
             self._thread = None
+        if self._control is not None:
+            self._control.close()
         if self._is_ours:
-            import ray
-
-            ray.shutdown()
+            leave_cluster()
             self._is_ours = False
 
     def _connect(self) -> None:
         """Make this process a driver of the cluster, and start the thread.
 
         Raises:
-            ClusterError: If Ray is not installed, or no cluster answers, or none does any more.
+            ClusterError: If Ray is not installed, or no cluster answers.
+            DeviceError: If none does any more.
         """
         if self._failure:
-            raise ClusterError(self._failure)
+            raise DeviceError(f"{self._failure}. Nothing is lost: resume goes on.")
         if self._thread is not None:
             return
         self._is_ours = join_cluster(self._address)
+        self._control = ControlWatch(control_address())
         self._turned_at = time.monotonic()
         self._thread = threading.Thread(target=self._work, name="ray places", daemon=True)
         self._thread.start()
@@ -160,11 +168,24 @@ class RayEngine:
                 pass
         except Exception as error:  # noqa: BLE001 - whatever Ray raises, nothing of it can be used any more
             with self._changed:
-                self._fail(cause_of(error))
+                self._fail(f"Ray cannot be used any more: {cause_of(error)}")
+
+    def _leave_all(self, places: Sequence[RayPlace], why: str) -> None:
+        """Have all agents end, by their actors alone; no place can be held any more."""
+        import ray
+
+        with self._changed:
+            self._failure = why
+        for place in places:
+            place.leave(why)
+        if goodbyes := [one for place in places for one in place.references()]:
+            ray.wait(goodbyes, num_returns=len(goodbyes), timeout=_GOODBYE_S)
+        with self._changed:
+            self._fail(why)
 
     def _fail(self, why: str) -> None:
         """Note that Ray cannot be used any more; agents end by themselves, since nobody pings them."""
-        self._failure = self._failure or f"Ray does not answer: {why}"
+        self._failure = self._failure or why
         for place in self._places:
             place.give_up(self._failure)
         self._places.clear()
@@ -181,6 +202,9 @@ class RayEngine:
             orders, self._orders = self._orders, deque()
             released, self._released = self._released, []
             places, closing = list(self._places), self._closing
+        if self._control is not None and (why := self._control.failure):
+            self._leave_all(places, why)
+            return False
         for place, order, node in orders:
             place.give(order, node=node)
         for place in places if closing else released:
@@ -241,11 +265,31 @@ def join_cluster(address: str) -> bool:
     thread.join(_CONNECT_S)
     named = f"--ray-address {address}" if address != "auto" else "no --ray-address is given"
     if thread.is_alive():
+        atexit.unregister(ray.shutdown)  # it would wait for this thread
         raise ClusterError(f"The Ray cluster took no driver within {_CONNECT_S:.0f} s ({named}).")
     if failed:
         first = next((line for line in str(failed[0]).splitlines() if line.strip()), type(failed[0]).__name__)
         raise ClusterError(f"No Ray cluster can be used ({named}): {first.strip()}")
     return True
+
+
+def leave_cluster() -> None:
+    """Be a driver no more, without a long wait for a cluster that does not answer: Ray's own way has no limit."""
+    import ray
+
+    try:
+        greet(control_address())
+    except OSError:
+        pass
+    else:
+        ray.shutdown()
+        return
+    atexit.unregister(ray.shutdown)
+    worker: Any = importlib.import_module("ray._private.worker").global_worker
+    # What is left undone of Ray's threads would crash this process at its end, and hide its exit code.
+    thread = threading.Thread(target=worker.core_worker.shutdown_driver, daemon=True)
+    thread.start()
+    thread.join(_LEAVE_S)
 
 
 def _silence_ray() -> None:
@@ -268,8 +312,7 @@ def _reach(address: str) -> None:
     """
     if "://" in address:
         raise ClusterError(f"--ray-address is {address}; give HOST:PORT of the cluster's head.")
-    host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), timeout=_REACH_S).close()
+        greet(address)
     except (OSError, ValueError) as error:
         raise ClusterError(f"--ray-address is {address}, where no Ray cluster answers: {error}.") from None

@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from optuna_dsat.cluster.engine import LOST_S, ClusterError
-from optuna_dsat.cluster.ray_engine import address_of, join_cluster
+from optuna_dsat.cluster.ray_engine import address_of, join_cluster, leave_cluster
 from optuna_dsat.cluster.ray_nodes import group_of, refuse_impossible
 from optuna_dsat.cluster.ray_place import cause_of, relay_on
 from optuna_dsat.cluster.srun import agent_environment
+from optuna_dsat.errors import DsatError
+from optuna_dsat.launch.nvml import DeviceError
 
 __all__ = ["main", "torchrun_words"]
 
@@ -54,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
     try:
         return _train(given)
-    except ClusterError as error:
+    except DsatError as error:
         return _refused(error)
     except ray.exceptions.RayError as error:
         sys.stderr.write(f"optuna-dsat: {cause_of(error)}.\n")
@@ -62,10 +64,10 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     finally:
-        ray.shutdown()
+        leave_cluster()
 
 
-def _refused(error: ClusterError) -> int:
+def _refused(error: DsatError) -> int:
     sys.stderr.write(f"optuna-dsat: {error}\n")
     return error.exit_code
 
@@ -136,7 +138,7 @@ def _follow(relays: Sequence[Any]) -> int:
     """Write what nodes say until all have ended, or one has failed; return the exit code.
 
     Raises:
-        ClusterError: If a node answers no more.
+        DeviceError: If a node answers no more.
     """
     import ray
 
@@ -159,7 +161,7 @@ def _follow(relays: Sequence[Any]) -> int:
                 return int(code)
         silent = [node for node, since in asked.values() if time.monotonic() - since > LOST_S]
         if silent:
-            raise ClusterError(f"Node {silent[0]} of the training has given no answer for {LOST_S:g} s.")
+            raise DeviceError(f"Node {silent[0]} of the training has given no answer for {LOST_S:g} s.")
     return 0
 
 

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from optuna_dsat.cluster import ray_engine, ray_nodes
+from optuna_dsat.cluster import ray_control, ray_engine, ray_nodes
 from optuna_dsat.cluster.engine import ClusterError, PlaceState
+from optuna_dsat.cluster.ray_control import ControlWatch
 from optuna_dsat.cluster.ray_engine import RayEngine
 from optuna_dsat.cluster.ray_node import node_environment
 from optuna_dsat.cluster.ray_nodes import fitting_nodes, named_nodes
 from optuna_dsat.cluster.ray_place import cause_of
 from optuna_dsat.cluster.ray_train import torchrun_words
+from optuna_dsat.launch.nvml import DeviceError
 from tests.harness.commands import DS_CONFIG, SCRIPT, Command
 from tests.harness.ray_cluster import LOOPBACK, ROOT, RayCluster, running_ray, why_no_ray
 from tests.harness.workers import ended, wait_until
@@ -132,16 +138,31 @@ def test_when_ray_fails_its_places_are_lost_and_no_more_are_asked_for(monkeypatc
         raise ConnectionError("GCS is gone.\nMore of it.")
 
     monkeypatch.setattr(ray_engine, "join_cluster", lambda _: False)
+    monkeypatch.setattr(ray_engine, "control_address", lambda: "127.0.0.1:1")
     go = threading.Event()
     monkeypatch.setattr(RayEngine, "_turn", lambda one: go.wait(30) and fail(one))
     engine = RayEngine("127.0.0.1:6379")
     place = engine.request(nodes=2, slots=0)
     go.set()
     wait_until(lambda: place.state is PlaceState.LOST, what="the place is lost")
-    assert place.why == "Ray does not answer: GCS is gone"
-    with pytest.raises(ClusterError, match="GCS is gone"):
+    assert place.why == "Ray cannot be used any more: GCS is gone"
+    with pytest.raises(DeviceError, match=r"GCS is gone\. Nothing is lost: resume goes on\."):
         engine.request(nodes=2, slots=0)
     engine.close()
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_control_service_that_answers_nothing_counts_as_gone(monkeypatch: pytest.MonkeyPatch, answers: bool) -> None:
+    for name, value in {"_SILENT_S": 0.5, "_LOOK_S": 0.05, "_ANSWER_S": 0.1}.items():
+        monkeypatch.setattr(ray_control, name, value)
+    with socket.create_server(("127.0.0.1", 0)) as server:  # the kernel accepts, as for a process that is stopped
+        watch = ControlWatch(f"127.0.0.1:{server.getsockname()[1]}")
+        until = time.monotonic() + 1
+        while time.monotonic() < until:
+            if answers:
+                server.accept()[0].close()
+        assert watch.failure == ("" if answers else "Ray's control service (GCS) has given no answer for 0.5 s")
+        watch.close()
 
 
 @with_ray
@@ -194,6 +215,25 @@ def test_with_an_agent_its_place_and_the_agents_of_other_nodes_go(cluster: RayCl
 
 
 @with_ray
+def test_a_node_whose_agent_stands_still_is_lost_and_rid_of_it(cluster: RayCluster) -> None:
+    found = seen(cluster, "agent_frozen")
+    assert "said nothing for 4 s" in found["why"]
+    assert found["lost_s"] + found["gone_s"] < 40
+
+
+@with_ray
+def test_without_rays_control_service_all_places_are_given_up(cluster: RayCluster) -> None:
+    control = psutil.Process(cluster.ask("control"))
+    try:
+        found = seen(cluster, "control_frozen", control.pid)
+    finally:
+        control.resume()
+    assert found["why"] == "Ray's control service (GCS) has given no answer for 3 s"
+    assert found["refused"] == f"{found['why']}. Nothing is lost: resume goes on."
+    assert found["lost_s"] + found["gone_s"] < 20
+
+
+@with_ray
 def test_agents_go_with_the_process_that_held_their_place(cluster: RayCluster) -> None:
     process = holder(cluster, "held")
     assert process.stdout is not None
@@ -229,9 +269,24 @@ def test_a_study_runs_on_two_nodes_from_a_head_without_a_core(cluster: RayCluste
     assert trained.returncode == 0
 
 
+def relay_above(rank: int) -> psutil.Process:
+    """Return Ray's worker on the node of a rank."""
+    return next(one for one in psutil.Process(rank).parents() if one.cmdline()[0].startswith("ray::"))
+
+
+TRAIN = """import sys
+from optuna_dsat.cluster import ray_train
+ray_train.LOST_S = 4.0
+sys.exit(ray_train.main(sys.argv[1:]))
+"""
+
+
 @with_ray
 @pytest.mark.torchrun
-def test_a_training_that_is_killed_leaves_no_rank(cluster: RayCluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fate", ["killed", "without an answer"])
+def test_a_training_that_is_killed_or_loses_a_node_leaves_no_rank(
+    cluster: RayCluster, tmp_path: Path, fate: str
+) -> None:
     script, noted = tmp_path / "train.py", tmp_path / "pids"
     script.write_text(
         "import os, subprocess, time\n"
@@ -240,13 +295,19 @@ def test_a_training_that_is_killed_leaves_no_rank(cluster: RayCluster, tmp_path:
         "    file.write(f'{os.getpid()} {child.pid}\\n')\n"
         "time.sleep(600)\n"
     )
-    words = ["-m", "optuna_dsat.cluster.ray_train", "--address", cluster.address, "--nodes", "2", "--ranks", "1"]
-    process = subprocess.Popen([sys.executable, *words, "--", str(script)], cwd=ROOT, env={**os.environ, **LOOPBACK})
+    words = ["-c", TRAIN, "--address", cluster.address, "--nodes", "2", "--ranks", "1", "--", str(script)]
+    environ = {**os.environ, **LOOPBACK}
+    process = subprocess.Popen([sys.executable, *words], cwd=ROOT, env=environ, stderr=subprocess.PIPE, text=True)
     try:
         wait_until(lambda: noted.exists() and noted.read_text().count("\n") == 2, what="both ranks run", limit_s=120)
+        if fate != "killed":
+            relay_above(int(noted.read_text().split()[0])).suspend()
+            _, errors = process.communicate(timeout=60)
+            assert process.returncode == 1
+            assert re.search(r"^optuna-dsat: Node [01] of the training has given no answer for 4 s\.$", errors, re.M)
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
     pids = [int(word) for word in noted.read_text().split()]
     wait_until(lambda: all(map(ended, pids)), what="ranks and what they started are gone", limit_s=40)
 
@@ -268,3 +329,24 @@ def test_a_node_whose_raylet_is_killed_is_lost_with_its_agent(cluster: RayCluste
     assert "Ray's actor on 127.0.0.1:" in found["why"] or "said nothing" in found["why"] or "ended with" in found["why"]
     assert found["lost_s"] + found["gone_s"] < 40
     cluster.ask("add")
+
+
+@with_ray
+def test_a_node_with_another_deepspeed_is_named(cluster: RayCluster, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "if os.environ.get('RAY_ODD_NODE'):\n"
+        "    sys.path.insert(0, os.path.join(os.path.dirname(__file__), 'odd'))\n"
+    )
+    metadata = tmp_path / "odd" / "deepspeed-9.9.9.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 9.9.9\n")
+    cluster.ask("add RAY_ODD_NODE=1")
+    (tmp_path / "train.py").write_text(SCRIPT.read_text())
+    (tmp_path / "ds.json").write_text(json.dumps(DS_CONFIG))
+    where = ("--on", "ray", "--ray-address", cluster.address, "--nodes-per-trial", "3", "--cpu-ranks", "1", "--quiet")
+    environ = {**LOOPBACK, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    _, errors = Command(tmp_path, "random", "train.py", "ds.json", *where, environ=environ).finish(code=2)
+    (line,) = errors.strip().splitlines()
+    assert "The nodes differ in deepspeed: 127.0.0.1:" in line
+    assert "has 9.9.9" in line

@@ -15,8 +15,10 @@ from typing import Any
 
 import psutil
 
+from optuna_dsat.cluster import ray_control, ray_place
 from optuna_dsat.cluster.engine import ClusterError, Place, PlaceState
 from optuna_dsat.cluster.ray_engine import RayEngine
+from optuna_dsat.launch.nvml import DeviceError
 
 LIMIT_S = 90.0
 Seen = dict[str, Any]
@@ -129,6 +131,17 @@ def agent_killed(engine: RayEngine) -> Seen:
     return {"lost_s": lost_s, "gone_s": gone_s, "why": place.why}
 
 
+def agent_frozen(engine: RayEngine) -> Seen:
+    """The agent of one node stands still: Ray misses nothing."""
+    vars(ray_place)["LOST_S"] = 4.0
+    place = engine.request(nodes=2, slots=2)
+    pids = ready(engine, place)
+    os.kill(pids[1], signal.SIGSTOP)
+    lost_s = until(engine, lambda: place.state is PlaceState.LOST)
+    gone_s = until(engine, lambda: not any(map(lives, pids)))
+    return {"lost_s": lost_s, "gone_s": gone_s, "why": place.why}
+
+
 def raylet_killed(engine: RayEngine, raylet: int) -> Seen:
     """Ray's own process of one node is killed."""
     place = engine.request(nodes=2, slots=2)
@@ -138,6 +151,21 @@ def raylet_killed(engine: RayEngine, raylet: int) -> Seen:
     gone_s = until(engine, lambda: not any(map(lives, pids)))
     time.sleep(15)  # until Ray itself has missed the node, and would say so
     return {"lost_s": lost_s, "gone_s": gone_s, "why": place.why}
+
+
+def control_frozen(engine: RayEngine, control: int) -> Seen:
+    """Ray's control service stands still."""
+    ray_control._SILENT_S = 3.0
+    place = engine.request(nodes=2, slots=2)
+    pids = ready(engine, place)
+    os.kill(control, signal.SIGSTOP)
+    found: Seen = {"lost_s": until(engine, lambda: place.state is PlaceState.LOST), "why": place.why}
+    found["gone_s"] = until(engine, lambda: not any(map(lives, pids)))
+    try:
+        engine.request(nodes=2, slots=2)
+    except DeviceError as error:
+        found["refused"] = str(error)
+    return found
 
 
 def held(engine: RayEngine) -> Seen:
