@@ -28,8 +28,8 @@ def explain(
     from optuna_dsat.store import Store
 
     with Store.open(storage, create=False) as store:
-        explanation, words = explain_study(store, name)
         view = read_view(store, name)
+    explanation, words = explain_study(view)
     gap = prediction_gap(view)
     if as_json:
         beside = {"prediction": None if gap is None else gap.to_json()}

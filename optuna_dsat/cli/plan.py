@@ -14,7 +14,7 @@ import typer
 from optuna_dsat.cli.commands import with_options
 from optuna_dsat.cli.tables import print_table
 from optuna_dsat.errors import UsageError
-from optuna_dsat.escape.terminal import say
+from optuna_dsat.escape.terminal import say_prose
 from optuna_dsat.tuning.options import DEFAULT_OUTPUT_DIR, DEFAULT_STORAGE, OUTPUT_DIR_ENV, STORAGE_ENV, TuneOptions
 from optuna_dsat.tuning.parse import share
 from optuna_dsat.words import bytes_in_words, count_in_words, slot_name
@@ -285,24 +285,24 @@ def _with_launch(options: PlanOptions) -> Plan:
     search = _search_options(options)
     devices = search_devices(search)
     for notice in devices.notices:
-        say(notice, file=sys.stderr)
+        say_prose(notice, file=sys.stderr)
     spec = build_spec("guided", search, devices)
     spec = spec.model_copy(update={"name": f"{spec.name.removesuffix('-guided')}-plan"})
-    LeftoverWatch(os.environ, on_notice=lambda text: print(text, file=sys.stderr)).begin()
+    LeftoverWatch(os.environ, on_notice=lambda text: say_prose(text, file=sys.stderr)).begin()
     with Store.open(search.storage) as store:
         return plan_script(
             spec,
             store=store,
             device_names=tuple(device.name for device in devices.devices),
             launcher=lambda: closing(TorchrunLauncher(spec.study_dir, devices=devices, max_slots=spec.max_slots)),
-            on_attempt=lambda one: say(
+            on_attempt=lambda one: say_prose(
                 f"Profile launch at micro-batch {one.micro_batch}, {one.words} ...", file=sys.stderr
             ),
             memory_margin=options.memory_margin,
             seq_length=options.seq_length,
             nodes=options.nodes,
             network_gbit_per_s=options.network if options.nodes > 1 else None,
-            on_notice=lambda text: say(text, file=sys.stderr),
+            on_notice=lambda text: say_prose(text, file=sys.stderr),
         )
 
 
@@ -355,9 +355,9 @@ def _print_scaling(found: Sequence[AtCount], *, whose: str) -> None:
                     f"{one.row.name}, micro-batch {one.row.micro_batch}",
                 )
             )
-    print(f"\nHow many {whose}s are worth it, each number with what is predicted to be fastest on it:")
+    say_prose(f"\nHow many {whose}s are worth it, each number with what is predicted to be fastest on it:")
     print_table(headings, rows, right=headings[:-1])
-    say(
+    say_prose(
         f"Scaling is samples/s per {whose} over those of the first that fits; the global batch grows with the "
         f"{whose}s. Measure it: `{'--gpus-per-trial' if whose == 'GPU' else '--cpu-ranks'} 1 2 4 8` with any search.\n"
     )
@@ -385,7 +385,7 @@ def _print_text(plan: Plan) -> None:
     from optuna_dsat.plan.advice import advise
 
     for line in plan.about:
-        say(line)
+        say_prose(line)
     known = {"tokens/s": plan.subject.seq_length is not None, "MFU": any(_mfu(row) for row in plan.rows)}
     extra = tuple(heading for heading, shown in known.items() if shown)
     device = plan.subject.hardware.device
@@ -393,22 +393,22 @@ def _print_text(plan: Plan) -> None:
     headings = (*(heading.format(whose) for heading in _HEADINGS), *extra, "bound by")
     print_table(headings, (_cells(row, extra) for row in plan.rows), right=headings[1:-1])
     what = "what a rank takes" if device == "cpu" else "the peak of torch's allocator"
-    print(
+    say_prose(
         f"Memory is {what} at the micro-batch shown, of {bytes_in_words(plan.subject.usable_bytes)} that it may reach; "
         "nine steps of ten are expected within the range."
     )
     if known["MFU"] and plan.subject.model_flops_per_sample is None:
-        print(
+        say_prose(
             "MFU is the share of the GPUs' peak FLOPS, by the operations that the launch counted, recomputed ones too."
         )
     elif known["MFU"]:
-        print(
+        say_prose(
             "MFU is the share of the GPUs' peak FLOPS that the model's own operations reach, without recomputed ones."
         )
     if found := _scaling(plan):
         _print_scaling(found, whose=whose)
     for text in advise(plan):
-        say(f"- {text}")
+        say_prose(f"- {text}")
 
 
 def _mfu(row: PlannedRow) -> str:

@@ -8,10 +8,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
 
 from optuna_dsat.cli.tables import print_table
-from optuna_dsat.escape.terminal import cell, say, say_prose
+from optuna_dsat.escape.terminal import say, say_prose
 from optuna_dsat.metrics import shares_of_linear
 from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.spec import StudySpec
@@ -82,10 +81,8 @@ def show_by_gpus(found: Sequence[AtGpus], *, best: StudyResult, as_json: bool = 
         print(json.dumps({**asdict(best), "scaling": scaling}, indent=2))
         return
     unit = slot_name(next((one.run.request.spec.device for one in found if one.run is not None), "cuda"))
-    table = Table(title=f"By number of {unit}s")
-    for heading in (f"{unit}s", "samples/s in all", f"samples/s per {unit}", "scaling", "speed-up"):
-        table.add_column(heading, justify="right", no_wrap=heading == "scaling")
-    table.add_column("study", no_wrap=True)
+    headings = (f"{unit}s", "samples/s in all", f"samples/s per {unit}", "scaling", "speed-up", "study")
+    rows = []
     for one, share in zip(found, shares, strict=True):
         speed_up = None if one.result is None else one.result.speed_up
         all_, each, times = (
@@ -96,9 +93,9 @@ def show_by_gpus(found: Sequence[AtGpus], *, best: StudyResult, as_json: bool = 
                 (times_in_words, speed_up),
             )
         )
-        row = (one.gpus, all_, each, "-" if share is None else f"{share:.0%}", times, one.study)
-        table.add_row(*map(cell, row))
-    Console(highlight=False).print(table)
+        rows.append((one.gpus, all_, each, "-" if share is None else f"{share:.0%}", times, one.study))
+    print(f"By number of {unit}s:")
+    print_table(headings, rows, right=headings[:-1])
     _print_bars(found, shares, unit=unit)
     say(f"Most samples/s in all: {best.study}. Train with it:\n  {best.command}")
 
@@ -110,7 +107,7 @@ def _print_bars(found: Sequence[AtGpus], shares: Sequence[float | None], *, unit
         return
     ideals = [(one.samples_per_s or 0.0) / share for one, share in measured]
     scale = _BAR_CELLS / max(max(ideals), max(one.samples_per_s or 0.0 for one, _ in measured))
-    say(f"Scaling: samples/s with the number of {unit}s; the dot is where they would be if they grew with it.")
+    say_prose(f"Scaling: samples/s with the number of {unit}s; the dot is where they would be if they grew with it.")
     for (one, share), ideal in zip(measured, ideals, strict=True):
         filled, dot = max(1, round(scale * (one.samples_per_s or 0.0))), max(1, round(scale * ideal))
         bar = ("#" * filled).ljust(max(filled, dot))

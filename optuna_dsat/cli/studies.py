@@ -91,7 +91,7 @@ def studies(storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
         shown = [{**row, **_standing_in_words(row, study.verdict)} for row, study in zip(rows, readable, strict=True)]
         print_table(headings, [[row[heading] for heading in headings] for row in shown], piped_width=UNBOUNDED)
         for one in unreadable:
-            say(f"{one.record.name} cannot be read: {one.reason}.")
+            say_prose(f"{one.record.name} cannot be read: {one.reason}.")
 
 
 def _standing(study: StoredStudy) -> dict[str, Any]:
@@ -233,7 +233,7 @@ def best(
     if study.best is None or verdict is None:
         raise NothingRunnableError(f"The study {name!r} has measured nothing yet.")
     shown = f"{value_in_words(verdict, metric=study.metric, device=study.spec.device)}, {how_known(verdict)}"
-    say(f"Trial {verdict.handed_over}, {shown}.", file=sys.stderr)
+    say_prose(f"Trial {verdict.handed_over}, {shown}.", file=sys.stderr)
     config = study.ready_config(study.best.trial)
     if output is None:
         print(json.dumps(config, indent=2))

@@ -31,11 +31,10 @@ from optuna_dsat.guided.planner import GuidedPlanner
 from optuna_dsat.guided.residual_gp import NOISE_SD
 from optuna_dsat.metrics import LARGER_IS_BETTER
 from optuna_dsat.report.proposals import Situation, proposals
-from optuna_dsat.store import Store
 from optuna_dsat.study.configuration import configuration_of
 from optuna_dsat.study.paired import Ratio
 from optuna_dsat.study.standing import Standing, compared, speed_up_over
-from optuna_dsat.study.stored import StoredStudy, read_stored
+from optuna_dsat.study.stored import StoredStudy
 from optuna_dsat.study.verdict_words import how_known
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH, STRUCTURE, Feasibility, feasibility, score, visible_params
@@ -157,16 +156,15 @@ class Explanation:
         }
 
 
-def explain_study(store: Store, name: str) -> tuple[Explanation, str]:
-    """Return why a stored study's winner wins, and its configuration in words.
+def explain_study(study: StoredStudy) -> tuple[Explanation, str]:
+    """Return why a study's winner wins, and its configuration in words.
 
     Raises:
-        UsageError: If there is no such study, nothing of it was measured, or its profile is gone.
+        UsageError: If nothing of it was measured, or its profile is gone.
     """
-    study = read_stored(store, name)
     found = explained(study)
     if found is None or study.best is None:
-        raise UsageError(f"Nothing of the study {name!r} was measured: there is nothing to explain.")
+        raise UsageError(f"Nothing of the study {study.record.name!r} was measured: there is nothing to explain.")
     return found, configuration_of(study.best.trial)
 
 

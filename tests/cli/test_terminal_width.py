@@ -22,6 +22,7 @@ COMMANDS = (
     f"{SEARCH} --dry-run --study of-another-name --output-dir a-folder-with-a-long-name --fix reduce_bucket_size=5e6",
     "guided --num_gpus 2 train.py --deepspeed ds.json",
     "guide",
+    "plan --params 7e9 --gpu h100 --gpus 8",
 )
 
 

@@ -8,6 +8,7 @@ import pytest
 from optuna_dsat.cli import main
 from optuna_dsat.errors import UsageError
 from optuna_dsat.report.explanation import explain_study
+from optuna_dsat.study.stored import read_stored
 from tests.harness.landscapes import Hill
 from tests.harness.studies import StudyBench
 
@@ -18,7 +19,7 @@ def test_a_stored_study_is_explained_whatever_method_searched(
 ) -> None:
     result = bench.run(bench.spec(method=method, confirm=2, max_trials=8), Hill())
     assert result is not None
-    found, words = explain_study(bench.store, "s")
+    found, words = explain_study(read_stored(bench.store, "s"))
     assert found.winner == result.trial
     assert found.speed_up == pytest.approx(result.speed_up)
     assert math.prod(one.factor for one in found.factors if one.factor is not None) == pytest.approx(result.speed_up)
@@ -38,4 +39,4 @@ def test_a_stored_study_is_explained_whatever_method_searched(
 def test_a_study_that_measured_nothing_has_nothing_to_explain(bench: StudyBench) -> None:
     bench.store.create_study("s", bench.spec().model_dump(mode="json"), direction="maximize")
     with pytest.raises(UsageError, match="nothing to explain"):
-        explain_study(bench.store, "s")
+        explain_study(read_stored(bench.store, "s"))

@@ -110,9 +110,9 @@ def test_all_who_look_at_a_study_see_the_space_that_it_searched(
         return make_planner(spec, profiled, space, **options)
 
     monkeypatch.setattr(warm_start, "make_planner", noted)
-    monkeypatch.setattr("optuna_dsat.report.explanation.make_planner", noted)
-    explain_study(bench.store, "s")
+    monkeypatch.setattr("optuna_dsat.study.methods.make_planner", noted)
     study = read_stored(bench.store, "s")
+    explain_study(study)
     assert study.profiled is not None
     other = bench.spec(name="other", method="guided", options={"warm_start": "s"})
     warm_start.gather(bench.store, other, study.profiled, fingerprint=str(study.attributes[attributes.FINGERPRINT]))
@@ -145,7 +145,7 @@ def test_a_confirmed_winner_is_not_compared_with_a_user_config_that_could_not_be
     assert (study.best.confirmed, study.baseline.confirmed) == (True, False)
     searched = study.best.searched_value / study.baseline.searched_value
     assert searched != pytest.approx(study.best.value / study.baseline.value, rel=1e-4), "noise tells them apart"
-    explained, _ = explain_study(bench.store, "s")
+    explained, _ = explain_study(study)
     assert result.value == study.best.value
     assert result.speed_up == pytest.approx(searched)
     assert result.user_value == study.baseline.searched_value
