@@ -267,13 +267,17 @@ def duration_in_words(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-def step_time_in_words(seconds: float) -> str:
-    """Return the duration of a step or of a part of it, such as ``1.2 s``, ``29.6 ms`` or ``5.23 µs``."""
-    if abs(seconds) >= 1:
-        return f"{count_in_words(float(seconds))} s"
-    if 0 < abs(seconds) < 1e-4:
-        return f"{count_in_words(seconds * 1e6)} \u00b5s"
-    return f"{count_in_words(seconds * 1000.0)} ms"
+def step_time_in_words(seconds: float, *, digits: int = 4) -> str:
+    """Return the duration of a step or of a part of it, such as ``1.2 s``, ``29.6 ms`` or ``5.23 µs``.
+
+    Args:
+        seconds: The duration.
+        digits: Significant digits, as for ``count_in_words``.
+    """
+    scales = ((1.0, 1.0, "s"), (1e-4, 1e3, "ms"), (0.0, 1e6, "\u00b5s"))
+    fitting = ((factor, unit) for least, factor, unit in scales if abs(seconds) >= least)
+    factor, unit = next(fitting, (1e3, "ms"))
+    return f"{count_in_words(seconds * factor, digits=digits)} {unit}" if seconds else "0 ms"
 
 
 def metric_in_words(metric: str, value: float, *, device: str = "cuda") -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from optuna_dsat.config.documents import as_written
 from optuna_dsat.errors import ConfigError
 
 __all__ = ["Autotuning", "parse_autotuning", "positive_int"]
@@ -97,13 +98,15 @@ def _autotuning_value(name: str, value: Any, *, where: str) -> Any:
             return max(positive_int(one, name, where=where) for one in value)
         return positive_int(value, name, where=where)
     if name in ("enabled", "fast") and not isinstance(value, bool):
-        raise ConfigError(f"{where}{name} is {value!r}; it must be true or false.")
+        raise ConfigError(f"{where}{name} is {as_written(value)}; it must be true or false.")
     if name == "arg_mappings":
         if not isinstance(value, dict) or not all(isinstance(one, str) for one in value.values()):
-            raise ConfigError(f"{where}{name} is {value!r}; it must map DeepSpeed keys to names of script arguments.")
+            raise ConfigError(
+                f"{where}{name} is {as_written(value)}; it must map DeepSpeed keys to names of script arguments."
+            )
         return dict(value)
     if name in ("metric", "tuner_type") and not isinstance(value, str):
-        raise ConfigError(f"{where}{name} is {value!r}; it must be a string.")
+        raise ConfigError(f"{where}{name} is {as_written(value)}; it must be a string.")
     return value
 
 
@@ -119,5 +122,5 @@ def positive_int(value: Any, key: str, *, where: str = "") -> int:
         or not 1 <= value < math.inf
         or value != int(value)
     ):
-        raise ConfigError(f"{where}{key} is {value!r}; it must be a whole number of at least 1.")
+        raise ConfigError(f"{where}{key} is {as_written(value)}; it must be a whole number of at least 1.")
     return int(value)

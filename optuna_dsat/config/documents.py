@@ -16,7 +16,7 @@ from typing import Any
 
 from optuna_dsat.errors import UsageError
 
-__all__ = ["check_nesting", "checked", "is_pipe", "read_document", "read_hjson"]
+__all__ = ["as_written", "check_nesting", "checked", "is_pipe", "read_document", "read_hjson"]
 
 _MOST_BYTES = 16 * 2**20
 _MOST_DEPTH = 64
@@ -25,8 +25,19 @@ _MOST_VALUES = 100_000
 _BRACKETS = re.compile(r"[\[{\]}]")
 _MOST_BRACKETS = 256
 _LARGEST_INTEGER = 2**63 - 1
+_MOST_SHOWN = 120
+"""Characters of a value in a message."""
 _PIPE_S = 3.0
 """Longest time in which a pipe's writer begins, or goes on."""
+
+
+def as_written(value: Any) -> str:
+    """Return a value for a message as its file has it (``null``, ``true``), text in single quotes; cut where long."""
+    try:
+        text = repr(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=repr)
+    except (TypeError, ValueError):  # given by Python: keys of other types, circles
+        text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]} ..."
 
 
 def is_pipe(path: str | os.PathLike[str]) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from optuna_dsat.config.documents import as_written
 from optuna_dsat.config.ds_config import MICRO_BATCH, ZERO
 from optuna_dsat.errors import ConfigError
 
@@ -323,18 +324,18 @@ def normalise(name: str, kind: Kind, value: Any) -> Any:
     if kind == "flag":
         flags = {True: True, False: False, "true": True, "false": False, "True": True, "False": False}
         if not isinstance(value, bool | str) or value not in flags:
-            raise ConfigError(f"{name} is {value!r}; it must be true or false.")
+            raise ConfigError(f"{name} is {as_written(value)}; it must be true or false.")
         return flags[value]
     number = _whole(name, value)
     if kind == "stage" and number not in (0, 1, 2, 3):
-        raise ConfigError(f"{name} is {value!r}; ZeRO stages are 0, 1, 2 and 3.")
+        raise ConfigError(f"{name} is {as_written(value)}; ZeRO stages are 0, 1, 2 and 3.")
     if kind == "ranks":
         number = number or 1  # DeepSpeed takes 0 for 1
     lowest = 1 if kind in ("count", "ranks") else _MINIMUM.get(name, 0)
     if number < lowest:
-        raise ConfigError(f"{name} is {value!r}; it must be at least {lowest}.")
+        raise ConfigError(f"{name} is {as_written(value)}; it must be at least {lowest}.")
     if name == "allgather_bucket_size" and number % 2:
-        raise ConfigError(f"{name} is {value!r}; DeepSpeed accepts even numbers only.")
+        raise ConfigError(f"{name} is {as_written(value)}; DeepSpeed accepts even numbers only.")
     return number
 
 
@@ -344,7 +345,7 @@ def _device(name: str, value: Any) -> str:
     if value is None or value is False:
         return "none"
     if value not in ("none", "cpu", "nvme"):
-        raise ConfigError(f"{name} is {value!r}; it must be none, cpu or nvme.")
+        raise ConfigError(f"{name} is {as_written(value)}; it must be none, cpu or nvme.")
     return str(value)
 
 
@@ -355,4 +356,4 @@ def _whole(name: str, value: Any) -> int:
             return int(value) if isinstance(value, int) else int(number)
     except ValueError:
         pass
-    raise ConfigError(f"{name} is {value!r}; it must be a whole number, such as 5e8 or 500000000.")
+    raise ConfigError(f"{name} is {as_written(value)}; it must be a whole number, such as 5e8 or 500000000.")

@@ -208,13 +208,13 @@ class _Builder:
         knob = _BY_NAME[ZERO_STAGE]
         stages = _unique(normalise("--zero-stages", "stage", stage) for stage in self._request.zero_stages)
         narrowed = self._listed(knob)
-        reason = f"--zero-stages asks for {list(stages)}"
+        reason = f"--zero-stages asks for {', '.join(map(str, stages))}"
         if ZERO_STAGE in self._request.fix:
             narrowed = (normalise(ZERO_STAGE, "stage", self._request.fix[ZERO_STAGE]),)
         elif ZERO_STAGE in self._no_tune:
             narrowed = (read_present(knob, self._zero),)
         if narrowed is not None:
-            reason += f", the config, --fix or --no-tune for {list(narrowed)}"
+            reason += f", the config, --fix or --no-tune for {', '.join(map(str, narrowed))}"
             stages = tuple(stage for stage in stages if stage in narrowed)
         if self._request.pipeline:
             reason += ", and pipeline parallelism runs with ZeRO 0 and 1 only"

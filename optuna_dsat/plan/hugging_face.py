@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from optuna_dsat.config.documents import check_nesting, checked, read_document
+from optuna_dsat.config.documents import as_written, check_nesting, checked, read_document
 from optuna_dsat.errors import UsageError
 from optuna_dsat.plan.families import FAMILIES, Family, Sizes, attention_params, layer_params
 from optuna_dsat.plan.transformer import Recompute, TransformerShape
@@ -52,7 +52,9 @@ class _Reader:
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**40:
-                raise UsageError(f"--hf-config: {name} is {value!r}; it must be a whole number of at least 1.")
+                raise UsageError(
+                    f"--hf-config: {name} is {as_written(value)}; it must be a whole number of at least 1."
+                )
             return value
         return None
 
@@ -276,7 +278,7 @@ def _sides(reader: _Reader, name: str) -> tuple[int, int]:
         side = reader.size(name)
         return side, side
     if len(value) != 2 or not all(type(one) is int and one > 0 for one in value):
-        raise UsageError(f"--hf-config: {name} is {value!r}; it must be a whole number or two of them.")
+        raise UsageError(f"--hf-config: {name} is {as_written(value)}; it must be a whole number or two of them.")
     return value[0], value[1]
 
 

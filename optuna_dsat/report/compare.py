@@ -279,7 +279,7 @@ def rows_of(views: Sequence[StudyView], *, training: Training | None = None) -> 
     rows = _rows((*_RESULT, (epochs, _training_words)), compared)
     rates = [None if one.best is None else one.best.samples_per_s for one in compared]
     ratios = [speed_up(rate, rates[0], maximize=True) for rate in rates]
-    cells = tuple("" if ratio is None else f"{ratio:.2f}\u00d7" for ratio in ratios)
+    cells = tuple("" if ratio is None else f"{times_in_words(ratio)}\u00d7" for ratio in ratios)
     if any(cells[1:]):
         place = 1 + next(index for index, row in enumerate(rows) if row.name == "speed")
         rows.insert(place, Row(name="times the first", cells=cells))

@@ -109,7 +109,7 @@ def _best(view: StudyView) -> str:
 
 
 def _times(ratio: float | None) -> str:
-    return "" if ratio is None else f"{ratio:.2f} x"
+    return "" if ratio is None else f"{times_in_words(ratio)} x"
 
 
 def _tuned(view: StudyView) -> str:

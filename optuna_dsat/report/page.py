@@ -41,6 +41,7 @@ from optuna_dsat.trials import attributes
 from optuna_dsat.words import (
     bytes_in_words,
     metric_in_words,
+    outcomes_in_words,
     params_in_words,
     range_in_words,
     steps_in_words,
@@ -244,13 +245,18 @@ def _facts(view: StudyView, links: Links | None, training: Training) -> dict[str
 def _status(view: StudyView) -> str:
     used, budget = view.launches_used, view.spec.max_trials
     launches = things_in_words(budget, "launch")
-    flying = f" {view.running} in flight are not drawn." if view.running else ""
+    flying = f" {view.running} in flight {'is' if view.running == 1 else 'are'} not drawn." if view.running else ""
     if used == 0 and not view.trials:
         return "Nothing has been launched for this study yet."
     if view.end_reason is not None:
         why = f": {view.end_reason}" if view.end_reason else ""
         return f"The search has ended after {used} of {launches}{why}."
+    if not view.launched:
+        return "No launch of this search has ended yet."
     if view.best is None:
+        if used >= budget and not view.running:
+            ended = outcomes_in_words({outcome.value: count for outcome, count in outcome_counts(view)})
+            return f"The search has ended after {used} of {launches}, and nothing could be measured: {ended}."
         return f"{used} of {launches} made, and nothing could be measured so far.{flying}"
     if used >= budget and not view.running and view.spec.confirm and attributes.END_REASON not in view.attributes:
         return (

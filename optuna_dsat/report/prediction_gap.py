@@ -23,7 +23,7 @@ from optuna_dsat.cost.step_time import ERROR, PHASES, Columns, StepTimeModel
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.study.space import hardware_of
 from optuna_dsat.trials import attributes
-from optuna_dsat.words import step_time_in_words, times_in_words
+from optuna_dsat.words import range_in_words, step_time_in_words, times_in_words
 
 __all__ = ["PredictionGap", "prediction_gap"]
 
@@ -69,8 +69,8 @@ class PredictionGap:
     def verdict(self) -> str:
         """The comparison in one sentence."""
         measured = f"A step takes {step_time_in_words(self.measured_s)}"
-        low, high = step_time_in_words(self.low_s), step_time_in_words(self.high_s)
-        expected = f"{step_time_in_words(self.predicted_s)} were to be expected ({low} to {high})"
+        low, high = (step_time_in_words(end, digits=3) for end in (self.low_s, self.high_s))
+        expected = f"{step_time_in_words(self.predicted_s, digits=3)} were to be expected ({range_in_words(low, high)})"
         if self.ratio > 1 and not self.low_s <= self.measured_s <= self.high_s:
             end = f", so it is {times_in_words(self.ratio)} times as long, which the prediction does not explain"
         elif self.ratio < 1:
@@ -161,7 +161,7 @@ def _slow_phases(
         else:
             took = (
                 f"{name} takes {step_time_in_words(measured[name])} where "
-                f"{step_time_in_words(predicted[name])} were predicted"
+                f"{step_time_in_words(predicted[name], digits=3)} were predicted"
             )
             yield f"{took}: look at {_look_at(name, config, both=_alike(predicted, measured))}."
 

@@ -26,6 +26,7 @@ from optuna_dsat.study.standing import Standing
 from optuna_dsat.study.user_config import own_train_batch_size, user_config
 from optuna_dsat.study.verdict_words import how_known, verdict_in_words
 from optuna_dsat.trials import attributes
+from optuna_dsat.words import setting_in_words
 
 __all__ = ["Change", "Winner", "shown_settings", "winner_of"]
 
@@ -134,5 +135,9 @@ def _changes(own: Mapping[str, Any], best: Mapping[str, Any]) -> Iterator[Change
 
 
 def shown_settings(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return dotted key -> value as JSON of a config, without nulls."""
-    return {key: json.dumps(value) for key, value in ds_config.flatten(config).items() if value is not None}
+    """Return dotted key -> value of a config as its user writes it, without nulls; text is in quotes."""
+    return {
+        key: json.dumps(value, ensure_ascii=False) if isinstance(value, str) else setting_in_words(value)
+        for key, value in ds_config.flatten(config).items()
+        if value is not None
+    }

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from optuna_dsat.config.documents import as_written
 from optuna_dsat.errors import UsageError
 from optuna_dsat.script.trial_class import CONFIG, is_trial_class, read_settings
 
@@ -83,7 +84,9 @@ def read_experiment(path: Path) -> Experiment:
     options = {option: str(value) for key, option in _OPTIONS.items() if (value := _at(record, key)) is not None}
     slots = _at(record, ("resources", "slots_per_trial"))
     if slots is not None and (not isinstance(slots, int) or slots < 1):
-        raise UsageError(f"{path}: resources.slots_per_trial is {slots!r}; it is a number of GPUs, at least 1.")
+        raise UsageError(
+            f"{path}: resources.slots_per_trial is {as_written(slots)}; it is a number of GPUs, at least 1."
+        )
     return Experiment(
         entry=_entry(record["entrypoint"], path),
         config=_config(record, path),
@@ -134,7 +137,7 @@ def _length(value: Any, name: str) -> str | None:
     unit, count = pair
     if unit not in _UNITS or not isinstance(count, int) or count < 0:
         raise UsageError(
-            f"{name} is {value!r}; it is a number of batches, or one of {', '.join(_UNITS)} with a number."
+            f"{name} is {as_written(value)}; it is a number of batches, or one of {', '.join(_UNITS)} with a number."
         )
     return f"{count}{unit}" if count else None
 

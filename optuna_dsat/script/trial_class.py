@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from optuna_dsat.config.documents import check_nesting, checked, read_document
+from optuna_dsat.config.documents import as_written, check_nesting, checked, read_document
 from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH
 from optuna_dsat.errors import UsageError
 from optuna_dsat.runtime.flattening import nest
@@ -154,7 +154,9 @@ def overwrites_of(hparams: Hparams, config: str | Path, cwd: Path) -> Mapping[st
     """
     overwrites = hparams.hyperparameters.get(OVERWRITES) or {}
     if not isinstance(overwrites, Mapping):
-        raise UsageError(f"The hyperparameter {OVERWRITES} is a mapping of DeepSpeed settings; got {overwrites!r}.")
+        raise UsageError(
+            f"The hyperparameter {OVERWRITES} is a mapping of DeepSpeed settings; got {as_written(overwrites)}."
+        )
     named = hparams.hyperparameters.get(CONFIG)
     if isinstance(named, str) and (cwd / named).resolve() != (cwd / config).resolve():
         return {}

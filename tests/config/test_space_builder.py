@@ -324,6 +324,8 @@ def test_bounds_of_the_micro_batch(config: dict[str, Any], options: dict[str, An
         ({}, {"no_tune": ("offload_optimizer_nvme",)}, "is not a knob"),
         ({}, {"no_tune": ("overlap_comm",), "fix": {"overlap_comm": True}}, "both --fix and --no-tune"),
         ({}, {"fix": {"overlap_comm": "maybe"}}, "overlap_comm is 'maybe'; it must be true or false"),
+        ({}, {"fix": {"overlap_comm": None}}, "overlap_comm is null; it must be true or false"),
+        ({}, {"fix": {"reduce_bucket_size": True}}, "reduce_bucket_size is true; it must be a whole number"),
         ({}, {"fix": {"overlap_comm": 1}}, "must be true or false"),
         ({}, {"fix": {"reduce_bucket_size": "big"}}, "must be a whole number"),
         ({}, {"fix": {"reduce_bucket_size": 0}}, "must be at least 1"),

@@ -9,11 +9,11 @@ import pytest
 
 from optuna_dsat.cli import main
 from optuna_dsat.report.compare import _figures_of, render_comparison, rows_of, setting_rows
-from optuna_dsat.report.figures import AtCount, ComparedStudy, comparison_figure, scaling_figure
+from optuna_dsat.report.figures import AtCount, ComparedStudy, comparison_figure, course_figure, scaling_figure
 from optuna_dsat.report.performance import performance_of
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.store import Store
-from optuna_dsat.words import metric_in_words
+from optuna_dsat.words import metric_in_words, times_in_words
 from tests.harness.landscapes import Hill
 from tests.harness.pages import Page
 from tests.harness.reports import ReportedStudyBench
@@ -44,7 +44,7 @@ def test_results_stand_side_by_side_with_their_ratio(two: ReportedStudyBench) ->
         rates.append(rate)
     assert rows["speed"] == tuple(metric_in_words("throughput", rate) for rate in rates)
     assert rows["speed per rank"] == tuple(metric_in_words("throughput", rate / 2) for rate in rates)
-    assert rows["times the first"] == ("1.00\u00d7", f"{rates[1] / rates[0]:.2f}\u00d7")
+    assert rows["times the first"] == ("1\u00d7", f"{times_in_words(rates[1] / rates[0])}\u00d7")
     assert "MFU" not in rows, "known of neither"
     differing = {row.name: row.cells for row in setting_rows(views)}
     assert "train_micro_batch_size_per_gpu" in differing
@@ -144,6 +144,15 @@ def test_long_names_leave_room_for_bars_and_what_was_not_measured_says_so() -> N
     assert lines[0].startswith("&lt;b&gt;llama")
     assert lines[-1].endswith("\u2026")
     assert [list(bar.text) for bar in figure.data] == [["not measured"] * 2, ["3 samples/s", "not measured"]]
+
+
+def test_courses_that_are_far_apart_are_all_seen() -> None:
+    small, large, near = (
+        ComparedStudy(name=name, best=rate, own=None, course=((1.0, rate / 2), (2.0, rate)))
+        for name, rate in (("small", 3.0), ("large", 30_000.0), ("near", 4.0))
+    )
+    assert course_figure([small, large]).layout.yaxis.type == "log"
+    assert course_figure([small, near]).layout.yaxis.rangemode == "tozero"
 
 
 def test_the_course_has_a_mark_where_the_best_grew(bench: ReportedStudyBench) -> None:

@@ -73,7 +73,7 @@ def test_axes_name_their_units_and_times_are_shown_in_ms(view: StudyView) -> Non
     trials = view.trials
     throughput = metric_figure(trials, metric="throughput")
     assert "samples/s" in throughput.layout.yaxis.title.text
-    assert "samples per GPU or rank" in throughput.layout.xaxis.title.text
+    assert "samples per rank" in throughput.layout.xaxis.title.text
     assert 2 in throughput.layout.xaxis.tickvals
     as_times = metric_figure(trials, metric="latency")
     assert "(ms)" in as_times.layout.yaxis.title.text

@@ -19,6 +19,8 @@ _RATE = "throughput"
 """The metric that is compared: every study has it, whatever it optimises."""
 _MOST_LINES = 4
 """Lines of a study's name beside its bars; all of it stands in the table and in what a bar shows when pointed at."""
+_FAR_APART = 30.0
+"""Ratio of two results from which on one axis from 0 would show the smaller as nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,5 +103,9 @@ def course_figure(studies: Sequence[ComparedStudy]) -> go.Figure:
                 )
             )
     lay_out(figure, title=title, x=x, y=y, showlegend=True)
-    figure.update_yaxes(rangemode="tozero")
+    ends = [one.course[-1][1] for one in studies if one.course]
+    if max(ends) > _FAR_APART * min(ends):
+        figure.update_yaxes(type="log")
+    else:
+        figure.update_yaxes(rangemode="tozero")
     return figure

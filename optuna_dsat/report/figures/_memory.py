@@ -82,10 +82,9 @@ def _note(points: Sequence[_MemoryPoint]) -> str:
     def median(predicted: Callable[[BelievedPeak], int]) -> float:
         return statistics.median(abs(p.measured - predicted(p.peak)) / p.measured for p in points)
 
-    return (
-        f"half of the {len(points)} beliefs were within {median(lambda peak: peak.believed_bytes):.0%} of what was "
-        f"measured, of the formulas alone within {median(lambda peak: peak.formula_bytes):.0%}"
-    )
+    whose = "the belief was" if len(points) == 1 else f"half of the {len(points)} beliefs were"
+    believed, formula = median(lambda peak: peak.believed_bytes), median(lambda peak: peak.formula_bytes)
+    return f"{whose} within {believed:.0%} of what was measured, of the formulas alone within {formula:.0%}"
 
 
 def _add_formulas(figure: go.Figure, points: Sequence[_MemoryPoint]) -> None:

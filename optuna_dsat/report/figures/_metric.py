@@ -84,7 +84,7 @@ def metric_figure(
         if trial is not None and attributes.CONFIG in trial.user_attrs:
             again = None if confirmed is None else confirmed.get(trial.number)
             figure.add_trace(_mark(trial, name, symbol, metric=metric, again=again))
-    if not figure.data:
+    if not measured and not any(_points(lineage) for lineage in lineages):
         return empty_figure("Nothing has been measured yet.", title=title, x=x_title, y=axis_title(metric))
     lay_out(figure, title=title, x=x_title, y=axis_title(metric))
     micro_batches = [int(x) for trace in figure.data for x in trace.x if x is not None]

@@ -41,7 +41,7 @@ BEST_SO_FAR = "best so far in the search"
 _NO_LAUNCH = "No launch has ended yet."
 _MAX_ROWS = 16
 _FEW_LAUNCHES = 10
-"""Most launches of a bar for which every whole number has a tick."""
+"""Most launches on an axis for which every whole number has a tick: there is no half of one."""
 """Most lineages whose micro-batches are shown: those with the most launches."""
 
 
@@ -95,6 +95,8 @@ def progress_figure(
     ended, scale = _ended(trials), scale_of(metric)
     if not ended:
         return empty_figure(_NO_LAUNCH, title=title, x=x_title, y=axis_title(metric))
+    if not any(_outcome(trial) is Outcome.MEASURED for trial in ended):
+        return empty_figure("Nothing has been measured yet.", title=title, x=x_title, y=axis_title(metric))
     places = {trial.number: place for place, trial in enumerate(ended, start=1)}
     found = {outcome: [t for t in ended if _outcome(t) is outcome] for outcome in Outcome}
     figure = go.Figure([_outcome_trace(outcome, own, places, metric) for outcome, own in found.items() if own])
@@ -120,6 +122,8 @@ def progress_figure(
         figure.add_trace(_confirmed_trace(*confirmed, place=len(ended) + 1, metric=metric))
     lay_out(figure, title=title, x=x_title, y=axis_title(metric))
     figure.update_yaxes(rangemode="tozero", tickformat="~s" if metric == "FLOPS_per_gpu" else None)
+    if len(ended) <= _FEW_LAUNCHES:
+        figure.update_xaxes(dtick=1)
     return figure
 
 
@@ -202,7 +206,7 @@ def outcomes_figure(trials: Sequence[FrozenTrial]) -> go.Figure:
     )
     lay_out(figure, title=title, x="launches", y="", barmode="stack", showlegend=True, height=170 + 42 * len(words))
     if max(sum(counts[word, outcome] for outcome in outcomes) for word in words) <= _FEW_LAUNCHES:
-        figure.update_xaxes(dtick=1)  # there is no half of a launch
+        figure.update_xaxes(dtick=1)
     figure.update_yaxes(autorange="reversed")
     return figure
 
