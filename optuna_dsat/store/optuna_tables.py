@@ -62,6 +62,30 @@ def open_optuna_tables(database: Database) -> RDBStorage:
     return rdb
 
 
+def _refuse_tables_of_others(database: Database) -> None:
+    """Refuse a database in which another application has a table of a name of Optuna's."""
+
+    def read() -> list[str]:
+        with database.engine.connect() as connection:
+            inspector = inspect(connection)
+            present = set(inspector.get_table_names())
+            if models.VersionInfoModel.__tablename__ in present:
+                return []  # Optuna's, of whatever schema
+            shared = [table for table in models.BaseModel.metadata.sorted_tables if table.name in present]
+            return [
+                table.name
+                for table in shared
+                if {column.name for column in table.columns}
+                - {one["name"] for one in inspector.get_columns(table.name)}
+            ]
+
+    if found := retrying(read, database=database.shown, limit_s=database.retry_limit_s):
+        raise StorageUrlError(
+            f"The storage '{database.shown}' belongs to another application: its table '{found[0]}' is not Optuna's. "
+            "Give a database of its own."
+        )
+
+
 def _revision(database: Database) -> str | None:
     """Return the schema's revision; None if a table is missing."""
 
@@ -76,6 +100,8 @@ def _revision(database: Database) -> str | None:
 
 
 def _checked(database: Database, newest: str | None) -> RDBStorage:
+    _refuse_tables_of_others(database)
+
     def attempt() -> tuple[RDBStorage, str, str]:
         try:
             rdb = RDBStorage(

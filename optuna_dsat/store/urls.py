@@ -11,6 +11,7 @@ from sqlalchemy.engine import URL
 from sqlalchemy.exc import ArgumentError
 
 from optuna_dsat.errors import StorageUrlError
+from optuna_dsat.runtime.plain_text import storable
 from optuna_dsat.secrecy.names import is_secret_name
 from optuna_dsat.secrecy.shapes import hidden
 
@@ -50,6 +51,10 @@ def parse_url(url: str) -> URL:
     Raises:
         StorageUrlError: If it cannot be parsed, the kind of database is not supported, or the file cannot be opened.
     """
+    if storable(url) != url:
+        raise StorageUrlError(
+            f"The storage URL has a character that is no text, such as a byte of another encoding: {_SUPPORTED}."
+        )
     shown = display_url(url)
     try:
         parsed = make_url(url)
@@ -59,6 +64,7 @@ def parse_url(url: str) -> URL:
         parsed = _checked_sqlite(parsed, shown)
     elif parsed.drivername in _POSTGRES_DRIVERS:
         _require_psycopg(shown)
+        _check_host(parsed, shown)
         parsed = parsed.set(drivername="postgresql+psycopg")
     else:
         raise StorageUrlError(f"The storage '{shown}' is of an unsupported kind ({parsed.drivername}): {_SUPPORTED}.")
@@ -100,6 +106,13 @@ def _checked_sqlite(url: URL, shown: str) -> URL:
             if file.read(len(_SQLITE_MAGIC)) != _SQLITE_MAGIC:
                 raise StorageUrlError(f"The storage '{shown}' cannot be opened: {path} is not an SQLite database.")
     return url.set(database=str(path))
+
+
+def _check_host(url: URL, shown: str) -> None:
+    try:
+        (url.host or "").encode("idna")
+    except UnicodeError:
+        raise StorageUrlError(f"The storage '{shown}' cannot be opened: its host is no name of a machine.") from None
 
 
 def _require_psycopg(shown: str) -> None:

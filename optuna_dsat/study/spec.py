@@ -294,6 +294,10 @@ class StudySpec(_Frozen):
         return self.model_dump(mode="json", exclude={**dict.fromkeys(budget, True), "options": ends})
 
 
+_OPTIONS = {"name": "study", "slots_per_trial": "gpus-per-trial"}
+"""Field -> option, where that has another name."""
+
+
 def make_spec(**values: Any) -> StudySpec:
     """Build a spec; an invalid value is reported in one line.
 
@@ -304,7 +308,8 @@ def make_spec(**values: Any) -> StudySpec:
         return StudySpec(**values)
     except ValidationError as error:
         first = error.errors()[0]
-        where = "--" + str(first["loc"][-1]).removesuffix("_s").replace("_", "-") if first["loc"] else ""
+        field = str(first["loc"][-1]) if first["loc"] else ""
+        where = "--" + _OPTIONS.get(field, field.removesuffix("_s").replace("_", "-")) if field else ""
         if first["type"] == "value_error":
             raise UsageError(f"{first['msg'].removeprefix('Value error, ')}.") from None
         raise UsageError(f"{where} is {first['input']!r}: {first['msg'].lower()}.") from None

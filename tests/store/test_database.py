@@ -60,6 +60,8 @@ def test_every_postgres_url_means_psycopg_3(scheme: str) -> None:
         ("sqlite:////nowhere/at/all/study.db", "does not exist"),
         ("sqlite:////tmp", "is a directory"),
         ("sqlite:///a{b}.db", "brace"),
+        ("sqlite:///\udcff.db", "no text"),
+        ("postgresql://me:secret@" + "a" * 70 + "/db", "no name of a machine"),
     ],
 )
 def test_a_url_that_cannot_be_used_is_refused_in_one_line(url: str, reason: str) -> None:
@@ -80,6 +82,16 @@ def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
     path.write_text("this is not a database, but long enough to look like a header of one\n" * 20)
     with pytest.raises(StorageUrlError, match="is not an SQLite database"):
         Store.open(f"sqlite:///{path}")
+
+
+def test_a_database_of_another_application_stays_as_it_is(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "shop.db") as shop:
+        shop.execute("CREATE TABLE studies (id INTEGER PRIMARY KEY, professor TEXT)")
+    before = shop.execute("SELECT * FROM sqlite_master").fetchall()
+    with pytest.raises(StorageUrlError, match="another application: its table 'studies' is not Optuna's"):
+        Store.open(f"sqlite:///{tmp_path / 'shop.db'}")
+    assert shop.execute("SELECT * FROM sqlite_master").fetchall() == before
+    shop.close()
 
 
 def test_a_missing_file_is_made_only_where_wanted(tmp_path: Path) -> None:

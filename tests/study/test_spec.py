@@ -55,6 +55,7 @@ def test_what_is_not_a_size_is_refused_by_name(text: str) -> None:
         ({"options": {"divisor": 1}}, "--divisor is 1"),
         ({"name": "../escape"}, "--study is '../escape'"),
         ({"name": " "}, "--study is ' '"),
+        ({"name": "s" * 129}, "--study is 'sss"),
     ],
 )
 def test_a_bad_value_is_one_line_with_rule_and_value(changes: dict[str, Any], message: str) -> None:
