@@ -141,7 +141,14 @@ class LineView:
         if isinstance(event, progress.Phase):
             self._enter(event)
         for line in lines_of(event, self._search):
-            say_prose(line, file=sys.stderr)
+            say_prose(f"{line}{self._so_far(event)}", file=sys.stderr)
+
+    def _so_far(self, event: progress.ProgressEvent) -> str:
+        """Return how far the search is, for the end of the line on a launch that is over."""
+        if not isinstance(event, progress.TrialFinished) or self._search is None:
+            return ""
+        done = max(0, event.launched - event.running)
+        return f"; {done} of {self._search.max_trials} done, {event.running} running"
 
     def close(self) -> None:
         """Tell of no phase any more."""

@@ -218,7 +218,7 @@ def test_a_pipe_gets_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.splitlines() == [
         "Study s: at most 10 launches, 3 made before, optimising throughput.",
         f"Trial 3: {started(3).words} ...",
-        "Trial 3: micro-batch 3: out of memory",
+        "Trial 3: micro-batch 3: out of memory; 4 of 10 done, 0 running",
     ]
 
 
