@@ -46,7 +46,8 @@ class RemoteLaunch:
         self._is_lost = False
         self._killed = False
         self._ends: dict[int, int] = {}
-        self._failed_at: float | None = None
+        self._first_failure: tuple[float, int] | None = None
+        """Monotonic time and exit code of the torchrun that failed first."""
         self._dead: dict[int, set[int]] = {}
         self._usage: dict[int, dict[ProcessKey, ProcessUsage]] = {}
         self._rank_keys: dict[int, set[ProcessKey]] = {}
@@ -121,9 +122,8 @@ class RemoteLaunch:
         if code is None:
             return
         self._ends[node] = code
-        if code and self._failed_at is None:
-            self._failed_at = time.monotonic()
-            self._first_failure = code
+        if code and self._first_failure is None:
+            self._first_failure = time.monotonic(), code
 
     def _note_usage(self, node: int, rows: list[list[Any]]) -> None:
         keys = [ProcessKey((node << _NODE_BITS) | int(row[0]), int(row[1])) for row in rows]
@@ -140,10 +140,9 @@ class RemoteLaunch:
     def poll(self) -> int | None:
         """Return torchrun's exit code once it has ended on all nodes, or some time after it failed on one."""
         if self.returncode is None:
-            if self._failed_at is not None and time.monotonic() - self._failed_at > _OTHERS_S:
-                self.returncode = self._first_failure
-            elif len(self._ends) == self._nodes:
-                self.returncode = 0 if self._failed_at is None else self._first_failure
+            at, code = self._first_failure or (time.monotonic(), 0)
+            if time.monotonic() - at > _OTHERS_S or len(self._ends) == self._nodes:
+                self.returncode = code
         return self.returncode
 
     def wait(self) -> int:

@@ -127,6 +127,15 @@ def test_an_address_without_a_cluster_is_refused_at_once(address: str, words: st
     assert "\n" not in str(refused.value)
 
 
+@with_ray
+def test_an_address_that_takes_calls_and_answers_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_control, "_ANSWER_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as stopped:
+        address = f"127.0.0.1:{stopped.getsockname()[1]}"
+        with pytest.raises(ClusterError, match="where no Ray cluster answers: timed out"):
+            RayEngine(address).check(nodes=1, slots=1)
+
+
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ClusterError, match=r"pip install 'optuna-dsat\[ray\]'"):

@@ -144,12 +144,18 @@ def agent_frozen(engine: RayEngine) -> Seen:
 
 def raylet_killed(engine: RayEngine, raylet: int) -> Seen:
     """Ray's own process of one node is killed."""
+    import ray
+
+    def living() -> int:
+        return sum(node["Alive"] for node in ray.nodes())
+
     place = engine.request(nodes=2, slots=2)
-    pids = ready(engine, place)
+    pids, before = ready(engine, place), living()
     os.kill(raylet, signal.SIGKILL)
     lost_s = until(engine, lambda: place.state is PlaceState.LOST)
     gone_s = until(engine, lambda: not any(map(lives, pids)))
-    time.sleep(15)  # until Ray itself has missed the node, and would say so
+    until(engine, lambda: living() < before)
+    time.sleep(2)  # Ray itself has missed the node, and would say so
     return {"lost_s": lost_s, "gone_s": gone_s, "why": place.why}
 
 
