@@ -157,6 +157,12 @@ def test_help_imports_nothing_that_a_search_needs(tmp_path: Path, arguments: str
     assert not OUR_OWN & found
 
 
+@pytest.mark.parametrize("arguments", ["--version", "doctor --help", "report --help"])
+def test_what_searches_nothing_imports_no_spec_of_a_search(tmp_path: Path, arguments: str) -> None:
+    found = imported(tmp_path, *arguments.split())
+    assert not {"optuna_dsat.study.spec", "optuna_dsat.tuning.options"} & found
+
+
 def test_a_command_imports_no_other(tmp_path: Path) -> None:
     found = imported(tmp_path, "studies", "--help")
     commands = {f"optuna_dsat.cli.{entry.module}" for entry in COMMANDS.values()}
