@@ -207,7 +207,9 @@ def _setting_or_none(value: Any) -> str:
 
 
 def bytes_in_words(count: float) -> str:
-    """Return a size such as ``1.25 GiB``, ``700 MiB``, ``12 KiB`` or ``320 bytes``."""
+    """Return a size such as ``1.00 TiB``, ``1.25 GiB``, ``700 MiB``, ``12 KiB`` or ``320 bytes``."""
+    if abs(count) >= 2**40:
+        return f"{count / 2**40:.2f} TiB"
     if abs(count) >= 2**30:
         return f"{count / 2**30:.2f} GiB"
     if abs(count) >= 2**20:

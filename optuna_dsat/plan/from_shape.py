@@ -45,8 +45,9 @@ class Machine:
     def words(self) -> str:
         """The machine in one sentence."""
         assumed = "" if self.given_host_bytes else " (assumed; --host-memory)"
+        hosts = "" if self.nodes == 1 else f"{self.nodes} hosts with "
         return (
-            f"{self.nodes} x {self.gpus_per_node} {self.gpu.name}: {bytes_in_words(self.gpu.memory_bytes)} each, "
+            f"{hosts}{self.gpus_per_node} {self.gpu.name}: {bytes_in_words(self.gpu.memory_bytes)} each, "
             f"{bytes_in_words(self.host_bytes)} a host{assumed}, {self.gpu.tflops:.4g} TFLOPS at its peak."
         )
 

@@ -167,7 +167,7 @@ class TransformerShape:
         return (
             f"{f'{self.family}, ' if self.family else ''}{', '.join(parts)}: {self.layers} layers, "
             f"hidden size {self.hidden}, {self.heads} heads, {count_in_words(self.seq_length)} tokens a sample, "
-            f"vocabulary {self.vocab}; recomputation: {self.recompute}{attention}."
+            f"vocabulary {count_in_words(self.vocab)}; recomputation: {self.recompute}{attention}."
         )
 
     def priors(self) -> dict[str, tuple[float, float]]:

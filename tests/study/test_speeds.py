@@ -95,7 +95,9 @@ def test_numbers_are_written_as_a_person_writes_them() -> None:
     assert [count_in_words(one) for one in (13984, 40812.34, 999.96, 1.5)] == ["13,984", "40,810", "1,000", "1.5"]
     assert [setting_in_words(one) for one in (1_500_000, 123_000_000, 120_000)] == ["1.5e6", "1.23e8", "1.2e5"]
     assert [things_in_words(one, "launch") for one in (0, 1, 1200)] == ["0 launches", "1 launch", "1,200 launches"]
-    assert [bytes_in_words(one) for one in (1, 320, 1536, 2**30)] == ["1 byte", "320 bytes", "1.5 KiB", "1.00 GiB"]
+    assert [bytes_in_words(one) for one in (1, 320, 1536, 2**30, 2**40)] == [
+        "1 byte", "320 bytes", "1.5 KiB", "1.00 GiB", "1.00 TiB"
+    ]  # fmt: skip
     assert [params_in_words(one) for one in (1633, 1_420_000)] == ["1,633", "1.42 M"]
     assert [flops_in_words(one) for one in (8384.0, 985_300.0, 12.0)] == ["8.384 kFLOP", "985.3 kFLOP", "12 FLOP"]
     assert [metric_in_words("latency", one) for one in (5.23e-6, 0.0296, 1.5)] == [

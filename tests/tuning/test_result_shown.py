@@ -15,6 +15,7 @@ import plotly.graph_objects as go
 import pytest
 
 import optuna_dsat
+from optuna_dsat.words import slot_name
 from tests.harness.entry_points import EntryPointBench, Run, bench, run_here
 
 __all__ = ["bench", "run_here"]
@@ -66,7 +67,7 @@ def test_a_notebook_shows_a_table_whose_texts_stand_for_themselves(result: optun
 def test_results_by_gpus_show_themselves_too(result: optuna_dsat.TuneResult) -> None:
     several = optuna_dsat.TuneResult.of(replace(result, by_gpus={1: result, 2: result}))
     assert all(isinstance(one, optuna_dsat.TuneResult) for one in several.by_gpus.values())
-    assert "On 2 GPUs" in Text(several._repr_html_()).text
+    assert f"On 2 {slot_name(result.device)}s" in Text(several._repr_html_()).text
 
 
 def test_a_table_of_pandas_has_the_rows_of_export(
