@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -261,6 +262,20 @@ def without_tie(command: Callable[..., list[str]]) -> Callable[..., list[str]]:
         return words[words.index("srun") :]
 
     return bare
+
+
+def test_a_place_of_which_a_node_starts_no_agent_is_lost(engine: SlurmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stuck_on_one(**options: Any) -> list[str]:
+        words = srun_command(**options)
+        begin = words.index(sys.executable, words.index("srun"))
+        stuck = ["sh", "-c", '[ "$SLURM_PROCID" = 0 ] || exec sleep 300; exec "$@"', "sh"]
+        return [*words[:begin], *stuck, *words[begin:]]
+
+    monkeypatch.setattr(slurm_module, "_HELLO_S", 1.0)
+    monkeypatch.setattr(slurm_module, "srun_command", stuck_on_one)
+    place = engine.request(nodes=2, slots=0)
+    until(engine, lambda: place.state is PlaceState.LOST, what="the place is lost")
+    assert place.why == "only 1 of 2 nodes started an agent within 1 s"
 
 
 def test_a_place_has_the_name_of_its_job(slurm: SlurmCluster, engine: SlurmEngine) -> None:
