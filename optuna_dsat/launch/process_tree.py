@@ -17,6 +17,7 @@ from optuna_dsat.launch.processes import (
     children_of,
     end_processes,
     find_marked,
+    has_mark,
     is_cleaner,
     stop_processes,
 )
@@ -167,9 +168,9 @@ class ProcessTree:
         return pid in self._killed
 
     def add_rank(self, rank: int, pid: int) -> None:
-        """Note the process of a rank, if it lives."""
+        """Note the process of a rank, if it lives and is one of this launch: a script may write what it likes."""
         key = ProcessKey.of(pid)
-        if key is not None:
+        if key is not None and (has_mark(pid, self._mark) or key in self.descendants()):
             self._known.add(key)
             self._ranks[rank] = key
 

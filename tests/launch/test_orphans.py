@@ -16,7 +16,8 @@ import pytest
 from optuna_dsat.launch.devices import cpu_devices
 from optuna_dsat.launch.leftovers import remove_leftovers
 from optuna_dsat.launch.orphans import end_noted
-from optuna_dsat.launch.processes import ProcessKey, find_marked
+from optuna_dsat.launch.process_tree import ProcessTree, end_launch
+from optuna_dsat.launch.processes import MARK_ENV, ProcessKey, find_marked, has_mark, new_mark
 from optuna_dsat.launch.protocol import LaunchUpdate
 from optuna_dsat.launch.torchrun import TorchrunLauncher
 from optuna_dsat.outcome import Outcome
@@ -121,6 +122,22 @@ def test_a_daemon_of_a_killed_tuner_is_ended_by_the_next_start(cwd: Path) -> Non
     assert not ended(pid)
     assert remove_leftovers({"TORCH_EXTENSIONS_DIR": str(cwd)}, notes=notes).processes >= 1
     assert ended(pid)
+
+
+def test_a_process_that_a_script_only_names_as_its_rank_is_left_alone() -> None:
+    mark = new_mark()
+    agent = subprocess.Popen(["sleep", "600"], env={**os.environ, MARK_ENV: mark})
+    other = subprocess.Popen(["sleep", "600"])
+    wait_until(lambda: has_mark(agent.pid, mark), what="the agent is started")
+    tree = ProcessTree(agent, mark=mark)
+    tree.add_rank(0, other.pid)
+    tree.add_rank(1, os.getpid())
+    assert tree.ranks == set()
+    end_launch(tree)
+    assert agent.returncode == -signal.SIGKILL
+    assert other.poll() is None
+    other.kill()
+    other.wait()
 
 
 def test_notes_end_only_the_process_that_they_mean() -> None:
