@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.plain_text import shortened
 
 __all__ = [
     "Diagnosis",
@@ -61,6 +62,9 @@ _ALLOCATION_FAILED = re.compile(
     r"out of memory|(?:can't|cannot|could not|failed to|unable to) (?:allocate|lock|pin)|OS call failed", re.IGNORECASE
 )
 """Messages when memory cannot be pinned; ``OS call failed``: the limit on locked memory (DeepSpeed issue 3335)."""
+_LOOKED_AT_CHARS = 16_000
+"""Longest text of an error that is searched for causes and secrets; more takes seconds and is not kept anyway."""
+
 _DEVICE_MEMORY = re.compile(
     r"(?:CUDA|HIP|XPU) out of memory"
     r"|(?:CUDA|HIP|XPU)(?: driver| runtime)? error(?: ?\([^)\n]*\))? ?: out of memory"
@@ -150,16 +154,16 @@ def without_runtime_frames(trace: TracebackType | None, runtime_dir: str) -> Tra
 
 
 def message_of(error: BaseException) -> str:
-    """Return an error's message; one whose own ``__str__`` fails is named by its type."""
+    """Return an error's message, shortened if very long; one whose own ``__str__`` fails is named by its type."""
     try:
-        return str(error)
+        return shortened(str(error), _LOOKED_AT_CHARS)
     except Exception:  # noqa: BLE001 - the script's own method; its error is the one to record
         return f"<{type(error).__name__} without a message that can be read>"
 
 
 def format_traceback(error: BaseException, trace: TracebackType | None) -> str:
-    """Return the traceback as Python prints it."""
-    return "".join(traceback.format_exception(type(error), error, trace))
+    """Return the traceback as Python prints it, shortened if very long."""
+    return shortened("".join(traceback.format_exception(type(error), error, trace)), _LOOKED_AT_CHARS)
 
 
 def _exception_chain(error: BaseException) -> Iterator[BaseException]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,15 @@ import pytest
 import torch
 
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.runtime.failure import TooFewSamplesError, diagnose, missing_bytes, without_runtime_frames
+from optuna_dsat.runtime.failure import (
+    TooFewSamplesError,
+    diagnose,
+    format_traceback,
+    message_of,
+    missing_bytes,
+    without_runtime_frames,
+)
+from optuna_dsat.secrecy.references import hidden_text
 
 OOM, HOST = Outcome.OUT_OF_MEMORY, Outcome.HOST_OUT_OF_MEMORY
 BROKEN, LOST = Outcome.SCRIPT_ERROR, Outcome.COMMUNICATION_ERROR
@@ -266,3 +275,15 @@ def test_data_that_fill_no_batch_are_out_of_data() -> None:
     for error in (short, StopIteration(), in_generator):
         assert diagnose(error, phase="between", device="cpu", limited=False).outcome is Outcome.OUT_OF_DATA
     assert diagnose(ValueError("another"), phase="between", device="cpu", limited=False).outcome is BROKEN
+
+
+def test_of_a_huge_message_beginning_and_end_are_looked_at() -> None:
+    """20 MB took longer than the limit for a stall, and beyond a million characters no secret was looked for."""
+    token = "hf_" + "aB3" * 11
+    error = RuntimeError(f"{token} " + "A" * 20_000_000 + " CUDA out of memory")
+    began = time.process_time()
+    assert diagnose(error, phase="forward", device="cuda", limited=False).outcome is Outcome.OUT_OF_MEMORY
+    texts = [hidden_text(message_of(error)), hidden_text(format_traceback(error, None))]
+    assert time.process_time() - began < 2
+    assert not [text for text in texts if token in text]
+    assert texts[0].startswith("*** AAA")
