@@ -134,11 +134,11 @@ def test_a_sweep_shows_how_samples_grow_and_repeats_nothing_when_typed_again(
     done = run_here(*options)
     assert done.returncode == 0, done.stderr
     rows = [line.split("│") for line in done.stdout.splitlines() if "train-random-" in line and "│" in line]
-    assert [row[1].strip() for row in rows] == ["1", "2"]
-    assert rows[0][4].strip() == "100%"
-    share = float(rows[1][3]) / float(rows[0][3])
-    assert rows[1][4].strip() == f"{share:.0%}"
-    bars = [line for line in done.stdout.splitlines() if "#" in line and line.endswith(("100%", rows[1][4].strip()))]
+    assert [row[0].strip() for row in rows] == ["1", "2"]
+    assert rows[0][3].strip() == "100%"
+    share = float(rows[1][2]) / float(rows[0][2])
+    assert rows[1][3].strip() == f"{share:.0%}"
+    bars = [line for line in done.stdout.splitlines() if "#" in line and line.endswith(("100%", rows[1][3].strip()))]
     assert len(bars) == 2
     assert "Side by side: optuna-dsat report train-random-1gpu train-random-2gpu" in done.stdout
     again, once_more = (json.loads(run_here(*options, "--json").stdout) for _ in range(2))
