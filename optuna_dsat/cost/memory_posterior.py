@@ -11,8 +11,9 @@ unknown, may be there at the others too.
 
 The memory that can be used is uncertain as well: the CUDA context, NCCL's buffers and fragmentation are not part of a
 peak. It is at least the largest peak that was measured. A launch that fitted or ran out of memory only shows on which
-side of the limit its memory lies. Such one-sided observations are included one at a time, each as the normal
-distribution with the mean and variance of the truncated one (assumed-density filtering; Opper 1998, Minka 2001).
+side of the limit its memory lies. Such one-sided observations are included as the normal distributions that give the
+means and variances of the truncated ones (expectation propagation; Minka 2001, "Expectation Propagation for Approximate
+Bayesian Inference").
 """
 
 from __future__ import annotations
@@ -62,9 +63,14 @@ _MAX_ONE_SIDED = 64
 _SURPRISE_SIGMAS = 2.5
 """Standard deviations by which a launch must be predicted to fit for running out of memory to be a surprise.
 
-Each surprise doubles the standard deviation of the limit.
+Each surprise doubles the standard deviation of the limit, or where the device is known to hold as much, that of the
+structure's own error.
 """
-_MAX_SURPRISES = 6
+_MAX_SURPRISES, _MAX_STRUCTURE_SURPRISES = 6, 3
+_SWEEPS = 4
+"""Times that each one-sided observation is included, from the second on in place of what it said before."""
+_LEAST_SHARE = 1e-3
+"""Share of the precision that remains at least without an observation: one that says all is not taken out whole."""
 _UNINFORMATIVE_SIGMAS = 2.5
 """Standard deviations beyond which a one-sided observation carries no information."""
 
@@ -160,6 +166,8 @@ class MemoryPosterior:
         """Largest measured peak: the device holds that much."""
         self.error_factor = 1.0
         """Factor on the variance of the errors that structures share, learnt from the peaks."""
+        self._doubts: Numbers = np.zeros(0)
+        """Factors on the variance of each structure's own error, by index; 1 for those beyond."""
 
     def observe(self, inputs: MemoryInputs, peaks: Numbers, out_of_memory: Numbers) -> None:
         """Condition on all launches so far; earlier observations are replaced.
@@ -184,16 +192,14 @@ class MemoryPosterior:
         exact_inputs = inputs.take(measured)
         errors = peaks[measured] - self._predicted(exact_inputs)
         self.error_factor = self._likeliest_factor(exact_inputs, errors)
-        self._limit_variance *= 4.0 ** min(
-            _MAX_SURPRISES, self._count_surprises(inputs.take(out_of_memory), exact_inputs, errors)
-        )
+        self._count_surprises(inputs.take(out_of_memory), exact_inputs, errors)
         prior = self._covariance(all_inputs, all_inputs)
         prior += self._loss_covariance(all_inputs, all_inputs) * np.outer(one_sided, one_sided)
         noise = self._noise_variance
         exact, rest = slice(0, len(measured)), slice(len(measured), None)
         gains = np.linalg.solve(prior[exact, exact] + noise * np.eye(len(measured)), prior[exact, rest]).T
         mean = predicted[rest] + gains @ (peaks[measured] - predicted[exact])
-        side_values, side_variances = _assumed_density_filter(
+        side_values, side_variances = _propagated(
             mean, prior[rest, rest] - gains @ prior[exact, rest], self.usable, out_of_memory[sides]
         )
         values = np.concatenate([peaks[measured], side_values])
@@ -226,8 +232,11 @@ class MemoryPosterior:
             found += spread**2 * (a.relatives[:, place, None] == b.relatives[None, :, place])
         return self._device**2 * found
 
-    def _count_surprises(self, out_of_memory: MemoryInputs, measured: MemoryInputs, errors: Numbers) -> int:
-        """Return the number of launches that ran out of memory though confidently predicted to fit (shared device).
+    def _count_surprises(self, out_of_memory: MemoryInputs, measured: MemoryInputs, errors: Numbers) -> None:
+        """Doubt what launches that ran out of memory, though confidently predicted to fit, speak against.
+
+        That is the limit, unless the device is known to hold more than was predicted: then the formulas are wrong about
+        the structure.
 
         Args:
             out_of_memory: The launches that ran out of memory.
@@ -239,7 +248,18 @@ class MemoryPosterior:
         gains = np.linalg.solve(self._covariance(measured, measured) + noise, shared.T).T
         variance = self._variance(out_of_memory) - (gains * shared).sum(axis=1)
         spread = np.sqrt(np.maximum(variance, 0.0) + self._limit_variance)
-        return int(np.sum(self._predicted(out_of_memory) + gains @ errors < self.usable - _SURPRISE_SIGMAS * spread))
+        expected = self._predicted(out_of_memory) + gains @ errors
+        surprising = expected < self.usable - _SURPRISE_SIGMAS * spread
+        of_limit = surprising & (expected >= self._ran)
+        doubted = np.bincount(out_of_memory.structure[surprising & ~of_limit])
+        self._limit_variance *= 4.0 ** min(_MAX_SURPRISES, int(of_limit.sum()))
+        self._doubts = 4.0 ** np.minimum(_MAX_STRUCTURE_SURPRISES, doubted)
+
+    def _doubt(self, structure: Numbers) -> Numbers:
+        """Return what surprises add to the variances of structures' own errors, relative to the device's memory."""
+        factors = np.append(self._doubts, 1.0)[np.minimum(structure, len(self._doubts))]
+        found: Numbers = _STRUCTURE_SD**2 * np.maximum(0.0, factors - max(1.0, self.error_factor))
+        return found
 
     def peaks(self, inputs: MemoryInputs) -> Numbers:
         """Return the posterior mean peaks in bytes, without the lineages' own part: fast for many configurations."""
@@ -262,19 +282,19 @@ class MemoryPosterior:
         if observed is None or not len(weights):
             return np.zeros(len(inputs.lineage)), np.zeros(len(inputs.lineage)), 0.0
         samples = self._slope * observed.micro_batch
-        constant = _SHARED_SD**2 * weights.sum() + _STRUCTURE_SD**2 * sum_by_structure(
-            observed.structure, weights, inputs.structure
-        )
+        own = sum_by_structure(observed.structure, weights, inputs.structure)
+        constant = _SHARED_SD**2 * weights.sum() + _STRUCTURE_SD**2 * own
         for place, spread in enumerate(_RELATIVE_SDS):
             constant += spread**2 * sum_by_structure(observed.relatives[:, place], weights, inputs.relatives[:, place])
         constant *= self.error_factor
+        constant += self._doubt(inputs.structure) * own
         constant += _KNOBS_SD**2 * sum_by_knob(
             observed.structure, observed.knobs, weights, inputs.structure, inputs.knobs
         )
         buffers: Numbers = _BUFFER_SD**2 * inputs.buffers @ (observed.buffers.T @ weights)
-        own = _STRUCTURE_SLOPE_SD**2 * sum_by_structure(observed.structure, weights * samples, inputs.structure)
+        slopes = _STRUCTURE_SLOPE_SD**2 * sum_by_structure(observed.structure, weights * samples, inputs.structure)
         hidden = min(1.0, max(0.0, _HIDDEN_SD**2 * float(weights @ self._hidden(observed))))
-        return self._device**2 * constant + buffers, self._slope * (_SLOPE_SD**2 * (weights @ samples) + own), hidden
+        return self._device**2 * constant + buffers, self._slope * (_SLOPE_SD**2 * (weights @ samples) + slopes), hidden
 
     @property
     def limit(self) -> float:
@@ -327,7 +347,7 @@ class MemoryPosterior:
         samples = np.outer(self._slope * a.micro_batch, self._slope * b.micro_batch)
         scale = self._device**2
         found: Numbers = samples * (_SLOPE_SD**2 + _STRUCTURE_SLOPE_SD**2 * same)
-        found += factor * self._structures_covariance(a, b)
+        found += factor * self._structures_covariance(a, b) + scale * self._doubt(a.structure)[:, None] * same
         found += scale * _KNOBS_SD**2 * knob_similarity(a.knobs, b.knobs) * same
         octaves = np.log2(np.maximum(a.micro_batch, 1))[:, None] - np.log2(np.maximum(b.micro_batch, 1))
         found += samples * _CURVE_SD**2 * np.exp(-0.5 * (octaves / _CURVE_WIDTH) ** 2)
@@ -343,7 +363,7 @@ class MemoryPosterior:
 
     def _variance(self, inputs: MemoryInputs) -> Numbers:
         structures = _SHARED_SD**2 + _STRUCTURE_SD**2 + sum(spread**2 for spread in _RELATIVE_SDS)
-        errors = self.error_factor * structures + _KNOBS_SD**2 + _LINEAGE_SD**2
+        errors = self.error_factor * structures + self._doubt(inputs.structure) + _KNOBS_SD**2 + _LINEAGE_SD**2
         found: Numbers = (self._slope * inputs.micro_batch) ** 2 * (
             _SLOPE_SD**2 + _STRUCTURE_SLOPE_SD**2 + _CURVE_SD**2
         ) + errors * self._device**2
@@ -351,9 +371,7 @@ class MemoryPosterior:
         return found
 
 
-def _assumed_density_filter(
-    mean: Numbers, covariance: Numbers, limit: float, above: Numbers
-) -> tuple[Numbers, Numbers]:
+def _propagated(mean: Numbers, covariance: Numbers, limit: float, above: Numbers) -> tuple[Numbers, Numbers]:
     """Return the measurements equivalent to one-sided observations: values, and variances (infinite if uninformative).
 
     Args:
@@ -363,14 +381,19 @@ def _assumed_density_filter(
         above: Whether each launch was observed to be above the limit.
     """
     values, noises = mean.copy(), np.full(len(mean), math.inf)
-    for row, side in enumerate(above):
-        variance = float(covariance[row, row])
-        found = _equivalent_measurement(float(mean[row]), variance, limit, above=bool(side))
-        if found is not None:
-            values[row], noises[row] = found
-            gain = covariance[:, row] / (variance + noises[row])
-            mean = mean + gain * (values[row] - mean[row])
-            covariance = covariance - np.outer(gain, covariance[row])
+    for _ in range(_SWEEPS):
+        for row, side in enumerate(above):
+            variance = float(covariance[row, row])
+            precision = max(1 / variance - 1 / noises[row], _LEAST_SHARE / variance)
+            without = (mean[row] / variance - values[row] / noises[row]) / precision
+            found = _equivalent_measurement(float(without), 1 / precision, limit, above=bool(side))
+            value, noise = (values[row], math.inf) if found is None else found
+            more = 1 / noise - 1 / noises[row]
+            moved = value / noise - values[row] / noises[row] - more * mean[row]
+            gain = covariance[:, row] / (1 + more * variance)
+            mean = mean + gain * moved
+            covariance = covariance - more * np.outer(gain, covariance[row])
+            values[row], noises[row] = value, noise
     return values, noises
 
 

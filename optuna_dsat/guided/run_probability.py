@@ -17,6 +17,10 @@ Numbers: TypeAlias = npt.NDArray[Any]
 
 _BREAKS = 4.0
 """Weight of a launch that failed, but not for memory, against one that ran: what breaks, mostly breaks again."""
+_NEAR_OCTAVES = 0.5
+"""Doublings of the micro-batch up to which a launch that ran out of memory speaks against smaller ones."""
+_USUAL_FAILURES = 2
+"""Launches of a structure that fail near its edge while that is looked for; only what goes beyond them counts."""
 _HOST_SD = 0.1
 """Relative standard deviation of the predicted host memory."""
 
@@ -65,7 +69,8 @@ class RunProbability:
         """Return factors on the probability to fit where others of the structure failed, by the rule of succession.
 
         What ran out of memory at no larger micro-batch and with no larger buffers counts against a configuration, what
-        ran at no smaller ones for it.
+        ran at no smaller ones for it. Where launch after launch failed at somewhat larger micro-batches, those count,
+        too: the posterior is wrong about the structure then, and its edge lies elsewhere rather than one sample below.
         """
         observations, found = self._observations, np.ones(len(rows))
         buffers = self._table.buffers.sum(axis=1)
@@ -78,7 +83,9 @@ class RunProbability:
                 (observations.micro_batch[known], buffers[observations.row[known]])
                 for known in (failed & (own == one), observations.fits & (own == one))
             )
-            failures = ((lost[0] <= size) & (lost[1] <= needed)).sum(axis=1)
+            surely = ((lost[0] <= size) & (lost[1] <= needed)).sum(axis=1)
+            nearly = np.clip(1 - np.log2(lost[0] / size) / _NEAR_OCTAVES, 0, 1).sum(axis=1)
+            failures = np.maximum(surely, nearly - _USUAL_FAILURES)
             successes = ((ran[0] >= size) & (ran[1] >= needed)).sum(axis=1)
             found[here] = (1 + successes) / (1 + successes + failures)
         return found

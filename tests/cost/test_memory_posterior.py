@@ -97,6 +97,23 @@ def test_what_the_formulas_do_not_explain_is_no_surprise_of_the_limit() -> None:
     assert wrong.limit == pytest.approx(posterior().usable, rel=0.05)
 
 
+def test_running_out_of_memory_below_what_the_device_held_speaks_against_the_structures_formula() -> None:
+    """One structure ran with 34 GiB; another one runs out of memory where its formula says 22, again and again."""
+    sizes, failed = [20, 10, 10, 10], np.array([False, True, True, True])
+    many = loads(sizes)
+    many.structure[1:], many.relatives[1:], many.lineage[1:] = 1, 1, [1, 2, 3]
+    known = posterior()
+    known.observe(many, np.where(failed, np.nan, 34 * GIB), failed)
+    before = posterior()
+    before.observe(loads(sizes[:1]), np.array([34 * GIB]), NONE)
+    assert known.limit == pytest.approx(before.limit, rel=0.05)
+    (_, _, spread), (_, _, sure) = known.predict(loads([22])), before.predict(loads([22]))
+    assert spread[0] < 1.5 * sure[0]
+    other = loads([10, 6], structure=1, lineage=4)
+    free = known.predict(other)[1]
+    assert free[0] < before.predict(other)[1][0] - 6 * GIB
+
+
 def test_activations_may_add_to_the_other_moments_of_a_step() -> None:
     """The formulas say 30 GiB whatever the micro-batch; each sample takes a GiB all the same."""
     sizes, asked = [1, 4], [8]
