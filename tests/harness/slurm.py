@@ -116,16 +116,23 @@ class SlurmCluster:
 
     def ranks(self) -> list[psutil.Process]:
         """Return torchruns, ranks and what they started."""
-        return [one for one in self.tasks() if MARK_ENV in one.environ()]
+        return [one for one in self.tasks() if MARK_ENV in _environ(one)]
 
     def keepers(self, node: str) -> list[psutil.Process]:
         """Return the daemons that a node's jobs hang on: its slurmd, and the slurmstepd of each of its agents."""
-        steps = [one.parent() for one in self.agents() if one.environ().get("SLURMD_NODENAME") == node]
+        steps = [one.parent() for one in self.agents() if _environ(one).get("SLURMD_NODENAME") == node]
         return [psutil.Process(self.pids[f"slurmd.{node}"]), *filter(None, steps)]
 
     def idle(self) -> int:
         """Return how many nodes nobody uses."""
         return len(self.ask("sinfo", "-h", "-N", "-p", "main", "-t", "idle", "-o", "%N").split())
+
+
+def _environ(process: psutil.Process) -> dict[str, str]:
+    """Return the environment of a process; that of one that has ended is empty."""
+    with suppress(psutil.Error):
+        return process.environ()
+    return {}
 
 
 def _words(process: psutil.Process) -> list[str]:

@@ -88,7 +88,6 @@ def test_what_a_killed_rank_leaves_is_removed(tmp_path: Path) -> None:
     assert len(left) == 7
     assert all(path.exists() for path in left)
     launch.end(StopReason(outcome=Outcome.PRUNED, message="enough"))
-    agent.wait()
     now = 1.0
     while launch.gone_at is None:
         launch.advance(now)
