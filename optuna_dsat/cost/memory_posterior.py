@@ -258,7 +258,7 @@ class MemoryPosterior:
     def _doubt(self, structure: Numbers) -> Numbers:
         """Return what surprises add to the variances of structures' own errors, relative to the device's memory."""
         factors = np.append(self._doubts, 1.0)[np.minimum(structure, len(self._doubts))]
-        found: Numbers = _STRUCTURE_SD**2 * np.maximum(0.0, factors - max(1.0, self.error_factor))
+        found: Numbers = _STRUCTURE_SD**2 * np.maximum(0.0, factors - self.error_factor)
         return found
 
     def peaks(self, inputs: MemoryInputs) -> Numbers:

@@ -20,11 +20,13 @@ from typing import Any
 
 from optuna_dsat.launch.processes import (
     CLEANERS_S,
+    KILL_LIMIT_S,
     ProcessKey,
     children_of,
     end_processes,
     has_mark,
     is_cleaner,
+    refuse_survivors,
 )
 from optuna_dsat.runtime.process_identity import process_space
 
@@ -35,9 +37,6 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 _PAUSE_S = 0.5
 """Pause between two looks at the processes of a launch, each of which takes about a millisecond a rank."""
-
-_LIMIT_S = 10.0
-"""Longest time for processes to end after SIGKILL."""
 
 
 def adopt_orphans() -> None:
@@ -58,7 +57,7 @@ def end_children(*, but: Collection[ProcessKey] = ()) -> None:
         but: Children that are left alone, with all below them.
     """
     began = time.monotonic()
-    while (waited_s := time.monotonic() - began) < _LIMIT_S and (left := own_children() - {*but}):
+    while (waited_s := time.monotonic() - began) < KILL_LIMIT_S and (left := own_children() - {*but}):
         left |= children_of(left)
         end_processes(key for key in left if waited_s > CLEANERS_S or not is_cleaner(key.pid))
         time.sleep(0.005)
@@ -132,8 +131,7 @@ def end_noted(values: Iterable[Any]) -> int:
     ended: set[ProcessKey] = set()
     began = time.monotonic()
     while left := {key for key in left | children_of(left) if key.alive}:
-        if time.monotonic() - began > _LIMIT_S:
-            raise TimeoutError(f"Processes {sorted(key.pid for key in left)} still run {_LIMIT_S:g} s after SIGKILL.")
+        refuse_survivors(left, since=began)
         end_processes(left)
         ended |= left
         time.sleep(0.02)

@@ -19,14 +19,12 @@ from optuna_dsat.launch.processes import (
     find_marked,
     has_mark,
     is_cleaner,
+    refuse_survivors,
     stop_processes,
 )
 from optuna_dsat.launch.shared_memory import SharedMemoryWatch
 
 __all__ = ["LaunchProcesses", "ProcessTree", "end_launch"]
-
-_END_S = 10.0
-"""Longest time for processes to end after SIGKILL."""
 
 
 class LaunchProcesses(Protocol):
@@ -101,9 +99,7 @@ def end_launch(processes: LaunchProcesses) -> None:
     began = time.monotonic()
     processes.kill_all()
     while not processes.sweep():
-        if time.monotonic() - began > _END_S:
-            pids = sorted(key.pid for key in processes.known if key.alive)
-            raise TimeoutError(f"Processes {pids} still run {_END_S:g} s after SIGKILL.")
+        refuse_survivors((key for key in processes.known if key.alive), since=began)
         time.sleep(0.01)
 
 

@@ -24,6 +24,7 @@ from optuna_dsat.runtime.process_identity import process_space, start_ticks
 
 __all__ = [
     "CLEANERS_S",
+    "KILL_LIMIT_S",
     "MARK_ENV",
     "LaunchProcess",
     "ProcessKey",
@@ -37,6 +38,7 @@ __all__ = [
     "kill_leftovers",
     "new_mark",
     "read_command",
+    "refuse_survivors",
     "stop_processes",
     "take_mark",
 ]
@@ -46,6 +48,8 @@ MARK_ENV = "OPTUNA_DSAT_LAUNCH_ID"
 ``<uuid>:<pid of the tuner>:<its start time>:<boot id>:<PID namespace>``.
 """
 
+KILL_LIMIT_S = 10.0
+"""Longest time for processes to end after SIGKILL."""
 _START_TIME_FIELD = 19
 """Index of the start time (clock ticks since boot) after the command's name in ``/proc/PID/stat``: proc(5)."""
 
@@ -247,7 +251,17 @@ def kernel_oom_kills() -> int | None:
     return None
 
 
-def kill_leftovers(mark: str | None = None, *, timeout_s: float = 10.0) -> tuple[int, ...]:
+def refuse_survivors(keys: Iterable[ProcessKey], *, since: float, limit_s: float = KILL_LIMIT_S) -> None:
+    """Raise an error if processes that were killed are still there long after a moment of the monotonic clock.
+
+    Raises:
+        TimeoutError: If that is more than ``limit_s`` ago, which only an uninterruptible wait in the kernel explains.
+    """
+    if time.monotonic() - since > limit_s:
+        raise TimeoutError(f"Processes {sorted(key.pid for key in keys)} still run {limit_s:g} s after SIGKILL.")
+
+
+def kill_leftovers(mark: str | None = None, *, timeout_s: float = KILL_LIMIT_S) -> tuple[int, ...]:
     """Kill every process with ``mark``, or for None those of all launches whose tuner is gone.
 
     Repeats until none is found, since a process may start another while it is killed.
@@ -266,10 +280,8 @@ def kill_leftovers(mark: str | None = None, *, timeout_s: float = 10.0) -> tuple
     ended: set[int] = set()
     while found := find_leftovers() if mark is None else find_marked(mark):
         waited_s = time.monotonic() - began
-        if waited_s > timeout_s:
-            pids = sorted(process.key.pid for process in found)
-            raise TimeoutError(f"Processes {pids} still run {timeout_s:g} s after SIGKILL.")
         keys = {process.key for process in found}
+        refuse_survivors(keys, since=began, limit_s=timeout_s)
         keys |= children_of(keys)
         end_processes(key for key in keys if waited_s > CLEANERS_S or not is_cleaner(key.pid))
         ended |= {key.pid for key in keys}
