@@ -8,6 +8,7 @@ used and sessions in UTC.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -129,6 +130,8 @@ class Database:
         self.engine = create_engine(self.url, **engine_options(self.url))
         install_events(self.engine)
         self._opened: tuple[int, int] | None = None
+        self._fence = threading.local()
+        self.guard(self.engine)
         try:
             self._connect_once()
             self._opened = self._file()
@@ -218,6 +221,28 @@ class Database:
         retrying(enter, database=self.shown, limit_s=self.retry_limit_s)
         with stack:
             yield
+
+    def guard(self, engine: Engine) -> None:
+        """Make the transactions of an engine on this database keep to ``fenced``."""
+
+        @event.listens_for(engine, "begin")
+        def begin(connection: Connection) -> None:
+            require: Callable[[Connection], None] | None = getattr(self._fence, "require", None)
+            if require is not None:
+                require(connection)
+
+    @contextmanager
+    def fenced(self, require: Callable[[Connection], None]) -> Iterator[None]:
+        """Begin each transaction of this thread with ``require``, which raises where it must not go on; never nest it.
+
+        The lock alone does not keep others out: the restart of a PostgreSQL server frees it while its holder works on.
+        What ``require`` reads and locks in the transaction itself holds until that is committed.
+        """
+        self._fence.require = require
+        try:
+            yield
+        finally:
+            self._fence.require = None
 
     def close(self) -> None:
         """Close all connections."""

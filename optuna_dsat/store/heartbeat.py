@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import optuna
-from sqlalchemy import ColumnElement, Float, cast, delete, func, literal_column, select, update
+from sqlalchemy import ColumnElement, Connection, Float, Select, cast, delete, func, literal_column, select, update
 from sqlalchemy.orm import Session
 
 from optuna_dsat.store.database import Database
@@ -158,10 +158,17 @@ class Heartbeat:
         Raises:
             StorageError: If the database failed.
         """
-        one = select(HeartbeatRow.trial_number).where(
+        one = self._own(study_uuid, number)
+        return self._database.run(lambda session: session.scalar(one), read_only=True) is not None
+
+    def stays_own(self, connection: Connection, study_uuid: str, number: int) -> bool:
+        """Do the same as ``is_own`` in a transaction; nobody else can take it over before that ends."""
+        return connection.scalar(self._own(study_uuid, number).with_for_update()) is not None
+
+    def _own(self, study_uuid: str, number: int) -> Select[tuple[int]]:
+        return select(HeartbeatRow.trial_number).where(
             HeartbeatRow.study_uuid == study_uuid, HeartbeatRow.trial_number == number, *_belongs_to(self._worker)
         )
-        return self._database.run(lambda session: session.scalar(one), read_only=True) is not None
 
     def close(self) -> None:
         """Stop the thread; heartbeats of trials that still run stay stored and become stale."""

@@ -59,6 +59,7 @@ def open_optuna_tables(database: Database) -> RDBStorage:
     newest = newest_revision(Path(optuna.storages.__file__).parent / "_rdb" / "alembic" / "versions")
     rdb = _ReadyTables(database) if newest is not None and _revision(database) == newest else _checked(database, newest)
     install_events(rdb.engine)
+    database.guard(rdb.engine)
     return rdb
 
 

@@ -1,13 +1,16 @@
 """A task of a study that one worker at a time does: its profile, its conclusion.
 
 A worker that stands still for a minute (suspended, cut off from the database) loses its turn to another one. So what it
-writes goes through ``held``: it looks under the lock of the database, by which a turn is taken, whose the turn is.
+writes goes through ``held``: it looks under the lock of the database, by which a turn is taken, whose the turn is, and
+again in each transaction, as a server that restarts frees the lock.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from sqlalchemy import Connection
 
 from optuna_dsat.store.database import Database
 from optuna_dsat.store.heartbeat import Heartbeat
@@ -49,4 +52,9 @@ class Turn:
         with self._database.exclusive(purpose):
             if not self._heartbeat.is_own(self._uuid, self._number):
                 raise TurnLostError
-            yield
+            with self._database.fenced(self._require):
+                yield
+
+    def _require(self, connection: Connection) -> None:
+        if not self._heartbeat.stays_own(connection, self._uuid, self._number):
+            raise TurnLostError

@@ -281,6 +281,27 @@ def test_what_is_written_in_a_lost_turn_is_refused(store: Store) -> None:
             pytest.fail("it is another worker's")
 
 
+def test_no_write_passes_for_a_turn_that_is_anothers_since_the_lock_was_freed(store: Store) -> None:
+    """As after the restart of a PostgreSQL server between the look and the write."""
+    study_uuid, study = start(store)
+
+    def write() -> None:
+        study.set_user_attr("before", 1)
+        taker = threading.Thread(target=pretend, args=(store,), kwargs={"machine": "another"})
+        taker.start()
+        taker.join()
+        study.set_user_attr("in_the_lost_turn", 1)
+
+    with store.conclusion_turn(study_uuid) as turn:
+        assert turn is not None
+        with pytest.raises(TurnLostError), turn.held("store a round"):
+            write()
+        with pytest.raises(TurnLostError), turn.held("store a profile"):
+            pytest.fail("it is another worker's")
+        study.set_user_attr("after", 1)
+    assert {"before", "in_the_lost_turn", "after"} & set(study.user_attrs) == {"before", "after"}
+
+
 def test_a_frozen_worker_leaves_the_turn_to_whom_it_was_given(url: str) -> None:
     with Store.open(url) as store:
         study_uuid, _ = start(store)
