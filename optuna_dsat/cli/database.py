@@ -6,7 +6,7 @@ import typer
 
 from optuna_dsat.cli.help import HelpCommand, HelpGroup
 from optuna_dsat.cli.parameters import DEFAULT_STORAGE, Storage
-from optuna_dsat.errors import UnreadableStudyError
+from optuna_dsat.errors import StorageUrlError, UnreadableStudyError
 from optuna_dsat.escape.terminal import say_prose
 
 __all__ = ["database"]
@@ -14,10 +14,15 @@ __all__ = ["database"]
 
 def _upgrade(storage: Storage = DEFAULT_STORAGE) -> None:
     """Bring a database made by an older version up to date."""
-    from optuna_dsat.store import migrate
+    from optuna_dsat.store import display_url, migrate
     from optuna_dsat.store.database import Database
 
-    opened = Database(storage)
+    if _is_new(storage):
+        raise StorageUrlError(
+            f"There is nothing to upgrade in the database {display_url(storage)}: optuna-dsat has no tables in it. "
+            "A search makes them; name the right database with --storage."
+        )
+    opened = Database(storage, create=False)
     try:
         migrate.upgrade(opened)
         print(migrate.current(opened))
@@ -26,10 +31,13 @@ def _upgrade(storage: Storage = DEFAULT_STORAGE) -> None:
 
 
 def _current(storage: Storage = DEFAULT_STORAGE) -> None:
-    """Print the schema revision of a database."""
+    """Print the schema revision of a database; "new" for one in which optuna-dsat has no tables."""
     from optuna_dsat.store import migrate
     from optuna_dsat.store.database import Database
 
+    if _is_new(storage):
+        print(migrate.SchemaState.NEW.value)
+        return
     opened = Database(storage, create=False)
     try:
         print(migrate.current(opened))
@@ -39,11 +47,11 @@ def _current(storage: Storage = DEFAULT_STORAGE) -> None:
 
 def _check(storage: Storage = DEFAULT_STORAGE) -> None:
     """Say whether this version can use a database and read its studies; exit with 2 or 5 if not."""
-    from optuna_dsat.store import Store, database_exists, has_our_tables, migrate
+    from optuna_dsat.store import Store, migrate
     from optuna_dsat.store.database import Database
     from optuna_dsat.study.stored import UnreadableStudy, readable_studies
 
-    if database_exists(storage) and not has_our_tables(storage):
+    if _is_new(storage):
         print(migrate.SchemaState.NEW.value)
         return
     opened = Database(storage, create=False)
@@ -57,6 +65,13 @@ def _check(storage: Storage = DEFAULT_STORAGE) -> None:
         say_prose(f"{one.record.name} cannot be read: {one.reason}.")
     if unreadable:
         raise typer.Exit(UnreadableStudyError.exit_code)
+
+
+def _is_new(storage: str) -> bool:
+    """Return whether a database is there without tables of ours; nothing in it is changed."""
+    from optuna_dsat.store import database_exists, has_our_tables
+
+    return database_exists(storage) and not has_our_tables(storage)
 
 
 database = typer.Typer(
