@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import signal
 import sys
@@ -37,6 +38,8 @@ LINE_CHARS = 900
 _ERRORS_OF_PATHS = frozenset({errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.ENOTDIR})
 _NOT_NEEDED = "mako.ext.pygmentplugin"
 """What colours Mako's own error pages: Alembic imports Mako, and this all of pygments, a tenth of a command's start."""
+_OBJECTS_BETWEEN_COLLECTIONS = 100_000
+"""Threshold of the youngest generation: imports make no garbage, and looking for it takes a tenth of a start."""
 EXIT_NO_READER = 1
 """Exit code if nobody reads stdout any more; typer's own."""
 
@@ -136,6 +139,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     """Run the command; exit with 0 (found), 2 (usage), 3 (nothing runs), 4 (script error), 5 (database) or 130."""
     _open_streams()
     if argv is None:
+        gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
         hide_secrets()
         sys.modules.setdefault(_NOT_NEEDED, None)  # type: ignore[arg-type]  # as Python documents it: not importable
     arguments = sys.argv[1:] if argv is None else argv

@@ -101,7 +101,8 @@ class Store:
             url: ``sqlite:///FILE`` or ``postgresql://USER@HOST:PORT/DATABASE``. The password may also come from
                 the environment or a password file, as libpq reads them.
             create: Whether to create a missing SQLite file, and our tables in a database of Optuna's alone; otherwise
-                both are errors, and nothing is written.
+                both are errors, and nothing is written. What studies left that were deleted with Optuna's own tools
+                is then removed, too: those who only read need not wait for writers.
             retry_limit_s: Seconds for which calls are retried after a transient error.
             heartbeat_interval_s: Time between two heartbeats, in seconds.
             grace_s: Age from which a heartbeat is stale, in seconds.
@@ -130,11 +131,12 @@ class Store:
         except BaseException:
             database.close()
             raise
-        try:
-            store.collect_orphans()
-        except BaseException:
-            store.close()
-            raise
+        if create:
+            try:
+                store.collect_orphans()
+            except BaseException:
+                store.close()
+                raise
         return store
 
     @property

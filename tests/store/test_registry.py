@@ -117,7 +117,7 @@ def test_deleting_takes_all_but_the_profile(store: Store) -> None:
         store.delete_study("llama")
 
 
-def test_rows_of_a_study_deleted_with_optuna_are_collected_on_open(url: str) -> None:
+def test_rows_of_a_study_deleted_with_optuna_are_collected_by_who_makes_studies_not_by_readers(url: str) -> None:
     with Store.open(url) as store:
         record = store.create_study("gone", SPEC)
         fill(store, record.uuid)
@@ -127,6 +127,9 @@ def test_rows_of_a_study_deleted_with_optuna_are_collected_on_open(url: str) -> 
     optuna.delete_study(study_name="gone", storage=storage)
     storage.remove_session()
     storage.engine.dispose()
+    with Store.open(url, create=False) as store:
+        assert rows(store)["dsat_launches"] == 1
+        assert not store.list_studies()
     with Store.open(url) as store:
         assert rows(store) == dict.fromkeys(TABLES, 0)
         assert store.create_study("gone", SPEC).uuid != record.uuid
