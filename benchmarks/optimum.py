@@ -37,6 +37,7 @@ def search_space(landscape: Computed, *, fix: Mapping[str, Any] = MappingProxyTy
             ds_config=landscape.user_config,
             params=landscape.params,
             device=landscape.kind,
+            ranks_per_node=landscape.slots,
             zero_stages=(0, 1, 2, 3),
             fix=fix,
         )

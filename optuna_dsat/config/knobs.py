@@ -57,6 +57,8 @@ class Site:
     """Whether ``stage3_allgather_sequential`` is set: ZeRO 3 then sets its prefetch bucket to 1."""
     nvme_only: bool = False
     """Whether the optimizer may be offloaded to NVMe only, which ZeRO 1 and 2 do not support."""
+    one_rank: bool = False
+    """Whether a launch has one rank, which has nobody to communicate with."""
 
 
 Condition = Callable[[Mapping[str, Any], Site], bool]
@@ -90,6 +92,12 @@ def _scatter_applies(params: Mapping[str, Any], site: Site) -> bool:
     return not (site.prescaled and _stage(params) >= 2)
 
 
+def _overlap_applies(params: Mapping[str, Any], site: Site) -> bool:
+    if not _zero_reduces_gradients(params, site) or site.pipeline:
+        return False
+    return not site.one_rank or _stage(params) == 3 or _offloads(params)
+
+
 def _is_stage3(params: Mapping[str, Any], _: Site) -> bool:
     return _stage(params) == 3
 
@@ -115,6 +123,8 @@ class Knob:
     """Whether DeepSpeed accepts the value without using it: sampled only if the user lists values."""
     several_nodes: bool = False
     """Whether it gains something on several nodes only: sampled on one only if the user lists values."""
+    several_ranks: bool = False
+    """Whether it gains something with several ranks only: sampled with one only if the user lists values."""
 
 
 def _zero(name: str, key: str | None = None) -> tuple[str, ...]:
@@ -182,25 +192,29 @@ KNOBS: tuple[Knob, ...] = (
         path=_zero("overlap_comm"),
         kind="flag",
         choices=(False, True),
-        where="ZeRO 1, 2, 3; not with pipeline parallelism",
+        where="ZeRO 1, 2, 3; not with pipeline parallelism, and on one rank ZeRO 1 and 2 with optimizer offload only",
         used_by=(
             "stage_1_and_2.DeepSpeedZeroOptimizer.process_gradients, average_tensor; "
             "stage3.reduce_and_partition_stream and DeepSpeedZeRoOffload's all-gather stream. "
-            "engine._configure_zero_optimizer turns it off for pipelines."
+            "engine._configure_zero_optimizer turns it off for pipelines. On one rank copies of gradients to the host "
+            "still overlap with the backward pass, and at stage 3 partition_parameters.NoGatherHandle.wait waits for "
+            "all that the stream of the gathers has to do."
         ),
-        applies=lambda params, site: _zero_reduces_gradients(params, site) and not site.pipeline,
+        applies=_overlap_applies,
     ),
     Knob(
         name="reduce_scatter",
         path=_zero("reduce_scatter"),
         kind="flag",
         choices=(False, True),
-        where="ZeRO 1, 2, 3 with contiguous gradients",
+        where="ZeRO 1, 2, 3 with contiguous gradients, on several ranks",
         used_by=(
             "stage_1_and_2.DeepSpeedZeroOptimizer.average_tensor and stage3.__reduce_and_partition_ipg_grads read it "
-            "for contiguous buckets only. Stages 2 and 3 refuse it with prescale_gradients or a predivide factor."
+            "for contiguous buckets only. Stages 2 and 3 refuse it with prescale_gradients or a predivide factor. One "
+            "rank has nothing to scatter, and yet a config may need its own value, as Muon does at stage 3."
         ),
         applies=_scatter_applies,
+        several_ranks=True,
     ),
     Knob(
         name="reduce_bucket_size",

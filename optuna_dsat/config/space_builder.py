@@ -150,7 +150,7 @@ class _Builder:
             knobs=tuple(knobs),
             micro_batches=(low, high) if values is None else (values[0], values[-1]),
             micro_batch_values=values,
-            site=_site(self._plain, pipeline=request.pipeline, nvme_only=nvme_only),
+            site=_site(self._plain, pipeline=request.pipeline, nvme_only=nvme_only, one_rank=self._world_size == 1),
             device=request.device,
             params=request.params,
             nvme_path=request.nvme_path,
@@ -185,8 +185,14 @@ class _Builder:
                 raise ConfigError(f"{ZERO}.{key} is a list, but not a knob. The knobs are {known_names()}.")
 
     def _is_searched(self, knob: Knob) -> bool:
-        useless = knob.inert or (knob.several_nodes and min(self._request.nodes, self._request.ranks_per_node) == 1)
+        one_node = min(self._request.nodes, self._request.ranks_per_node) == 1
+        useless = knob.inert or (knob.several_nodes and one_node) or (knob.several_ranks and self._world_size == 1)
         return not useless or self._named(knob)
+
+    @property
+    def _world_size(self) -> int:
+        """Ranks of a launch."""
+        return self._request.nodes * self._request.ranks_per_node
 
     def _named(self, knob: Knob) -> bool:
         """Whether the user names this knob: by a list in the config, or by ``fix``."""
@@ -245,7 +251,7 @@ class _Builder:
         return TunedKnob(knob=knob, choices=choices)
 
     def _check_ranks(self, knob: Knob, values: Iterable[Any]) -> None:
-        world = self._request.nodes * self._request.ranks_per_node
+        world = self._world_size
         for value in values if knob.kind == "ranks" else ():
             if world % min(value, world):
                 raise ConfigError(f"{knob.name} is {value}, which does not divide the {world} ranks of a launch.")
@@ -382,7 +388,7 @@ def _other_accumulation(config: Mapping[str, Any]) -> bool:
     return model != accumulated
 
 
-def _site(plain: Mapping[str, Any], *, pipeline: bool, nvme_only: bool) -> Site:
+def _site(plain: Mapping[str, Any], *, pipeline: bool, nvme_only: bool, one_rank: bool) -> Site:
     predivide = plain.get("gradient_predivide_factor", 1.0)
     return Site(
         pipeline=pipeline,
@@ -390,6 +396,7 @@ def _site(plain: Mapping[str, Any], *, pipeline: bool, nvme_only: bool) -> Site:
         prescaled=bool(plain.get("prescale_gradients", False)) or predivide not in (1, configs.AUTO),
         sequential=plain[ZERO].get("stage3_allgather_sequential") is True,
         nvme_only=nvme_only,
+        one_rank=one_rank,
     )
 
 

@@ -54,7 +54,7 @@ SPACES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def make(zero: dict[str, Any] | None = None, /, *, config: dict[str, Any] | None = None, **options: Any) -> SearchSpace:
-    options = {"params": PARAMS, "micro_batch_cap": 64, "device": "cpu", **options}
+    options = {"params": PARAMS, "micro_batch_cap": 64, "device": "cpu", "ranks_per_node": 2, **options}
     return build_space(
         SpaceRequest(ds_config={**BASE, **({"zero_optimization": zero} if zero else {}), **(config or {})}, **options)
     )
@@ -387,6 +387,28 @@ def test_every_knob_names_its_place_in_deepspeed() -> None:
 def test_values_that_no_knob_has_are_refused_by_name(zero: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_space(SpaceRequest(ds_config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}))
+
+
+def communication(params: dict[str, Any]) -> set[str]:
+    return {name for name in ("overlap_comm", "reduce_scatter") if name in params}
+
+
+def test_one_rank_tunes_no_communication_but_the_overlap_of_copies() -> None:
+    alone = make(ranks_per_node=1)
+    for params in alone.lineages():
+        overlaps = params["zero_stage"] == 3 or params["offload_optimizer"] == "cpu"
+        assert communication(params) == ({"overlap_comm"} if overlaps else set()), params
+    several = make(ranks_per_node=1, nodes=2)
+    assert {"overlap_comm", "reduce_scatter"} in [communication(params) for params in several.lineages()]
+
+
+def test_on_one_rank_a_users_own_way_to_reduce_stays_and_listed_ones_are_searched() -> None:
+    zero = {"stage": 3, "reduce_scatter": False}
+    space = make(zero, ranks_per_node=1, zero_stages=(3,))
+    merged = ds_config.merge({"zero_optimization": zero}, space.overlay(draw(space, 1)[0]))
+    assert merged["zero_optimization"]["reduce_scatter"] is False
+    listed = make({"stage": 3, "reduce_scatter": [False, True]}, ranks_per_node=1, zero_stages=(3,))
+    assert {params.get("reduce_scatter") for params in listed.lineages()} == {False, True, None}
 
 
 COPY = "zero_hpz_partition_size"

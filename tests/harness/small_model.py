@@ -54,6 +54,7 @@ def small_space(*, no_tune: Sequence[str] = KEPT, samples: int | None = None) ->
             micro_batch_cap=64,
             device="cuda",
             samples_per_rank=samples,
+            ranks_per_node=2,
         )
     )
 
