@@ -18,6 +18,7 @@ from optuna_dsat.cost.memory import Hardware, ModelProfile, zero_settings
 from optuna_dsat.cost.memory_posterior import MemoryInputs
 from optuna_dsat.cost.step_time import PHASES, Columns
 from optuna_dsat.cost.zero_states import ZeroSettings, moments, rank_host_parts
+from optuna_dsat.guided.diagnosis import Components
 from optuna_dsat.guided.prior_knowledge import EarlierLaunch
 from optuna_dsat.guided.residual_gp import knob_kernel
 from optuna_dsat.outcome import Outcome
@@ -127,6 +128,10 @@ class CandidateTable:
         """Index of the value of each other knob, shape (rows, knobs)."""
         self.knob_kernels = [knob_kernel(one) for one in values]
         """Of each other knob, the covariance of its values' effects."""
+        self.components = Components.of(
+            self.relatives, self.structure, self.knobs, has_value=[np.diag(one) > 0 for one in self.knob_kernels]
+        )
+        """What may break the launches of each row."""
         self.non_default_knobs = self._count_non_default_knobs()
         """Number of knobs per row, except stage and offload, that differ from the user's config (else the default)."""
         settings = self._settings()

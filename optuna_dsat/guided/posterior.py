@@ -43,7 +43,7 @@ It is larger than that of the formula where it holds: a fit that follows the mea
 says of other structures, also on machines where that is wrong.
 """
 _MIN_FITS = 0.05
-"""Probability to fit below which no candidate is launched once a metric was measured."""
+"""Probability to run below which no candidate is launched once a metric was measured."""
 _DRAWS, _HOPEFUL, _HOPE_SIGMAS, _SURE = 256, 160, 2.0, 0.9
 """Draws of the joint posterior, configurations in it, the standard deviations by which these are chosen, and the
 quantile of what remains to be gained."""
@@ -110,8 +110,6 @@ class Posterior:
         self._problem = problem
         self._table = problem.table
         self._observations = observations
-        self._largest = largest_size(problem, observations, samples_limit=samples_limit)
-        """Largest micro-batch that the script's data allow, and that is within reach of one that ran."""
         self._prior_observations = problem.prior_observations
         self.measured = measured = observations.take(most_informative(observations))
         """Measured trials."""
@@ -120,6 +118,8 @@ class Posterior:
         self._start_up_s = _START_UP_WEIGHT * (float(np.median(timed)) if len(timed) else _DEFAULT_START_UP_S)
         self._limit_bytes = min(self._memory.limit, float(problem.device_bytes))
         self._runs = RunProbability(problem, observations, self._memory)
+        self._largest = min(largest_size(problem, observations, samples_limit=samples_limit), self._runs.largest_sound)
+        """Largest micro-batch that the script's data allow, within reach of one that ran and below what breaks."""
         used = [(row, size) for row, sizes in observations.used.items() for size in sizes]
         every = np.array(used, dtype=np.int64).reshape(-1, 2)
         self._used_keys = every[:, 0] * len(problem.sizes) + problem.size_index(every[:, 1])
@@ -387,9 +387,9 @@ class Posterior:
         unknown = self._never_measured(rows)
         gain = np.where(unknown, heavy_tailed_improvement(penalised - over, learnt_sd), gain)
         run_s = self._start_up_s + self._problem.profile_steps * new.latency
+        fits = fits * self._runs.is_sound(rows, sizes)
         if self._incumbent is not None:
             gain = gain * (fits >= _MIN_FITS)
-        fits = fits * self._runs.is_sound(rows)
         cost_s = fits * run_s + (1 - fits) * self._start_up_s
         return Acquisition(
             over=over, value=fits * gain / cost_s, gain=fits * gain, log_objective=mean, fits=fits, cost_s=cost_s
@@ -431,7 +431,7 @@ class Posterior:
         if self._incumbent is None:
             return math.inf
         peak, fits = self._runs.fits(rows, sizes)
-        fits = fits * self._runs.is_sound(rows)
+        fits = fits * self._runs.is_sound(rows, sizes)
         new = self._points(rows, sizes.astype(np.float64), self._share(peak))
         mean, variance = self.residuals.predict(new)
         hopeful = np.argsort(-(mean + _HOPE_SIGMAS * np.sqrt(variance) + np.log(fits + 1e-9)), kind="stable")[:_HOPEFUL]

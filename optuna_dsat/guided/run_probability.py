@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -9,14 +10,15 @@ import numpy.typing as npt
 
 from optuna_dsat.cost.memory_posterior import MemoryPosterior, normal_cdf
 from optuna_dsat.guided.candidates import Observations
+from optuna_dsat.guided.diagnosis import Diagnosis
 from optuna_dsat.guided.problem import Problem
 
 __all__ = ["RunProbability"]
 
 Numbers: TypeAlias = npt.NDArray[Any]
 
-_BREAKS = 4.0
-"""Weight of a launch that failed, but not for memory, against one that ran: what breaks, mostly breaks again."""
+_BLAMED = 0.5
+"""Probability from which on the micro-batch is taken to be the cause of failures."""
 _NEAR_OCTAVES = 0.5
 """Doublings of the micro-batch up to which a launch that ran out of memory speaks against smaller ones."""
 _USUAL_FAILURES = 2
@@ -45,6 +47,12 @@ class RunProbability:
             observations.device_out_of_memory, np.minimum, np.iinfo(np.int64).max
         )
         """Smallest micro-batch of each lineage that ran out of memory; the largest integer if none did."""
+        self._size_component = len(problem.table.components.priors) - 1
+        self._largest_run = float(observations.micro_batch[observations.fits].max(initial=0.0))
+        beyond = observations.broken & (observations.micro_batch > self._largest_run) & observations.fits.any()
+        self._smallest_failed = float(observations.micro_batch[beyond].min(initial=math.inf))
+        """Smallest micro-batch that failed for another reason than memory, of those larger than any that ran."""
+        self._diagnosis = self._diagnosed()
 
     def _extreme_sizes(self, chosen: Numbers, extreme: np.ufunc, default: int) -> Numbers:
         found = np.full(len(self._table.lineages), default, dtype=np.int64)
@@ -90,11 +98,37 @@ class RunProbability:
             found[here] = (1 + successes) / (1 + successes + failures)
         return found
 
-    def is_sound(self, rows: Numbers) -> Numbers:
-        """Return the probabilities that launches do not fail for reasons other than memory, by structure."""
+    def is_sound(self, rows: Numbers, sizes: Numbers) -> Numbers:
+        """Return the probabilities that launches do not fail for reasons other than memory."""
+        if self._diagnosis is None:
+            return np.ones(len(rows))
+        return self._diagnosis.runs(self._components(rows, sizes))
+
+    @property
+    def largest_sound(self) -> int:
+        """Largest micro-batch to try where the script fails at larger ones for another reason than memory.
+
+        A collator that takes one sample only fails so. The edge between what ran and what failed is bisected, by
+        ratios, once the size is more likely than not the cause.
+        """
+        sizes = self._problem.sizes
+        if self._diagnosis is None or self._diagnosis.probability_of(self._size_component) <= _BLAMED:
+            return int(sizes[-1])
+        within = sizes[sizes <= math.sqrt(self._largest_run * self._smallest_failed)]
+        return int(within[-1] if len(within) else sizes[0])
+
+    def _diagnosed(self) -> Diagnosis | None:
+        """Return what breaks launches, None where none broke."""
         observations = self._observations
-        count = len(self._table.lineages)
-        broken = np.bincount(self._table.structure[observations.row[observations.broken]], minlength=count)
-        sound = np.bincount(self._table.structure[observations.row[observations.fits]], minlength=count)
-        found: Numbers = ((1 + sound) / (1 + sound + _BREAKS * broken))[self._table.structure[rows]]
-        return found
+        if not observations.broken.any():
+            return None
+        failed, ran = (
+            self._components(observations.row[chosen], observations.micro_batch[chosen])
+            for chosen in (observations.broken, observations.fits)
+        )
+        return Diagnosis(failed, ran, priors=self._table.components.priors)
+
+    def _components(self, rows: Numbers, sizes: Numbers) -> Numbers:
+        """Return the numbers of the components of configurations, shape (n, k)."""
+        too_large = np.where(sizes >= self._smallest_failed, self._size_component, -1)
+        return np.column_stack([self._table.components.numbers[rows], too_large])

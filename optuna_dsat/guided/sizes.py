@@ -19,10 +19,6 @@ _NEAR_EDGE, _AROUND_EDGE = 2, (0.75, 0.9, 1.03, 1.06, 1.12)
 """Micro-batches evaluated on either side of the predicted edge, and multiples of the edge evaluated beside them."""
 
 
-_FAILURES = 4
-"""Failures beyond all micro-batches that ran from which on the micro-batch is taken to be their cause, as weighed."""
-
-
 def spread_sizes(edge: Numbers) -> Numbers:
     """Return micro-batches at every scale up to n predicted edges, and around those, shape (n, k)."""
     octaves = 2.0 ** np.arange(math.ceil(math.log2(max(2, int(edge.max())))) + 1)
@@ -34,18 +30,14 @@ def spread_sizes(edge: Numbers) -> Numbers:
 
 
 def largest_size(problem: Problem, observations: Observations, *, samples_limit: int | None) -> int:
-    """Return the largest micro-batch that the script's data allow, within reach of what ran and below what fails.
+    """Return the largest micro-batch that the script's data allow, within reach of what ran.
 
     Args:
         problem: Model, machine, space and metric.
         observations: The trials.
         samples_limit: Largest number of samples per rank and step for which the script's data last; None if unknown.
     """
-    return min(
-        _within_data(problem, samples_limit),
-        _within_reach(problem, observations),
-        _below_failures(problem, observations),
-    )
+    return min(_within_data(problem, samples_limit), _within_reach(problem, observations))
 
 
 def _within_data(problem: Problem, samples_limit: int | None) -> int:
@@ -62,21 +54,4 @@ def _within_reach(problem: Problem, observations: Observations) -> int:
         return int(problem.sizes[-1])
     ran = max(observations.micro_batch[observations.fits], default=0)
     within = problem.sizes[problem.sizes <= problem.reach * max(ran, problem.user_micro_batch)]
-    return int(within[-1] if len(within) else problem.sizes[0])
-
-
-def _below_failures(problem: Problem, observations: Observations) -> int:
-    """Return the largest micro-batch to try where the script fails at larger ones for another reason than memory.
-
-    A collator that takes one sample only fails so. What fails at a larger micro-batch than any that ran counts: in a
-    structure that ran twice as much as in one that never did, which may be the cause itself. The edge
-    between what ran and what failed is bisected, by ratios.
-    """
-    structure, sizes = problem.table.structure[observations.row], observations.micro_batch
-    beyond = observations.broken & (sizes > max(sizes[observations.fits], default=np.inf))
-    ran = np.isin(structure, structure[observations.fits])
-    counted = 2 * int((beyond & ran).sum()) + int((beyond & ~ran).sum())
-    if counted < _FAILURES:
-        return int(problem.sizes[-1])
-    within = problem.sizes[problem.sizes <= math.sqrt(sizes[observations.fits].max() * sizes[beyond].min())]
     return int(within[-1] if len(within) else problem.sizes[0])

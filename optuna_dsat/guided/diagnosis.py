@@ -1,0 +1,131 @@
+"""What breaks launches: a posterior over the components of a configuration that fail whenever they are used.
+
+Diagnosis of multiple faults (de Kleer and Williams 1987, "Diagnosing Multiple Faults"): a launch fails if one of its
+components is faulty, and sometimes by chance. A component with which a launch ran is not. Which of the others are is
+told by the failures: each hypothesis is a set of faulty components, its weight the product of their prior odds and of
+the chance of every failure that it leaves unexplained. The number of hypotheses is exponential, so the heaviest ones
+are kept while they grow by one component at a time (beam search).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Components", "Diagnosis"]
+
+Numbers: TypeAlias = npt.NDArray[Any]
+
+_STRUCTURE_FAULTY, _KNOB_FAULTY, _PAIR_FAULTY, _SIZE_FAULTY = 0.04, 0.005, 0.002, 0.03
+"""Prior probabilities of a fault: of a ZeRO stage, an offload or both together; of a knob's value, of that in one
+structure; and of larger micro-batches than any that ran."""
+_BY_CHANCE = 0.02
+"""Probability that a launch fails though none of its components is faulty."""
+_HYPOTHESES, _MOST_FAULTY = 64, 12
+"""Hypotheses that are kept of each size, and the largest size."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Components:
+    """What configurations have in common that may be faulty: stage, offloads, structure, and values of knobs."""
+
+    numbers: Numbers
+    """Numbers of each row's components, shape (rows, k), -1 where it has fewer."""
+    priors: Numbers
+    """Probability of each component to be faulty. The last one is of no row: a micro-batch larger than any that ran."""
+
+    @classmethod
+    def of(cls, relatives: Numbers, structure: Numbers, knobs: Numbers, *, has_value: Sequence[Numbers]) -> Components:
+        """Number the components of rows.
+
+        Args:
+            relatives: Index of each row's ZeRO stage and offloads, shape (rows, 3).
+            structure: Index of its structure, length rows.
+            knobs: Index of the value of each knob, shape (rows, knobs).
+            has_value: Of each knob, which of its indices are values and not the lack of one.
+        """
+        columns: list[Numbers] = []
+        priors: list[Numbers] = []
+
+        def add(index: Numbers, count: int, prior: float) -> None:
+            columns.append(np.where(index < 0, -1, index + sum(len(one) for one in priors)))
+            priors.append(np.full(count, prior))
+
+        structures = int(structure.max(initial=-1)) + 1
+        for index in (*relatives.T, structure):
+            add(index, int(index.max(initial=-1)) + 1, _STRUCTURE_FAULTY)
+        for place, known in enumerate(has_value):
+            value = np.where(known[knobs[:, place]], knobs[:, place], -1)
+            add(value, len(known), _KNOB_FAULTY)
+            pair = np.where(value < 0, -1, structure * len(known) + value)
+            add(pair, structures * len(known), _PAIR_FAULTY)
+        return cls(numbers=np.column_stack(columns), priors=np.append(np.concatenate(priors), _SIZE_FAULTY))
+
+
+class Diagnosis:
+    """Which components are faulty, given launches that failed and others that ran.
+
+    Args:
+        failed: Numbers of the components of each failed launch, shape (launches, k), -1 where it has fewer.
+        ran: The same of launches that ran, shape (launches, k).
+        priors: Probability of each component to be faulty before any launch.
+    """
+
+    def __init__(self, failed: Numbers, ran: Numbers, *, priors: Numbers) -> None:
+        suspects = np.setdiff1d(failed, np.append(ran, -1))
+        self._place = np.full(len(priors) + 1, len(suspects))  # the last one is of -1
+        self._place[suspects] = np.arange(len(suspects))
+        self._sets, log_weights = _heaviest(self._suspects_of(failed), np.log(priors / (1 - priors))[suspects])
+        weights = np.exp(log_weights - log_weights.max())
+        self._weights = weights / weights.sum()
+
+    def _suspects_of(self, components: Numbers) -> Numbers:
+        """Return which of the suspects are among the components of n launches, shape (n, suspects)."""
+        found = np.zeros((len(components), int(self._place.max()) + 1), dtype=bool)
+        np.put_along_axis(found, self._place[components], values=True, axis=1)
+        return found[:, :-1]
+
+    def probability_of(self, component: int) -> float:
+        """Return the probability that a component is faulty; 0 where no failure suggests it."""
+        place = self._place[component]
+        return float(self._weights @ self._sets[:, place]) if place < self._sets.shape[1] else 0.0
+
+    def runs(self, components: Numbers) -> Numbers:
+        """Return the probabilities that no component of launches is faulty.
+
+        Args:
+            components: Numbers of the components of each, shape (n, k), -1 where it has fewer.
+        """
+        shared = self._suspects_of(components).astype(np.float64) @ self._sets.T
+        found: Numbers = (shared == 0) @ self._weights
+        return found
+
+
+def _heaviest(failed: Numbers, log_odds: Numbers) -> tuple[Numbers, Numbers]:
+    """Return the sets of suspects that explain failures best, shape (sets, suspects), and the logs of their weights.
+
+    Args:
+        failed: Which suspects each failed launch had, shape (launches, suspects).
+        log_odds: Prior log odds of each to be faulty.
+    """
+    count = len(log_odds)
+    sets, unexplained = np.zeros((1, count), dtype=bool), np.ones((1, len(failed)), dtype=bool)
+    found, weights = [sets], [np.full(1, len(failed) * np.log(_BY_CHANCE))]
+    for _ in range(min(count, _MOST_FAULTY)):
+        left = (unexplained[:, None, :] & ~failed.T[None, :, :]).sum(axis=2)
+        weight = np.where(sets, -np.inf, (sets @ log_odds)[:, None] + log_odds + left * np.log(_BY_CHANCE))
+        order = np.argsort(-weight, axis=None, kind="stable")[: _HYPOTHESES * (len(sets) + 1)]
+        grown, added = np.unravel_index(order, weight.shape)
+        larger = sets[grown]
+        larger[np.arange(len(order)), added] = True
+        _, first = np.unique(larger, axis=0, return_index=True)
+        kept = np.sort(first)[:_HYPOTHESES]
+        kept = kept[np.isfinite(weight.ravel()[order[kept]])]
+        sets, unexplained = larger[kept], unexplained[grown[kept]] & ~failed.T[added[kept]]
+        found.append(sets)
+        weights.append(weight.ravel()[order[kept]])
+    return np.concatenate(found), np.concatenate(weights)
