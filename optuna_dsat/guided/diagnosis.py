@@ -113,19 +113,27 @@ def _heaviest(failed: Numbers, log_odds: Numbers) -> tuple[Numbers, Numbers]:
         log_odds: Prior log odds of each to be faulty.
     """
     count = len(log_odds)
-    sets, unexplained = np.zeros((1, count), dtype=bool), np.ones((1, len(failed)), dtype=bool)
-    found, weights = [sets], [np.full(1, len(failed) * np.log(_BY_CHANCE))]
+    keys = np.random.default_rng(0).integers(
+        np.iinfo(np.int64).max, size=count
+    )  # a set's key is the XOR of its members'
+    unlike, log_chance = 1.0 - failed, float(np.log(_BY_CHANCE))
+    sets, unexplained, key = (
+        np.zeros((1, count), dtype=bool),
+        np.ones((1, len(failed)), dtype=bool),
+        np.zeros(1, np.int64),
+    )
+    found, weights = [sets], [np.full(1, len(failed) * log_chance)]
     for _ in range(min(count, _MOST_FAULTY)):
-        left = (unexplained[:, None, :] & ~failed.T[None, :, :]).sum(axis=2)
-        weight = np.where(sets, -np.inf, (sets @ log_odds)[:, None] + log_odds + left * np.log(_BY_CHANCE))
-        order = np.argsort(-weight, axis=None, kind="stable")[: _HYPOTHESES * (len(sets) + 1)]
-        grown, added = np.unravel_index(order, weight.shape)
-        larger = sets[grown]
-        larger[np.arange(len(order)), added] = True
-        _, first = np.unique(larger, axis=0, return_index=True)
-        kept = np.sort(first)[:_HYPOTHESES]
-        kept = kept[np.isfinite(weight.ravel()[order[kept]])]
-        sets, unexplained = larger[kept], unexplained[grown[kept]] & ~failed.T[added[kept]]
+        left = unexplained @ unlike
+        weight = np.where(sets, -np.inf, (sets @ log_odds)[:, None] + log_odds + left * log_chance).ravel()
+        order = np.argsort(-weight, kind="stable")[: len(weight) - np.count_nonzero(sets)]
+        grown, added = np.unravel_index(order, sets.shape)
+        larger = key[grown] ^ keys[added]
+        kept = np.sort(np.unique(larger, return_index=True)[1])[:_HYPOTHESES]
+        grown, added, key = grown[kept], added[kept], larger[kept]
+        sets = sets[grown]
+        sets[np.arange(len(kept)), added] = True
+        unexplained = unexplained[grown] & ~failed.T[added]
         found.append(sets)
-        weights.append(weight.ravel()[order[kept]])
+        weights.append(weight[order[kept]])
     return np.concatenate(found), np.concatenate(weights)
