@@ -29,10 +29,11 @@ from optuna_dsat.escape.paths import OutsideError, held_inside
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.report.markdown import redacted
 from optuna_dsat.report.view import StudyView
+from optuna_dsat.secrecy.references import hidden_text
 from optuna_dsat.study.result import BEST_CONFIG, BEST_METRICS
 from optuna_dsat.trials import attributes
 
-__all__ = ["FOLDER", "LOG_LIMIT_BYTES", "Artifact", "artifacts_of", "save_artifacts", "tail"]
+__all__ = ["FOLDER", "LOG_LIMIT_BYTES", "Artifact", "artifacts_of", "log_without_secrets", "save_artifacts", "tail"]
 
 FOLDER = "artifacts"
 """Folder of the artifacts in a study's output directory."""
@@ -98,6 +99,13 @@ def tail(path: Path, limit_bytes: int = LOG_LIMIT_BYTES) -> bytes:
         kept = file.read(limit_bytes)
     kept = kept[kept.find(b"\n") + 1 :]
     return f"[the first {size - len(kept)} bytes are left out; the whole log: {path}]\n".encode() + kept
+
+
+def log_without_secrets(content: bytes) -> bytes:
+    """Return the end of a log as it is served to others; what is no text stays as it is."""
+    if b"\0" in content:
+        return content
+    return hidden_text(content.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape")
 
 
 def artifacts_of(view: StudyView, on_refused: Callable[[str], None] = lambda _: None) -> Iterator[Artifact]:

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from optuna_dsat.errors import DsatError
 from optuna_dsat.escape.terminal import one_line
-from optuna_dsat.report.artifacts import tail
+from optuna_dsat.report.artifacts import log_without_secrets, tail
 from optuna_dsat.report.launch_files import LIVE_FILES, file_of
 from optuna_dsat.report.live import LiveStudy
 from optuna_dsat.report.markdown import redacted
@@ -142,7 +142,7 @@ def _versioned(version: str, html: str) -> _Answer:
 
 
 def _file(study: LiveStudy, launch_id: str, name: str) -> _Answer:
-    """Return a launch's config without secrets, or the end of one of its logs."""
+    """Return a launch's config or the end of one of its logs, without secrets."""
     folder = study.view.folder
     path = None if folder is None else file_of(folder, launch_id, name)
     try:
@@ -152,6 +152,8 @@ def _file(study: LiveStudy, launch_id: str, name: str) -> _Answer:
         if path.suffix == ".json":
             data: Mapping[str, Any] = redacted(json.loads(content))
             content = (json.dumps(data, indent=2) + "\n").encode()
+        else:
+            content = log_without_secrets(content)
     except (OSError, ValueError, RecursionError):
         return _refused(HTTPStatus.NOT_FOUND, "The file cannot be read.")
     return HTTPStatus.OK, _TEXT, content

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import socket
 from collections.abc import Callable
 from contextlib import suppress
 from socketserver import ThreadingMixIn
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from optuna.artifacts import FileSystemArtifactStore
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.errors import UnreadableStudyError, UsageError
+from optuna_dsat.report.artifacts import log_without_secrets
 from optuna_dsat.store import Store
 from optuna_dsat.store.retrying_storage import RetryingStorage
 from optuna_dsat.study.stored import read_stored
@@ -20,7 +22,7 @@ from optuna_dsat.study.stored import read_stored
 if TYPE_CHECKING:
     from wsgiref.types import WSGIApplication
 
-__all__ = ["ResultStorage", "optuna_app", "serve"]
+__all__ = ["ResultStorage", "ServedArtifacts", "optuna_app", "serve"]
 
 _PATIENCE_S = 60
 """A connection without a request for so long is closed."""
@@ -47,6 +49,15 @@ class ResultStorage(RetryingStorage):
             with suppress(UnreadableStudyError):  # one of a newer version: Optuna's own
                 best = read_stored(self._store, name).best
         return super().get_best_trial(study_id) if best is None else best.trial
+
+
+class ServedArtifacts(FileSystemArtifactStore):
+    """A folder of artifacts whose logs are served without the secrets that a script printed; the files keep them."""
+
+    def open_reader(self, artifact_id: str) -> BinaryIO:
+        """Return the content of an artifact."""
+        with super().open_reader(artifact_id) as file:
+            return io.BytesIO(log_without_secrets(file.read()))
 
 
 class _Server(ThreadingMixIn, WSGIServer):
@@ -79,7 +90,8 @@ def optuna_app(store: Store, artifacts: FileSystemArtifactStore | None) -> WSGIA
     """
     from optuna_dashboard import wsgi
 
-    app: WSGIApplication = wsgi(ResultStorage(store), artifact_store=artifacts)
+    served = None if artifacts is None else ServedArtifacts(artifacts._base_path)
+    app: WSGIApplication = wsgi(ResultStorage(store), artifact_store=served)
     return app
 
 

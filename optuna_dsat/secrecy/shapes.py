@@ -42,12 +42,13 @@ _CHANGE = re.compile(r"(?<=[a-z])[A-Z0-9/+]|(?<=[A-Z])[a-z0-9/+]|(?<=[0-9/+])[A-
 _LEAST_CHANGES = 14
 """Changes between small letters, capitals and digits in 40 characters; a text drawn at random has some 25."""
 _DATABASE_URL = re.compile(
-    r"(?i)\b(?:postgres|mysql|mariadb|mssql|oracle|cockroach|snowflake|redshift|mongodb|rediss?|amqps?)[\w+.-]*://"
-    r"[^:/@\s]*:(?P<secret>\S+)@(?=\S)"
+    r"(?i)\b(?:postgres|mysql|mariadb|mssql|oracle|cockroach|snowflake|redshift|mongodb|rediss?|amqps?)[\w+.-]{0,40}://"
+    r"[^:/@\s]{0,200}:(?P<secret>\S{1,1000})@(?=\S)"
 )
-"""As SQLAlchemy splits it: the password may hold ``/``, ``#`` and ``?``."""
+"""As SQLAlchemy splits it: the password may hold ``/``, ``#`` and ``?``. Lengths are bounded, here and below: without a
+bound a text of 64 KB that is made for it takes minutes."""
 _URL = re.compile(
-    r"(?<![a-zA-Z0-9+.-])[a-zA-Z][a-zA-Z0-9+.-]*://[^/\s:@?#]*:(?!\d{1,5}(?:[/?#\s]|$))(?P<secret>[^@\s]+(?:@[^@/?#\s]+)*)@(?=[^\s@])"
+    r"(?<![a-zA-Z0-9+.-])[a-zA-Z][a-zA-Z0-9+.-]*://[^/\s:@?#]{0,200}:(?!\d{1,5}(?:[/?#\s]|$))(?=[^@\s]{1,1000}@)(?P<secret>[^@\s]{1,1000}(?:@[^@/?#\s]{1,1000}){0,9})@(?=[^\s@])"
 )
 _URL_USER = re.compile(r"(?<![a-zA-Z0-9+.-])[a-zA-Z][a-zA-Z0-9+.-]*://(?P<secret>[^/\s:@?#]{16,})@")
 _HEADER = re.compile(
@@ -65,6 +66,8 @@ _AFTER_OPTION = re.compile(
 )
 """An option and its value within one text, such as the arguments of another program."""
 _QUERY_NAMES = frozenset({"sig", "signature", "x-amz-signature", "x-amz-credential", "x-amz-security-token"})
+_CODE = re.compile(r"(?<=[?&]code=)(?=[\w.~%/-]*\d)(?=[\w.~%/-]*[A-Za-z])[\w.~%/-]{8,}")
+"""With which a login by OAuth ends: in a query alone, as a code elsewhere is that of an exit or a language."""
 
 
 @dataclass(frozen=True, order=True)
@@ -112,6 +115,8 @@ def _candidates(text: str, *, prose: bool) -> Iterator[Found]:
     for pattern in (_DATABASE_URL, _URL):
         for match in pattern.finditer(text):
             yield Found(*match.span("secret"), "url password")
+    for match in _CODE.finditer(text):
+        yield Found(*match.span(), "code")
     for match in _URL_USER.finditer(text):
         if looks_random(match["secret"]):
             yield Found(*match.span("secret"), "url user")

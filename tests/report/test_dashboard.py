@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import socket
 import sys
@@ -17,6 +18,7 @@ from optuna_dsat.cli import main
 from optuna_dsat.errors import UsageError
 from optuna_dsat.report.artifacts import artifacts_of, tail
 from optuna_dsat.report.publish import MEMORY_PLOT, METRIC_PLOT, publish
+from optuna_dsat.report.serve import ServedArtifacts
 from optuna_dsat.store import Store
 from optuna_dsat.trials import attributes
 from tests.harness.landscapes import Hill
@@ -148,6 +150,14 @@ def test_text_that_people_added_survives_publishing_again(finished: ReportedStud
     note = dashboard.get_note(finished.study())
     assert "16 of 20 launches" in note
     assert note.rstrip().endswith("buy more memory")
+
+
+def test_logs_are_served_without_secrets_and_what_is_no_text_as_it_is(tmp_path: Path) -> None:
+    store = ServedArtifacts(tmp_path)
+    store.write("log", io.BytesIO(b"\xff --hf-token s3cret99 step 1\n"))
+    store.write("image", io.BytesIO(b"\0--hf-token s3cret99"))
+    with store.open_reader("log") as log, store.open_reader("image") as image:
+        assert (log.read(), image.read()) == (b"\xff --hf-token *** step 1\n", b"\0--hf-token s3cret99")
 
 
 def test_of_a_long_log_the_end_is_kept_and_the_rest_is_named(finished: ReportedStudyBench) -> None:

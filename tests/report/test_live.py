@@ -150,6 +150,8 @@ def test_configs_and_logs_are_served_and_nothing_else(live: LiveStudy, finished:
     (finished.folder / "out" / "s" / "trial-0001" / "logs" / "rank0.stderr.log").symlink_to("/etc/passwd")
     status, _, log = get(live, "/files/trial-0000/rank0.stderr.log")
     assert (status, log) == (200, b"trial-0000 rank 0\n")
+    finished.log("trial-0000").write_bytes(b"\xff --hf-token s3cret99 step 1\n")
+    assert get(live, "/files/trial-0000/rank0.stderr.log")[2] == b"\xff --hf-token *** step 1\n"
     status, _, config = get(live, "/files/trial-0000/ds_config.json")
     assert status == 200
     assert json.loads(config)["fp16"] == {"enabled": True}
