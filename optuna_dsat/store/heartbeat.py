@@ -165,7 +165,7 @@ class Heartbeat:
         """Do the same as ``is_own`` in a transaction; nobody else can take it over before that ends."""
         return connection.scalar(self._own(study_uuid, number).with_for_update()) is not None
 
-    def _own(self, study_uuid: str, number: int) -> Select[tuple[int]]:
+    def _own(self, study_uuid: str, number: int) -> Select[int]:
         return select(HeartbeatRow.trial_number).where(
             HeartbeatRow.study_uuid == study_uuid, HeartbeatRow.trial_number == number, *_belongs_to(self._worker)
         )
