@@ -42,7 +42,7 @@ class DeepSpeedPruner(LineagePruner):
       at least as large as this one can still reach, at no lower metric than this one's optimistic bound;
     - the optimistic bound of its lineage on the remaining micro-batches is worse than the best metric of the study;
     - it opens a lineage of a structure that cannot win: at least two of its lineages were judged, and the best metric
-      or optimistic bound of any of them is over 20 % worse than the study's best, which is more than buckets and flags
+      or optimistic bound of any of them is over 20% worse than the study's best, which is more than buckets and flags
       are expected to gain.
 
     The last two replace the rule of Determined AI's ``dsat random`` that drops ZeRO 3 as soon as ZeRO 1 or 2 ran: a

@@ -93,4 +93,4 @@ def _print_factors(explanation: Explanation) -> None:
 
     rows = [(one.setting, one.own, one.best, one.factor, one.between, one.by) for one in factor_rows(explanation)]
     if rows:
-        print_table(("setting", "yours", "winner's", "factor", "95 % interval", "by"), rows)
+        print_table(("setting", "yours", "winner's", "factor", "95% interval", "by"), rows)

@@ -360,7 +360,7 @@ class _Builder:
 
 
 _MULTIPLES = 64
-"""Multiples that are all searched; beyond them every one is at least 3 % larger than the one before."""
+"""Multiples that are all searched; beyond them every one is at least 3% larger than the one before."""
 
 
 def _multiples(unit: int, high: int) -> list[int]:

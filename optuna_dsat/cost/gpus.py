@@ -73,7 +73,7 @@ _RESERVED = 0.015
 """Share of the nominal memory reserved by driver and error correction."""
 _REACHED_FLOPS = 0.45
 """Share of the peak that large transformers reach in training: 0.3 to 0.57 in Narayanan et al. (arXiv:2104.04473,
-table 1: 44 to 52 % on A100) and Chowdhery et al. (arXiv:2204.02311, table 3: 21 to 46 %).
+table 1: 44 to 52% on A100) and Chowdhery et al. (arXiv:2204.02311, table 3: 21 to 46%).
 """
 _REACHED_FP32 = 0.8
 """Likewise in fp32 without tensor cores. Whether the script lets them work in TF32 is not known: hence the spread."""

@@ -4,7 +4,7 @@ A training step has four moments at which memory peaks: the end of the forward p
 the backward pass (all gradients live), their conversion for the optimizer, and its step (its temporaries live). Each
 is linear in the micro-batch, the estimate is their maximum, and the largest micro-batch has a closed form. The time of
 each allocation was read in DeepSpeed 0.19.8 and checked on two CPU ranks, where predictions agree with the resident
-set within 3 % (the figures are in ``tests/cost/test_memory.py``); :mod:`optuna_dsat.cost.zero_states` holds the
+set within 3% (the figures are in ``tests/cost/test_memory.py``); :mod:`optuna_dsat.cost.zero_states` holds the
 formulas and their sources. Under a limit on virtual memory (``RLIMIT_DATA``) buffers that are allocated but not
 written count as well; the model always counts them.
 

@@ -1,7 +1,7 @@
 """Incremental fit of the memory model's correction to measured peaks.
 
 The slope is the median over all pairs of samples of one lineage whose predicted peak depends on the activations (Theil
-1950, Sen 1968: robust against 29 % of wrong samples). Without such a pair, with two different micro-batches, it is the
+1950, Sen 1968: robust against 29% of wrong samples). Without such a pair, with two different micro-batches, it is the
 least-squares slope of the residuals over all lineages. It is never negative. Offsets are the medians of the residuals
 that remain.
 """

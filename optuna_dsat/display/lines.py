@@ -119,7 +119,7 @@ def _finalist_line(event: progress.FinalistMeasured, search: progress.SearchStar
     if event.value is None or event.low is None or event.high is None:
         return f"{begin}: {event.message}"
     around = max(event.high - event.value, event.value - event.low) / event.value
-    return f"{begin}: {_speed(event.value, event, search)} (95 % within \u00b1{around:.1%})"
+    return f"{begin}: {_speed(event.value, event, search)} (95% within \u00b1{around:.1%})"
 
 
 class LineView:

@@ -253,7 +253,7 @@ class GuidedPlanner:
         )
 
     def remaining(self, trials: Sequence[FrozenTrial]) -> float:
-        """Return what is left to gain: the best configuration is better by less than this share with 90 % probability.
+        """Return what is left to gain: the best configuration is better by less than this share with 90% probability.
 
         By the posterior given these trials; infinite before a metric was measured.
         """

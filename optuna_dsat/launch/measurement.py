@@ -51,7 +51,7 @@ _T_975 = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
     2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
 )  # fmt: skip
-"""97.5 % quantile of Student's t for 1, 2, ... degrees of freedom (NIST/SEMATECH e-Handbook, 1.3.6.7.2)."""
+"""97.5% quantile of Student's t for 1, 2, ... degrees of freedom (NIST/SEMATECH e-Handbook, 1.3.6.7.2)."""
 
 _LEAST_VARIATION = 0.05
 """Inputs that differ by no more than this, relative to their mean, count as equal."""
@@ -139,7 +139,7 @@ def without_rare_evaluation(steps: Sequence[GlobalStep]) -> list[GlobalStep]:
 def input_variation(steps: Sequence[GlobalStep]) -> float:
     """Return by how much the elements per sample differ between steps: largest minus smallest, relative to their mean.
 
-    0 if they differ by no more than 5 %, or if a step's inputs were not observed. A step of fewer samples, such as the
+    0 if they differ by no more than 5%, or if a step's inputs were not observed. A step of fewer samples, such as the
     last of an epoch, is no variation.
     """
     sizes = [step.elements / step.samples for step in steps if step.samples > 0 and step.elements > 0]
@@ -200,7 +200,7 @@ def metrics_of(steps: Sequence[GlobalStep], *, flops_per_sample: float, world_si
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """A value with its 95 % confidence interval."""
+    """A value with its 95% confidence interval."""
 
     value: float
     low: float
@@ -215,10 +215,10 @@ def confidence_interval(
     world_size: int,
     resamples: int = 1000,
 ) -> Interval:
-    """Return the metric over all steps with a 95 % percentile-bootstrap interval over steps (Efron 1979).
+    """Return the metric over all steps with a 95% percentile-bootstrap interval over steps (Efron 1979).
 
     Steps are resampled whole, so throughput keeps its ratio of sums. With few steps the interval is somewhat too
-    narrow (about 5 % at ten steps). Deterministic: the resampling is seeded.
+    narrow (about 5% at ten steps). Deterministic: the resampling is seeded.
 
     Where inputs vary in size, the interval is that of a ratio estimator instead (``_ratio_interval``): that of
     samples/s then contains the variation of the data, while for tokens/s each step's seconds are compared with its own
@@ -252,7 +252,7 @@ _RATIOS: dict[str, Callable[[GlobalStep], tuple[float, float]]] = {
 
 
 def _ratio_interval(value: float, pairs: Sequence[tuple[float, float]]) -> Interval:
-    """Return the 95 % interval of the ratio of sums of independent pairs, by its residuals and Student's t.
+    """Return the 95% interval of the ratio of sums of independent pairs, by its residuals and Student's t.
 
     With r = sum(y) / sum(x), the variance of r is that of the mean of y - r x, divided by the squared mean of x
     (Cochran, Sampling Techniques, 3rd edition 1977, chapter 6, without finite population correction). On the logarithm
@@ -267,12 +267,12 @@ def _ratio_interval(value: float, pairs: Sequence[tuple[float, float]]) -> Inter
 
 
 def student_t_975(degrees: int) -> float:
-    """Return the 97.5 % quantile of Student's t; that for 30 degrees of freedom where there are more."""
+    """Return the 97.5% quantile of Student's t; that for 30 degrees of freedom where there are more."""
     return _T_975[min(degrees, len(_T_975)) - 1]
 
 
 def step_time_uncertainty(steps: Sequence[GlobalStep]) -> float:
-    """Return half the width of the 95 % confidence interval of the mean step time, relative to that mean.
+    """Return half the width of the 95% confidence interval of the mean step time, relative to that mean.
 
     Student's t interval, for independent steps: a drift over the steps widens it, an equal delay of all steps does not.
     Infinite for fewer than two steps.

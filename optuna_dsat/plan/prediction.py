@@ -23,7 +23,7 @@ from optuna_dsat.cost.step_time import Columns, LogCoefficients, StepTimeModel
 __all__ = ["StepPrediction", "Subject", "predict_steps", "step_time_model"]
 
 _INTERVAL = 1.645
-"""Standard deviations on either side that hold 90 % of a normal distribution."""
+"""Standard deviations on either side that hold 90% of a normal distribution."""
 _FORMULA_ERROR = 0.1
 """Relative error of the step formula itself, whatever its coefficients."""
 
@@ -72,7 +72,7 @@ class StepPrediction:
     """Median, in seconds."""
     low_s: float
     high_s: float
-    """Ends of the 90 % interval, in seconds."""
+    """Ends of the 90% interval, in seconds."""
     samples_per_s: float
     """Over all ranks, at the median."""
     tokens_per_s: float | None

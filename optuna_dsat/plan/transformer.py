@@ -91,7 +91,9 @@ class TransformerShape:
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1.")
         if not 0 < self.trainable_share <= 1:
-            raise UsageError(f"--trainable-share is {self.trainable_share:g}; it must be above 0 % and at most 100 %.")
+            raise UsageError(
+                f"--trainable-share is {self.trainable_share:.4g}; it must be above 0 and at most 1 (100%)."
+            )
         if self.head_dim is None and self.hidden % self.heads:
             raise UsageError(f"--hidden is {self.hidden}, no multiple of the {self.heads} heads (--heads).")
         if self.recompute not in get_args(Recompute):

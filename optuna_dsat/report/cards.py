@@ -106,11 +106,11 @@ def _yours(value: float | None, words: Callable[[float], str]) -> str:
 
 
 def _interval(metric: str, standing: Standing, scale: float, *, device: str) -> str:
-    """Return the 95 % interval of a metric; ``scale`` is what the study's own is multiplied by."""
+    """Return the 95% interval of a metric; ``scale`` is what the study's own is multiplied by."""
     if standing.low is None or standing.high is None:
         return ""
     low, high = (metric_in_words(metric, end * scale, device=device) for end in (standing.low, standing.high))
-    return f"95 % between {range_in_words(low, high, joint=' and ')}"
+    return f"95% between {range_in_words(low, high, joint=' and ')}"
 
 
 def _speed_ups(view: StudyView, winner: Winner) -> Iterator[Card]:
@@ -152,13 +152,13 @@ def _at_equal_batch(equal: SpeedUp, *, own: int | None) -> Card:
 def _between(ratio: Ratio) -> str:
     if ratio.low is None or ratio.high is None:
         return "by the few steps of the search" if ratio.rounds == 0 else ""
-    return f"95 % between {times_in_words(ratio.low)} and {times_in_words(ratio.high)}"
+    return f"95% between {times_in_words(ratio.low)} and {times_in_words(ratio.high)}"
 
 
 def _over_own(winner: Winner) -> str:
     if winner.speed_up_low is None or winner.speed_up_high is None:
         return "over your own config, by the few steps of the search"
-    between = f"95 % between {times_in_words(winner.speed_up_low)} and {times_in_words(winner.speed_up_high)}"
+    between = f"95% between {times_in_words(winner.speed_up_low)} and {times_in_words(winner.speed_up_high)}"
     return f"over your own config, paired in rounds; {between}"
 
 

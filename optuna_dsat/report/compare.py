@@ -141,7 +141,7 @@ def _scaling(views: Sequence[StudyView]) -> Iterator[Section]:
     yield figure_section(
         id="scaling",
         heading=f"How many {unit}s are worth it",
-        lead=f"What one {unit} does at each number of them. 100 % is what it does at the least number; more than that "
+        lead=f"What one {unit} does at each number of them. 100% is what it does at the least number; more than that "
         "is no mistake where a larger number allows a faster configuration.",
         figure=figures.scaling_figure(sorted(map(_at_count, views), key=lambda one: one.devices), device=device),
     )

@@ -8,7 +8,7 @@ method searched.
 Such contributions alone need not multiply to the measured speed-up. What knobs do together beyond what each does alone
 is a factor of its own, by the fitted formula of the step time. What is still missing is the remainder: launches that
 differ by more than their settings, as on a machine that others became busy on, and errors of the models. All factors
-multiply to the measured speed-up. One that its own factors contradict (a remainder that is not 1 with 95 % certainty)
+multiply to the measured speed-up. One that its own factors contradict (a remainder that is not 1 with 95% certainty)
 is not claimed.
 
 What bounds the winner is its predicted step by resource (``StepTimeModel.bounds``). What to change or buy next is the
@@ -45,7 +45,7 @@ __all__ = ["REMAINDER", "TOGETHER", "Contribution", "Explanation", "explain", "e
 TOGETHER, REMAINDER = "together", "remainder"
 """Sources of the two factors that belong to no single knob."""
 _Z95 = 1.96
-"""Standard deviations on either side that hold 95 % of a normal distribution."""
+"""Standard deviations on either side that hold 95% of a normal distribution."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Contribution:
     """
     low: float | None
     high: float | None
-    """Ends of the 95 % interval; None without ``factor``."""
+    """Ends of the 95% interval; None without ``factor``."""
     source: str
     """``measured`` or ``model``; ``together`` or ``remainder`` for what no single knob explains."""
     pairs: int = 0
@@ -131,7 +131,7 @@ class Explanation:
 
     @property
     def contradicted(self) -> bool:
-        """Whether the factors contradict ``speed_up``: with 95 % certainty they multiply to something else.
+        """Whether the factors contradict ``speed_up``: with 95% certainty they multiply to something else.
 
         A knob without a factor may explain any remainder.
         """

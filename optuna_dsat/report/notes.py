@@ -73,7 +73,7 @@ def _value(view: StudyView, standing: Standing) -> Markdown:
             metric_in_words(view.metric, standing.low, device=view.spec.device),
             metric_in_words(view.metric, standing.high, device=view.spec.device),
         )
-        text += f" (95 % between {range_in_words(low, high, joint=' and ')})"
+        text += f" (95% between {range_in_words(low, high, joint=' and ')})"
     return Markdown(text)
 
 

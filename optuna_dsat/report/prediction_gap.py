@@ -28,7 +28,7 @@ from optuna_dsat.words import range_in_words, step_time_in_words, times_in_words
 __all__ = ["PredictionGap", "prediction_gap"]
 
 _Z90 = 1.645
-"""Standard deviations on either side that hold 90 % of a normal distribution."""
+"""Standard deviations on either side that hold 90% of a normal distribution."""
 _WORTH_NAMING = 0.1
 """Least share of a step, or of the cores, for a cause."""
 _UNEVEN = 1.5
@@ -49,7 +49,7 @@ class PredictionGap:
     """Median."""
     low_s: float
     high_s: float
-    """Ends of the 90 % interval."""
+    """Ends of the 90% interval."""
     basis: str
     """What the prediction rests on, in words."""
     by_data_sheet: bool

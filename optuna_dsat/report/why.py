@@ -28,7 +28,7 @@ class FactorRow:
     factor: str
     """Empty if there is none."""
     between: str
-    """Its 95 % interval; empty without one."""
+    """Its 95% interval; empty without one."""
     by: str
     """How it is known, or why there is no factor."""
 

@@ -70,7 +70,7 @@ class Winner:
     speed_up: float | None
     """Over the user's own config; None if that was not measured."""
     speed_up_low: float | None
-    """Lower end of its 95 % interval, paired in rounds; None if rounds did not measure it."""
+    """Lower end of its 95% interval, paired in rounds; None if rounds did not measure it."""
     speed_up_high: float | None
     """Its upper end."""
 

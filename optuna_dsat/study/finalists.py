@@ -40,7 +40,7 @@ _STEP_TOLERANCE = 0.005
 
 _SHARE_OF_NOISE = 0.5
 """Or below this share of the standard deviation between launches of one configuration: as that error is half the width
-of a 95 % interval, further steps would narrow what a launch differs by from the next by 3 % at most.
+of a 95% interval, further steps would narrow what a launch differs by from the next by 3% at most.
 """
 
 _LONG_S, _FEWEST_LONG_STEPS = 5.0, 5
@@ -64,7 +64,7 @@ class Finalist:
     value: float | None
     """The metric: the geometric mean over its rounds; None if a launch failed for good."""
     low: float | None
-    """Lower end of the 95 % interval, from launch to launch, of a single one over its steps; None if ``value`` is."""
+    """Lower end of the 95% interval, from launch to launch, of a single one over its steps; None if ``value`` is."""
     high: float | None
     """Its upper end."""
     metrics: Mapping[str, float]

@@ -118,7 +118,7 @@ class Method:
     """Trials and numbers of measured ones -> those it knows, with means and covariance of their log objectives; None if
     the method has no posterior."""
     remaining: Callable[[Sequence[FrozenTrial]], float] | None = None
-    """Trials -> share of the metric by which the best of the space exceeds the best measured, with 90 % probability at
+    """Trials -> share of the metric by which the best of the space exceeds the best measured, with 90% probability at
     most; None if the method has no posterior."""
 
     def ranked(self, trials: Sequence[FrozenTrial], *, maximize: bool) -> list[FrozenTrial]:

@@ -26,7 +26,7 @@ class Ratio:
 
     value: float
     low: float | None
-    """Lower end of the 95 % confidence interval; None if fewer than two rounds, or the search alone, compare them."""
+    """Lower end of the 95% confidence interval; None if fewer than two rounds, or the search alone, compare them."""
     high: float | None
     """Its upper end."""
     rounds: int
@@ -72,7 +72,7 @@ def paired_ratio(
         values: Round -> metric of the configuration.
         others: Round -> metric of the other.
         maximize: Whether a larger metric is better.
-        t: Quantile of Student's t; None for that of a 95 % interval.
+        t: Quantile of Student's t; None for that of a 95% interval.
 
     Returns:
         The ratio; None if no round measured both.
@@ -89,7 +89,7 @@ def paired_ratio(
 
 
 def mean_in_rounds(values: Sequence[float]) -> tuple[float, float | None, float | None]:
-    """Return the geometric mean of one configuration's launches with its 95 % interval (Student's t, on logarithms).
+    """Return the geometric mean of one configuration's launches with its 95% interval (Student's t, on logarithms).
 
     The ends are None for a single launch.
     """

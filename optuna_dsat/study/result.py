@@ -66,7 +66,7 @@ class StudyResult:
     value: float
     """Its metric, by the rounds of the confirmation if there were at least two."""
     low: float | None
-    """Lower end of the 95 % confidence interval of ``value``, from launch to launch; None if it was not confirmed."""
+    """Lower end of the 95% confidence interval of ``value``, from launch to launch; None if it was not confirmed."""
     high: float | None
     """Its upper end."""
     user_value: float | None
@@ -74,7 +74,7 @@ class StudyResult:
     speed_up: float | None
     """How many times as good as the user's own config it is, paired in rounds; None if that could not be measured."""
     speed_up_low: float | None
-    """Lower end of the 95 % confidence interval of ``speed_up``; None if it was not confirmed."""
+    """Lower end of the 95% confidence interval of ``speed_up``; None if it was not confirmed."""
     speed_up_high: float | None
     """Its upper end."""
     speed_up_confirmed: bool

@@ -35,7 +35,7 @@ class RoundLaunch:
     value: float | None
     """The metric over its counted steps; None if it was not measured."""
     low: float | None
-    """Lower end of the 95 % interval over its steps; None if ``value`` is."""
+    """Lower end of the 95% interval over its steps; None if ``value`` is."""
     high: float | None
     """Its upper end."""
     metrics: Mapping[str, float]

@@ -151,7 +151,7 @@ class Session:
             if math.isfinite(left):
                 self._context.say(
                     f"By what its launches measured, the search is within {max(left, 0.001):.1%} of the best there is "
-                    "(with 90 % probability)."
+                    "(with 90% probability)."
                 )
         return reason
 

@@ -18,7 +18,7 @@ class Standing:
     trial: FrozenTrial
     value: float
     low: float | None = None
-    """Lower end of the 95 % confidence interval; None if it was not confirmed."""
+    """Lower end of the 95% confidence interval; None if it was not confirmed."""
     high: float | None = None
     """Its upper end."""
 

@@ -32,7 +32,7 @@ class VerdictKind(StrEnum):
     """What came of a study."""
 
     WINNER = "winner"
-    """A config is faster than the user's own with 95 % certainty; it is handed over."""
+    """A config is faster than the user's own with 95% certainty; it is handed over."""
     BASELINE_IS_BEST = "baseline_is_best"
     """Nothing is faster than the user's own config, or not by more than a tie; that is handed over."""
     NOT_CONFIRMED = "not_confirmed"
@@ -58,7 +58,7 @@ class Contender:
     value: float
     """Geometric mean of the metric over its rounds."""
     low: float | None
-    """Lower end of the 95 % interval of ``value``, from launch to launch; None for a single round."""
+    """Lower end of the 95% interval of ``value``, from launch to launch; None for a single round."""
     high: float | None
     """Its upper end."""
     ratio: Ratio | None
@@ -100,13 +100,13 @@ class Verdict:
     user_value: float | None
     """The metric of the user's own config in the rounds of ``speed_up``; None without a baseline."""
     user_low: float | None
-    """Lower end of the 95 % interval of ``user_value``, from launch to launch; None without two rounds."""
+    """Lower end of the 95% interval of ``user_value``, from launch to launch; None without two rounds."""
     user_high: float | None
     """Its upper end."""
     value: float
     """The metric of the config that is handed over in the rounds of ``speed_up``."""
     low: float | None
-    """Lower end of the 95 % interval of ``value``, from launch to launch; None if it was not measured in two rounds."""
+    """Lower end of the 95% interval of ``value``, from launch to launch; None if it was not measured in two rounds."""
     high: float | None
     """Its upper end."""
     metrics: Mapping[str, float]
@@ -184,7 +184,7 @@ def verdict_of(
 
 
 _Mean = tuple[float, float | None, float | None]
-"""A metric with the ends of its 95 % interval, which are None if two rounds did not measure it."""
+"""A metric with the ends of its 95% interval, which are None if two rounds did not measure it."""
 
 
 class _Judge:

@@ -54,7 +54,7 @@ def headline(verdict: Verdict, *, metric: str, device: str = "cuda") -> str:
 
 
 def value_in_words(verdict: Verdict, *, metric: str, device: str = "cuda") -> str:
-    """Return how fast what is handed over is, with the 95 % interval of the metric if it has one.
+    """Return how fast what is handed over is, with the 95% interval of the metric if it has one.
 
     Args:
         verdict: What came of a study.
@@ -70,7 +70,7 @@ def value_in_words(verdict: Verdict, *, metric: str, device: str = "cuda") -> st
         else metric_in_words(metric, one, device=device)
         for one in (verdict.low, verdict.high)
     )
-    return f"{text} (95 % between {range_in_words(low, high, joint=' and ')})"
+    return f"{text} (95% between {range_in_words(low, high, joint=' and ')})"
 
 
 def user_value_in_words(verdict: Verdict, *, metric: str, device: str = "cuda") -> str:
@@ -88,10 +88,10 @@ def how_known(verdict: Verdict) -> str:
 
 
 def ratio_in_words(ratio: Ratio) -> str:
-    """Return a speed-up such as ``1.52 times (95 % between 1.49 and 1.55, 4 rounds) as good as``."""
+    """Return a speed-up such as ``1.52 times (95% between 1.49 and 1.55, 4 rounds) as good as``."""
     if ratio.low is None or ratio.high is None:
         return f"{times_in_words(ratio.value)} times as good as"
-    between = f"95 % between {times_in_words(ratio.low)} and {times_in_words(ratio.high)}"
+    between = f"95% between {times_in_words(ratio.low)} and {times_in_words(ratio.high)}"
     return f"{times_in_words(ratio.value)} times ({between}, {things_in_words(ratio.rounds, 'round')}) as good as"
 
 

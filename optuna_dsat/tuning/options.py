@@ -270,7 +270,7 @@ class TuneOptions(ResultOptions, PlaceOptions, ClusterOptions):
     end_profile_step: Annotated[
         int,
         Option(
-            help="Last step that counts; a launch whose step time is known to 1 % ends before it.",
+            help="Last step that counts; a launch whose step time is known to 1% ends before it.",
             autotuning="end_profile_step",
             panel=MEASURE,
         ),
@@ -309,7 +309,7 @@ class _LineageOptions(TuneOptions):
         bool,
         Option(
             help="Launch any micro-batch that memory is thought to hold, not only up to twice (guided: eight times) "
-            "the largest that fitted so far, and also where a doubling gained less than 2 %.",
+            "the largest that fitted so far, and also where a doubling gained less than 2%.",
             panel=METHOD,
         ),
     ] = default("free_batch")

@@ -63,7 +63,7 @@ class ResultOptions:
     confirm_time: Annotated[
         float | None,
         Option(
-            help="Seconds that these rounds may take; they end sooner once the speed-up is known to 2 %.",
+            help="Seconds that these rounds may take; they end sooner once the speed-up is known to 2%.",
             none="three rounds, then up to a quarter of the search's time",
             metavar="SECONDS",
             panel=BUDGET,

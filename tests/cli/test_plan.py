@@ -94,7 +94,7 @@ def test_a_plan_of_a_hugging_face_config(tmp_path: Path, run_here: Run) -> None:
     assert [one["devices"] for one in whole["scaling"]] == [1, 2, 4, 8]
     rows, lora = ({row["name"]: row for row in one["rows"]} for one in (whole, adapted))
     assert rows["ZeRO 0"]["largest_micro_batch"] == 0
-    assert lora["ZeRO 0"]["largest_micro_batch"] > 1  # gradients and states of 0.5 % of the parameters alone
+    assert lora["ZeRO 0"]["largest_micro_batch"] > 1  # gradients and states of 0.5% of the parameters alone
     last = whole["scaling"][-1]
     assert (last["name"], last["samples_per_s"]) == (whole["recommended"], rows[last["name"]]["samples_per_s"])
 

@@ -41,7 +41,7 @@ def posterior() -> MemoryPosterior:
 
 
 def peaks(sizes: list[int]) -> Numbers:
-    """A machine whose activations take 10 % more, and half a GiB whatever the micro-batch."""
+    """A machine whose activations take 10% more, and half a GiB whatever the micro-batch."""
     return 10.5 * GIB + 1.1 * GIB * np.array(sizes)
 
 

@@ -45,7 +45,7 @@ def test_a_finalist_has_its_interval_as_a_share() -> None:
         speed=Speed(samples_per_s=51.25),
     )  # fmt: skip
     [line] = lines_of(event, replace(SEARCH, metric="throughput"))
-    assert line == "Round 2, trial 4: ZeRO 2, micro-batch 8: 51.25 samples/s (95 % within \u00b13.0%)"
+    assert line == "Round 2, trial 4: ZeRO 2, micro-batch 8: 51.25 samples/s (95% within \u00b13.0%)"
 
 
 def test_a_profile_is_told_in_numbers_that_a_person_writes() -> None:

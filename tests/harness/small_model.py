@@ -69,7 +69,7 @@ def small_planner(metric: str = "throughput", margin: float = 0.05) -> GuidedPla
 
 
 class Machine:
-    """Runs trials: memory as modelled but for activations 10 % larger; a step of fixed and of growing parts."""
+    """Runs trials: memory as modelled but for activations 10% larger; a step of fixed and of growing parts."""
 
     def __init__(
         self,

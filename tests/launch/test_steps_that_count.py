@@ -157,7 +157,7 @@ def test_tokens_of_all_ranks_count_and_activations_of_a_later_stage_do_not() -> 
 @pytest.mark.parametrize(
     ("lengths", "variation"),
     [([100, 104], 0.0), ([90, 110], 0.2), ([100, 100, 100], 0.0), ([100, 0], 0.0)],
-    ids=["within 5 %", "dynamic padding", "constant", "not seen in one step"],
+    ids=["within 5%", "dynamic padding", "constant", "not seen in one step"],
 )
 def test_inputs_vary_beyond_5_per_cent(lengths: list[float], variation: float) -> None:
     assert input_variation(sized(lengths, [1.0] * len(lengths))) == pytest.approx(variation)
@@ -203,7 +203,7 @@ def test_no_launch_ends_early_where_inputs_vary() -> None:
 
 
 def simulated(rng: random.Random, count: int) -> list[GlobalStep]:
-    """Return steps of 8 padded sequences, with times of 10 ms and 0.1 ms a token, off by 3 %."""
+    """Return steps of 8 padded sequences, with times of 10 ms and 0.1 ms a token, off by 3%."""
     lengths = [max(rng.uniform(20, 120) for _ in range(8)) for _ in range(count)]
     seconds = [(0.01 + 1e-4 * 8 * length) * rng.gauss(1.0, 0.03) for length in lengths]
     return sized(lengths, seconds, samples=8)

@@ -124,7 +124,7 @@ NARAYANAN_TABLE_2 = [
 HDR adapters of 200 Gbit/s: billions of parameters, layers, hidden size, heads, GPUs, micro-batch, TFLOP/s per GPU.
 
 Of its rows with micro-batch 1 (44 and 48 TFLOP/s on 1536 and 2240 GPUs) the upper end of the predicted step is 15 and
-11 % too short: so many GPUs are not reached at the speed that the formula takes from the data sheet.
+11% too short: so many GPUs are not reached at the speed that the formula takes from the data sheet.
 """
 
 

@@ -272,7 +272,7 @@ def test_the_knob_that_decides_is_the_most_important() -> None:
 
 def test_finalists_are_shown_with_their_intervals_best_first(view: StudyView) -> None:
     figure = figures.plot_finalists(view)
-    confirmed = by_name(figure)["confirmed, with its 95 % interval"][0]
+    confirmed = by_name(figure)["confirmed, with its 95% interval"][0]
     values = [f.value for f in view.finalists.values() if f.outcome == Outcome.MEASURED]
     assert list(confirmed.x) == sorted((value for value in values if value is not None), reverse=True)
     assert confirmed.marker.symbol[0] == "star"

@@ -34,7 +34,7 @@ def test_bisection_finds_the_edge_in_at_most_log2_launches(kit: SimpleNamespace,
 def test_it_starts_in_the_middle_and_follows_the_answers(kit: SimpleNamespace) -> None:
     study = kit.create(BinarySearchSampler(seed=0))
     kit.Driver(study, suggest=partial(kit.suggest, stages=(2,), wide=False)).run(5)
-    assert sizes(study) == [32, 16, 24, 20, 22]  # the driver's edge of ZeRO 2 is 21: less than 5 % more than 20
+    assert sizes(study) == [32, 16, 24, 20, 22]  # the driver's edge of ZeRO 2 is 21: less than 5% more than 20
     assert study.sampler.exhausted(study)
 
 

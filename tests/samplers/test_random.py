@@ -62,7 +62,7 @@ def test_a_peak_below_the_edge_is_refined(kit: SimpleNamespace) -> None:
 
     study = kit.create(LineageRandomSampler(seed=3), DeepSpeedPruner())
     kit.Driver(study, edge=lambda _: 60, metric=peaked).run(40)
-    assert study.best_value >= 990.0  # within 1 % of the peak, far below the middle of the first bounds
+    assert study.best_value >= 990.0  # within 1% of the peak, far below the middle of the first bounds
 
 
 def test_the_budget_must_be_positive() -> None:

@@ -202,7 +202,7 @@ def test_what_is_not_told_from_the_result_is_not_called_equal_to_it() -> None:
     trials = [trial(OWN, 100), trial(1, 150, micro_batch=64), trial(2, 150, micro_batch=4)]
     rounds = rounds_of({OWN: [100, 100, 100], 1: [150, 151, 152], 2: [130, 145, 160]})
     found = judged(trials, rounds)
-    assert (found.handed_over, found.ties) == (1, (2,)), "the mean of the smaller batch is 4 % lower"
+    assert (found.handed_over, found.ties) == (1, (2,)), "the mean of the smaller batch is 4% lower"
     [said] = [line for line in verdict_in_words(found, metric="throughput") if "Not told from the result" in line]
     assert "trial 2" in said
     assert "As good as" not in said
@@ -329,7 +329,7 @@ def test_finalists_are_the_best_an_equal_of_a_smaller_batch_and_the_best_at_the_
     ]  # fmt: skip
     ranked = attributes.best_trials(trials, maximize=True)
     assert choose_finalists(trials, ranked, spec=spec(), noise=None) == [1, 3, 2, 4, OWN]
-    assert choose_finalists(trials, ranked, spec=spec(), noise=0.001) == [1, 2, 5, 4, OWN], "3 % is more than the noise"
+    assert choose_finalists(trials, ranked, spec=spec(), noise=0.001) == [1, 2, 5, 4, OWN], "3% is more than the noise"
     assert choose_finalists(trials, ranked, spec=spec(confirm=1), noise=None) == [1, OWN]
     assert choose_finalists(trials, ranked, spec=spec(confirm=0), noise=None) == []
     assert choose_finalists(trials[:1], trials[:1], spec=spec(), noise=None) == [OWN]
@@ -395,7 +395,7 @@ def test_samples_per_second_come_first_in_every_line_on_a_speed() -> None:
     told = verdict_in_words(found, metric="FLOPS_per_gpu")[0]
     assert told.endswith("22 samples/s, 2.2 TFLOP/s per GPU against 11 samples/s, 1.1 TFLOP/s per GPU.")
     value = value_in_words(found, metric="FLOPS_per_gpu")
-    assert value.startswith("22 samples/s, 2.2 TFLOP/s per GPU (95 % between ")
+    assert value.startswith("22 samples/s, 2.2 TFLOP/s per GPU (95% between ")
     assert value.endswith(" samples/s)")
 
 

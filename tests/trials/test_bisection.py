@@ -40,7 +40,7 @@ def lineage(points: Sequence[tuple[int, float | None]], *, high: int = 64) -> Li
         ([(8, 80.0)], UP, None, (9, 64)),
         ([(8, 80.0), (32, TOO_LARGE)], UP, None, (9, 31)),
         ([(8, 80.0), (9, TOO_LARGE)], UP, None, None),  # nothing is left
-        ([(40, 80.0), (43, TOO_LARGE)], UP, None, None),  # less than 5 % is left
+        ([(40, 80.0), (43, TOO_LARGE)], UP, None, None),  # less than 5% is left
         ([(40, 80.0), (44, TOO_LARGE)], UP, None, (41, 43)),
         ([(40, 80.0), (43, TOO_LARGE)], DOWN, None, (41, 42)),
         ([(8, 80.0), (16, 70.0)], UP, None, None),  # past the peak

@@ -30,7 +30,7 @@ def rate(params: Mapping[str, Any], size: int) -> float:
 
 
 def measured(*rows: tuple[int, bool, int, int]) -> list[Measurement]:
-    """Return measurements of (ZeRO stage, overlap, bucket, micro-batch) with 1 % of noise."""
+    """Return measurements of (ZeRO stage, overlap, bucket, micro-batch) with 1% of noise."""
     noise = random.Random(1)
     found = []
     for number, (stage, overlap, bucket, size) in enumerate(rows):

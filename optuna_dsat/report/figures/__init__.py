@@ -215,7 +215,7 @@ def plot_rungs(study: Source) -> go.Figure:
 
 
 def plot_finalists(study: Source) -> go.Figure:
-    """Plot the finalists, measured again with more steps, with their 95 % confidence intervals.
+    """Plot the finalists, measured again with more steps, with their 95% confidence intervals.
 
     Args:
         study: A study that optuna-dsat made.

@@ -26,7 +26,7 @@ class FinalistPoint:
     value: float
     """The metric in the confirmation."""
     low: float
-    """Lower end of the 95 % confidence interval."""
+    """Lower end of the 95% confidence interval."""
     high: float
     steps: int
     """Counted steps of the confirmation."""
@@ -37,7 +37,7 @@ class FinalistPoint:
 
 
 def finalists_figure(points: Sequence[FinalistPoint], *, metric: str, why_none: str) -> go.Figure:
-    """Return the finalists' metrics with their 95 % confidence intervals, beside those of the search.
+    """Return the finalists' metrics with their 95% confidence intervals, beside those of the search.
 
     Args:
         points: The finalists that could be measured, best first.
@@ -83,7 +83,7 @@ def _confirmed(points: Sequence[FinalistPoint], metric: str) -> go.Scatter:
         x=[p.value * scale for p in points],
         y=rows,
         mode="markers",
-        name="confirmed, with its 95 % interval",
+        name="confirmed, with its 95% interval",
         marker={"symbol": ["star" if p.winner else "circle" for p in points], "color": INK, "size": 12},
         error_x={
             "type": "data",
@@ -94,7 +94,7 @@ def _confirmed(points: Sequence[FinalistPoint], metric: str) -> go.Scatter:
             "thickness": 1.5,
         },
         hovertext=[
-            f"<b>{p.words}</b><br>{shown(metric, p.value)}, 95 % between {shown(metric, p.low)} and "
+            f"<b>{p.words}</b><br>{shown(metric, p.value)}, 95% between {shown(metric, p.low)} and "
             f"{shown(metric, p.high)}<br>{p.steps} steps in {p.rounds} {'round' if p.rounds == 1 else 'rounds'}"
             for p in points
         ],
