@@ -30,6 +30,7 @@ __all__ = [
     "ProcessKey",
     "children_of",
     "end_processes",
+    "exit_code_of",
     "find_leftovers",
     "find_marked",
     "has_mark",
@@ -52,6 +53,9 @@ KILL_LIMIT_S = 10.0
 """Longest time for processes to end after SIGKILL."""
 _START_TIME_FIELD = 19
 """Index of the start time (clock ticks since boot) after the command's name in ``/proc/PID/stat``: proc(5)."""
+
+_EXIT_STATUS_FIELD = 49
+"""Index of the exit status, as of ``wait``, likewise."""
 
 _CPU_TIME_FIELDS = (11, 12)
 """Indices of the CPU time (clock ticks) in user and in kernel mode, likewise."""
@@ -97,6 +101,21 @@ def cpu_seconds(key: ProcessKey) -> float | None:
     if not fields or int(fields[_START_TIME_FIELD]) != key.start_ticks:
         return None
     return sum(int(fields[index]) for index in _CPU_TIME_FIELDS) / os.sysconf("SC_CLK_TCK")
+
+
+def exit_code_of(key: ProcessKey) -> int | None:
+    """Return the exit code (negative: signal) of a process that has ended and that its parent has not waited for.
+
+    None while it runs, and where its parent has waited for it.
+    """
+    try:
+        text = Path(f"/proc/{key.pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()
+    if not fields or fields[0] != "Z" or int(fields[_START_TIME_FIELD]) != key.start_ticks:
+        return None
+    return os.waitstatus_to_exitcode(int(fields[_EXIT_STATUS_FIELD]))
 
 
 def read_command(pid: int) -> list[str]:

@@ -220,12 +220,13 @@ class RunDirectory:
         self.write_text(path, json.dumps(data, indent=2, default=str) + "\n")
 
     def write_text(self, path: Path, text: str) -> None:
-        """Write ``text`` to ``path``, atomically.
+        """Write ``text`` to ``path``, atomically; a directory that the script has removed is made again.
 
         Raises:
             OutputError: If it cannot be written.
         """
         with _readable_errors(path):
+            path.parent.mkdir(exist_ok=True)
             write_text_atomic(path, text)
 
     def write_command(

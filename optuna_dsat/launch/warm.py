@@ -22,7 +22,7 @@ from typing import Any
 
 from optuna_dsat.launch.command import RANK_VARIABLES, TRACKER_FOLDERS
 from optuna_dsat.launch.preload import Preload
-from optuna_dsat.launch.processes import MARK_ENV, new_mark
+from optuna_dsat.launch.processes import MARK_ENV, ProcessKey, exit_code_of, new_mark
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.runtime.launch_plan import LAUNCH_ENV
 
@@ -33,6 +33,9 @@ _PRELOAD_LIMIT_S = 300.0
 
 _ANSWER_LIMIT_S = 30.0
 """Longest wait for a fork."""
+
+_REPORT_LIMIT_S = 10.0
+"""Longest wait for the report of an agent's end."""
 
 _RESTARTS = 5
 """Most restarts of the server, without packages that it must not import or after it died."""
@@ -80,12 +83,29 @@ class WarmAgent:
         self.preload = preload
         self.pid = server.await_start(launch_id)
         self.returncode: int | None = None
+        self._key = ProcessKey.of(self.pid)
+        self._ended_at: float | None = None
+        """When it was first seen to have ended, by our clock."""
 
     def poll(self) -> int | None:
         """Check whether it has ended; return the exit code, None while it runs."""
         if self.returncode is None:
             self.returncode = self._server.exit_code(self._launch_id)
+        if self.returncode is None:
+            self.returncode = self._unreported()
         return self.returncode
+
+    def _unreported(self) -> int | None:
+        """Return the exit code where the server does not report the end, as it was stopped; None while it still may."""
+        code = None if self._key is None else exit_code_of(self._key)
+        if code is None:
+            return None
+        now = time.monotonic()
+        self._ended_at = self._ended_at or now
+        if now - self._ended_at < _REPORT_LIMIT_S:
+            return None
+        self._server.settle(self._launch_id, code)
+        return code
 
     def wait(self) -> int:
         """Wait for its end and return the exit code."""
@@ -120,6 +140,8 @@ class _ForkServer:
         self._refusals: dict[str, str] = {}
         self._running: set[str] = set()
         self._dead = False
+        self.is_stuck = False
+        """Whether it has left an order or an end unanswered, as one does that was stopped."""
 
     def order(self, **order: Any) -> None:
         """Send a request.
@@ -191,6 +213,7 @@ class _ForkServer:
             if self._dead:
                 raise self._ended()
             if time.monotonic() > deadline:
+                self.is_stuck = True
                 raise WarmUnavailableError(
                     f"the process that launches are forked from gave no answer in {limit_s:g} s; see {self.log}"
                 )
@@ -214,6 +237,12 @@ class _ForkServer:
         if launch_id in self._codes:
             return self._codes[launch_id]
         return -signal.SIGKILL if self._dead else None
+
+    def settle(self, launch_id: str, exit_code: int) -> None:
+        """Note the end of a launch that the process does not report."""
+        self._codes[launch_id] = exit_code
+        self._running.discard(launch_id)
+        self.is_stuck = True
 
     def close(self) -> None:
         """Kill the process, and with it all launches forked from it."""
@@ -329,8 +358,13 @@ class WarmLaunches:
         )
 
     def _drop_if_ended(self) -> None:
-        if self._server is not None and self._server.has_ended:
+        if self._server is None:
+            return
+        if self._server.has_ended:
             self._drop(self._server)
+        elif self._server.is_stuck:
+            self._deaths += 1
+            self.retire()
 
     def _drop(self, server: _ForkServer) -> None:
         """Forget a server that has ended; the next one is started with the next launch, a few times at most."""
@@ -366,7 +400,8 @@ class WarmLaunches:
                 return WarmAgent(server, order.launch_id, self._preload)
             except WarmUnavailableError:
                 if not server.has_ended:
-                    raise  # it refuses; one that was killed at this moment is started again
+                    self._drop_if_ended()
+                    raise  # it refuses, or is stuck; one that was killed at this moment is started again
 
     def _check_environment(self, environ: Mapping[str, str]) -> None:
         changed = {

@@ -1,0 +1,70 @@
+"""The process that launches are forked from stands still, as after SIGSTOP: nothing waits for it for long."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optuna_dsat.launch import warm
+from optuna_dsat.launch.preload import Preload
+from optuna_dsat.launch.processes import ProcessKey, exit_code_of
+from optuna_dsat.launch.run_directory import RunDirectory
+from optuna_dsat.launch.warm import WarmAgent, WarmLaunches, WarmOrder, WarmUnavailableError
+from tests.harness.workers import wait_until
+
+ENVIRON = {**os.environ, "DS_ACCELERATOR": "cpu"}
+
+
+@pytest.fixture
+def launches(tmp_path: Path) -> Iterator[WarmLaunches]:
+    made = WarmLaunches(tmp_path / "warm.log")
+    made.prepare(Preload(modules=("colorsys",)))  # nothing that takes long
+    made.begin(ENVIRON)
+    made.wait()
+    yield made
+    made.close()
+
+
+def test_the_end_of_an_agent_is_known_without_it(launches: WarmLaunches, monkeypatch: pytest.MonkeyPatch) -> None:
+    server: Any = launches._server
+    with subprocess.Popen(["sh", "-c", "read go; exit 3"], stdin=subprocess.PIPE) as ended:
+        monkeypatch.setattr(server, "await_start", lambda _: ended.pid)
+        agent = WarmAgent(server, "trial-0000", Preload())
+        key = ProcessKey.of(ended.pid)
+        assert key is not None
+        assert exit_code_of(key) is None
+        assert ended.stdin is not None
+        ended.stdin.close()
+        wait_until(lambda: exit_code_of(key) == 3, what="it has ended")
+        assert agent.poll() is None, "the server may still report it"
+        monkeypatch.setattr(warm, "_REPORT_LIMIT_S", 0.0)
+        assert agent.poll() == 3
+    process = server.process
+    launches.begin(ENVIRON)
+    assert process.poll() == -signal.SIGKILL
+    assert launches._server is not server
+
+
+def test_one_that_leaves_an_order_unanswered_is_ended(
+    launches: WarmLaunches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warm, "_ANSWER_LIMIT_S", 0.3)
+    server: Any = launches._server
+    server.process.send_signal(signal.SIGSTOP)
+    order = WarmOrder(
+        launch_id="trial-0000",
+        mark="",
+        arguments=(),
+        environ=ENVIRON,
+        cwd=str(tmp_path),
+        directory=RunDirectory.create(tmp_path, "trial-0000"),
+    )
+    with pytest.raises(WarmUnavailableError, match=r"gave no answer in 0.3 s"):
+        launches.start(order)
+    assert server.process.poll() == -signal.SIGKILL, "or it would fork, once it goes on"
