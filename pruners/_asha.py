@@ -15,6 +15,7 @@ from optuna_dsat.trials.bisection import ended
 from optuna_dsat.trials.lineage import MICRO_BATCH, Lineage
 from optuna_dsat.trials.lineage_cache import read_history
 from optuna_dsat.trials.lineage_index import Lineages, StructureGroup, best_score
+from optuna_dsat.words import things_in_words
 
 __all__ = ["AshaPruner"]
 
@@ -93,7 +94,7 @@ class AshaPruner(LineagePruner):
             return None
         if lineage.broken:
             return "this configuration failed whatever its micro-batch"
-        return f"other configurations did better with {len(lineage.conclusive)} launches"
+        return f"other configurations did better with {things_in_words(len(lineage.conclusive), 'launch')}"
 
     def continuable(self, study: Study, lineages: Mapping[str, Lineage]) -> Sequence[str]:
         """Return the keys of the lineages that may go on: the highest rung first, then the most launches."""

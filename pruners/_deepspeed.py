@@ -20,6 +20,7 @@ from optuna_dsat.trials.extrapolation import optimistic_bound
 from optuna_dsat.trials.lineage import MICRO_BATCH, Lineage, search_interval
 from optuna_dsat.trials.lineage_cache import read_history
 from optuna_dsat.trials.lineage_index import Lineages, StructureGroup, best_score
+from optuna_dsat.words import things_in_words
 
 __all__ = ["DeepSpeedPruner"]
 
@@ -156,7 +157,7 @@ class DeepSpeedPruner(LineagePruner):
         ]
         earliest = min(overtakers, key=lambda other: other.first_number, default=lineage)
         return veto.value.format(
-            launches=self._budget,
+            launches=things_in_words(self._budget, "launch"),
             structure=", ".join(f"{name} {value}" for name, value in lineage.structure.items()) or "the same structure",
             larger=earliest.largest_fit,
             high=high,
@@ -170,7 +171,7 @@ class VetoReason(StrEnum):
 
     BROKEN = "this configuration failed whatever its micro-batch"
     DEAD = "this configuration does not fit at the smallest micro-batch"
-    SPENT = "this configuration had its {launches} launches"
+    SPENT = "this configuration had its {launches}"
     OVERTAKEN = "another configuration of {structure} ran micro-batch {larger}, this one can reach {high} at most"
     BEHIND = "at most {bound:.4g} can be expected of this configuration, the best so far is {best:.4g}"
     HOPELESS = "{structure} cannot reach the best result so far, by what its trials measured"

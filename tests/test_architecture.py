@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "trials": {"config", "outcome"},
     "cost": {"config", "errors", "runtime"},
     "script": {"config", "errors", "runtime"},
-    "pruners": {"trials"},
+    "pruners": {"trials", "words"},
     "guided": GROUND | PURE,
     "samplers": {"trials", "guided"},
     "integrations": {"errors", "runtime", "script"},

@@ -277,7 +277,7 @@ def _contradiction(config: Mapping[str, Any], *, train: int, world_size: int) ->
     named = [(micro, MICRO_BATCH), (accumulation, GRADIENT_ACCUMULATION)]
     factors = [f"{value} ({key})" for value, key in named if value is not None]
     unit = (micro or 1) * (accumulation or 1) * world_size
-    product = " x ".join([*factors, f"{world_size} ranks"])
+    product = " x ".join([*factors, "1 rank" if world_size == 1 else f"{world_size} ranks"])
     if micro is not None and accumulation is not None:
         rule, remedy = f"must be {product} = {unit}", f"set {TRAIN_BATCH} to {unit}, or leave one of the three out"
     else:

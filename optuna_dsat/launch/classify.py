@@ -41,7 +41,7 @@ from optuna_dsat.runtime.events import (
     StepMeasured,
 )
 from optuna_dsat.script.batch_rule import samples_per_rank
-from optuna_dsat.words import steps_in_words
+from optuna_dsat.words import steps_in_words, things_in_words
 
 __all__ = ["LaunchFacts", "StopReason", "Verdict", "classify", "observed_micro_batch"]
 
@@ -169,7 +169,7 @@ def _outcome_of(failed: RankFailed) -> Outcome:
 
 def _from_record(record: RankFailed, text: str) -> Verdict:
     where = f" in {record.phase}" if record.phase not in ("script", "between") else ""
-    after = f" after {record.steps} steps" if record.steps else ""
+    after = f" after {things_in_words(record.steps, 'step')}" if record.steps else ""
     return Verdict(
         outcome=_outcome_of(record),
         message=f"rank {record.rank}: {text}{where}{after}",
@@ -255,7 +255,8 @@ def _own_failure(facts: LaunchFacts) -> Verdict | None:
         if code != "0":
             return Verdict(
                 outcome=Outcome.SCRIPT_ERROR,
-                message=f"rank {event.rank}: the script left with sys.exit({code}) after {event.steps} steps",
+                message=f"rank {event.rank}: the script left with sys.exit({code}) after "
+                f"{things_in_words(event.steps, 'step')}",
                 rank=event.rank,
             )
     return None

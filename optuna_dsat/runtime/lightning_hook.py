@@ -118,9 +118,11 @@ class LightningHook:
         number = _number_of(devices)
         wanted = None if number is None else nodes * number
         if wanted not in (None, self._rank.world_size):
+            ranks = "1 rank" if self._rank.world_size == 1 else f"{self._rank.world_size} ranks"
+            on_nodes = f" on {nodes} nodes" if nodes > 1 else ""
             raise ValueError(
-                f"the script's Trainer asks for devices={devices!r} on {nodes} node(s), and this launch has "
-                f"{self._rank.world_size} ranks: tune with --gpus-per-trial {wanted} (--cpu-ranks {wanted} on the CPU) "
+                f"the script's Trainer asks for devices={devices!r}{on_nodes}, and this launch has {ranks}: tune with "
+                f"--gpus-per-trial {wanted} (--cpu-ranks {wanted} on the CPU) "
                 'or let the script say devices="auto"'
             )
 

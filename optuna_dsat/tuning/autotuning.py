@@ -14,6 +14,7 @@ from optuna_dsat.tuning.declaration import options_in
 from optuna_dsat.tuning.given import Given
 from optuna_dsat.tuning.given_config import user_config
 from optuna_dsat.tuning.options import AutotuningOptions, TuneOptions
+from optuna_dsat.words import things_in_words
 
 __all__ = ["IGNORED", "Sweep", "options_of", "sweep_of", "with_autotuning"]
 
@@ -156,7 +157,7 @@ def _gpus_here() -> int:
 
 
 def _too_many(count: int, available: int) -> str:
-    return f"autotuning.num_gpus {count} is not used: this machine offers {available} GPUs."
+    return f"autotuning.num_gpus {count} is not used: this machine offers {things_in_words(available, 'GPU')}."
 
 
 def with_autotuning(given: Given, *, keep_values: bool = False) -> tuple[Given, list[str]]:

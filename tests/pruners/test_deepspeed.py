@@ -171,3 +171,10 @@ def test_foreign_trials_are_left_alone(kit: SimpleNamespace) -> None:
 def test_numbers_out_of_range_are_refused(kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DeepSpeedPruner(**kwargs)
+
+
+def test_one_launch_is_told_as_one(kit: SimpleNamespace) -> None:
+    pruner = DeepSpeedPruner(trials_per_random_config=1)
+    study = kit.study(pruner, [kit.trial(4, 10.0, zero_stage=2)])
+    kit.start(study, 8, zero_stage=2)
+    assert pruner.reason(study, study.trials[-1]) == "this configuration had its 1 launch"
