@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from optuna.trial import FrozenTrial
+from optuna.trial import FrozenTrial, TrialState
 from pydantic import ValidationError
 
 from optuna_dsat.config.ds_config import MICRO_BATCH
@@ -128,12 +128,16 @@ _OF_STUDIES: Mapping[str, Callable[[Any], bool]] = {
 
 
 def check_trials(trials: Sequence[FrozenTrial]) -> None:
-    """Check the attributes of trials.
+    """Check values, parameters and attributes of trials.
 
     Raises:
-        ValueError: Names the trial and the attribute that cannot be read.
+        ValueError: Names the trial and what of it is missing or cannot be read.
     """
     for trial in trials:
+        if trial.state is TrialState.COMPLETE:
+            missing = "its value" if not trial.values else MICRO_BATCH if MICRO_BATCH not in trial.params else ""
+            if missing:
+                raise ValueError(f"trial {trial.number} was measured, and {missing} is missing")
         _check(trial.user_attrs, _OF_TRIALS, place=f"trial {trial.number}: ")
         config = trial.user_attrs.get(attributes.CONFIG)
         if config is None and attributes.LAUNCH_ID in trial.user_attrs:

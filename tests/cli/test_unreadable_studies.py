@@ -97,6 +97,13 @@ class Altered:
             key=key,
         )
 
+    def in_trials(self, change: str) -> None:
+        """Change rows that belong to trials."""
+        self.execute(
+            f"{change} WHERE trial_id IN (SELECT trial_id FROM trials JOIN studies USING (study_id)"
+            " WHERE study_name = 'bad')"
+        )
+
     def launch(self, column: str, value: Any) -> None:
         self.execute(
             f"UPDATE dsat_launches SET {column} = :value WHERE study_uuid ="
@@ -141,6 +148,8 @@ DAMAGES: dict[str, Callable[[Altered], None]] = {
     "a micro-batch that is text": lambda db: db.trial_attribute("config", '{"train_micro_batch_size_per_gpu": "x"}'),
     "metrics that are text": lambda db: db.trial_attribute("metrics", '"x"'),
     "a message that is a number": lambda db: db.trial_attribute("message", "1"),
+    "a measured trial without a value": lambda db: db.in_trials("DELETE FROM trial_values"),
+    "a measured trial without its parameters": lambda db: db.in_trials("DELETE FROM trial_params"),
     "an attribute that is no JSON": lambda db: db.trial_attribute("message", "{"),
     "a launch outside of the folder": lambda db: db.trial_attribute("launch_id", '"../../../etc"'),
     "peak memory that is text": lambda db: db.trial_attribute("peak_memory_bytes", '"x"'),
