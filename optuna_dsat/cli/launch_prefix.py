@@ -64,7 +64,8 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> list[
         return [*argv[: start + 1], *own, *_with_config(words, search.params)]
     told = [*_in_file(name, _value_of("--options", argv[:start]), cwd=cwd), *own]
     engine = _value_of("--on", told) or "here"
-    for note in (*found.notes, *_note_on_nodes(found, engine=engine)):
+    notes = (*found.notes, *_note_on_nodes(found, engine=engine), *_note_on_options(found, search))
+    for note in notes:
         say_prose(note, file=sys.stderr)
     return [*argv[: start + 1], *own, *_arguments(found, own=own, told=told, engine=engine, cwd=cwd)]
 
@@ -96,6 +97,17 @@ def _note_on_nodes(found: LaunchCommand, *, engine: str) -> Iterator[str]:
     more = f" With --on slurm or --on ray it is tuned on {found.nodes} nodes." if where and found.nodes > 1 else ""
     if given:
         yield f"{', '.join(given)}: {where}each launch chooses its own rendezvous.{more}"
+
+
+def _note_on_options(found: LaunchCommand, search: TyperCommand) -> Iterator[str]:
+    """Yield a sentence on options of the search that stand behind the script, whose arguments they are there."""
+    known = {spelling for one in search.params if isinstance(one, TyperOption) for spelling in one.opts}
+    given = dict.fromkeys(word.partition("=")[0] for word in found.args)
+    if own := [word for word in given if word in known]:
+        yield (
+            f"{', '.join(own)}: given to the script, as it stands behind it. Options of the search stand before the "
+            f"command: optuna-dsat {search.name} {own[0]} ..."
+        )
 
 
 def _with_config(words: Sequence[str], params: Sequence[object]) -> list[str]:

@@ -22,6 +22,7 @@ from optuna_dsat.words import (
     outcomes_in_words,
     slot_name,
     slot_time_in_words,
+    things_in_words,
     times_in_words,
 )
 
@@ -119,7 +120,7 @@ def _print_bars(found: Sequence[AtGpus], shares: Sequence[float | None], *, unit
 def show_preview(spec: StudySpec) -> None:
     """Print the space, the profile launch and sample configurations of a study that is not started."""
     from optuna_dsat.tuning.preview import preview
-    from optuna_dsat.words import choices_in_words, combinations_in_words, config_in_words
+    from optuna_dsat.words import choices_in_words, combinations_in_words
 
     found = preview(spec)
     console = Console(highlight=False)
@@ -132,11 +133,11 @@ def show_preview(spec: StudySpec) -> None:
     say_prose(combinations_in_words(found.space.classes()))
     first, *rest = found.profile_attempts
     say_prose(
-        f"Profile launch: {spec.slots_per_trial} {'GPUs' if spec.device == 'cuda' else 'CPU ranks'}, "
+        f"Profile launch: {things_in_words(spec.slots_per_trial, slot_name(spec.device))}, "
         f"micro-batch {found.profile_micro_batch}, "
         f"{first}; while memory is short: {', then '.join(rest) or 'nothing else'}."
     )
-    say(f"Your own config: {config_in_words(found.user_config)}")
+    say_prose(f"Your own config: {found.user_config}.")
     say_prose("Configurations such as these follow, their micro-batch bounded by memory:")
     for sample in found.samples:
         console.print_json(json.dumps(sample["zero_optimization"]))

@@ -10,11 +10,13 @@ import optuna
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.search_space import SearchSpace
+from optuna_dsat.config.structures import Structure
 from optuna_dsat.study.profile import profile_attempts
 from optuna_dsat.study.space import space_of
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.user_config import user_config
 from optuna_dsat.tuning.run import quiet_optuna
+from optuna_dsat.words import config_in_words
 
 __all__ = ["Preview", "preview"]
 
@@ -30,8 +32,8 @@ class Preview:
     profile_micro_batch: int
     profile_attempts: Sequence[str]
     """ZeRO structures of the profile launch, in words: the first, then those tried while memory is short."""
-    user_config: Mapping[str, Any]
-    """The user's DeepSpeed config as it would be measured."""
+    user_config: str
+    """What is known of the user's DeepSpeed config before the script runs, in words."""
     samples: Sequence[Mapping[str, Any]]
     """DeepSpeed configs drawn at random from the space, without a micro-batch."""
 
@@ -39,7 +41,6 @@ class Preview:
 def preview(spec: StudySpec) -> Preview:
     """Return what the search of a spec would do."""
     space = space_of(spec, None)
-    own, _ = user_config(spec)
     with quiet_optuna():
         study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=spec.random_seed))
         drawn = [space.overlay(space.suggest(study.ask())) for _ in range(_SAMPLES)]
@@ -51,6 +52,16 @@ def preview(spec: StudySpec) -> Preview:
         space=space,
         profile_micro_batch=attempts[0].micro_batch,
         profile_attempts=[attempt.words for attempt in attempts],
-        user_config=own,
+        user_config=_user_config_in_words(spec),
         samples=samples,
     )
+
+
+def _user_config_in_words(spec: StudySpec) -> str:
+    if not spec.script.config_path:
+        return "what your script passes to DeepSpeed; the profile launch reads it"
+    config = ds_config.effective(spec.ds_config)
+    if all(config.get(key) in (None, ds_config.AUTO) for key in (ds_config.TRAIN_BATCH, ds_config.MICRO_BATCH)):
+        return f"{Structure.of(config).words}, at the micro-batch that your script sets; the profile launch reads it"
+    own, _ = user_config(spec)
+    return config_in_words(own)

@@ -154,6 +154,22 @@ def test_a_dry_run_shows_the_space_and_launches_nothing(folder: Path, tune: Run,
     assert {path.name for path in folder.iterdir()} == before
 
 
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (None, "what your script passes to DeepSpeed"),
+        ({"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto"}, "ZeRO 2, at the micro-batch"),
+        ({"zero_optimization": {"stage": 2}, "train_batch_size": 6}, "ZeRO 2, micro-batch 3."),
+    ],
+)
+def test_a_dry_run_claims_no_batch_size_that_only_the_script_knows(
+    folder: Path, tune: Run, config: dict[str, object] | None, said: str
+) -> None:
+    (folder / "own.json").write_text(json.dumps(config or {}))
+    done = tune("random", "train.py", "own.json" if config else "-", "--dry-run", "--cpu-ranks", "2")
+    assert f"Your own config: {said}" in " ".join(done.stdout.split())
+
+
 def test_a_module_is_found_without_being_imported(folder: Path) -> None:
     done = run_apart(folder, "random", "-m", "package.train", "ds.json", "--dry-run")
     assert done.returncode == 0, done.stderr

@@ -120,3 +120,15 @@ def test_what_no_launcher_takes_ends_in_one_line(
     assert text.startswith(f"optuna-dsat: {command.split()[0]}")
     assert text.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+def test_an_option_of_the_search_behind_the_script_is_named_and_goes_to_the_script(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = unfolded(tmp_path, "torchrun", "--nproc_per_node=1", "train.py", "--dry-run", "--timeout=5", "--lr", "1")
+    assert found[-3:] == ["--timeout=5", "--lr", "1"]
+    told = " ".join(capsys.readouterr().err.split())
+    assert "--dry-run, --timeout: given to the script" in told
+    assert "optuna-dsat random --dry-run ..." in told
+    unfolded(tmp_path, "--dry-run", "torchrun", "train.py", "--lr", "1")
+    assert "given to the script" not in capsys.readouterr().err
