@@ -13,6 +13,8 @@ import signal
 import string
 import time
 from collections.abc import Callable, Iterator
+from datetime import date
+from datetime import time as clock_time
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +170,57 @@ def test_options(check: Check, given_options: list[tuple[str, str]]) -> None:
 def test_files_of_options(check: Check, table: Any) -> None:
     Path("options.json").write_text(json.dumps(table))
     check("--options", "options.json", "random", "train.py", "ds.json", *DRY)
+
+
+toml_values = st.recursive(
+    st.booleans()
+    | st.integers()
+    | st.floats()
+    | words
+    | st.sampled_from(["a\0b", "a\nb", "\x1b[31m", "x" * 5000, "--x", "a=b"])
+    | st.dates()
+    | st.datetimes()
+    | st.times(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(words, inner, max_size=3),
+    max_leaves=6,
+)
+OF_COMMANDS = {
+    ("random", "train.py", "ds.json", *DRY): " ".join(one[2:] for one in OPTIONS),
+    ("train", "definition:MyTrial"): "hparams max-length validation-period checkpoint-dir resume seed gpus cpu-ranks",
+    ("worker", "s"): "storage workdir trust quiet",
+    ("resume", "s"): "storage max-trials min-gain confirm-time wait-for-gpus trust json",
+    ("dashboard", "s"): "storage port host optuna-dashboard",
+    ("report", "s"): "storage output dataset-size epochs price",
+    ("plan",): "params hidden layers heads seq-length gpus nodes network device-memory hf-config cpu-ranks nvme-path",
+    ("db", "check"): "storage",
+}
+"""Command -> options of it, some of which it may not have."""
+tables = st.sampled_from(sorted(OF_COMMANDS)).flatmap(
+    lambda command: st.tuples(
+        st.just(command), st.dictionaries(names(OF_COMMANDS[command]) | words, toml_values, max_size=3)
+    )
+)
+
+
+def in_toml(value: object) -> str:
+    """Return a value as TOML writes it."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{in_toml(str(key))} = {in_toml(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(in_toml, value)) + "]"
+    if isinstance(value, date | clock_time):
+        return value.isoformat()
+    return json.dumps(value).replace("\x7f", "\\u007f") if isinstance(value, str | bool) else repr(value)
+
+
+@settings(fuzzed, max_examples=max(1, EXAMPLES // 2))  # the search's options alone take a tenth of a second
+@given(given_table=tables)
+def test_tables_of_pyproject(check: Check, given_table: tuple[tuple[str, ...], dict[str, object]]) -> None:
+    command, table = given_table
+    name = ".".join(command[:2] if command[0] == "db" else command[:1])
+    lines = [f"{in_toml(key)} = {in_toml(value)}" for key, value in table.items()]
+    Path("pyproject.toml").write_text("\n".join([f"[tool.optuna-dsat.{name}]", *lines]), errors="replace")
+    check(*command)
 
 
 @fuzzed
