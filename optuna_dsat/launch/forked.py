@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 import subprocess
@@ -54,7 +55,7 @@ class ParentState:
         """
         names = {n for n in os.environ.keys() | started_with.keys() if os.environ.get(n) != started_with.get(n)}
         return cls(
-            descriptors=_open_descriptors() - frozenset(without),
+            descriptors=frozenset(_open_descriptors().keys() - set(without)),
             environment={name: os.environ.get(name) for name in names},
         )
 
@@ -66,32 +67,48 @@ class ParentState:
             else:
                 os.environ[name] = value
 
-    def restore(self) -> None:
-        """Reset signals, open files and the thread's name of this process."""
+    def restore(self, *, reopened: frozenset[int]) -> None:
+        """Reset signals, open files and the thread's name of this process.
+
+        Args:
+            reopened: Descriptors that ``fork_child`` found reopened.
+        """
+        gc.freeze()  # what the parent has dropped, collected here, would close descriptors that are others' by then
         for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
             if signal.getsignal(number) is signal.SIG_IGN:
                 continue  # a started process keeps what is ignored, as a background shell ignores Ctrl-C
             handler = signal.default_int_handler if number == signal.SIGINT else _FRESH_SIGNALS.get(number)
             with contextlib.suppress(OSError, ValueError):  # reserved by the C library
                 signal.signal(number, handler or signal.SIG_DFL)
-        for descriptor in _open_descriptors() - self.descriptors - {0, 1, 2}:
+        for descriptor in _open_descriptors().keys() - self.descriptors - reopened - {0, 1, 2}:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
         ctypes.CDLL(None).prctl(_PR_SET_NAME, b"python", 0, 0, 0)
 
 
-def _open_descriptors() -> frozenset[int]:
-    return frozenset(int(entry.name) for entry in Path("/proc/self/fd").iterdir())
+def _open_descriptors() -> dict[int, tuple[int, int]]:
+    """Return the open descriptors, each with device and inode of its file."""
+    found = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # that of the listing itself
+            status = os.fstat(int(entry.name))
+            found[int(entry.name)] = (status.st_dev, status.st_ino)
+    return found
 
 
-def fork_child(run: Callable[[], object]) -> int:
-    """Fork a child that calls ``run``, which must not return; return its process number."""
+def fork_child(run: Callable[[frozenset[int]], object]) -> int:
+    """Fork a child that calls ``run``, which must not return; return its process number.
+
+    ``run`` gets the descriptors that the fork itself has reopened, as libuv does, on which torchrun's store runs, with
+    a pipe: a library that has its own after a fork closes those numbers at the next, whatever they are by then.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
+    before = _open_descriptors().items()
     pid = os.fork()
     if pid == 0:
         try:
-            run()
+            run(frozenset(dict(_open_descriptors().items() - before)))
         except BaseException:  # noqa: BLE001 - nothing may propagate into the parent's code
             traceback.print_exc()
         finally:
@@ -100,19 +117,26 @@ def fork_child(run: Callable[[], object]) -> int:
 
 
 def become_agent(
-    run: Callable[[], int], *, parent_state: ParentState, environ: Mapping[str, str], cwd: str, log: str
+    run: Callable[[], int],
+    *,
+    parent_state: ParentState,
+    reopened: frozenset[int],
+    environ: Mapping[str, str],
+    cwd: str,
+    log: str,
 ) -> NoReturn:
     """Turn this forked process into a launch's agent: call ``run`` and exit with the code that it returns.
 
     Args:
         run: The agent.
         parent_state: State of the fork server after the imports.
+        reopened: Descriptors that ``fork_child`` found reopened.
         environ: The launch's environment.
         cwd: Working directory.
         log: File for standard output and error.
     """
     os.setsid()
-    parent_state.restore()
+    parent_state.restore(reopened=reopened)
     _replace_environment(environ)
     os.chdir(cwd)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -134,7 +158,7 @@ def _replace_environment(environ: Mapping[str, str]) -> None:
 class _ForkedProcess:
     """A forked child with the interface of ``subprocess.Popen`` that torchrun uses."""
 
-    def __init__(self, run: Callable[[], object]) -> None:
+    def __init__(self, run: Callable[[frozenset[int]], object]) -> None:
         self.returncode: int | None = None
         self.pid = fork_child(run)
 
@@ -170,7 +194,7 @@ def forked_ranks(parent_state: ParentState) -> Iterator[None]:
         def _popen(self, args: Sequence[str], env: Mapping[str, str]) -> Any:
             if driver_is_initialised():  # a fork could not use CUDA; the rank records that it was started
                 return super()._popen(tuple(args), dict(env))
-            return _ForkedProcess(lambda: _become_rank(args, env, parent_state))
+            return _ForkedProcess(lambda reopened: _become_rank(args, env, parent_state, reopened))
 
     names: Any = api
     original = names.get_subprocess_handler
@@ -185,12 +209,14 @@ def forked_ranks(parent_state: ParentState) -> Iterator[None]:
         names.get_subprocess_handler = original
 
 
-def _become_rank(command: Sequence[str], environ: Mapping[str, str], parent_state: ParentState) -> NoReturn:
+def _become_rank(
+    command: Sequence[str], environ: Mapping[str, str], parent_state: ParentState, reopened: frozenset[int]
+) -> NoReturn:
     """Turn this forked process into what ``command``, ``python -u -m optuna_dsat.runtime ...``, would start."""
     from optuna_dsat.runtime.__main__ import run
 
     os.setsid()
-    parent_state.restore()
+    parent_state.restore(reopened=reopened)
     _replace_environment(environ)
     parent_state.apply_environment_changes()
     resolve_python_path(environ.get("PYTHONPATH", ""))

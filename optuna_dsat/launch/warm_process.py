@@ -91,20 +91,29 @@ class _ForkServer:
             )
             return
         own = os.getpid()
-        pid = fork_child(lambda: self._become_agent(order, parent_state, parent=own))
+        pid = fork_child(lambda reopened: self._become_agent(order, parent_state, reopened, parent=own))
         if (key := ProcessKey.of(pid)) is not None:
             self._agents[pid] = key
         descriptor = os.pidfd_open(pid)
         self._selector.register(descriptor, selectors.EVENT_READ, (order["launch_id"], pid))
         self._send(event="started", launch_id=order["launch_id"], pid=pid)
 
-    def _become_agent(self, order: Mapping[str, Any], parent_state: ParentState, *, parent: int) -> None:
+    def _become_agent(
+        self, order: Mapping[str, Any], parent_state: ParentState, reopened: frozenset[int], *, parent: int
+    ) -> None:
         def run() -> int:
             take_mark(order["mark"])
             with forked_ranks(parent_state):
                 return agent.main([order["record"], str(parent), *order["arguments"]])
 
-        become_agent(run, parent_state=parent_state, environ=order["environ"], cwd=order["cwd"], log=order["log"])
+        become_agent(
+            run,
+            parent_state=parent_state,
+            reopened=reopened,
+            environ=order["environ"],
+            cwd=order["cwd"],
+            log=order["log"],
+        )
 
     def _reap(self, key: selectors.SelectorKey) -> None:
         launch_id, pid = key.data

@@ -18,7 +18,14 @@ from typing import Any
 
 from optuna_dsat.runtime.replacing import replace_function
 
-__all__ = ["SHARED_MEMORY", "note", "note_shared_buffer", "note_shared_memory", "note_temporary_folders"]
+__all__ = [
+    "SHARED_MEMORY",
+    "note",
+    "note_shared_buffer",
+    "note_shared_memory",
+    "note_temporary_folders",
+    "share_multiprocessing_folder",
+]
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -61,6 +68,18 @@ def note_temporary_folders(record: Path) -> None:
         return made
 
     replace_function(tempfile, "mkdtemp", mkdtemp)
+
+
+def share_multiprocessing_folder(util: Any) -> None:
+    """Make this process's temporary folder of ``multiprocessing``, which the processes that it spawns then use, too.
+
+    They are fresh interpreters, which note nothing: each would make a folder of its own.
+
+    Args:
+        util: ``multiprocessing.util``.
+    """
+    with contextlib.suppress(OSError):  # whoever needs one says so
+        util.get_temp_dir()
 
 
 def note_shared_memory(record: Path) -> None:

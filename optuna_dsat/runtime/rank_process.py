@@ -31,7 +31,12 @@ from optuna_dsat.runtime.failure import diagnose, format_traceback, message_of, 
 from optuna_dsat.runtime.hook import DeepSpeedHook, ImportWatch
 from optuna_dsat.runtime.imports import imported_modules, loaded_operators
 from optuna_dsat.runtime.launch_plan import LaunchPlan
-from optuna_dsat.runtime.leavings import note_shared_buffer, note_shared_memory, note_temporary_folders
+from optuna_dsat.runtime.leavings import (
+    note_shared_buffer,
+    note_shared_memory,
+    note_temporary_folders,
+    share_multiprocessing_folder,
+)
 from optuna_dsat.runtime.local_rank import default_local_rank
 from optuna_dsat.runtime.meter import RankState
 from optuna_dsat.runtime.plain_text import MESSAGE_CHARS, TEXT_CHARS, shortened
@@ -103,6 +108,7 @@ class _RankProcess:
         if plan.leavings and plan.measures:  # a training may want its folders
             note_temporary_folders(Path(plan.leavings))
             note_shared_memory(Path(plan.leavings))
+            ImportWatch({"multiprocessing.util": share_multiprocessing_folder}).install()
         if self._reports_imports:
             self._environment.install()
         ImportWatch({"torch.utils.file_baton": guard_builds}).install()

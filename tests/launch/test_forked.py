@@ -29,3 +29,29 @@ def test_relative_entries_of_the_path_mean_what_they_mean_to_a_fresh_interpreter
     monkeypatch.setattr(sys, "path", path_of_an_interpreter(python_path, Path("/")))
     resolve_python_path(python_path)
     assert sys.path == path_of_an_interpreter(python_path, folder)
+
+
+DROPPED_BY_THE_PARENT = """
+import gc, os
+from optuna_dsat.launch.forked import ParentState, fork_child
+state = ParentState.capture(without=(), started_with=os.environ)
+gc.disable()
+dropped = [open(os.devnull)]
+dropped.append(dropped)
+del dropped  # a cycle, which still holds the file
+
+def run(reopened):
+    state.restore(reopened=reopened)
+    reads, writes = os.pipe()
+    gc.collect()
+    os.write(writes, b"whole")
+    os._exit(os.read(reads, 5) != b"whole")
+
+_, status = os.waitpid(fork_child(run), 0)
+raise SystemExit(os.waitstatus_to_exitcode(status))
+"""
+
+
+def test_what_the_parent_has_dropped_closes_nothing_in_a_child() -> None:
+    done = subprocess.run([sys.executable, "-c", DROPPED_BY_THE_PARENT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

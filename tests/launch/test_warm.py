@@ -6,11 +6,13 @@ import contextlib
 import json
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from optuna_dsat.launch.devices import cpu_devices
@@ -21,6 +23,7 @@ from optuna_dsat.launch.torchrun import TorchrunLauncher
 from optuna_dsat.launch.warm import WarmLaunches, WarmUnavailableError
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import ModulesImported, RankFailed, RankStarted, StepMeasured
+from optuna_dsat.runtime.leavings import SHARED_MEMORY
 from tests.harness.launches import DS_CONFIG, SCRIPTS, STUB, events, reports, request, updates_until_finished
 
 from .test_torchrun import BASE_ENV, assert_gone
@@ -69,9 +72,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def launcher(folder: Path, notices: list[str]) -> Iterator[TorchrunLauncher]:
+def temporary() -> Iterator[Path]:
+    """The launches' folder for temporary files, of a name that is short enough for sockets."""
+    with tempfile.TemporaryDirectory() as made:
+        yield Path(made)
+
+
+@pytest.fixture(scope="module")
+def base_env(temporary: Path) -> dict[str, str]:
+    return {**BASE_ENV, "TMPDIR": str(temporary)}
+
+
+@pytest.fixture(scope="module")
+def launcher(folder: Path, notices: list[str], base_env: dict[str, str]) -> Iterator[TorchrunLauncher]:
     made = TorchrunLauncher(
-        folder / "out", devices=cpu_devices(2), base_env=BASE_ENV, warm=True, on_notice=notices.append
+        folder / "out", devices=cpu_devices(2), base_env=base_env, warm=True, on_notice=notices.append
     )
     (folder / "out").mkdir()
     report, _ = run(made, state_request(folder, "first"))
@@ -82,8 +97,8 @@ def launcher(folder: Path, notices: list[str]) -> Iterator[TorchrunLauncher]:
 
 
 @pytest.fixture
-def plain(folder: Path) -> Iterator[TorchrunLauncher]:
-    made = TorchrunLauncher(folder / "plain", devices=cpu_devices(2), base_env=BASE_ENV)
+def plain(folder: Path, base_env: dict[str, str]) -> Iterator[TorchrunLauncher]:
+    made = TorchrunLauncher(folder / "plain", devices=cpu_devices(2), base_env=base_env)
     yield made
     made.close()
 
@@ -157,6 +172,38 @@ def test_output_goes_to_the_rank_s_own_files(launcher: TorchrunLauncher, folder:
     assert "training starts" in directory.stdout(0).read_text()
     assert "training starts" in directory.stdout(1).read_text()
     assert "training starts" not in (folder / "out" / "warm.log").read_text()
+
+
+def descendants() -> set[psutil.Process]:
+    """Return the living processes below this one."""
+    found = psutil.Process().children(recursive=True)
+    return {process for process in found if process.is_running() and process.status() != psutil.STATUS_ZOMBIE}
+
+
+@pytest.mark.parametrize(
+    "helpers",
+    [
+        "pipes",
+        "loader, forked",
+        "loader, persistent",
+        "loader, spawned",
+        "loader, fork server",
+        "queue, spawned",
+        "pool",
+    ],
+)
+def test_processes_of_the_script_s_own_work_in_a_fork_and_leave_nothing(
+    launcher: TorchrunLauncher, folder: Path, temporary: Path, helpers: str
+) -> None:
+    processes, files = descendants(), {*temporary.iterdir()}
+    launch_id = helpers.replace(", ", "-").replace(" ", "-")
+    report, updates = run(launcher, request(folder, launch_id=launch_id, script="helped.py", args=(helpers,)))
+    assert report.outcome is Outcome.MEASURED, report
+    assert [event.forked for event in events(updates, RankStarted)] == [True, True]
+    assert {*temporary.iterdir()} == files
+    assert descendants() == processes
+    shared = [path for path in SHARED_MEMORY.glob("torch_*") if path.stat().st_mtime > report.started_at]
+    assert [path for path in shared if ProcessKey.of(int(path.name.split("_")[1])) is None] == []
 
 
 def test_an_exception_is_recorded_and_ends_the_launch(launcher: TorchrunLauncher, folder: Path) -> None:
