@@ -15,6 +15,9 @@ __all__ = ["GPU_COUNT", "Call", "Gpu", "GpuUse", "Machine"]
 
 GPU_COUNT = 8
 
+ROOT = Path(__file__).parents[2]
+"""Of the package that is tested, whichever an environment from elsewhere has installed."""
+
 _UNSET = ("CUDA_DEVICE_ORDER", "DS_ACCELERATOR", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Variables of whoever runs the tests that would change what is tested."""
 
@@ -130,6 +133,7 @@ class Machine:
         more = {
             "OMP_NUM_THREADS": "1",
             "PATH": f"{self.python.parent}:{os.environ['PATH']}",
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
             "TMPDIR": str(self._folder / "tmp"),  # the locks of GPUs lie there
         }
         if visible is not None:
