@@ -209,8 +209,8 @@ def explain(
     together = _together(trials, planner, winner=best, user=user, found=found)
     ratio = None if baseline is None else _ratio(baseline, winner, paired, maximize=larger)
     own = baseline is not None and baseline.trial.number == winner.trial.number
-    knobs, size = _split(best)
-    expected = planner.predict(trials, [(knobs, size)])[0]
+    searched = MICRO_BATCH in best  # the user's own config has no parameters where it lies outside the space
+    expected = planner.predict(trials, [_split(best)])[0] if searched else None
     seconds = {} if expected is None else dict(expected.bounds)
     total = sum(seconds.values())
     bounds = {name: part / total for name, part in seconds.items()} if total else {"compute": 1.0}
@@ -236,7 +236,7 @@ def explain(
         peak_bytes=winner.trial.user_attrs.get(attributes.PEAK_BYTES),
         device_bytes=planner.problem.device_bytes,
         utilisation=reached,
-        proposals=tuple(proposals(now)),
+        proposals=tuple(proposals(now)) if searched else (),
     )
 
 

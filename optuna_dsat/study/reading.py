@@ -135,7 +135,10 @@ def check_trials(trials: Sequence[FrozenTrial]) -> None:
     """
     for trial in trials:
         if trial.state is TrialState.COMPLETE:
-            missing = "its value" if not trial.values else MICRO_BATCH if MICRO_BATCH not in trial.params else ""
+            # The user's own config has no parameters where it lies outside the search space.
+            searched = trial.user_attrs.get(attributes.PURPOSE) != attributes.USER_CONFIG
+            without_size = searched and MICRO_BATCH not in trial.params
+            missing = "its value" if not trial.values else MICRO_BATCH if without_size else ""
             if missing:
                 raise ValueError(f"trial {trial.number} was measured, and {missing} is missing")
         _check(trial.user_attrs, _OF_TRIALS, place=f"trial {trial.number}: ")

@@ -40,3 +40,16 @@ def test_a_study_that_measured_nothing_has_nothing_to_explain(bench: StudyBench)
     bench.store.create_study("s", bench.spec().model_dump(mode="json"), direction="maximize")
     with pytest.raises(UsageError, match="nothing to explain"):
         explain_study(read_stored(bench.store, "s"))
+
+
+def test_a_winner_outside_the_search_space_is_read_explained_and_reported(bench: StudyBench) -> None:
+    bench.run(bench.spec(zero_stages=(1,), max_trials=1, confirm=0), Hill())
+    found, words = explain_study(read_stored(bench.store, "s"))
+    assert found.is_own
+    assert words == "ZeRO 2, micro-batch 2"
+    assert not found.contributions
+    storage = f"sqlite:///{bench.folder / 'study.db'}"
+    for command in (["show"], ["trials"], ["best"], ["explain"], ["report", "-o", str(bench.folder / "page.html")]):
+        with pytest.raises(SystemExit) as ended:
+            main([command[0], "s", "--storage", storage, *command[1:]])
+        assert ended.value.code == 0, command
