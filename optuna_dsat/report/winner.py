@@ -109,7 +109,7 @@ def winner_of(view: StudyView) -> Winner | None:
         how_known=how_known(verdict),
         is_own=best.trial.user_attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG,
         config=redacted(config),
-        changes=tuple(_changes(redacted(own), redacted(complete))),
+        changes=tuple(_changes(redacted(own), redacted(complete), idle=_idle_of(view, own))),
         command=shell_join(without_secrets(shlex.split(command))),
         command_names_config=names_config,
         advice=tuple(text for text in (rate, script) if text),
@@ -127,9 +127,19 @@ def _advice(view: StudyView, config: Mapping[str, Any]) -> str:
     return view.profiled.advice(config, settings_written=copied)
 
 
-def _changes(own: Mapping[str, Any], best: Mapping[str, Any]) -> Iterator[Change]:
+def _idle_of(view: StudyView, own: Mapping[str, Any]) -> frozenset[str]:
+    """Return the ZeRO settings of the user's config without which DeepSpeed would do the same."""
+    zero = own.get(ds_config.ZERO) or {}
+    used = view.space.without_idle(own).get(ds_config.ZERO) or {}
+    params = None if view.profiled is None else view.profiled.profile.params
+    return frozenset(zero.keys() - ds_config.canonical_zero(used, params).keys() - {"stage"})
+
+
+def _changes(own: Mapping[str, Any], best: Mapping[str, Any], *, idle: frozenset[str]) -> Iterator[Change]:
+    """Yield what differs; settings that are idle in the user's config and left out of the best one do not."""
     before, after = shown_settings(own), shown_settings(best)
-    for key in sorted(before.keys() | after.keys()):
+    left_out = {key for key in before.keys() - after.keys() if key.split(".")[:2][-1] in idle}
+    for key in sorted((before.keys() | after.keys()) - left_out):
         if before.get(key) != after.get(key):
             yield Change(key=key, own=before.get(key, ""), best=after.get(key, ""))
 

@@ -292,3 +292,15 @@ def test_the_card_says_the_very_numbers_of_the_verdict(bench: ReportedStudyBench
     if view.verdict.speed_up is not None and view.verdict.handed_over != view.verdict.baseline:
         ratio = page.cards["Speed-up"][0].rstrip("\u00d7")
         assert f"is {ratio} times" in page.text
+
+
+def test_what_deepspeed_does_not_tell_apart_is_no_difference_from_the_users_config(bench: ReportedStudyBench) -> None:
+    idle = {"allgather_partitions": True, "allgather_bucket_size": 50_000_000, "contiguous_gradients": True}
+    config = {**USER_CONFIG, "zero_optimization": {"stage": 2, "overlap_comm": True, **idle}}
+    bench.run(bench.spec(ds_config=config, zero_stages=(1,), max_trials=4, confirm=0), Hill())
+    winner = winner_of(bench.view())
+    assert winner is not None
+    assert not winner.is_own
+    changed = {change.key.rpartition(".")[2] for change in winner.changes}
+    assert "stage" in changed
+    assert not changed & idle.keys()
