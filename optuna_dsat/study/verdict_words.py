@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from optuna_dsat.metrics import LARGER_IS_BETTER
 from optuna_dsat.study import speeds
 from optuna_dsat.study.paired import Ratio
-from optuna_dsat.study.verdict import Verdict, VerdictKind
+from optuna_dsat.study.verdict import Contender, Verdict, VerdictKind
 from optuna_dsat.words import metric_in_words, range_in_words, things_in_words, times_in_words
 
 __all__ = ["headline", "how_known", "ratio_in_words", "user_value_in_words", "value_in_words", "verdict_in_words"]
@@ -33,11 +33,18 @@ def headline(verdict: Verdict, *, metric: str, device: str = "cuda") -> str:
     if verdict.kind is VerdictKind.WINNER and verdict.speed_up is not None:
         return f"{name} is {ratio_in_words(verdict.speed_up)} your own config: {value} against {own}."
     if verdict.kind is VerdictKind.BASELINE_IS_BEST:
-        return f"Your own config is the best found: {value}.{_runner_up(verdict)}"
+        other = _runner_up(verdict)
+        if other is not None and other.ratio is not None and other.ratio.surely_above_1:
+            return (
+                f"Your own config is the result: {value}. By the rounds alone trial {other.number} is "
+                f"{ratio_in_words(other.ratio)} it; search and rounds together do not say so."
+            )
+        return f"Your own config is the best found: {value}.{_runner_up_in_words(other)}"
     if verdict.kind is VerdictKind.NOT_CONFIRMED:
         return (
             f"Nothing is surely better than your own config, {value}, which is the result: the time of the "
-            f"confirmation ended first.{_runner_up(verdict)} `optuna-dsat resume` with a larger --confirm-time goes on."
+            f"confirmation ended first.{_runner_up_in_words(_runner_up(verdict))} `optuna-dsat resume` with a larger "
+            "--confirm-time goes on."
         )
     if verdict.kind is VerdictKind.NO_BASELINE:
         told = f"{name} is the best of what was measured again: {value}."
@@ -95,12 +102,16 @@ def ratio_in_words(ratio: Ratio) -> str:
     return f"{times_in_words(ratio.value)} times ({between}, {things_in_words(ratio.rounds, 'round')}) as good as"
 
 
-def _runner_up(verdict: Verdict) -> str:
+def _runner_up(verdict: Verdict) -> Contender | None:
+    """Return the best of the rounds beside the user's own config; None if they compare no other with it."""
     others = [one for one in verdict.contenders if one.number != verdict.baseline and one.ratio is not None]
-    best = next((one for one in others if one.number == verdict.best), others[0] if others else None)
-    if best is None or best.ratio is None:
+    return next((one for one in others if one.number == verdict.best), others[0] if others else None)
+
+
+def _runner_up_in_words(other: Contender | None) -> str:
+    if other is None or other.ratio is None:
         return ""
-    return f" The best other, trial {best.number}, is {ratio_in_words(best.ratio)} it."
+    return f" The best other, trial {other.number}, is {ratio_in_words(other.ratio)} it."
 
 
 def _by_batch(verdict: Verdict) -> str:
@@ -125,8 +136,8 @@ def _ties(verdict: Verdict) -> str:
         return ""
     names = ["your own config" if one == verdict.baseline else f"trial {one}" for one in verdict.ties]
     return (
-        f"Not told from the result by these rounds: {_listed(names)}. Of what is within --tie of the best, or within "
-        "one standard error, the smallest global batch is taken, then what is nearest to your own config."
+        f"Not told from the result by all that was measured: {_listed(names)}. Of what is within --tie of the best, or "
+        "within one standard error, the smallest global batch is taken, then what is nearest to your own config."
     )
 
 

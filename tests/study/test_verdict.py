@@ -208,6 +208,21 @@ def test_what_is_not_told_from_the_result_is_not_called_equal_to_it() -> None:
     assert "As good as" not in said
 
 
+def test_a_tie_by_search_and_rounds_is_not_told_as_if_the_rounds_had_none_ahead() -> None:
+    """It was: 'Your own config is the best found. The best other is 1.35 times (95% between 1.12 and 1.64) as good.'"""
+    trials = [trial(OWN, 115, micro_batch=2), trial(1, 112, micro_batch=64)]
+    estimate = JointEstimate(
+        numbers=(OWN, 1), means=(math.log(115), math.log(112)), covariance=((2.5e-5, 0.0), (0.0, 2.5e-5))
+    )
+    rounds = rounds_of({OWN: [80, 95, 70, 78], 1: [105, 120, 96, 99]}, estimate=estimate)
+    found = judged(trials, rounds)
+    assert (found.handed_over, found.kind) == (OWN, VerdictKind.BASELINE_IS_BEST)
+    told = verdict_in_words(found, metric="throughput")[0]
+    assert "best found" not in told
+    assert "By the rounds alone trial 1 is 1." in told
+    assert told.endswith("it; search and rounds together do not say so.")
+
+
 def test_two_speed_ups_compare_the_same_batch_and_the_winners() -> None:
     trials = (*TRIALS[:2], trial(2, 12.0, overlap_comm=True))
     values = {OWN: [10.0, 10.1, 9.9], 1: [20.0, 20.3, 19.9], 2: [12.0, 12.1, 11.9]}
