@@ -18,7 +18,9 @@ heavy-tailed error (``optuna_dsat.guided.acquisition``): where the formula is wr
 micro-batch is larger than ``Problem.reach`` times the largest that ran.
 
 The search ends when no configuration has an expected improvement of at least ``min_gain`` (as in Jones et al. 1998) per
-launch, a launch being as long as one of the best configuration. ``remaining`` says what is then left to gain.
+launch, a launch being as long as one of the best configuration, and less than ``_WORTHWHILE`` such gains are left with
+90 % probability (``remaining``). What one launch teaches is little where launches differ by much, and what many teach
+together is not.
 
 Launches in flight count as if measured at their predicted metric (the "kriging believer" of Ginsbourger et al. 2010),
 and no other launch of their lineages is proposed.
@@ -51,6 +53,9 @@ from optuna_dsat.trials.lineage import agrees, lineage_key
 __all__ = ["Candidate", "GuidedPlanner"]
 
 Numbers: TypeAlias = npt.NDArray[Any]
+
+_WORTHWHILE = 20
+"""Launches that the search goes on for if all of them together may gain as much as each must be expected to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +246,7 @@ class GuidedPlanner:
         if not len(rows):
             return None
         best = int(np.argmax(acquisition.value))
-        if not acquisition.value[best] > 0 or posterior.gain_rate(acquisition) < self.min_gain:
+        if not acquisition.value[best] > 0 or self._is_enough(posterior, rows, sizes, acquisition):
             return None
         row = int(rows[best])
         return Candidate(
@@ -251,6 +256,12 @@ class GuidedPlanner:
             value=self.problem.metric_of(float(acquisition.log_objective[best])),
             fits=float(acquisition.fits[best]),
         )
+
+    def _is_enough(self, posterior: Posterior, rows: Numbers, sizes: Numbers, acquisition: Acquisition) -> bool:
+        """Whether too little is expected of the next launch, and of all that may follow, to go on."""
+        if posterior.gain_rate(acquisition) >= self.min_gain:
+            return False
+        return math.expm1(posterior.remaining(rows, sizes)) < _WORTHWHILE * self.min_gain
 
     def remaining(self, trials: Sequence[FrozenTrial]) -> float:
         """Return what is left to gain: the best configuration is better by less than this share with 90% probability.

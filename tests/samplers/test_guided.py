@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from optuna.pruners import NopPruner
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
+from optuna_dsat.guided import planner as planner_module
 from optuna_dsat.guided.planner import GuidedPlanner
 from optuna_dsat.guided.problem import Problem
 from optuna_dsat.outcome import Outcome
@@ -170,6 +172,39 @@ def test_a_search_ends_where_little_is_expected_to_be_gained(kit: SimpleNamespac
         assert study.best_value >= 0.98 * machine.best(planner)
         launches[least] = len(study.trials)
     assert 3 < launches[0.01] < launches[0.002]
+
+
+class Noisy(Machine):
+    """Its launches differ by five per cent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._dice = np.random.default_rng(0)
+
+    def seconds(self, params: Mapping[str, Any]) -> tuple[float, float, float, float]:
+        factor = math.exp(0.05 * self._dice.standard_normal())
+        forward, backward, step, other = super().seconds(params)
+        return factor * forward, factor * backward, factor * step, factor * other
+
+
+def test_where_one_launch_teaches_little_a_search_goes_on_while_much_may_be_left(
+    kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    least = 0.005
+    planner = GuidedPlanner(
+        Problem(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=small_space()), min_gain=least
+    )
+    study, machine = guided(kit, planner), Noisy()
+    monkeypatch.setattr(planner_module, "_WORTHWHILE", math.inf)
+    while planner.next(study.trials) is not None:
+        machine.run(study, 1)
+        assert len(study.trials) <= 30
+    left = planner.remaining(study.trials)
+    assert left > least
+    for worthwhile, goes_on in ((0.5 * left / least, True), (2 * left / least, False)):
+        monkeypatch.setattr(planner_module, "_WORTHWHILE", worthwhile)
+        again = GuidedPlanner(planner.problem, min_gain=least)
+        assert (again.next(study.trials) is not None) == goes_on
 
 
 def test_nothing_is_launched_beside_what_flies_where_nothing_else_promises_a_gain(kit: SimpleNamespace) -> None:
