@@ -74,7 +74,10 @@ def read_document(path: str | os.PathLike[str], error: Callable[[str], UsageErro
         if found.st_size > _MOST_BYTES:
             raise error(f"{path} has {found.st_size} bytes, more than the {_MOST_BYTES} that are read.")
         with os.fdopen(os.dup(descriptor), "rb") as file:
-            return file.read(_MOST_BYTES)
+            content: bytes | None = file.read(_MOST_BYTES)
+        if content is None:
+            raise error(f"{path} is no file to be read: it has nothing yet, as a log of the kernel in /proc.")
+        return content
     finally:
         os.close(descriptor)
 

@@ -127,9 +127,9 @@ class _RankProcess:
         except SystemExit as end:
             self._finish("script_end" if end.code in (None, 0) else f"exit_code_{exit_code(end)}")
             raise
-        except EventWriteError:
+        except (EventWriteError, KeyboardInterrupt):
             raise
-        except Exception as error:  # noqa: BLE001 - recorded and printed as Python prints it
+        except BaseException as error:  # noqa: BLE001 - recorded and printed as Python prints it
             self._fail(error)
         self._finish("script_end")
         return 0
@@ -175,7 +175,7 @@ class _RankProcess:
         while time.monotonic() < deadline and not all(map(_has_ended, paths)):
             time.sleep(0.005)
 
-    def _fail(self, error: Exception) -> NoReturn:
+    def _fail(self, error: BaseException) -> NoReturn:
         here = str(Path(__file__).resolve().parent)
         trace = without_runtime_frames(error.__traceback__, here)
         diagnosis = diagnose(error, phase=self._state.phase, device=self._state.device, limited=self._state.limited)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import subprocess
 import sys
 import threading
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from optuna_dsat.config.documents import read_document
+from optuna_dsat.errors import UsageError
 from tests.cli.test_bad_input import GOOD
 from tests.harness.entry_points import Run, run_here
 
@@ -101,6 +104,18 @@ def test_options_are_checked(refused: Run, options: list[str]) -> None:
 )
 def test_nothing_is_waited_for(refused: Run, arguments: list[str]) -> None:
     refused(*arguments)
+
+
+def test_a_file_that_has_nothing_yet_is_no_document(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As /proc/kmsg, which says that it is a file."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    monkeypatch.setattr(stat, "S_ISFIFO", lambda _: False)
+    monkeypatch.setattr(stat, "S_ISREG", lambda _: True)
+    writer = os.open(pipe, os.O_RDWR)
+    with pytest.raises(UsageError, match="is no file to be read"):
+        read_document(pipe)
+    os.close(writer)
 
 
 @pytest.mark.parametrize("samples", [10**9, 2 * (10**18 + 9)])

@@ -62,6 +62,15 @@ def test_a_missing_script_is_a_failure_of_the_script(start: Starter) -> None:
     assert launch.of(RankFailed)[0].error_type == "FileNotFoundError"
 
 
+def test_what_is_raised_beside_exceptions_is_recorded_too(start: Starter, tmp_path: Path) -> None:
+    script = tmp_path / "bails.py"
+    script.write_text("class Bail(BaseException):\n    pass\n\n\nraise Bail('enough')\n")
+    launch = start.alone(str(script))
+    [failure] = launch.of(RankFailed)
+    assert (launch.exit_code, failure.error_type, failure.message) == (1, "Bail", "enough")
+    assert "raise Bail('enough')" in launch.log("stderr")
+
+
 OVERLAY = {"train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": 1}}
 
 
