@@ -19,7 +19,7 @@ micro-batch is larger than ``Problem.reach`` times the largest that ran.
 
 The search ends when no configuration has an expected improvement of at least ``min_gain`` (as in Jones et al. 1998) per
 launch, a launch being as long as one of the best configuration, and less than ``_WORTHWHILE`` such gains are left with
-90 % probability (``remaining``). What one launch teaches is little where launches differ by much, and what many teach
+90% probability (``remaining``). What one launch teaches is little where launches differ by much, and what many teach
 together is not.
 
 Launches in flight count as if measured at their predicted metric (the "kriging believer" of Ginsbourger et al. 2010),

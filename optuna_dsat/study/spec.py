@@ -108,7 +108,7 @@ class MethodOptions(_Frozen):
     """``guided``: share of the device's memory that a launch is expected to leave free."""
     min_gain: float = Field(default=0.001, ge=0)
     """``guided``: the search ends when no launch is expected to improve the metric by this share of it, and all that
-    could follow by less than 20 times as much, with 90 % probability."""
+    could follow by less than 20 times as much, with 90% probability."""
     warm_start: str | None = None
     """``guided``: study to take prior knowledge from; None for those of the same script, config and hardware."""
     no_warm_start: bool = False
