@@ -186,7 +186,6 @@ def descendants() -> set[psutil.Process]:
         "pipes",
         "loader, forked",
         "loader, persistent",
-        "loader, spawned",
         "loader, fork server",
         "queue, spawned",
         "pool",

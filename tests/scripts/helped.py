@@ -88,7 +88,6 @@ def piped() -> Iterator[Batch]:
 HELPERS: dict[str, Callable[[], Iterator[Batch]]] = {
     "loader, forked": lambda: loaded("fork", workers=2),
     "loader, persistent": lambda: loaded("fork", workers=2, persistent=True),
-    "loader, spawned": lambda: loaded("spawn", persistent=True),
     "loader, fork server": lambda: loaded("forkserver", persistent=True),
     "queue, spawned": lambda: queued("spawn"),
     "pool": lambda: pooled("fork"),

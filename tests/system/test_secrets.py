@@ -56,7 +56,7 @@ def test_secrets_reach_the_script_and_stand_nowhere_else(tmp_path: Path) -> None
     while tuner.process.poll() is None:
         launched = [one.key.pid for one in tuner.launched()]
         shown |= {arguments_of(pid) for pid in [*launched, *([tuner.process.pid] if launched else [])]}
-        time.sleep(0.05)
+        time.sleep(0.2)  # each process lives for seconds, and each look costs one of them its time
     said = [*tuner.finish(), *shown]
     for command in (("show", "s", "--json"), ("export", "s"), ("report", "s")):
         said += Command(tmp_path, *command, "--storage", SQLITE).finish()
