@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from optuna_dsat.errors import UsageError
+from optuna_dsat.runtime.plain_text import storable
 
 __all__ = ["as_written", "check_nesting", "checked", "is_pipe", "read_document", "read_hjson"]
 
@@ -135,7 +136,8 @@ def checked(data: Any, where: str, error: Callable[[str], UsageError] = UsageErr
         error: Makes the error of a message.
 
     Raises:
-        UsageError: If they are nested too deeply or in themselves, too many, or a number is beyond all measure.
+        UsageError: If they are nested too deeply or in themselves, too many, a number is beyond all measure, or text
+            can be no argument.
     """
     left, pending = _MOST_VALUES, [(data, 0)]
     while pending:
@@ -153,6 +155,8 @@ def checked(data: Any, where: str, error: Callable[[str], UsageError] = UsageErr
             raise error(f"{where} holds a whole number of more than 64 bits.")
         elif isinstance(value, float) and not math.isfinite(value):
             raise error(f"{where} holds a number that is not finite.")
+        elif isinstance(value, str) and storable(value) != value:
+            raise error(f"{where} holds text that no process or database takes: a NUL character or half a character.")
     return data
 
 
