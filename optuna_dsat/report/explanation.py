@@ -108,7 +108,7 @@ class Explanation:
     remainder: Contribution | None
     """What of ``speed_up`` no other factor explains; None if there is nothing to explain."""
     bounds: Mapping[str, float]
-    """compute, link, host, memory, overhead -> share of the winner's step."""
+    """compute, link, host, memory, overhead -> share of the winner's step; empty where the model does not reach."""
     peak_bytes: int | None
     """Measured peak of the worst rank; None if it was not measured."""
     device_bytes: int
@@ -141,9 +141,9 @@ class Explanation:
         return all(one.factor is not None for one in self.contributions) and not left.low <= 1 <= left.high
 
     @property
-    def bound(self) -> str:
-        """The largest of ``bounds``."""
-        return max(self.bounds, key=lambda name: self.bounds[name])
+    def bound(self) -> str | None:
+        """The largest of ``bounds``; None without any."""
+        return max(self.bounds, key=lambda name: self.bounds[name], default=None)
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object."""
@@ -213,7 +213,7 @@ def explain(
     expected = planner.predict(trials, [_split(best)])[0] if searched else None
     seconds = {} if expected is None else dict(expected.bounds)
     total = sum(seconds.values())
-    bounds = {name: part / total for name, part in seconds.items()} if total else {"compute": 1.0}
+    bounds = {name: part / total for name, part in seconds.items()} if total else {}
     metrics = winner.trial.user_attrs.get(attributes.METRICS) or {}
     reached = utilisation(planner.problem.profile, winner.trial.user_attrs.get(attributes.CONFIG) or {}, metrics)
     now = Situation(planner=planner, trials=trials, winner=winner.trial, bounds=bounds, utilisation=reached)

@@ -122,7 +122,7 @@ def told_of(found: Explanation) -> list[str]:
     """Return what bounds the winner, and how full its memory and how busy its GPU is, as sentences."""
     largest = sorted(found.bounds.items(), key=lambda part: -part[1])
     shares = ", ".join(f"{name} {share:.0%}" for name, share in largest if share >= _WORTH_A_ROW)
-    told = [f"A step of the winner goes into {shares} (fitted model): it is bound by {found.bound}."]
+    told = [f"A step of the winner goes into {shares} (fitted model): it is bound by {found.bound}."] if shares else []
     if found.peak_bytes is not None and found.device_bytes > 0:
         device = bytes_in_words(found.device_bytes)
         told.append(

@@ -8,6 +8,7 @@ import pytest
 from optuna_dsat.cli import main
 from optuna_dsat.errors import UsageError
 from optuna_dsat.report.explanation import explain_study
+from optuna_dsat.report.why import told_of
 from optuna_dsat.study.stored import read_stored
 from tests.harness.landscapes import Hill
 from tests.harness.studies import StudyBench
@@ -48,6 +49,8 @@ def test_a_winner_outside_the_search_space_is_read_explained_and_reported(bench:
     assert found.is_own
     assert words == "ZeRO 2, micro-batch 2"
     assert not found.contributions
+    assert found.bound is None, "the fitted model does not reach there"
+    assert not any("it is bound by" in line for line in told_of(found))
     storage = f"sqlite:///{bench.folder / 'study.db'}"
     for command in (["show"], ["trials"], ["best"], ["explain"], ["report", "-o", str(bench.folder / "page.html")]):
         with pytest.raises(SystemExit) as ended:
