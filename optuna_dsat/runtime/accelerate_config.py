@@ -17,12 +17,14 @@ from typing import Any
 
 from optuna_dsat.runtime.events import EnvironmentSet, Event
 from optuna_dsat.runtime.launch_plan import LaunchPlan
+from optuna_dsat.runtime.overlay import LaidConfig, read_config
 from optuna_dsat.runtime.rank import Rank
 
 __all__ = ["AccelerateConfig"]
 
 _USE = "ACCELERATE_USE_DEEPSPEED"
 _CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
+_ACCUMULATION = "gradient_accumulation_steps"
 _OTHER_PLUGINS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM")
 """Variables with which ``accelerate launch`` asks for another way to train on several devices."""
 _DECIDED_IN_CODE = ("cpu", "deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin")
@@ -45,6 +47,7 @@ class AccelerateConfig:
         self._rank = rank
         self._write = write
         self._provided = False
+        self._file_leaves_accumulation = _leaves_accumulation(plan.user_config_path)  # later reads are the launch's
 
     def patch_accelerator(self, module: Any) -> None:
         """Provide the config when the script builds its first ``Accelerator``.
@@ -65,14 +68,31 @@ class AccelerateConfig:
 
         @functools.wraps(prepare)
         def patched_prepare(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-            plugin = accelerator.state.deepspeed_plugin if self._provided else None
+            plugin = accelerator.state.deepspeed_plugin
             if plugin is not None:
+                self.note_accumulation(plugin.deepspeed_config, accelerator.gradient_accumulation_steps)
+            if plugin is not None and self._provided:
                 for section, (own, dummy) in _SECTIONS.items():
                     if any(_is_a(arg, own) and not _is_a(arg, dummy) for arg in args):
                         plugin.deepspeed_config.pop(section, None)
             return prepare(accelerator, *args, **kwargs)
 
         cls.__init__, cls.prepare = patched_init, patched_prepare
+
+    def note_accumulation(self, config: Any, steps: int) -> None:
+        """Note accumulation steps that ``DeepSpeedPlugin`` or else ``Accelerator`` has by arguments or the environment.
+
+        They count where the config says ``"auto"``, as the user's file may where the launch's has a number.
+
+        Args:
+            config: The plugin's config.
+            steps: The steps, before the library takes those of the config.
+        """
+        if not isinstance(config, LaidConfig):
+            return
+        own = config.scripts_own().get(_ACCUMULATION)
+        if own == "auto" or (self._file_leaves_accumulation and own == self._plan.overlay.get(_ACCUMULATION)):
+            config.note_own(_ACCUMULATION, steps)
 
     def provide_for(self, arguments: Any) -> None:
         """Provide the config to ``TrainingArguments`` that name none.
@@ -120,6 +140,13 @@ class AccelerateConfig:
         if self._rank.rank == 0:
             self._write(EnvironmentSet(rank=0, time=time.time(), variables={}))
             print("optuna-dsat: the script names its DeepSpeed config after all: these are unset.", file=sys.stderr)
+
+
+def _leaves_accumulation(path: str) -> bool:
+    try:
+        return bool(path) and read_config(path).get(_ACCUMULATION) == "auto"
+    except ValueError:  # the hook has said so
+        return False
 
 
 def _says_how_to_train() -> bool:

@@ -58,8 +58,10 @@ def config_differences(
             continue
         if user_value is None and value is not None and value == _DEFAULTS.get(key):
             continue
+        if key == _ACCUMULATION and user_value == _AUTO and isinstance(value, int):
+            user_value = None  # what fills it in is the user's own
         if not _agree(value, user_value) and not _agree(value, flat_launch.get(key)):
-            differences[key] = [value, user_value]
+            differences[key] = [value, flat_user.get(key)]
     return differences
 
 

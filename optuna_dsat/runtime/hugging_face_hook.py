@@ -19,8 +19,9 @@ from typing import Any
 
 from optuna_dsat.runtime.accelerate_config import AccelerateConfig
 from optuna_dsat.runtime.events import Event, TrainerFound
+from optuna_dsat.runtime.flattening import flatten
 from optuna_dsat.runtime.launch_plan import LaunchPlan
-from optuna_dsat.runtime.overlay import effective_config
+from optuna_dsat.runtime.overlay import LaidConfig, effective_config, scripts_own
 from optuna_dsat.runtime.rank import Rank
 
 __all__ = ["ACCUMULATION", "MICRO_BATCH", "TRAINER_FIELDS", "HuggingFaceHook", "note_own_options"]
@@ -32,6 +33,7 @@ TRAINER_FIELDS = {MICRO_BATCH: "per_device_train_batch_size", ACCUMULATION: "gra
 
 _PLUGIN_FIELDS = {
     "gradient_accumulation_steps": ACCUMULATION,
+    "gradient_clipping": "gradient_clipping",
     "zero_stage": "zero_optimization.stage",
     "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
     "offload_param_device": "zero_optimization.offload_param.device",
@@ -133,9 +135,10 @@ class HuggingFaceHook:
         @functools.wraps(original)
         def init(config: Any, *args: Any, **kwargs: Any) -> None:
             original(config, *args, **kwargs)
-            config.config = effective_config(config.config, self._plan.overlay)
+            laid = effective_config(config.config, self._plan.overlay)
             if self._plan.measures and hasattr(config, "trainer_config_finalize"):
-                _reset_schedule_length(config.config)
+                _reset_schedule_length(laid)
+            config.config = LaidConfig(config.config, laid)
             config.set_stage_and_offload()
 
         cls.__init__ = init
@@ -147,7 +150,15 @@ class HuggingFaceHook:
 
         @functools.wraps(original)
         def post_init(plugin: Any, *args: Any, **kwargs: Any) -> None:
+            given = {key: getattr(plugin, field) for field, key in _PLUGIN_FIELDS.items()}
             original(plugin, *args, **kwargs)
+            config = plugin.hf_ds_config.config
+            own = flatten(scripts_own(config))
+            if isinstance(given[ACCUMULATION], int):
+                self._accelerate.note_accumulation(config, given[ACCUMULATION])
+            for key, value in given.items():
+                if key != ACCUMULATION and value is not None and own.get(key) == "auto":
+                    config.note_own(key, value)
             for field, key in _PLUGIN_FIELDS.items():
                 value = plugin.hf_ds_config.get_value(key)
                 if value not in (None, "auto"):

@@ -18,7 +18,7 @@ from typing import Any
 
 from optuna_dsat.runtime.events import Event, TrainerFound
 from optuna_dsat.runtime.launch_plan import LaunchPlan
-from optuna_dsat.runtime.overlay import effective_config
+from optuna_dsat.runtime.overlay import LaidConfig, effective_config
 from optuna_dsat.runtime.rank import Rank
 
 __all__ = ["LightningHook"]
@@ -75,7 +75,7 @@ class LightningHook:
 
         cls._format_config = set_accumulation_and_format
 
-    def _patch_strategy(self, cls: Any, *, without: str | None = None) -> None:
+    def _patch_strategy(self, cls: Any, *, without: str = "") -> None:
         """Apply the overlay to the config of every strategy, before its ZeRO stage is read."""
         original = cls.__init__
 
@@ -83,8 +83,9 @@ class LightningHook:
         def init(strategy: Any, *args: Any, **kwargs: Any) -> None:
             original(strategy, *args, **kwargs)
             if isinstance(strategy.config, Mapping):
-                config = effective_config(strategy.config, self._plan.overlay)
-                strategy.config = {key: value for key, value in config.items() if key != without}
+                laid = effective_config(strategy.config, self._plan.overlay)
+                laid.pop(without, None)
+                strategy.config = LaidConfig(strategy.config, laid)
 
         cls.__init__ = init
 

@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["effective_config", "merge", "read_config"]
+from optuna_dsat.runtime.flattening import flatten, nest
+
+__all__ = ["LaidConfig", "effective_config", "merge", "read_config", "scripts_own"]
 
 _BATCH_KEYS = ("train_batch_size", "gradient_accumulation_steps", "train_micro_batch_size_per_gpu")
 """Any two determine the third; in the order in which the script's own value is dropped."""
@@ -38,6 +40,50 @@ def merge(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]
         elif value != "auto" or key not in merged:
             merged[key] = _deep_copy(value)
     return merged
+
+
+class LaidConfig(dict[str, Any]):
+    """A config to which the overlay was applied long before ``deepspeed.initialize``; it knows what was replaced.
+
+    Libraries hold and complete the config that their arguments describe, and nothing else keeps what the script said.
+    Copies by ``copy.deepcopy`` know it, too.
+
+    Args:
+        config: The config that the script gave to the library.
+        laid: The same with the overlay applied.
+    """
+
+    def __init__(self, config: Mapping[str, Any], laid: Mapping[str, Any]) -> None:
+        super().__init__(laid)
+        before, after = flatten(scripts_own(config)), flatten(laid)
+        self._noted: set[str] = set()
+        self._replaced = {
+            key: (before.get(key), after.get(key)) for key in {**before, **after} if before.get(key) != after.get(key)
+        }
+
+    def note_own(self, key: str, value: Any) -> None:
+        """Note what the script says elsewhere of a setting that its config leaves to the library, once.
+
+        Args:
+            key: Dotted key of the config.
+            value: Its value, as the library would have filled it in without the overlay.
+        """
+        if key not in self._noted:
+            self._noted.add(key)
+            self._replaced[key] = (value, flatten(self).get(key))
+
+    def scripts_own(self) -> dict[str, Any]:
+        """Return the config with the script's values; what was set since, by the script or the library, stays."""
+        own = flatten(self)
+        for key, (before, after) in self._replaced.items():
+            if own.get(key) == after or after == "auto" != before:
+                own[key] = before
+        return nest({key: value for key, value in own.items() if value is not None})
+
+
+def scripts_own(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a config without the overlay, if that was applied to it early."""
+    return config.scripts_own() if isinstance(config, LaidConfig) else config
 
 
 def effective_config(

@@ -128,9 +128,13 @@ class Starter:
             launch_id="trial-0000",
             events_dir=str(self.folder),
             config_path=str(self.config),
-            user_config_path=str(self.user_config),
             overlay=overlay,
-            **{"purpose": "trial", "log_dir": str(self.folder), **plan},
+            **{
+                "purpose": "trial",
+                "log_dir": str(self.folder),
+                "user_config_path": str(self.user_config),
+                **plan,
+            },
         )
         (self.folder / "launch.json").write_text(json.dumps(asdict(described)), encoding="utf-8")
         return {

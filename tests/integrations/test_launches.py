@@ -81,21 +81,40 @@ def test_a_trainer_set_up_in_code_runs_the_trial_and_nothing_beside(tmp_path: Pa
 def test_accelerates_plugin_follows_the_trial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str, warm_ranks: WarmRanks
 ) -> None:
-    start = Starter(tmp_path, config_of("accelerate"))
-    arguments = ["--batch-size", "4", "--samples", "256"]
+    start = Starter(tmp_path, {**config_of("accelerate"), "gradient_accumulation_steps": "auto"})
+    arguments = ["--batch-size", "4", "--samples", "256", "--accumulate", "2"]
     if by == "environment":
         monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
         monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(start.user_config))
         monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "8")
     else:
-        arguments += ["--zero-stage", "2", "--accumulate", "1"]
+        arguments += ["--zero-stage", "2"]
     chosen = overlay(stage=1, micro_batch=4, accumulation=3)
     chosen["zero_optimization"]["reduce_bucket_size"] = 5000
     launch = start.torchrun(
         EXAMPLES / "accelerate" / "train.py", *arguments, overlay=chosen, warm=warm_ranks if by == "code" else None
     )
     check(launch, stage=1, micro_batch=4, accumulation=3)
+    assert launch.of(EngineReady)[0].config_differences["gradient_accumulation_steps"] == [2, "auto"]
     assert not (tmp_path / "checkpoint").exists()
+
+
+def test_what_is_given_in_code_alone_is_told_whatever_the_launch_runs(tmp_path: Path, warm_ranks: WarmRanks) -> None:
+    climbed = {**overlay(stage=3, micro_batch=4, accumulation=1)}
+    climbed["zero_optimization"]["offload_optimizer"] = {"device": "none"}
+    start = Starter(tmp_path, {})
+    launch = start.torchrun("given_in_code.py", overlay=climbed, user_config_path="", warm=warm_ranks)
+    assert launch.exit_code == 0, launch.output + launch.log("stderr")
+    stage = {"zero_optimization.stage": [1, None]}
+    given = {"gradient_accumulation_steps": [2, 1], "gradient_clipping": [0.5, None], **stage}
+    offloaded = {**given, "zero_optimization.offload_optimizer.device": ["cpu", None]}
+    found = printed(launch)
+    for way in ("plugin's arguments", "plugin's dict", "TrainingArguments", "dict"):
+        assert found[way].items() >= offloaded.items(), way
+    assert found["plugin's arguments beside a dict"].items() >= given.items()
+    [engine] = launch.of(EngineReady)
+    assert (engine.zero_stage, engine.gradient_accumulation_steps) == (3, 1)
+    assert engine.config_differences.items() >= {"gradient_accumulation_steps": [2, 1], **stage}.items()
 
 
 def test_lightnings_trainer_follows_the_trial(tmp_path: Path, warm_ranks: WarmRanks) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from optuna_dsat.runtime.config_differences import config_differences
 from optuna_dsat.runtime.launch_plan import LaunchPlan
+from optuna_dsat.runtime.overlay import LaidConfig, effective_config
 from optuna_dsat.runtime.trial_config import TrialConfig
 from optuna_dsat.words import differences_in_words
 
@@ -77,6 +79,15 @@ def test_what_a_library_sets_by_itself_is_not_worth_a_word() -> None:
     assert "differs from ds.json: a is 1 (not set in the file). " in words
 
 
+@pytest.mark.parametrize(("steps", "found"), [(4, {"gradient_accumulation_steps": [4, "auto"]}), (2, {}), ("auto", {})])
+def test_accumulation_steps_that_a_file_leaves_open_are_the_scripts(steps: int | str, found: dict[str, Any]) -> None:
+    """Two are those of the launch, which the file that a script reads has."""
+    user = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": "auto"}
+    launch = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2}
+    script = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": steps}
+    assert config_differences(script, user=user, launch=launch, world_size=2) == found
+
+
 def trial_config(folder: Path, *, purpose: str = "trial") -> TrialConfig:
     for name, config in (("user.json", USER), ("launch.json", LAUNCH)):
         (folder / name).write_text(json.dumps(config), encoding="utf-8")
@@ -107,6 +118,39 @@ def test_without_the_files_nothing_is_said_to_differ(tmp_path: Path) -> None:
         launch_id="a", purpose="trial", events_dir="", log_dir="", config_path="none", user_config_path="none"
     )
     assert TrialConfig(plan, world_size=2).differences({"bf16": {"enabled": True}}) == {}
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_config_with_the_overlay_in_it_is_compared_as_the_script_gave_it(tmp_path: Path, copied: bool) -> None:
+    script = {**USER, "train_batch_size": "auto", "gradient_accumulation_steps": 7, "zero_optimization": {"stage": 3}}
+    laid = LaidConfig(script, effective_config(script, OVERLAY))
+    if copied:  # a library copies what it holds, and the overlay is applied again
+        copy = deepcopy(laid)
+        laid = LaidConfig(copy, effective_config(copy, OVERLAY))
+    laid["bf16"] = {"enabled": True}  # a library completes what it holds
+    config = trial_config(tmp_path)
+    assert laid["gradient_accumulation_steps"] == 2
+    assert config.differences(laid) == config.differences({**script, "bf16": {"enabled": True}})
+    assert config.differences(laid)["zero_optimization.stage"] == [3, 2]
+    laid.note_own("gradient_accumulation_steps", 5)
+    laid.note_own("gradient_accumulation_steps", 6)  # later a library has the launch's
+    assert config.differences(laid)["gradient_accumulation_steps"] == [5, 2]
+
+
+def test_a_stage_given_in_code_alone_is_told_also_where_the_launch_has_the_same(tmp_path: Path) -> None:
+    (tmp_path / "launch.json").write_text(json.dumps(LAUNCH), encoding="utf-8")
+    plan = LaunchPlan(
+        launch_id="profile",
+        purpose="profile",
+        events_dir="",
+        log_dir="",
+        config_path=str(tmp_path / "launch.json"),
+        user_config_path="",
+        overlay=OVERLAY,
+    )
+    found = TrialConfig(plan, world_size=2).differences(LAUNCH)
+    assert found["zero_optimization.stage"] == [1, None]
+    assert "train_micro_batch_size_per_gpu" not in found  # an option of the script's may follow the launch
 
 
 class PipelineModule:
