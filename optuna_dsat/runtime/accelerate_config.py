@@ -20,7 +20,7 @@ from optuna_dsat.runtime.launch_plan import LaunchPlan
 from optuna_dsat.runtime.overlay import LaidConfig, read_config
 from optuna_dsat.runtime.rank import Rank
 
-__all__ = ["AccelerateConfig"]
+__all__ = ["AccelerateConfig", "how_to_train_with_deepspeed"]
 
 _USE = "ACCELERATE_USE_DEEPSPEED"
 _CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
@@ -140,6 +140,20 @@ class AccelerateConfig:
         if self._rank.rank == 0:
             self._write(EnvironmentSet(rank=0, time=time.time(), variables={}))
             print("optuna-dsat: the script names its DeepSpeed config after all: these are unset.", file=sys.stderr)
+
+
+def how_to_train_with_deepspeed() -> str:
+    """Return what to change where the script trains without DeepSpeed."""
+    state: Any = sys.modules.get("accelerate.state")
+    if state is not None and state.AcceleratorState._shared_state.get("_cpu"):
+        return (
+            "accelerate leaves DeepSpeed out where it is told to train on the CPU: by Accelerator(cpu=True), use_cpu, "
+            "`accelerate launch --cpu` or ACCELERATE_USE_CPU. Remove that: DeepSpeed takes the CPU where no GPU is"
+        )
+    return (
+        "Tune the command that trains with DeepSpeed, such as `optuna-dsat guided accelerate launch ...`; a "
+        'Trainer takes the config by its argument deepspeed=, Lightning by strategy="deepspeed"'
+    )
 
 
 def _leaves_accumulation(path: str) -> bool:

@@ -25,6 +25,7 @@ from types import ModuleType
 from typing import Any
 
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.accelerate_config import how_to_train_with_deepspeed
 from optuna_dsat.runtime.batch_sources import BatchSources
 from optuna_dsat.runtime.clock import Clock, DeviceClock, HostClock
 from optuna_dsat.runtime.device_memory import (
@@ -197,8 +198,7 @@ class DeepSpeedHook:
             self._unwatch_optimizers()
             raise RuntimeError(
                 "the script trains without DeepSpeed: its optimizer stepped, and deepspeed.initialize was not called. "
-                "Tune the command that trains with DeepSpeed, such as `optuna-dsat guided accelerate launch ...`; a "
-                'Trainer takes the config by its argument deepspeed=, Lightning by strategy="deepspeed"'
+                + how_to_train_with_deepspeed()
             )
 
     def _torch_imported(self, torch: ModuleType) -> None:

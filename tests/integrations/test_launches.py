@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from optuna_dsat.runtime.events import EngineReady, EnvironmentSet, RankFinished, StepMeasured, TrainerFound
-from tests.harness.ranks import USER_CONFIG, Launch, Starter, WarmRanks
+from tests.harness.ranks import USER_CONFIG, Launch, Starter, WarmRanks, script
 
 pytestmark = pytest.mark.torchrun
 
@@ -115,6 +115,23 @@ def test_what_is_given_in_code_alone_is_told_whatever_the_launch_runs(tmp_path: 
     [engine] = launch.of(EngineReady)
     assert (engine.zero_stage, engine.gradient_accumulation_steps) == (3, 1)
     assert engine.config_differences.items() >= {"gradient_accumulation_steps": [2, 1], **stage}.items()
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_script_that_tells_accelerate_to_use_the_cpu_is_told_so(tmp_path: Path, told: bool) -> None:
+    start = Starter(tmp_path, {})
+    text = f"""import torch
+from accelerate import Accelerator
+accelerator = Accelerator(cpu={told})
+model, optimizer = accelerator.prepare(model := torch.nn.Linear(2, 1), torch.optim.SGD(model.parameters(), lr=0.1))
+for _ in range(9):
+    accelerator.backward(model(torch.ones(1, 2)).mean())
+    optimizer.step()
+"""
+    launch = start.alone(script(start, text), user_config_path="")
+    assert launch.exit_code != 0
+    assert ("Accelerator(cpu=True)" in launch.log("stderr")) == told
+    assert ("guided accelerate launch" in launch.log("stderr")) != told
 
 
 def test_lightnings_trainer_follows_the_trial(tmp_path: Path, warm_ranks: WarmRanks) -> None:
