@@ -64,7 +64,9 @@ def _own_optimizer(ds_config: Mapping[str, Any]) -> str:
     return "" if is_torchs else str(optimizer.get("type", "")).lower()
 
 
-def operators_of(ds_config: Mapping[str, Any], space: SearchSpace, *, measured_with: str = "") -> tuple[str, ...]:
+def operators_of(
+    ds_config: Mapping[str, Any], space: SearchSpace, *, measured_with: str = "", replaced_on_host: bool = False
+) -> tuple[str, ...]:
     """Return the names of the operator builders that launches of a search may need.
 
     As chosen by ``DeepSpeedEngine._configure_basic_optimizer`` of DeepSpeed 0.19.8. An optimizer that the script builds
@@ -74,13 +76,19 @@ def operators_of(ds_config: Mapping[str, Any], space: SearchSpace, *, measured_w
         ds_config: The user's config.
         space: The search space.
         measured_with: Class of the optimizer in the profile launch; empty if it is not known.
+        replaced_on_host: Whether accelerate prepares the script's own optimizer: where it is offloaded, DeepSpeed's
+            takes its place (``map_pytorch_optim_to_deepspeed`` of accelerate 1.15), the config forbidding that aside.
     """
     name = _own_optimizer(ds_config)
-    if not name or (name in _ON_DEVICE and measured_with and not measured_with.startswith(_DEEPSPEEDS_OWN)):
-        return ()  # without one in the config, or with one that the script builds itself
     choices = {tuned.name: tuned.choices for tuned in space.knobs}
     offloads = choices.get(OFFLOAD_OPTIMIZER, ("none",)) if max(space.stages) > 0 else ("none",)
     found = set()
+    if not name or (name in _ON_DEVICE and measured_with and not measured_with.startswith(_DEEPSPEEDS_OWN)):
+        # Without one in the config, or with one that the script builds itself.
+        if not replaced_on_host or ds_config.get("zero_force_ds_cpu_optimizer") is False:
+            return ()
+        offloads = tuple(value for value in offloads if value != "none")
+        name = measured_with.lower() if measured_with.lower() in _ON_HOST else "adam"
     if any(value != "none" for value in offloads) and name in _ON_HOST:
         found.add(_ON_HOST[name])
     if "none" in offloads and name in _ON_DEVICE:

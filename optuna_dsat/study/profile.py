@@ -15,6 +15,8 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from optuna_dsat.config import ds_config
+from optuna_dsat.config.op_builders import operators_of
+from optuna_dsat.config.search_space import SearchSpace
 from optuna_dsat.config.space_builder import SpaceRequest, smallest_micro_batch
 from optuna_dsat.config.structures import GUIDE_ORDER, Structure
 from optuna_dsat.cost.memory import ModelProfile
@@ -124,6 +126,20 @@ class Profiled:
             batch=self.batch,
             ranks=self.data_parallel_size,
             environment=self.environment,
+        )
+
+    def operators(self, spec: StudySpec, space: SearchSpace) -> tuple[str, ...]:
+        """Return the names of the operator builders that launches of a search may need.
+
+        accelerate allows DeepSpeed any optimizer where it prepares the script's own, which shows that it does.
+        """
+        config = self.followed_by(spec).ds_config
+        has_accelerate = any(name.partition(".")[0] == "accelerate" for name in self.preload.modules)
+        return operators_of(
+            config,
+            space,
+            measured_with=self.profile.optimizer,
+            replaced_on_host=has_accelerate and config.get("zero_allow_untested_optimizer") is True,
         )
 
     def advice(self, config: Mapping[str, Any], *, settings_written: bool = False) -> str:

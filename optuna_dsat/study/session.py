@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import optuna
 
-from optuna_dsat.config.op_builders import operators_of
 from optuna_dsat.config.space_builder import SearchSpace
 from optuna_dsat.guided.prior_knowledge import PriorKnowledge
 from optuna_dsat.launch.protocol import Launcher
@@ -94,7 +93,7 @@ class Session:
         space = space_of(self.spec, profiled)
         self._context.launcher.prepare(
             profiled.preload.changed(added=self.spec.preload, left_out=self.spec.no_preload),
-            operators=operators_of(self.spec.ds_config, space, measured_with=profiled.profile.optimizer),
+            operators=profiled.operators(self.spec, space),
         )
         prior_knowledge = self._prior_knowledge(profiled, mark)
         method = make_method(self.spec, profiled, space, prior_knowledge=prior_knowledge)

@@ -54,6 +54,24 @@ def test_nothing_is_compiled_for_an_optimizer_that_is_not_used(measured_with: st
 
 
 @pytest.mark.parametrize(
+    ("stages", "changes", "measured_with", "expected"),
+    [
+        ((1, 2), {}, "AdamW", ("CPUAdamBuilder",)),
+        ((1, 2), {}, "SGD", ("CPUAdamBuilder",)),  # accelerate's default
+        ((1, 2), {}, "Adagrad", ("CPUAdagradBuilder",)),
+        ((0,), {}, "AdamW", ()),
+        ((1, 2), {"zero_force_ds_cpu_optimizer": False}, "AdamW", ()),
+    ],
+)
+def test_accelerate_puts_deepspeeds_optimizer_on_the_host(
+    stages: tuple[int, ...], changes: dict[str, Any], measured_with: str, expected: tuple[str, ...]
+) -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, **changes}
+    space = build_space(SpaceRequest(ds_config=config, zero_stages=stages))
+    assert operators_of(config, space, measured_with=measured_with, replaced_on_host=True) == expected
+
+
+@pytest.mark.parametrize(
     ("zero", "params", "device", "expected"),
     [
         ({"stage": 2}, {}, "cuda", ("FusedAdamBuilder",)),

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from optuna_dsat.config.space_builder import SpaceRequest, build_space
 from optuna_dsat.errors import ScriptFailedError
 from optuna_dsat.launch.follow import follow
+from optuna_dsat.launch.preload import Preload
 from optuna_dsat.launch.simulated import SimulatedResult
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import RankFailed, TrainerFound
@@ -33,6 +35,31 @@ def test_a_profile_that_an_older_version_stored_is_read(bench: StudyBench) -> No
     older = {("rung" if key == "measured_with" else key): value for key, value in record.items()}
     assert "rung" in older
     assert Profiled.from_json(older) == profiled
+
+
+@pytest.mark.parametrize(
+    ("modules", "allowed", "expected"),
+    [
+        (("torch", "accelerate.accelerator"), [True, None], ("CPUAdamBuilder",)),
+        (("torch", "transformers"), [True, None], ()),
+        (("accelerate",), None, ()),  # imported, but the script calls DeepSpeed itself
+    ],
+)
+def test_an_optimizer_that_accelerate_prepares_needs_deepspeeds_on_the_host(
+    bench: StudyBench, modules: tuple[str, ...], allowed: list[Any] | None, expected: tuple[str, ...]
+) -> None:
+    spec = bench.spec(max_trials=1, confirm=0)
+    bench.run(spec, Hill())
+    stored = read_stored(bench.store, "s").profiled
+    assert stored is not None
+    profiled = replace(
+        stored,
+        profile=replace(stored.profile, optimizer="AdamW"),
+        preload=Preload(modules=modules),
+        config_differences={} if allowed is None else {"zero_allow_untested_optimizer": allowed},
+    )
+    space = build_space(SpaceRequest(ds_config={"train_micro_batch_size_per_gpu": 1}, zero_stages=(1, 2)))
+    assert profiled.operators(spec, space) == expected
 
 
 ALTERED: dict[str, dict[str, Any]] = {
