@@ -1,9 +1,10 @@
 /* A stand-in for the CUDA runtime (libcudart), to preload: written over the driver's functions, as the real one is.
  *
  * Kernels do nothing, so what they would compute is zero or whatever lay there; copies and memset are done at once. A
- * single number that is read back is zero: the loss, and whether gradients overflowed, which they never do here. All
- * is in order and nothing is ever pending, so streams and events are names. Memory, contexts, devices and the rules
- * about forks are the driver's (driver.c). Functions that torch needs and that are not here return 0 (build.py).
+ * single number of up to 32 bits that is read back is zero: the loss, and whether gradients overflowed, which they
+ * never do here. One of 64 bits is as it was copied, such as the size of an object that ranks gather. All is in order
+ * and nothing is ever pending, so streams and events are names. Memory, contexts, devices and the rules about forks
+ * are the driver's (driver.c). Functions that torch needs and that are not here return 0 (build.py).
  */
 #define _GNU_SOURCE
 #include "runtime.h"
@@ -227,7 +228,7 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, c
 cudaError_t cudaMemcpy(void *to, const void *from, size_t size, enum cudaMemcpyKind kind) {
     ENTER();
     int code = DRIVER(cuMemcpy)((CUdeviceptr)to, (CUdeviceptr)from, size);
-    if (!code && kind == cudaMemcpyDeviceToHost && size <= sizeof(double)) memset(to, 0, size);
+    if (!code && kind == cudaMemcpyDeviceToHost && size <= sizeof(float)) memset(to, 0, size);
     return told(code);
 }
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, enum cudaMemcpyKind kind, cudaStream_t stream) {
