@@ -79,7 +79,8 @@ def test_jobs_that_are_requeued_and_cancelled_in_mid_launch_leave_a_whole_study(
     write_config(tmp_path)
     (tmp_path / "train.py").write_text(HELD + SCRIPT.read_text())
     folder, hold = tmp_path / "optuna-dsat-output" / "s", tmp_path / "hold"
-    how = ("--study", "s", "--max-trials", str(BUDGET), *OPTIONS, "--", "ds.json", "0.01")
+    wide = ("--zero-stages", "2")  # one rank has two configurations at stage 1
+    how = ("--study", "s", "--max-trials", str(BUDGET), *OPTIONS, *wide, "--", "ds.json", "0.01")
     first = jobs.submit("binary", "train.py", "ds.json", *how)
     wait_until((folder / "profile" / "command.txt").exists, what="the study is begun")
     worker = jobs.submit("worker", "s")
