@@ -69,6 +69,8 @@ class Contribution:
     """Pairs of launches that were compared; 0 if predicted."""
     note: str = ""
     """Why there is no factor; empty if there is one."""
+    brings: tuple[str, ...] = ()
+    """Other settings in ``factor``: with this one they come to apply, or no longer do."""
 
     @property
     def spread(self) -> float:
@@ -263,15 +265,16 @@ def _contributions(
         if own == value or own is None:
             continue
         other = _reverted(planner, winner, knob, own)
-        measured = _measured(trials, planner, winner, other)
-        yield measured if measured is not None else _modelled(trials, planner, knob, winner, other)
+        found = _measured(trials, planner, winner, other) or _modelled(trials, planner, knob, winner, other)
+        brought = (name for name in sorted(_differing(winner, other)) if name != knob)
+        yield replace(found, brings=tuple(brought))
 
 
 def _measured(
     trials: Sequence[FrozenTrial], planner: GuidedPlanner, winner: dict[str, Any], other: dict[str, Any]
 ) -> Contribution | None:
     """Compare launches that differ as winner and other do, and in nothing else; None if there are none."""
-    differing = {name for name in winner.keys() | other.keys() if winner.get(name) != other.get(name)}
+    differing = _differing(winner, other)
     kept = [name for name in STRUCTURE if name not in differing]
     knob = _named(winner, other, differing)
     ours: dict[str, list[float]] = {}
@@ -302,6 +305,10 @@ def _measured(
         source="measured",
         pairs=len(logs),
     )
+
+
+def _differing(winner: Mapping[str, Any], other: Mapping[str, Any]) -> set[str]:
+    return {name for name in winner.keys() | other.keys() if winner.get(name) != other.get(name)}
 
 
 def _named(winner: Mapping[str, Any], other: Mapping[str, Any], differing: set[str]) -> str:

@@ -97,6 +97,9 @@ def factor_rows(found: Explanation) -> list[FactorRow]:
 
 def _row(one: Contribution) -> FactorRow:
     by = things_in_words(one.pairs, "measured pair") if one.source == "measured" else "fitted model"
+    if one.brings and one.factor is not None:
+        apply = "apply" if len(one.brings) > 1 else "applies"
+        by += f"; with {', '.join(one.brings)}, which {apply} to one of them only"
     return FactorRow(
         setting=one.knob,
         own=_shown(one.user),

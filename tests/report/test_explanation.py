@@ -13,6 +13,7 @@ from optuna.trial import FrozenTrial
 
 from optuna_dsat.cli.explain import _show
 from optuna_dsat.report.explanation import Contribution, Explanation, explain
+from optuna_dsat.report.why import factor_rows
 from optuna_dsat.study.paired import Ratio
 from optuna_dsat.study.standing import Standing
 from optuna_dsat.trials import attributes
@@ -115,6 +116,11 @@ def test_a_stage_brings_its_own_knobs_and_still_counts_as_one() -> None:
     stage = by_knob(found)["zero_stage"]
     assert stage.source == "measured"
     assert stage.factor == pytest.approx(value_of(winner) / value_of(study.trials[2]))
+    only_there = small_space().completed({"zero_stage": 3}).keys() - small_space().completed(OWN).keys()
+    assert stage.brings == tuple(sorted(only_there)) != ()
+    (row,) = (one for one in factor_rows(found) if one.setting == "zero_stage")
+    assert all(name in row.by for name in only_there)
+    assert by_knob(found)[MICRO_BATCH].brings == ()
 
 
 def test_what_would_not_fit_is_said_so() -> None:
