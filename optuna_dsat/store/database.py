@@ -9,6 +9,7 @@ used and sessions in UTC.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from optuna_dsat.errors import StorageError, StorageUrlError
-from optuna_dsat.store.locks import advisory_lock, file_lock
+from optuna_dsat.store.locks import LockLostError, advisory_lock, file_lock
 from optuna_dsat.store.retry import RETRY_LIMIT_S, one_line_reason, retrying
 from optuna_dsat.store.urls import database_exists, display_url, parse_url
 
@@ -207,6 +208,7 @@ class Database:
 
         Raises:
             StorageError: If the lock was not free within two minutes, or the database is unreachable.
+            LockLostError: By a transaction of the block, if the server freed the lock meanwhile.
         """
         self.require_present()
         if self.engine.dialect.name == "sqlite":
@@ -215,12 +217,31 @@ class Database:
             return
         stack = ExitStack()
 
-        def enter() -> None:
-            stack.enter_context(advisory_lock(self.engine, purpose=purpose, timeout_s=LOCK_TIMEOUT_S))
+        def enter() -> Callable[[Connection], None]:
+            return stack.enter_context(advisory_lock(self.engine, purpose=purpose, timeout_s=LOCK_TIMEOUT_S))
 
-        retrying(enter, database=self.shown, limit_s=self.retry_limit_s)
-        with stack:
+        require = retrying(enter, database=self.shown, limit_s=self.retry_limit_s)
+        with stack, self.fenced(require):
             yield
+
+    def exclusively(self, purpose: str, work: Callable[[], T]) -> T:
+        """Return the result of ``work``, done under the exclusive lock, and again if the server freed that meanwhile.
+
+        Args:
+            purpose: As of ``exclusive``.
+            work: It must be idempotent: what it has written before it lost the lock is there when it runs again.
+
+        Raises:
+            StorageError: As ``exclusive``, or if the lock is lost time and again.
+        """
+        deadline = time.monotonic() + self.retry_limit_s
+        while True:
+            try:
+                with self.exclusive(purpose):
+                    return work()
+            except LockLostError:
+                if time.monotonic() > deadline:
+                    raise
 
     def guard(self, engine: Engine) -> None:
         """Make the transactions of an engine on this database keep to ``fenced``."""
@@ -233,16 +254,17 @@ class Database:
 
     @contextmanager
     def fenced(self, require: Callable[[Connection], None]) -> Iterator[None]:
-        """Begin each transaction of this thread with ``require``, which raises where it must not go on; never nest it.
+        """Begin each transaction of this thread with ``require``, which raises where it must not go on.
 
-        The lock alone does not keep others out: the restart of a PostgreSQL server frees it while its holder works on.
-        What ``require`` reads and locks in the transaction itself holds until that is committed.
+        What ``require`` reads and locks in the transaction itself holds until that is committed. A fence within another
+        one stands in its place.
         """
+        outer = getattr(self._fence, "require", None)
         self._fence.require = require
         try:
             yield
         finally:
-            self._fence.require = None
+            self._fence.require = outer
 
     def close(self) -> None:
         """Close all connections."""

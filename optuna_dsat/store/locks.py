@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
-from sqlalchemy import Engine, func, select
+from sqlalchemy import Connection, Engine, func, select
 
 from optuna_dsat.errors import StorageError
 
-__all__ = ["advisory_lock", "file_lock"]
+__all__ = ["LockLostError", "advisory_lock", "file_lock"]
 
 _PAUSE_S = 0.02
 
 _ADVISORY_KEY = 0x64736174
 """Key of the advisory lock: the letters "dsat". Advisory locks are per database in PostgreSQL."""
+_WRITERS_KEY = _ADVISORY_KEY + 1
+"""Key that each transaction of the lock's holder shares until it ends."""
+
+
+class LockLostError(StorageError):
+    """The server freed the lock of the database while its holder worked; that transaction wrote nothing."""
 
 
 def _timed_out(*, purpose: str, timeout_s: float) -> StorageError:
@@ -54,11 +61,15 @@ def file_lock(path: Path, *, purpose: str, timeout_s: float) -> Iterator[None]:
 
 
 @contextmanager
-def advisory_lock(engine: Engine, *, purpose: str, timeout_s: float) -> Iterator[None]:
+def advisory_lock(engine: Engine, *, purpose: str, timeout_s: float) -> Iterator[Callable[[Connection], None]]:
     """Hold a PostgreSQL advisory lock in a session of its own; the server releases it when the session ends.
 
-    A server restart releases it too, while the holder still works: work under the lock must stay correct even if
-    two processes do it concurrently.
+    The restart of a server, or a cut connection, releases it while its holder works on. So each transaction of the
+    holder begins with the function that this yields: it raises ``LockLostError`` if the lock is gone, and otherwise
+    nobody else gets the lock before the transaction has ended.
+
+    The session holds a second lock of a number drawn at random, which is free if the session is gone. A transaction
+    looks only after it has begun to share a third one, for which whoever gets the lock waits once.
 
     Args:
         engine: An engine on the database.
@@ -71,12 +82,25 @@ def advisory_lock(engine: Engine, *, purpose: str, timeout_s: float) -> Iterator
     """
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         deadline = time.monotonic() + timeout_s
-        while not connection.execute(select(func.pg_try_advisory_lock(_ADVISORY_KEY))).scalar_one():
-            if time.monotonic() > deadline:
-                raise _timed_out(purpose=purpose, timeout_s=timeout_s)
-            time.sleep(_PAUSE_S)
+        token = secrets.randbits(62) | 1 << 62  # of no key above
+        for key in (token, _ADVISORY_KEY, _WRITERS_KEY):
+            while not connection.execute(select(func.pg_try_advisory_lock(key))).scalar_one():
+                if time.monotonic() > deadline:
+                    connection.invalidate()  # frees what it got
+                    raise _timed_out(purpose=purpose, timeout_s=timeout_s)
+                time.sleep(_PAUSE_S)
+        connection.execute(select(func.pg_advisory_unlock(_WRITERS_KEY)))
+
+        def require(transaction: Connection) -> None:
+            transaction.execute(select(func.pg_advisory_xact_lock_shared(_WRITERS_KEY)))
+            if transaction.execute(select(func.pg_try_advisory_xact_lock(token))).scalar_one():
+                raise LockLostError(
+                    f"The database's server ended the connection that held its lock, which was needed to {purpose}. "
+                    "What was stored before is intact; resume the study."
+                )
+
         try:
-            yield
+            yield require
         finally:
             # Ends the session, which releases the lock; does not fail if the server has become unreachable.
             connection.invalidate()

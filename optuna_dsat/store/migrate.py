@@ -132,8 +132,7 @@ def upgrade(database: Database) -> str:
         StorageUrlError: If the schema is newer than this version's.
         StorageError: If the database failed.
     """
-    with database.exclusive("upgrade the tables"):
-        return upgrade_locked(database)
+    return database.exclusively("upgrade the tables", lambda: upgrade_locked(database))
 
 
 def upgrade_locked(database: Database) -> str:

@@ -9,7 +9,7 @@ heartbeat under the database's lock, so whoever holds that lock and finds none k
 A lost trial is processed under the database's lock, in an order that can be interrupted anywhere and completed by
 another worker: set outcome and message, set state FAIL, release the claim, enqueue a copy, delete the heartbeat. The
 heartbeat row marks unfinished work. The change of state is atomic, so a trial that its worker finishes at the last
-moment stays finished. A restart of the server frees the lock; if two copies result, the claim lets only one run.
+moment stays finished. Where the server frees the lock meanwhile the remaining steps are done when it is held again.
 """
 
 from __future__ import annotations
@@ -130,19 +130,21 @@ class Reclaimer:
         stale = _trial_numbers(self._stale(now, beats))
         if not stale and all(trial.number in beats for trial in running):
             return ()
-        with self._database.exclusive("give lost trials back"):
-            _, beats = self._database.run(self._read, read_only=True)
-            trials = study.get_trials(deepcopy=False)
-            nobodys = [t.number for t in trials if t.state is TrialState.RUNNING and t.number not in beats]
-            if nobodys:
-                self._database.run(lambda session: self._add_missing_beats(session, nobodys))
-            now, beats = self._database.run(self._read, read_only=True)
-            lost = [trials[number] for number in _trial_numbers(self._stale(now, beats))]
-            return tuple(
-                trial.number
-                for trial in lost
-                if self._fail_and_requeue(study, trial, reason=_loss_reason(beats[trial.number].worker), counts=True)
-            )
+        failed: list[int] = []
+        self._database.exclusively("give lost trials back", lambda: self._reclaim_locked(study, failed))
+        return tuple(failed)
+
+    def _reclaim_locked(self, study: optuna.Study, failed: list[int]) -> None:
+        """Do the same as ``reclaim``, adding to the numbers of the trials that it failed; the lock is held."""
+        _, beats = self._database.run(self._read, read_only=True)
+        trials = study.get_trials(deepcopy=False)
+        nobodys = [t.number for t in trials if t.state is TrialState.RUNNING and t.number not in beats]
+        if nobodys:
+            self._database.run(lambda session: self._add_missing_beats(session, nobodys))
+        now, beats = self._database.run(self._read, read_only=True)
+        for number in _trial_numbers(self._stale(now, beats)):
+            reason = _loss_reason(beats[number].worker)
+            self._fail_and_requeue(study, trials[number], reason=reason, counts=True, failed=failed)
 
     def requeue(self, study: optuna.Study, number: int, *, reason: str) -> bool:
         """Fail a trial of this process and enqueue a copy to run later; does not count as a loss.
@@ -155,9 +157,14 @@ class Reclaimer:
         Returns:
             Whether the trial was still running.
         """
-        with self._database.exclusive("return a trial"):
+        failed: list[int] = []
+
+        def work() -> None:
             trial = study.get_trials(deepcopy=False)[number]
-            return self._fail_and_requeue(study, trial, reason=reason, counts=False)
+            self._fail_and_requeue(study, trial, reason=reason, counts=False, failed=failed)
+
+        self._database.exclusively("return a trial", work)
+        return bool(failed)
 
     def acquire_task(self, heartbeat: Heartbeat, number: int) -> bool:
         """Acquire a task of the study that one worker at a time may do, unless a live worker holds it.
@@ -169,12 +176,19 @@ class Reclaimer:
         Returns:
             Whether this process holds the task now.
         """
-        with self._database.exclusive("take a turn"):
+        tried = False
+
+        def work() -> bool:
+            nonlocal tried
             now, beats = self._database.run(self._read, read_only=True)
-            if number in beats and number not in self._stale(now, beats):
+            held = number in beats and number not in self._stale(now, beats)
+            if held and not (tried and heartbeat.is_own(self._uuid, number)):
                 return False
+            tried = True
             heartbeat.add_number(self._uuid, number)
             return True
+
+        return self._database.exclusively("take a turn", work)
 
     def _read(self, session: Session) -> tuple[float, dict[int, _Beat]]:
         rows = session.scalars(select(HeartbeatRow).where(HeartbeatRow.study_uuid == self._uuid))
@@ -215,14 +229,16 @@ class Reclaimer:
             or (now - beat.beat_at > self._grace_s and watched - self._seen[number][1] >= 2 * self._interval_s)
         ]
 
-    def _fail_and_requeue(self, study: optuna.Study, trial: FrozenTrial, *, reason: str, counts: bool) -> bool:
-        """Do the remaining steps for one trial; the caller holds the lock. Return whether this call failed it."""
-        ended = trial.state is TrialState.RUNNING and self._end(trial, reason)
+    def _fail_and_requeue(
+        self, study: optuna.Study, trial: FrozenTrial, *, reason: str, counts: bool, failed: list[int]
+    ) -> None:
+        """Do the remaining steps for one trial; the lock is held. ``failed`` gets its number if this call failed it."""
+        if trial.state is TrialState.RUNNING and self._end(trial, reason):
+            failed.append(trial.number)
         stored = self._storage.get_trial(trial._trial_id)
         if stored.state is TrialState.FAIL and stored.user_attrs.get(attributes.OUTCOME) == Outcome.LOST:
             self._enqueue_copy(study, stored, counts=counts)
         self._database.run(lambda session: delete_beat(session, self._uuid, trial.number))
-        return ended
 
     def _end(self, trial: FrozenTrial, reason: str) -> bool:
         try:

@@ -87,34 +87,36 @@ class Registry:
                 optuna-dsat.
         """
         wanted = json.loads(json.dumps(spec, allow_nan=False))
-        with self._database.exclusive("create a study"):
-            existing = self.find(name)
-            if existing is not None:
-                if existing.spec != wanted:
-                    raise StudyConflictError(
-                        f"The study '{name}' exists with another spec "
-                        f"({_difference(existing.spec, wanted)}): resume it with "
-                        f"`optuna-dsat resume {name}`, or choose another name with --study."
-                    )
-                return existing
-            study_id = self._optuna_study(name, direction)
-            record = StudyRecord(
-                uuid=str(uuid.uuid4()),
-                name=name,
-                spec=wanted,
-                created_at=time.time(),
-                versions=_versions(),
-            )
-            row = {
-                "uuid": record.uuid,
-                "name": name,
-                "spec": wanted,
-                "created_at": record.created_at,
-                "versions": dict(record.versions),
-            }
-            self._database.run(lambda session: insert_or_skip(session, StudyRow, [row]))
-            self._storage.set_study_user_attr(study_id, STUDY_UUID, record.uuid)
-            return record
+        return self._database.exclusively("create a study", lambda: self._create_locked(name, wanted, direction))
+
+    def _create_locked(self, name: str, wanted: dict[str, Any], direction: StudyDirection) -> StudyRecord:
+        existing = self.find(name)
+        if existing is not None:
+            if existing.spec != wanted:
+                raise StudyConflictError(
+                    f"The study '{name}' exists with another spec "
+                    f"({_difference(existing.spec, wanted)}): resume it with "
+                    f"`optuna-dsat resume {name}`, or choose another name with --study."
+                )
+            return existing
+        study_id = self._optuna_study(name, direction)
+        record = StudyRecord(
+            uuid=str(uuid.uuid4()),
+            name=name,
+            spec=wanted,
+            created_at=time.time(),
+            versions=_versions(),
+        )
+        row = {
+            "uuid": record.uuid,
+            "name": name,
+            "spec": wanted,
+            "created_at": record.created_at,
+            "versions": dict(record.versions),
+        }
+        self._database.run(lambda session: insert_or_skip(session, StudyRow, [row]))
+        self._storage.set_study_user_attr(study_id, STUDY_UUID, record.uuid)
+        return record
 
     def _optuna_study(self, name: str, direction: StudyDirection) -> int:
         """Create the Optuna study, or adopt an empty one left by a process that was killed while creating it."""
@@ -169,17 +171,21 @@ class Registry:
         Raises:
             UsageError: If there is no such study, or it was not created by optuna-dsat.
         """
-        with self._database.exclusive("delete a study"):
-            record = self.find(name)
-            if record is None:
-                raise UsageError(f"There is no study '{name}' in {self._database.shown} (see `optuna-dsat studies`).")
-            study_id = self._storage.get_study_id_from_name(name)
-            try:
-                self._storage.delete_study(study_id)
-            except (ValueError, LookupError):  # Optuna reads what it deletes: a date, a state may have been altered
-                self._database.run(lambda session: _delete_trials(session, study_id))
-                self._storage.delete_study(study_id)
+        record = self.find(name)
+        if record is None:
+            raise UsageError(f"There is no study '{name}' in {self._database.shown} (see `optuna-dsat studies`).")
+
+        def work() -> None:
+            if self.find(name) is not None:
+                study_id = self._storage.get_study_id_from_name(name)
+                try:
+                    self._storage.delete_study(study_id)
+                except (ValueError, LookupError):  # Optuna reads what it deletes: a date, a state may have been altered
+                    self._database.run(lambda session: _delete_trials(session, study_id))
+                    self._storage.delete_study(study_id)
             self._database.run(lambda session: _delete_rows(session, [record.uuid]))
+
+        self._database.exclusively("delete a study", work)
 
     def collect_orphans(self) -> int:
         """Delete rows of studies that no longer exist (e.g. deleted with Optuna's own tools).
@@ -187,7 +193,8 @@ class Registry:
         Returns:
             Number of studies whose rows were deleted.
         """
-        with self._database.exclusive("clean up after deleted studies"):
+
+        def work() -> int:
             alive = set(self._uuids().values())
 
             def clean(session: Session) -> int:
@@ -199,6 +206,8 @@ class Registry:
                 return len(gone)
 
             return self._database.run(clean)
+
+        return self._database.exclusively("clean up after deleted studies", work)
 
     def _uuids(self, name: str | None = None) -> dict[str, str]:
         """Return name -> UUID of Optuna's studies that were created by optuna-dsat, the earliest first.

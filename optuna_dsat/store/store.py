@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import optuna
 from optuna.storages import BaseStorage, RDBStorage, get_storage
@@ -31,6 +31,8 @@ from optuna_dsat.store.urls import database_exists, display_url, parse_url
 from optuna_dsat.store.worker import this_worker
 
 __all__ = ["Store", "load_study"]
+
+T = TypeVar("T")
 
 _PROFILE_TASK, _CONCLUSION_TASK = -1, -2
 """Heartbeat numbers of the worker that measures a study's profile, and of the one that concludes the study."""
@@ -116,11 +118,7 @@ class Store:
             raise StorageUrlError(f"There is no study of optuna-dsat in the database {display_url(url)}.")
         database = Database(url, retry_limit_s=retry_limit_s, create=create)
         try:
-            with database.exclusive("create or check the tables"):
-                state = migrate.require_usable(database)
-                rdb = open_optuna_tables(database)
-                if state is not migrate.SchemaState.CURRENT:
-                    migrate.upgrade_locked(database)
+            rdb = database.exclusively("create or check the tables", lambda: _usable_tables(database))
             store = cls(
                 database,
                 rdb,
@@ -204,26 +202,38 @@ class Store:
         """Release all claims of a trial."""
         self._database.run(lambda session: claims.release_trial(session, study_uuid, trial_number))
 
-    def exclusive(self, purpose: str) -> AbstractContextManager[None]:
-        """Hold the exclusive lock of the database; hold it briefly and never nest it.
+    def exclusively(self, purpose: str, work: Callable[[], T]) -> T:
+        """Return the result of ``work``, done under the exclusive lock of the database; keep it brief, never nest it.
 
         Args:
             purpose: Purpose as a verb phrase ("ask for a trial"), for the error message on a timeout.
+            work: It must be idempotent: it runs again if the server freed the lock meanwhile.
         """
-        return self._database.exclusive(purpose)
+        return self._database.exclusively(purpose, work)
 
     def find_profile(self, fingerprint: str) -> StoredProfile | None:
         """Return the profile with this fingerprint, of any study; None if there is none."""
         return self._database.run(lambda session: profiles.find_profile(session, fingerprint), read_only=True)
 
-    @contextmanager
-    def finishing(self, trial: optuna.Trial) -> Iterator[bool]:
-        """Hold the lock of the database to finish a trial; yield whether it is still this worker's.
+    def finish(self, trial: optuna.Trial, work: Callable[[], None]) -> bool:
+        """Finish a trial by ``work`` if it is still this worker's; return whether it is.
 
-        Whoever takes a trial for lost holds the same lock. Keep the block brief and never nest it.
+        Whoever takes a trial for lost holds the same lock of the database.
+
+        Args:
+            trial: A trial whose launch has ended.
+            work: Stores and tells the result; keep it brief. It runs again if the server freed the lock meanwhile,
+                unless the trial was told by then.
         """
-        with self._database.exclusive("finish a trial"):
-            yield not self.heartbeat.is_lost(trial)
+
+        def finished() -> bool:
+            if self.heartbeat.is_lost(trial):
+                return False
+            if not self.storage.get_trial(trial._trial_id).state.is_finished():
+                work()
+            return True
+
+        return self._database.exclusively("finish a trial", finished)
 
     def profile_turn(self, study_uuid: str) -> AbstractContextManager[Turn | None]:
         """Try to acquire the task of measuring a study's profile, which one worker at a time does.
@@ -305,6 +315,15 @@ class Store:
         if study_uuid not in self._reclaimers:
             self._reclaimers[study_uuid] = self._new_reclaimer(study_uuid)
         return self._reclaimers[study_uuid]
+
+
+def _usable_tables(database: Database) -> RDBStorage:
+    """Return Optuna's tables, after ours were checked, and both made where they are missing; the lock is held."""
+    state = migrate.require_usable(database)
+    rdb = open_optuna_tables(database)
+    if state is not migrate.SchemaState.CURRENT:
+        migrate.upgrade_locked(database)
+    return rdb
 
 
 def load_study(url: str, name: str) -> optuna.Study:

@@ -85,14 +85,25 @@ class Proposals:
 
         Workers ask one at a time, so that together they do not exceed the budget.
         """
-        with uninterrupted(), self._store.exclusive("ask for a trial"):
-            trials = self._study.get_trials(deepcopy=False)
-            considered = sum(t.state is TrialState.RUNNING and attributes.LAUNCH_ID not in t.user_attrs for t in trials)
-            if attributes.launches_used(trials) + considered >= self._spec.max_trials:
-                return None
-            self.in_hand = trial = self._study.ask()
-            self._store.heartbeat.add(trial)  # under the lock: a running trial without a sign of life is nobody's
-            return trial
+        asked: list[optuna.Trial] = []
+
+        def work() -> optuna.Trial | None:
+            if not asked:
+                if not self._within_budget():
+                    return None
+                self.in_hand = self._study.ask()
+                asked.append(self.in_hand)
+            self._store.heartbeat.add(asked[0])  # under the lock: a running trial without a sign of life is nobody's
+            return asked[0]
+
+        with uninterrupted():
+            return self._store.exclusively("ask for a trial", work)
+
+    def _within_budget(self) -> bool:
+        """Whether another launch is within the budget even if all trials under consideration are launched."""
+        trials = self._study.get_trials(deepcopy=False)
+        considered = sum(t.state is TrialState.RUNNING and attributes.LAUNCH_ID not in t.user_attrs for t in trials)
+        return attributes.launches_used(trials) + considered < self._spec.max_trials
 
     def consider(self, trial: optuna.Trial) -> Flight | Refusal:
         """Return the launch of a trial, or finish the trial and return why it is not launched."""

@@ -139,12 +139,13 @@ class TrialRecorder:
             ScriptFailedError: If the script fails whatever the configuration.
         """
         trial, value = flight.trial, self._value(flight, report)
-        with self._store.finishing(trial) as mine:
-            if mine:
-                self._set_attributes(flight, report)
-                state = _STATES.get(report.outcome, TrialState.FAIL)
-                self._study.tell(trial, value, state=state, skip_if_finished=True)
-        if not mine:
+
+        def finish() -> None:
+            self._set_attributes(flight, report)
+            state = _STATES.get(report.outcome, TrialState.FAIL)
+            self._study.tell(trial, value, state=state, skip_if_finished=True)
+
+        if not self._store.finish(trial, finish):
             self.drop(trial)
             return
         self._store.heartbeat.remove(trial)

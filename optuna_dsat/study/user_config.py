@@ -74,10 +74,13 @@ def enqueue_user_config(
         return
     config, _ = user_config(spec, data_parallel_size=data_parallel_size)
     params = space.params_of(config) or {}
-    with store.exclusive("enqueue the user's config"):
+
+    def work() -> None:
         trials = study.get_trials(deepcopy=False)
         if not any(t.user_attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG for t in trials):
             study.enqueue_trial(params, user_attrs={attributes.PURPOSE: attributes.USER_CONFIG})
+
+    store.exclusively("enqueue the user's config", work)
 
 
 def follow_trainer(

@@ -51,14 +51,17 @@ def prior_knowledge_of(
     """
     if spec.method != "guided":
         return None, False
-    with store.exclusive("look for earlier studies"):
+
+    def work() -> tuple[PriorKnowledge | None, bool]:
         stored = study.user_attrs.get(attributes.WARM_START)
         if stored is not None:
             return (PriorKnowledge.from_json(stored) if stored else None), False
         begun = any(attributes.LAUNCH_ID in trial.user_attrs for trial in study.get_trials(deepcopy=False))
         found = None if begun else gather(store, spec, profiled, fingerprint=fingerprint)
         study.set_user_attr(attributes.WARM_START, {} if found is None else found.to_json())
-    return found, found is not None
+        return found, found is not None
+
+    return store.exclusively("look for earlier studies", work)
 
 
 def check_warm_start(store: Store, spec: StudySpec) -> None:

@@ -132,7 +132,7 @@ def test_a_trial_whose_worker_ended_before_its_first_heartbeat_is_lost_at_once(s
 
 def test_a_trial_gets_its_first_heartbeat_while_the_lock_is_held_that_workers_ask_under(bench: StudyBench) -> None:
     held: list[bool] = []
-    exclusive, add = bench.store.exclusive, bench.store.heartbeat.add
+    exclusive, add = bench.store._database.exclusive, bench.store.heartbeat.add
 
     @contextmanager
     def watched(purpose: str) -> Iterator[None]:
@@ -147,7 +147,7 @@ def test_a_trial_gets_its_first_heartbeat_while_the_lock_is_held_that_workers_as
 
     seen: list[bool] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench.store, "exclusive", watched)
+        patch.setattr(bench.store._database, "exclusive", watched)
         patch.setattr(bench.store.heartbeat, "add", noted)
         bench.run(bench.spec(max_trials=2, confirm=0), Hill())
     assert seen == [True, True]
@@ -254,20 +254,21 @@ def test_a_trial_that_is_being_finished_is_not_taken_for_lost_in_between(store: 
     trial = run_trial(store, study, study_uuid)
     lost: list[tuple[int, ...]] = []
     other = threading.Thread(target=lambda: lost.append(store.reclaim_stale(study)))
-    with store.finishing(trial) as mine:
-        assert mine
+
+    def finish() -> None:
         trial.set_user_attr(attributes.OUTCOME, "measured")
         pretend(store, **dead())
         other.start()
         time.sleep(0.2)
         study.tell(trial, 1.0)
+
+    assert store.finish(trial, finish)
     other.join()
     assert lost == [()]
     assert [(one.state, one.user_attrs[attributes.OUTCOME]) for one in study.trials] == [
         (TrialState.COMPLETE, "measured")
     ]
-    with store.finishing(trial) as mine:
-        assert not mine
+    assert not store.finish(trial, lambda: pytest.fail("it is not this worker's any more"))
 
 
 def test_what_is_written_in_a_lost_turn_is_refused(store: Store) -> None:

@@ -126,7 +126,7 @@ def test_no_part_of_a_store_goes_on(tmp_path: Path) -> None:
             store.list_studies,
             lambda: store.storage.get_all_studies(),
             lambda: store.create_study("t", {"a": 1}),
-            lambda: store.exclusive("look").__enter__(),
+            lambda: store.exclusively("look", lambda: None),
             store.require_present,
         ):
             with pytest.raises(StorageError, match="was removed or replaced"):
