@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 
 from optuna_dsat.secrecy.names import is_secret, is_secret_name
 from optuna_dsat.secrecy.references import References
@@ -52,8 +53,8 @@ def _replaced(
     shown: list[str] = []
     option = ""
     """The option that the next word may be the value of."""
-    for word in command:
-        if option and is_secret(option, word) and (not word.startswith("-") or _is_value(word, option)):
+    for word, following in zip_longest(command, command[1:], fillvalue="-"):
+        if option and is_secret(option, word) and (not word.startswith("-") or _is_value(word, option, following)):
             shown.append(by_name(option, word))
             option = option if option.endswith("s") else ""
             continue
@@ -71,8 +72,13 @@ def _replaced(
     return tuple(shown)
 
 
-def _is_value(word: str, option: str) -> bool:
-    """Return whether a word that begins with a dash is the value of a secret's option, rather than the next option."""
+def _is_value(word: str, option: str, following: str) -> bool:
+    """Return whether a word that begins with a dash is the value of a secret's option, rather than the next option.
+
+    What looks like an option is one if it has a value: behind ``=``, or as the following word.
+    """
     if not is_secret_name(option) or len(word) <= _SHORT_OPTION_CHARS:
         return False
-    return not word.startswith("--") or _LIKE_AN_OPTION.fullmatch(word) is None
+    if not word.startswith("--") or _LIKE_AN_OPTION.fullmatch(word) is None:
+        return True
+    return "=" not in word and following.startswith("-")

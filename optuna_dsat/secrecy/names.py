@@ -54,7 +54,7 @@ _NEVER_AFTER = _words(
     """
 )
 """Last words that make a name that of something about a secret, or of no secret at all."""
-_FLAGS = frozenset({"allow", "disable", "enable", "has", "is", "no", "require", "save", "skip", "with", "without"})
+_FLAGS = _words("allow ask disable enable has is no require save skip with without")
 """First words of a name that is switched on and off."""
 _PLAIN_VALUES = _words(
     """
