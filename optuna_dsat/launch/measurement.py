@@ -224,17 +224,24 @@ def confidence_interval(
     samples/s then contains the variation of the data, while for tokens/s each step's seconds are compared with its own
     tokens.
     """
-    known = metrics_of(steps, flops_per_sample=flops_per_sample, world_size=world_size)
-    ratio = _RATIOS.get(metric) if input_variation(steps) else None
-    if ratio is not None and len(steps) > 1:
-        return _ratio_interval(known[metric], [ratio(step) for step in steps])
-
-    def value_of(sample: Sequence[GlobalStep]) -> float:
-        return metrics_of(sample, flops_per_sample=flops_per_sample, world_size=world_size)[metric]
-
+    value = metrics_of(steps, flops_per_sample=flops_per_sample, world_size=world_size)[metric]
+    pairs = [_RATIOS[metric](step) for step in steps]
+    total, weight = _sums(pairs)
+    if total <= 0 or weight <= 0:
+        return Interval(value=value, low=value, high=value)  # a phase that takes no time in a pipeline
+    if input_variation(steps) and len(steps) > 1:
+        return _ratio_interval(value, pairs)
     rng = random.Random(0)
-    draws = sorted(value_of(rng.choices(steps, k=len(steps))) for _ in range(resamples))
-    return Interval(value=known[metric], low=draws[int(0.025 * resamples)], high=draws[int(0.975 * resamples) - 1])
+    draws = sorted(y / x for y, x in (_sums(rng.choices(pairs, k=len(pairs))) for _ in range(resamples)))
+    scale = value / (total / weight)
+    return Interval(
+        value=value, low=scale * draws[int(0.025 * resamples)], high=scale * draws[int(0.975 * resamples) - 1]
+    )
+
+
+def _sums(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    numerators, denominators = zip(*pairs, strict=True)
+    return sum(numerators), sum(denominators)
 
 
 _RATIOS: dict[str, Callable[[GlobalStep], tuple[float, float]]] = {
@@ -252,15 +259,13 @@ _RATIOS: dict[str, Callable[[GlobalStep], tuple[float, float]]] = {
 
 
 def _ratio_interval(value: float, pairs: Sequence[tuple[float, float]]) -> Interval:
-    """Return the 95% interval of the ratio of sums of independent pairs, by its residuals and Student's t.
+    """Return the 95% interval of the ratio of sums of independent pairs, both positive, by residuals and Student's t.
 
     With r = sum(y) / sum(x), the variance of r is that of the mean of y - r x, divided by the squared mean of x
     (Cochran, Sampling Techniques, 3rd edition 1977, chapter 6, without finite population correction). On the logarithm
     of r, so that the interval is positive. Known error: the variance is too small by the order of 1/n.
     """
-    total, weight = sum(y for y, _ in pairs), sum(x for _, x in pairs)
-    if total <= 0 or weight <= 0:
-        return Interval(value=value, low=value, high=value)  # a phase that takes no time in a pipeline
+    total, weight = _sums(pairs)
     residuals = [y - total / weight * x for y, x in pairs]
     half = student_t_975(len(pairs) - 1) * statistics.stdev(residuals) * math.sqrt(len(pairs)) / total
     return Interval(value=value, low=value * math.exp(-half), high=value * math.exp(half))
