@@ -26,7 +26,8 @@ __all__ = ["bench"]
 pytestmark = pytest.mark.usefixtures("bench")
 
 MAIN = "from optuna_dsat.cli import main; main()"
-SEARCH = ("random", "train.py", "ds.json", "--cpu-ranks", "2", "--metric", "throughput", "--max-trials", "3")
+CONFIRMED = ("random", "train.py", "ds.json", "--cpu-ranks", "2", "--metric", "throughput", "--max-trials", "3")
+SEARCH = (*CONFIRMED, "--confirm", "0")
 STUDY = "train-random"
 
 
@@ -40,7 +41,7 @@ def leave(*arguments: str) -> int:
 def test_a_search_that_finds_something_exits_with_0_and_stdout_holds_the_result(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert leave(*SEARCH, "--json") == 0
+    assert leave(*CONFIRMED, "--json") == 0
     shown = capsys.readouterr()
     assert json.loads(shown.out)["study"] == STUDY
     assert "Trial 0" in shown.err
@@ -109,7 +110,8 @@ def test_an_interruption_exits_with_130_and_says_how_to_go_on(
 def test_a_guided_search_that_ended_by_itself_goes_on_with_a_smaller_least_gain(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    guided = ("guided", *SEARCH[1:-1], "40", "--min-gain", "0.05", "--confirm", "0", "--json", "--quiet")
+    few = ("--zero-stages", "1", "2", "--no-tune", "reduce_bucket_size", "offload_optimizer")
+    guided = ("guided", *SEARCH[1:], *few, "--max-trials", "40", "--min-gain", "0.05", "--json", "--quiet")
     assert leave(*guided) == 0
     ended = json.loads(capsys.readouterr().out)
     assert "expected to win" in ended["reason"]
