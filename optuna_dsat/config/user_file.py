@@ -81,6 +81,11 @@ def parse(text: str, *, path: str = "<config>") -> UserConfig:
     try:
         raw = json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, path), parse_constant=_no_constant)
     except json.JSONDecodeError as error:
+        if path.endswith((".yaml", ".yml")) and not text.lstrip().startswith("{"):
+            raise ConfigError(
+                f"{path} is YAML, which DeepSpeed does not read. Leave it out: what the script passes to "
+                "deepspeed.initialize is tuned then. Or convert it to JSON."
+            ) from None
         raw = read_hjson(text)
         if not isinstance(raw, dict):
             where = f"{path}, line {error.lineno}, column {error.colno}"

@@ -379,6 +379,7 @@ def _batch_differs(facts: LaunchFacts) -> Verdict | None:
     observed = observed_micro_batch(facts)
     if facts.micro_batch is None or observed is None or observed == facts.micro_batch:
         return None
+    config = facts.config_path or "the config that it passes to deepspeed.initialize"
     if observed < facts.micro_batch:
         samples = _training_samples(facts)
         if samples is not None and samples < facts.micro_batch:
@@ -391,7 +392,7 @@ def _batch_differs(facts: LaunchFacts) -> Verdict | None:
             message=(
                 f"the config says train_micro_batch_size_per_gpu {facts.micro_batch}, but the script fed batches of at "
                 f"most {observed}. If its data set gives no more, set autotuning.max_train_micro_batch_size_per_gpu to "
-                f"{observed} in {facts.config_path}; if it takes its batch size from somewhere else than that file, "
+                f"{observed} in {config}; if it takes its batch size from somewhere else than that, "
                 "name its option: --arg-mapping train_micro_batch_size_per_gpu=--OPTION"
             ),
         )
@@ -399,7 +400,7 @@ def _batch_differs(facts: LaunchFacts) -> Verdict | None:
         outcome=Outcome.INVALID_CONFIG,
         message=(
             f"the config says train_micro_batch_size_per_gpu {facts.micro_batch}, but the script fed batches of "
-            f"{observed}: it takes its batch size from somewhere else than {facts.config_path}. Make it read the "
+            f"{observed}: it takes its batch size from somewhere else than {config}. Make it read the "
             "config, or name its own option: --arg-mapping train_micro_batch_size_per_gpu=--OPTION"
         ),
     )

@@ -42,7 +42,7 @@ def find_batch_rule(
     """
     configured = int(overlay[ds_config.MICRO_BATCH])
     own, found, engine = record.observed_micro_batch, record.batch_sources, record.engine
-    if engine is None or engine.pipeline or own == configured:
+    if engine is None or own == configured or (engine.pipeline and own is None):
         return None
     if own is None:  # nothing was seen: what cannot be counted must not change
         present = ds_config.batch_triangle(ds_config.effective(spec.ds_config), world_size=spec.slots_per_trial)

@@ -52,19 +52,25 @@ class ProfileAttempt:
     structure: Structure | None
     """None for the user's own ZeRO settings."""
     micro_batch: int = 1
+    accumulation: int = 1
+    """Accumulation steps; more than 1 for a script that fails at other ones than its own."""
 
     @property
     def words(self) -> str:
         """The ZeRO settings in words."""
         return "your own ZeRO settings" if self.structure is None else self.structure.words
 
-    def with_least(self, micro_batch: int) -> ProfileAttempt:
-        """Return the attempt at a micro-batch that is no smaller than this one."""
-        return replace(self, micro_batch=max(self.micro_batch, micro_batch))
+    def with_least(self, micro_batch: int, accumulation: int) -> ProfileAttempt:
+        """Return the attempt at batch sizes that are no smaller than these."""
+        return replace(
+            self,
+            micro_batch=max(self.micro_batch, micro_batch),
+            accumulation=max(self.accumulation, accumulation),
+        )
 
     def overlay(self) -> dict[str, Any]:
         """Return the DeepSpeed settings of this attempt at its micro-batch."""
-        batch = ds_config.batch_overlay(self.micro_batch)
+        batch = ds_config.batch_overlay(self.micro_batch, self.accumulation)
         if self.structure is None:
             return batch
         zero = {
@@ -252,7 +258,8 @@ def measure_profile(
 ) -> Profiled:
     """Launch the script at the smallest micro-batch, with structures of ever less device memory while it is short.
 
-    Where the script fails in training for another reason, the user's own micro-batch is tried, and is the least then.
+    Where the script fails in training for another reason, the user's own accumulation steps are tried, which some
+    scripts insist on, then the user's own micro-batch, which is the least then.
 
     Args:
         spec: The study.
@@ -270,9 +277,9 @@ def measure_profile(
     """
     tried: list[str] = []
     pipeline = only_zero_3 = False
-    attempts, launches, least = deque(profile_attempts(spec)), 0, 1
+    attempts, launches, least, accumulation = deque(profile_attempts(spec)), 0, 1, 1
     while attempts:
-        attempt = attempts.popleft().with_least(least)
+        attempt = attempts.popleft().with_least(least, accumulation)
         stage = None if attempt.structure is None else attempt.structure.stage
         if stage is not None and ((pipeline and stage > 1) or (only_zero_3 and stage < 3)):
             continue  # DeepSpeed refuses it
@@ -290,8 +297,12 @@ def measure_profile(
             return replace(found, only_zero_3=only_zero_3, least_micro_batch=least)
         only_zero_3 |= record.needs_zero_3 and 3 in spec.zero_stages
         if not (report.outcome.infeasible or (record.needs_zero_3 and only_zero_3)):
-            least = _own_micro_batch(spec, record)
-            if least <= attempt.micro_batch:
+            own = _own_batch(spec, record)
+            if own.gradient_accumulation_steps > attempt.accumulation:
+                accumulation = own.gradient_accumulation_steps
+            elif own.micro_batch > attempt.micro_batch:
+                least = own.micro_batch
+            else:
                 raise _failure(spec, report, record)
             attempts.appendleft(attempt)
             continue
@@ -319,14 +330,15 @@ def _request(spec: StudySpec, attempt: ProfileAttempt, *, number: int) -> Launch
     )
 
 
-def _own_micro_batch(spec: StudySpec, record: LaunchRecord) -> int:
-    """Return the user's own micro-batch where a failed launch had an engine, else 1.
+def _own_batch(spec: StudySpec, record: LaunchRecord) -> ds_config.BatchTriangle:
+    """Return the user's own batch sizes where a failed launch had an engine, else those of single samples.
 
-    Some models do not train on a single sample (batch normalisation of one value per channel, contrastive losses).
+    Some models do not train on a single sample (batch normalisation of one value per channel, contrastive losses), and
+    some scripts compare the engine's accumulation steps with their own, or look at gradients between updates.
     """
     engine = record.engine
     if engine is None:
-        return 1
+        return ds_config.BatchTriangle(train_batch_size=1, micro_batch=1, gradient_accumulation_steps=1)
     meant = follow_script(
         spec,
         differences=engine.config_differences,
@@ -336,7 +348,7 @@ def _own_micro_batch(spec: StudySpec, record: LaunchRecord) -> int:
         ranks=engine.data_parallel_size,
     )
     config, _ = user_config(meant, data_parallel_size=engine.data_parallel_size)
-    return int(config[ds_config.MICRO_BATCH])
+    return ds_config.batch_triangle(config, world_size=engine.data_parallel_size)
 
 
 def _check_data(record: LaunchRecord, *, smallest: int) -> None:

@@ -60,6 +60,15 @@ def test_a_bad_config_gets_one_line_that_names_the_file(tmp_path: Path, text: st
     assert "\n" not in message
 
 
+def test_yaml_which_hjson_would_misread_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.yml"
+    path.write_text("train_batch_size: 16\nzero_optimization:\n    stage: 1\n")
+    with pytest.raises(ConfigError, match=r"ds_config\.yml is YAML, which DeepSpeed does not read\. Leave it out"):
+        user_file.load(path)
+    path.write_text('{\n  # as DeepSpeed reads it\n  "train_batch_size": 16\n}\n')
+    assert user_file.load(path).raw == {"train_batch_size": 16}
+
+
 def test_a_missing_file_and_a_directory_are_told_apart(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such DeepSpeed config"):
         user_file.load(tmp_path / "none.json")

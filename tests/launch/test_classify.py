@@ -284,6 +284,13 @@ def test_a_differing_batch_is_told_with_both_numbers_and_the_remedy() -> None:
     assert "--arg-mapping" in message
 
 
+@pytest.mark.parametrize("batch", [8, 2])
+def test_a_differing_batch_is_told_without_a_file_where_the_script_has_none(batch: int) -> None:
+    what = replace(with_batches(batch, batch, batch, batch, batch), config_path="")
+    assert "somewhere else than " in (message := classify(what).message)
+    assert "the config that it passes to deepspeed.initialize" in message
+
+
 def test_a_smaller_batch_may_also_be_the_end_of_the_data() -> None:
     message = classify(with_batches(2, 2, 2, 2, 2)).message
     assert "train_micro_batch_size_per_gpu 4, but the script fed batches of at most 2" in message

@@ -44,6 +44,19 @@ def test_a_fixed_micro_batch_is_compared_with_what_was_fed(
     assert (None if rule is None else (rule.kind, rule.own)) == (None if kept is None else ("held", kept))
 
 
+@pytest.mark.parametrize(("fed", "kept"), [(16, None), (4, 4), (None, None)])
+def test_a_pipeline_that_is_fed_by_the_scripts_own_iterator_is_compared_too(
+    bench: StudyBench, fed: int | None, kept: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Record.engine, "pipeline", True)
+    record: Any = Record(fed)
+    launcher: Any = None
+    rule = batch_search.find_batch_rule(
+        bench.spec(), launcher, record, overlay={MICRO_BATCH: 16}, on_report=lambda _report, _record: None
+    )
+    assert (None if rule is None else rule.own) == kept
+
+
 @dataclass
 class Trains:
     """A launch of a script that computes its trainer's micro-batch and accumulation steps from options."""

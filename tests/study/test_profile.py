@@ -183,13 +183,36 @@ def test_a_script_that_fails_at_the_users_own_micro_batch_too_ends_after_that(be
     assert [config["train_micro_batch_size_per_gpu"] for config in landscape.configs] == [1, 4]
 
 
+def test_a_script_that_insists_on_its_accumulation_steps_is_profiled_with_them_and_searched_at_every_micro_batch(
+    bench: StudyBench,
+) -> None:
+    def insist(config: Mapping[str, Any]) -> SimulatedResult | None:
+        if config["gradient_accumulation_steps"] == 2:
+            return None
+        return SimulatedResult(outcome=Outcome.SCRIPT_ERROR, startup_s=1.0, message="assert accumulation == 2")
+
+    landscape = Hill(insist)
+    spec = bench.spec(max_trials=4, confirm=0)
+    own = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    bench.run(spec.model_copy(update={"ds_config": {**spec.ds_config, **own}}), landscape)
+    sizes = [
+        (config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"])
+        for config in landscape.configs
+    ]
+    assert sizes[:2] == [(1, 1), (1, 2)]
+    assert {steps for _, steps in sizes[1:]} == {2}
+    profiled = read_stored(bench.store, "s").profiled
+    assert profiled is not None
+    assert Profiled.from_json(profiled.to_json()).least_micro_batch == 1
+
+
 def test_the_users_own_micro_batch_is_the_one_that_the_script_means(bench: StudyBench) -> None:
     engine = SimpleNamespace(config_differences={"train_batch_size": (24, None)}, data_parallel_size=4)
     record: Any = SimpleNamespace(engine=engine, trainer=None, batch_sources=None)
     spec = bench.spec()
     left = {key: value for key, value in spec.ds_config.items() if key != "train_micro_batch_size_per_gpu"}
-    assert profile._own_micro_batch(spec.model_copy(update={"ds_config": left}), record) == 6
-    assert profile._own_micro_batch(spec, SimpleNamespace(engine=None)) == 1  # type: ignore[arg-type]
+    assert profile._own_batch(spec.model_copy(update={"ds_config": left}), record).micro_batch == 6
+    assert profile._own_batch(spec, SimpleNamespace(engine=None)).micro_batch == 1  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
