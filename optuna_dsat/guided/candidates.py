@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -33,7 +34,7 @@ from optuna_dsat.trials.lineage import (
     visible_params,
 )
 
-__all__ = ["CandidateTable", "Observations"]
+__all__ = ["CandidateTable", "Observations", "candidate_table"]
 
 Numbers: TypeAlias = npt.NDArray[Any]
 
@@ -99,7 +100,7 @@ class Observations:
 
 
 class CandidateTable:
-    """All lineages of a space, with the inputs of the cost models for each.
+    """All lineages of a space, with the inputs of the cost models for each; not to be changed.
 
     Args:
         profile: The model, as measured by the profile launch.
@@ -325,3 +326,36 @@ class CandidateTable:
             pending=np.zeros(count, dtype=bool),
             used={},
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TableInputs:
+    """The arguments of a table, equal where their text is."""
+
+    text: str
+    profile: ModelProfile = field(compare=False)
+    hardware: Hardware = field(compare=False)
+    config: Mapping[str, Any] = field(compare=False)
+    space: SearchSpace = field(compare=False)
+
+
+def candidate_table(
+    *, profile: ModelProfile, hardware: Hardware, config: Mapping[str, Any], space: SearchSpace
+) -> CandidateTable:
+    """Return the table of a space, one of the last few of this process where the arguments are the same.
+
+    A large space takes a second, and a study and an earlier one that it learns from often have the same.
+
+    Args:
+        profile: As for ``CandidateTable``, like the others.
+        hardware: Where launches run.
+        config: The user's DeepSpeed config.
+        space: The search space.
+    """
+    text = repr((profile, hardware, config, space))
+    return _kept_table(_TableInputs(text=text, profile=profile, hardware=hardware, config=config, space=space))
+
+
+@lru_cache(maxsize=4)
+def _kept_table(inputs: _TableInputs) -> CandidateTable:
+    return CandidateTable(profile=inputs.profile, hardware=inputs.hardware, config=inputs.config, space=inputs.space)

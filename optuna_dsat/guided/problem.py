@@ -14,7 +14,7 @@ from optuna_dsat.config.search_space import SearchSpace
 from optuna_dsat.cost.gpus import priors_of_device
 from optuna_dsat.cost.memory import Hardware, ModelProfile
 from optuna_dsat.cost.step_time import PHASES, StepTimeModel
-from optuna_dsat.guided.candidates import CandidateTable
+from optuna_dsat.guided.candidates import candidate_table
 from optuna_dsat.guided.prior_knowledge import PriorKnowledge
 from optuna_dsat.metrics import LARGER_IS_BETTER, METRICS
 
@@ -74,7 +74,7 @@ class Problem:
             self.device_bytes = min(self.device_bytes, hardware.host_memory_bytes // ranks)
         self.allowed_bytes = (1 - memory_margin) * self.device_bytes
         """Largest admissible predicted peak."""
-        self.table = CandidateTable(profile=profile, hardware=hardware, config=config, space=space)
+        self.table = candidate_table(profile=profile, hardware=hardware, config=config, space=space)
         self.step_time = StepTimeModel.of(
             profile,
             hardware,

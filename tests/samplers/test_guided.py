@@ -16,6 +16,7 @@ from optuna.pruners import NopPruner
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from optuna_dsat.guided import planner as planner_module
+from optuna_dsat.guided.candidates import CandidateTable
 from optuna_dsat.guided.planner import GuidedPlanner
 from optuna_dsat.guided.problem import Problem
 from optuna_dsat.outcome import Outcome
@@ -46,6 +47,17 @@ def test_offload_that_costs_nothing_is_found_and_used(kit: SimpleNamespace) -> N
     study, machine = guided(kit), Machine(offload_s=0.0)
     machine.run(study, 15)
     assert study.best_value >= 0.98 * machine.best(small_planner())
+
+
+def test_problems_of_one_model_machine_and_space_share_their_table_and_others_do_not() -> None:
+    def table(**changes: Any) -> CandidateTable:
+        given = {"profile": PROFILE, "hardware": HARDWARE, "config": CONFIG, "space": small_space(), **changes}
+        return Problem(**given).table
+
+    assert table() is table(metric="latency", config=dict(CONFIG))
+    less = replace(HARDWARE, device_memory_bytes=6 * GIB)
+    others = [table(hardware=less), table(config={**CONFIG, "fp16": {}}), table(space=small_space(samples=8))]
+    assert not any(other is table() for other in others)
 
 
 @pytest.mark.parametrize("expected_gib", [40, 6])
