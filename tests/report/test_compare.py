@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import html
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,12 +21,24 @@ from tests.harness.pages import Page
 from tests.harness.reports import ReportedStudyBench
 
 
+@pytest.fixture(scope="module")
+def two_studies(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a study by random search and one by guided search; not to be changed."""
+    folder = tmp_path_factory.mktemp("two")
+    (folder / "train.py").write_text("")
+    with Store.open(f"sqlite:///{folder / 'study.db'}") as store:
+        bench = ReportedStudyBench(folder, store)
+        bench.run(bench.spec(max_trials=3, confirm=0), Hill())
+        bench.run(bench.spec(name="<b>t", method="guided", max_trials=5, confirm=0), Hill())
+    return folder
+
+
 @pytest.fixture
-def two(bench: ReportedStudyBench) -> ReportedStudyBench:
-    """A bench with a study by random search and one by guided search."""
-    bench.run(bench.spec(max_trials=3, confirm=0), Hill())
-    bench.run(bench.spec(name="<b>t", method="guided", max_trials=5, confirm=0), Hill())
-    return bench
+def two(two_studies: Path, tmp_path: Path) -> Iterator[ReportedStudyBench]:
+    """A bench with a copy of their database."""
+    shutil.copy(two_studies / "study.db", tmp_path)
+    with Store.open(f"sqlite:///{tmp_path / 'study.db'}") as store:
+        yield ReportedStudyBench(tmp_path, store)
 
 
 def run(*args: str) -> int:
