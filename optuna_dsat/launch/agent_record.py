@@ -7,12 +7,14 @@ import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from optuna_dsat.runtime.regular_file import read_regular
+
 __all__ = ["first_failure_code", "read_exit_codes"]
 
 
 def _load_failures(record: Path) -> list[Mapping[str, float]]:
     try:
-        failures = json.loads(record.read_text(encoding="utf-8"))["failures"]
+        failures = json.loads(read_regular(record))["failures"]
     except (OSError, ValueError, KeyError, TypeError):
         return []
     return [failure for failure in failures if {"rank", "pid", "exit_code", "time"} <= failure.keys()]

@@ -17,6 +17,7 @@ from optuna_dsat.runtime.events import (
     StepMeasured,
     decode_event,
 )
+from optuna_dsat.runtime.regular_file import open_regular
 
 __all__ = ["LINE_BYTES", "EventLog", "EventTail"]
 
@@ -62,13 +63,15 @@ class EventTail:
                 self.flooded = f"over {_MOST_BYTES >> 20} MiB"
             if self.flooded or size <= self._offset:
                 return events
-            with self._path.open("rb") as file:
+            with open_regular(self._path) as file:
                 file.seek(self._offset)
                 while not self.flooded and (data := file.read(min(_CHUNK_BYTES, size - self._offset))):
                     self._offset += len(data)
                     events += self._decoded(data)
         except FileNotFoundError:
-            return []
+            return events
+        except OSError as error:
+            self.flooded = f"no file to be read ({error.strerror})"
         return events
 
     def _decoded(self, data: bytes) -> list[Event]:

@@ -16,6 +16,7 @@ from optuna_dsat.launch.running import RunningLaunch
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import RankFailed, StepMeasured
 from optuna_dsat.runtime.rank_process import EXIT_EVENTS_LOST
+from optuna_dsat.runtime.regular_file import open_regular
 from optuna_dsat.secrecy.references import hidden_text
 
 __all__ = ["complete_report", "report_of", "report_of_unstarted", "write_report"]
@@ -142,9 +143,9 @@ def _log_of(directory: RunDirectory, rank: int) -> Path:
 
 def _last_lines(path: Path) -> str:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             file.seek(max(0, path.stat().st_size - _EXCERPT_BYTES))
-            text = file.read().decode("utf-8", errors="replace")
+            text = (file.read() or b"").decode("utf-8", errors="replace")
     except OSError:
         return ""
     return "\n".join(text.rstrip().splitlines()[-_EXCERPT_LINES:])

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from optuna_dsat.runtime.regular_file import read_regular
+
 __all__ = [
     "LARGEST_SIZE",
     "Place",
@@ -68,7 +70,7 @@ def parsed_source(file: str | Path) -> ast.Module:
         SyntaxError: If it is not Python, or nested more deeply than this interpreter reads.
     """
     try:
-        return ast.parse(Path(file).read_bytes(), filename=str(file))
+        return ast.parse(read_regular(file), filename=str(file))
     except (RecursionError, MemoryError):
         raise SyntaxError("nested too deeply") from None
     except ValueError as error:

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from optuna_dsat.runtime.regular_file import read_regular
+
 __all__ = ["find_config", "looks_like_config"]
 
 _OPTIONS = ("--deepspeed_config", "--deepspeed-config", "--deepscale_config", "--deepspeed")
@@ -72,9 +74,7 @@ def _pairs(args: Sequence[str]) -> Iterable[tuple[str, str]]:
 def _read(path: Path) -> Any:
     """Return what a YAML, JSON or HJSON file holds; None for any other file."""
     try:
-        if not path.is_file() or path.stat().st_size > _LARGEST_BYTES:
-            return None
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path, most_bytes=_LARGEST_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError, ValueError):
         return None
     if path.suffix in (".yaml", ".yml"):

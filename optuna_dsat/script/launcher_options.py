@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from optuna_dsat.runtime.regular_file import read_regular
 from optuna_dsat.script.launch_command import LaunchCommand, as_json, read_command
 from optuna_dsat.script.launcher_values import (
     at_least_one,
@@ -165,12 +166,25 @@ def _with_slots(runner: Any, words: list[str]) -> argparse.Namespace:
                 raise ValueError(f"--{option} goes with neither --include nor --exclude")
     given.slots = {}
     if Path(given.hostfile).is_file():
+        _check_readable(given.hostfile, "--hostfile")
         slots = runner.parse_inclusion_exclusion(runner.fetch_hostfile(given.hostfile), given.include, given.exclude)
         hosts = list(slots)[: given.num_nodes if given.num_nodes > 0 else None]
         given.slots = {host: slots[host] for host in hosts}
     elif given.include and given.exclude:
         raise ValueError("--include and --exclude exclude each other")
     return given
+
+
+def _check_readable(path: str, option: str) -> None:
+    """Refuse a file that a launcher would read without end.
+
+    Raises:
+        ValueError: If it cannot be read.
+    """
+    try:
+        read_regular(path)
+    except OSError as error:
+        raise ValueError(f"{option} is {path}, which cannot be read: {error.strerror}") from None
 
 
 def _indices(text: str, option: str) -> str | None:
@@ -271,6 +285,8 @@ def of_accelerate(given: argparse.Namespace) -> LaunchCommand:
     if not by_file and (asked is None or not given.multi_gpu):
         # accelerate would count the devices, which takes torch, and start a rank on each: as no number of ranks does
         given.num_processes = 2 if given.multi_gpu else 1
+    if by_file:
+        _check_readable(given.config_file or launch.default_config_file, "--config_file")
     given, _defaults, _mixed = launch._validate_launch_command(given)
     environment: dict[str, str] = {}
     machines = given.num_machines or 1

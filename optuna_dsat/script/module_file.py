@@ -21,13 +21,15 @@ def python_tree(file: Path, what: str) -> ast.Module:
         what: What it is called in a message.
 
     Raises:
-        UsageError: If it is not Python.
+        UsageError: If it is not Python, or cannot be read.
     """
     try:
         return parsed_source(file)
     except SyntaxError as error:
         where = f" (line {error.lineno})" if error.lineno else ""
         raise UsageError(f"{what} is not Python{where}: {error.args[0]}.") from None
+    except OSError as error:
+        raise UsageError(f"{what} cannot be read: {error.strerror}.") from None
 
 
 def module_file(name: str, cwd: Path) -> Path | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from optuna_dsat.config.ds_config import MICRO_BATCH
+from optuna_dsat.runtime.regular_file import read_regular
 
 __all__ = ["SettingsCopy", "names_file", "settings_copy"]
 
@@ -66,7 +67,7 @@ def settings_copy(
     if file.suffix not in _FORMATS or not any(names_file(arg, file, cwd=cwd) for arg in args):
         return None
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_regular(file).decode("utf-8")
     except (OSError, UnicodeDecodeError):
         return None
     changed = _with_number(

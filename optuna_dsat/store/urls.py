@@ -12,6 +12,7 @@ from sqlalchemy.exc import ArgumentError
 
 from optuna_dsat.errors import StorageUrlError
 from optuna_dsat.runtime.plain_text import storable
+from optuna_dsat.runtime.regular_file import open_regular
 from optuna_dsat.secrecy.names import is_secret_name
 from optuna_dsat.secrecy.shapes import hidden
 
@@ -101,11 +102,22 @@ def _checked_sqlite(url: URL, shown: str) -> URL:
     for needed in (path.parent, path):
         if needed.exists() and not os.access(needed, os.W_OK):
             raise StorageUrlError(f"The storage '{shown}' cannot be opened: {needed} is not writable.")
-    if path.exists() and path.stat().st_size:
-        with path.open("rb") as file:
-            if file.read(len(_SQLITE_MAGIC)) != _SQLITE_MAGIC:
-                raise StorageUrlError(f"The storage '{shown}' cannot be opened: {path} is not an SQLite database.")
+    if path.exists() and _magic_of(path, shown) not in (_SQLITE_MAGIC, b""):
+        raise StorageUrlError(f"The storage '{shown}' cannot be opened: {path} is not an SQLite database.")
     return url.set(database=str(path))
+
+
+def _magic_of(path: Path, shown: str) -> bytes | None:
+    """Return the first bytes of a file; None if it has nothing yet, as a log of the kernel in /proc.
+
+    Raises:
+        StorageUrlError: If it cannot be read.
+    """
+    try:
+        with open_regular(path) as file:
+            return file.read(len(_SQLITE_MAGIC))
+    except OSError as error:
+        raise StorageUrlError(f"The storage '{shown}' cannot be opened: {path}: {error.strerror}.") from None
 
 
 def _check_host(url: URL, shown: str) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from optuna_dsat.config import ds_config
+from optuna_dsat.runtime.regular_file import read_regular
 from optuna_dsat.script.module_file import module_file
 from optuna_dsat.script.trial_class import RUNNER, find_trial_class, hparams_of
 from optuna_dsat.study.spec import ScriptSpec, StudySpec
@@ -57,7 +58,7 @@ def _hparams_hash(script: ScriptSpec) -> dict[str, str]:
     """Return the hash of a ``DeepSpeedTrial``'s hyperparameters, which determine its model; empty for a script."""
     named = hparams_of(script.args) if script.script == RUNNER else None
     path = Path(script.cwd, named or "")
-    return {"hparams": hashlib.sha256(path.read_bytes()).hexdigest()} if named and path.is_file() else {}
+    return {"hparams": _content_hash(path)} if named and path.is_file() else {}
 
 
 def _code_folders(spec: StudySpec) -> list[Path]:
@@ -79,4 +80,12 @@ def _code_hashes(folders: Iterable[Path]) -> list[str]:
         files |= dict.fromkeys(
             itertools.islice(sorted(folder.glob("*.py")) + sorted(folder.glob("*/*.py")), _MAX_FILES)
         )
-    return [hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path.is_file()]
+    return [_content_hash(path) for path in files if path.is_file()]
+
+
+def _content_hash(path: Path) -> str:
+    """Return the hash of a file's content; empty if it cannot be read, by the launch neither."""
+    try:
+        return hashlib.sha256(read_regular(path)).hexdigest()
+    except OSError:
+        return ""

@@ -18,6 +18,7 @@ from optuna_dsat.errors import UsageError
 from optuna_dsat.escape.paths import OutsideError, held_inside
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.runtime.atomic_write import write_text_atomic
+from optuna_dsat.runtime.regular_file import read_regular
 from optuna_dsat.store import StoredLaunch
 
 __all__ = ["MARK", "held_folder", "is_folder_of"]
@@ -75,7 +76,9 @@ def _hold(folder: Path, study_uuid: str) -> int | None:
 
 
 def _is_marked(folder: Path, text: str) -> bool:
-    return (folder / MARK).is_file() and (folder / MARK).read_text(encoding="utf-8") == text
+    with suppress(OSError):
+        return read_regular(folder / MARK) == text.encode()
+    return False
 
 
 def is_folder_of(folder: Path, study_uuid: str, launches: Sequence[StoredLaunch]) -> bool:
@@ -96,7 +99,7 @@ def is_folder_of(folder: Path, study_uuid: str, launches: Sequence[StoredLaunch]
 def _read(folder: Path, *names: str) -> dict[str, object]:
     """Return the JSON object in a file of a folder; empty if there is none."""
     try:
-        found = json.loads(held_inside(folder, *names).read_text(encoding="utf-8"))
+        found = json.loads(read_regular(held_inside(folder, *names)))
     except (OSError, ValueError, RecursionError, OutsideError):
         return {}
     return found if isinstance(found, dict) else {}

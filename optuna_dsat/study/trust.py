@@ -19,6 +19,7 @@ from optuna_dsat.escape.shell import shell_line
 from optuna_dsat.escape.terminal import one_line
 from optuna_dsat.launch.own_folder import own_folder
 from optuna_dsat.runtime.atomic_write import write_text_atomic
+from optuna_dsat.runtime.regular_file import read_regular
 from optuna_dsat.script.module_file import module_file
 from optuna_dsat.secrecy.command import without_secrets
 from optuna_dsat.secrecy.shapes import hidden
@@ -108,7 +109,7 @@ def script_file(script: ScriptSpec) -> Path | None:
 
 
 def _content(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return hashlib.sha256(read_regular(path)).hexdigest()
 
 
 def _note_of(spec: StudySpec) -> Path:

@@ -109,6 +109,29 @@ def test_nothing_is_waited_for(refused: Run, arguments: list[str]) -> None:
     refused(*arguments)
 
 
+@pytest.mark.skipif(not os.access("/proc/kmsg", os.R_OK), reason="only root reads the kernel's log")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["random", "/proc/kmsg", "ds.json", "--dry-run"],
+        ["random", "deepspeed", "--hostfile", "/proc/kmsg", "train.py", "--deepspeed_config", "ds.json"],
+        ["random", "accelerate", "launch", "--config_file", "/proc/kmsg", "train.py"],
+        ["plan", "--hf-config", "/proc/kmsg"],
+        ["studies", "--storage", "sqlite:////proc/kmsg"],
+        ["worker", "--storage", "sqlite:////proc/kmsg", "study"],
+    ],
+    ids=" ".join,
+)
+def test_a_log_of_the_kernel_is_not_waited_for(refused: Run, arguments: list[str]) -> None:
+    refused(*arguments)
+
+
+@pytest.mark.usefixtures("refused")
+def test_an_argument_of_the_script_is_no_config_if_it_blocks_who_reads_it(run_here: Run) -> None:
+    arguments = ("random", "train.py", "ds.json", "--dry-run", "--cpu-ranks", "2", "--", "--data", "/proc/kmsg")
+    assert run_here(*arguments).returncode == 0
+
+
 def test_a_file_that_has_nothing_yet_is_no_document(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As /proc/kmsg, which says that it is a file."""
     pipe = tmp_path / "pipe"

@@ -67,6 +67,18 @@ def test_what_no_runtime_writes_is_read_no_further(tmp_path: Path, flood: Callab
     assert tail.read() == []
 
 
+def test_a_script_may_put_anything_in_the_place_of_a_file_of_events(tmp_path: Path) -> None:
+    folder, pipe, none = tmp_path / "folder", tmp_path / "pipe", tmp_path / "none"
+    folder.mkdir()
+    (folder / "file").touch()
+    os.mkfifo(pipe)
+    for path in (folder, pipe, none):
+        assert EventTail(path).read() == []
+    tail = EventTail(folder)
+    tail.read()
+    assert tail.flooded == "no file to be read (it is no regular file)"
+
+
 def test_long_files_of_events_are_read_whole(tmp_path: Path) -> None:
     path = tmp_path / "rank0.jsonl"
     line = encode_event(DONE).encode() + b"\n"

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from optuna_dsat.runtime.regular_file import read_regular
+
+KERNEL_LOG = Path("/proc/kmsg")
+"""A regular file by its mode that blocks who reads it."""
+
+
+def test_a_file_is_read_up_to_a_bound(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"12345")
+    assert read_regular(tmp_path / "file") == read_regular(tmp_path / "file", most_bytes=5) == b"12345"
+    with pytest.raises(OSError, match="more than 4 bytes"):
+        read_regular(tmp_path / "file", most_bytes=4)
+
+
+def test_what_is_no_file_blocks_nobody(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path(os.devnull), tmp_path, tmp_path / "none"):
+        with pytest.raises(OSError):  # noqa: PT011 - of one kind each
+            read_regular(path)
+
+
+@pytest.mark.skipif(not os.access(KERNEL_LOG, os.R_OK), reason="only root reads the kernel's log")
+def test_a_file_that_has_nothing_yet_blocks_nobody() -> None:
+    with pytest.raises(BlockingIOError, match="nothing yet"):
+        read_regular(KERNEL_LOG, most_bytes=2**30)
