@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from optuna_dsat.config import ds_config
 from optuna_dsat.errors import StorageUrlError
 from optuna_dsat.script.arg_mapping import map_arguments
+from optuna_dsat.script.config_copy import ConfigCopy, config_copy
 from optuna_dsat.script.settings_file import SettingsCopy, names_file, settings_copy
 from optuna_dsat.script.trial_class import CHECKPOINTS, RUNNER, complete_training, train_command
 from optuna_dsat.secrecy.references import names_in, resolved, shell_join
@@ -250,13 +251,19 @@ def write_best(directory: Path, config: Mapping[str, Any], metrics: Mapping[str,
 def best_settings(spec: StudySpec, config: Mapping[str, Any], directory: Path) -> SettingsCopy | None:
     """Return the copy of the script's settings file that sets the batch size of a config; None if there is none.
 
+    Where that file is the script's DeepSpeed config, the copy is the config.
+
     Args:
         spec: The study.
         config: The complete config.
         directory: Where it is to lie, beside ``best_ds_config.json``.
     """
-    script = spec.script
-    return settings_copy(script.batch_source, config, args=script.args, cwd=script.cwd, folder=directory)
+    script, source = spec.script, spec.script.batch_source
+    ready, own = resolved(config), resolved(spec.ds_config)
+    whole = config_copy(source, ready, own=own, args=script.args, cwd=script.cwd, folder=directory)
+    if whole is not None:
+        return whole
+    return settings_copy(source, config, args=script.args, cwd=script.cwd, folder=directory)
 
 
 _ADAPTIVE = frozenset({"adam", "adamw", "lamb", "lion", "adagrad", "onebitadam", "zerooneadam", "onebitlamb"})
@@ -378,7 +385,7 @@ def training_command(
         pointed, replaced = [*pointed, config_option, str(config_path)], True
     environment = _environment(script, config_path)
     if (copy := best_settings(spec, config, config_path.parent)) is not None:
-        pointed = copy.pointed(pointed, cwd=script.cwd)
+        pointed, replaced = copy.pointed(pointed, cwd=script.cwd), replaced or isinstance(copy, ConfigCopy)
     args = map_arguments(pointed, script.arg_mappings, config, world_size=spec.slots_per_trial)
     if script.script == RUNNER:
         completed = complete_training(args, config_path.parent / CHECKPOINTS)

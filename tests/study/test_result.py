@@ -69,3 +69,20 @@ def test_a_changed_global_batch_suggests_a_learning_rate(optimizer: dict[str, An
     assert factor in advice
     assert "from 16 to 64" in advice
     assert learning_rate_advice({"optimizer": optimizer}, batch=16, user_batch=16) is None
+
+
+def test_a_deepspeed_config_in_yaml_that_the_script_reads_is_in_the_command(tmp_path: Path) -> None:
+    file = tmp_path / "ds.yml"
+    file.write_text("train_micro_batch_size_per_gpu: 4\nzero_optimization: {stage: 1}\n")
+    own = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}}
+    source = {"kind": "setting", "file": str(file), "key": "train_micro_batch_size_per_gpu", "own": 4, "scale": 1}
+    found = make_spec(
+        name="s", method="random", ds_config=own, device="cuda", slots_per_trial=4, output_dir=str(tmp_path),
+        script={
+            "script": "/project/train.py", "args": (f"--config={file}",), "cwd": "/project", "config_path": "",
+            "batch_source": source,
+        },
+    )  # fmt: skip
+    command, names_config = training_command(found, {**own, "train_micro_batch_size_per_gpu": 8}, tmp_path / BEST.name)
+    assert names_config
+    assert command.endswith(f"/project/train.py --config={tmp_path}/best_ds.yml")

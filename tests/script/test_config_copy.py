@@ -1,0 +1,53 @@
+"""A DeepSpeed config in YAML that a script reads by itself is handed over whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH
+from optuna_dsat.script.config_copy import ConfigCopy, config_copy
+
+OWN: dict[str, Any] = {
+    "block_size": 32, TRAIN_BATCH: 64, MICRO_BATCH: 8, "optimizer": {"params": {"lr": 1e-05}},
+    "zero_optimization": {"stage": 1},
+}  # fmt: skip
+BEST = {**OWN, TRAIN_BATCH: 8, MICRO_BATCH: 2, GRADIENT_ACCUMULATION: 4, "zero_optimization": {"stage": 0}}
+
+
+def copied(folder: Path, *, own: dict[str, Any] = OWN, name: str = "ds.yml", **source: Any) -> ConfigCopy | None:
+    file = folder / name
+    file.write_text("# mine\n" + yaml.safe_dump(OWN))
+    return config_copy(
+        {"kind": "setting", "file": str(file), "key": MICRO_BATCH, "own": 8, **source},
+        BEST,
+        own=own,
+        args=("--deepspeed_config", "ds.yml"),
+        cwd=str(folder),
+        folder=folder / "out",
+    )
+
+
+def test_it_holds_the_best_config_with_every_batch_size_and_numbers_that_yaml_reads_as_numbers(tmp_path: Path) -> None:
+    copy = copied(tmp_path)
+    assert copy is not None
+    assert yaml.safe_load(copy.text) == BEST
+    assert copy.pointed(("--deepspeed_config", "ds.yml"), cwd=str(tmp_path))[1] == f"{tmp_path}/out/best_ds.yml"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"own": {**OWN, "zero_optimization": {"stage": 2}}},
+        {"key": f"deepspeed.{MICRO_BATCH}"},
+        {"kind": "loader"},
+        {"name": "other.yml"},
+        {"name": "ds.json"},
+    ],
+    ids=["the script changes it", "a part of the file", "nothing of a file", "no argument names it", "no YAML"],
+)
+def test_there_is_none_where_the_script_passes_something_else(tmp_path: Path, changes: dict[str, Any]) -> None:
+    assert copied(tmp_path, **changes) is None
