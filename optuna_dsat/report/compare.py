@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.errors import UsageError
 from optuna_dsat.metrics import shares_of_linear, speed_up
 from optuna_dsat.report import figures
-from optuna_dsat.report.facts import created, ranks_of_a_launch, script_command_line
+from optuna_dsat.report.facts import created, fruitless_in_words, ranks_of_a_launch, script_command_line
 from optuna_dsat.report.figures import AtCount, ComparedStudy
 from optuna_dsat.report.page import Section, figure_section
 from optuna_dsat.report.performance import Performance, Training, performance_of, training_times
@@ -208,13 +208,20 @@ def _speed_up_words(one: _Compared) -> str:
     return f"{times_in_words(winner.speed_up)}\u00d7 ({low} to {high})"
 
 
+def _end_words(view: StudyView) -> str:
+    if view.is_fruitless:
+        return fruitless_in_words(view)
+    return "no" if view.end_reason is None else view.end_reason or "yes"
+
+
 def _per_slot(one: _Compared) -> str:
     if one.best is None or not one.best.samples_per_s:
         return ""
     return metric_in_words("throughput", one.best.samples_per_s / one.view.spec.slots_per_trial)
 
 
-_EACH = "speed per rank"
+_EACH = "speed per device"
+"""The row that is named by the kind of device."""
 _RESULT: tuple[_Fact, ...] = (
     ("configuration", lambda one: "" if one.best is None else one.best.words),
     ("speed", lambda one: _rate(one.best)),
@@ -260,7 +267,7 @@ _TUNED: tuple[_Fact, ...] = (
     ("metric", lambda one: one.view.metric),
     ("launches", lambda one: f"{one.view.launches_used} of {one.view.spec.max_trials}"),
     ("time of the search", lambda one: duration_in_words(account(one.view.launches).wall_s)),
-    ("ended", lambda one: "no" if one.view.end_reason is None else one.view.end_reason or "yes"),
+    ("ended", lambda one: _end_words(one.view)),
     ("begun", lambda one: created(one.view)),
     ("database", lambda one: one.view.storage_url),
 )
@@ -287,7 +294,9 @@ def rows_of(views: Sequence[StudyView], *, training: Training | None = None) -> 
     if any(efficiencies):
         place = 1 + next(index for index, row in enumerate(rows) if row.name == _EACH)
         rows.insert(place, Row(name="scaling", cells=efficiencies))
-    return rows
+    kinds = {slot_name(view.spec.device) for view in views}
+    each = f"speed per {kinds.pop() if len(kinds) == 1 else 'rank'}"
+    return [replace(row, name=each) if row.name == _EACH else row for row in rows]
 
 
 def _efficiencies(views: Sequence[StudyView]) -> tuple[str, ...]:
@@ -327,11 +336,15 @@ def _rows(facts: Sequence[_Fact], compared: Sequence[_Compared]) -> list[Row]:
 
 
 def setting_rows(views: Sequence[StudyView]) -> list[Row]:
-    """Return the settings in which the best configs differ, by their dotted keys; a missing one is empty."""
+    """Return the settings in which the best configs differ, by their dotted keys; a missing one is empty.
+
+    A study without a best config differs in none.
+    """
     found = [_settings(view) for view in views]
-    keys = sorted({key for one in found for key in one})
-    rows = [Row(name=key, cells=tuple(one.get(key, "") for one in found)) for key in keys]
-    return [row for row in rows if row.differs]
+    known = [settings for settings in found if settings]
+    keys = sorted({key for settings in known for key in settings})
+    differing = [key for key in keys if len({settings.get(key, "") for settings in known}) > 1]
+    return [Row(name=key, cells=tuple(one.get(key, "") for one in found)) for key in differing]
 
 
 def _settings(view: StudyView) -> Mapping[str, str]:

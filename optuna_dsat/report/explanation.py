@@ -183,7 +183,12 @@ def explained(study: StoredStudy) -> Explanation | None:
     )
     if study.verdict is None:
         return found
-    return replace(found, user_value=study.verdict.user_value, how_known=how_known(study.verdict))
+    return replace(
+        found,
+        user_value=study.verdict.user_value,
+        how_known=how_known(study.verdict),
+        utilisation=_utilisation(study.planner, study.best, study.metrics_of(study.best)),
+    )
 
 
 def explain(
@@ -217,7 +222,7 @@ def explain(
     total = sum(seconds.values())
     bounds = {name: part / total for name, part in seconds.items()} if total else {}
     metrics = winner.trial.user_attrs.get(attributes.METRICS) or {}
-    reached = utilisation(planner.problem.profile, winner.trial.user_attrs.get(attributes.CONFIG) or {}, metrics)
+    reached = _utilisation(planner, winner, metrics)
     now = Situation(planner=planner, trials=trials, winner=winner.trial, bounds=bounds, utilisation=reached)
     return Explanation(
         metric=planner.problem.metric,
@@ -240,6 +245,10 @@ def explain(
         utilisation=reached,
         proposals=tuple(proposals(now)) if searched else (),
     )
+
+
+def _utilisation(planner: GuidedPlanner, standing: Standing, metrics: Mapping[str, float]) -> float | None:
+    return utilisation(planner.problem.profile, standing.trial.user_attrs.get(attributes.CONFIG) or {}, metrics)
 
 
 def _split(params: Mapping[str, Any]) -> tuple[dict[str, Any], int]:

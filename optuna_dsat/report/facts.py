@@ -10,11 +10,12 @@ from optuna_dsat.report.view import StudyView
 from optuna_dsat.secrecy.command import without_secrets
 from optuna_dsat.secrecy.references import shell_join
 from optuna_dsat.trials import attributes
-from optuna_dsat.words import bytes_in_words, date_in_words, slot_name
+from optuna_dsat.words import bytes_in_words, date_in_words, outcomes_in_words, slot_name
 
 __all__ = [
     "cli_command",
     "created",
+    "fruitless_in_words",
     "outcome_counts",
     "ranks_of_a_launch",
     "script_command_line",
@@ -50,6 +51,12 @@ def outcome_counts(view: StudyView) -> list[tuple[Outcome, int]]:
     """Return each outcome that occurred with its number of trials, most frequent first."""
     found = Counter(t.user_attrs[attributes.OUTCOME] for t in view.trials if attributes.OUTCOME in t.user_attrs)
     return [(Outcome(name), count) for name, count in found.most_common()]
+
+
+def fruitless_in_words(view: StudyView) -> str:
+    """Return what a search came to that measured nothing."""
+    ended = outcomes_in_words({outcome.value: count for outcome, count in outcome_counts(view)})
+    return f"nothing could be measured: {ended}"
 
 
 def cli_command(view: StudyView, name: str, *arguments: object) -> str:

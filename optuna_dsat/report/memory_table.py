@@ -29,7 +29,9 @@ class MemoryRow:
     host_bytes: int
     """Memory of one host at micro-batch 1, by the formulas alone."""
     largest: int
-    """Largest micro-batch that the search expects to fit; 0 if none does."""
+    """Largest micro-batch that the search expects to fit, not below ``ran`` and, where nothing larger ran, below
+    ``too_large``; 0 if none does.
+    """
     ran: int | None
     """Largest micro-batch that ran; None if none did."""
     too_large: int | None
@@ -44,13 +46,14 @@ def memory_table(view: StudyView) -> tuple[MemoryRow, ...]:
     rows = []
     for structure, believed in zip(structures, view.memory.structures(structures), strict=True):
         fits, too_large = shown.get(structure, ([], []))
+        least, most = max(fits, default=0), min(too_large, default=believed.largest + 1) - 1
         rows.append(
             MemoryRow(
                 words=structure.words,
                 device_bytes=believed.believed_bytes,
                 formula_bytes=believed.formula_bytes,
                 host_bytes=believed.host_bytes,
-                largest=believed.largest,
+                largest=max(least, min(most, believed.largest)),
                 ran=max(fits, default=None),
                 too_large=min(too_large, default=None),
             )

@@ -12,6 +12,7 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.facts import (
     cli_command,
     created,
+    fruitless_in_words,
     outcome_counts,
     ranks_of_a_launch,
     script_command_line,
@@ -79,6 +80,8 @@ def _value(view: StudyView, standing: Standing) -> Markdown:
 
 def _best(view: StudyView) -> str:
     best, baseline, verdict = view.best, view.baseline, view.verdict
+    if view.is_fruitless:
+        return f"The search has ended, and {literal(fruitless_in_words(view))}."
     if best is None or verdict is None:
         return "Nothing has been measured yet."
     ratio = view.speed_up(best)
@@ -202,7 +205,7 @@ def _outcomes(view: StudyView) -> str:
 
 
 def _commands(view: StudyView) -> str:
-    more = ("--max-trials", 2 * view.spec.max_trials) if view.end_reason is not None else ()
+    more = ("--max-trials", 2 * view.spec.max_trials) if view.end_reason is not None or view.is_fruitless else ()
     lines = [
         "# search on, with more launches" if more else "# continue",
         cli_command(view, "resume", *more),

@@ -21,6 +21,7 @@ from optuna_dsat.report.cards import cards_of
 from optuna_dsat.report.facts import (
     cli_command,
     created,
+    fruitless_in_words,
     outcome_counts,
     ranks_of_a_launch,
     script_command_line,
@@ -41,7 +42,6 @@ from optuna_dsat.trials import attributes
 from optuna_dsat.words import (
     bytes_in_words,
     metric_in_words,
-    outcomes_in_words,
     params_in_words,
     range_in_words,
     steps_in_words,
@@ -100,8 +100,8 @@ _SECTIONS: tuple[tuple[str, str, str, Callable[[StudyView], go.Figure]], ...] = 
     ),
     (
         "classes", "Micro-batches tried",
-        "In a row the configurations differ in the micro-batch only; the numbers are the order of their launches. A "
-        "red line joins the largest micro-batch that ran with the smallest that did not fit.",
+        "In a row the configurations differ in the micro-batch only; the numbers, where they have room, are the order "
+        "of their launches. A red line joins the largest micro-batch that ran with the smallest that did not fit.",
         figures.plot_micro_batches,
     ),
     (
@@ -253,10 +253,9 @@ def _status(view: StudyView) -> str:
         return f"The search has ended after {used} of {launches}{why}."
     if not view.launched:
         return "No launch of this search has ended yet."
+    if view.is_fruitless:
+        return f"The search has ended after {used} of {launches}, and {fruitless_in_words(view)}."
     if view.best is None:
-        if used >= budget and not view.running:
-            ended = outcomes_in_words({outcome.value: count for outcome, count in outcome_counts(view)})
-            return f"The search has ended after {used} of {launches}, and nothing could be measured: {ended}."
         return f"{used} of {launches} made, and nothing could be measured so far.{flying}"
     if used >= budget and not view.running and view.spec.confirm and attributes.END_REASON not in view.attributes:
         return (
@@ -386,6 +385,7 @@ def _commands(view: StudyView, winner: Winner | None) -> Iterator[tuple[str, str
     if winner is not None and winner.ended:
         named = winner.command_names_config
         yield ("Train with the best config" if named else "Train, once the script reads the config"), winner.command
+    if view.is_fruitless or (winner is not None and winner.ended):
         more = ("--max-trials", 2 * view.spec.max_trials)
         yield "Search on, with more launches", cli_command(view, "resume", *more)
     else:

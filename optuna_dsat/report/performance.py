@@ -78,7 +78,7 @@ class TrainingTime:
 def performance_of(view: StudyView, standing: Standing) -> Performance:
     """Return what a measured configuration of a study reached."""
     trial = standing.trial
-    metrics = {**_metrics(view, standing), view.metric: standing.value}
+    metrics = {**view.metrics_of(standing), view.metric: standing.value}
     profile = None if view.profiled is None else view.profiled.profile
     return Performance(
         standing=standing,
@@ -92,12 +92,6 @@ def performance_of(view: StudyView, standing: Standing) -> Performance:
         flops_per_gpu=metrics.get("FLOPS_per_gpu") or None,
         utilisation=None if profile is None else utilisation(profile, trial.user_attrs[attributes.CONFIG], metrics),
     )
-
-
-def _metrics(view: StudyView, standing: Standing) -> Mapping[str, float]:
-    again = view.finalists.get(standing.trial.number) if standing.confirmed else None
-    found: Mapping[str, float] = standing.trial.user_attrs.get(attributes.METRICS) or {}
-    return found if again is None or not again.metrics else again.metrics
 
 
 def _tokens_per_s(view: StudyView, metrics: Mapping[str, float]) -> float | None:

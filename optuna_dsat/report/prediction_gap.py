@@ -88,9 +88,8 @@ def prediction_gap(view: StudyView) -> PredictionGap | None:
     """Return how the winner's measured step compares with its prediction; None if there is nothing to compare."""
     if view.profiled is None or view.best is None:
         return None
-    attrs = view.best.trial.user_attrs
-    metrics: Mapping[str, float] = attrs.get(attributes.METRICS) or {}
-    config = ds_config.effective(attrs.get(attributes.CONFIG) or {})
+    metrics = view.metrics_of(view.best)
+    config = ds_config.effective(view.best.trial.user_attrs.get(attributes.CONFIG) or {})
     if not metrics.get("latency") or not isinstance(config.get(ds_config.MICRO_BATCH), int):
         return None
     predicted, spread = _predicted(view, config)

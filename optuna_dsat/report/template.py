@@ -20,7 +20,7 @@ def _environment() -> Any:
     import jinja2
     from markupsafe import Markup
 
-    return jinja2.Environment(
+    environment = jinja2.Environment(
         loader=jinja2.PackageLoader("optuna_dsat.report"),
         autoescape=True,
         trim_blocks=True,
@@ -29,6 +29,17 @@ def _environment() -> Any:
         auto_reload=False,  # an upgrade beside a dashboard that runs
         finalize=lambda value: plain(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
     )
+    environment.filters["prose"] = _prose
+    return environment
+
+
+def _prose(text: str) -> Any:
+    """Return escaped text in which no line ends within the name of an option: browsers break after hyphens."""
+    from markupsafe import Markup, escape
+
+    whole = Markup('<span class="word">{}</span>')
+    words = (whole.format(word) if word.startswith("--") else escape(word) for word in plain(text).split(" "))
+    return Markup(" ").join(words)
 
 
 def asset(name: str) -> str:

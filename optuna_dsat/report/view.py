@@ -45,6 +45,12 @@ class StudyView(StoredStudy):
         """Why the search ended, empty if that was not recorded; None before its end and after an interruption."""
         return None if self.running else end_reason_of(self.attributes)
 
+    @property
+    def is_fruitless(self) -> bool:
+        """Whether the search has made all of its launches and measured nothing."""
+        spent = self.launches_used >= self.spec.max_trials
+        return spent and bool(self.launched) and self.best is None and not self.running
+
     @cached_property
     def memory(self) -> MemoryBelief | None:
         """What the search believed about memory; None before the profile launch has ended."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from optuna_dsat.cost.step_time import PHASES
-from optuna_dsat.report.explanation import Contribution, Explanation, explained
+from optuna_dsat.report.explanation import REMAINDER, TOGETHER, Contribution, Explanation, explained
 from optuna_dsat.report.prediction_gap import PredictionGap, prediction_gap
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.words import bytes_in_words, metric_in_words, setting_in_words, things_in_words, times_in_words
@@ -31,6 +32,8 @@ class FactorRow:
     """Its 95% interval; empty without one."""
     by: str
     """How it is known, or why there is no factor."""
+    is_setting: bool = False
+    """Whether ``setting`` is the name of one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,10 +90,12 @@ def factor_rows(found: Explanation) -> list[FactorRow]:
     if found.remainder is None or found.speed_up is None:
         return []
     small = [one for one in found.contributions if one.factor is not None and abs(one.factor - 1) < _WORTH_A_ROW]
+    if len(small) == 1:
+        small = []
     rows = [_row(one) for one in found.contributions if one not in small]
     if small:
-        names = ", ".join(one.knob for one in small)
-        rows.append(_plain(f"{len(small)} more", factor=times_in_words(1.0), by=f"hardly any effect: {names}"))
+        names, product = ", ".join(one.knob for one in small), math.prod(one.factor or 1.0 for one in small)
+        rows.append(_plain(f"{len(small)} more", factor=times_in_words(product), by=f"hardly any effect: {names}"))
     rows += [_row(one) for one in (found.together, found.remainder) if one is not None]
     return [*rows, _plain("all together", factor=times_in_words(found.speed_up), by="measured")]
 
@@ -109,6 +114,7 @@ def _row(one: Contribution) -> FactorRow:
         if one.low is None or one.high is None
         else f"{times_in_words(one.low)} to {times_in_words(one.high)}",
         by=one.note or by,
+        is_setting=one.source not in (TOGETHER, REMAINDER),
     )
 
 

@@ -171,6 +171,12 @@ class StoredStudy:
         by_rounds = self.verdict is not None and self.verdict.is_by_rounds
         return standing_of(trial, self.finalists.get(trial.number) if by_rounds else None)
 
+    def metrics_of(self, standing: Standing) -> Mapping[str, float]:
+        """Return all metrics of a measured trial: means of its rounds if these decided, else those of the search."""
+        again = self.finalists.get(standing.trial.number) if standing.confirmed else None
+        searched: Mapping[str, float] = standing.trial.user_attrs.get(attributes.METRICS) or {}
+        return searched if again is None or not again.metrics else again.metrics
+
     def speed_up(self, standing: Standing) -> float | None:
         """Return how many times as good as the user's own config it is, paired in rounds where there are such.
 

@@ -10,8 +10,13 @@ from pathlib import Path
 import pytest
 
 from optuna_dsat.cli import main
+from optuna_dsat.errors import NothingRunnableError
+from optuna_dsat.launch.simulated import SimulatedResult
+from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.compare import _figures_of, render_comparison, rows_of, setting_rows
 from optuna_dsat.report.figures import AtCount, ComparedStudy, comparison_figure, course_figure, scaling_figure
+from optuna_dsat.report.notes import study_note
+from optuna_dsat.report.page import render
 from optuna_dsat.report.performance import performance_of
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.store import Store
@@ -41,6 +46,23 @@ def two(two_studies: Path, tmp_path: Path) -> Iterator[ReportedStudyBench]:
         yield ReportedStudyBench(tmp_path, store)
 
 
+def test_a_study_without_a_result_differs_in_no_setting_and_says_how_it_ended(two: ReportedStudyBench) -> None:
+    hill = Hill()
+    refused = SimulatedResult(outcome=Outcome.OUT_OF_MEMORY, startup_s=5.0)
+    hill.override = lambda _: refused if len(hill.configs) > 1 else None  # the first is the profile launch
+    with pytest.raises(NothingRunnableError):
+        two.run(two.spec(name="failed", max_trials=2, confirm=0), hill)
+    views = (two.view(), two.view("<b>t"))
+    settings = [(row.name, row.cells) for row in setting_rows(views)]
+    assert settings
+    failed = two.view("failed")
+    assert [(row.name, row.cells[1:]) for row in setting_rows((failed, *views))] == settings
+    for text in (render_comparison((failed, *views)), render(failed), study_note(failed)):
+        assert "nothing could be measured: 2 out of memory" in html.unescape(Page(text).text)
+    assert "--max-trials 4" in Page(render(failed)).text, "its launches are spent"
+    assert "it has not" not in Page(render(failed)).text
+
+
 def run(*args: str) -> int:
     with pytest.raises(SystemExit) as caught:
         main(["report", *args])
@@ -57,7 +79,7 @@ def test_results_stand_side_by_side_with_their_ratio(two: ReportedStudyBench) ->
         assert rate is not None
         rates.append(rate)
     assert rows["speed"] == tuple(metric_in_words("throughput", rate) for rate in rates)
-    assert rows["speed per rank"] == tuple(metric_in_words("throughput", rate / 2) for rate in rates)
+    assert rows["speed per GPU"] == tuple(metric_in_words("throughput", rate / 2) for rate in rates)
     assert rows["times the first"] == ("1\u00d7", f"{times_in_words(rates[1] / rates[0])}\u00d7")
     assert "MFU" not in rows, "known of neither"
     differing = {row.name: row.cells for row in setting_rows(views)}

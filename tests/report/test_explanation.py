@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import optuna
@@ -134,6 +135,17 @@ def test_what_would_not_fit_is_said_so() -> None:
     stage = by_knob(found)["offload_optimizer"]
     assert stage.factor is None
     assert "not expected to fit" in stage.note
+
+
+def test_small_effects_share_a_row_with_their_product_and_one_keeps_its_own() -> None:
+    found = explained(study_of(Machine(), {MICRO_BATCH: 8, "overlap_comm": True}, {MICRO_BATCH: 8}))
+    first = found.contributions[0]
+    small = [replace(first, knob=name, factor=1.004) for name in ("one", "two", "three")]
+    rows = factor_rows(replace(found, contributions=(first, *small)))
+    (shared,) = (row for row in rows if row.setting == "3 more")
+    assert shared.factor == times_in_words(1.004**3)
+    rows = factor_rows(replace(found, contributions=(first, small[0])))
+    assert [row.setting for row in rows if row.is_setting] == [first.knob, "one"]
 
 
 @pytest.mark.parametrize("seed", range(6))

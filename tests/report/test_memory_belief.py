@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from optuna.trial import TrialState
 
 from optuna_dsat.guided.planner import GuidedPlanner
 from optuna_dsat.launch.simulated import SimulatedResult
+from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.figures import memory_figure, note_of
 from optuna_dsat.report.memory_belief import MemoryBelief
 from optuna_dsat.report.memory_table import memory_table
@@ -120,6 +122,18 @@ def test_a_guided_searchs_beliefs_are_its_planners(guided_view: StudyView) -> No
     largest = {row.words: row.largest for row in memory_table(view)}
     ran = {row.words: row.ran for row in memory_table(view) if row.ran is not None}
     assert all(largest[words] >= 1 for words in ran)
+
+
+def test_what_launches_showed_bounds_what_is_believed_to_fit(guided_view: StudyView) -> None:
+    trials = [copy(trial) for trial in guided_view.trials]
+    for trial in trials:
+        trial.state, trial.values = TrialState.PRUNED, None
+        trial.user_attrs = {**trial.user_attrs, attributes.OUTCOME: Outcome.OUT_OF_MEMORY.value}
+    rows = memory_table(replace(guided_view, trials=tuple(trials)))
+    refused = {row.words: row for row in rows if row.too_large is not None}
+    assert refused
+    assert all(row.largest < row.too_large for row in refused.values() if row.too_large is not None)
+    assert all(row.largest >= row.ran for row in memory_table(guided_view) if row.ran is not None)
 
 
 def test_a_report_makes_the_table_of_all_lineages_once(guided_view: StudyView, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,11 @@ from optuna_dsat.config import ds_config
 from optuna_dsat.display.lines import lines_of
 from optuna_dsat.launch.simulated import SimulatedLauncher, SimulatedResult
 from optuna_dsat.report import figures
+from optuna_dsat.report.explanation import explained
 from optuna_dsat.report.notes import study_note, trial_note
 from optuna_dsat.report.page import render
+from optuna_dsat.report.performance import performance_of
+from optuna_dsat.report.prediction_gap import prediction_gap
 from optuna_dsat.report.serve import ResultStorage
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.report.winner import winner_of
@@ -304,3 +307,16 @@ def test_what_deepspeed_does_not_tell_apart_is_no_difference_from_the_users_conf
     changed = {change.key.rpartition(".")[2] for change in winner.changes}
     assert "stage" in changed
     assert not changed & idle.keys()
+
+
+def test_why_tells_the_step_and_the_utilisation_of_the_cards(view: StudyView) -> None:
+    assert view.profiled is not None
+    known = replace(view.profiled.profile, device_name="NVIDIA A100-SXM4-80GB")
+    on_a100 = replace(view, profiled=replace(view.profiled, profile=known))
+    assert on_a100.best is not None
+    best, gap, why = performance_of(on_a100, on_a100.best), prediction_gap(on_a100), explained(on_a100)
+    assert best.step_s != on_a100.best.trial.user_attrs[attributes.METRICS]["latency"], "rounds differ from the search"
+    assert gap is not None
+    assert gap.measured_s == pytest.approx(best.step_s)
+    assert why is not None
+    assert why.utilisation == pytest.approx(best.utilisation)

@@ -266,4 +266,6 @@ def _why_no_finalist(view: StudyView) -> str:
         return "Nothing is measured again in this study (--confirm 0)."
     if view.end_reason is not None:
         return "No finalist could be measured again."
+    if view.is_fruitless:
+        return "Nothing was measured that could be measured again."
     return "Finalists are measured again when the search has ended; it has not."

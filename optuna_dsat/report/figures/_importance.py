@@ -13,7 +13,9 @@ from optuna.distributions import IntDistribution
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-from optuna_dsat.report.figures._style import empty_figure, lay_out, wrapped
+from optuna_dsat.escape.html import figure_text
+from optuna_dsat.report.figures._style import empty_figure, lay_out
+from optuna_dsat.words import share_in_words
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -22,6 +24,8 @@ __all__ = ["importances_figure", "importances_of"]
 
 _LEAST_MEASURED = 10
 """With fewer measured trials the evaluator's quantiles consist of single trials."""
+_LINE_CHARS = 24
+"""Characters of a line of a knob's name."""
 
 
 def importances_of(trials: Sequence[FrozenTrial], direction: StudyDirection) -> Mapping[str, float] | str:
@@ -85,6 +89,17 @@ def _with_common_ranges(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
     return copies
 
 
+def _over_lines(name: str) -> str:
+    """Return a knob's name broken after underscores."""
+    parts = name.replace("_", "_ ").split(" ")
+    lines = [""]
+    for part in parts:
+        if lines[-1] and len(lines[-1]) + len(part) > _LINE_CHARS:
+            lines.append("")
+        lines[-1] += part
+    return "<br>".join(map(figure_text, lines))
+
+
 def importances_figure(trials: Sequence[FrozenTrial], direction: StudyDirection) -> go.Figure:
     """Return the importance of the knobs as bars, largest first. See ``importances_of``."""
     import plotly.graph_objects as go
@@ -93,21 +108,23 @@ def importances_figure(trials: Sequence[FrozenTrial], direction: StudyDirection)
     found = importances_of(trials, direction)
     if isinstance(found, str):
         return empty_figure(found, title=title, x=x)
-    names = list(found)
+    names = [name for name in found if found[name] > 0]
+    alike = [name for name in found if name not in names]
     figure = go.Figure(
         go.Bar(
             x=[found[name] for name in names],
-            y=[wrapped(name.replace("_", " "), 24) for name in names],
+            y=[_over_lines(name) for name in names],
             orientation="h",
             marker={"color": "#0072B2"},
-            text=[f"{found[name]:.0%}" for name in names],
+            text=[share_in_words(found[name]) for name in names],
             textposition="auto",
             textangle=0,
             hovertemplate="%{y}: %{x:.1%}<extra></extra>",
             showlegend=False,
         )
     )
-    lay_out(figure, title=title, x=x, y="", height=120 + 38 * len(names))
+    note = f"no difference was found in {', '.join(map(figure_text, alike))}" if alike else ""
+    lay_out(figure, title=title, note=note, x=x, y="", height=120 + 38 * len(names))
     figure.update_xaxes(tickformat=".0%", rangemode="tozero")
     figure.update_yaxes(autorange="reversed")
     return figure

@@ -13,7 +13,7 @@ from optuna_dsat.report.memory_belief import BelievedPeak
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH
-from optuna_dsat.words import bytes_in_words
+from optuna_dsat.words import bytes_in_words, share_in_words
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -84,7 +84,10 @@ def _note(points: Sequence[_MemoryPoint]) -> str:
 
     whose = "the belief was" if len(points) == 1 else f"half of the {len(points)} beliefs were"
     believed, formula = median(lambda peak: peak.believed_bytes), median(lambda peak: peak.formula_bytes)
-    return f"{whose} within {believed:.0%} of what was measured, of the formulas alone within {formula:.0%}"
+    return (
+        f"{whose} within {share_in_words(believed)} of what was measured, "
+        f"of the formulas alone within {share_in_words(formula)}"
+    )
 
 
 def _add_formulas(figure: go.Figure, points: Sequence[_MemoryPoint]) -> None:

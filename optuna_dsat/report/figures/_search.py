@@ -237,10 +237,9 @@ def micro_batches_figure(trials: Sequence[FrozenTrial]) -> go.Figure:
     _add_intervals(figure, rows)
     for says, (name, symbol, colour) in _MARKS.items():
         _add_tries(figure, rows, says, name=name, symbol=symbol, colour=colour)
+    which = "those with most launches" if len(rows) < len(lineages) else "those with more than one launch"
     note = (
-        ""
-        if len(rows) == len(launched)
-        else f"shown: {len(rows)} of {things_in_words(len(launched), 'row')}, those with most launches"
+        "" if len(rows) == len(launched) else f"shown: {len(rows)} of {things_in_words(len(launched), 'row')}, {which}"
     )
     lay_out(figure, title=title, note=note, x=x_title, y="", height=170 + 50 * len(rows))
     sizes = [one.size(t) for one in rows for t in one.launches]
