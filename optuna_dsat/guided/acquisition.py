@@ -34,6 +34,11 @@ class Acquisition:
     cost_s: Numbers
     """Expected seconds of the launch."""
 
+    def take(self, index: Numbers) -> Acquisition:
+        """Return the values at an index array, or where a mask says so."""
+        names = (one.name for one in fields(self) if one.name != "over")
+        return Acquisition(over=self.over, **{name: getattr(self, name)[index] for name in names})
+
     def joined(self, other: Acquisition) -> Acquisition:
         """Return these values followed by those of another, of gains over the same."""
         names = (one.name for one in fields(self) if one.name != "over")

@@ -18,9 +18,10 @@ heavy-tailed error (``optuna_dsat.guided.acquisition``): where the formula is wr
 micro-batch is larger than ``Problem.reach`` times the largest that ran.
 
 The search ends when no configuration has an expected improvement of at least ``min_gain`` (as in Jones et al. 1998) per
-launch, a launch being as long as one of the best configuration, and less than ``_WORTHWHILE`` such gains are left with
-90% probability (``remaining``). What one launch teaches is little where launches differ by much, and what many teach
-together is not.
+launch, a launch being as long as one of the best configuration, and less than ``_WORTHWHILE`` such gains, or less than
+launches of one configuration differ by, is left with 90% probability (``remaining``). Where launches differ by much,
+one teaches little and many together much; but what differs by less than the noise takes more launches to tell apart
+than it is worth. Where no launch pays by itself, long ones are not made.
 
 Launches in flight count as if measured at their predicted metric (the "kriging believer" of Ginsbourger et al. 2010),
 and no other launch of their lineages is proposed.
@@ -56,6 +57,8 @@ Numbers: TypeAlias = npt.NDArray[Any]
 
 _WORTHWHILE = 20
 """Launches that the search goes on for if all of them together may gain as much as each must be expected to."""
+_LONG = 2.0
+"""Seconds of a launch, relative to one of the best configuration, above which it has to pay by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,9 +248,10 @@ class GuidedPlanner:
         rows, sizes, acquisition = self._evaluated(posterior, self._open_rows(observations, fixed))
         if not len(rows):
             return None
-        best = int(np.argmax(acquisition.value))
-        if not acquisition.value[best] > 0 or self._is_enough(posterior, rows, sizes, acquisition):
+        rows, sizes, acquisition = self._worth_launching(posterior, rows, sizes, acquisition)
+        if not len(rows) or not acquisition.value.max() > 0:
             return None
+        best = int(np.argmax(acquisition.value))
         row = int(rows[best])
         return Candidate(
             params=self.problem.table.lineages[row],
@@ -257,11 +261,19 @@ class GuidedPlanner:
             fits=float(acquisition.fits[best]),
         )
 
-    def _is_enough(self, posterior: Posterior, rows: Numbers, sizes: Numbers, acquisition: Acquisition) -> bool:
-        """Whether too little is expected of the next launch, and of all that may follow, to go on."""
-        if posterior.gain_rate(acquisition) >= self.min_gain:
-            return False
-        return math.expm1(posterior.remaining(rows, sizes)) < _WORTHWHILE * self.min_gain
+    def _worth_launching(
+        self, posterior: Posterior, rows: Numbers, sizes: Numbers, acquisition: Acquisition
+    ) -> tuple[Numbers, Numbers, Acquisition]:
+        """Return the configurations that are worth a launch, alone or as one of many; none if the search is over."""
+        relative = posterior.relative_costs(acquisition)
+        if np.any(acquisition.gain >= self.min_gain * relative):
+            return rows, sizes, acquisition
+        short = relative <= _LONG
+        rows, sizes, acquisition = rows[short], sizes[short], acquisition.take(short)
+        least = max(_WORTHWHILE * self.min_gain, math.sqrt(posterior.residuals.noise_variance))
+        if not len(rows) or math.expm1(posterior.remaining(rows, sizes)) < least:
+            return rows[:0], sizes[:0], acquisition.take(np.arange(0))
+        return rows, sizes, acquisition
 
     def remaining(self, trials: Sequence[FrozenTrial]) -> float:
         """Return what is left to gain: the best configuration is better by less than this share with 90% probability.

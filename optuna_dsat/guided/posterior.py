@@ -406,17 +406,14 @@ class Posterior:
                 found |= (np.diag(kernel)[values] > 0) & ~np.isin(values, table.knobs[measured, place])
         return found
 
-    def gain_rate(self, acquisition: Acquisition) -> float:
-        """Return the largest expected improvement per launch, a launch being as long as one of the best configuration.
-
-        A configuration whose launch takes ten times as long must be expected to gain ten times as much.
-        """
+    def relative_costs(self, acquisition: Acquisition) -> Numbers:
+        """Return the seconds of launches relative to one of the best configuration; 0 before a metric was measured."""
         if self._incumbent is None:
-            return math.inf
-        points = self.residuals.points
+            return np.zeros(len(acquisition.cost_s))
         best = int(np.argmax(self.residuals.posterior_means))
-        usual_s = self._start_up_s + self._problem.profile_steps * float(points.latency[best])
-        return float((acquisition.gain * usual_s / acquisition.cost_s).max())
+        usual_s = self._start_up_s + self._problem.profile_steps * float(self.residuals.points.latency[best])
+        found: Numbers = acquisition.cost_s / usual_s
+        return found
 
     def remaining(self, rows: Numbers, sizes: Numbers) -> float:
         """Return what the best of some configurations gains over the incumbent, in the metric's logarithm.

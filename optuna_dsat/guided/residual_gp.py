@@ -62,7 +62,7 @@ _LIMITS = {
     "size": (-2, 4),
     "tile": (-2, 3),
     "doubt": (-2, 1),
-    "noise": (-2, 2),
+    "noise": (-2, 4),
 }
 """Least and largest power of ``_STEP`` of each group's factor."""
 _KNOB_LIMITS = (-3, 3)

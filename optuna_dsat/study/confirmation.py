@@ -5,6 +5,7 @@ What is launched next, and when it is enough, follows from the stored rounds: wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -26,13 +27,18 @@ from optuna_dsat.study.rounds import MIN_ROUNDS, RoundLaunch, Rounds, order_of_r
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.speeds import Speeds
 from optuna_dsat.study.substitutes import refuted, with_next_best, without_failed
-from optuna_dsat.study.verdict import Verdict, verdict_of
+from optuna_dsat.study.verdict import Verdict, VerdictKind, verdict_of
 from optuna_dsat.trials import attributes
 
 __all__ = ["SEARCH_SHARE", "Confirmation", "is_known", "next_in_rounds", "staying"]
 
 SEARCH_SHARE = 0.25
-"""Share of the search's device time that rounds beyond the first few may take unless ``--confirm-time`` says more."""
+"""Share of the search's device time that rounds beyond the first few may take unless ``--confirm-time`` says more.
+
+All of it where only the small number of rounds leaves open whether the best is faster than the user's config.
+"""
+_NEARLY_SURE = 2.0
+"""Standard errors by which it then is faster."""
 _MOST_ROUNDS = 100
 _FEWEST_DEGREES = 3
 """Degrees of freedom from which on the noise of the rounds says how well a launch's step time has to be known."""
@@ -234,7 +240,8 @@ def next_in_rounds(
         rounds: What was launched so far.
         trials: All trials.
         spec: The study.
-        allowed_s: Device seconds that rounds beyond the first few may take where ``--confirm-time`` is not given.
+        allowed_s: Device seconds that rounds beyond the first few may take where ``--confirm-time`` is not given, and
+            the best is not nearly known to be faster than the user's config.
     """
     if not rounds.chosen or (spec.confirm_time_s is not None and rounds.spent_s >= spec.confirm_time_s):
         return None
@@ -281,8 +288,20 @@ def _is_enough(
     values = rounds.values()
     if any(len(values.get(number, {})) < MIN_ROUNDS for number in numbers):
         return not numbers
+    if _is_nearly_sure(_verdict(rounds, trials, spec)):
+        allowed_s /= SEARCH_SHARE
     late = spec.confirm_time_s is None and rounds.spent_s >= allowed_s
     return late or is_known(rounds, trials, spec=spec)
+
+
+def _is_nearly_sure(verdict: Verdict | None) -> bool:
+    """Whether a config that is not handed over is faster by two standard errors: a few rounds more will show it."""
+    if verdict is None or verdict.kind is not VerdictKind.NOT_CONFIRMED:
+        return False
+    ratio, noise = verdict.best_ratio, verdict.noise
+    if ratio is None or noise is None:
+        return False
+    return math.log(ratio.value) > _NEARLY_SURE * noise.relative_sd * math.sqrt(2 / ratio.rounds)
 
 
 def is_known(rounds: Rounds, trials: Sequence[FrozenTrial], *, spec: StudySpec) -> bool:

@@ -18,6 +18,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from optuna_dsat.guided import planner as planner_module
 from optuna_dsat.guided.candidates import CandidateTable
 from optuna_dsat.guided.planner import GuidedPlanner
+from optuna_dsat.guided.posterior import Posterior
 from optuna_dsat.guided.problem import Problem
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.samplers import GuidedSampler
@@ -217,6 +218,28 @@ def test_where_one_launch_teaches_little_a_search_goes_on_while_much_may_be_left
         monkeypatch.setattr(planner_module, "_WORTHWHILE", worthwhile)
         again = GuidedPlanner(planner.problem, min_gain=least)
         assert (again.next(study.trials) is not None) == goes_on
+
+
+def test_where_no_launch_pays_by_itself_no_long_one_is_made(
+    kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search went on for what may be left in all, and launched thirteen times the best's micro-batch."""
+    monkeypatch.setattr(Posterior, "remaining", lambda *_: math.inf)
+    problem = Problem(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=small_space())
+    study = guided(kit, GuidedPlanner(problem))
+    Machine(overhead_s=0.01).run(study, 8)
+    posterior = Posterior(problem, problem.table.observations_of_trials(study.trials), samples_limit=None)
+
+    def relative_cost(limit: float) -> float:
+        monkeypatch.setattr(planner_module, "_LONG", limit)
+        found = GuidedPlanner(problem, min_gain=1e9).next(study.trials)
+        assert found is not None
+        row = problem.table.row_index(found.params)
+        acquisition = posterior.acquisition(np.array([row]), np.array([found.micro_batch]))
+        return float(posterior.relative_costs(acquisition)[0])
+
+    usual = relative_cost(math.inf)
+    assert relative_cost(0.5 * usual) <= 0.5 * usual
 
 
 def test_nothing_is_launched_beside_what_flies_where_nothing_else_promises_a_gain(kit: SimpleNamespace) -> None:

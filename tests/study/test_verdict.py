@@ -337,6 +337,17 @@ def test_the_time_for_rounds_is_limited_after_three_or_as_given() -> None:
     assert next_in_rounds(chosen_again, TRIALS, spec=spec(confirm_time_s=20.0), allowed_s=0.0) is not None
 
 
+def test_rounds_take_longer_where_only_their_small_number_leaves_a_large_gain_open() -> None:
+    """Launches that differ by an eighth: two standard errors ahead, and the user's own config was handed over."""
+    noisy = rounds_of({OWN: [65.3, 50.3, 56.1], 1: [75.6, 87.2, 88.5]})
+    assert judged(TRIALS[:2], noisy).kind is VerdictKind.NOT_CONFIRMED
+    assert next_in_rounds(noisy, TRIALS, spec=spec(), allowed_s=16.0) is not None, "a quarter of 64 s"
+    assert next_in_rounds(noisy, TRIALS, spec=spec(), allowed_s=15.0) is None, "no longer than the search"
+    assert next_in_rounds(noisy, TRIALS, spec=spec(confirm_time_s=50.0), allowed_s=16.0) is None
+    open_gain = rounds_of({OWN: [10.0, 9.0, 11.0], 1: [12.0, 8.9, 11.4]})
+    assert next_in_rounds(open_gain, TRIALS, spec=spec(), allowed_s=16.0) is None
+
+
 def test_finalists_are_the_best_an_equal_of_a_smaller_batch_and_the_best_at_the_users_batch() -> None:
     trials = [
         trial(OWN, 73.0), trial(1, 147.0, micro_batch=112), trial(2, 146.9, micro_batch=110),
