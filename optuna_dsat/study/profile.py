@@ -278,6 +278,7 @@ def measure_profile(
     tried: list[str] = []
     pipeline = only_zero_3 = False
     attempts, launches, least, accumulation = deque(profile_attempts(spec)), 0, 1, 1
+    told: Mapping[str, Sequence[Any]] = {}
     while attempts:
         attempt = attempts.popleft().with_least(least, accumulation)
         stage = None if attempt.structure is None else attempt.structure.stage
@@ -293,11 +294,16 @@ def measure_profile(
             batch = find_batch_rule(spec, launcher, record, overlay=request.overlay, on_report=on_report, wait=wait)
             trainer = find_trainer(spec, launcher, record, overlay=request.overlay, on_report=on_report, wait=wait)
             found = _profiled(attempt, record, record.profile, record.engine, batch=batch, trainer=trainer)
-            found = replace(found, option_defaults=_mapped_defaults(spec, record))
+            found = replace(
+                found,
+                option_defaults=_mapped_defaults(spec, record),
+                config_differences=_with_batch_sizes(found.config_differences, told=told),
+            )
             return replace(found, only_zero_3=only_zero_3, least_micro_batch=least)
         only_zero_3 |= record.needs_zero_3 and 3 in spec.zero_stages
         if not (report.outcome.infeasible or (record.needs_zero_3 and only_zero_3)):
             own = _own_batch(spec, record)
+            told = told or (record.engine.config_differences if record.engine is not None else {})
             if own.gradient_accumulation_steps > attempt.accumulation:
                 accumulation = own.gradient_accumulation_steps
             elif own.micro_batch > attempt.micro_batch:
@@ -328,6 +334,19 @@ def _request(spec: StudySpec, attempt: ProfileAttempt, *, number: int) -> Launch
         start_profile_step=1,
         end_profile_step=_PROFILE_END_STEP,
     )
+
+
+def _with_batch_sizes(found: Mapping[str, Sequence[Any]], *, told: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    """Return a launch's differences from the user's config with the batch sizes that a failed launch told.
+
+    A launch at the script's own batch sizes shows no difference in them.
+
+    Args:
+        found: What the script passes -> (its value, the file's), at the sizes of the launch that was measured.
+        told: The same of the launch that failed, at other sizes.
+    """
+    sizes = (ds_config.MICRO_BATCH, ds_config.GRADIENT_ACCUMULATION)
+    return {**{key: told[key] for key in sizes if key in told}, **found}
 
 
 def _own_batch(spec: StudySpec, record: LaunchRecord) -> ds_config.BatchTriangle:

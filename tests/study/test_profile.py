@@ -215,6 +215,17 @@ def test_the_users_own_micro_batch_is_the_one_that_the_script_means(bench: Study
     assert profile._own_batch(spec, SimpleNamespace(engine=None)).micro_batch == 1  # type: ignore[arg-type]
 
 
+def test_batch_sizes_that_only_a_failed_launch_told_are_kept() -> None:
+    told: dict[str, list[Any]] = {
+        "gradient_accumulation_steps": [2, 1],
+        "train_micro_batch_size_per_gpu": [8, None],
+        "optimizer.type": ["A", 0],
+    }
+    found: dict[str, list[Any]] = {"optimizer.type": ["B", None], "train_micro_batch_size_per_gpu": [6, None]}
+    assert profile._with_batch_sizes(found, told=told) == {**found, "gradient_accumulation_steps": [2, 1]}
+    assert profile._with_batch_sizes(found, told={}) == found
+
+
 @pytest.mark.parametrize(
     ("framework", "hint"),
     [
