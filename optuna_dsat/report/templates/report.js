@@ -6,6 +6,7 @@ const optunaDsat = (() => {
   const PRINT_WIDTH = 660;  // px of an A4 page between its margins, at 96 px an inch, and some room
   const NARROW = 620;
   const MOST_TICKS = 6;
+  const BLANK = "\u00a0";  // empty texts lose others when a figure is drawn again
   let printing = false;
 
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -158,7 +159,7 @@ const optunaDsat = (() => {
     for (const trace of texts) trace.text = [...trace.text];
     for (const { trace, at, x, y } of places.sort((one, other) => one.x - other.x)) {
       const room = 7 * String(trace.text[at]).length + 3;
-      if (last.has(y) && (x - last.get(y)) * scale < room) trace.text[at] = "";
+      if (last.has(y) && (x - last.get(y)) * scale < room) trace.text[at] = BLANK;
       else last.set(y, x);
     }
   };
