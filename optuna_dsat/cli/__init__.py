@@ -12,8 +12,9 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, NoReturn, TextIO
 
 import typer
 from typer.core import TyperGroup
@@ -90,15 +91,30 @@ def _commands() -> TyperGroup:
     return group
 
 
+def _tell(text: str) -> None:
+    """Say why the command ends; the exit code says it, too, where nobody reads that."""
+    with _unwritable_stderr_ignored():
+        say_prose(f"optuna-dsat: {text}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _unwritable_stderr_ignored() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError):
+        _drop(sys.stderr)
+
+
 def _report(error: DsatError) -> None:
     text = hidden_text(str(error))
     shown = one_line(text, limit_chars=LINE_CHARS) if isinstance(error, UsageError) else text
-    say_prose(f"optuna-dsat: {shown}", file=sys.stderr)
+    _tell(shown)
     if isinstance(error, ScriptFailedError):
-        if error.traceback_tail:
-            say(f"\n{shortened(hidden_text(error.traceback_tail.rstrip()), TEXT_CHARS)}", file=sys.stderr)
-        if error.log_path:
-            say(f"\nFull log: {error.log_path}", file=sys.stderr)
+        with _unwritable_stderr_ignored():
+            if error.traceback_tail:
+                say(f"\n{shortened(hidden_text(error.traceback_tail.rstrip()), TEXT_CHARS)}", file=sys.stderr)
+            if error.log_path:
+                say(f"\nFull log: {error.log_path}", file=sys.stderr)
 
 
 def _failed_file(error: OSError) -> str:
@@ -117,10 +133,10 @@ def _open_streams() -> None:
             setattr(sys, name, os.fdopen(descriptor, mode, closefd=False))
 
 
-def _drop_stdout() -> None:
-    """Lose what was not written to stdout, which would fail again when the interpreter exits."""
+def _drop(stream: TextIO) -> None:
+    """Lose what was not written to a stream, which would fail again when the interpreter exits."""
     with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _check_folder() -> None:
@@ -167,19 +183,22 @@ def main(argv: list[str] | None = None) -> NoReturn:
         if error.format_message():  # empty if the help was shown instead
             text = one_line(error.format_message().rstrip("."), limit_chars=LINE_CHARS)
             end = "" if text.endswith(("?", "!")) else "."
-            say_prose(f"optuna-dsat: {text}{end}{remedy}", file=sys.stderr)
+            _tell(f"{text}{end}{remedy}")
         sys.exit(error.exit_code)
     except BrokenPipeError:  # the reader of stdout, such as `head`, has closed it
-        _drop_stdout()
+        _drop(sys.stdout)
         sys.exit(EXIT_NO_READER)
+    except MemoryError:
+        _tell("The machine, or the limit of this shell (ulimit -v), has no memory left for the command itself.")
+        sys.exit(DsatError.exit_code)
     except OSError as error:
         if error.errno in _ERRORS_OF_PATHS:
             what = "" if error.filename is None else f"{error.filename}: "
-            say_prose(f"optuna-dsat: {one_line(f'{what}{error.strerror}.', limit_chars=LINE_CHARS)}", file=sys.stderr)
+            _tell(one_line(f"{what}{error.strerror}.", limit_chars=LINE_CHARS))
             sys.exit(UsageError.exit_code)
         # else a disk that fails where nobody expects it
-        say_prose(f"optuna-dsat: {_failed_file(error)}", file=sys.stderr)
-        _drop_stdout()
+        _tell(_failed_file(error))
+        _drop(sys.stdout)
         sys.exit(EXIT_STORAGE)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(EXIT_INTERRUPTED)

@@ -29,6 +29,7 @@ from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
 from optuna_dsat.errors import StudyConflictError, UsageError
+from optuna_dsat.runtime.plain_text import storable
 from optuna_dsat.store.database import Database
 from optuna_dsat.store.tables import ClaimRow, HeartbeatRow, LaunchRow, StepRow, StudyRow
 from optuna_dsat.store.typed_rows import check_row, wrong_value
@@ -224,6 +225,8 @@ class Registry:
             .order_by(StudyModel.study_id)
         )
         if name is not None:
+            if storable(name) != name:  # no database can be asked for it
+                return {}
             query = query.where(StudyModel.study_name == name)
         rows = self._database.run(lambda session: session.execute(query).all(), read_only=True)
         return {study: text.strip('"') for study, text in rows}

@@ -15,10 +15,11 @@ import pytest
 
 from optuna_dsat.config.documents import read_document
 from optuna_dsat.errors import UsageError
+from optuna_dsat.store import Store
 from tests.cli.test_bad_input import GOOD
-from tests.harness.entry_points import Run, run_here
+from tests.harness.entry_points import Run, bench, run_here
 
-__all__ = ["run_here"]
+__all__ = ["bench", "run_here"]
 
 DIGITS = "9" * 5000
 BOMB = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
@@ -181,8 +182,32 @@ def test_a_folder_that_is_gone_and_streams_that_are_closed_or_full(tmp_path: Pat
         (f"cd {gone} && rmdir {gone} && {command} studies", 2, "working directory was deleted"),
         (f"{command} --version >/dev/full", 5, "No space left"),
         (f"{command} --version >&-", 0, ""),
+        (f"{command} --nonsense 2>/dev/full", 2, ""),
+        (f"{command} studies --storage nonsense >/dev/full 2>&1", 2, ""),
     ):
         done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=False, cwd=tmp_path)
         assert done.returncode == code, done.stderr
         assert said in done.stderr
         assert len(done.stderr.splitlines()) == bool(said)
+
+
+def test_no_memory_is_told_in_one_line(run_here: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def exhausted(*_: object, **_options: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("optuna_dsat.cli.file_of", exhausted)
+    done = run_here("studies")
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "no memory left" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["show", "trials", "best", "explain", "export", "report", "resume", "worker"])
+@pytest.mark.usefixtures("bench")
+def test_a_name_that_no_database_can_hold_is_no_studys(run_here: Run, command: str) -> None:
+    with Store.open("sqlite:///optuna-dsat.db") as store:
+        store.create_study("one", {})
+    done = run_here(command, os.fsdecode(b"\xff\xfe"))
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "There is no study" in done.stderr
