@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from optuna_dsat.cli.tables import console_of
 from optuna_dsat.escape.terminal import say_prose
 from optuna_dsat.tuning.locations import DEFAULT_OUTPUT_DIR, OUTPUT_DIR_ENV, STORAGE_ENV
 
@@ -125,11 +126,10 @@ def _of_nodes(
 
 
 def _print(findings: Sequence[Finding]) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(highlight=False)
+    console = console_of()
     for area in dict.fromkeys(finding.area for finding in findings):
         console.print(Text(area.capitalize(), style="bold"))
         table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))

@@ -357,9 +357,11 @@ def _print_scaling(found: Sequence[AtCount], *, whose: str) -> None:
             )
     say_prose(f"\nHow many {whose}s are worth it, each number with what is predicted to be fastest on it:")
     print_table(headings, rows, right=headings[:-1])
+    option = "--gpus-per-trial" if whose == "GPU" else "--cpu-ranks"
+    counts = " ".join(str(one.devices) for one in found)
     say_prose(
         f"Scaling is samples/s per {whose} over those of the first that fits; the global batch grows with the "
-        f"{whose}s. Measure it: `{'--gpus-per-trial' if whose == 'GPU' else '--cpu-ranks'} 1 2 4 8` with any search.\n"
+        f"{whose}s. Measure it: `{option} {counts}` with any search.\n"
     )
 
 

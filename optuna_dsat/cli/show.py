@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
-from optuna_dsat.cli.tables import print_table
+from optuna_dsat.cli.tables import console_of, print_table
 from optuna_dsat.escape.terminal import say, say_prose
 from optuna_dsat.metrics import shares_of_linear
 from optuna_dsat.study.result import StudyResult
@@ -123,7 +121,7 @@ def show_preview(spec: StudySpec) -> None:
     from optuna_dsat.words import choices_in_words, combinations_in_words
 
     found = preview(spec)
-    console = Console(highlight=False)
+    console = console_of()
     say_prose("Search space (bucket sizes are capped by the model's size after the profile launch):")
     rows = [
         (row.knob, row.role, row.where, choices_in_words(row.choices, as_range=row.is_range))

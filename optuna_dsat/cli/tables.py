@@ -6,11 +6,14 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from optuna_dsat.escape.terminal import cell, one_line, say
 
-__all__ = ["UNBOUNDED", "print_table"]
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["UNBOUNDED", "console_of", "print_table"]
 
 UNBOUNDED = 10_000
 """Width in characters at which no line is folded."""
@@ -46,7 +49,6 @@ def print_table(
     if sum(least) + _BETWEEN * (len(headings) - 1) > width:
         _print_paragraphs(headings, shown, width=width)
         return
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(show_edge=False, pad_edge=False)
@@ -55,7 +57,20 @@ def print_table(
         table.add_column(cell(heading), overflow="fold", justify=justify, min_width=cells)
     for row in shown:
         table.add_row(*map(cell, row))
-    Console(highlight=False, width=width).print(table)
+    console_of(width).print(table)
+
+
+def console_of(width: int | None = None) -> Console:
+    """Return a console for stdout.
+
+    Args:
+        width: Columns; None for those of the terminal.
+    """
+    from rich.console import Console
+
+    size = shutil.get_terminal_size()
+    # Without a height, too, rich takes 80 columns where TERM is dumb.
+    return Console(highlight=False, width=width or size.columns, height=size.lines)
 
 
 def _longest_word(texts: Iterable[str]) -> int:

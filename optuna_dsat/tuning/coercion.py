@@ -36,8 +36,7 @@ def coerced(name: str, value: Any, kind: Any, *, alone: bool = True) -> Any:
         found = _as(name, value, one, alone=alone)
         if found is not _NO:
             return found
-    hint = f", such as {value.split()!r}" if isinstance(value, str) and _takes_many(kind) else ""
-    raise TypeError(f"{name} must be {_expected(kind)}{hint}; got {_shown(value)}.")
+    raise TypeError(f"{name} must be {_expected(kind)}{_example(value, kind)}; got {_shown(value)}.")
 
 
 def _alternatives(kind: Any) -> Sequence[Any]:
@@ -47,8 +46,16 @@ def _alternatives(kind: Any) -> Sequence[Any]:
     return [kind]
 
 
-def _takes_many(kind: Any) -> bool:
-    return any(get_origin(one) is Sequence for one in _alternatives(kind))
+def _example(value: Any, kind: Any) -> str:
+    """Return the list that a text was probably meant to be, in words; empty if it is none."""
+    many = [get_args(one)[0] for one in _alternatives(kind) if get_origin(one) is Sequence]
+    if not isinstance(value, str) or not many:
+        return ""
+    try:
+        listed = value.split() if many[0] is str else [many[0](word) for word in value.replace(",", " ").split()]
+    except ValueError:
+        return ""
+    return f", such as {listed!r}" if listed else ""
 
 
 def _as(name: str, value: Any, kind: Any, *, alone: bool) -> Any:

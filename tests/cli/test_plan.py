@@ -88,6 +88,8 @@ def test_a_plan_of_a_hugging_face_config(tmp_path: Path, run_here: Run) -> None:
     done = run_here("plan", *machine)
     assert "llama, 8.03 B parameters: 32 layers" in done.stdout
     assert "How many GPUs are worth it" in done.stdout
+    fewer = " ".join(run_here("plan", *machine, "--gpus", "4").stdout.split())
+    assert "`--gpus-per-trial 1 2 4` with any search" in fewer
     whole, adapted = (
         json.loads(run_here("plan", *machine, "--json", *more).stdout) for more in ((), ("--trainable-share", "0.5%"))
     )

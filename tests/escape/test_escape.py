@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from markdown_it import MarkdownIt
 
-from optuna_dsat.cli.tables import print_table
+from optuna_dsat.cli.tables import console_of, print_table
 from optuna_dsat.escape.html import figure_text, safe_figure
 from optuna_dsat.escape.markdown import Markdown, code, fenced, literal, table
 from optuna_dsat.escape.paths import OutsideError, held_inside
@@ -156,6 +156,18 @@ def test_a_table_that_is_too_wide_is_a_paragraph_for_each_row(screen: Screen) ->
     assert "  best" in lines
     assert max(map(len, lines)) < 60
     assert {"stage3_max_live_parameters=5e8,", "stage3_param_persistence_threshold=1e5"} <= set(" ".join(lines).split())
+
+
+def test_a_table_is_as_wide_as_a_terminal_that_cannot_move_its_cursor(
+    screen: Screen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    with redirect_stdout(screen):
+        print_table(("GPUs", "with"), [(1, "ZeRO 3 + parameter offload and optimizer offload, micro-batch 18")])
+        console_of().print("one two three four " * 5)
+    lines = [line.rstrip() for line in screen.getvalue().splitlines()]
+    assert "micro-batch" in screen.getvalue()
+    assert max(map(len, lines)) <= 60
 
 
 def test_no_word_of_a_table_is_cut(screen: Screen) -> None:

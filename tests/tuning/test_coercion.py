@@ -61,8 +61,9 @@ def test_a_value_is_taken_as_the_type_says(value: Any, kind: Any, taken: Any) ->
         (
             "1,2",
             STAGES,
-            r"it must be a list of whole numbers or a whole number, such as \['1,2'\]; got '1,2' \(str\)\.",
+            r"it must be a list of whole numbers or a whole number, such as \[1, 2\]; got '1,2' \(str\)\.",
         ),
+        ("two", STAGES, r"it must be a list of whole numbers or a whole number; got 'two' \(str\)\."),
         ([1, "2"], STAGES, r"it\[1\] must be a whole number; got '2' \(str\)\."),
         (True, STAGES, r"it must be a list of whole numbers or a whole number; got True \(bool\)\."),
         ([True], STAGES, r"it\[0\] must be a whole number; got True \(bool\)\."),
