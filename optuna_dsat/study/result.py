@@ -222,7 +222,8 @@ def trainable_config(config: Mapping[str, Any], *, world_size: int) -> dict[str,
 def complete_config(trial: FrozenTrial, *, slots: int, space: SearchSpace) -> dict[str, Any]:
     """Return a trial's DeepSpeed config without any tuning key and with all batch sizes.
 
-    Settings that change nothing are left out (``SearchSpace.without_idle``), unless it is the user's own config.
+    Settings that change nothing are left out (``SearchSpace.without_idle``), unless it is the user's own config. What
+    launches allow for the script's own optimizer under offload is allowed by the config, too.
 
     Args:
         trial: A trial that was launched.
@@ -233,7 +234,13 @@ def complete_config(trial: FrozenTrial, *, slots: int, space: SearchSpace) -> di
 
     ranks = attributes.data_parallel_size(trial, slots=slots)
     config = trainable_config(trial.user_attrs[attributes.CONFIG], world_size=ranks)
-    return config if trial.user_attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG else space.without_idle(config)
+    if trial.user_attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG:
+        return config
+    complete = space.without_idle(config)
+    offload = ds_config.zero_section(complete).get("offload_optimizer") or {}
+    if space.allow_untested_optimizer and offload.get("device", "none") != "none":
+        complete = {"zero_force_ds_cpu_optimizer": False, **complete}
+    return complete
 
 
 def write_best(directory: Path, config: Mapping[str, Any], metrics: Mapping[str, Any]) -> tuple[Path, Path]:

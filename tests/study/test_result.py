@@ -4,9 +4,11 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 
-from optuna_dsat.study.result import learning_rate_advice, training_command
+from optuna_dsat.config.space_builder import SpaceRequest, build_space
+from optuna_dsat.study.result import complete_config, learning_rate_advice, training_command
 from optuna_dsat.study.spec import StudySpec, make_spec
 
 BEST = Path("/out/best_ds_config.json")
@@ -86,3 +88,16 @@ def test_a_deepspeed_config_in_yaml_that_the_script_reads_is_in_the_command(tmp_
     command, names_config = training_command(found, {**own, "train_micro_batch_size_per_gpu": 8}, tmp_path / BEST.name)
     assert names_config
     assert command.endswith(f"/project/train.py --config={tmp_path}/best_ds.yml")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "device", "allowed"), [(None, "cpu", False), (None, None, None), ({"type": "AdamW"}, "cpu", None)]
+)
+def test_the_best_config_allows_the_scripts_own_optimizer_under_offload_as_its_launch_did(
+    optimizer: dict[str, Any] | None, device: str | None, allowed: bool | None
+) -> None:
+    own: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4} | ({"optimizer": optimizer} if optimizer else {})
+    zero = {"stage": 1, **({"offload_optimizer": {"device": device}} if device else {})}
+    trial = optuna.trial.create_trial(value=1.0, user_attrs={"config": {**own, "zero_optimization": zero}})
+    space = build_space(SpaceRequest(ds_config=own, zero_stages=(1, 2)))
+    assert complete_config(trial, slots=2, space=space).get("zero_force_ds_cpu_optimizer") is allowed
