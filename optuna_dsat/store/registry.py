@@ -172,19 +172,21 @@ class Registry:
         Raises:
             UsageError: If there is no such study, or it was not created by optuna-dsat.
         """
-        record = self.find(name)
-        if record is None:
-            raise UsageError(f"There is no study '{name}' in {self._database.shown} (see `optuna-dsat studies`).")
+        begun: list[str] = []
 
         def work() -> None:
-            if self.find(name) is not None:
+            record = self.find(name)
+            if record is None and not begun:
+                raise UsageError(f"There is no study '{name}' in {self._database.shown} (see `optuna-dsat studies`).")
+            if record is not None:
+                begun.append(record.uuid)
                 study_id = self._storage.get_study_id_from_name(name)
                 try:
                     self._storage.delete_study(study_id)
                 except (ValueError, LookupError):  # Optuna reads what it deletes: a date, a state may have been altered
                     self._database.run(lambda session: _delete_trials(session, study_id))
                     self._storage.delete_study(study_id)
-            self._database.run(lambda session: _delete_rows(session, [record.uuid]))
+            self._database.run(lambda session: _delete_rows(session, begun))
 
         self._database.exclusively("delete a study", work)
 

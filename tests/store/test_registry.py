@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import replace
 
 import optuna
@@ -209,3 +211,23 @@ def test_a_claim_is_one_trials_until_it_is_released(store: Store) -> None:
         assert store.claim("study", key, 1), "a claim in another study changes nothing"
         store.release_claim("study", key)
         assert store.claim("study", key, 2)
+
+
+def test_a_study_that_is_deleted_by_two_at_once_is_deleted_by_one(store: Store) -> None:
+    store.create_study("twice", {})
+    said: list[str] = []
+
+    def delete() -> None:
+        try:
+            store.delete_study("twice")
+        except UsageError as error:
+            said.append(str(error))
+
+    both = [threading.Thread(target=delete) for _ in range(2)]
+    with store._database.exclusive("let both wait"):
+        for one in both:
+            one.start()
+        time.sleep(0.3)
+    for one in both:
+        one.join()
+    assert [text.split(" in ")[0] for text in said] == ["There is no study 'twice'"]
