@@ -38,7 +38,9 @@ def _remove_state_home(owner: int = os.getpid()) -> None:
 ROOT = Path(__file__).parents[1]
 THIRD_PARTY_VARIABLES = ("PYTEST_", "PYTORCH_NVML_BASED_CUDA_CHECK", "KMP_", "TORCHINDUCTOR_", "TRITON_")
 """Prefixes of variables that pytest, or a library on import, sets for the whole process."""
-TOOL_FOLDERS = frozenset({"__pycache__", ".cache", ".mypy_cache", ".pytest_cache", ".ruff_cache", ".coverage"})
+TOOL_FOLDERS = frozenset(
+    {"__pycache__", ".cache", ".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", ".coverage"}
+)
 LAUNCHES = "launches"
 """The group of tests, run by one worker of xdist one after the other, that start real launches or look at those of the
 whole machine: what belongs to a tuner that is gone, how busy a process is.
