@@ -149,8 +149,8 @@ class Session:
             left = method.remaining(study.get_trials(deepcopy=False))
             if math.isfinite(left):
                 self._context.say(
-                    f"By what its launches measured, the search is within {max(left, 0.001):.1%} of the best there is "
-                    "(with 90% probability)."
+                    f"By what the search measured, nothing is more than {max(left, 0.001):.1%} better than what it "
+                    "found (with 90% probability)."
                 )
         return reason
 
