@@ -14,8 +14,6 @@ from optuna.trial import FrozenTrial
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.launch.protocol import LaunchReport
-from optuna_dsat.runtime.atomic_write import write_text_atomic
-from optuna_dsat.secrecy.shapes import find_secrets
 from optuna_dsat.store import Turn, TurnLostError
 from optuna_dsat.study.confirmation import Confirmation
 from optuna_dsat.study.context import StudyContext
@@ -34,6 +32,7 @@ from optuna_dsat.study.result import (
     metrics_file,
     training_command,
     write_best,
+    write_settings,
 )
 from optuna_dsat.study.rounds import Rounds
 from optuna_dsat.study.space import objective, space_of
@@ -206,7 +205,7 @@ class Conclusion:
         with self._storing("store the result"):
             config_path, metrics_path = write_best(spec.study_dir, config, file)
             if settings is not None:
-                write_text_atomic(settings.path, settings.text, mode=0o600 if find_secrets(settings.text) else None)
+                write_settings(settings, complete)
             self._study.set_user_attr(attributes.WINNER, trial.number)
             self._study.set_user_attr(attributes.END_REASON, self._reason.value)
         command, names_config = training_command(

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.errors import StorageUrlError
+from optuna_dsat.runtime.atomic_write import write_text_atomic
 from optuna_dsat.script.arg_mapping import map_arguments
 from optuna_dsat.script.config_copy import ConfigCopy, config_copy
 from optuna_dsat.script.settings_file import SettingsCopy, names_file, settings_copy
 from optuna_dsat.script.trial_class import CHECKPOINTS, RUNNER, complete_training, train_command
 from optuna_dsat.secrecy.references import names_in, resolved, shell_join
+from optuna_dsat.secrecy.shapes import find_secrets
 from optuna_dsat.study.cluster_command import cluster_training_command
 from optuna_dsat.study.finalists import Finalist
 from optuna_dsat.study.spec import ScriptSpec, StudySpec
@@ -41,6 +43,7 @@ __all__ = [
     "training_command",
     "trial_row",
     "write_best",
+    "write_settings",
 ]
 
 BEST_CONFIG = "best_ds_config.json"
@@ -271,6 +274,12 @@ def best_settings(spec: StudySpec, config: Mapping[str, Any], directory: Path) -
     if whole is not None:
         return whole
     return settings_copy(source, config, args=script.args, cwd=script.cwd, folder=directory)
+
+
+def write_settings(copy: SettingsCopy, config: Mapping[str, Any]) -> None:
+    """Write the copy of a settings file; nobody else may read it where it has the values of a config's references."""
+    private = bool(names_in(config) or find_secrets(copy.text))
+    write_text_atomic(copy.path, copy.text, mode=0o600 if private else None)
 
 
 _ADAPTIVE = frozenset({"adam", "adamw", "lamb", "lion", "adagrad", "onebitadam", "zerooneadam", "onebitlamb"})

@@ -8,7 +8,8 @@ import optuna
 import pytest
 
 from optuna_dsat.config.space_builder import SpaceRequest, build_space
-from optuna_dsat.study.result import complete_config, learning_rate_advice, training_command
+from optuna_dsat.script.settings_file import SettingsCopy
+from optuna_dsat.study.result import complete_config, learning_rate_advice, training_command, write_settings
 from optuna_dsat.study.spec import StudySpec, make_spec
 
 BEST = Path("/out/best_ds_config.json")
@@ -101,3 +102,11 @@ def test_the_best_config_allows_the_scripts_own_optimizer_under_offload_as_its_l
     trial = optuna.trial.create_trial(value=1.0, user_attrs={"config": {**own, "zero_optimization": zero}})
     space = build_space(SpaceRequest(ds_config=own, zero_stages=(1, 2)))
     assert complete_config(trial, slots=2, space=space).get("zero_force_ds_cpu_optimizer") is allowed
+
+
+@pytest.mark.parametrize(("key", "mode"), [("${OPTUNA_DSAT_SECRET_TRACKER_KEY}", 0o600), ("none", 0o644)])
+def test_a_copy_with_the_value_of_a_reference_is_read_by_nobody_else(tmp_path: Path, key: str, mode: int) -> None:
+    copy = SettingsCopy(original=Path("ds.yml"), path=tmp_path / "best_ds.yml", text="tracker: {team: blue}\n")
+    write_settings(copy, {"tracker": {"key": key}})
+    assert copy.path.read_text() == copy.text
+    assert copy.path.stat().st_mode & 0o777 == mode
