@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "words": {"config", "metrics"},
     "trials": {"config", "outcome"},
     "cost": {"config", "errors", "runtime"},
-    "script": {"config", "errors", "runtime"},
+    "script": {"config", "errors", "runtime", "secrecy"},
     "pruners": {"trials", "words"},
     "guided": GROUND | PURE,
     "samplers": {"trials", "guided"},

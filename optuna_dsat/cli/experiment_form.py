@@ -14,7 +14,7 @@ from optuna_dsat.script.experiment import Experiment, read_experiment
 from optuna_dsat.tuning.locations import DEFAULT_OUTPUT_DIR, DEFAULT_STORAGE, OUTPUT_DIR_ENV, STORAGE_ENV
 from optuna_dsat.tuning.parse import NO_CONFIG
 
-__all__ = ["is_experiment", "unfold_experiment"]
+__all__ = ["is_experiment", "kept_places", "unfold_experiment"]
 
 _SUFFIXES = (".yaml", ".yml")
 _DEVICE_OPTIONS = ("--gpus-per-trial", "--cpu-ranks")
@@ -48,7 +48,7 @@ def unfold_experiment(words: Sequence[str], *, own: Sequence[str], known: frozen
         further, rest = further[: further.index("--")], further[further.index("--") + 1 :]
     given = [*own, *further]
     experiment = read_experiment(file)
-    arguments = [*_settings(experiment, given=given, known=known), *_places(cwd, folder, given=given), *given]
+    arguments = [*_settings(experiment, given=given, known=known), *kept_places(cwd, folder, given=given), *given]
     os.chdir(folder)
     named = os.path.relpath(file, folder)
     for note in _notes(experiment, known=known):
@@ -68,8 +68,8 @@ def _settings(experiment: Experiment, *, given: Sequence[str], known: frozenset[
     return settings
 
 
-def _places(cwd: Path, folder: Path, *, given: Sequence[str]) -> list[str]:
-    """Return options that keep output and database in ``cwd``, if the model directory is another."""
+def kept_places(cwd: Path, folder: Path, *, given: Sequence[str]) -> list[str]:
+    """Return options that keep output and database in ``cwd``, if a search runs in another folder."""
     if folder == cwd.resolve():
         return []
     from optuna_dsat.cli.options_file import find_options

@@ -10,15 +10,19 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from optuna_dsat.cli.catalogue import SEARCHES
-from optuna_dsat.cli.experiment_form import is_experiment, unfold_experiment
+from optuna_dsat.cli.experiment_form import is_experiment, kept_places, unfold_experiment
 from optuna_dsat.cli.options_file import OPTIONS_ENV, file_of
 from optuna_dsat.escape.terminal import say_prose
 from optuna_dsat.script.launch_command import LaunchCommand
 from optuna_dsat.tuning.parse import NO_CONFIG
+
+if TYPE_CHECKING:
+    from optuna_dsat.launch.devices import Devices
 
 __all__ = ["unfold_command"]
 
@@ -57,17 +61,30 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> list[
 
     from optuna_dsat.script.launch_command import read_command
 
-    found = read_command(words, cwd=cwd)
-    if found is None and first == "--" and "-m" not in own and "--module" not in own:
+    if _names_module(own):
+        found = None
+    else:
+        found = read_command(words, cwd=cwd, on_notice=lambda note: say_prose(note, file=sys.stderr))
+    if found is None and first == "--" and not _names_module(own):
         found = LaunchCommand(script=words[0], args=tuple(words[1:]))
     if found is None:
         return [*argv[: start + 1], *own, *_with_config(words, search.params)]
     told = [*_in_file(name, _value_of("--options", argv[:start]), cwd=cwd), *own]
     engine = _value_of("--on", told) or "here"
+    places = []
+    if found.folder is not None:
+        say_prose(f"Launches run in {found.folder}, where the command goes.", file=sys.stderr)
+        places = kept_places(cwd, Path(found.folder), given=own)
+        os.chdir(found.folder)
+        cwd = Path(found.folder)
     notes = (*found.notes, *_note_on_nodes(found, engine=engine), *_note_on_options(found, search))
     for note in notes:
         say_prose(note, file=sys.stderr)
-    return [*argv[: start + 1], *own, *_arguments(found, own=own, told=told, engine=engine, cwd=cwd)]
+    return [*argv[: start + 1], *own, *places, *_arguments(found, own=own, told=told, engine=engine, cwd=cwd)]
+
+
+def _names_module(own: Sequence[str]) -> bool:
+    return "-m" in own or "--module" in own
 
 
 def _in_file(command: str, options: str | None, *, cwd: Path) -> list[str]:
@@ -150,7 +167,7 @@ def _arguments(found: LaunchCommand, *, own: Sequence[str], told: Sequence[str],
     if engine != "here":
         result += _nodes(found, own=own, told=told, engine=engine)
     elif not any(word.partition("=")[0] in _DEVICE_OPTIONS for word in own):
-        result += _ranks(found)
+        result += _ranks(found) if not _is_alone(found, cwd=cwd) else _one_rank(found)
     for name, value in found.environment.items():
         result += ["--env", f"{name}={value}"]
     config = found.config or find_config(found.args, cwd=cwd)
@@ -179,6 +196,46 @@ def _nodes(found: LaunchCommand, *, own: Sequence[str], told: Sequence[str], eng
     return result
 
 
+def _is_alone(found: LaunchCommand, *, cwd: Path) -> bool:
+    """Whether a command trains in the one process that it starts."""
+    from optuna_dsat.script.own_ranks import starts_own_ranks
+
+    own = found.without_launcher and starts_own_ranks(found.script, is_module=found.is_module, cwd=cwd)
+    return found.without_launcher and not own
+
+
+def _one_rank(found: LaunchCommand) -> list[str]:
+    """Return the option for a launch of one rank, as a command without a launcher trains; selects its GPUs."""
+    from optuna_dsat.launch.devices import detect_devices
+
+    devices = _selected(found, detect_devices())
+    on_gpus, number = devices.kind == "cuda", devices.per_launch
+    option = "--gpus-per-trial" if on_gpus else "--cpu-ranks"
+    if number > 1:
+        share = f"1 of {number} GPUs" if on_gpus else "1 rank"
+        say_prose(
+            f"The command has no launcher and trains in one process: each trial takes {share}. {option} {number} tunes "
+            f"for {number}{'' if on_gpus else ' ranks'}.",
+            file=sys.stderr,
+        )
+    return [option, "1"]
+
+
+def _selected(found: LaunchCommand, devices: Devices) -> Devices:
+    """Return the devices of a command, whose GPUs are selected for this process."""
+    from optuna_dsat.launch.devices import detect_devices
+
+    if devices.kind != "cuda" or (found.gpus is None and found.without_gpus is None):
+        return devices
+    if found.gpus is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = found.gpus
+    else:
+        left_out = set((found.without_gpus or "").split(","))
+        kept = [str(index) for index in range(len(devices.devices)) if str(index) not in left_out]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(kept)
+    return detect_devices()
+
+
 def _ranks(found: LaunchCommand) -> list[str]:
     """Return the option for the ranks that a launcher starts; selects its GPUs for this process."""
     from optuna_dsat.launch.devices import detect_devices
@@ -188,12 +245,7 @@ def _ranks(found: LaunchCommand) -> list[str]:
     devices = detect_devices()
     if devices.kind != "cuda":
         return _cpu_ranks(found.ranks)
-    if found.gpus is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = found.gpus
-    elif found.without_gpus is not None:
-        left_out = set(found.without_gpus.split(","))
-        kept = [str(index) for index in range(len(devices.devices)) if str(index) not in left_out]
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(kept)
+    _selected(found, devices)
     return [] if found.ranks is None else ["--gpus-per-trial", str(found.ranks)]
 
 

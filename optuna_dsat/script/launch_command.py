@@ -2,7 +2,8 @@
 
 A word is told to be a launcher by what it runs, not by its name: a Python interpreter, or an executable script that
 imports the main function of ``deepspeed``, ``torchrun`` or ``accelerate``, or one that belongs to an installed package
-(a console script). Anything else is the script itself.
+(a console script). What is neither that nor Python (a shell script, ``make``, ``uv run``) is asked what it launches.
+Anything else is the script itself.
 """
 
 from __future__ import annotations
@@ -11,22 +12,28 @@ import ast
 import importlib.metadata
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from optuna_dsat.errors import UsageError
+from optuna_dsat.runtime.plain_text import shortened
 from optuna_dsat.runtime.user_code import parsed_source
+from optuna_dsat.script.door import LAUNCHERS
+from optuna_dsat.script.module_file import module_file
+from optuna_dsat.script.wrapped_launch import is_wrapper, launch_behind, starts_launcher
+from optuna_dsat.secrecy.command import without_secrets
 
 __all__ = ["MAINS", "LaunchCommand", "as_json", "launcher_of", "read_command"]
 
 MAINS = {
     "deepspeed.launcher.runner": "deepspeed",
-    "deepspeed.launcher.launch": "deepspeed",
+    "deepspeed.launcher.launch": "deepspeed.launcher.launch",
     "torch.distributed.run": "torchrun",
     "torch.distributed.launch": "torch.distributed.launch",
     "accelerate.commands.accelerate_cli": "accelerate",
@@ -48,6 +55,12 @@ _LONGEST_SCRIPT = 2**16
 _PATIENCE_S = 120.0
 """Longest wait for a launcher's parser, whose package takes seconds to import."""
 
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+"""Matches a variable that is set in front of a command."""
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_SHOWN_CHARS = 300
+"""Most characters of a launch that a notice shows."""
+
 _REFUSED = re.compile(r"^[^:]*: error: ")
 """What argparse writes before its reason."""
 
@@ -62,6 +75,8 @@ class LaunchCommand:
     args: tuple[str, ...] = ()
     ranks: int | None = None
     """Ranks that it starts on each node; None if it leaves that to the launcher."""
+    without_launcher: bool = False
+    """Whether it starts the script in one process by itself."""
     nodes: int = 1
     """Nodes that it starts ranks on."""
     hosts: tuple[str, ...] = ()
@@ -78,30 +93,64 @@ class LaunchCommand:
     """DeepSpeed config that the launcher's own options name."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that the launcher would set for the script, those of rank and rendezvous aside."""
+    folder: str | None = None
+    """Where it launches; None for where it is run."""
     notes: tuple[str, ...] = ()
     """Sentences on what of it has no effect here."""
 
 
-def read_command(words: Sequence[str], *, cwd: Path) -> LaunchCommand | None:
+def read_command(
+    words: Sequence[str], *, cwd: Path, on_notice: Callable[[str], None] = lambda _: None
+) -> LaunchCommand | None:
     """Return what a command comes to; None if its first word is no launcher but a script.
 
     The launchers' own parsers read their options, in a process of its own: importing them takes seconds.
 
     Args:
-        words: The command.
+        words: The command. Variables may be set in front of it, as in a shell.
         cwd: Where it would be run.
+        on_notice: Called with what is run to learn what the command launches.
 
     Raises:
         UsageError: If the launcher refuses its options, or starts nothing that can be tuned.
     """
+    count = next((place for place, word in enumerate(words) if not _ASSIGNMENT.match(word)), len(words))
+    if 0 < count < len(words):
+        rest = words[count:]
+        found = read_command(rest, cwd=cwd, on_notice=on_notice) or LaunchCommand(script=rest[0], args=tuple(rest[1:]))
+        return _with_environment(found, dict(word.split("=", 1) for word in words[:count]))
     launcher = launcher_of(words[0], cwd=cwd) if words else None
     if launcher is None:
-        return None
+        wraps = bool(words) and is_wrapper(words[0], cwd=cwd)
+        return _wrapped(words, cwd=cwd, on_notice=on_notice) if wraps else None
     if launcher not in {*MAINS.values(), "python"}:
         return _console_script(launcher, words, cwd=cwd)
     if launcher == "python":
-        return _python(words, cwd=cwd)
+        return _python(words, cwd=cwd, on_notice=on_notice)
     return _launcher(launcher, words[1:], cwd=cwd)
+
+
+def _wrapped(words: Sequence[str], *, cwd: Path, on_notice: Callable[[str], None]) -> LaunchCommand:
+    """Return what the first launch that a command asks for comes to."""
+    seen = launch_behind(words, cwd=cwd, on_notice=on_notice)
+    shown = shortened(shlex.join(without_secrets(_as_typed(seen.words))), _SHOWN_CHARS)
+    on_notice(f"It launches `{shown}`.")
+    found = _python(seen.words, cwd=seen.folder, is_launch=True)
+    folder = None if seen.folder.resolve() == cwd.resolve() else str(seen.folder)
+    return _with_environment(replace(found, folder=folder), seen.environment)
+
+
+def _as_typed(words: Sequence[str]) -> Sequence[str]:
+    """Return a launcher's words without the interpreter that its executable names, as people type them."""
+    is_launcher = len(words) > 1 and Path(words[1]).name in LAUNCHERS
+    return (Path(words[1]).name, *words[2:]) if is_launcher else (Path(words[0]).name, *words[1:])
+
+
+def _with_environment(found: LaunchCommand, variables: Mapping[str, str]) -> LaunchCommand:
+    """Return a command for which variables are set; GPUs that these select are its GPUs."""
+    rest = {name: value for name, value in variables.items() if name != _VISIBLE}
+    gpus = found.gpus if found.gpus is not None or found.without_gpus is not None else variables.get(_VISIBLE)
+    return replace(found, environment={**rest, **found.environment}, gpus=gpus)
 
 
 def launcher_of(word: str, *, cwd: Path) -> str | None:
@@ -177,8 +226,21 @@ _VALUED_FLAGS = frozenset({"-W", "-X"})
 """Options of the interpreter that take the next word."""
 
 
-def _python(words: Sequence[str], *, cwd: Path) -> LaunchCommand | None:
-    """Read ``python [options] SCRIPT ...`` or ``python [options] -m MODULE ...``."""
+def _python(
+    words: Sequence[str],
+    *,
+    cwd: Path,
+    on_notice: Callable[[str], None] = lambda _: None,
+    is_launch: bool = False,
+) -> LaunchCommand:
+    """Read ``python [options] SCRIPT ...`` or ``python [options] -m MODULE ...``.
+
+    Args:
+        words: The command.
+        cwd: Where it would be run.
+        on_notice: Called with what is run.
+        is_launch: Whether a script is known to train in this process.
+    """
     rest = list(words[1:])
     ignored = []
     while rest and rest[0].startswith("-") and not rest[0].startswith("-m"):
@@ -193,14 +255,19 @@ def _python(words: Sequence[str], *, cwd: Path) -> LaunchCommand | None:
         raise UsageError(f"{' '.join(words)} names no script.")
     if not rest[0].startswith("-m"):
         found = read_command(rest, cwd=cwd) if launcher_of(rest[0], cwd=cwd) in MAINS.values() else None
-        return found or LaunchCommand(script=rest[0], args=tuple(rest[1:]), notes=notes)
+        if found is None and not is_launch and starts_launcher(cwd / rest[0]):
+            return _wrapped([words[0], *rest], cwd=cwd, on_notice=on_notice)
+        return found or LaunchCommand(script=rest[0], args=tuple(rest[1:]), without_launcher=True, notes=notes)
     module = rest[0].removeprefix("-m") or (rest[1] if len(rest) > 1 else "")
     args = rest[1:] if len(rest[0]) > len("-m") else rest[2:]
     if not module:
         raise UsageError(f"{' '.join(words)} names no module.")
     if module in MAINS:
         return _launcher(MAINS[module], args, cwd=cwd)
-    return LaunchCommand(script=module, is_module=True, args=tuple(args), notes=notes)
+    file = None if is_launch else module_file(module, cwd)
+    if file is not None and starts_launcher(file):
+        return _wrapped([words[0], *rest], cwd=cwd, on_notice=on_notice)
+    return LaunchCommand(script=module, is_module=True, args=tuple(args), without_launcher=True, notes=notes)
 
 
 def _launcher(launcher: str, words: Sequence[str], *, cwd: Path) -> LaunchCommand:

@@ -6,6 +6,7 @@ Prints the command that is left as one line of JSON (``launch_command.LaunchComm
 from __future__ import annotations
 
 import argparse
+import base64
 import importlib
 import json
 import os
@@ -14,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
+from unittest import mock
 
 from optuna_dsat.runtime.regular_file import read_regular
 from optuna_dsat.script.launch_command import LaunchCommand, as_json, read_command
@@ -150,6 +152,28 @@ def _deepspeed(words: Sequence[str]) -> LaunchCommand:
         without_gpus=None if hosts else _indices(given.exclude, "--exclude"),
         notes=tuple(notes),
     )
+
+
+def _deepspeed_launch(words: Sequence[str]) -> LaunchCommand:
+    """Read what the ``deepspeed`` launcher starts on each node."""
+    given = _options(words, "deepspeed.launcher.launch", "deepspeed.launcher", "deepspeed.constants", parse=_as_argv)
+    slots: Mapping[str, Sequence[int]] = json.loads(base64.urlsafe_b64decode(given.world_info))
+    counts = [len(one) for one in slots.values()]
+    several = len(slots) > 1
+    return LaunchCommand(
+        **_target(given.training_script, given.training_script_args, is_module=given.module, no_python=given.no_python),
+        ranks=min(counts, default=None),
+        nodes=max(1, len(slots)),
+        hosts=tuple(slots) if several else (),
+        elsewhere=(f"its nodes {', '.join(slots)}",) if several else (),
+        gpus=None if several else ",".join(str(slot) for one in slots.values() for slot in one) or None,
+    )
+
+
+def _as_argv(launch: Any, words: list[str]) -> argparse.Namespace:
+    with mock.patch.object(sys, "argv", ["launch", *words]):
+        given: argparse.Namespace = launch.parse_args()
+    return given
 
 
 def _with_slots(runner: Any, words: list[str]) -> argparse.Namespace:
@@ -317,6 +341,7 @@ def of_accelerate(given: argparse.Namespace) -> LaunchCommand:
 
 _READERS: dict[str, Callable[[Sequence[str]], LaunchCommand]] = {
     "deepspeed": _deepspeed,
+    "deepspeed.launcher.launch": _deepspeed_launch,
     "torchrun": _torchrun,
     "torch.distributed.launch": _torch_launch,
     "accelerate": _accelerate,

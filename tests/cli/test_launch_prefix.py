@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import typer
 
 from optuna_dsat.cli import app, main
 from optuna_dsat.cli.launch_prefix import unfold_command
+from optuna_dsat.launch.devices import Device, Devices
 
 
 def unfolded(folder: Path, *words: str) -> list[str]:
@@ -132,3 +134,65 @@ def test_an_option_of_the_search_behind_the_script_is_named_and_goes_to_the_scri
     assert "optuna-dsat random --dry-run ..." in told
     unfolded(tmp_path, "--dry-run", "torchrun", "train.py", "--lr", "1")
     assert "given to the script" not in capsys.readouterr().err
+
+
+@pytest.fixture
+def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = tuple(Device(index=n, visible_id=str(n), name="A100", memory_bytes=2**36) for n in range(8))
+    monkeypatch.setattr(
+        "optuna_dsat.launch.devices.detect_devices", lambda: Devices(kind="cuda", devices=gpus, host_memory_bytes=2**38)
+    )
+
+
+@pytest.mark.usefixtures("eight_gpus")
+def test_a_command_without_a_launcher_is_tuned_in_one_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = unfolded(tmp_path, "python", "train.py", "--lr", "1")
+    assert found[found.index("--gpus-per-trial") + 1] == "1"
+    told = " ".join(capsys.readouterr().err.split())
+    assert told == (
+        "The command has no launcher and trains in one process: each trial takes 1 of 8 GPUs. --gpus-per-trial 8 "
+        "tunes for 8."
+    )
+    found = unfolded(tmp_path, "--gpus-per-trial", "4", "python", "train.py")
+    assert found.count("--gpus-per-trial") == 1
+    assert "--gpus-per-trial" not in unfolded(tmp_path, "train.py", "ds_config.json")
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("eight_gpus")
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import lightning as L\n",
+        "from pytorch_lightning.cli import LightningCLI\n",
+        "import torch.multiprocessing as mp\nmp.spawn(print, nprocs=8)\n",
+        "from package import start\n",
+    ],
+)
+def test_a_script_that_starts_its_ranks_by_itself_gets_all_gpus(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str
+) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "start.py").write_text("import torchrunx\n")
+    (tmp_path / "own.py").write_text(source)
+    assert "--gpus-per-trial" not in unfolded(tmp_path, "python", "own.py")
+    assert not capsys.readouterr().err
+
+
+def test_output_and_database_stay_where_a_command_that_goes_elsewhere_is_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "own.py").write_text("")
+    (tmp_path / "train.sh").write_text("cd inner\nexport MODEL=tiny\ntorchrun --nproc_per_node 2 own.py --lr 3\n")
+    found = unfolded(tmp_path, "bash", "train.sh")
+    assert found[found.index("--output-dir") + 1] == str(tmp_path / "optuna-dsat-output")
+    assert found[found.index("--storage") + 1].endswith(f"{tmp_path}/optuna-dsat.db")
+    assert found[found.index("--env") + 1] == "MODEL=tiny"
+    assert found[-3:] == ["--", "--lr", "3"]
+    assert Path.cwd() == tmp_path / "inner"
+    assert "where the command goes" in " ".join(capsys.readouterr().err.split())

@@ -58,9 +58,11 @@ def test_a_launcher_under_another_name_is_a_launcher(folder: Path) -> None:
 
 @pytest.mark.parametrize("python", ["python", "python3", sys.executable])
 def test_python_runs_a_script_or_a_module(folder: Path, python: str) -> None:
-    assert read(folder, f"{python} train.py --lr 1") == LaunchCommand(script="train.py", args=("--lr", "1"))
+    assert read(folder, f"{python} train.py --lr 1") == LaunchCommand(
+        script="train.py", args=("--lr", "1"), without_launcher=True
+    )
     module = read(folder, f"{python} -m package.train a")
-    assert module == LaunchCommand(script="package.train", is_module=True, args=("a",))
+    assert module == LaunchCommand(script="package.train", is_module=True, args=("a",), without_launcher=True)
     assert read(folder, f"{python} -mpackage.train a") == module
 
 

@@ -1,0 +1,67 @@
+"""Whether a script that one process is started for starts the others by itself."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from optuna_dsat.runtime.user_code import parsed_source
+from optuna_dsat.script.module_file import module_file
+
+__all__ = ["starts_own_ranks"]
+
+_LAUNCHING = frozenset({"lightning", "lightning_fabric", "pytorch_lightning", "torchrunx"})
+"""Packages that start a process for each device by themselves."""
+_STARTERS = frozenset({"spawn", "start_processes", "notebook_launcher"})
+"""Functions of ``torch.multiprocessing`` and accelerate that do."""
+_MOST_FILES = 200
+
+
+def starts_own_ranks(script: str, *, is_module: bool, cwd: Path) -> bool:
+    """Whether a script, or a file of the user's that it imports, uses what starts a process for each device.
+
+    Args:
+        script: Its path relative to ``cwd``, or a module's name if ``is_module``.
+        is_module: Whether it is a module.
+        cwd: The working directory.
+    """
+    first = module_file(script, cwd) if is_module else cwd / script
+    waiting: list[Path] = [] if first is None else [first]
+    seen: set[Path] = set()
+    while waiting and len(seen) < _MOST_FILES:
+        file = waiting.pop()
+        if file in seen:
+            continue
+        seen.add(file)
+        try:
+            nodes = list(ast.walk(parsed_source(file)))
+        except (OSError, SyntaxError, ValueError):
+            continue
+        imported = list(_imported(nodes))
+        called = {
+            node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            for node in nodes
+            if isinstance(node, ast.Call)
+        }
+        if called & _STARTERS or any(name.partition(".")[0] in _LAUNCHING for name in imported):
+            return True
+        waiting += _own_files(imported, folders=(file.parent, first.parent if first else cwd, cwd))
+    return False
+
+
+def _imported(nodes: Sequence[ast.AST]) -> Iterator[str]:
+    """Yield the names of imported modules, those relative to a package without their dots."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            yield from filter(None, (base, *(f"{base}.{alias.name}".lstrip(".") for alias in node.names)))
+
+
+def _own_files(names: Sequence[str], *, folders: Sequence[Path]) -> Iterator[Path]:
+    for name in names:
+        path = name.replace(".", "/")
+        for folder in folders:
+            yield from (file for end in (".py", "/__init__.py") if (file := folder / f"{path}{end}").is_file())

@@ -1,0 +1,164 @@
+"""Commands that are no launchers, and what they launch: nothing of it is begun."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from optuna_dsat.errors import UsageError
+from optuna_dsat.script.launch_command import LaunchCommand, read_command
+from optuna_dsat.script.wrapped_launch import is_wrapper, starts_launcher
+
+TORCHRUN = "torchrun --nproc_per_node 2 train.py --lr 3"
+LAUNCH = LaunchCommand(script="train.py", args=("--lr", "3"), ranks=2)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    (tmp_path / "train.py").write_text("from pathlib import Path\nPath('begun').touch()\n")
+    return tmp_path
+
+
+def read(folder: Path, *words: str, notices: list[str] | None = None) -> LaunchCommand | None:
+    found = read_command(words, cwd=folder, on_notice=([] if notices is None else notices).append)
+    assert not (folder / "begun").exists()
+    return found
+
+
+def test_a_shell_script_comes_to_its_first_launch(folder: Path) -> None:
+    script = folder / "train.sh"
+    script.write_text(
+        "set -e\nread -p 'Start?' answer || true\npython -c 'print(1)' | tee log\n"
+        f"export MODEL=tiny MASTER_PORT=29501 CUDA_VISIBLE_DEVICES=1\n{TORCHRUN} 2>&1 | tee log\ntouch afterwards\n"
+    )
+    notices: list[str] = []
+    found = read(folder, "bash", "train.sh", notices=notices)
+    assert found == LaunchCommand(
+        script="train.py", args=("--lr", "3"), ranks=2, gpus="1", environment={"MODEL": "tiny"}
+    )
+    assert notices == [
+        "Running `bash train.sh` up to the launch of a training, which is read and not started.",
+        f"It launches `{TORCHRUN}`.",
+    ]
+    assert not (folder / "afterwards").exists()
+    assert read(folder, "./train.sh") == found
+    script.write_text(f"#!/bin/sh\n{script.read_text()}".replace("read -p", "echo"))
+    script.chmod(0o755)
+    assert read(folder, "train.sh") == found
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "PYTHONPATH=. " + TORCHRUN,  # the door does not stand on this path
+        "PATH=" + os.path.dirname(sys.executable) + ":/usr/bin:/bin " + TORCHRUN,  # noqa: PTH120 - nor on this one
+        "nohup " + TORCHRUN,
+        "python -u -m torch.distributed.run --nproc_per_node 2 train.py --lr 3",
+    ],
+)
+def test_a_launch_is_seen_whatever_the_paths(folder: Path, line: str) -> None:
+    (folder / "train.sh").write_text(line + "\n")
+    found = read(folder, "bash", "train.sh")
+    assert found is not None
+    assert (found.script, found.args, found.ranks) == ("train.py", ("--lr", "3"), 2)
+
+
+def test_programs_before_a_launcher_come_to_it(folder: Path) -> None:
+    (folder / "Makefile").write_text(f"train:\n\t{TORCHRUN}\n")
+    for words in (("make", "train"), ("env", "MODEL=tiny", *TORCHRUN.split()), ("nohup", *TORCHRUN.split())):
+        found = read(folder, *words)
+        assert found is not None
+        assert (found.script, found.args, found.ranks) == ("train.py", ("--lr", "3"), 2)
+
+
+def test_variables_in_front_of_a_command_are_its_own(folder: Path) -> None:
+    found = read(folder, "CUDA_VISIBLE_DEVICES=0,2", "MODEL=a=b", *TORCHRUN.split())
+    assert found == LaunchCommand(
+        script="train.py", args=("--lr", "3"), ranks=2, gpus="0,2", environment={"MODEL": "a=b"}
+    )
+    assert read(folder, "MODEL=tiny", "python", "train.py") == LaunchCommand(
+        script="train.py", environment={"MODEL": "tiny"}, without_launcher=True
+    )
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import subprocess\nsubprocess.run(['torchrun', '--nproc_per_node', '2', 'train.py'], check=True)\n",
+        f"import os\nos.system('{TORCHRUN}')\n",
+        "import subprocess\nimport sys\n"
+        "subprocess.Popen([sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node=2', 'train.py', '--lr=3'])"
+        ".wait()\n",
+        "from torch.distributed.run import main\nmain(['--nproc_per_node=2', 'train.py', '--lr', '3'])\n",
+    ],
+)
+def test_a_python_file_that_starts_a_launcher_comes_to_it(folder: Path, source: str) -> None:
+    (folder / "start.py").write_text(source)
+    assert starts_launcher(folder / "start.py")
+
+
+def test_the_launch_of_a_python_file_is_read(folder: Path) -> None:
+    (folder / "start.py").write_text(f"import os\nos.system('{TORCHRUN}')\n")
+    assert read(folder, "python", "start.py") == LAUNCH
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import deepspeed\nimport subprocess\nsubprocess.run(['deepspeed', '--version'])\ndeepspeed.initialize()\n",
+        "import argparse\nargparse.ArgumentParser().add_argument('--backend', choices=['ddp', 'deepspeed'])\n",
+        '"""Run by torchrun --nproc_per_node 2 train.py."""\nimport torch\n',
+        "import subprocess\nsubprocess.run(['git', 'rev-parse', 'HEAD'])\n",
+    ],
+)
+def test_a_python_file_that_trains_is_the_script(folder: Path, source: str) -> None:
+    (folder / "own.py").write_text(source)
+    assert read(folder, "python", "own.py") == LaunchCommand(script="own.py", without_launcher=True)
+
+
+def test_a_script_that_trains_without_a_launcher_is_seen(folder: Path) -> None:
+    (folder / "train.py").write_text(
+        "import torch.distributed\ntorch.distributed.init_process_group('gloo')\nopen('begun', 'w').close()\n"
+    )
+    (folder / "train.sh").write_text("python -c 'import torch.distributed'\npython train.py --lr 3\n")
+    assert read(folder, "bash", "train.sh") == LaunchCommand(
+        script="train.py", args=("--lr", "3"), without_launcher=True
+    )
+
+
+def test_a_command_may_launch_in_another_folder(folder: Path) -> None:
+    (folder / "inner").mkdir()
+    (folder / "train.sh").write_text(f"cd inner\n{TORCHRUN}\n")
+    found = read(folder, "bash", "train.sh")
+    assert found is not None
+    assert found.folder == str(folder / "inner")
+
+
+def test_what_launches_nothing_says_so(folder: Path) -> None:
+    (folder / "prepare.sh").write_text("exit 3\n")
+    with pytest.raises(UsageError, match=r"`bash prepare\.sh` ended with exit code 3 and launched no training"):
+        read(folder, "bash", "prepare.sh")
+
+
+def test_another_environment_is_named(folder: Path) -> None:
+    import venv
+
+    venv.create(folder / "other", with_pip=False)
+    (folder / "torchrun").write_text(f"#!{folder}/other/bin/python\n")
+    (folder / "torchrun").chmod(0o755)
+    (folder / "train.sh").write_text("./torchrun train.py\n")
+    with pytest.raises(UsageError, match="other, and this optuna-dsat belongs to"):
+        read(folder, "bash", "train.sh")
+
+
+def test_scripts_are_no_wrappers(folder: Path) -> None:
+    (folder / "tool").write_text("#!/usr/bin/env python3\nimport torch\n")
+    (folder / "plain").write_text("import torch\n")
+    for word in ("train.py", "missing.py", "tool", "./tool", "plain", "no-such-program", "package/missing"):
+        assert not is_wrapper(word, cwd=folder)
