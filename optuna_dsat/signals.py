@@ -8,15 +8,28 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["handling", "is_told_again"]
+__all__ = ["ENDING", "KEYBOARD", "handling", "is_told_again"]
+
+KEYBOARD = frozenset({signal.SIGINT, signal.SIGQUIT})
+"""Signals that a person sends by a terminal, to all of its foreground processes: Ctrl-C and Ctrl-\\."""
+
+ENDING = (
+    *(signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM),
+    *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU),
+)
+"""Signals by which a terminal, a batch system (SLURM's --signal, Grid Engine's -notify) or a limit of CPU time has a
+process end.
+"""
 
 
 def is_told_again(first: int, number: int) -> bool:
     """Return whether a signal only repeats the first one: it is no second request.
 
-    A batch system sends SIGTERM to every process of a job, and the job's script passes on the one that it got.
+    A batch system sends SIGTERM to every process of a job, and the job's script passes on the one that it got; a shell
+    passes on the SIGHUP of its terminal, systemd sends one after SIGTERM, the kernel SIGXCPU each second. A second
+    request comes from a person: by the keyboard, or by ``kill`` where Ctrl-C took too long.
     """
-    return first == number == signal.SIGTERM
+    return number not in KEYBOARD and not (first in KEYBOARD and number == signal.SIGTERM)
 
 
 @contextmanager

@@ -27,9 +27,10 @@ from optuna_dsat.cli.password import hide_secrets
 from optuna_dsat.cli.rewriting import COUNTS, lift_option, spread_numbers
 from optuna_dsat.display.stopping import EXIT_INTERRUPTED
 from optuna_dsat.errors import DsatError, ScriptFailedError, UsageError
-from optuna_dsat.escape.terminal import one_line, say, say_prose
+from optuna_dsat.escape.terminal import drop_lost_terminal, one_line, say, say_prose
 from optuna_dsat.runtime.plain_text import TEXT_CHARS, shortened
 from optuna_dsat.secrecy.references import hidden_text
+from optuna_dsat.signals import ENDING, handling
 from optuna_dsat.version import __version__
 
 __all__ = ["app", "main"]
@@ -140,15 +141,18 @@ def _drop(stream: TextIO) -> None:
 
 
 def _check_folder() -> None:
-    """Refuse a working directory that is gone.
+    """Refuse a working directory that is gone, or that may not be entered.
 
     Raises:
-        UsageError: If it is.
+        UsageError: If it is one.
     """
     try:
         Path.cwd()
+        Path().stat()
     except FileNotFoundError:
         raise UsageError("The working directory was deleted: change to one that exists.") from None
+    except OSError as error:
+        raise UsageError(f"The working directory cannot be used: {error.strerror}. Change to another one.") from None
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
@@ -158,12 +162,18 @@ def main(argv: list[str] | None = None) -> NoReturn:
         gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
         hide_secrets()
         sys.modules.setdefault(_NOT_NEEDED, None)  # type: ignore[arg-type]  # as Python documents it: not importable
-    arguments = sys.argv[1:] if argv is None else argv
+    with handling(ENDING, _interrupt):
+        _run(sys.argv[1:] if argv is None else argv)
 
-    def interrupt(_signal: int, _frame: object) -> None:
-        raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, interrupt)
+def _interrupt(number: int, _frame: object) -> NoReturn:
+    if number == signal.SIGHUP:
+        drop_lost_terminal()
+    raise KeyboardInterrupt
+
+
+def _run(arguments: list[str]) -> NoReturn:
+    """Run the command; exit as ``main``."""
     try:
         _check_folder()
         arguments = lift_option(spread_numbers(arguments, *COUNTS), "--options")
@@ -196,6 +206,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
             what = "" if error.filename is None else f"{error.filename}: "
             _tell(one_line(f"{what}{error.strerror}.", limit_chars=LINE_CHARS))
             sys.exit(UsageError.exit_code)
+        if error.errno == errno.EIO and drop_lost_terminal():  # nobody reads there any more, either
+            sys.exit(EXIT_NO_READER)
         # else a disk that fails where nobody expects it
         _tell(_failed_file(error))
         _drop(sys.stdout)

@@ -16,6 +16,7 @@ from contextlib import suppress
 
 from optuna_dsat.cluster.node import NodeAgent
 from optuna_dsat.cluster.wire import decode_line, to_lines
+from optuna_dsat.signals import ENDING
 
 __all__ = ["main"]
 
@@ -23,10 +24,6 @@ _PAUSE_S = 0.02
 """Pause between two looks at the launches."""
 _MOST_UNSENT = 2**22
 """Bytes that wait for the head to read them, above which nothing more is read of the launches."""
-
-
-_ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-"""Signals that end this process."""
 
 
 def _number_and_name(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[int, str]:
@@ -81,10 +78,10 @@ def _told_to_end() -> Sequence[int]:
 
     def end(number: int, _frame: object) -> None:
         told.append(number)
-        for one in _ENDING:
+        for one in ENDING:
             signal.signal(one, signal.SIG_IGN)
 
-    for number in _ENDING:
+    for number in ENDING:
         signal.signal(number, end)
     return told
 

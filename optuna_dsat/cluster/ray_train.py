@@ -23,6 +23,7 @@ from optuna_dsat.cluster.ray_place import cause_of, relay_on
 from optuna_dsat.cluster.srun import agent_environment
 from optuna_dsat.errors import DsatError
 from optuna_dsat.launch.nvml import DeviceError
+from optuna_dsat.signals import ENDING
 
 __all__ = ["main", "torchrun_words"]
 
@@ -45,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--node", action="append", default=[], help="Node that may be used (repeatable).")
     parser.add_argument("words", nargs="+", help="The script, or -m and a module, with arguments, after --.")
     given = parser.parse_args(argv)
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in set(ENDING) - {signal.SIGINT}:
         signal.signal(number, _end)
     try:
         join_cluster(address_of(given.address))

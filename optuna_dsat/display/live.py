@@ -20,7 +20,7 @@ from rich.text import Text
 
 from optuna_dsat.display.lines import LineView, lines_of, speed_of_best
 from optuna_dsat.display.stopping import STOP_MESSAGE, Stopping
-from optuna_dsat.escape.terminal import one_line, plain
+from optuna_dsat.escape.terminal import one_line, outliving_the_terminal, plain
 from optuna_dsat.metrics import LARGER_IS_BETTER
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study import progress
@@ -279,11 +279,12 @@ class LiveView:
         self._stopping.live = False
         self._over.set()
         self._thread.join(_END_S)
-        self._live.stop()
+        with outliving_the_terminal():
+            self._live.stop()
 
     def __call__(self, event: progress.ProgressEvent) -> None:
         """Apply an event; lines scroll by for launches that ended, not for those that begin."""
-        with self._drawing:
+        with self._drawing, outliving_the_terminal():
             self._state.apply(event, self._clock())
             if isinstance(event, progress.TrialStarted | progress.FinalistStarted | progress.ProfileStarted):
                 return
@@ -296,7 +297,7 @@ class LiveView:
 
     def _draw_on(self) -> None:
         while not self._over.wait(_REFRESH_S):
-            with self._drawing:
+            with self._drawing, outliving_the_terminal():
                 self._follow_size()
                 self._live.refresh()
 

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
-from optuna_dsat.signals import handling, is_told_again
+from optuna_dsat.escape.terminal import drop_lost_terminal
+from optuna_dsat.signals import ENDING, handling, is_told_again
 
 __all__ = ["EXIT_INTERRUPTED", "STOP_MESSAGE", "Stopping", "stopping_on_signals"]
 
@@ -17,6 +18,7 @@ EXIT_INTERRUPTED = 130
 """Exit code of an interrupted command, as shells give it."""
 
 STOP_MESSAGE = "Stopping: launches in flight are ended and returned to the study. Ctrl-C again stops at once."
+_OF_PERSONS = (signal.SIGINT, signal.SIGTERM)
 _AT_ONCE = "Stopped at once. Launches that were in flight are ended, found lost by whoever goes on, and run again."
 _SHOW_CURSOR = "\x1b[?25h"
 
@@ -45,6 +47,8 @@ class Stopping:
         Raises:
             KeyboardInterrupt: The first time.
         """
+        if number == signal.SIGHUP:
+            drop_lost_terminal()
         if self.by is not None:
             if is_told_again(self.by, number):
                 return
@@ -54,6 +58,8 @@ class Stopping:
             self.leave(EXIT_INTERRUPTED)
             return
         self.by = number
+        if number not in _OF_PERSONS:
+            self._write(f"{signal.Signals(number).name} came.")
         if not self.live:
             self._write(STOP_MESSAGE)
         raise KeyboardInterrupt
@@ -69,11 +75,11 @@ class Stopping:
 
 @contextmanager
 def stopping_on_signals() -> Iterator[Stopping]:
-    """Within the block, the first SIGINT or SIGTERM raises KeyboardInterrupt and the second ends the process.
+    """In the block, the first signal to end (``ENDING``) raises KeyboardInterrupt; a second request ends the process.
 
-    SIGTERM that is told again is no second one (``is_told_again``).
+    What only repeats the first one is no second request (``is_told_again``).
     A signal that is ignored, as a shell ignores SIGINT for what runs in its background, stays ignored.
     """
     stopping = Stopping()
-    with handling((signal.SIGINT, signal.SIGTERM), stopping):
+    with handling(ENDING, stopping):
         yield stopping

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
 import sys
 import textwrap
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, TextIO
 
 from optuna_dsat.runtime.plain_text import shortened
@@ -15,7 +17,16 @@ from optuna_dsat.runtime.plain_text import shortened
 if TYPE_CHECKING:
     from rich.text import Text
 
-__all__ = ["CELL_CHARS", "cell", "one_line", "plain", "say", "say_prose"]
+__all__ = [
+    "CELL_CHARS",
+    "cell",
+    "drop_lost_terminal",
+    "one_line",
+    "outliving_the_terminal",
+    "plain",
+    "say",
+    "say_prose",
+]
 
 CELL_CHARS = 600
 """Longest text in a cell of a table."""
@@ -59,7 +70,7 @@ def cell(value: object) -> Text:
 
 
 def say(text: object, *, file: TextIO | None = None) -> None:
-    """Print text as ``plain``; what the stream's encoding lacks is written out.
+    """Print text as ``plain``; what the stream's encoding lacks is written out, and a terminal that is gone is let go.
 
     Args:
         text: The text.
@@ -67,7 +78,36 @@ def say(text: object, *, file: TextIO | None = None) -> None:
     """
     stream = sys.stdout if file is None else file
     encoding = stream.encoding or "utf-8"
-    print(plain(text).encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+    with outliving_the_terminal():
+        print(plain(text).encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+
+
+def drop_lost_terminal() -> bool:
+    """Lose what goes to a terminal that is closed, whose every write fails; return whether stdout or stderr is one."""
+    lost = [descriptor for descriptor in (1, 2) if _is_lost_terminal(descriptor)]
+    for descriptor in lost:
+        null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        os.dup2(null, descriptor)
+        os.close(null)
+    return bool(lost)
+
+
+def _is_lost_terminal(descriptor: int) -> bool:
+    try:
+        os.get_terminal_size(descriptor)
+    except OSError as error:
+        return error.errno == errno.EIO
+    return False
+
+
+@contextlib.contextmanager
+def outliving_the_terminal() -> Iterator[None]:
+    """Within the block, that the terminal was closed is no error: a search goes on without one."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EIO or not drop_lost_terminal():
+            raise
 
 
 def say_prose(text: str, *, file: TextIO | None = None) -> None:

@@ -41,6 +41,7 @@ from optuna_dsat.runtime.events import (
     StepMeasured,
 )
 from optuna_dsat.script.batch_rule import samples_per_rank
+from optuna_dsat.signals import ENDING
 from optuna_dsat.words import steps_in_words, things_in_words
 
 __all__ = ["LaunchFacts", "StopReason", "Verdict", "classify", "observed_micro_batch"]
@@ -48,7 +49,7 @@ __all__ = ["LaunchFacts", "StopReason", "Verdict", "classify", "observed_micro_b
 _EXCERPT_LINES = 20
 """Most lines of a traceback in a report, the last ones."""
 
-_SENT_BY_OTHERS = frozenset({signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGQUIT, signal.SIGTERM})
+_SENT_BY_OTHERS = frozenset({*ENDING, signal.SIGKILL}) - {signal.SIGXCPU}
 """Signals with which others end a process; no fault of its own raises one."""
 
 _FROM_OUTSIDE = " from outside: neither by the search nor, by its count, by the kernel for want of memory"
@@ -303,6 +304,7 @@ def _describe_death(rank: int, code: int) -> str:
         name = f"signal {-code}"
     hints = {
         -signal.SIGBUS: "; a full /dev/shm is the usual cause",
+        -signal.SIGXCPU: ", as its CPU time is limited (ulimit -t)",
     }
     return f"rank {rank}: killed by {name}{hints.get(code, '')}"
 

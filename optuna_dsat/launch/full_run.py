@@ -20,7 +20,7 @@ from optuna_dsat.launch.protocol import LaunchRequest, SlotsBusyError
 from optuna_dsat.launch.run_files import prepare_launch, write_run_directory
 from optuna_dsat.launch.slots import SlotLease, SlotPool
 from optuna_dsat.launch.waiting import DEFAULT_LIMIT_S, SlotWait
-from optuna_dsat.signals import handling, is_told_again
+from optuna_dsat.signals import ENDING, KEYBOARD, handling, is_told_again
 
 __all__ = ["run_full"]
 
@@ -41,8 +41,8 @@ def run_full(
 ) -> int:
     """Run a launch to its end in the foreground, on the user's terminal, and return its exit code.
 
-    Ctrl-C reaches torchrun, which ends the ranks; SIGTERM and SIGHUP are passed on to it. A second one ends everything
-    at once, unless it is SIGTERM told again (``is_told_again``).
+    Ctrl-C reaches torchrun, which ends the ranks; other signals to end (``ENDING``) are passed on to it. A second
+    request ends everything at once (``is_told_again``).
 
     Args:
         request: The launch; its purpose is ``full``.
@@ -105,23 +105,16 @@ def _take(pool: SlotPool, slots: int, wait: SlotWait) -> SlotLease:
 def _wait_in_foreground(agent: subprocess.Popen[bytes]) -> signal.Signals | None:
     """Wait for a foreground process; return the signal by which it was told to end, None if it ended by itself."""
     with _passed_on(agent) as received:
-        try:
-            agent.wait()
-        except KeyboardInterrupt:
-            received.append(signal.SIGINT)
-            try:
-                agent.wait()
-            except KeyboardInterrupt:
-                agent.kill()
-                agent.wait()
+        agent.wait()
     return received[0] if received else None
 
 
 @contextlib.contextmanager
 def _passed_on(agent: subprocess.Popen[bytes]) -> Iterator[list[signal.Signals]]:
-    """Within the block, pass SIGTERM and SIGHUP on to a process; yield the list of those that came.
+    """Within the block, pass what ends this process on to another one; yield the list of the signals that came.
 
-    torchrun ends its ranks then. A signal that is ignored stays ignored; only the main thread can do this.
+    torchrun ends its ranks then. What the keyboard sends has reached it already. A signal that is ignored stays so; only
+    the main thread can do this.
     """
     received: list[signal.Signals] = []
 
@@ -129,7 +122,19 @@ def _passed_on(agent: subprocess.Popen[bytes]) -> Iterator[list[signal.Signals]]
         if received and is_told_again(received[0], number):
             return
         received.append(signal.Signals(number))
-        agent.send_signal(signal.SIGTERM if len(received) == 1 else signal.SIGKILL)
+        if len(received) > 1:
+            agent.kill()
+        elif number not in KEYBOARD or not _in_foreground():
+            agent.terminate()
 
-    with handling((signal.SIGTERM, signal.SIGHUP), pass_on):
+    with handling(ENDING, pass_on):
         yield received
+
+
+def _in_foreground() -> bool:
+    """Whether the keyboard's signals come to this process and to what it starts."""
+    try:
+        with Path("/dev/tty").open("rb", buffering=0) as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:
+        return False

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from optuna_dsat.signals import handling, is_told_again
+from optuna_dsat.signals import ENDING, handling, is_told_again
 
 __all__ = ["uninterrupted"]
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Within the block, a first SIGINT or SIGTERM waits for its end; a second one, other than SIGTERM again, does not.
+    """Within the block, a first signal to end (``ENDING``) waits for its end; a second request does not.
 
     Only the main thread gets signals; elsewhere this does nothing.
 
@@ -25,7 +25,7 @@ def uninterrupted() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in ENDING}
     came: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import shlex
 import signal
 import sys
 from dataclasses import replace
@@ -24,6 +26,7 @@ from optuna_dsat.study import progress
 from optuna_dsat.study.live_state import LiveState
 from optuna_dsat.trials import attributes
 from tests.harness.terminal import terminal
+from tests.harness.workers import wait_until
 
 GIB = 2**30
 COLOUR = re.compile(r"\x1b\[[0-9;]*3[0-9]m|\x1b\[[0-9;]*9[0-7]m")
@@ -234,14 +237,35 @@ def test_the_second_signal_leaves_at_once_and_says_how_to_go_on(capfd: pytest.Ca
     assert "Continue with: optuna-dsat resume s" in capfd.readouterr().err
 
 
-def test_sigterm_that_is_told_again_is_no_second_request() -> None:
+@pytest.mark.parametrize(
+    ("first", "again"),
+    [
+        (signal.SIGTERM, signal.SIGTERM),
+        (signal.SIGTERM, signal.SIGHUP),
+        (signal.SIGHUP, signal.SIGHUP),
+        (signal.SIGUSR1, signal.SIGTERM),
+        (signal.SIGXCPU, signal.SIGXCPU),
+        (signal.SIGINT, signal.SIGHUP),
+    ],
+)
+def test_what_is_told_again_is_no_second_request(first: signal.Signals, again: signal.Signals) -> None:
     left: list[int] = []
     stopping = Stopping(leave=left.append)
     with pytest.raises(KeyboardInterrupt):
-        stopping(signal.SIGTERM, None)
-    stopping(signal.SIGTERM, None)
+        stopping(first, None)
+    stopping(again, None)
     assert left == []
     stopping(signal.SIGINT, None)
+    assert left == [130]
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGQUIT, signal.SIGTERM])
+def test_what_a_person_sends_after_ctrl_c_is_one(second: signal.Signals) -> None:
+    left: list[int] = []
+    stopping = Stopping(leave=left.append)
+    with pytest.raises(KeyboardInterrupt):
+        stopping(signal.SIGINT, None)
+    stopping(second, None)
     assert left == [130]
 
 
@@ -321,3 +345,38 @@ def test_ctrl_c_twice_stops_at_once(tmp_path: Path) -> None:
     assert screen.written.rindex("\x1b[?25h") > screen.written.rindex("\x1b[?25l")
     assert TrialState.RUNNING in states(tmp_path)
     assert attributes.OUTCOME  # what was in flight stays as it is until someone goes on: tests/store/test_reclaim.py
+
+
+@pytest.mark.parametrize("number", [signal.SIGQUIT, signal.SIGUSR1, signal.SIGXCPU])
+def test_what_else_ends_a_process_ends_a_search_as_ctrl_c_does(tmp_path: Path, number: signal.Signals) -> None:
+    with terminal(command(tmp_path, pause_s=0.1), width=130, NO_COLOR="1") as screen:
+        screen.wait_for("2 running")
+        for _ in range(1 if number == signal.SIGQUIT else 2):
+            os.kill(screen.pid, number)
+        assert screen.wait() == 130
+    assert f"{number.name} came." in screen.plain()
+    assert "Continue with: optuna-dsat resume s --storage" in screen.plain()
+    found = states(tmp_path)
+    assert TrialState.RUNNING not in found
+    assert TrialState.WAITING in found
+
+
+def test_a_search_whose_terminal_is_closed_returns_what_is_in_flight(tmp_path: Path) -> None:
+    with terminal(command(tmp_path, pause_s=0.1), width=130) as screen:
+        screen.wait_for("2 running")
+        assert screen.hang_up() == 130
+    found = states(tmp_path)
+    assert TrialState.RUNNING not in found
+    assert TrialState.WAITING in found
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_search_that_is_not_told_outlives_its_terminal(tmp_path: Path, quiet: bool) -> None:
+    search = shlex.join([*command(tmp_path, pause_s=0.1, trials=6), *(["--quiet"] if quiet else [])])
+    with terminal(["bash", "-c", f"trap '' HUP; exec {search}"], width=130) as screen:
+        if quiet:
+            wait_until((tmp_path / "study.db").exists, what="it has begun")
+        else:
+            screen.wait_for("2 running")
+        assert screen.hang_up() == 0
+    assert states(tmp_path).count(TrialState.COMPLETE) == 6

@@ -25,6 +25,7 @@ class Terminal:
         self.pid, self._fd = pty.fork()
         if self.pid == 0:
             signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup this
             os.execvpe(command[0], list(command), {**os.environ, **environ})
         self.written = ""
         self.resize(width)
@@ -36,6 +37,19 @@ class Terminal:
 
     def press_ctrl_c(self) -> None:
         os.write(self._fd, b"\x03")
+
+    def hang_up(self) -> int:
+        """Close the terminal, as its window does; return the exit code of the process."""
+        os.close(self._fd)
+        self._fd = -1
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.pid = 0
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.05)
+        raise AssertionError("the process does not end with its terminal")
 
     def read(self, timeout_s: float = 0.2) -> bool:
         """Take in what was written; return whether the process may write more."""
@@ -74,7 +88,8 @@ class Terminal:
         if self.pid:
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
-        os.close(self._fd)
+        if self._fd >= 0:
+            os.close(self._fd)
 
 
 @contextmanager

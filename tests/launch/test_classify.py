@@ -141,6 +141,8 @@ INVALID, SCRIPT = "invalid_config", "script_error"
         (facts(None, failed(1, SCRIPT), exit_codes={0: -9}), Outcome.SCRIPT_ERROR),
         (facts(None, None, exit_codes={0: -signal.SIGTERM, 1: -signal.SIGTERM}), Outcome.KILLED),
         (facts(None, None, exit_codes={0: -signal.SIGHUP}), Outcome.KILLED),
+        (facts(None, None, exit_codes={0: -signal.SIGUSR1}), Outcome.KILLED),
+        (facts(None, None, exit_codes={0: -signal.SIGXCPU}), Outcome.SCRIPT_ERROR),
         (facts(None, None, agent_exit_code=-9), Outcome.KILLED),
         (facts(None, None, agent_exit_code=-9, oom_kills=None), Outcome.KILLED),
         (facts(finished(0), None, agent_exit_code=-9), Outcome.KILLED),

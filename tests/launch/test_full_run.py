@@ -38,6 +38,7 @@ run_files.agent_command = lambda *_, **__: [sys.executable, "-c", sys.argv[1]]
 def interrupt(number, frame):
     raise KeyboardInterrupt  # as the command line does
 signal.signal(signal.SIGTERM, interrupt)
+signal.signal(signal.SIGINT, interrupt)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may ignore it, as nohup does
 sys.exit(run_full(request(Path.cwd(), purpose="full"), devices=cpu_devices(2)))
 """
@@ -48,7 +49,12 @@ def training(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     (tmp_path / "tmp").mkdir()
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(tmp_path / "tmp")}
     with subprocess.Popen(
-        [sys.executable, "-c", TUNER, AGENT], cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", TUNER, AGENT],
+        cwd=tmp_path,
+        env=environ,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # no keyboard: Ctrl-C of who runs the tests is none of the training's
     ) as process:
         yield process
         process.kill()
@@ -63,7 +69,7 @@ def notes_in(folder: Path) -> Path:
     return folder / "tmp" / f"optuna-dsat-{os.getuid()}" / "launches"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_is_passed_on_and_nothing_is_left(
     training: subprocess.Popen[str], tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -76,7 +82,7 @@ def test_a_signal_is_passed_on_and_nothing_is_left(
     assert not notes_in(tmp_path).exists()
 
 
-@pytest.mark.parametrize(("second", "saved"), [(signal.SIGTERM, True), (signal.SIGHUP, False)])
+@pytest.mark.parametrize(("second", "saved"), [(signal.SIGTERM, True), (signal.SIGHUP, True), (signal.SIGINT, False)])
 def test_a_second_request_ends_at_once_what_still_saves_but_not_the_first_told_again(
     training: subprocess.Popen[str], tmp_path: Path, second: signal.Signals, saved: bool
 ) -> None:
