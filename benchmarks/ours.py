@@ -124,7 +124,7 @@ def posterior_means(rig: Rig, study: StoredStudy) -> list[Mapping[str, Any] | No
     trials = {trial.user_attrs.get(attributes.LAUNCH_ID): trial for trial in study.trials}
     again = {f"confirm-{one.number:04d}-round-{one.round}": one for one in study.rounds.launches}
     seen: list[optuna.trial.FrozenTrial] = []
-    rounds = Rounds(chosen=study.rounds.chosen)
+    rounds = Rounds(chosen=study.rounds.chosen, estimate=study.rounds.estimate)
     found: list[Mapping[str, Any] | None] = []
     for launch in rig.launches:
         if launch.launch_id in trials:

@@ -15,13 +15,14 @@ will change of its own posterior mean: noise bounds what is learnt from it (the 
 start-up; start-up time is estimated from the launches so far. A launch of ten times the seconds must be expected to
 gain ten times as much. For structures and values of flags that were never measured the improvement is that of a
 heavy-tailed error (``optuna_dsat.guided.acquisition``): where the formula is wrong about one, it is wrong by much. No
-micro-batch is larger than ``Problem.reach`` times the largest that ran.
+micro-batch is larger than ``Problem.reach`` times the largest that ran; where a doubling gained less than
+``LEAST_GAIN``, no larger one is launched that takes twice the seconds of the best (``sizes.paying_sizes``).
 
 The search ends when no configuration has an expected improvement of at least ``min_gain`` (as in Jones et al. 1998) per
-launch, a launch being as long as one of the best configuration, and less than ``_WORTHWHILE`` such gains, or less than
-launches of one configuration differ by, is left with 90% probability (``remaining``). Where launches differ by much,
-one teaches little and many together much; but what differs by less than the noise takes more launches to tell apart
-than it is worth. Where no launch pays by itself, long ones are not made.
+launch, a launch being as long as the shortest of the best configurations, and less than ``_WORTHWHILE`` such gains, or
+less than launches of one configuration differ by, is left with 90% probability (``remaining``). Where launches differ
+by much, one teaches little and many together much; but what differs by less than the noise takes more launches to tell
+apart than it is worth. Where no launch pays by itself, long ones are not made.
 
 Launches in flight count as if measured at their predicted metric (the "kriging believer" of Ginsbourger et al. 2010),
 and no other launch of their lineages is proposed.
@@ -58,7 +59,8 @@ Numbers: TypeAlias = npt.NDArray[Any]
 _WORTHWHILE = 20
 """Launches that the search goes on for if all of them together may gain as much as each must be expected to."""
 _LONG = 2.0
-"""Seconds of a launch, relative to one of the best configuration, above which it has to pay by itself."""
+"""Seconds of a launch, relative to one of the best configuration, above which it has to pay by itself, and is no larger
+than what doublings paid for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,9 +268,10 @@ class GuidedPlanner:
     ) -> tuple[Numbers, Numbers, Acquisition]:
         """Return the configurations that are worth a launch, alone or as one of many; none if the search is over."""
         relative = posterior.relative_costs(acquisition)
-        if np.any(acquisition.gain >= self.min_gain * relative):
-            return rows, sizes, acquisition
         short = relative <= _LONG
+        paying = short | (sizes <= posterior.paying_sizes(rows))
+        if np.any(paying & (acquisition.gain >= self.min_gain * relative)):
+            return rows[paying], sizes[paying], acquisition.take(paying)
         rows, sizes, acquisition = rows[short], sizes[short], acquisition.take(short)
         least = max(_WORTHWHILE * self.min_gain, math.sqrt(posterior.residuals.noise_variance))
         if not len(rows) or math.expm1(posterior.remaining(rows, sizes)) < least:

@@ -21,8 +21,9 @@ from optuna_dsat.guided.memory import memory_posterior, most_informative
 from optuna_dsat.guided.problem import Problem
 from optuna_dsat.guided.residual_gp import Points, ResidualGP
 from optuna_dsat.guided.run_probability import RunProbability
-from optuna_dsat.guided.sizes import largest_size, spread_sizes
+from optuna_dsat.guided.sizes import largest_size, paying_sizes, spread_sizes
 from optuna_dsat.metrics import LARGER_IS_BETTER
+from optuna_dsat.trials.reach import LEAST_GAIN
 
 __all__ = ["DOUBTED_FORMULA", "Posterior", "Prediction"]
 
@@ -125,6 +126,18 @@ class Posterior:
         self._used_keys = every[:, 0] * len(problem.sizes) + problem.size_index(every[:, 1])
         """Of each configuration with a trial: its row times the number of sizes, plus the index of its size."""
         self._fit(measured, formula_error)
+
+    def paying_sizes(self, rows: Numbers) -> Numbers:
+        """Return the largest micro-batch of each row that may pay, by what doublings gained; infinite if all may."""
+        problem, measured = self._problem, self.measured
+        count = int(self._table.structure.max()) + 1
+        if problem.reach is None or problem.metric not in LARGER_IS_BETTER or not len(measured.row):
+            return np.full(len(rows), np.inf)
+        size = measured.micro_batch.astype(np.float64)
+        half = self._points(measured.row, size / 2, self._fill(measured.row, size / 2))
+        gain = self.residuals.posterior_means[: len(size)] - self.residuals.predict(half)[0]
+        found = paying_sizes(self._table.structure[measured.row], size, gain, count=count)
+        return found[self._table.structure[rows]]
 
     def _fit(self, measured: Observations, formula_error: float) -> None:
         """Fit the coefficients, then the residuals; launches in flight count with their predicted metric."""
@@ -407,11 +420,15 @@ class Posterior:
         return found
 
     def relative_costs(self, acquisition: Acquisition) -> Numbers:
-        """Return the seconds of launches relative to one of the best configuration; 0 before a metric was measured."""
+        """Return the seconds of launches relative to what the best costs; 0 before a metric was measured.
+
+        That is the shortest launch of the configurations that are within ``LEAST_GAIN`` of the best.
+        """
         if self._incumbent is None:
             return np.zeros(len(acquisition.cost_s))
-        best = int(np.argmax(self.residuals.posterior_means))
-        usual_s = self._start_up_s + self._problem.profile_steps * float(self.residuals.points.latency[best])
+        means = self.residuals.posterior_means
+        near = np.flatnonzero(means >= means.max() - math.log1p(LEAST_GAIN))
+        usual_s = self._start_up_s + self._problem.profile_steps * float(self.residuals.points.latency[near].min())
         found: Numbers = acquisition.cost_s / usual_s
         return found
 

@@ -1,4 +1,8 @@
-"""Micro-batches that are worth a look: at every scale up to the edge of memory, and how large one may be."""
+"""Micro-batches that are worth a look: at every scale up to the edge of memory, and how large one may be.
+
+How large is bounded by the script's data and by what ran (``Problem.reach``). For launches that take long also by what
+doublings gained, as with the other methods (``optuna_dsat.trials.reach``).
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,9 @@ import numpy.typing as npt
 
 from optuna_dsat.guided.candidates import Observations
 from optuna_dsat.guided.problem import Problem
+from optuna_dsat.trials.reach import LEAST_GAIN
 
-__all__ = ["largest_size", "spread_sizes"]
+__all__ = ["largest_size", "paying_sizes", "spread_sizes"]
 
 Numbers: TypeAlias = npt.NDArray[Any]
 
@@ -55,3 +60,27 @@ def _within_reach(problem: Problem, observations: Observations) -> int:
     ran = max(observations.micro_batch[observations.fits], default=0)
     within = problem.sizes[problem.sizes <= problem.reach * max(ran, problem.user_micro_batch)]
     return int(within[-1] if len(within) else problem.sizes[0])
+
+
+def paying_sizes(structure: Numbers, size: Numbers, gain: Numbers, *, count: int) -> Numbers:
+    """Return the largest micro-batch that may pay for each structure, by what doublings gained; infinite if all may.
+
+    A structure ends at the smallest micro-batch at which a doubling gained less than ``LEAST_GAIN``. One for which none
+    is known goes to twice where others end, or to twice what ran in it.
+
+    Args:
+        structure: Structures of n measured launches.
+        size: Their micro-batches.
+        gain: What each is believed to gain over half its micro-batch, in the metric's logarithm.
+        count: Number of structures.
+    """
+    smallest, largest = np.full(count, np.inf), np.zeros(count)
+    np.minimum.at(smallest, structure, size)
+    np.maximum.at(largest, structure, size)
+    flat = (2 * smallest[structure] <= size) & (gain < math.log1p(LEAST_GAIN))
+    found = np.full(count, np.inf)
+    np.minimum.at(found, structure[flat], size[flat])
+    ends = found[np.isfinite(found)]
+    if not len(ends):
+        return found
+    return np.where(np.isfinite(found), found, 2 * np.maximum(ends.max(), largest))

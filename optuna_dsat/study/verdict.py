@@ -235,10 +235,21 @@ class _Judge:
         best = max(self._eligible, key=lambda number: (self._score(number), -number))
         tied = [one for one in self._eligible if one == best or self._is_tied(one, best)]
         sure = [one for one in tied if not self._in_rounds or one == self._baseline or self._is_sure(one)]
-        pick = self._preferred(sure) if sure else self._baseline if self._in_rounds else best
-        if pick is None:
-            raise RuntimeError("a reference that was measured in rounds is the baseline or eligible")
+        pick = self._preferred(sure or self._surely_better())
         return self._verdict(self._kind(pick, best), pick, best, ties=self._ties(pick, tied))
+
+    def _surely_better(self) -> list[int]:
+        """Return the best that is surely better than the user's own config, with its equals; else that config.
+
+        The best of all may be less sure than one that is nearly as good.
+        """
+        sure = [number for number in self._eligible if self._is_sure(number)]
+        if not sure:
+            if self._baseline is None:
+                raise RuntimeError("a reference that was measured in rounds is the baseline or eligible")
+            return [self._baseline]
+        first = max(sure, key=lambda number: (self._score(number), -number))
+        return [number for number in sure if number == first or self._is_tied(number, first)]
 
     def by_search(self) -> Verdict:
         """Return the verdict by the search alone: the best measurement, which may be the user's own."""

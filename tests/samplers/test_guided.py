@@ -242,6 +242,58 @@ def test_where_no_launch_pays_by_itself_no_long_one_is_made(
     assert relative_cost(0.5 * usual) <= 0.5 * usual
 
 
+class Flat(Machine):
+    """As many samples a second at any micro-batch."""
+
+    def seconds(self, params: Mapping[str, Any]) -> tuple[float, float, float, float]:
+        part = 0.02 * params[MICRO_BATCH]
+        return part, 2 * part, 0.0, 0.0
+
+
+def test_beyond_a_doubling_that_gained_nothing_no_long_launch_is_made(
+    kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search on a machine of equal throughput launched eight times the micro-batch that had gained nothing."""
+    problem = Problem(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=small_space())
+    rising, flat = (guided(kit, GuidedPlanner(problem)) for _ in range(2))
+    Machine().run(rising, 6)
+    Flat().run(flat, 6)
+
+    def paying(study: optuna.Study) -> Any:
+        posterior = Posterior(problem, problem.table.observations_of_trials(study.trials), samples_limit=None)
+        return posterior.paying_sizes(posterior.measured.row)
+
+    sizes = [trial.params[MICRO_BATCH] for trial in flat.trials]
+    assert paying(rising).max() == math.inf
+    assert paying(flat).max() <= 2 * max(sizes), "those measured once are doubled"
+    assert paying(flat).min() <= max(sizes)
+
+    def launched() -> int:
+        found = GuidedPlanner(problem).next(rising.trials)
+        assert found is not None
+        return found.micro_batch
+
+    monkeypatch.setattr(planner_module, "_LONG", 0.0)
+    assert launched() > 2
+    monkeypatch.setattr(Posterior, "paying_sizes", lambda _, rows: np.full(len(rows), 2.0))
+    assert launched() <= 2
+
+
+def test_of_equals_the_shortest_says_what_a_launch_usually_takes(kit: SimpleNamespace) -> None:
+    problem = Problem(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=small_space())
+    study = guided(kit, GuidedPlanner(problem))
+    Machine(overhead_s=0.01).run(study, 8)
+    posterior = Posterior(problem, problem.table.observations_of_trials(study.trials), samples_limit=None)
+    means, latency = posterior.residuals.posterior_means, posterior.residuals.points.latency
+    measured = posterior.acquisition(posterior.measured.row, posterior.measured.micro_batch.astype(np.int64))
+    before = posterior.relative_costs(measured)
+    shortest = int(np.argmin(latency))
+    means[shortest] = means.max() - 0.01
+    after = posterior.relative_costs(measured)
+    assert latency[shortest] < latency[np.argmax(means)]
+    assert (after > before).all()
+
+
 def test_nothing_is_launched_beside_what_flies_where_nothing_else_promises_a_gain(kit: SimpleNamespace) -> None:
     planner = GuidedPlanner(
         Problem(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=small_space()), min_gain=10.0

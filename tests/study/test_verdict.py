@@ -99,6 +99,18 @@ def test_a_best_that_is_not_surely_faster_is_not_handed_over() -> None:
     assert text.startswith("Your own config is the best found: 10 samples/s. The best other, trial 1, is 0.970 times")
 
 
+def test_where_the_best_is_not_sure_one_that_surely_is_better_is_handed_over() -> None:
+    """It was the user's own config, though two finalists were surely faster."""
+    values = {OWN: [10.0, 10.0, 10.0], 1: [28.0, 11.0, 26.0], 2: [14.0, 14.2, 13.9]}
+    found = judged(TRIALS, rounds_of(values))
+    assert (found.kind, found.handed_over, found.best) == (VerdictKind.WINNER, 2, 1)
+    assert found.best_ratio is not None
+    assert not found.best_ratio.surely_above_1
+    assert found.speed_up is not None
+    assert found.speed_up.surely_above_1
+    assert 1 in found.ties, "the rounds do not tell the two apart"
+
+
 def test_without_a_confirmation_the_best_measurement_is_the_result_be_it_the_users_own() -> None:
     found = judged((trial(OWN, 6.101), trial(1, 5.892)), Rounds())
     assert (found.kind, found.handed_over, found.best) == (VerdictKind.UNCONFIRMED, OWN, OWN)
@@ -342,7 +354,11 @@ def test_rounds_take_longer_where_only_their_small_number_leaves_a_large_gain_op
     noisy = rounds_of({OWN: [65.3, 50.3, 56.1], 1: [75.6, 87.2, 88.5]})
     assert judged(TRIALS[:2], noisy).kind is VerdictKind.NOT_CONFIRMED
     assert next_in_rounds(noisy, TRIALS, spec=spec(), allowed_s=16.0) is not None, "a quarter of 64 s"
-    assert next_in_rounds(noisy, TRIALS, spec=spec(), allowed_s=15.0) is None, "no longer than the search"
+    assert next_in_rounds(noisy, TRIALS, spec=spec(), allowed_s=1.0) is not None, "six rounds, however short the search"
+    six = rounds_of({OWN: [65.3, 50.3, 56.1, 80.1, 58.0, 60.1], 1: [75.6, 87.2, 88.5, 62.2, 79.9, 82.0]})
+    assert judged(TRIALS[:2], six).kind is VerdictKind.NOT_CONFIRMED
+    assert next_in_rounds(six, TRIALS, spec=spec(), allowed_s=31.0) is not None, "a quarter of 124 s"
+    assert next_in_rounds(six, TRIALS, spec=spec(), allowed_s=30.0) is None, "no longer than the search"
     assert next_in_rounds(noisy, TRIALS, spec=spec(confirm_time_s=50.0), allowed_s=16.0) is None
     open_gain = rounds_of({OWN: [10.0, 9.0, 11.0], 1: [12.0, 8.9, 11.4]})
     assert next_in_rounds(open_gain, TRIALS, spec=spec(), allowed_s=16.0) is None
