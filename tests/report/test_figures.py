@@ -80,6 +80,13 @@ def test_axes_name_their_units_and_times_are_shown_in_ms(view: StudyView) -> Non
     assert max(y for y in as_times.data[0].y) == pytest.approx(1000 * max(y for y in throughput.data[0].y))
 
 
+@pytest.mark.parametrize(("device", "slot"), [("cuda", "GPU"), ("cpu", "CPU rank"), ("", "rank")])
+def test_a_speed_of_each_rank_is_said_of_what_it_runs_on_as_elsewhere(view: StudyView, device: str, slot: str) -> None:
+    figure = metric_figure(view.trials, metric="FLOPS_per_gpu", device=device)
+    assert figure.layout.yaxis.title.text == f"speed (FLOP/s per {slot})"
+    assert f"FLOP/s per {slot} in the search" in figure.data[0].hovertext[0]
+
+
 def test_the_memory_figure_has_what_the_search_believed_at_each_launch_and_what_was_measured(view: StudyView) -> None:
     """The corrections are fitted anew here, to the launches that had ended when a trial was asked for."""
     assert view.profiled is not None

@@ -98,6 +98,7 @@ def plot_metric(study: Source) -> go.Figure:
         winner=found.winner,
         maximize=found.maximize,
         confirmed=found.confirmed,
+        device=found.device,
     )
 
 
@@ -111,7 +112,9 @@ def plot_progress(study: Source) -> go.Figure:
     """
     require_plotly()
     found = history_of(study)
-    return progress_figure(found.trials, metric=found.metric, maximize=found.maximize, confirmed=found.result)
+    return progress_figure(
+        found.trials, metric=found.metric, maximize=found.maximize, confirmed=found.result, device=found.device
+    )
 
 
 def plot_outcomes(study: Source) -> go.Figure:
@@ -211,6 +214,7 @@ def plot_rungs(study: Source) -> go.Figure:
         options=view.spec.options,
         metric=view.metric,
         direction=found.direction,
+        device=view.spec.device,
     )
 
 
@@ -225,7 +229,9 @@ def plot_finalists(study: Source) -> go.Figure:
     """
     require_plotly()
     view = view_of(study)
-    return finalists_figure(_finalist_points(view), metric=view.metric, why_none=_why_no_finalist(view))
+    return finalists_figure(
+        _finalist_points(view), metric=view.metric, why_none=_why_no_finalist(view), device=view.spec.device
+    )
 
 
 def _finalist_points(view: StudyView) -> list[FinalistPoint]:

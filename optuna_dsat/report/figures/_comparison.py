@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from optuna_dsat.escape.html import figure_text
-from optuna_dsat.report.figures._style import NEUTRAL, Palette, axis_title, empty_figure, lay_out, wrapped
+from optuna_dsat.report.figures._style import NEUTRAL, Measure, Palette, empty_figure, lay_out, wrapped
 from optuna_dsat.words import duration_in_words, metric_in_words
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def comparison_figure(studies: Sequence[ComparedStudy]) -> go.Figure:
     """Return the samples/s of each study's result, beside those of the user's own config."""
     import plotly.graph_objects as go
 
-    title, x = "Results side by side", axis_title(_RATE)
+    title, x = "Results side by side", Measure(_RATE).title
     if not any(one.best for one in studies):
         return empty_figure("Nothing was measured in any of these studies.", title=title, x=x)
     rows = list(range(len(studies)))
@@ -80,7 +80,7 @@ def course_figure(studies: Sequence[ComparedStudy]) -> go.Figure:
     """Return the best samples/s so far of each study over the time of its search."""
     import plotly.graph_objects as go
 
-    title, x, y = "Best so far over the time of the search", "minutes since the first launch", axis_title(_RATE)
+    title, x, y = "Best so far over the time of the search", "minutes since the first launch", Measure(_RATE).title
     if not any(one.course for one in studies):
         return empty_figure("Nothing was measured in any of these studies.", title=title, x=x, y=y)
     names = [f"{place}: {one.name}" for place, one in enumerate(studies, start=1)]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from optuna_dsat.report.figures._style import INK, NEUTRAL, axis_title, empty_figure, lay_out, scale_of, shown, wrapped
+from optuna_dsat.report.figures._style import INK, NEUTRAL, Measure, empty_figure, lay_out, wrapped
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -36,20 +36,22 @@ class FinalistPoint:
     """Whether it is the user's own config."""
 
 
-def finalists_figure(points: Sequence[FinalistPoint], *, metric: str, why_none: str) -> go.Figure:
+def finalists_figure(points: Sequence[FinalistPoint], *, metric: str, why_none: str, device: str = "") -> go.Figure:
     """Return the finalists' metrics with their 95% confidence intervals, beside those of the search.
 
     Args:
         points: The finalists that could be measured, best first.
         metric: Name of the metric.
         why_none: The sentence to show if there is none.
+        device: What a rank runs on, ``cuda`` or ``cpu``; empty if it is not known.
     """
     import plotly.graph_objects as go
 
-    title, x = "Finalists, measured again with more steps", axis_title(metric)
+    measure = Measure(metric, device)
+    title, x = "Finalists, measured again with more steps", measure.title
     if not points:
         return empty_figure(why_none, title=title, x=x)
-    scale, rows = scale_of(metric), list(range(len(points)))
+    scale, rows = measure.scale, list(range(len(points)))
     figure = go.Figure(
         [
             go.Scatter(
@@ -58,14 +60,14 @@ def finalists_figure(points: Sequence[FinalistPoint], *, metric: str, why_none: 
                 mode="markers",
                 name="in the search",
                 marker={"symbol": "circle-open", "color": NEUTRAL, "size": 10},
-                hovertext=[f"in the search: {shown(metric, p.searched)}" for p in points],
+                hovertext=[f"in the search: {measure.shown(p.searched)}" for p in points],
                 hoverinfo="text",
             ),
-            _confirmed(points, metric),
+            _confirmed(points, measure),
         ]
     )
     lay_out(figure, title=title, x=x, y="", height=170 + 50 * len(points))
-    figure.update_xaxes(tickformat="~s" if metric == "FLOPS_per_gpu" else None)
+    figure.update_xaxes(tickformat=measure.ticks)
     figure.update_yaxes(
         tickvals=rows,
         ticktext=[wrapped(p.words) + ("<br>(your own config)" if p.user else "") for p in points],
@@ -74,11 +76,11 @@ def finalists_figure(points: Sequence[FinalistPoint], *, metric: str, why_none: 
     return figure
 
 
-def _confirmed(points: Sequence[FinalistPoint], metric: str) -> go.Scatter:
+def _confirmed(points: Sequence[FinalistPoint], measure: Measure) -> go.Scatter:
     """Return the trace of the confirmed metrics with their intervals."""
     import plotly.graph_objects as go
 
-    scale, rows = scale_of(metric), list(range(len(points)))
+    scale, rows = measure.scale, list(range(len(points)))
     return go.Scatter(
         x=[p.value * scale for p in points],
         y=rows,
@@ -94,8 +96,8 @@ def _confirmed(points: Sequence[FinalistPoint], metric: str) -> go.Scatter:
             "thickness": 1.5,
         },
         hovertext=[
-            f"<b>{p.words}</b><br>{shown(metric, p.value)}, 95% between {shown(metric, p.low)} and "
-            f"{shown(metric, p.high)}<br>{p.steps} steps in {p.rounds} {'round' if p.rounds == 1 else 'rounds'}"
+            f"<b>{p.words}</b><br>{measure.shown(p.value)}, 95% between {measure.shown(p.low)} and "
+            f"{measure.shown(p.high)}<br>{p.steps} steps in {p.rounds} {'round' if p.rounds == 1 else 'rounds'}"
             for p in points
         ],
         hoverinfo="text",

@@ -13,14 +13,12 @@ from optuna_dsat.metrics import LARGER_IS_BETTER
 from optuna_dsat.report.figures._style import (
     INK,
     WARNING,
+    Measure,
     Palette,
-    axis_title,
     empty_figure,
     lay_out,
     lineage_words,
     new_figure,
-    scale_of,
-    shown,
 )
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH, STRUCTURE, Lineage, group, score
@@ -48,6 +46,7 @@ def metric_figure(
     winner: int | None = None,
     maximize: bool | None = None,
     confirmed: Mapping[int, float] | None = None,
+    device: str = "",
 ) -> go.Figure:
     """Return the metric over the micro-batch: one line per lineage, with its out-of-memory edge.
 
@@ -60,9 +59,10 @@ def metric_figure(
         winner: Number of the trial to mark as the best; None for the one with the best value.
         confirmed: Trial -> its metric in rounds, at which it is marked; None if no rounds decided.
         maximize: Whether a larger metric is better; None for the direction of the metric's name.
+        device: What a rank runs on, ``cuda`` or ``cpu``; empty if it is not known.
     """
-    scale = scale_of(metric)
-    title = f"{axis_title(metric).split(' (')[0].capitalize()} over micro-batch"
+    measure = Measure(metric, device)
+    title = f"{measure.title.split(' (')[0].capitalize()} over micro-batch"
     x_title = "micro-batch (samples per rank and pass, log scale)"
     figure = new_figure()
     lineages = [lineage for lineage in group(trials).values() if _points(lineage) or lineage.smallest_too_large]
@@ -71,11 +71,11 @@ def metric_figure(
     for lineage in lineages:
         words = lineage_words(lineage.trials)
         if _points(lineage):
-            figure.add_trace(_line(lineage, words, palette, metric=metric, scale=scale, named=words not in named))
+            figure.add_trace(_line(lineage, words, palette, measure=measure, named=words not in named))
             named.add(words)
     edges = [lineage for lineage in lineages if lineage.smallest_too_large is not None]
     if edges:
-        figure.add_trace(_edges(edges, scale))
+        figure.add_trace(_edges(edges, measure.scale))
     better = metric in LARGER_IS_BETTER if maximize is None else maximize
     measured = attributes.best_trials(trials, maximize=better)
     best = next((t for t in measured if t.number == winner), measured[0] if measured else None)
@@ -83,13 +83,13 @@ def metric_figure(
     for trial, name, symbol in ((user, USER, "x-open"), (best, BEST, "star")):
         if trial is not None and attributes.CONFIG in trial.user_attrs:
             again = None if confirmed is None else confirmed.get(trial.number)
-            figure.add_trace(_mark(trial, name, symbol, metric=metric, again=again))
+            figure.add_trace(_mark(trial, name, symbol, measure=measure, again=again))
     if not measured and not any(_points(lineage) for lineage in lineages):
-        return empty_figure("Nothing has been measured yet.", title=title, x=x_title, y=axis_title(metric))
-    lay_out(figure, title=title, x=x_title, y=axis_title(metric))
+        return empty_figure("Nothing has been measured yet.", title=title, x=x_title, y=measure.title)
+    lay_out(figure, title=title, x=x_title, y=measure.title)
     micro_batches = [int(x) for trace in figure.data for x in trace.x if x is not None]
     figure.update_xaxes(type="log", tickvals=micro_batch_ticks(micro_batches))
-    figure.update_yaxes(tickformat="~s" if metric == "FLOPS_per_gpu" else None)
+    figure.update_yaxes(tickformat=measure.ticks)
     return figure
 
 
@@ -99,29 +99,29 @@ def _points(lineage: Lineage) -> list[tuple[int, float, FrozenTrial]]:
     return sorted(found, key=lambda point: (point[0], point[2].number))
 
 
-def _line(lineage: Lineage, words: str, palette: Palette, *, metric: str, scale: float, named: bool) -> go.Scatter:
+def _line(lineage: Lineage, words: str, palette: Palette, *, measure: Measure, named: bool) -> go.Scatter:
     import plotly.graph_objects as go
 
     points = _points(lineage)
     return go.Scatter(
         x=[size for size, _, _ in points],
-        y=[value * scale for _, value, _ in points],
+        y=[value * measure.scale for _, value, _ in points],
         mode="lines+markers",
         name=words,
         legendgroup=words,
         showlegend=named,
         line={"color": palette[words], "width": 1.5},
         marker={"symbol": palette.symbol(words), "size": 8},
-        hovertext=[_hover(trial, words, metric, value) for _, value, trial in points],
+        hovertext=[_hover(trial, words, measure, value) for _, value, trial in points],
         hoverinfo="text",
     )
 
 
-def _hover(trial: FrozenTrial, words: str, metric: str, value: float) -> str:
+def _hover(trial: FrozenTrial, words: str, measure: Measure, value: float) -> str:
     config = trial.user_attrs.get(attributes.CONFIG, trial.params)
     lines = [
         f"<b>{words}, micro-batch {config.get(MICRO_BATCH, '?')}</b>",
-        f"trial {trial.number}: {shown(metric, value)} in the search",
+        f"trial {trial.number}: {measure.shown(value)} in the search",
     ]
     if trial.state is not TrialState.COMPLETE:
         lines[1] += " (stopped early)"
@@ -173,17 +173,17 @@ def _edges(lineages: Sequence[Lineage], scale: float) -> go.Scatter:
     )
 
 
-def _mark(trial: FrozenTrial, name: str, symbol: str, *, metric: str, again: float | None) -> go.Scatter:
+def _mark(trial: FrozenTrial, name: str, symbol: str, *, measure: Measure, again: float | None) -> go.Scatter:
     """Return the mark of a trial, at its metric in rounds, or at that of the search if there is none."""
     import plotly.graph_objects as go
 
     config, value = trial.user_attrs[attributes.CONFIG], trial.values[0] if again is None else again
-    text = f"{name}<br>" + _hover(trial, Structure.of(config).words, metric, trial.values[0])
+    text = f"{name}<br>" + _hover(trial, Structure.of(config).words, measure, trial.values[0])
     if again is not None:
-        name, text = f"{name}{CONFIRMED}", f"{text}<br>in rounds: {shown(metric, again)}"
+        name, text = f"{name}{CONFIRMED}", f"{text}<br>in rounds: {measure.shown(again)}"
     return go.Scatter(
         x=[int(config[MICRO_BATCH])],
-        y=[value * scale_of(metric)],
+        y=[value * measure.scale],
         mode="markers",
         name=name,
         marker={"symbol": symbol, "size": 15, "color": INK, "line": {"color": INK, "width": 2}},

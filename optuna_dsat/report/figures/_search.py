@@ -17,14 +17,12 @@ from optuna_dsat.report.figures._style import (
     NEUTRAL,
     OUTCOME_COLOURS,
     WARNING,
+    Measure,
     Palette,
-    axis_title,
     empty_figure,
     lay_out,
     lineage_words,
     new_figure,
-    scale_of,
-    shown,
     wrapped,
 )
 from optuna_dsat.study.spec import MethodOptions
@@ -76,7 +74,12 @@ def _words(trial: FrozenTrial) -> str:
 
 
 def progress_figure(
-    trials: Sequence[FrozenTrial], *, metric: str, maximize: bool, confirmed: tuple[int, float] | None = None
+    trials: Sequence[FrozenTrial],
+    *,
+    metric: str,
+    maximize: bool,
+    confirmed: tuple[int, float] | None = None,
+    device: str = "",
 ) -> go.Figure:
     """Return the metric of every launch in the order in which they ended, the best so far, and the user's config.
 
@@ -88,18 +91,19 @@ def progress_figure(
         metric: Name of the metric.
         maximize: Whether a larger one is better.
         confirmed: Trial and metric that rounds confirmed; None if no rounds decided.
+        device: What a rank runs on, ``cuda`` or ``cpu``; empty if it is not known.
     """
     import plotly.graph_objects as go
 
-    title, x_title = "Progress of the search", "launches that ended"
-    ended, scale = _ended(trials), scale_of(metric)
+    title, x_title, measure = "Progress of the search", "launches that ended", Measure(metric, device)
+    ended, scale = _ended(trials), measure.scale
     if not ended:
-        return empty_figure(_NO_LAUNCH, title=title, x=x_title, y=axis_title(metric))
+        return empty_figure(_NO_LAUNCH, title=title, x=x_title, y=measure.title)
     if not any(_outcome(trial) is Outcome.MEASURED for trial in ended):
-        return empty_figure("Nothing has been measured yet.", title=title, x=x_title, y=axis_title(metric))
+        return empty_figure("Nothing has been measured yet.", title=title, x=x_title, y=measure.title)
     places = {trial.number: place for place, trial in enumerate(ended, start=1)}
     found = {outcome: [t for t in ended if _outcome(t) is outcome] for outcome in Outcome}
-    figure = go.Figure([_outcome_trace(outcome, own, places, metric) for outcome, own in found.items() if own])
+    figure = go.Figure([_outcome_trace(outcome, own, places, measure) for outcome, own in found.items() if own])
     best = _best_so_far(ended, maximize=maximize)
     if best:
         figure.add_trace(
@@ -119,22 +123,24 @@ def progress_figure(
         name = f"{USER} in the search"
         figure.add_trace(go.Scatter(x=[1, len(ended)], y=values, mode="lines", name=name, line=line, hoverinfo="name"))
     if confirmed is not None:
-        figure.add_trace(_confirmed_trace(*confirmed, place=len(ended) + 1, metric=metric))
-    lay_out(figure, title=title, x=x_title, y=axis_title(metric))
-    figure.update_yaxes(rangemode="tozero", tickformat="~s" if metric == "FLOPS_per_gpu" else None)
+        figure.add_trace(_confirmed_trace(*confirmed, place=len(ended) + 1, measure=measure))
+    lay_out(figure, title=title, x=x_title, y=measure.title)
+    figure.update_yaxes(rangemode="tozero", tickformat=measure.ticks)
     if len(ended) <= _FEW_LAUNCHES:
         figure.update_xaxes(dtick=1)
     return figure
 
 
-def _outcome_trace(outcome: Outcome, own: Sequence[FrozenTrial], places: Mapping[int, int], metric: str) -> go.Scatter:
+def _outcome_trace(
+    outcome: Outcome, own: Sequence[FrozenTrial], places: Mapping[int, int], measure: Measure
+) -> go.Scatter:
     """Return the trace of the launches with one outcome; those without a metric are drawn on the axis."""
     import plotly.graph_objects as go
 
     values = [score(t) for t in own]
     return go.Scatter(
         x=[places[t.number] for t in own],
-        y=[0.0 if value is None else value * scale_of(metric) for value in values],
+        y=[0.0 if value is None else value * measure.scale for value in values],
         mode="markers",
         name=outcome.value.replace("_", " "),
         cliponaxis=False,
@@ -145,24 +151,24 @@ def _outcome_trace(outcome: Outcome, own: Sequence[FrozenTrial], places: Mapping
             "line": {"color": OUTCOME_COLOURS[outcome], "width": 1.5},
         },
         hovertext=[
-            _words(t) + ("" if value is None else f"<br>{shown(metric, value)}")
+            _words(t) + ("" if value is None else f"<br>{measure.shown(value)}")
             for t, value in zip(own, values, strict=True)
         ],
         hoverinfo="text",
     )
 
 
-def _confirmed_trace(number: int, value: float, *, place: int, metric: str) -> go.Scatter:
+def _confirmed_trace(number: int, value: float, *, place: int, measure: Measure) -> go.Scatter:
     """Return the mark of what rounds confirmed, after the last launch of the search."""
     import plotly.graph_objects as go
 
     return go.Scatter(
         x=[place],
-        y=[value * scale_of(metric)],
+        y=[value * measure.scale],
         mode="markers",
         name=f"{BEST}{CONFIRMED}",
         marker={"symbol": "star", "size": 13, "color": INK},
-        hovertext=[f"trial {number}, in rounds: {shown(metric, value)}"],
+        hovertext=[f"trial {number}, in rounds: {measure.shown(value)}"],
         hoverinfo="text",
     )
 
@@ -300,7 +306,13 @@ def _add_tries(
 
 
 def rungs_figure(
-    trials: Sequence[FrozenTrial], *, method: str, options: MethodOptions, metric: str, direction: StudyDirection
+    trials: Sequence[FrozenTrial],
+    *,
+    method: str,
+    options: MethodOptions,
+    metric: str,
+    direction: StudyDirection,
+    device: str = "",
 ) -> go.Figure:
     """Return which lineages completed which rung of ``asha``, with which metric, and which were promoted.
 
@@ -310,9 +322,11 @@ def rungs_figure(
         options: The method's options.
         metric: Name of the metric.
         direction: The direction of the metric.
+        device: What a rank runs on, ``cuda`` or ``cpu``; empty if it is not known.
     """
+    measure = Measure(metric, device)
     title, x_title = "Rungs of successive halving", "rung (launches given to all that differ in the micro-batch only)"
-    y_title = f"best {axis_title(metric)}"
+    y_title = f"best {measure.title}"
     if method != "asha":
         why = f"Only asha climbs rungs; this study searches by {method}."
         return empty_figure(why, title=title, x=x_title, y=y_title)
@@ -330,14 +344,14 @@ def rungs_figure(
     if not any(rung.completed for rung in rungs):
         why = f"Nothing has completed the lowest rung yet, of {things_in_words(sizes.size(0), 'launch')}."
         return empty_figure(why, title=title, x=x_title, y=y_title)
-    return _draw_rungs(rungs, sizes, lineages, metric, direction, title=title, x=x_title, y=y_title)
+    return _draw_rungs(rungs, sizes, lineages, measure, direction, title=title, x=x_title, y=y_title)
 
 
 def _draw_rungs(
     rungs: Sequence[Rung],
     sizes: Rungs,
     lineages: Mapping[str, Lineage],
-    metric: str,
+    measure: Measure,
     direction: StudyDirection,
     *,
     title: str,
@@ -356,7 +370,7 @@ def _draw_rungs(
             if key in rung.completed and (value := one.best_score(direction, first=sizes.size(index))) is not None
         ]
         if points:
-            figure.add_trace(_rung_trace(one, words, points, palette, sizes, metric, named=words not in named))
+            figure.add_trace(_rung_trace(one, words, points, palette, sizes, measure, named=words not in named))
             named.add(words)
     lay_out(figure, title=title, note="filled: goes on to the next rung; open: waits, or the top", x=x, y=y)
     figure.update_xaxes(
@@ -367,7 +381,7 @@ def _draw_rungs(
         ],
         range=[-0.4, len(rungs) - 0.6],
     )
-    figure.update_yaxes(tickformat="~s" if metric == "FLOPS_per_gpu" else None)
+    figure.update_yaxes(tickformat=measure.ticks)
     return figure
 
 
@@ -377,7 +391,7 @@ def _rung_trace(
     points: Sequence[tuple[int, float, bool]],
     palette: Palette,
     sizes: Rungs,
-    metric: str,
+    measure: Measure,
     *,
     named: bool,
 ) -> go.Scatter:
@@ -389,14 +403,14 @@ def _rung_trace(
         points: Rung, metric and whether the lineage was promoted.
         palette: Colours and symbols by structure.
         sizes: Launches of each rung.
-        metric: Name of the metric.
+        measure: The metric.
         named: Whether the trace gets an entry in the legend.
     """
     import plotly.graph_objects as go
 
     return go.Scatter(
         x=[index for index, *_ in points],
-        y=[value * scale_of(metric) for _, value, _ in points],
+        y=[value * measure.scale for _, value, _ in points],
         mode="lines+markers",
         name=words,
         legendgroup=words,
@@ -405,7 +419,7 @@ def _rung_trace(
         marker={"size": 10, "symbol": [palette.symbol(words) + ("" if on else "-open") for _, _, on in points]},
         hovertext=[
             f"<b>{words}</b> (from trial {one.first_number})<br>"
-            f"rung of {things_in_words(sizes.size(index), 'launch')}: {shown(metric, value)}, "
+            f"rung of {things_in_words(sizes.size(index), 'launch')}: {measure.shown(value)}, "
             f"{'goes on' if on else 'waits'}"
             for index, value, on in points
         ],

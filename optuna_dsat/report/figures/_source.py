@@ -33,6 +33,8 @@ class History:
     maximize: bool
     verdict: Verdict | None
     """What came of the study so far; None if nothing was measured, or optuna-dsat did not make the study."""
+    device: str = ""
+    """What a rank runs on, ``cuda`` or ``cpu``; empty if optuna-dsat did not make the study."""
 
     @property
     def direction(self) -> StudyDirection:
@@ -65,7 +67,13 @@ def history_of(source: Source) -> History:
     if not isinstance(source, StudyView) and STUDY_UUID in source.user_attrs:
         source = view_of(source)
     if isinstance(source, StudyView):
-        return History(trials=source.trials, metric=source.metric, maximize=source.maximize, verdict=source.verdict)
+        return History(
+            trials=source.trials,
+            metric=source.metric,
+            maximize=source.maximize,
+            verdict=source.verdict,
+            device=source.spec.device,
+        )
     return History(
         trials=tuple(source.get_trials(deepcopy=False)),
         metric=(source.metric_names or ["value"])[0],

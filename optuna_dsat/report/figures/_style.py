@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from optuna.trial import FrozenTrial
@@ -18,7 +19,7 @@ from optuna_dsat.metrics import METRICS
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import STRUCTURE, ZERO_STAGE
-from optuna_dsat.words import count_in_words, flops_in_words, metric_in_words
+from optuna_dsat.words import count_in_words, flops_in_words, metric_in_words, slot_name
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -29,16 +30,14 @@ __all__ = [
     "OUTCOME_COLOURS",
     "PHASE_COLOURS",
     "WARNING",
+    "Measure",
     "Palette",
-    "axis_title",
     "empty_figure",
     "lay_out",
     "lineage_words",
     "missing",
     "new_figure",
     "note_of",
-    "scale_of",
-    "shown",
     "wrapped",
 ]
 
@@ -82,7 +81,7 @@ PHASE_COLOURS: Mapping[str, str] = {
 
 _AXIS_TITLES = {
     "throughput": "throughput (samples/s)",
-    "FLOPS_per_gpu": "speed (FLOP/s per rank)",
+    "FLOPS_per_gpu": "speed (FLOP/s per {slot})",
     "latency": "time of a step, end to end (ms)",
     "forward": "forward pass (ms)",
     "backward": "backward pass (ms)",
@@ -91,21 +90,38 @@ _AXIS_TITLES = {
 _TIMES = ("latency", "forward", "backward", "step")
 
 
-def axis_title(metric: str) -> str:
-    """Return the name of a metric with its unit, as an axis shows it."""
-    return _AXIS_TITLES.get(metric, metric)
+@dataclass(frozen=True)
+class Measure:
+    """A metric as figures show it."""
 
+    metric: str
+    device: str = ""
+    """``cuda`` or ``cpu``: whether what a rank does is said of a GPU; empty if it is not known."""
 
-def scale_of(metric: str) -> float:
-    """Return the factor from stored to shown values of a metric: times are stored in seconds and shown in ms."""
-    return 1000.0 if metric in _TIMES else 1.0
+    @property
+    def title(self) -> str:
+        """Its name with its unit, as an axis shows it."""
+        return _AXIS_TITLES.get(self.metric, self.metric).replace("{slot}", self._slot)
 
+    @property
+    def scale(self) -> float:
+        """Factor from stored to shown values: times are stored in seconds and shown in ms."""
+        return 1000.0 if self.metric in _TIMES else 1.0
 
-def shown(metric: str, value: float) -> str:
-    """Return a metric's value with its unit; without one if the metric is none of ``METRICS``."""
-    if metric == "FLOPS_per_gpu":
-        return f"{flops_in_words(value)}/s per rank"
-    return metric_in_words(metric, value) if metric in METRICS else count_in_words(float(value))
+    @property
+    def ticks(self) -> str | None:
+        """Format of the ticks of its axis; None for plotly's own."""
+        return "~s" if self.metric == "FLOPS_per_gpu" else None
+
+    def shown(self, value: float) -> str:
+        """Return a value with its unit; without one if the metric is none of ``METRICS``."""
+        if self.metric == "FLOPS_per_gpu":
+            return f"{flops_in_words(value)}/s per {self._slot}"
+        return metric_in_words(self.metric, value) if self.metric in METRICS else count_in_words(float(value))
+
+    @property
+    def _slot(self) -> str:
+        return slot_name(self.device) if self.device else "rank"
 
 
 class Palette:
