@@ -5,11 +5,13 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, fields
 from typing import Annotated, Any, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 
+from optuna_dsat.errors import DsatError
 from optuna_dsat.tuning.coercion import coerced
 from optuna_dsat.tuning.declaration import option_of
 from optuna_dsat.tuning.given import Given
@@ -20,6 +22,7 @@ __all__ = ["with_keywords"]
 _FILL = textwrap.TextWrapper(
     116, initial_indent=" " * 4, subsequent_indent=" " * 8, break_long_words=False, break_on_hyphens=False
 )
+_FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -44,7 +47,11 @@ def with_keywords(
             given = _coerced(signature.bind(*args, **kwargs).arguments, signature)
             make: Callable[..., TuneOptions] = options
             values = {name: value for name, value in given.items() if value is not None}
-            return function(Given(options=make(**values), origins=dict.fromkeys(given, "argument")))
+            try:
+                return function(Given(options=make(**values), origins=dict.fromkeys(given, "argument")))
+            except DsatError as error:
+                error.args = (_in_keywords(str(error), options), *error.args[1:])
+                raise
 
         del called.__wrapped__
         hints = {name: parameter.annotation for name, parameter in signature.parameters.items()}
@@ -94,6 +101,21 @@ def _unknown(function: str, name: str, known: Mapping[str, Any]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return f"{function}() got an unexpected keyword argument {name!r}.{hint}"
+
+
+def _in_keywords(text: str, options: Callable[..., TuneOptions]) -> str:
+    """Return a message in which options have the names of keywords, but for those of commands, in backticks."""
+    keywords: dict[str, str] = {}
+    for one, hint in _fields(options):
+        option = option_of(hint)
+        spelled = (f"--{one.name.replace('_', '-')}", *(() if option is None else option.flags))
+        flags = [flag.split("/") for flag in spelled]
+        keywords |= {flag[0]: one.name for flag in flags}
+        if isinstance(one.default, bool):
+            keywords |= {off: f"{one.name}=False" for flag in flags for off in (f"--no-{flag[0][2:]}", *flag[1:])}
+    parts = text.split("`")
+    parts[::2] = [_FLAG.sub(lambda found: keywords.get(found[0], found[0]), part) for part in parts[::2]]
+    return "`".join(parts)
 
 
 def _coerced(given: Mapping[str, Any], signature: inspect.Signature) -> dict[str, Any]:

@@ -50,8 +50,7 @@ def tune(given: Given) -> TuneResult:
 
     Raises:
         TypeError: If an argument is of a type that it does not take, or unknown; nothing was launched or written.
-        UsageError: If something given cannot be used; nothing was launched or written. The message calls arguments by
-            their names on the command line.
+        UsageError: If something given cannot be used; nothing was launched or written.
         NothingRunnableError: If no configuration could be measured on this hardware.
         ScriptFailedError: If the script fails whatever the configuration, or the training at the end does.
         StorageError: If the database failed while the study ran; calling again continues it.
