@@ -113,8 +113,8 @@ def _wait_in_foreground(agent: subprocess.Popen[bytes]) -> signal.Signals | None
 def _passed_on(agent: subprocess.Popen[bytes]) -> Iterator[list[signal.Signals]]:
     """Within the block, pass what ends this process on to another one; yield the list of the signals that came.
 
-    torchrun ends its ranks then. What the keyboard sends has reached it already. A signal that is ignored stays so; only
-    the main thread can do this.
+    torchrun ends its ranks then. What the keyboard sends has reached it already. A signal that is ignored stays so;
+    only the main thread can do this.
     """
     received: list[signal.Signals] = []
 

@@ -83,6 +83,9 @@ def run_study(request: StudyRequest, *, observer: Observer) -> StudyRun:
             request, interrupted = replace(request, spec=session.spec), session.interrupted
     except KeyboardInterrupt:
         interrupted = True
+    except PermissionError as error:  # of files that could be used when it began
+        intact = "What was stored before is intact; resume the study once this is repaired."
+        raise StorageError(f"{error.filename}: {error.strerror}. {intact}") from error
     except StorageError as error:
         path = kept.write(spec.study_dir)
         if path is None:

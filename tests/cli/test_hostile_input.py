@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -189,6 +191,45 @@ def test_a_folder_that_is_gone_and_streams_that_are_closed_or_full(tmp_path: Pat
         assert done.returncode == code, done.stderr
         assert said in done.stderr
         assert len(done.stderr.splitlines()) == bool(said)
+
+
+OF_SHUT_FOLDERS = [
+    ["random", "{shut}/train.py", "ds.json", "--dry-run"],
+    ["random", "train.py", "ds.json", "--dry-run", "--output-dir", "{shut}/out"],
+    ["random", "train.py", "ds.json", "--dry-run", "--nvme-path", "{shut}/nvme"],
+    ["show", "one", "--storage", "sqlite:///{shut}/study.db"],
+    ["plan", "--hf-config", "{shut}/config.json"],
+]
+
+
+@pytest.mark.parametrize("arguments", OF_SHUT_FOLDERS, ids=" ".join)
+def test_what_this_user_may_not_look_at_is_named_in_one_line(
+    refused: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    """As the system refuses it; who runs the tests may be root, to whom nothing is shut."""
+    shut, look = tmp_path / "shut", os.stat
+    shut.mkdir()
+
+    def refuse(path: Any, **options: Any) -> os.stat_result:
+        if isinstance(path, str | os.PathLike) and shut in Path(path).parents:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return look(path, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    done = refused(*(word.format(shut=shut) for word in arguments))
+    assert "Permission denied" in done.stderr
+
+
+def test_a_working_directory_that_may_not_be_entered_is_named(run_here: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **_options: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(os, "stat", refuse)
+    done = run_here("studies")
+    assert done.returncode == 2
+    assert (
+        done.stderr == "optuna-dsat: The working directory cannot be used: Permission denied. Change to another one.\n"
+    )
 
 
 def test_no_memory_is_told_in_one_line(run_here: Run, monkeypatch: pytest.MonkeyPatch) -> None:
