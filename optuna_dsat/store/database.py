@@ -24,6 +24,7 @@ from optuna_dsat.errors import StorageError, StorageUrlError
 from optuna_dsat.store.locks import LockLostError, advisory_lock, file_lock
 from optuna_dsat.store.retry import RETRY_LIMIT_S, one_line_reason, retrying
 from optuna_dsat.store.urls import database_exists, display_url, parse_url
+from optuna_dsat.words import things_in_words
 
 __all__ = ["Database", "engine_options", "install_events"]
 
@@ -36,9 +37,19 @@ CONNECT_TIMEOUT_S = 10
 """libpq's timeout for a connection, in seconds."""
 _LONGEST_CONNECT_S = 9999
 
+CONNECTIONS = 4
+"""Connections to a server that a process may have open at once: the lock's, ours, Optuna's and the heartbeat's."""
+
 LOCK_TIMEOUT_S = 120.0
 """Timeout of ``Database.exclusive`` for the lock, in seconds."""
 
+_LIMITS = """
+SELECT 'role ' || rolname, rolconnlimit, rolsuper FROM pg_roles WHERE rolname = session_user
+UNION ALL
+SELECT 'database ' || datname, datconnlimit, (SELECT rolsuper FROM pg_roles WHERE rolname = session_user)
+FROM pg_database WHERE datname = current_database()
+"""
+"""Limits of connections, -1 for none, and whether they do not hold for who asks."""
 _READ_ONLY = "dsat_read_only"
 _SQLITE_PRAGMAS = (
     f"PRAGMA busy_timeout={int(SQLITE_BUSY_TIMEOUT_S * 1000)}",
@@ -139,6 +150,9 @@ class Database:
         except (DBAPIError, OSError) as error:
             self.engine.dispose()
             raise StorageUrlError(f"The storage '{self.shown}' cannot be opened: {one_line_reason(error)}.") from None
+        except StorageUrlError:
+            self.engine.dispose()
+            raise
 
     def _file(self) -> tuple[int, int] | None:
         """Return device and inode of an SQLite file; None if it is gone. (0, 0) for a database on a server."""
@@ -170,7 +184,26 @@ class Database:
             if self.engine.dialect.name == "sqlite":
                 # Switching a new file to WAL ignores the busy timeout: concurrent attempts fail immediately.
                 stack.enter_context(self.exclusive("open the database"))
-            stack.enter_context(self.engine.connect()).execute(text("SELECT 1"))
+            connection = stack.enter_context(self.engine.connect())
+            if self.engine.dialect.name == "postgresql":
+                self._require_connections(connection)
+            else:
+                connection.execute(text("SELECT 1"))
+
+    def _require_connections(self, connection: Connection) -> None:
+        """Refuse a PostgreSQL role or database that allows fewer connections than one process needs.
+
+        Its own would use them up, and each further one would be waited for in vain.
+
+        Raises:
+            StorageUrlError: If it does.
+        """
+        for what, allowed, exempt in connection.execute(text(_LIMITS)):
+            if not exempt and 0 <= allowed < CONNECTIONS:
+                raise StorageUrlError(
+                    f"The storage '{self.shown}' allows its {what} {things_in_words(allowed, 'connection')} at a time, "
+                    f"and one process needs up to {CONNECTIONS}: raise its CONNECTION LIMIT."
+                )
 
     def run(self, work: Callable[[Session], T], *, read_only: bool = False) -> T:
         """Run ``work`` in one transaction and commit it; retry after a transient error.

@@ -37,7 +37,19 @@ class Server:
         return make_url(self.url).set(database=name).render_as_string(hide_password=False)
 
     def drop_database(self, url: str) -> None:
-        self._execute(f'DROP DATABASE "{make_url(url).database}" WITH (FORCE)')
+        self._execute(f'DROP DATABASE IF EXISTS "{make_url(url).database}" WITH (FORCE)')
+
+    @contextmanager
+    def limited(self, url: str, connections: int) -> Iterator[str]:
+        """Yield the URL of a database of this server for a role that may have so many connections at a time."""
+        role, database = f"dsat_{uuid.uuid4().hex[:12]}", make_url(url).database
+        self._execute(f"CREATE ROLE {role} LOGIN PASSWORD 'hunter2' CONNECTION LIMIT {connections}")
+        self._execute(f'ALTER DATABASE "{database}" OWNER TO {role}')
+        try:
+            yield make_url(url).set(username=role, password="hunter2").render_as_string(hide_password=False)
+        finally:
+            self.drop_database(url)
+            self._execute(f"DROP ROLE {role}")
 
     def never_wait_for_the_disk(self) -> None:
         """Let no commit, checkpoint or database made of a template wait for the disk: none then survives a restart."""
