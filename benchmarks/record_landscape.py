@@ -51,7 +51,8 @@ from optuna_dsat.launch.devices import cpu_devices
 from optuna_dsat.launch.torchrun import TorchrunLauncher
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.atomic_write import write_text_atomic
-from optuna_dsat.study.profile import Profiled, measure_profile
+from optuna_dsat.study.profile import measure_profile
+from optuna_dsat.study.profiled import Profiled
 from optuna_dsat.study.space import space_of
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.user_config import user_config

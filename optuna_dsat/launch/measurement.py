@@ -14,12 +14,15 @@ import math
 import random
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from optuna_dsat.launch.student_t import student_t_975
 from optuna_dsat.metrics import PER_ELEMENT
 from optuna_dsat.runtime.events import (
     BatchSourcesFound,
+    ConfigDiffers,
     EngineReady,
     EnvironmentSet,
     Event,
@@ -42,16 +45,8 @@ __all__ = [
     "metrics_of",
     "per_element_metric",
     "step_time_uncertainty",
-    "student_t_975",
     "without_rare_evaluation",
 ]
-
-
-_T_975 = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
-    2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
-)  # fmt: skip
-"""97.5% quantile of Student's t for 1, 2, ... degrees of freedom (NIST/SEMATECH e-Handbook, 1.3.6.7.2)."""
 
 _LEAST_VARIATION = 0.05
 """Inputs that differ by no more than this, relative to their mean, count as equal."""
@@ -271,11 +266,6 @@ def _ratio_interval(value: float, pairs: Sequence[tuple[float, float]]) -> Inter
     return Interval(value=value, low=value * math.exp(-half), high=value * math.exp(half))
 
 
-def student_t_975(degrees: int) -> float:
-    """Return the 97.5% quantile of Student's t; that for 30 degrees of freedom where there are more."""
-    return _T_975[min(degrees, len(_T_975)) - 1]
-
-
 def step_time_uncertainty(steps: Sequence[GlobalStep]) -> float:
     """Return half the width of the 95% confidence interval of the mean step time, relative to that mean.
 
@@ -314,6 +304,8 @@ class LaunchRecord:
         self.world_size = world_size
         self.start_profile_step = start_profile_step
         self.engine: EngineReady | None = None
+        self.config_differences: Mapping[str, Sequence[Any]] = {}
+        """As ``EngineReady.config_differences``; known also of a launch that failed before it had an engine."""
         self.profile: ProfileMeasured | None = None
         self.trainer: TrainerFound | None = None
         self.imported: ModulesImported | None = None
@@ -367,6 +359,9 @@ class LaunchRecord:
         """Add an event; return the global step that it completes, None if it completes none that counts."""
         if isinstance(event, EngineReady):
             self.engine = self.engine or event
+            self.config_differences = self.config_differences or event.config_differences
+        elif isinstance(event, ConfigDiffers):
+            self.config_differences = self.config_differences or event.differences
         elif isinstance(event, TrainerFound):
             self.trainer = self.trainer or event
         elif isinstance(event, ModulesImported):

@@ -13,7 +13,8 @@ from optuna_dsat.plan.prediction import Subject, step_time_model
 from optuna_dsat.plan.rows import Plan, plan_rows
 from optuna_dsat.store import Store
 from optuna_dsat.study.fingerprint import fingerprint
-from optuna_dsat.study.profile import ProfileAttempt, Profiled, measure_profile
+from optuna_dsat.study.profile import ProfileAttempt, measure_profile
+from optuna_dsat.study.profiled import Profiled
 from optuna_dsat.study.space import hardware_of
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.warm_start import gather

@@ -21,7 +21,7 @@ from optuna_dsat.config.structures import Structure
 from optuna_dsat.cost import memory
 from optuna_dsat.cost.memory_fit import CorrectionFit
 from optuna_dsat.guided.planner import GuidedPlanner
-from optuna_dsat.study.profile import Profiled
+from optuna_dsat.study.profiled import Profiled
 from optuna_dsat.study.space import hardware_of
 from optuna_dsat.study.stored import StoredStudy
 from optuna_dsat.trials import attributes

@@ -19,10 +19,10 @@ from optuna_dsat.study.result import (
     BEST_CONFIG,
     best_settings,
     learning_rate_advice,
-    trainable_config,
     training_command,
 )
 from optuna_dsat.study.standing import Standing
+from optuna_dsat.study.trainable import trainable_config
 from optuna_dsat.study.user_config import own_train_batch_size, user_config
 from optuna_dsat.study.verdict_words import how_known, verdict_in_words
 from optuna_dsat.trials import attributes

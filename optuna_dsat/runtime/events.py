@@ -149,6 +149,21 @@ class EnvironmentSet(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ConfigDiffers(Event):
+    """The script passes another config than the user's file; told before ``deepspeed.initialize`` takes memory."""
+
+    kind: ClassVar[str] = "config_differs"
+
+    differences: Mapping[str, list[Any]]
+    """As ``EngineReady.config_differences``."""
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether differences are pairs."""
+        return all(len(one) == 2 for one in self.differences.values())
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineReady(Event):
     """``deepspeed.initialize`` returned an engine with these properties."""
 
@@ -334,6 +349,7 @@ _KINDS: dict[str, type[Event]] = {
         TrainerFound,
         BatchSourcesFound,
         EnvironmentSet,
+        ConfigDiffers,
         EngineReady,
         ProfileMeasured,
         ModulesImported,

@@ -21,11 +21,10 @@ from optuna_dsat.study.data_size import dataset_size
 from optuna_dsat.study.finalists import finalists_of
 from optuna_dsat.study.loss_check import LossCheck, check_loss
 from optuna_dsat.study.methods import Method
-from optuna_dsat.study.profile import Profiled
+from optuna_dsat.study.profiled import Profiled
 from optuna_dsat.study.result import (
     StudyResult,
     best_settings,
-    complete_config,
     fields_of,
     learning_rate_advice,
     measurement_in_words,
@@ -36,6 +35,7 @@ from optuna_dsat.study.result import (
 )
 from optuna_dsat.study.rounds import Rounds
 from optuna_dsat.study.space import objective, space_of
+from optuna_dsat.study.trainable import complete_config
 from optuna_dsat.study.tuner import EndReason
 from optuna_dsat.study.user_config import own_train_batch_size
 from optuna_dsat.study.verdict import Verdict, verdict_of

@@ -18,7 +18,7 @@ from optuna_dsat.launch.measurement import GlobalStep, LaunchRecord
 from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.runtime.events import Event
 from optuna_dsat.study.context import StudyContext
-from optuna_dsat.study.finalists import choose_finalists, confirmation_request, measure_again, round_launch
+from optuna_dsat.study.measuring_again import choose_finalists, confirmation_request, measure_again, round_launch
 from optuna_dsat.study.methods import Method
 from optuna_dsat.study.paired import is_precise, paired_ratio
 from optuna_dsat.study.phases import phase_of

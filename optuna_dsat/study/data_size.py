@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from optuna_dsat.study.profile import Profiled
+from optuna_dsat.study.profiled import Profiled
 from optuna_dsat.study.spec import StudySpec
 
 __all__ = ["LARGEST_SHARE", "dataset_size", "largest_global_batch"]

@@ -23,7 +23,8 @@ from optuna_dsat.guided.problem import REACH, Problem
 from optuna_dsat.pruners import AshaPruner, DeepSpeedPruner
 from optuna_dsat.samplers import BinarySearchSampler, GuidedSampler, LineageRandomSampler
 from optuna_dsat.study.joint_estimate import JointEstimate
-from optuna_dsat.study.profile import Profiled, profile_attempts
+from optuna_dsat.study.profile import profile_attempts
+from optuna_dsat.study.profiled import Profiled
 from optuna_dsat.study.space import hardware_of
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.user_config import user_config

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from optuna_dsat.launch.measurement import student_t_975
+from optuna_dsat.launch.student_t import student_t_975
 
 __all__ = ["PRECISION", "Noise", "Ratio", "is_precise", "mean_in_rounds", "paired_ratio", "pooled_noise"]
 

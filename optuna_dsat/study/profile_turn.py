@@ -19,7 +19,8 @@ from optuna_dsat.store import StoredProfile, Turn, TurnLostError
 from optuna_dsat.study.context import StudyContext
 from optuna_dsat.study.data_size import dataset_size, largest_global_batch
 from optuna_dsat.study.phases import phase_of
-from optuna_dsat.study.profile import ProfileAttempt, Profiled, measure_profile
+from optuna_dsat.study.profile import ProfileAttempt, measure_profile
+from optuna_dsat.study.profiled import Profiled
 from optuna_dsat.study.progress import LaunchEnded, ProfileFinished, ProfileStarted, TrialPhase
 from optuna_dsat.study.space import largest_micro_batches, micro_batch_cap, objective
 from optuna_dsat.study.spec import StudySpec

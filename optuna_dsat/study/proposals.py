@@ -16,7 +16,7 @@ from optuna_dsat.study.context import StudyContext
 from optuna_dsat.study.flights import Flight, frozen
 from optuna_dsat.study.launch_requests import launch_request
 from optuna_dsat.study.methods import Method
-from optuna_dsat.study.profile import Profiled
+from optuna_dsat.study.profiled import Profiled
 from optuna_dsat.study.trial_recorder import TrialRecorder
 from optuna_dsat.study.uninterrupted import uninterrupted
 from optuna_dsat.study.user_config import user_config

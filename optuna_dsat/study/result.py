@@ -27,21 +27,17 @@ if TYPE_CHECKING:
     import optuna
     from optuna.trial import FrozenTrial
 
-    from optuna_dsat.config.search_space import SearchSpace
 
 __all__ = [
     "BEST_CONFIG",
     "BEST_METRICS",
     "StudyResult",
     "best_settings",
-    "complete_config",
     "fields_of",
     "learning_rate_advice",
     "measurement_in_words",
     "metrics_file",
-    "trainable_config",
     "training_command",
-    "trial_row",
     "write_best",
     "write_settings",
 ]
@@ -156,42 +152,9 @@ class StudyResult:
             StorageUrlError: As ``optuna_study``.
             StorageError: As ``optuna_study``.
         """
+        from optuna_dsat.study.rows import trial_row
+
         return [trial_row(trial, self.verdict) for trial in self.optuna_study(storage).get_trials(deepcopy=False)]
-
-
-def trial_row(trial: FrozenTrial, verdict: Verdict | None) -> dict[str, Any]:
-    """Return a trial as one flat row, as ``trials`` of a result and ``optuna-dsat export`` show it.
-
-    Args:
-        trial: The trial.
-        verdict: What came of its study so far; None if nothing was measured.
-    """
-    from optuna_dsat.study.configuration import configuration_of
-    from optuna_dsat.trials import attributes
-
-    attrs = trial.user_attrs
-    again = None if verdict is None else verdict.contender(trial.number)
-    return {
-        "number": trial.number,
-        "state": trial.state.name.lower(),
-        "outcome": attrs.get(attributes.OUTCOME),
-        "value": None if trial.values is None else trial.values[0],
-        "confirmed_value": None if again is None else again.value,
-        "confirmed_low": None if again is None else again.low,
-        "confirmed_high": None if again is None else again.high,
-        "rounds": 0 if again is None else again.rounds,
-        "speed_up": None if again is None or again.ratio is None else again.ratio.value,
-        "handed_over": verdict is not None and trial.number == verdict.handed_over,
-        "configuration": configuration_of(trial) if attributes.CONFIG in attrs else None,
-        "attempts": attrs.get(attributes.ATTEMPTS),
-        "peak_memory_bytes": attrs.get(attributes.PEAK_BYTES),
-        "message": attrs.get(attributes.MESSAGE, attrs.get(attributes.VETOED)),
-        "skipped_steps": attrs.get(attributes.SKIPPED_STEPS, 0),
-        "steps_completed": attrs.get(attributes.STEPS_COMPLETED),
-        "params": trial.params,
-        "metrics": attrs.get(attributes.METRICS, {}),
-        "config": attrs.get(attributes.CONFIG),
-    }
 
 
 def measurement_in_words(trial: FrozenTrial, *, metrics: Mapping[str, float]) -> str:
@@ -208,42 +171,6 @@ def measurement_in_words(trial: FrozenTrial, *, metrics: Mapping[str, float]) ->
     if facts["variation"]:
         told += "; only configurations of one batch size were measured on the same data"
     return f"Steps: {told}." if told else ""
-
-
-def trainable_config(config: Mapping[str, Any], *, world_size: int) -> dict[str, Any]:
-    """Return ``config`` without any tuning key and with a consistent batch triangle, ready to train with."""
-    clean = ds_config.effective(config)
-    triangle = ds_config.batch_triangle(clean, world_size=world_size)
-    return {
-        **clean,
-        ds_config.TRAIN_BATCH: triangle.train_batch_size,
-        ds_config.MICRO_BATCH: triangle.micro_batch,
-        ds_config.GRADIENT_ACCUMULATION: triangle.gradient_accumulation_steps,
-    }
-
-
-def complete_config(trial: FrozenTrial, *, slots: int, space: SearchSpace) -> dict[str, Any]:
-    """Return a trial's DeepSpeed config without any tuning key and with all batch sizes.
-
-    Settings that change nothing are left out (``SearchSpace.without_idle``), unless it is the user's own config. What
-    launches allow for the script's own optimizer under offload is allowed by the config, too.
-
-    Args:
-        trial: A trial that was launched.
-        slots: Ranks of its launch.
-        space: The study's search space.
-    """
-    from optuna_dsat.trials import attributes
-
-    ranks = attributes.data_parallel_size(trial, slots=slots)
-    config = trainable_config(trial.user_attrs[attributes.CONFIG], world_size=ranks)
-    if trial.user_attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG:
-        return config
-    complete = space.without_idle(config)
-    offload = ds_config.zero_section(complete).get("offload_optimizer") or {}
-    if space.allow_untested_optimizer and offload.get("device", "none") != "none":
-        complete = {"zero_force_ds_cpu_optimizer": False, **complete}
-    return complete
 
 
 def write_best(directory: Path, config: Mapping[str, Any], metrics: Mapping[str, Any]) -> tuple[Path, Path]:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["columns_of", "flat_rows"]
+from optuna.trial import FrozenTrial
+
+from optuna_dsat.study.configuration import configuration_of
+from optuna_dsat.study.verdict import Verdict
+from optuna_dsat.trials import attributes
+
+__all__ = ["columns_of", "flat_rows", "trial_row"]
 
 _COLUMNS = (
     "number",
@@ -23,6 +29,38 @@ _COLUMNS = (
     "peak_memory_bytes",
     "message",
 )
+
+
+def trial_row(trial: FrozenTrial, verdict: Verdict | None) -> dict[str, Any]:
+    """Return a trial as one flat row, as ``trials`` of a result and ``optuna-dsat export`` show it.
+
+    Args:
+        trial: The trial.
+        verdict: What came of its study so far; None if nothing was measured.
+    """
+    attrs = trial.user_attrs
+    again = None if verdict is None else verdict.contender(trial.number)
+    return {
+        "number": trial.number,
+        "state": trial.state.name.lower(),
+        "outcome": attrs.get(attributes.OUTCOME),
+        "value": None if trial.values is None else trial.values[0],
+        "confirmed_value": None if again is None else again.value,
+        "confirmed_low": None if again is None else again.low,
+        "confirmed_high": None if again is None else again.high,
+        "rounds": 0 if again is None else again.rounds,
+        "speed_up": None if again is None or again.ratio is None else again.ratio.value,
+        "handed_over": verdict is not None and trial.number == verdict.handed_over,
+        "configuration": configuration_of(trial) if attributes.CONFIG in attrs else None,
+        "attempts": attrs.get(attributes.ATTEMPTS),
+        "peak_memory_bytes": attrs.get(attributes.PEAK_BYTES),
+        "message": attrs.get(attributes.MESSAGE, attrs.get(attributes.VETOED)),
+        "skipped_steps": attrs.get(attributes.SKIPPED_STEPS, 0),
+        "steps_completed": attrs.get(attributes.STEPS_COMPLETED),
+        "params": trial.params,
+        "metrics": attrs.get(attributes.METRICS, {}),
+        "config": attrs.get(attributes.CONFIG),
+    }
 
 
 def flat_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -17,8 +17,8 @@ from optuna_dsat.study.context import StudyContext
 from optuna_dsat.study.fingerprint import fingerprint
 from optuna_dsat.study.folder import held_folder
 from optuna_dsat.study.methods import Method, make_method
-from optuna_dsat.study.profile import Profiled
 from optuna_dsat.study.profile_turn import ProfileTurn
+from optuna_dsat.study.profiled import Profiled
 from optuna_dsat.study.progress import Message, Observer, Phase
 from optuna_dsat.study.request import StudyRequest
 from optuna_dsat.study.result import StudyResult

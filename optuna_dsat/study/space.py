@@ -8,7 +8,7 @@ from optuna_dsat.config.structures import Structure
 from optuna_dsat.cost import memory
 from optuna_dsat.errors import ConfigError
 from optuna_dsat.study.data_size import largest_global_batch
-from optuna_dsat.study.profile import Profiled
+from optuna_dsat.study.profiled import Profiled
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.user_config import own_train_batch_size
 

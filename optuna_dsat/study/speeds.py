@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from optuna_dsat.cost.memory import ModelProfile
 from optuna_dsat.cost.utilisation import utilisation
-from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.metrics import LARGER_IS_BETTER, Speed
 from optuna_dsat.words import metric_in_words, speed_in_words
+
+if TYPE_CHECKING:
+    from optuna_dsat.launch.measurement import LaunchRecord
 
 __all__ = ["Speeds", "samples_in_words", "speed_at", "value_in_words"]
 

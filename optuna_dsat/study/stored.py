@@ -17,7 +17,7 @@ from optuna_dsat.secrecy.shapes import hidden_data
 from optuna_dsat.store import Store, StoredLaunch, StudyRecord
 from optuna_dsat.study.finalists import Finalist, finalists_of, standing_of
 from optuna_dsat.study.paired import Ratio
-from optuna_dsat.study.profile import Profiled
+from optuna_dsat.study.profiled import Profiled
 from optuna_dsat.study.reading import (
     check_paths,
     check_record,
@@ -25,11 +25,12 @@ from optuna_dsat.study.reading import (
     check_trials,
     reading,
 )
-from optuna_dsat.study.result import complete_config, trial_row
 from optuna_dsat.study.rounds import Rounds
+from optuna_dsat.study.rows import trial_row
 from optuna_dsat.study.space import objective, space_of
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.standing import Standing, speed_up_over
+from optuna_dsat.study.trainable import complete_config
 from optuna_dsat.study.verdict import Verdict, verdict_of
 from optuna_dsat.trials import attributes
 

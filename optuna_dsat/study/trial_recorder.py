@@ -13,9 +13,10 @@ from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.metrics import speed_up
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.context import StudyContext
-from optuna_dsat.study.finalists import confirmation_end, finalists_of
+from optuna_dsat.study.finalists import finalists_of
 from optuna_dsat.study.flights import Flight
-from optuna_dsat.study.profile import Profiled
+from optuna_dsat.study.measuring_again import confirmation_end
+from optuna_dsat.study.profiled import Profiled
 from optuna_dsat.study.progress import BestSoFar, LaunchEnded, SearchStarted, TrialDropped, TrialFinished
 from optuna_dsat.study.rounds import MIN_ROUNDS, Rounds
 from optuna_dsat.study.space import objective

@@ -23,7 +23,7 @@ from optuna_dsat.runtime.regular_file import read_regular
 from optuna_dsat.script.module_file import module_file
 from optuna_dsat.secrecy.command import without_secrets
 from optuna_dsat.secrecy.shapes import hidden
-from optuna_dsat.study.profile import Profiled
+from optuna_dsat.study.profiled import Profiled
 from optuna_dsat.study.spec import ScriptSpec, StudySpec
 
 __all__ = ["ran_here", "remember", "script_file", "what_runs"]

@@ -26,7 +26,7 @@ from optuna_dsat.study.context import StudyContext
 from optuna_dsat.study.flights import Flight, Flights, frozen
 from optuna_dsat.study.methods import Method
 from optuna_dsat.study.phases import phase_of
-from optuna_dsat.study.profile import Profiled
+from optuna_dsat.study.profiled import Profiled
 from optuna_dsat.study.progress import TrialPhase, TrialStepped
 from optuna_dsat.study.proposals import Proposals, Refusal
 from optuna_dsat.study.speeds import value_in_words

@@ -17,7 +17,7 @@ from optuna_dsat.errors import UnreadableStudyError, UsageError
 from optuna_dsat.guided.prior_knowledge import EarlierLaunch, PriorKnowledge, launches_of
 from optuna_dsat.store import Store
 from optuna_dsat.study.methods import make_planner
-from optuna_dsat.study.profile import Profiled
+from optuna_dsat.study.profiled import Profiled
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.stored import attributes_of, read_stored
 from optuna_dsat.trials import attributes

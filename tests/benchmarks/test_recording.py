@@ -23,7 +23,7 @@ from optuna_dsat.launch.conditions import Conditions
 from optuna_dsat.launch.protocol import Finished, LaunchUpdate
 from optuna_dsat.launch.simulated import SimulatedLauncher, SimulatedProfile, SimulatedResult
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.study.profile import Profiled
+from optuna_dsat.study.profiled import Profiled
 from optuna_dsat.study.spec import StudySpec, make_spec
 
 QUIET = Surroundings(before=0.0, others=0.02, stolen=0.0)

@@ -128,13 +128,21 @@ THIRD_PARTIES = {"torch", "deepspeed", "optuna", "sqlalchemy", "alembic", "numpy
 TO_LAUNCH = {"torch", "deepspeed", "pandas", "plotly", "jinja2", "pygments", "scipy", "matplotlib"}
 TO_UPGRADE = {"alembic", "mako"}
 """What only a database of another schema needs."""
+TO_MEASURE = {
+    "optuna_dsat.launch.follow",
+    "optuna_dsat.launch.measurement",
+    "optuna_dsat.script.trial_class",
+    "optuna_dsat.study.profile",
+    "optuna_dsat.study.result",
+}
+"""What only those need who launch, or hand over a result."""
 OUR_OWN = {
     "optuna_dsat.launch.torchrun",
     "optuna_dsat.runtime.hook",
     "optuna_dsat.guided.planner",
     "optuna_dsat.study.tuner",
 }
-NEEDLESS_TO_READ = {*TO_LAUNCH, *TO_UPGRADE, *OUR_OWN, "optuna_dsat.tuning.options"}
+NEEDLESS_TO_READ = {*TO_LAUNCH, *TO_UPGRADE, *TO_MEASURE, *OUR_OWN, "optuna_dsat.tuning.options"}
 """What a command that reads a study does without."""
 
 

@@ -12,7 +12,7 @@ from optuna_dsat.config.space_builder import SpaceRequest, build_space
 from optuna_dsat.cost.memory import ModelProfile, estimate, largest_micro_batch
 from optuna_dsat.cost.memory_fit import CorrectionFit
 from optuna_dsat.study.methods import Ceiling
-from optuna_dsat.study.profile import Profiled
+from optuna_dsat.study.profiled import Profiled
 from optuna_dsat.study.space import hardware_of
 from optuna_dsat.study.spec import StudySpec, make_spec
 from optuna_dsat.trials import attributes

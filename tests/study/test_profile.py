@@ -15,10 +15,11 @@ from optuna_dsat.launch.follow import follow
 from optuna_dsat.launch.preload import Preload
 from optuna_dsat.launch.simulated import SimulatedResult
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.runtime.events import RankFailed, TrainerFound
+from optuna_dsat.runtime.events import ConfigDiffers, RankFailed, TrainerFound
 from optuna_dsat.runtime.trial_config import PartitionedModelError
 from optuna_dsat.study import profile
-from optuna_dsat.study.profile import Profiled, profile_attempts
+from optuna_dsat.study.profile import profile_attempts
+from optuna_dsat.study.profiled import Profiled
 from optuna_dsat.study.progress import ProfileFinished
 from optuna_dsat.study.stored import read_stored
 from optuna_dsat.trials import attributes
@@ -215,15 +216,31 @@ def test_the_users_own_micro_batch_is_the_one_that_the_script_means(bench: Study
     assert profile._own_batch(spec, SimpleNamespace(engine=None)).micro_batch == 1  # type: ignore[arg-type]
 
 
-def test_batch_sizes_that_only_a_failed_launch_told_are_kept() -> None:
-    told: dict[str, list[Any]] = {
-        "gradient_accumulation_steps": [2, 1],
-        "train_micro_batch_size_per_gpu": [8, None],
-        "optimizer.type": ["A", 0],
-    }
-    found: dict[str, list[Any]] = {"optimizer.type": ["B", None], "train_micro_batch_size_per_gpu": [6, None]}
-    assert profile._with_batch_sizes(found, told=told) == {**found, "gradient_accumulation_steps": [2, 1]}
-    assert profile._with_batch_sizes(found, told={}) == found
+@pytest.mark.parametrize("outcome", [Outcome.OUT_OF_MEMORY, Outcome.SCRIPT_ERROR])
+def test_what_only_a_failed_launch_told_of_the_scripts_config_is_kept(
+    bench: StudyBench, monkeypatch: pytest.MonkeyPatch, outcome: Outcome
+) -> None:
+    """A launch shows no difference in what it sets to the script's own value."""
+    told = {"zero_optimization.stage": [3, 2], "gradient_accumulation_steps": [2, 1]}
+    landscape = Hill(
+        lambda _: SimulatedResult(outcome=outcome, startup_s=1.0, message="short") if len(launched) == 1 else None
+    )
+    launched: list[str] = []
+
+    def followed(launcher: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        launched.append(request.launch_id)
+        record, report = follow(launcher, request, *args, **kwargs)
+        if len(launched) == 1:
+            record.add(ConfigDiffers(rank=0, time=1.0, differences=told))
+        return record, report
+
+    monkeypatch.setattr(profile, "follow", followed)
+    spec = bench.spec(max_trials=1, confirm=0)
+    bench.run(spec.model_copy(update={"ds_config": {**spec.ds_config, "train_micro_batch_size_per_gpu": 4}}), landscape)
+    assert len(launched) > 1
+    profiled = read_stored(bench.store, "s").profiled
+    assert profiled is not None
+    assert profiled.config_differences == told
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ import pytest
 
 from optuna_dsat.config.space_builder import SpaceRequest, build_space
 from optuna_dsat.script.settings_file import SettingsCopy
-from optuna_dsat.study.result import complete_config, learning_rate_advice, training_command, write_settings
+from optuna_dsat.study.result import learning_rate_advice, training_command, write_settings
 from optuna_dsat.study.spec import StudySpec, make_spec
+from optuna_dsat.study.trainable import complete_config
 
 BEST = Path("/out/best_ds_config.json")
 

@@ -15,8 +15,8 @@ from optuna.trial import FrozenTrial
 from optuna_dsat.launch.conditions import Conditions
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.confirmation import next_in_rounds, staying
-from optuna_dsat.study.finalists import choose_finalists
 from optuna_dsat.study.joint_estimate import JointEstimate
+from optuna_dsat.study.measuring_again import choose_finalists
 from optuna_dsat.study.rounds import RoundLaunch, Rounds, order_of_round
 from optuna_dsat.study.spec import StudySpec, make_spec
 from optuna_dsat.study.substitutes import refuted, with_next_best

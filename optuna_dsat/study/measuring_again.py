@@ -1,0 +1,225 @@
+"""Which configurations are measured again beside the user's own, and one launch of one of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+
+from optuna.trial import FrozenTrial
+
+from optuna_dsat.launch.follow import follow
+from optuna_dsat.launch.measurement import GlobalStep, LaunchRecord, confidence_interval, input_variation, is_certain
+from optuna_dsat.launch.protocol import Launcher, LaunchReport, LaunchRequest
+from optuna_dsat.launch.waiting import SlotWait
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.events import Event
+from optuna_dsat.study.joint_estimate import JointEstimate
+from optuna_dsat.study.launch_requests import launch_request
+from optuna_dsat.study.rounds import RoundLaunch
+from optuna_dsat.study.spec import StudySpec
+from optuna_dsat.trials import attributes
+
+__all__ = [
+    "choose_finalists",
+    "confirmation_end",
+    "confirmation_request",
+    "confirmation_steps",
+    "measure_again",
+    "round_launch",
+]
+
+
+_STEP_TOLERANCE = 0.005
+"""A finalist ends once the relative error of its step time is below this."""
+
+_SHARE_OF_NOISE = 0.5
+"""Or below this share of the standard deviation between launches of one configuration: as that error is half the width
+of a 95% interval, further steps would narrow what a launch differs by from the next by 3% at most.
+"""
+
+_LONG_S, _FEWEST_LONG_STEPS = 5.0, 5
+"""A finalist with long steps ends after this many seconds of counted steps, and no fewer than this many steps."""
+
+_USUAL_NOISE = 0.02
+"""Relative standard deviation between launches of one configuration that is assumed before any was repeated: launches
+of this project's examples differ by one or two per cent.
+"""
+
+_SURE_SDS = 2.0
+"""Standard deviations of the search's posterior by which a trial is surely worse than another."""
+
+
+def confirmation_steps(spec: StudySpec) -> int:
+    """Return the usual limit on the counted steps of a confirmation: five times a trial's, at least ten.
+
+    Long steps end it earlier; ``--adaptive-steps`` allows more while the step time is uncertain.
+    """
+    return max(10, 5 * _trial_steps(spec))
+
+
+def _is_long(steps: Sequence[GlobalStep]) -> bool:
+    """Whether further steps cost more than they improve the estimate.
+
+    Never where inputs vary in size: finalists of one batch size are then compared over the same data.
+    """
+    long = len(steps) >= _FEWEST_LONG_STEPS and sum(step.latency_s for step in steps) >= _LONG_S
+    return long and not input_variation(steps)
+
+
+def confirmation_end(spec: StudySpec) -> int:
+    """Return the last step of a confirmation."""
+    return spec.start_profile_step + max(confirmation_steps(spec), spec.adaptive_steps or 0) - 1
+
+
+def _trial_steps(spec: StudySpec) -> int:
+    """Return the number of steps that a trial counts."""
+    return spec.end_profile_step - spec.start_profile_step + 1
+
+
+def choose_finalists(
+    trials: Sequence[FrozenTrial],
+    candidates: Sequence[FrozenTrial],
+    *,
+    spec: StudySpec,
+    noise: float | None,
+    estimate: JointEstimate | None = None,
+    out: Collection[int] = (),
+) -> list[int]:
+    """Return the numbers of the trials that are measured again, the user's config among them.
+
+    Of ``--confirm`` places the first is the method's best. The next goes to the smallest global batch among those that
+    the noise, or ``--tie``, cannot tell from the best measurement; then to the best measurement itself, as a model may
+    be wrong, and to the next best. Where the method has a posterior, that says what cannot be told from the best, and
+    what is surely worse than a tie with it takes no place. The best at the user's own global batch is added, for a
+    speed-up that compares equal batches.
+
+    Args:
+        trials: All trials.
+        candidates: The measured trials, best first.
+        spec: The study.
+        noise: Relative standard deviation from launch to launch; None if unknown.
+        estimate: What the search says of the candidates; None if its method has no posterior.
+        out: Numbers of trials that earlier rounds have shown to be no better than the user's config, or that failed.
+    """
+    baseline = attributes.user_config_trial(trials)
+    left_out = {*out} if baseline is None else {*out, baseline.number}
+    others = [one for one in candidates if one.number not in left_out]
+    own = [] if baseline is None or not spec.confirm else [baseline.number]
+    if not spec.confirm or not others:
+        return own
+    measured = attributes.best_trials(others, maximize=spec.maximize)
+    slots = spec.slots_per_trial
+    if estimate is None:
+        margin = max(spec.tie, 2 * (_USUAL_NOISE if noise is None else noise))
+        best = abs(measured[0].values[0])
+        equal = [one for one in measured if abs(abs(one.values[0]) / best - 1) <= margin]
+        hopeful = others
+    else:
+        equal, hopeful = (
+            [one for one in others if not _is_below(one.number, others[0].number, estimate, sds=sds, tie=spec.tie)]
+            for sds in (1, _SURE_SDS)
+        )
+    smallest = min(equal, key=lambda one: (attributes.train_batch_size(one, slots=slots), others.index(one)))
+    places = [others[0].number, smallest.number, measured[0].number, *(one.number for one in hopeful)]
+    chosen = list(dict.fromkeys(places))[: spec.confirm]
+    if baseline is not None and spec.confirm > 1:
+        batch = attributes.train_batch_size(baseline, slots=slots)
+        same = [one.number for one in measured if attributes.train_batch_size(one, slots=slots) == batch]
+        chosen += [number for number in same[:1] if not set(same) & set(chosen)]
+    return [*chosen, *own]
+
+
+def _is_below(number: int, best: int, estimate: JointEstimate, *, sds: float, tie: float) -> bool:
+    """Whether a trial is worse than a tie with the best by so many standard deviations."""
+    log_ratio, sd = estimate.log_ratio(number, best)
+    return log_ratio + sds * sd < math.log1p(-tie)
+
+
+def confirmation_request(spec: StudySpec, trial: FrozenTrial, *, round_number: int) -> LaunchRequest:
+    """Return the launch of a finalist in a round: alone, with more steps than a trial."""
+    request = launch_request(
+        spec,
+        launch_id=f"confirm-{trial.number:04d}-round-{round_number}",
+        purpose="confirm",
+        overlay=trial.user_attrs[attributes.OVERLAY],
+        config=trial.user_attrs[attributes.CONFIG],
+        end_profile_step=confirmation_end(spec),
+    )
+    return request if request.timeout_s is None else replace(request, timeout_s=5 * request.timeout_s)
+
+
+def measure_again(
+    spec: StudySpec,
+    request: LaunchRequest,
+    *,
+    launcher: Launcher,
+    on_step: Callable[[GlobalStep], None],
+    on_event: Callable[[Event], None] = lambda _: None,
+    noise: float = 0.0,
+    wait: SlotWait | None = None,
+) -> tuple[LaunchRecord, LaunchReport]:
+    """Launch a finalist, until its step time is known; return what its ranks recorded and the report.
+
+    Args:
+        spec: The study.
+        request: Its launch.
+        launcher: Where to launch.
+        on_step: Called with each global step.
+        on_event: Called with each event.
+        noise: Relative standard deviation from launch to launch; 0 if unknown. No step time is measured much better.
+        wait: As for ``follow``.
+
+    Raises:
+        DeviceError: If others hold the slots for longer than ``wait`` allows.
+    """
+    tolerance = max(_STEP_TOLERANCE, _SHARE_OF_NOISE * noise)
+
+    def enough(steps: Sequence[GlobalStep]) -> bool:
+        return is_certain(steps, tolerance=tolerance) or (spec.adaptive_steps is None and _is_long(steps))
+
+    return follow(launcher, request, on_event, enough=enough, on_step=on_step, wait=wait)
+
+
+def round_launch(
+    record: LaunchRecord,
+    report: LaunchReport,
+    *,
+    spec: StudySpec,
+    number: int,
+    round_number: int,
+    metric: str,
+    flops_per_sample: float,
+) -> RoundLaunch:
+    """Return a finalist's launch as it is stored; if the script's data ended early, a trial's steps suffice.
+
+    Args:
+        record: What its ranks recorded.
+        report: What became of it.
+        spec: The study.
+        number: Number of its trial.
+        round_number: Its round.
+        metric: The metric that is optimised.
+        flops_per_sample: FLOPs of forward and backward, per sample.
+    """
+    short_of_data = report.outcome is Outcome.OUT_OF_DATA and len(record.counted) >= max(2, _trial_steps(spec))
+    measured = report.outcome is Outcome.MEASURED or short_of_data
+    flops = flops_per_sample
+    interval = (
+        confidence_interval(record.counted, metric, flops_per_sample=flops, world_size=record.world_size)
+        if measured
+        else None
+    )
+    return RoundLaunch(
+        round=round_number,
+        number=number,
+        value=None if interval is None else interval.value,
+        low=None if interval is None else interval.low,
+        high=None if interval is None else interval.high,
+        metrics=record.metrics(flops_per_sample=flops) if measured else {},
+        steps=len(record.counted),
+        outcome=report.outcome.value,
+        message=report.message,
+        held_s=report.held_s,
+        conditions=report.conditions,
+    )

@@ -1,0 +1,173 @@
+"""What a profile launch learnt of a script and its model, as it is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from optuna_dsat.config.op_builders import operators_of
+from optuna_dsat.config.search_space import SearchSpace
+from optuna_dsat.cost.memory import ModelProfile
+from optuna_dsat.launch.preload import Preload
+from optuna_dsat.script.batch_rule import BatchRule
+from optuna_dsat.script.trainer import ScriptTrainer
+from optuna_dsat.study.reading import check_profile_names
+from optuna_dsat.study.spec import StudySpec
+from optuna_dsat.study.user_config import follow_script
+
+__all__ = ["Profiled"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profiled:
+    """Result of a profile launch."""
+
+    profile: ModelProfile
+    measured_with: str
+    """The ZeRO settings that fitted, in words."""
+    pipeline: bool
+    """Whether the script trains a pipeline module (ZeRO at most 1)."""
+    device: str
+    only_zero_3: bool = False
+    """Whether the script builds its model within ``deepspeed.zero.Init`` at any stage, which ZeRO 3 alone takes."""
+    least_micro_batch: int = 1
+    """Smallest micro-batch that the script trains with, as far as known: larger than 1 where it failed at less."""
+    data_parallel_size: int | None = None
+    """Ranks that consume different samples; None for all ranks (profiles of older versions)."""
+    takes_local_rank: bool = False
+    """Whether the script has an option ``--local_rank``, which the ``deepspeed`` launcher passes."""
+    trainer: ScriptTrainer | None = None
+    """The script's trainer; None if it uses none that sets batch sizes."""
+    batch: BatchRule | None = None
+    """What the script's batch size follows by; None if it follows the DeepSpeed config."""
+    samples_per_rank: int | None = None
+    """Samples of one rank in an epoch of the data loader that feeds the engine; None if unknown."""
+    config_differences: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """Dotted key of the DeepSpeed config -> (the script's value, the file's) where they differ."""
+    option_defaults: Mapping[str, int] = field(default_factory=dict)
+    """Option of the script that the user mapped to a batch size -> its default."""
+    config_option: str = ""
+    """The script's option for its DeepSpeed config, if its arguments do not name one; empty if it has none."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the environment that the script needs to train with DeepSpeed, besides its own."""
+    preload: Preload = field(default_factory=Preload)
+    """Modules that the script imports, for forked launches."""
+
+    @property
+    def deepspeed_launcher(self) -> bool:
+        """Whether training needs the ``deepspeed`` launcher instead of torchrun; trainers find their rank."""
+        return self.takes_local_rank and self.trainer is None
+
+    def followed_by(self, spec: StudySpec) -> StudySpec:
+        """Return a spec as the script means it: its trainer's and its own batch sizes filled in and followed."""
+        stages = (3,) if self.only_zero_3 else spec.zero_stages
+        return follow_script(
+            spec.model_copy(update={"zero_stages": stages}),
+            differences=self.config_differences,
+            trainer=self.trainer,
+            defaults=self.option_defaults,
+            batch=self.batch,
+            ranks=self.data_parallel_size,
+            environment=self.environment,
+        )
+
+    def operators(self, spec: StudySpec, space: SearchSpace) -> tuple[str, ...]:
+        """Return the names of the operator builders that launches of a search may need.
+
+        accelerate allows DeepSpeed any optimizer where it prepares the script's own, which shows that it does.
+        """
+        config = self.followed_by(spec).ds_config
+        has_accelerate = any(name.partition(".")[0] == "accelerate" for name in self.preload.modules)
+        return operators_of(
+            config,
+            space,
+            measured_with=self.profile.optimizer,
+            replaced_on_host=has_accelerate and config.get("zero_allow_untested_optimizer") is True,
+        )
+
+    def advice(self, config: Mapping[str, Any], *, settings_written: bool = False) -> str:
+        """Return what to change in the script before it trains with a config; empty if nothing is.
+
+        Args:
+            config: The config.
+            settings_written: Whether a copy of the script's settings file says its batch size.
+        """
+        trainer = "" if self.trainer is None else self.trainer.advice(config, settings_written=settings_written)
+        batch = "" if self.batch is None or settings_written else self.batch.advice(config)
+        return " ".join(filter(None, (trainer, batch)))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the input of ``from_json``."""
+        return {
+            "profile": self.profile.to_json(),
+            "measured_with": self.measured_with,
+            "pipeline": self.pipeline,
+            "device": self.device,
+            "only_zero_3": self.only_zero_3,
+            "least_micro_batch": self.least_micro_batch,
+            "data_parallel_size": self.data_parallel_size,
+            "takes_local_rank": self.takes_local_rank,
+            "trainer": None if self.trainer is None else self.trainer.to_json(),
+            "batch": None if self.batch is None else self.batch.to_json(),
+            "samples_per_rank": self.samples_per_rank,
+            "config_differences": {key: list(values) for key, values in self.config_differences.items()},
+            "option_defaults": dict(self.option_defaults),
+            "config_option": self.config_option,
+            "environment": dict(self.environment),
+            "preload": self.preload.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Profiled:
+        """Build from the output of ``to_json`` of this version or an older one, which said ``rung``.
+
+        Raises:
+            ValueError: If it is none, or names what no profile launch learns: the database is others' to write.
+        """
+        try:
+            result = cls._built(record)
+            _types().validate_python(asdict(result))
+        except (TypeError, LookupError, AttributeError, ArithmeticError) as error:
+            raise ValueError(f"no profile: {error}") from error
+        names = (*result.preload.modules, *result.preload.left_out)
+        check_profile_names(names, result.environment)
+        return result
+
+    @classmethod
+    def if_readable(cls, record: Mapping[str, Any]) -> Profiled | None:
+        """Build from a stored profile; None if this version cannot read it: a newer one wrote it, or it was altered."""
+        try:
+            return cls.from_json(record)
+        except ValueError:
+            return None
+
+    @classmethod
+    def _built(cls, record: Mapping[str, Any]) -> Profiled:
+        trainer = record.get("trainer")
+        return cls(
+            profile=ModelProfile.from_json(record["profile"]),
+            measured_with=record["measured_with"] if "measured_with" in record else record["rung"],
+            pipeline=record["pipeline"],
+            device=record["device"],
+            only_zero_3=record.get("only_zero_3", False),
+            least_micro_batch=record.get("least_micro_batch", 1),
+            data_parallel_size=record.get("data_parallel_size"),
+            takes_local_rank=record.get("takes_local_rank", False),
+            trainer=None if trainer is None else ScriptTrainer.from_json(trainer),
+            batch=None if record.get("batch") is None else BatchRule.from_json(record["batch"]),
+            samples_per_rank=record.get("samples_per_rank"),
+            config_differences=record.get("config_differences", {}),
+            option_defaults=record.get("option_defaults", {}),
+            config_option=record.get("config_option", ""),
+            environment=record.get("environment", {}),
+            preload=Preload.from_json(record["preload"]) if "preload" in record else Preload(),
+        )
+
+
+@cache
+def _types() -> TypeAdapter[Profiled]:
+    return TypeAdapter(Profiled)

@@ -1,0 +1,50 @@
+"""The DeepSpeed config of a trial as one trains with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from optuna_dsat.config import ds_config
+from optuna_dsat.trials import attributes
+
+if TYPE_CHECKING:
+    from optuna.trial import FrozenTrial
+
+    from optuna_dsat.config.search_space import SearchSpace
+
+__all__ = ["complete_config", "trainable_config"]
+
+
+def trainable_config(config: Mapping[str, Any], *, world_size: int) -> dict[str, Any]:
+    """Return ``config`` without any tuning key and with a consistent batch triangle, ready to train with."""
+    clean = ds_config.effective(config)
+    triangle = ds_config.batch_triangle(clean, world_size=world_size)
+    return {
+        **clean,
+        ds_config.TRAIN_BATCH: triangle.train_batch_size,
+        ds_config.MICRO_BATCH: triangle.micro_batch,
+        ds_config.GRADIENT_ACCUMULATION: triangle.gradient_accumulation_steps,
+    }
+
+
+def complete_config(trial: FrozenTrial, *, slots: int, space: SearchSpace) -> dict[str, Any]:
+    """Return a trial's DeepSpeed config without any tuning key and with all batch sizes.
+
+    Settings that change nothing are left out (``SearchSpace.without_idle``), unless it is the user's own config. What
+    launches allow for the script's own optimizer under offload is allowed by the config, too.
+
+    Args:
+        trial: A trial that was launched.
+        slots: Ranks of its launch.
+        space: The study's search space.
+    """
+    ranks = attributes.data_parallel_size(trial, slots=slots)
+    config = trainable_config(trial.user_attrs[attributes.CONFIG], world_size=ranks)
+    if trial.user_attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG:
+        return config
+    complete = space.without_idle(config)
+    offload = ds_config.zero_section(complete).get("offload_optimizer") or {}
+    if space.allow_untested_optimizer and offload.get("device", "none") != "none":
+        complete = {"zero_force_ds_cpu_optimizer": False, **complete}
+    return complete
