@@ -12,10 +12,11 @@ import inspect
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from optuna_dsat.runtime.events import EnvironmentSet, Event
+from optuna_dsat.runtime.flattening import flatten
 from optuna_dsat.runtime.launch_plan import LaunchPlan
 from optuna_dsat.runtime.overlay import LaidConfig, read_config
 from optuna_dsat.runtime.rank import Rank
@@ -47,7 +48,7 @@ class AccelerateConfig:
         self._rank = rank
         self._write = write
         self._provided = False
-        self._file_leaves_accumulation = _leaves_accumulation(plan.user_config_path)  # later reads are the launch's
+        self._left_open = _left_open(plan.user_config_path)  # later reads are the launch's
 
     def patch_accelerator(self, module: Any) -> None:
         """Provide the config when the script builds its first ``Accelerator``.
@@ -91,8 +92,23 @@ class AccelerateConfig:
         if not isinstance(config, LaidConfig):
             return
         own = config.scripts_own().get(_ACCUMULATION)
-        if own == "auto" or (self._file_leaves_accumulation and own == self._plan.overlay.get(_ACCUMULATION)):
+        if own == "auto" or (_ACCUMULATION in self._left_open and own == self._plan.overlay.get(_ACCUMULATION)):
             config.note_own(_ACCUMULATION, steps)
+
+    def note_filled_in(self, config: Any, values: Mapping[str, Any]) -> None:
+        """Note what ``DeepSpeedPlugin`` fills in where a config says ``"auto"``, as the user's file may.
+
+        Args:
+            config: The plugin's config, filled in.
+            values: Dotted key -> its value by the plugin's arguments, else the environment, else accelerate's default.
+        """
+        if not isinstance(config, LaidConfig):
+            return
+        own, launch = flatten(config.scripts_own()), flatten(config)
+        for key, value in values.items():
+            left_open = own.get(key) == "auto" or (key in self._left_open and own.get(key) == launch.get(key))
+            if left_open and key != _ACCUMULATION and value != "auto":
+                config.note_own(key, value)
 
     def provide_for(self, arguments: Any) -> None:
         """Provide the config to ``TrainingArguments`` that name none.
@@ -156,11 +172,13 @@ def how_to_train_with_deepspeed() -> str:
     )
 
 
-def _leaves_accumulation(path: str) -> bool:
+def _left_open(path: str) -> frozenset[str]:
+    """Return the dotted keys that a file leaves to accelerate by ``"auto"``; none of a file that cannot be read."""
     try:
-        return bool(path) and read_config(path).get(_ACCUMULATION) == "auto"
+        settings = flatten(read_config(path)) if path else {}
     except ValueError:  # the hook has said so
-        return False
+        return frozenset()
+    return frozenset(key for key, value in settings.items() if value == "auto")
 
 
 def _says_how_to_train() -> bool:

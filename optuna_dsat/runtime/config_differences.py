@@ -6,7 +6,7 @@ other than those that the tuner shows and exports, except for keys in the trial'
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from optuna_dsat.runtime.flattening import flatten
@@ -16,6 +16,11 @@ __all__ = ["config_differences"]
 _AUTO = "auto"
 _TRAIN, _MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
 _ACCUMULATION = "gradient_accumulation_steps"
+_FILLED_IN = frozenset(
+    {_ACCUMULATION, "zero_optimization.stage"}
+    | {f"zero_optimization.offload_{part}.device" for part in ("optimizer", "param")}
+)
+"""Keys that the search chooses, so that the user's own values must be known where the file says ``"auto"``."""
 _IGNORED_KEYS = frozenset(
     {"autotuning", "comet", "csv_monitor", "dump_state", "flops_profiler", "steps_per_print", "tensorboard", "wandb"}
     | {"wall_clock_breakdown"}
@@ -33,13 +38,18 @@ _DEFAULTS = {
 
 
 def config_differences(
-    script: Mapping[str, Any], *, user: Mapping[str, Any], launch: Mapping[str, Any], world_size: int
+    script: Mapping[str, Any],
+    *,
+    user: Mapping[str, Any],
+    launch: Mapping[str, Any],
+    world_size: int,
+    own: Collection[str] = (),
 ) -> dict[str, list[Any]]:
     """Return dotted key -> [the script's value, the file's value]; None stands for a missing key.
 
     A script that reads the file gets the launch's, so a value that equals either is no difference, nor is DeepSpeed's
-    default for a key that the file lacks. ``"auto"`` equals
-    any value, a list of values to try equals each member, and batch sizes are compared after normalization to
+    default for a key that the file lacks. ``"auto"`` equals any value, but what fills it in for a setting that is
+    searched is told. A list of values to try equals each member, and batch sizes are compared after normalization to
     micro-batch and accumulation.
 
     Args:
@@ -47,6 +57,8 @@ def config_differences(
         user: The user's file.
         launch: The launch's config file: the user's with the overlay.
         world_size: Number of ranks, which divide the global batch size.
+        own: Dotted keys whose values are known to be none of the launch's: the script's own, also where the file says
+            ``"auto"``.
     """
     flat_script, flat_user, flat_launch = (
         flatten(_normalized_batches(config, world_size)) for config in (script, user, launch)
@@ -56,11 +68,14 @@ def config_differences(
         value, user_value = flat_script.get(key), flat_user.get(key)
         if key.partition(".")[0] in _IGNORED_KEYS:
             continue
+        launched = flat_launch.get(key)
+        is_own = key in own and key != _ACCUMULATION  # a launch of other steps has told these
+        if user_value == _AUTO and value is not None and (is_own or key in _FILLED_IN):
+            user_value = None  # what fills it in is the user's own
+            launched = None if launched == _AUTO else launched
         if user_value is None and value is not None and value == _DEFAULTS.get(key):
             continue
-        if key == _ACCUMULATION and user_value == _AUTO and isinstance(value, int):
-            user_value = None  # what fills it in is the user's own
-        if not _agree(value, user_value) and not _agree(value, flat_launch.get(key)):
+        if not _agree(value, user_value) and (is_own or not _agree(value, launched)):
             differences[key] = [value, flat_user.get(key)]
     return differences
 

@@ -39,7 +39,7 @@ from optuna_dsat.runtime.device_memory import (
     unlink_shared_buffers,
 )
 from optuna_dsat.runtime.engine_state import is_pipeline
-from optuna_dsat.runtime.events import EngineReady, Event
+from optuna_dsat.runtime.events import ConfigDiffers, EngineReady, Event
 from optuna_dsat.runtime.failure import diagnose
 from optuna_dsat.runtime.hugging_face_hook import HuggingFaceHook
 from optuna_dsat.runtime.launch_plan import LaunchPlan
@@ -273,6 +273,8 @@ class DeepSpeedHook:
             bound = signature.bind(*args, **kwargs)
             differences = self._apply_overlay(bound.arguments)
             started = time.time()
+            if differences and self._plan.measures and self._engine is None:
+                self._writer.write(ConfigDiffers(rank=self._rank.rank, time=started, differences=differences))
             result = original(*bound.args, **bound.kwargs)
             self._state.phase = before
             if self._plan.measures and self._engine is None:

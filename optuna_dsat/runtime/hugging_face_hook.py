@@ -19,9 +19,8 @@ from typing import Any
 
 from optuna_dsat.runtime.accelerate_config import AccelerateConfig
 from optuna_dsat.runtime.events import Event, TrainerFound
-from optuna_dsat.runtime.flattening import flatten
 from optuna_dsat.runtime.launch_plan import LaunchPlan
-from optuna_dsat.runtime.overlay import LaidConfig, effective_config, scripts_own
+from optuna_dsat.runtime.overlay import LaidConfig, effective_config
 from optuna_dsat.runtime.rank import Rank
 
 __all__ = ["ACCUMULATION", "MICRO_BATCH", "TRAINER_FIELDS", "HuggingFaceHook", "note_own_options"]
@@ -39,6 +38,9 @@ _PLUGIN_FIELDS = {
     "offload_param_device": "zero_optimization.offload_param.device",
 }
 """Field of accelerate's ``DeepSpeedPlugin`` -> config key that it duplicates."""
+
+_ARGUMENTS_OF_FILL_MATCH = ("mismatches", "must_match")
+"""Arguments of ``DeepSpeedPlugin.fill_match`` beside what it fills in, which are keywords by their dotted keys."""
 
 _MEASURING_ARGUMENTS = {
     "auto_find_batch_size": False,  # would hide an out-of-memory error and measure another batch size
@@ -150,15 +152,19 @@ class HuggingFaceHook:
 
         @functools.wraps(original)
         def post_init(plugin: Any, *args: Any, **kwargs: Any) -> None:
-            given = {key: getattr(plugin, field) for field, key in _PLUGIN_FIELDS.items()}
+            steps, filled_in = plugin.gradient_accumulation_steps, {}
+
+            def fill_match(*args: Any, **values: Any) -> None:
+                filled_in.update({key: value for key, value in values.items() if key not in _ARGUMENTS_OF_FILL_MATCH})
+                cls.fill_match(plugin, *args, **values)
+
+            plugin.fill_match = fill_match
             original(plugin, *args, **kwargs)
+            del plugin.fill_match
             config = plugin.hf_ds_config.config
-            own = flatten(scripts_own(config))
-            if isinstance(given[ACCUMULATION], int):
-                self._accelerate.note_accumulation(config, given[ACCUMULATION])
-            for key, value in given.items():
-                if key != ACCUMULATION and value is not None and own.get(key) == "auto":
-                    config.note_own(key, value)
+            if isinstance(steps, int):
+                self._accelerate.note_accumulation(config, steps)
+            self._accelerate.note_filled_in(config, filled_in)
             for field, key in _PLUGIN_FIELDS.items():
                 value = plugin.hf_ds_config.get_value(key)
                 if value not in (None, "auto"):

@@ -56,10 +56,15 @@ class LaidConfig(dict[str, Any]):
     def __init__(self, config: Mapping[str, Any], laid: Mapping[str, Any]) -> None:
         super().__init__(laid)
         before, after = flatten(scripts_own(config)), flatten(laid)
-        self._noted: set[str] = set()
+        self._noted = set(config.noted) if isinstance(config, LaidConfig) else set[str]()
         self._replaced = {
             key: (before.get(key), after.get(key)) for key in {**before, **after} if before.get(key) != after.get(key)
         }
+
+    @property
+    def noted(self) -> frozenset[str]:
+        """Dotted keys of which ``note_own`` was told."""
+        return frozenset(self._noted)
 
     def note_own(self, key: str, value: Any) -> None:
         """Note what the script says elsewhere of a setting that its config leaves to the library, once.

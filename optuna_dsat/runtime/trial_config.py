@@ -9,7 +9,7 @@ from typing import Any
 
 from optuna_dsat.runtime.config_differences import config_differences
 from optuna_dsat.runtime.launch_plan import LaunchPlan
-from optuna_dsat.runtime.overlay import effective_config, read_config, scripts_own
+from optuna_dsat.runtime.overlay import LaidConfig, effective_config, read_config, scripts_own
 from optuna_dsat.runtime.side_effects import without_monitors
 from optuna_dsat.secrecy.shapes import hidden_data
 
@@ -57,8 +57,9 @@ class TrialConfig:
         launch = self._launch
         if not self._plan.user_config_path:  # the script reads no file: only options of its own follow the launch
             launch = {key: value for key, value in launch.items() if not isinstance(value, Mapping)}
-        own = read_config(scripts_own(config) if isinstance(config, Mapping) else config)
-        found = config_differences(own, user=self._user, launch=launch, world_size=self._world_size)
+        script = read_config(scripts_own(config) if isinstance(config, Mapping) else config)
+        own = config.noted if isinstance(config, LaidConfig) else frozenset()
+        found = config_differences(script, user=self._user, launch=launch, world_size=self._world_size, own=own)
         return {key: values for key, values in found.items() if hidden_data(values, key) == values}
 
     @property

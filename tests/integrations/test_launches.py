@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.runtime.events import EngineReady, EnvironmentSet, RankFinished, StepMeasured, TrainerFound
+from optuna_dsat.runtime.events import (
+    ConfigDiffers,
+    EngineReady,
+    EnvironmentSet,
+    RankFinished,
+    StepMeasured,
+    TrainerFound,
+)
 from tests.harness.ranks import USER_CONFIG, Launch, Starter, WarmRanks, script
 
 pytestmark = pytest.mark.torchrun
@@ -81,7 +88,9 @@ def test_a_trainer_set_up_in_code_runs_the_trial_and_nothing_beside(tmp_path: Pa
 def test_accelerates_plugin_follows_the_trial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str, warm_ranks: WarmRanks
 ) -> None:
-    start = Starter(tmp_path, {**config_of("accelerate"), "gradient_accumulation_steps": "auto"})
+    config = {**config_of("accelerate"), "gradient_accumulation_steps": "auto"}
+    config["zero_optimization"]["stage"] = "auto"
+    start = Starter(tmp_path, config)
     arguments = ["--batch-size", "4", "--samples", "256", "--accumulate", "2"]
     if by == "environment":
         monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
@@ -95,7 +104,9 @@ def test_accelerates_plugin_follows_the_trial(
         EXAMPLES / "accelerate" / "train.py", *arguments, overlay=chosen, warm=warm_ranks if by == "code" else None
     )
     check(launch, stage=1, micro_batch=4, accumulation=3)
-    assert launch.of(EngineReady)[0].config_differences["gradient_accumulation_steps"] == [2, "auto"]
+    found = launch.of(EngineReady)[0].config_differences
+    assert found["gradient_accumulation_steps"] == [2, "auto"]
+    assert found["zero_optimization.stage"] == [2, "auto"]
     assert not (tmp_path / "checkpoint").exists()
 
 
@@ -112,9 +123,11 @@ def test_what_is_given_in_code_alone_is_told_whatever_the_launch_runs(tmp_path: 
     for way in ("plugin's arguments", "plugin's dict", "TrainingArguments", "dict"):
         assert found[way].items() >= offloaded.items(), way
     assert found["plugin's arguments beside a dict"].items() >= given.items()
+    assert found["environment beside a dict"].items() >= stage.items()
     [engine] = launch.of(EngineReady)
     assert (engine.zero_stage, engine.gradient_accumulation_steps) == (3, 1)
     assert engine.config_differences.items() >= {"gradient_accumulation_steps": [2, 1], **stage}.items()
+    assert launch.of(ConfigDiffers)[0].differences == engine.config_differences
 
 
 @pytest.mark.parametrize("told", [True, False])

@@ -88,6 +88,35 @@ def test_accumulation_steps_that_a_file_leaves_open_are_the_scripts(steps: int |
     assert config_differences(script, user=user, launch=launch, world_size=2) == found
 
 
+@pytest.mark.parametrize(
+    ("given", "launched", "found"),
+    [
+        (3, "auto", [3, "auto"]),
+        (3, 1, [3, "auto"]),
+        (3, 3, None),  # as a script has it that reads the launch's file
+        (0, "auto", None),  # DeepSpeed's default
+        ("auto", "auto", None),
+    ],
+)
+def test_a_stage_that_a_file_leaves_open_is_what_the_script_fills_in(
+    given: int | str, launched: int | str, found: list[Any] | None
+) -> None:
+    script, user, launch = ({"zero_optimization": {"stage": stage}} for stage in (given, "auto", launched))
+    key = "zero_optimization.stage"
+    assert config_differences(script, user=user, launch=launch, world_size=2).get(key) == found
+    if given == launched == 3:
+        assert config_differences(script, user=user, launch=launch, world_size=2, own={key})[key] == [3, "auto"]
+
+
+def test_what_a_library_is_known_to_fill_in_by_itself_is_the_scripts_own_at_any_launch(tmp_path: Path) -> None:
+    laid = LaidConfig(LAUNCH, LAUNCH)  # read from the file, which is the launch's
+    laid.note_own("zero_optimization.stage", 1)
+    config = trial_config(tmp_path)
+    assert config.differences(laid)["zero_optimization.stage"] == [1, 2]
+    assert config.differences(LaidConfig(deepcopy(laid), LAUNCH))["zero_optimization.stage"] == [1, 2]
+    assert "zero_optimization.stage" not in config.differences(LAUNCH)
+
+
 def trial_config(folder: Path, *, purpose: str = "trial") -> TrialConfig:
     for name, config in (("user.json", USER), ("launch.json", LAUNCH)):
         (folder / name).write_text(json.dumps(config), encoding="utf-8")

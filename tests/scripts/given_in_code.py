@@ -35,6 +35,14 @@ def plugin(**given: Any) -> Any:
     return DeepSpeedPlugin(**given).deepspeed_config
 
 
+def by_environment(stage: int) -> Any:
+    os.environ["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = str(stage)
+    try:
+        return plugin(hf_ds_config=LEFT)
+    finally:
+        del os.environ["ACCELERATE_DEEPSPEED_ZERO_STAGE"]
+
+
 def arguments(config: dict[str, Any]) -> Any:
     given = TrainingArguments(
         output_dir="output",
@@ -56,6 +64,7 @@ def main() -> None:
         "plugin's arguments beside a dict": plugin(
             hf_ds_config=LEFT, gradient_accumulation_steps=2, gradient_clipping=0.5, zero_stage=1
         ),
+        "environment beside a dict": by_environment(1),
         "TrainingArguments": arguments(GIVEN),
         "dict": GIVEN,
     }
