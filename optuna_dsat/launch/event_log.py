@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import accumulate
 from pathlib import Path
 
 from optuna_dsat.launch.run_directory import RunDirectory
@@ -104,21 +105,26 @@ class EventLog:
         """Rank -> its events in the order written."""
         self.last_event = started
         """Time at which events were last read; the start before the first."""
+        self.first_step: float | None = None
+        """Time at which the end of a step was first read; None before."""
         self._tails = {rank: EventTail(directory.events(rank)) for rank in range(slots)}
 
     def read(self, now: float) -> list[Event]:
-        """Return the new events of all ranks in the order of their times."""
-        fresh: list[Event] = []
+        """Return the new events of all ranks in the order of their times, and those of a rank as it wrote them."""
+        dated: list[tuple[float, Event]] = []
         for rank, tail in self._tails.items():
             written = tail.read()
             read = [event for event in written if event.rank == rank]
             tail.dropped += len(written) - len(read)
             if read:
                 self.events.setdefault(rank, []).extend(read)
-                fresh += read
+                dated += zip(accumulate((event.time for event in read), max), read, strict=True)  # a clock is set back
+        fresh = [event for _, event in sorted(dated, key=lambda one: one[0])]
         if fresh:
             self.last_event = now
-        return sorted(fresh, key=lambda event: event.time)
+            if self.first_step is None and any(isinstance(event, StepMeasured) for event in fresh):
+                self.first_step = now
+        return fresh
 
     @property
     def dropped(self) -> int:

@@ -6,6 +6,7 @@ import contextlib
 import shutil
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest
 from optuna_dsat.launch.run_directory import OutputError, RunDirectory
 from optuna_dsat.launch.running import RunningLaunch
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.runtime.events import RankFailed, StepMeasured
+from optuna_dsat.runtime.events import Event, RankFailed, StepMeasured
 from optuna_dsat.runtime.rank_process import EXIT_EVENTS_LOST
 from optuna_dsat.runtime.regular_file import open_regular
 from optuna_dsat.secrecy.references import hidden_text
@@ -29,6 +30,8 @@ _FULL_DISK_BYTES = 2**20
 
 _EXCERPT_BYTES = 8192
 _EXCERPT_LINES = 20
+_CLOCK_SET_S = 2.0
+"""By how much two clocks may differ over a launch."""
 
 
 def report_of(launch: RunningLaunch, facts: LaunchFacts, verdict: Verdict, *, note: str, exit_s: float) -> LaunchReport:
@@ -42,8 +45,7 @@ def report_of(launch: RunningLaunch, facts: LaunchFacts, verdict: Verdict, *, no
         exit_s: Seconds from the last event of a rank to the end.
     """
     recorded = [event for events in facts.events.values() for event in events]
-    boundaries = [event.time for event in recorded if isinstance(event, StepMeasured)]
-    ended = time.time()
+    startup_s, measured_s = _spent(launch, recorded)
     log = _log_of(launch.directory, verdict.rank)
     return LaunchReport(
         launch_id=launch.request.launch_id,
@@ -60,11 +62,26 @@ def report_of(launch: RunningLaunch, facts: LaunchFacts, verdict: Verdict, *, no
         devices=launch.lease.indices,
         pids=launch.pids,
         started_at=launch.started_unix,
-        startup_s=max(0.0, min(boundaries, default=ended) - launch.started_unix),
-        measured_s=max(event.time for event in recorded) - min(boundaries) if boundaries else 0.0,
+        startup_s=startup_s,
+        measured_s=measured_s,
         exit_s=exit_s,
         conditions=launch.conditions,
     )
+
+
+def _spent(launch: RunningLaunch, recorded: Sequence[Event]) -> tuple[float, float]:
+    """Return the seconds of a launch before the end of its first step, and those from there to its last event.
+
+    Ranks date their events by the machine's time. Where that was set meanwhile, or the machine slept, the moments count
+    at which the events were read, by a clock that nobody sets.
+    """
+    now, ended = time.monotonic(), time.time()
+    if abs((ended - launch.started_unix) - (now - launch.started)) > _CLOCK_SET_S:
+        first = launch.first_step
+        return (now - launch.started, 0.0) if first is None else (first - launch.started, launch.last_event - first)
+    boundaries = [event.time for event in recorded if isinstance(event, StepMeasured)]
+    startup_s = max(0.0, min(boundaries, default=ended) - launch.started_unix)
+    return startup_s, max(event.time for event in recorded) - min(boundaries) if boundaries else 0.0
 
 
 def report_of_unstarted(

@@ -111,6 +111,11 @@ class RunningLaunch:
         return self._log.last_event
 
     @property
+    def first_step(self) -> float | None:
+        """Time at which the end of a step was first read; None before."""
+        return self._log.first_step
+
+    @property
     def has_trained(self) -> bool:
         """Whether any rank has completed a step."""
         return self._log.has_trained

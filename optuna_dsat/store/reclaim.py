@@ -2,9 +2,10 @@
 
 A trial is lost if the process that ran it no longer exists (observed on the same machine), or if its heartbeat is
 older than the grace period *and* has not changed while this process observed it for two intervals. The second
-condition protects a study after a long outage of the database, when all heartbeats are old and live workers need
-time to renew theirs. A running trial without a heartbeat is lost at once: trials are asked for and get their first
-heartbeat under the database's lock, so whoever holds that lock and finds none knows that the worker ended in between.
+condition protects a study after a long outage of the database, or a clock that went forward, when all heartbeats are
+old and live workers need time to renew theirs; after one that went back this process's own clock counts. A running
+trial without a heartbeat is lost at once: trials are asked for and get their first heartbeat under the database's lock,
+so whoever holds that lock and finds none knows that the worker ended in between.
 
 A lost trial is processed under the database's lock, in an order that can be interrupted anywhere and completed by
 another worker: set outcome and message, set state FAIL, release the claim, enqueue a copy, delete the heartbeat. The
@@ -226,8 +227,14 @@ class Reclaimer:
             for number, beat in sorted(beats.items())
             if not beat.worker.machine
             or beat.worker.is_dead()
-            or (now - beat.beat_at > self._grace_s and watched - self._seen[number][1] >= 2 * self._interval_s)
+            or self._is_overdue(beat, now=now, unchanged_s=watched - self._seen[number][1])
         ]
+
+    def _is_overdue(self, beat: _Beat, *, now: float, unchanged_s: float) -> bool:
+        """Whether a worker elsewhere is silent: a heartbeat of the future, after a clock went back, tells nothing."""
+        if beat.beat_at > now:
+            return unchanged_s > self._grace_s
+        return now - beat.beat_at > self._grace_s and unchanged_s >= 2 * self._interval_s
 
     def _fail_and_requeue(
         self, study: optuna.Study, trial: FrozenTrial, *, reason: str, counts: bool, failed: list[int]

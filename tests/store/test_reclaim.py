@@ -121,6 +121,22 @@ def test_an_old_heartbeat_is_watched_before_it_is_believed(store: Store) -> None
     assert reclaimer.reclaim(study) == (0,)
 
 
+def test_a_heartbeat_of_the_future_is_believed_for_the_grace_period(store: Store) -> None:
+    """The clock of the database's server went back by hours, and the worker of another machine is gone."""
+    study_uuid, study = start(store)
+    run_trial(store, study, study_uuid)
+    pretend(store, machine="another", beat_at=time.time() + 7200)
+    now = [100.0]
+    reclaimer = Reclaimer(
+        store._database, store.storage, study_uuid, grace_s=60.0, interval_s=5.0, clock=lambda: now[0]
+    )
+    assert reclaimer.reclaim(study) == ()
+    now[0] += 59.0
+    assert reclaimer.reclaim(study) == ()
+    now[0] += 2.0
+    assert reclaimer.reclaim(study) == (0,)
+
+
 def test_a_trial_whose_worker_ended_before_its_first_heartbeat_is_lost_at_once(store: Store) -> None:
     study_uuid, study = start(store)
     study.ask().suggest_int("train_micro_batch_size_per_gpu", 1, 8)

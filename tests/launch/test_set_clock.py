@@ -1,0 +1,77 @@
+"""A clock that is set while a launch runs changes neither what the launch took nor the order of its events."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from optuna_dsat.launch.classify import classify
+from optuna_dsat.launch.processes import MARK_ENV, new_mark
+from optuna_dsat.launch.reports import report_of
+from optuna_dsat.launch.run_directory import RunDirectory
+from optuna_dsat.launch.running import RunningLaunch
+from optuna_dsat.launch.slots import SlotLease
+from optuna_dsat.runtime.events import Event, RankFinished, RankStarted, StepMeasured
+from optuna_dsat.runtime.writer import EventWriter
+from tests.harness.launches import request
+
+HOURS_S = 5 * 3600.0
+
+
+def step(number: int, at: float) -> StepMeasured:
+    return StepMeasured(
+        rank=0, time=at, step=number, latency_s=0.1, forward_s=0.03, backward_s=0.03, step_s=0.03, samples=4,
+        observed_micro_batch=4, loss=None, peak_allocated_bytes=1, peak_reserved_bytes=1, rss_bytes=1,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[RunningLaunch]:
+    """Give a launch that began ten seconds ago."""
+    mark = new_mark()
+    agent = subprocess.Popen(["sleep", "600"], env={**os.environ, MARK_ENV: mark})
+    launch = RunningLaunch(
+        request=request(tmp_path, slots=1), directory=RunDirectory.create(tmp_path, "trial-0000"),
+        lease=SlotLease(devices=(), baseline_bytes={}), mark=mark, agent=agent, command=(),
+        started=time.monotonic() - 10.0, started_unix=time.time() - 10.0, oom_kills_before=None,
+    )  # fmt: skip
+    yield launch
+    launch.finish()
+
+
+@pytest.mark.parametrize("by_s", [HOURS_S, -HOURS_S])
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_a_launch_takes_what_it_took(
+    launch: RunningLaunch, monkeypatch: pytest.MonkeyPatch, by_s: float, after: int
+) -> None:
+    """It is set before its first step, between its steps, or when all have ended."""
+    clock, begun = time.time, launch.started
+    written = EventWriter(launch.directory.events(0))
+    read: list[Event] = []
+    for number, second in ((1, 4.0), (2, 6.0)):
+        at = launch.started_unix + second + (by_s if number > after else 0.0)
+        events: list[Event] = [step(number, at)]
+        if number == 1:
+            events = [RankStarted(rank=0, time=at, local_rank=0, world_size=1, pid=os.getpid(), host="h"), *events]
+        for event in events:
+            written.write(event)
+        read += launch.advance(begun + second)
+    monkeypatch.setattr(time, "time", lambda: clock() + by_s)
+    facts = launch.facts(None)
+    report = report_of(launch, facts, classify(facts), note="", exit_s=0.0)
+    assert report.startup_s == pytest.approx(4.0, abs=0.1)
+    assert report.measured_s == pytest.approx(2.0, abs=0.1)
+
+
+def test_a_rank_s_events_stay_in_their_order(launch: RunningLaunch) -> None:
+    now = time.time()
+    events = [step(1, now), step(2, now - HOURS_S), RankFinished(rank=0, time=now, reason="profile_done", steps=2)]
+    written = EventWriter(launch.directory.events(0))
+    for event in events:
+        written.write(event)
+    assert launch.advance(time.monotonic()) == events
