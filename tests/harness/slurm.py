@@ -123,9 +123,42 @@ class SlurmCluster:
         steps = [one.parent() for one in self.agents() if _environ(one).get("SLURMD_NODENAME") == node]
         return [psutil.Process(self.pids[f"slurmd.{node}"]), *filter(None, steps)]
 
+    def processes(self) -> list[psutil.Process]:
+        """Return all that belongs to this SLURM, by its environment, its files or its folder, but this process."""
+        return [one for one in psutil.process_iter() if one.pid != os.getpid() and _lives(one) and self._has(one)]
+
+    def end_processes(self) -> None:
+        """End all of these, also those that stand still."""
+        while left := self.processes():
+            for process in left:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(left, timeout=5)
+
+    def _has(self, process: psutil.Process) -> bool:
+        if _environ(process).get("SLURM_CONF") == self.environ["SLURM_CONF"]:
+            return True
+        with suppress(OSError):  # gone, or a kernel's
+            links = [Path(f"/proc/{process.pid}/cwd"), *Path(f"/proc/{process.pid}/fd").iterdir()]
+            return any(self.root in _target(link).parents for link in links)
+        return False
+
     def idle(self) -> int:
         """Return how many nodes nobody uses."""
         return len(self.ask("sinfo", "-h", "-N", "-p", "main", "-t", "idle", "-o", "%N").split())
+
+
+def _lives(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def _target(link: Path) -> Path:
+    """Return what a link names; nothing for one that has gone."""
+    with suppress(OSError):
+        return link.readlink()
+    return Path()
 
 
 def _environ(process: psutil.Process) -> dict[str, str]:
@@ -203,6 +236,7 @@ def _stop(cluster: SlurmCluster) -> None:
         until = time.monotonic() + 5
         while time.monotonic() < until and any(Path(f"/proc/{pid}").exists() for pid in cluster.pids.values()):
             time.sleep(0.05)
+    cluster.end_processes()  # a slurmstepd that stood still while its job was cancelled
 
 
 @contextmanager
