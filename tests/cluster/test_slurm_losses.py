@@ -70,6 +70,7 @@ def test_what_stands_still_ends_with_its_slurm(tmp_path: Path) -> None:
         psutil.Process(step.pid).suspend()
         SlurmCluster(root=tmp_path, nodes=1).end_processes()
         assert ended(step.pid)
+        step.wait(5)
         assert other.poll() is None
     finally:
         other.kill()
