@@ -36,6 +36,10 @@ __all__ = ["ProfileAttempt", "measure_profile", "profile_attempts"]
 
 _SMALL_BUCKET = 5_000_000
 """Elements. DeepSpeed's default of 5e8 takes gigabytes for any model."""
+_NEVER_OF_BATCHES = frozenset(
+    {"FileNotFoundError", "ImportError", "ModuleNotFoundError", "NameError", "NotImplementedError", "SyntaxError"}
+)
+"""Errors that no other batch size mends."""
 _PROFILE_END_STEP = 2
 """Last step of a profile launch: the first is profiled, the second shows that the optimizer's state fits."""
 
@@ -102,8 +106,10 @@ def measure_profile(
 ) -> Profiled:
     """Launch the script at the smallest micro-batch, with structures of ever less device memory while it is short.
 
-    Where the script fails in training for another reason, the user's own accumulation steps are tried, which some
-    scripts insist on, then the user's own micro-batch, which is the least then.
+    Where the script fails in training for another reason that batch sizes may explain, the user's own are tried: some
+    scripts insist on their accumulation steps, others train on no single sample. What fails there, too, is the script's
+    own failure. If it trains, a last launch shows whether its accumulation steps suffice; else its micro-batch is the
+    least.
 
     Args:
         spec: The study.
@@ -123,17 +129,31 @@ def measure_profile(
     pipeline = only_zero_3 = False
     attempts, launches, least, accumulation = deque(profile_attempts(spec)), 0, 1, 1
     told: Mapping[str, Sequence[Any]] = {}
-    while attempts:
-        attempt = attempts.popleft().with_least(least, accumulation)
-        stage = None if attempt.structure is None else attempt.structure.stage
-        if stage is not None and ((pipeline and stage > 1) or (only_zero_3 and stage < 3)):
-            continue  # DeepSpeed refuses it
+
+    def launch(attempt: ProfileAttempt) -> tuple[LaunchRequest, LaunchRecord, LaunchReport]:
+        nonlocal launches
         on_attempt(attempt)
         request = _request(spec, attempt, number=launches)
         launches += 1
         record, report = follow(launcher, request, on_event, wait=wait)
         on_report(report, record)
+        return request, record, report
+
+    while attempts:
+        planned = attempts.popleft()
+        attempt = planned.with_least(least, accumulation)
+        stage = None if attempt.structure is None else attempt.structure.stage
+        if stage is not None and ((pipeline and stage > 1) or (only_zero_3 and stage < 3)):
+            continue  # DeepSpeed refuses it
+        request, record, report = launch(attempt)
         if report.outcome is Outcome.MEASURED and record.profile is not None and record.engine is not None:
+            if least > planned.micro_batch and accumulation > 1:
+                smaller = planned.with_least(1, accumulation)
+                again, seen, ended = launch(smaller)
+                if ended.outcome is Outcome.MEASURED and seen.profile is not None and seen.engine is not None:
+                    attempt, least, request, record = smaller, 1, again, seen
+            assert record.profile is not None
+            assert record.engine is not None
             _check_data(record, smallest=attempt.micro_batch)
             batch = find_batch_rule(spec, launcher, record, overlay=request.overlay, on_report=on_report, wait=wait)
             trainer = find_trainer(spec, launcher, record, overlay=request.overlay, on_report=on_report, wait=wait)
@@ -149,13 +169,11 @@ def measure_profile(
         only_zero_3 |= record.needs_zero_3 and 3 in spec.zero_stages
         if not (report.outcome.infeasible or (record.needs_zero_3 and only_zero_3)):
             own = _own_batch(spec, record)
-            if own.gradient_accumulation_steps > attempt.accumulation:
-                accumulation = own.gradient_accumulation_steps
-            elif own.micro_batch > attempt.micro_batch:
-                least = own.micro_batch
-            else:
+            at_own = attempt.with_least(own.micro_batch, own.gradient_accumulation_steps)
+            if at_own == attempt or report.cause.partition(":")[0] in _NEVER_OF_BATCHES:
                 raise _failure(spec, report, record)
-            attempts.appendleft(attempt)
+            least, accumulation = at_own.micro_batch, at_own.accumulation
+            attempts.appendleft(planned)
             continue
         pipeline = record.engine is not None and record.engine.pipeline
         tried.append(f"{attempt.words} ({_end_in_words(report)})")

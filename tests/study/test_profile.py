@@ -184,6 +184,34 @@ def test_a_script_that_fails_at_the_users_own_micro_batch_too_ends_after_that(be
     assert [config["train_micro_batch_size_per_gpu"] for config in landscape.configs] == [1, 4]
 
 
+def test_the_error_of_a_script_that_no_batch_size_mends_is_told_at_once(bench: StudyBench) -> None:
+    own = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    spec = bench.spec(max_trials=4, confirm=0)
+    spec = spec.model_copy(update={"ds_config": {**spec.ds_config, **own}})
+    for error, launches in (("NameError: name 'x' is not defined", 1), ("ValueError: odd", 2)):
+        landscape = Hill(
+            lambda _, error=error: SimulatedResult(  # type: ignore[misc]
+                outcome=Outcome.SCRIPT_ERROR, startup_s=1.0, message=f"rank 0: {error}"
+            )
+        )
+        with pytest.raises(ScriptFailedError, match=error):
+            bench.run(spec.model_copy(update={"name": error[:4]}), landscape)
+        assert len(landscape.configs) == launches
+
+
+def test_a_model_that_trains_on_no_single_sample_and_accumulates_keeps_what_trained(bench: StudyBench) -> None:
+    landscape = failing_below(2)
+    spec = bench.spec(max_trials=3, confirm=0)
+    own = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    bench.run(spec.model_copy(update={"ds_config": {**spec.ds_config, **own}}), landscape)
+    sizes = [config["train_micro_batch_size_per_gpu"] for config in landscape.configs]
+    assert sizes[:3] == [1, 4, 1]
+    assert min(sizes[3:]) >= 4
+    profiled = read_stored(bench.store, "s").profiled
+    assert profiled is not None
+    assert profiled.least_micro_batch == 4
+
+
 def test_a_script_that_insists_on_its_accumulation_steps_is_profiled_with_them_and_searched_at_every_micro_batch(
     bench: StudyBench,
 ) -> None:
@@ -200,7 +228,7 @@ def test_a_script_that_insists_on_its_accumulation_steps_is_profiled_with_them_a
         (config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"])
         for config in landscape.configs
     ]
-    assert sizes[:2] == [(1, 1), (1, 2)]
+    assert sizes[:3] == [(1, 1), (4, 2), (1, 2)]
     assert {steps for _, steps in sizes[1:]} == {2}
     profiled = read_stored(bench.store, "s").profiled
     assert profiled is not None
