@@ -172,9 +172,10 @@ class _Builder:
         return 1 if steps in (None, configs.AUTO) else int(steps)
 
     def _check_names(self) -> None:
-        for name in [*self._request.fix, *self._no_tune]:
-            if name != MICRO_BATCH and (name not in _BY_NAME or name == NVME):
-                raise ConfigError(f"{name} is not a knob. The knobs are {known_names()}.")
+        for option, names in (("--fix", self._request.fix), ("--no-tune", self._no_tune)):
+            for name in names:
+                if name != MICRO_BATCH and (name not in _BY_NAME or name == NVME):
+                    raise ConfigError(f"{option} names {name}, which is not a knob. The knobs are {known_names()}.")
         both = sorted(self._no_tune & self._request.fix.keys())
         if both:
             raise ConfigError(f"{both[0]} is given to both --fix and --no-tune; use one of them.")

@@ -33,6 +33,8 @@ class TuneResult(StudyResult):
         """Return one line: study, configuration, metric and speed-up, where the config lies."""
         value = value_in_words(self.verdict, metric=self.metric, device=self.device)
         ratio = "" if self.speed_up is None else f", {times_in_words(self.speed_up)} times your own config"
+        if self.verdict.handed_over == self.verdict.baseline:
+            ratio = ", your own config"
         return (
             f"TuneResult({self.study!r}: trial {self.trial}, {config_in_words(self.config)}, {value}{ratio}, "
             f"config_path={self.config_path!r})"

@@ -107,7 +107,10 @@ def _device_memory(options: TuneOptions, devices: Devices) -> int | None:
     the machine, which may be another's.
     """
     if options.device_memory is not None:
-        return parse_bytes(str(options.device_memory))
+        try:
+            return parse_bytes(str(options.device_memory))
+        except UsageError as error:
+            raise UsageError(f"--device-memory: {error}") from None
     if devices.kind != "cpu" or options.on != "here":  # a node of a cluster finds its own limit
         return None
     share = min(devices.host_memory_bytes, available_memory_bytes()) // len(devices.devices)

@@ -120,7 +120,7 @@ CASES = {
         ["random", "train.py", "ds.json", "--storage", "sqlite:///no/such/dir/x.db"],
         "no/such/dir",
     ),
-    "memory": (["random", "train.py", "ds.json", "--device-memory", "lots"], "'lots' is not a size"),
+    "memory": (["random", "train.py", "ds.json", "--device-memory", "lots"], "--device-memory: 'lots' is not a size"),
     "knob": (["random", "train.py", "ds.json", "--fix", "speed=1"], "speed"),
     "fix-without-value": (["random", "train.py", "ds.json", "--fix", "overlap_comm"], "KEY=VALUE"),
     "budget": (["asha", "train.py", "ds.json", "--divisor", "1"], "--divisor is 1"),

@@ -54,6 +54,12 @@ def test_a_result_is_one_short_line(result: optuna_dsat.TuneResult) -> None:
     assert result.config_path in shown
 
 
+def test_ones_own_config_is_no_multiple_of_itself(result: optuna_dsat.TuneResult) -> None:
+    own = replace(result, verdict=replace(result.verdict, handed_over=result.verdict.baseline))
+    assert ", your own config, config_path=" in repr(own)
+    assert "times" not in repr(own)
+
+
 def test_a_notebook_shows_a_table_whose_texts_stand_for_themselves(result: optuna_dsat.TuneResult) -> None:
     page = Text(result._repr_html_())
     assert page.tags <= {"div", "p", "b", "table", "tr", "th", "td"}
