@@ -333,10 +333,14 @@ def group(trials: Iterable[FrozenTrial], *, micro_batch: str = MICRO_BATCH) -> d
     }
 
 
+_canonical_text = json.JSONEncoder(sort_keys=True, default=repr).encode
+"""Made once: ``json.dumps`` makes an encoder at each call, and the table of a space has a key for each of its rows."""
+
+
 def lineage_key(params: Mapping[str, Any], *, micro_batch: str = MICRO_BATCH) -> str:
     """Return the canonical text of knobs: sorted, without the micro-batch; 5e7 equals 50000000."""
     knobs = {name: canonical_number(value) for name, value in params.items() if name != micro_batch}
-    return json.dumps(knobs, sort_keys=True, default=repr)
+    return _canonical_text(knobs)
 
 
 def structure(params: Mapping[str, Any]) -> dict[str, Any]:
