@@ -149,9 +149,13 @@ def _reads_of(watched: frozenset[str], names: set[str]) -> Iterator[list[tuple[s
     original = environ_class.__getitem__
 
     def __getitem__(environ: Any, name: Any) -> Any:  # noqa: N807 - replaces one
-        names.add(name)
-        if name in watched:
-            reads.append((_reader(sys._getframe(1)), name))
+        text = (
+            os.fsdecode(name) if isinstance(name, bytes) else name
+        )  # as os.environb, and any start of a program, has it
+        if isinstance(text, str):
+            names.add(text)
+            if text in watched:
+                reads.append((_reader(sys._getframe(1)), text))
         return original(environ, name)
 
     environ_class.__getitem__ = __getitem__

@@ -31,6 +31,8 @@ __all__ = ["WarmAgent", "WarmLaunches", "WarmOrder", "WarmUnavailableError", "ca
 _PRELOAD_LIMIT_S = 300.0
 """Longest wait for the imports; a cold disk takes minutes."""
 
+_EXIT_LIMIT_S = 2.0
+"""Longest wait for the exit code of a server that has closed its socket."""
 _ANSWER_LIMIT_S = 30.0
 """Longest wait for a fork."""
 
@@ -271,6 +273,8 @@ class WarmLaunches:
         self._restarts = 0
         self._deaths = 0
         """Servers that ended by themselves, or were killed."""
+        self._failed = ""
+        """Why no server gets through its imports; empty if none ended by itself there."""
         self._read: set[str] = set()
         """Environment variables that the server's imports have read."""
         self._proven: Preload | None = None
@@ -339,6 +343,8 @@ class WarmLaunches:
             return
         if not can_fork():
             raise WarmUnavailableError("it needs Linux 5.3 or newer")
+        if self._failed:
+            raise WarmUnavailableError(self._failed)
         if self._deaths > _RESTARTS:
             raise WarmUnavailableError(f"the process that launches are forked from was killed {self._deaths} times")
         self._environ = dict(environ)
@@ -370,7 +376,13 @@ class WarmLaunches:
         """Forget a server that has ended; the next one is started with the next launch, a few times at most."""
         self._deaths += 1
         self._server = None
+        if server.has_ended:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                server.process.wait(_EXIT_LIMIT_S)
         server.close()
+        code = server.process.returncode
+        if self._preloads_pending and code is not None and code >= 0:  # by itself: the next one would as well
+            self._failed = f"importing what the script imports ended with exit code {code}; see {server.log}"
 
     def _order_preload(self, server: _ForkServer) -> None:
         server.order(do="preload", preload=self._preload.to_json(), watched=sorted(_WATCHED))
@@ -428,7 +440,7 @@ class WarmLaunches:
             except WarmUnavailableError:
                 killed = server.has_ended
                 self._drop(server)
-                if killed and self._deaths <= _RESTARTS:
+                if killed and not self._failed and self._deaths <= _RESTARTS:
                     continue
                 raise
             if not refused:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from optuna_dsat.runtime.imports import installed_folders
 
@@ -19,6 +19,14 @@ _OWN_PACKAGE = "optuna_dsat"
 _ALLOCATOR = frozenset({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"})
 """Read when CUDA is initialized, hence in the rank itself; only the allocator's ``backend`` is chosen when torch is
 imported (observed with torch 2.13)."""
+
+
+_Text = TypeVar("_Text")
+
+
+def _text(value: _Text) -> _Text | str:
+    """Return a name or value of ``os.environb``, whose class is that of ``os.environ``, as the latter has it."""
+    return os.fsdecode(value) if isinstance(value, bytes) else value
 
 
 class EnvironmentWatch:
@@ -40,12 +48,12 @@ class EnvironmentWatch:
 
         def __setitem__(environ: Any, name: Any, value: Any) -> None:  # noqa: N807 - replaces the method
             if (before := environ.get(name)) != value:
-                self._record(name, value, before, sys._getframe(1))
+                self._record(_text(name), _text(value), _text(before), sys._getframe(1))
             set_item(environ, name, value)
 
         def __delitem__(environ: Any, name: Any) -> None:  # noqa: N807 - replaces the method
             if (before := environ.get(name)) is not None:
-                self._record(name, "", before, sys._getframe(1))
+                self._record(_text(name), "", _text(before), sys._getframe(1))
             delete_item(environ, name)
 
         environ_class.__setitem__, environ_class.__delitem__ = __setitem__, __delitem__

@@ -359,8 +359,13 @@ class TestWhatMustNotBeImported:
             ("import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()", True),
             ("import threading\nthread = threading.Thread(target=print)\nthread.start()\nthread.join()", False),
             ("raise RuntimeError('not today')", False),
+            ("import subprocess\nsubprocess.run(['true'], check=True)", False),
+            ("import os\nRANK = os.environb.get(b'RANK', 0)", True),
         ],
-        ids=["reads-the-rank", "reads-the-rest", "leaves-a-thread", "joins-its-thread", "fails"],
+        ids=[
+            *("reads-the-rank", "reads-the-rest", "leaves-a-thread", "joins-its-thread", "fails", "runs-a-program"),
+            "reads-the-rank-in-bytes",
+        ],
     )
     def test_only_what_spoils_a_fork_is_left_to_the_ranks(
         self, warm: WarmLaunches, tmp_path: Path, code: str, left_out: bool
@@ -370,6 +375,14 @@ class TestWhatMustNotBeImported:
         assert self.start(warm, tmp_path, "odd_package", "good_package").left_out == (
             ("odd_package",) if left_out else ()
         )
+
+    def test_imports_that_end_the_process_are_not_repeated(self, warm: WarmLaunches, tmp_path: Path) -> None:
+        (tmp_path / "ending.py").write_text("import os\nos.write(1, b'import\\n')\nos._exit(3)")
+        with pytest.raises(WarmUnavailableError, match="has ended"):
+            self.start(warm, tmp_path, "ending")
+        with pytest.raises(WarmUnavailableError, match="ended with exit code 3"):
+            warm.begin({**BASE_ENV, "PYTHONPATH": str(tmp_path), "DS_ACCELERATOR": "cpu"})
+        assert (tmp_path / "warm.log").read_text().count("import") == 1
 
     def test_who_imports_it_is_left_out_too(self, warm: WarmLaunches, tmp_path: Path) -> None:
         (tmp_path / "reader.py").write_text("import os\nRANK = os.getenv('LOCAL_RANK')")
