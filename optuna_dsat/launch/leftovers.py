@@ -11,6 +11,7 @@ import contextlib
 import json
 import re
 import shutil
+import stat
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
@@ -42,6 +43,7 @@ _WORDS = {
     "processes": ("process", "processes"),
     "shared_memory": ("file in shared memory", "files in shared memory"),
     "folders": ("temporary folder", "temporary folders"),
+    "files": ("temporary file", "temporary files"),
     "partial_files": ("partly written file", "partly written files"),
     "build_locks": ("lock of a build", "locks of builds"),
 }
@@ -54,6 +56,7 @@ class Removed:
     processes: int = 0
     shared_memory: int = 0
     folders: int = 0
+    files: int = 0
     partial_files: int = 0
     build_locks: int = 0
 
@@ -151,7 +154,24 @@ def remove_noted(record: Path, *, seen: Collection[Path] = ()) -> Removed:
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
     record.unlink(missing_ok=True)
-    return Removed(processes=processes, shared_memory=_remove_shared_memory(shared), folders=len(folders))
+    return Removed(
+        processes=processes,
+        shared_memory=_remove_shared_memory(shared),
+        folders=len(folders),
+        files=sum(map(_remove_file, values)),
+    )
+
+
+def _remove_file(value: Any) -> bool:
+    """Remove the temporary file that a line of notes names, if it names one that is there; return whether it did."""
+    path = value.get("file") if isinstance(value, dict) else None
+    if not isinstance(path, str) or not Path(path).is_absolute():
+        return False
+    with contextlib.suppress(OSError, ValueError):
+        if stat.S_ISREG(Path(path).lstat().st_mode):
+            Path(path).unlink()
+            return True
+    return False
 
 
 def _made_by(processes: Collection[LaunchProcess]) -> set[Path]:

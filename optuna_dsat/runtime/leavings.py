@@ -23,6 +23,7 @@ __all__ = [
     "note",
     "note_shared_buffer",
     "note_shared_memory",
+    "note_temporary_files",
     "note_temporary_folders",
     "share_multiprocessing_folder",
 ]
@@ -30,10 +31,10 @@ __all__ = [
 SHARED_MEMORY = Path("/dev/shm")
 
 
-def note(record: Path, path: str) -> None:
-    """Append a path to the notes, one JSON text a line."""
+def note(record: Path, what: str | Mapping[str, str]) -> None:
+    """Append a path, or another thing, to the notes, one JSON text a line."""
     with contextlib.suppress(OSError), record.open("a", encoding="utf-8") as lines:
-        lines.write(json.dumps(path) + "\n")
+        lines.write(json.dumps(what) + "\n")
 
 
 def note_shared_buffer(record: Path, environ: Mapping[str, str], *, rank: int) -> None:
@@ -68,6 +69,25 @@ def note_temporary_folders(record: Path) -> None:
         return made
 
     replace_function(tempfile, "mkdtemp", mkdtemp)
+
+
+def note_temporary_files(record: Path) -> None:
+    """Have every file that ``tempfile`` makes in the temporary folder noted before it does.
+
+    A rank that is killed, or that leaves after its last step, removes none of those that are open, as it would at its
+    normal end.
+
+    Args:
+        record: File that receives their paths.
+    """
+
+    def look(event: str, args: tuple[Any, ...]) -> None:
+        if event == "tempfile.mkstemp":
+            path = os.fsdecode(args[0])
+            if os.path.dirname(path) == tempfile.tempdir and not os.path.lexists(path):  # noqa: PTH120 - opens no module
+                note(record, {"file": path})
+
+    sys.addaudithook(look)
 
 
 def share_multiprocessing_folder(util: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import os
 import signal
@@ -34,6 +35,7 @@ from optuna_dsat.runtime.launch_plan import LaunchPlan
 from optuna_dsat.runtime.leavings import (
     note_shared_buffer,
     note_shared_memory,
+    note_temporary_files,
     note_temporary_folders,
     share_multiprocessing_folder,
 )
@@ -76,7 +78,8 @@ def run_rank(plan: LaunchPlan, rank: Rank, command: ScriptCommand, *, safe_path:
     try:
         return _RankProcess(plan, rank, forked=forked).run(command, safe_path=safe_path)
     except EventWriteError as error:
-        print(error, file=sys.stderr)
+        with contextlib.suppress(OSError, ValueError):  # what keeps events from being written may keep this, too
+            print(error, file=sys.stderr)
         end_process(EXIT_EVENTS_LOST)
 
 
@@ -107,6 +110,7 @@ class _RankProcess:
             note_shared_buffer(Path(plan.leavings), os.environ, rank=rank.rank)
         if plan.leavings and plan.measures:  # a training may want its folders
             note_temporary_folders(Path(plan.leavings))
+            note_temporary_files(Path(plan.leavings))
             note_shared_memory(Path(plan.leavings))
             ImportWatch({"multiprocessing.util": share_multiprocessing_folder}).install()
         if self._reports_imports:

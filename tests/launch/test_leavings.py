@@ -135,3 +135,28 @@ def test_the_buffer_has_the_name_that_deepspeed_gives_it(tmp_path: Path) -> None
     note_shared_buffer(record, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}, rank=3)
     (path,) = (json.loads(line) for line in record.read_text().splitlines())
     assert path == f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_29500_3"
+
+
+TEMPORARY_FILES = """
+import sys, tempfile
+from pathlib import Path
+from optuna_dsat.runtime.leavings import note_temporary_files
+note_temporary_files(Path(sys.argv[1]))
+with tempfile.NamedTemporaryFile():
+    pass
+left = [tempfile.NamedTemporaryFile(delete=False), tempfile.NamedTemporaryFile(delete=False)]
+print(left[0].name, left[1].name, tempfile.mkstemp(dir=Path.cwd())[1])
+"""
+
+
+def test_temporary_files_go_with_a_launch_and_no_other(tmp_path: Path) -> None:
+    (tmp_path / "tmp").mkdir()
+    record, environ = tmp_path / "record", {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+    code = [sys.executable, "-c", TEMPORARY_FILES, str(record)]
+    said = subprocess.run(code, cwd=tmp_path, env=environ, capture_output=True, text=True, check=True).stdout
+    first, second, own = map(Path, said.split())
+    assert record.read_text().count('"file"') == 3, "one was removed by its maker"
+    second.unlink()
+    second.symlink_to(own)  # no file of the launch's
+    assert remove_noted(record) == Removed(files=1)
+    assert (first.exists(), second.is_symlink(), own.exists()) == (False, True, True)
