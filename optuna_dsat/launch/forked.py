@@ -109,6 +109,10 @@ def fork_child(run: Callable[[frozenset[int]], object]) -> int:
     if pid == 0:
         try:
             run(frozenset(dict(_open_descriptors().items() - before)))
+        except KeyboardInterrupt:
+            traceback.print_exc()
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)  # as an interpreter ends: others see what ended it
         except BaseException:  # noqa: BLE001 - nothing may propagate into the parent's code
             traceback.print_exc()
         finally:

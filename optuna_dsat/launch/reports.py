@@ -146,7 +146,8 @@ def write_report(report: LaunchReport, directory: RunDirectory, *, facts: Launch
     lost = EXIT_EVENTS_LOST in facts.exit_codes.values()
     if unrecorded and (lost or shutil.disk_usage(output_dir).free < _FULL_DISK_BYTES):
         raise OutputError(
-            f"No space left in {output_dir}: a launch could not write what it measured. Free some space, then resume."
+            f"No space left in {output_dir}, or the size of files is limited (ulimit -f): a launch could not write "
+            "what it measured. Make room, then resume."
         )
 
 

@@ -22,6 +22,9 @@ def events_path(events_dir: str | Path, rank: int) -> Path:
 class EventWriter:
     """Appends one JSON line per event; a line left incomplete by an error is terminated before the next.
 
+    A script that closes all open files, as one that becomes a daemon does, closes this one, too: it is opened again,
+    and what has its number by then is not written to.
+
     Args:
         path: File to append to; created if missing.
 
@@ -33,9 +36,13 @@ class EventWriter:
         self._path = path
         self._torn = False
         try:
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._open()
         except OSError as error:
             raise self._failure(error) from error
+
+    def _open(self) -> None:
+        self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._file = _identity(self._fd)
 
     def write(self, event: Event) -> None:
         """Append an event, unbuffered.
@@ -47,6 +54,8 @@ class EventWriter:
         data = memoryview(b"\n" + line if self._torn else line)
         self._torn = True
         try:
+            if _identity(self._fd) != self._file:
+                self._open()
             while data:
                 data = data[os.write(self._fd, data) :]
         except OSError as error:
@@ -60,3 +69,12 @@ class EventWriter:
             "Free space there or choose another --output-dir",
             str(self._path),
         )
+
+
+def _identity(descriptor: int) -> tuple[int, int] | None:
+    """Return device and inode of an open file; None if it is closed."""
+    try:
+        status = os.fstat(descriptor)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino

@@ -55,3 +55,18 @@ raise SystemExit(os.waitstatus_to_exitcode(status))
 def test_what_the_parent_has_dropped_closes_nothing_in_a_child() -> None:
     done = subprocess.run([sys.executable, "-c", DROPPED_BY_THE_PARENT], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+INTERRUPTED = """
+import os, signal
+from optuna_dsat.launch.forked import fork_child
+signal.signal(signal.SIGINT, signal.default_int_handler)
+_, status = os.waitpid(fork_child(lambda _: signal.raise_signal(signal.SIGINT)), 0)
+raise SystemExit(os.waitstatus_to_exitcode(status) != -signal.SIGINT)
+"""
+
+
+def test_a_child_that_is_interrupted_ends_by_that_signal() -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "KeyboardInterrupt" in done.stderr

@@ -149,6 +149,19 @@ def test_a_full_disk_is_a_clear_error() -> None:
     assert caught.value.errno == errno.ENOSPC
 
 
+def test_a_file_of_events_that_a_script_closes_is_opened_again(tmp_path: Path) -> None:
+    path, own = tmp_path / "rank0.jsonl", tmp_path / "own"
+    writer = EventWriter(path)
+    os.close(writer._fd)
+    writer.write(FINISHED)
+    os.close(writer._fd)
+    with own.open("wb") as file:  # gets the number of the one that was closed
+        assert file.fileno() == writer._fd
+        writer.write(FINISHED)
+        assert own.read_bytes() == b""
+    assert [decode_event(line) for line in path.read_text(encoding="utf-8").splitlines()] == [FINISHED] * 2
+
+
 def test_a_line_cut_short_does_not_spoil_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "rank0.jsonl"
     writer = EventWriter(path)
