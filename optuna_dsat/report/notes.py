@@ -23,6 +23,7 @@ from optuna_dsat.report.meanings import MEANING
 from optuna_dsat.report.memory_table import memory_table
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.report.winner import winner_of
+from optuna_dsat.study import speeds
 from optuna_dsat.study.configuration import configuration_of
 from optuna_dsat.study.result import BEST_CONFIG
 from optuna_dsat.study.standing import Standing
@@ -68,11 +69,12 @@ def _progress(view: StudyView) -> str:
 
 
 def _value(view: StudyView, standing: Standing) -> Markdown:
-    text = f"**{metric_in_words(view.metric, standing.value, device=view.spec.device)}**"
+    metrics, named = view.metrics_of(standing), {"metric": view.metric, "device": view.spec.device}
+    text = f"**{speeds.value_in_words(metrics, standing.value, **named)}**"
     if standing.low is not None and standing.high is not None:
         low, high = (
-            metric_in_words(view.metric, standing.low, device=view.spec.device),
-            metric_in_words(view.metric, standing.high, device=view.spec.device),
+            speeds.samples_in_words(metrics, standing.low, **named),
+            speeds.samples_in_words(metrics, standing.high, **named),
         )
         text += f" (95% between {range_in_words(low, high, joint=' and ')})"
     return Markdown(text)
@@ -89,7 +91,7 @@ def _best(view: StudyView) -> str:
     if baseline is not None:
         words = configuration_of(baseline.trial)
         rows.append(["your own config", baseline.trial.number, words, _value(view, baseline), _times(1.0)])
-    lines: list[str] = [table(("", "trial", "configuration", view.metric, "speed-up"), rows)]
+    lines: list[str] = [table(("", "trial", "configuration", "speed", "speed-up"), rows)]
     if baseline is None:
         lines.append("Your own config was not measured, so there is no speed-up to show.")
     lines += map(literal, verdict_in_words(verdict, metric=view.metric, device=view.spec.device))
@@ -97,7 +99,7 @@ def _best(view: StudyView) -> str:
         lines.append(f"The search has not ended: this is the best so far, {literal(how_known(verdict))}.")
     first = view.measured[0]
     if verdict.is_by_rounds:
-        searched = metric_in_words(view.metric, first.values[0], device=view.spec.device)
+        searched = _searched(view, first)
         lines.append(
             f"Plots and tables of optuna-dashboard show values of the search, by few steps each; by these trial "
             f"{first.number} is the best, at {searched}. The result is trial "
@@ -111,8 +113,14 @@ def _best(view: StudyView) -> str:
     return "\n\n".join(lines)
 
 
+def _searched(view: StudyView, trial: FrozenTrial) -> str:
+    """Return how fast a measured trial was in the search."""
+    metrics = trial.user_attrs.get(attributes.METRICS) or {}
+    return speeds.value_in_words(metrics, trial.values[0], metric=view.metric, device=view.spec.device)
+
+
 def _times(ratio: float | None) -> str:
-    return "" if ratio is None else f"{times_in_words(ratio)} x"
+    return "" if ratio is None else f"{times_in_words(ratio)}\u00d7"
 
 
 def _tuned(view: StudyView) -> str:
@@ -256,11 +264,11 @@ def _standing(view: StudyView, trial: FrozenTrial) -> str:
         return ""
     standing = view.standing(trial)
     ratio = view.speed_up(standing)
-    text = f"{view.metric}: {_value(view, standing)}"
+    text = f"Speed: {_value(view, standing)}"
     if ratio is not None and trial.user_attrs.get(attributes.PURPOSE) != attributes.USER_CONFIG:
         text += f", {times_in_words(ratio)} times as good as your own config"
     if standing.confirmed:
-        text += f"; in the search {metric_in_words(view.metric, standing.searched_value, device=view.spec.device)}"
+        text += f"; in the search {_searched(view, trial)}"
     else:
         text += ", in the search"
     if view.verdict is not None and view.verdict.handed_over == trial.number:

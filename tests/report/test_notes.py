@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -27,9 +28,18 @@ def test_the_study_note_tells_best_against_the_users_own_config(view: StudyView)
     ratio = view.best.value / view.baseline.value
     assert ratio > 2
     assert metric_in_words("throughput", view.best.value) in text
-    assert f"| {ratio:.2f} x |" in text
+    assert f"| {ratio:.2f}\u00d7 |" in text
     assert "ZeRO 2, micro-batch 2" in text
     assert f'"train_micro_batch_size_per_gpu": {view.best.trial.params["train_micro_batch_size_per_gpu"]}' in text
+
+
+def test_a_note_tells_samples_per_second_first_whatever_is_optimised(view: StudyView) -> None:
+    flops = replace(view, spec=view.spec.model_copy(update={"metric": "FLOPS_per_gpu"}))
+    assert flops.metric == "FLOPS_per_gpu"
+    assert flops.best is not None
+    told = re.compile(r"\*\*[\d,.]+ samples/s, [\d,.]+ \w?FLOP/s per ")
+    assert told.search(study_note(flops))
+    assert told.search(trial_note(flops, flops.best.trial))
 
 
 def test_the_study_note_tells_what_was_tuned_and_how_to_go_on(view: StudyView) -> None:
