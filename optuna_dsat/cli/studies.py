@@ -131,7 +131,6 @@ def show(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: Json = False) 
 
     from optuna_dsat.study.stored import read_launches, read_stored
     from optuna_dsat.trials import attributes
-    from optuna_dsat.words import outcomes_in_words
 
     with _open(storage) as store:
         study = read_stored(store, name)
@@ -151,10 +150,28 @@ def show(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: Json = False) 
         print(json.dumps(state, indent=2))
         return
     say_prose(f"Study {name}: {spec.method}, {study.metric}, script {spec.script.script}")
-    ended = f" ({outcomes_in_words(outcomes)})" if outcomes else ""
-    say_prose(f"Launches: {study.launches_used} of at most {spec.max_trials}{ended}.")
+    for line in launch_lines(outcomes, used=study.launches_used, most=spec.max_trials):
+        say_prose(line)
     for line in _result_lines(study):
         say_prose(line)
+
+
+def launch_lines(outcomes: Mapping[str, int], *, used: int, most: int) -> Iterator[str]:
+    """Yield how many launches ended how; those that a stop or a crash took are told apart, as they do not count.
+
+    Args:
+        outcomes: Outcome -> number of trials.
+        used: Launches that count against the budget.
+        most: The budget.
+    """
+    from optuna_dsat.outcome import Outcome
+    from optuna_dsat.words import outcomes_in_words, things_in_words
+
+    counted = outcomes_in_words({outcome: count for outcome, count in outcomes.items() if outcome != Outcome.LOST})
+    yield f"Launches: {used} of at most {most}{f' ({counted})' if counted else ''}."
+    if lost := outcomes.get(Outcome.LOST, 0):
+        taken = things_in_words(lost, "launch")
+        yield f"Not counted: {taken} that a stop or a crash took; each is repeated as another trial."
 
 
 def _result_lines(study: StoredStudy) -> Iterator[str]:
