@@ -29,6 +29,7 @@ from optuna_dsat.study.tuner import EndReason, Tuner
 from optuna_dsat.study.user_config import enqueue_user_config
 from optuna_dsat.study.warm_start import check_warm_start, prior_knowledge_of
 from optuna_dsat.trials import attributes
+from optuna_dsat.words import gain_in_words
 
 __all__ = ["Session"]
 
@@ -149,7 +150,7 @@ class Session:
             left = method.remaining(study.get_trials(deepcopy=False))
             if math.isfinite(left):
                 self._context.say(
-                    f"By what the search measured, nothing is more than {max(left, 0.001):.1%} better than what it "
+                    f"By what the search measured, nothing is more than {gain_in_words(max(left, 0.001))} what it "
                     "found (with 90% probability)."
                 )
         return reason

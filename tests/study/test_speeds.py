@@ -15,6 +15,7 @@ from optuna_dsat.words import (
     count_in_words,
     duration_in_words,
     flops_in_words,
+    gain_in_words,
     metric_in_words,
     outcomes_in_words,
     params_in_words,
@@ -154,3 +155,8 @@ def test_samples_come_first_wherever_a_value_is_told(metric: str, value: float, 
     measured = {"throughput": 40.0, "FLOPS_per_gpu": 2e12, "latency": 0.1, "forward": 0.03}
     assert value_in_words(measured, value, metric=metric, device="cuda") == shown
     assert samples_in_words(measured, value, metric=metric, device="cuda") == brief
+
+
+def test_a_gain_of_more_than_all_is_a_number_of_times() -> None:
+    assert gain_in_words(0.032) == "3.2% better than"
+    assert gain_in_words(10.664) == "11.7 times as good as"
