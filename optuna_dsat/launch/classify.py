@@ -52,6 +52,9 @@ _EXCERPT_LINES = 20
 _SENT_BY_OTHERS = frozenset({*ENDING, signal.SIGKILL}) - {signal.SIGXCPU}
 """Signals with which others end a process; no fault of its own raises one."""
 
+_LEAST_SHARED_BYTES = 2**25
+"""Free bytes in shared memory below which a rank may not get what communication on the CPU needs."""
+
 _FROM_OUTSIDE = " from outside: neither by the search nor, by its count, by the kernel for want of memory"
 
 _QUIET_SIGNALS = frozenset({signal.SIGABRT, signal.SIGTERM})
@@ -85,6 +88,8 @@ class LaunchFacts:
     """None if the launcher did not end the launch."""
     oom_kills: int | None = None
     """Processes that the kernel killed for lack of memory during the launch; None if unknown."""
+    shared_memory_free: int | None = None
+    """Free bytes in shared memory when it had ended; None if unknown."""
     config_path: str = "ds_config.json"
     """Path of the user's DeepSpeed config, for the remedy in messages."""
     dropped_lines: int = 0
@@ -295,15 +300,17 @@ def _signal_of(exit_code: int | None) -> int:
     return -exit_code if exit_code < 0 else max(0, exit_code - 128)
 
 
-def _describe_death(rank: int, code: int) -> str:
+def _describe_death(rank: int, code: int, *, scarce: bool) -> str:
     if code >= 0:
         return f"rank {rank}: left with exit code {code} and no traceback"
     try:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
+    full = "; a full /dev/shm is the usual cause"
     hints = {
-        -signal.SIGBUS: "; a full /dev/shm is the usual cause",
+        -signal.SIGBUS: full,
+        -signal.SIGSEGV: full if scarce else "",  # DeepSpeed's operator uses a buffer that it did not get
         -signal.SIGXCPU: ", as its CPU time is limited (ulimit -t)",
     }
     return f"rank {rank}: killed by {name}{hints.get(code, '')}"
@@ -319,7 +326,9 @@ def _silent_death(facts: LaunchFacts) -> Verdict | None:
     if not candidates:
         return None
     rank = candidates[0]
-    return Verdict(outcome=Outcome.SCRIPT_ERROR, message=_describe_death(rank, deaths[rank]), rank=rank)
+    scarce = facts.shared_memory_free is not None and facts.shared_memory_free < _LEAST_SHARED_BYTES
+    message = _describe_death(rank, deaths[rank], scarce=scarce)
+    return Verdict(outcome=Outcome.SCRIPT_ERROR, message=message, rank=rank)
 
 
 def _communication(facts: LaunchFacts) -> Verdict | None:

@@ -18,6 +18,7 @@ from optuna_dsat.launch.process_tree import LaunchProcesses, ProcessTree, end_la
 from optuna_dsat.launch.processes import ProcessKey
 from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest
 from optuna_dsat.launch.run_directory import RunDirectory
+from optuna_dsat.launch.shared_memory import free_shared_bytes
 from optuna_dsat.launch.slots import SlotLease
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import Event, RankStarted
@@ -213,6 +214,7 @@ class RunningLaunch:
             agent_exit_code=self._agent_exit_code(),
             stop=self.stop_reason or self._flood(),
             oom_kills=None if before is None or oom_kills_after is None else oom_kills_after - before,
+            shared_memory_free=None if self.processes is not None else free_shared_bytes(),
             config_path=self.request.command.config_path,
             dropped_lines=self._log.dropped,
         )

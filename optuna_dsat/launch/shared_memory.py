@@ -11,13 +11,14 @@ import contextlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from optuna_dsat.runtime.leavings import SHARED_MEMORY
 
-__all__ = ["SharedMemoryWatch", "noted_path", "shared_memory_of"]
+__all__ = ["SharedMemoryWatch", "free_shared_bytes", "noted_path", "shared_memory_of"]
 
 _PAUSE_S, _LONGEST_PAUSE_S = 0.5, 5.0
 """Pauses between two looks at the processes while there are files of unknown makers: the first, doubled up to the last.
@@ -25,6 +26,14 @@ _PAUSE_S, _LONGEST_PAUSE_S = 0.5, 5.0
 
 _BY_TORCH = re.compile(r"torch_(?P<pid>\d+)_.*")
 """Name of a file that torch shares; it has the number of the process that made it."""
+
+
+def free_shared_bytes() -> int | None:
+    """Return how many bytes are free in shared memory; None where there is none."""
+    try:
+        return shutil.disk_usage(SHARED_MEMORY).free
+    except OSError:
+        return None
 
 
 def shared_memory_of(pids: Iterable[int]) -> set[Path]:

@@ -197,6 +197,13 @@ def test_a_rank_that_aborted_explains_those_that_torchrun_ended() -> None:
     assert (verdict.rank, verdict.message) == (1, "rank 1: killed by SIGABRT")
 
 
+@pytest.mark.parametrize(("free", "told"), [(2**20, True), (2**26, False), (None, False)])
+def test_a_crash_with_a_full_dev_shm_names_it(free: int | None, told: bool) -> None:
+    verdict = classify(facts(None, None, exit_codes={0: -signal.SIGSEGV}, shared_memory_free=free))
+    assert verdict.message.startswith("rank 0: killed by SIGSEGV")
+    assert ("a full /dev/shm is the usual cause" in verdict.message) is told
+
+
 def test_out_of_memory_tells_rank_place_and_size() -> None:
     record = failed(1, OOM, missing_bytes=3 * 2**30, steps=2, traceback="\n".join(map(str, range(100))))
     verdict = classify(facts(failed(0, OOM, time=1.0), record))
