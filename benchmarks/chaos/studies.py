@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -66,6 +67,8 @@ class Fire:
     """How long a tuner is stopped: longer than its heartbeat's interval."""
     stops: float = 0.15
     """Share of the blows that stop a tuner instead of killing something."""
+    restarts: float = 0.15
+    """Share of the blows that restart the database's server instead, where there is one."""
 
 
 @dataclass
@@ -77,12 +80,16 @@ class StudyUnderFire:
         rng: Draws moments and victims.
         two: Whether a second tuner works on it.
         fire: What befalls it.
+        database: URL of its database; None for an SQLite file in the folder.
+        restart: Restarts the database's server at once; None where there is none.
     """
 
     folder: Path
     rng: random.Random
     two: bool
     fire: Fire = field(default_factory=Fire)
+    database: str | None = None
+    restart: Callable[[], None] | None = None
     blows: Counter[str] = field(default_factory=Counter)
     _tuners: list[subprocess.Popen[bytes]] = field(default_factory=list)
     _all: list[int] = field(default_factory=list)
@@ -93,7 +100,7 @@ class StudyUnderFire:
     @property
     def url(self) -> str:
         """URL of its database."""
-        return f"sqlite:///{self.folder}/study.db"
+        return self.database or f"sqlite:///{self.folder}/study.db"
 
     def run(self, blows: int) -> list[str]:
         """Let up to ``blows`` blows befall the study, then let it end; return what does not hold then."""
@@ -162,7 +169,16 @@ class StudyUnderFire:
             self._seen.setdefault(number, was)
 
     def _strike(self) -> None:
-        """Kill a process of a role that is drawn first, at a random moment once there is one, or stop a tuner."""
+        """Kill a process of a role that is drawn first, at a random moment once there is one, or stop a tuner.
+
+        Or restart the database's server at a random moment while tuners work.
+        """
+        if self.restart is not None and self.rng.random() < self.fire.restarts:
+            self._wait(self.rng.uniform(*self.fire.pause_s) + self.rng.uniform(*self.fire.pause_s))
+            if any(tuner.poll() is None for tuner in self._tuners):
+                self.restart()
+                self.blows["restarted server"] += 1
+            return
         stop = self.rng.random() < self.fire.stops
         role = "tuner" if stop else self.rng.choice(ROLES)
         deadline = time.monotonic() + ROLE_S
