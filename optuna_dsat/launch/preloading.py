@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 from optuna_dsat.launch.cuda_state import driver_is_initialised, restore_cuda, use_named_gpu_count
 from optuna_dsat.launch.preload import Preload
 from optuna_dsat.runtime.build_locks import guard_builds
-from optuna_dsat.runtime.hook import ImportWatch
+from optuna_dsat.runtime.import_watch import ImportWatch
 
 __all__ = ["PreloadResult", "load"]
 

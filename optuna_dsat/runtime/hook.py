@@ -13,18 +13,16 @@ import importlib
 import inspect
 import os
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
 from operator import index
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime import own_rendezvous, spawned_ranks
 from optuna_dsat.runtime.accelerate_config import how_to_train_with_deepspeed
 from optuna_dsat.runtime.batch_sources import BatchSources
 from optuna_dsat.runtime.clock import Clock, DeviceClock, HostClock
@@ -42,6 +40,7 @@ from optuna_dsat.runtime.engine_state import is_pipeline
 from optuna_dsat.runtime.events import ConfigDiffers, EngineReady, Event
 from optuna_dsat.runtime.failure import diagnose
 from optuna_dsat.runtime.hugging_face_hook import HuggingFaceHook
+from optuna_dsat.runtime.import_watch import ImportWatch
 from optuna_dsat.runtime.launch_plan import LaunchPlan
 from optuna_dsat.runtime.lightning_hook import LightningHook
 from optuna_dsat.runtime.meter import Meter, RankState
@@ -56,60 +55,13 @@ from optuna_dsat.runtime.side_effects import (
 from optuna_dsat.runtime.trial_config import TrialConfig
 from optuna_dsat.runtime.writer import EventWriter
 
-__all__ = ["DeepSpeedHook", "ImportWatch"]
+__all__ = ["DeepSpeedHook"]
 
 _SHM_OPERATOR = "deepspeed_shm_comm"
 _MOST_STEPS_WITHOUT_ENGINE = 3
 """Optimizer steps before ``deepspeed.initialize`` at which a script is taken to train without it."""
 _TRAINERS = (HuggingFaceHook, LightningHook)
 """Hooks of libraries that read the config before ``deepspeed.initialize`` does."""
-
-
-class ImportWatch(MetaPathFinder):
-    """Calls a function once a module has been imported, immediately if it already is.
-
-    Args:
-        callbacks: Module name -> function that is called once, with the module.
-    """
-
-    def __init__(self, callbacks: Mapping[str, Callable[[ModuleType], None]]) -> None:
-        self._callbacks = dict(callbacks)
-        self._searching: set[tuple[int, str]] = set()
-        """(thread, module) that the other finders are asked for; one of them may ask all finders in its turn."""
-
-    def install(self) -> None:
-        """Start watching."""
-        for name in list(self._callbacks):
-            if name in sys.modules:
-                self._callbacks.pop(name)(sys.modules[name])
-        sys.meta_path.insert(0, self)
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Find a watched module through the other finders and wrap its loader."""
-        callback = self._callbacks.get(fullname)
-        search = (threading.get_ident(), fullname)
-        if callback is None or search in self._searching:
-            return None
-        self._searching.add(search)
-        try:
-            found = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
-            spec = next((spec for spec in found if spec is not None), None)
-        finally:
-            self._searching.discard(search)
-        if spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            # A loader may be that of other modules, too, as those of a zip file are.
-            if module.__name__ == fullname and self._callbacks.pop(fullname, None) is not None:
-                callback(module)
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
 
 
 class DeepSpeedHook:
@@ -166,6 +118,7 @@ class DeepSpeedHook:
             "torch": self._torch_imported,
             "deepspeed": self._deepspeed_imported,
         }
+        watched |= spawned_ranks.callbacks(self._rank) | own_rendezvous.callbacks(self._rank)
         for kind in _TRAINERS:
             watched |= kind(plan=self._plan, rank=self._rank, write=self._writer.write).callbacks()
         if self._plan.measures:

@@ -29,7 +29,8 @@ from optuna_dsat.runtime.events import (
     decode_event,
 )
 from optuna_dsat.runtime.failure import diagnose, format_traceback, message_of, without_runtime_frames
-from optuna_dsat.runtime.hook import DeepSpeedHook, ImportWatch
+from optuna_dsat.runtime.hook import DeepSpeedHook
+from optuna_dsat.runtime.import_watch import ImportWatch
 from optuna_dsat.runtime.imports import imported_modules, loaded_operators
 from optuna_dsat.runtime.launch_plan import LaunchPlan
 from optuna_dsat.runtime.leavings import (

@@ -1,4 +1,4 @@
-"""Whether a script that one process is started for starts the others by itself."""
+"""Whether a script starts its ranks, or says where they meet, by itself."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from optuna_dsat.runtime.user_code import parsed_source
 from optuna_dsat.script.module_file import module_file
 
-__all__ = ["starts_own_ranks"]
+__all__ = ["says_where_to_meet", "spawns_ranks", "starts_own_ranks"]
 
 _LAUNCHING = frozenset({"lightning", "lightning_fabric", "pytorch_lightning", "torchrunx"})
 """Packages that start a process for each device by themselves."""
-_STARTERS = frozenset({"spawn", "start_processes", "notebook_launcher"})
-"""Functions of ``torch.multiprocessing`` and accelerate that do."""
+_SPAWNERS = frozenset({"spawn", "start_processes"})
+"""Functions of ``torch.multiprocessing`` that do."""
 _MOST_FILES = 200
 
 
@@ -22,10 +22,41 @@ def starts_own_ranks(script: str, *, is_module: bool, cwd: Path) -> bool:
     """Whether a script, or a file of the user's that it imports, uses what starts a process for each device.
 
     Args:
-        script: Its path relative to ``cwd``, or a module's name if ``is_module``.
+        script: Its path, absolute or relative to ``cwd``, or a module's name if ``is_module``.
         is_module: Whether it is a module.
         cwd: The working directory.
     """
+    return any(
+        _spawns(nodes, imported) or any(name.partition(".")[0] in _LAUNCHING for name in imported)
+        for nodes, imported in _files(script, is_module=is_module, cwd=cwd)
+    )
+
+
+def spawns_ranks(script: str, *, is_module: bool, cwd: Path) -> bool:
+    """Whether a script, or a file of the user's that it imports, starts ranks by ``torch.multiprocessing``."""
+    return any(_spawns(nodes, imported) for nodes, imported in _files(script, is_module=is_module, cwd=cwd))
+
+
+def says_where_to_meet(script: str, *, is_module: bool, cwd: Path) -> bool:
+    """Whether a script, or a file of the user's that it imports, sets ``MASTER_PORT``: under torchrun it would wait."""
+    return any(
+        isinstance(node, ast.Subscript)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.slice, ast.Constant)
+        and node.slice.value == "MASTER_PORT"
+        for nodes, _ in _files(script, is_module=is_module, cwd=cwd)
+        for node in nodes
+    )
+
+
+def _spawns(nodes: Sequence[ast.AST], imported: Sequence[str]) -> bool:
+    functions = [node.func for node in nodes if isinstance(node, ast.Call)]
+    called = {func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "") for func in functions}
+    return bool(called & _SPAWNERS) and any(name.startswith("torch.multiprocessing") for name in imported)
+
+
+def _files(script: str, *, is_module: bool, cwd: Path) -> Iterator[tuple[list[ast.AST], list[str]]]:
+    """Yield the syntax nodes and the imported modules of a script and of the user's files that it imports."""
     first = module_file(script, cwd) if is_module else cwd / script
     waiting: list[Path] = [] if first is None else [first]
     seen: set[Path] = set()
@@ -39,15 +70,8 @@ def starts_own_ranks(script: str, *, is_module: bool, cwd: Path) -> bool:
         except (OSError, SyntaxError, ValueError):
             continue
         imported = list(_imported(nodes))
-        called = {
-            node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            for node in nodes
-            if isinstance(node, ast.Call)
-        }
-        if called & _STARTERS or any(name.partition(".")[0] in _LAUNCHING for name in imported):
-            return True
+        yield nodes, imported
         waiting += _own_files(imported, folders=(file.parent, first.parent if first else cwd, cwd))
-    return False
 
 
 def _imported(nodes: Sequence[ast.AST]) -> Iterator[str]:

@@ -13,6 +13,7 @@ from optuna_dsat.errors import StorageUrlError
 from optuna_dsat.runtime.atomic_write import write_text_atomic
 from optuna_dsat.script.arg_mapping import map_arguments
 from optuna_dsat.script.config_copy import ConfigCopy, config_copy
+from optuna_dsat.script.own_ranks import says_where_to_meet, spawns_ranks
 from optuna_dsat.script.settings_file import SettingsCopy, names_file, settings_copy
 from optuna_dsat.script.trial_class import CHECKPOINTS, RUNNER, complete_training, train_command
 from optuna_dsat.secrecy.references import names_in, resolved, shell_join
@@ -336,8 +337,11 @@ def training_command(
         variables = [f"{name}={value}" for name, value in environment.items()]
         return shell_join([*(["env", *variables] if variables else []), *words]), replaced
     ranks = str(spec.slots_per_trial)
-    if deepspeed_launcher:
-        launcher = ["deepspeed", "--num_gpus", ranks, *(["--module"] if script.is_module else [])]
+    if spawns_ranks(script.script, is_module=script.is_module, cwd=Path(script.cwd)):
+        launcher = ["python", *(["-m"] if script.is_module else [])]
+    elif deepspeed_launcher or says_where_to_meet(script.script, is_module=script.is_module, cwd=Path(script.cwd)):
+        without = [] if deepspeed_launcher else ["--no_local_rank"]
+        launcher = ["deepspeed", "--num_gpus", ranks, *without, *(["--module"] if script.is_module else [])]
     else:
         launcher = ["torchrun", "--nproc_per_node", ranks, *(["-m"] if script.is_module else [])]
     settings = [] if spec.device == "cuda" else ["DS_ACCELERATOR=cpu", f"LOCAL_SIZE={spec.slots_per_node}"]

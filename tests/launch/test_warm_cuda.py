@@ -42,7 +42,7 @@ int cuCtxGetCurrent(void **context) { *context = 0; return initialised ? 0 : 3; 
 
 SPY = """
 import os, sys
-from optuna_dsat.runtime.hook import ImportWatch
+from optuna_dsat.runtime.import_watch import ImportWatch
 
 def note(what):
     with open(os.environ["CUDA_SPY"], "a") as file:

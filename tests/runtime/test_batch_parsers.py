@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from optuna_dsat.runtime.batch_sources import BatchSources
-from optuna_dsat.runtime.hook import ImportWatch
+from optuna_dsat.runtime.import_watch import ImportWatch
 from optuna_dsat.script.batch_rule import guesses
 
 

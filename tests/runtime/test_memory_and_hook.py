@@ -25,7 +25,7 @@ from optuna_dsat.runtime.device_memory import (
     unlink_shared_buffers,
 )
 from optuna_dsat.runtime.events import RankFailed, RankFinished
-from optuna_dsat.runtime.hook import ImportWatch
+from optuna_dsat.runtime.import_watch import ImportWatch
 from tests.harness.ranks import Starter
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

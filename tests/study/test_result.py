@@ -46,6 +46,26 @@ def test_the_command_starts_the_script_as_its_options_expect(
     assert command == f"{start} --deepspeed_config {BEST}"
 
 
+@pytest.mark.parametrize(
+    ("source", "start"),
+    [
+        ("import torch.multiprocessing as mp\nmp.spawn(print, nprocs=4)\n", "python"),
+        ("import os\nos.environ['MASTER_PORT'] = '29500'\n", "deepspeed --num_gpus 4 --no_local_rank"),
+        ("import os\nprint(os.environ['MASTER_PORT'])\n", "torchrun --nproc_per_node 4"),
+        ("import multiprocessing as mp\nmp.spawn(print)\n", "torchrun --nproc_per_node 4"),
+    ],
+)
+def test_a_script_that_starts_its_ranks_or_says_where_they_meet_is_started_so_that_it_trains(
+    tmp_path: Path, source: str, start: str
+) -> None:
+    (tmp_path / "train.py").write_text("import setup_ranks\n")
+    (tmp_path / "setup_ranks.py").write_text(source)
+    found = spec()
+    script = found.script.model_copy(update={"script": str(tmp_path / "train.py"), "cwd": str(tmp_path)})
+    command, _ = training_command(found.model_copy(update={"script": script}), {}, BEST)
+    assert command.startswith(f"{start} {tmp_path}/train.py ")
+
+
 def test_on_the_cpu_deepspeed_is_told_so() -> None:
     command, _ = training_command(spec(device="cpu"), {}, BEST)
     assert shlex.split(command)[:3] == ["env", "DS_ACCELERATOR=cpu", "LOCAL_SIZE=4"]

@@ -1,0 +1,32 @@
+"""Starts its two ranks by itself."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+import torch.multiprocessing as mp
+
+
+def train(rank: int, ranks: int, port: str) -> None:
+    import deepspeed
+
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=ranks)
+    model = torch.nn.Linear(4, 4)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.001, "torch_adam": True}},
+        "zero_optimization": {"stage": 1},
+    }
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    while True:
+        loss = engine(torch.randn(engine.train_micro_batch_size_per_gpu(), 4)).pow(2).mean()
+        engine.backward(loss)
+        engine.step()
+
+
+if __name__ == "__main__":
+    mp.spawn(train, args=(2, sys.argv[1]), nprocs=2)  # type: ignore[attr-defined,no-untyped-call]
