@@ -45,7 +45,7 @@ def operators_at_start(ds_config: Mapping[str, Any], *, device: str) -> tuple[st
     """
     config = effective(ds_config)
     structure, name = Structure.of(config), _own_optimizer(config)
-    target = structure.offload_optimizer if structure.stage > 0 else "none"
+    target = structure.offload_optimizer if structure.stage != 0 else "none"  # "auto" is accelerate's to fill in
     found = {(_ON_DEVICE if target == "none" else _ON_HOST).get(name, "")} - {""}
     if "nvme" in (target, structure.offload_param):
         found.add("AsyncIOBuilder")

@@ -213,7 +213,9 @@ class _Loader:
         if hasattr(batches, "samples_per_rank"):  # a ``DeepSpeedTrial``'s, which shards by itself
             self.samples = batches.samples_per_rank
         elif not self.unbatched:
-            self.samples = _length(getattr(batches, "sampler", None) or getattr(loader, "sampler", None))
+            self.samples = _sampled(batches)
+            if self.samples is None:
+                self.samples = _length(getattr(loader, "sampler", None))
 
     @property
     def tells(self) -> bool:
@@ -273,6 +275,21 @@ class _Iteration:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
+
+
+def _sampled(batches: Any) -> int | None:
+    """Return how many samples a batch sampler yields to a rank; None if it does not tell.
+
+    One without a sampler of samples under it, such as accelerate's that shards another one, tells its batches alone.
+    """
+    sampler = getattr(batches, "sampler", None)
+    if sampler is not None:
+        return _length(sampler)
+    count, size = _length(batches), getattr(batches, "batch_size", None)
+    if count is None or not is_size(size):
+        return None
+    parts = batches.num_processes if getattr(batches, "split_batches", False) else 1  # a batch is that of all ranks
+    return count * int(size) // int(parts)
 
 
 def _length(source: Any) -> int | None:

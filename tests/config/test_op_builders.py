@@ -77,6 +77,8 @@ def test_accelerate_puts_deepspeeds_optimizer_on_the_host(
         ({"stage": 2}, {}, "cuda", ("FusedAdamBuilder",)),
         ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, {}, "cuda", ("CPUAdamBuilder",)),
         ({"stage": 3, "offload_optimizer": {"device": "nvme"}}, {}, "cuda", ("AsyncIOBuilder", "CPUAdamBuilder")),
+        ({"stage": "auto"}, {}, "cuda", ("FusedAdamBuilder",)),
+        ({"stage": "auto", "offload_optimizer": {"device": "cpu"}}, {}, "cuda", ("CPUAdamBuilder",)),
         ({"stage": 2}, {"torch_adam": True}, "cuda", ()),
         ({"stage": 2}, {"torch_adam": True}, "cpu", ("ShareMemCommBuilder",)),
     ],

@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, dataloader, dataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    dataloader,
+    dataset,
+)
 
 from optuna_dsat.runtime.batch_loaders import LoaderWatch
 from optuna_dsat.runtime.events import BatchSourcesFound
@@ -56,6 +64,15 @@ def stream_class() -> type[Any]:
             yield from torch.split(torch.arange(12), self.batch_size)
 
     return Stream
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_samples_are_those_of_a_rank_where_accelerate_shards_batches(split: bool) -> None:
+    shard = pytest.importorskip("accelerate.data_loader").BatchSamplerShard
+    made, samples = watch(), list(range(48))
+    batches = BatchSampler(SequentialSampler(samples), batch_size=OWN * (2 if split else 1), drop_last=False)
+    DataLoader(samples, batch_sampler=shard(batches, num_processes=2, split_batches=split))  # type: ignore[arg-type]
+    assert made.described()[-1]["samples"] == 24
 
 
 def test_a_stream_that_batches_by_itself_behind_a_loader() -> None:
