@@ -152,6 +152,8 @@ def remove_noted(record: Path, *, seen: Collection[Path] = ()) -> Removed:
     folders = {path for path in there if path.is_dir()}
     shared = {path for path in there - folders if path.parent == SHARED_MEMORY}
     for folder in folders:
+        with contextlib.suppress(OSError):  # one that a script has shut, or made under a mask that does
+            folder.chmod(0o700)
         shutil.rmtree(folder, ignore_errors=True)
     record.unlink(missing_ok=True)
     return Removed(

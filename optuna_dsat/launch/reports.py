@@ -154,8 +154,9 @@ def write_report(report: LaunchReport, directory: RunDirectory, *, facts: Launch
 def _log_of(directory: RunDirectory, rank: int) -> Path:
     """Return the most informative log: the rank's standard error, else its output, else torchrun's own."""
     for path in (directory.stderr(rank), directory.stdout(rank)):
-        if path.exists() and path.stat().st_size:
-            return path
+        with contextlib.suppress(OSError):
+            if path.stat().st_size:
+                return path
     return directory.agent_log
 
 

@@ -158,6 +158,7 @@ class RunningLaunch:
         return events
 
     def _read(self, now: float) -> list[Event]:
+        self.directory.restore_access()
         events = self._log.read(now)
         for event in events:
             if isinstance(event, RankStarted):

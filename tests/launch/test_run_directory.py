@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -132,3 +135,38 @@ def test_only_listed_variables_are_recorded(tmp_path: Path) -> None:
     assert directory.command_text.read_text() == (
         "cd '/x y'\nenv NCCL_DEBUG=INFO OMP_NUM_THREADS=1 python --token '***'\n"
     )
+
+
+SHUT = """
+import json, sys
+from pathlib import Path
+from optuna_dsat.launch.leftovers import remove_noted
+from optuna_dsat.launch.run_directory import RunDirectory
+here = Path(sys.argv[1])
+directory = RunDirectory.create(here, "one")
+directory.events(0).write_text("event")
+for folder in (directory.events_dir, directory.log_dir, directory.root):
+    folder.chmod(0)
+directory.restore_access()
+assert directory.events(0).read_text() == "event"
+directory.write_json(directory.report, {})
+directory.agent_log.touch()
+(left := here / "left").mkdir()
+(left / "file").touch()
+left.chmod(0)
+(here / "record").write_text(json.dumps(str(left)))
+assert remove_noted(here / "record").folders == 1
+assert not left.exists()
+"""
+_PR_CAPBSET_DROP, _OF_FILES = 24, (1, 2, 3)
+"""``linux/prctl.h``, and what lets root into files that are shut: CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_FOWNER."""
+
+
+def test_folders_that_a_script_has_shut_are_read_and_removed_all_the_same(tmp_path: Path) -> None:
+    def as_anybody() -> None:
+        for one in _OF_FILES:
+            ctypes.CDLL(None).prctl(_PR_CAPBSET_DROP, one, 0, 0, 0)
+
+    command = [sys.executable, "-c", SHUT, str(tmp_path)]
+    done = subprocess.run(command, preexec_fn=as_anybody, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
