@@ -33,6 +33,8 @@ def _accelerator(module: ModuleType) -> None:
 
 
 AFTER = {
+    "lightning.fabric.accelerators.cuda": _accelerator,
+    "lightning_fabric.accelerators.cuda": _accelerator,
     "lightning.pytorch.accelerators.cuda": _accelerator,
     "pytorch_lightning.accelerators.cuda": _accelerator,
 }
