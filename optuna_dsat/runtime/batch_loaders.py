@@ -285,7 +285,8 @@ def _sampled(batches: Any) -> int | None:
     sampler = getattr(batches, "sampler", None)
     if sampler is not None:
         return _length(sampler)
-    count, size = _length(batches), getattr(batches, "batch_size", None)
+    count = _length(batches)
+    size: Any = getattr(batches, "batch_size", None)
     if count is None or not is_size(size):
         return None
     parts = batches.num_processes if getattr(batches, "split_batches", False) else 1  # a batch is that of all ranks
