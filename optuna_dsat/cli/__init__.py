@@ -37,9 +37,7 @@ __all__ = ["app", "main"]
 
 LINE_CHARS = 900
 """Longest text of a message about what was given."""
-_ERRORS_OF_PATHS = frozenset(
-    {errno.EACCES, errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EPERM}
-)
+_ERRORS_OF_PATHS = frozenset({errno.EACCES, errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EPERM})
 """What is wrong with a path that was given; a search that has begun says so by itself."""
 _NOT_NEEDED = "mako.ext.pygmentplugin"
 """What colours Mako's own error pages: Alembic imports Mako, and this all of pygments, a tenth of a command's start."""
