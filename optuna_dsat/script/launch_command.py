@@ -23,6 +23,7 @@ from typing import Any
 
 from optuna_dsat.errors import UsageError
 from optuna_dsat.runtime.plain_text import shortened
+from optuna_dsat.runtime.regular_file import open_regular
 from optuna_dsat.runtime.user_code import parsed_source
 from optuna_dsat.script.door import LAUNCHERS
 from optuna_dsat.script.module_file import module_file
@@ -178,7 +179,7 @@ def _is_interpreter(file: Path) -> bool:
         return True
     if not real.name.startswith("python"):
         return False
-    with real.open("rb") as opened:
+    with open_regular(real) as opened:
         return opened.read(4) == b"\x7fELF"
 
 

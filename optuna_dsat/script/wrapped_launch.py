@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from optuna_dsat.errors import UsageError
+from optuna_dsat.runtime.regular_file import open_regular
 from optuna_dsat.runtime.user_code import parsed_source
 from optuna_dsat.script import door
 from optuna_dsat.secrecy.command import without_secrets
@@ -32,6 +33,8 @@ __all__ = ["SeenLaunch", "is_wrapper", "launch_behind", "starts_launcher"]
 
 _POLL_S = 0.05
 _STDERR = 2
+_FIRST_BYTES = 256
+"""Bytes at the beginning of a file that say what runs it."""
 _SHELLS = (".sh", ".bash", ".zsh")
 _PYTHONS = ("python", "python3", f"python3.{sys.version_info.minor}")
 _STARTERS = frozenset(
@@ -70,8 +73,8 @@ def is_wrapper(word: str, *, cwd: Path) -> bool:
     if path.is_file():
         if path.suffix in _SHELLS:
             return True
-        with contextlib.suppress(OSError), path.open("rb") as opened:
-            first = opened.readline(256)
+        with contextlib.suppress(OSError), open_regular(path) as opened:
+            first = (opened.read(_FIRST_BYTES) or b"").partition(b"\n")[0]
             return first.startswith((b"\x7fELF", b"#!")) and not (first.startswith(b"#!") and b"python" in first)
         return False
     return not path.exists() and "/" not in word and not word.endswith(".py") and shutil.which(word) is not None
