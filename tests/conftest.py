@@ -18,11 +18,16 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 
+from optuna_dsat.signals import ENDING
+
 pytest_plugins = ["tests.harness.databases", "tests.harness.ranks"]
 
 T = TypeVar("T")
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what is in its background with Ctrl-C ignored
+for number in ENDING:  # a shell starts what is in its background with Ctrl-C ignored, and nohup with SIGHUP
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 STATE_HOME = tempfile.mkdtemp(prefix="optuna-dsat-tests-")
 """Where tests, and the processes that they start, note which studies they ran."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from optuna_dsat.trials import attributes
+from optuna_dsat.words import times_in_words
 from tests.harness.browser import CHROMIUM, FLAGS, PATIENCE_MS, needs_chromium
 from tests.harness.reports import ReportedStudyBench, serving
 
@@ -59,7 +60,8 @@ def test_best_trial_plots_note_and_logs_are_on_the_page(finished: ReportedStudyB
     page.get_by_role("heading", name="Memory").wait_for()
     page.get_by_role("cell", name="ZeRO 3 + optimizer offload").wait_for()
     ratio = view.speed_up(view.best)
-    page.get_by_role("cell", name=f"{ratio:.2f} x").wait_for()
+    assert ratio is not None
+    page.get_by_role("cell", name=f"{times_in_words(ratio)}\u00d7").wait_for()
 
     page.goto(f"{address}/trials?numbers={best.number}")
     page.get_by_role("heading", name=best.user_attrs[attributes.CONFIGURATION]).wait_for()
