@@ -16,7 +16,8 @@ start-up; start-up time is estimated from the launches so far. A launch of ten t
 gain ten times as much. For structures and values of flags that were never measured the improvement is that of a
 heavy-tailed error (``optuna_dsat.guided.acquisition``): where the formula is wrong about one, it is wrong by much. No
 micro-batch is larger than ``Problem.reach`` times the largest that ran; where a doubling gained less than
-``LEAST_GAIN``, no larger one is launched that takes twice the seconds of the best (``sizes.paying_sizes``).
+``LEAST_GAIN``, no larger one is launched that takes twice the seconds of the best (``sizes.paying_sizes``), and none of
+many times the seconds of the user's own that may not gain as much (``Posterior.is_dear``).
 
 The search ends when no configuration has an expected improvement of at least ``min_gain`` (as in Jones et al. 1998) per
 launch, a launch being as long as the shortest of the best configurations, and less than ``_WORTHWHILE`` such gains, or
@@ -269,7 +270,7 @@ class GuidedPlanner:
         """Return the configurations that are worth a launch, alone or as one of many; none if the search is over."""
         relative = posterior.relative_costs(acquisition)
         short = relative <= _LONG
-        paying = short | (sizes <= posterior.paying_sizes(rows))
+        paying = short | ((sizes <= posterior.paying_sizes(rows)) & ~posterior.is_dear(acquisition))
         if np.any(paying & (acquisition.gain >= self.min_gain * relative)):
             return rows[paying], sizes[paying], acquisition.take(paying)
         rows, sizes, acquisition = rows[short], sizes[short], acquisition.take(short)

@@ -23,7 +23,7 @@ from optuna_dsat.guided.residual_gp import Points, ResidualGP
 from optuna_dsat.guided.run_probability import RunProbability
 from optuna_dsat.guided.sizes import largest_size, paying_sizes, spread_sizes
 from optuna_dsat.metrics import LARGER_IS_BETTER
-from optuna_dsat.trials.reach import LEAST_GAIN
+from optuna_dsat.trials.reach import DEAR, LEAST_GAIN
 
 __all__ = ["DOUBTED_FORMULA", "Posterior", "Prediction"]
 
@@ -430,6 +430,20 @@ class Posterior:
         near = np.flatnonzero(means >= means.max() - math.log1p(LEAST_GAIN))
         usual_s = self._start_up_s + self._problem.profile_steps * float(self.residuals.points.latency[near].min())
         found: Numbers = acquisition.cost_s / usual_s
+        return found
+
+    def is_dear(self, acquisition: Acquisition) -> Numbers:
+        """Whether launches take over ``DEAR`` times the seconds of the user's own micro-batch, beyond what pays for it.
+
+        One of k times ``DEAR`` of them has to be expected to gain k times ``LEAST_GAIN``, as with the other methods
+        (``optuna_dsat.trials.reach``). None is dear without a bound on the reach, or before a metric was measured.
+        """
+        measured = np.arange(len(self.measured.row))
+        own = measured[self.measured.micro_batch >= self._problem.user_micro_batch]
+        if self._problem.reach is None or not len(own):
+            return np.zeros(len(acquisition.cost_s), dtype=bool)
+        own_s = self._start_up_s + self._problem.profile_steps * float(self.residuals.points.latency[own].min())
+        found: Numbers = acquisition.cost_s > DEAR * own_s * np.maximum(1.0, acquisition.gain / math.log1p(LEAST_GAIN))
         return found
 
     def remaining(self, rows: Numbers, sizes: Numbers) -> float:

@@ -24,6 +24,7 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.samplers import GuidedSampler
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH, lineage_key
+from optuna_dsat.trials.reach import LEAST_GAIN
 from tests.harness.small_model import CONFIG, GIB, HARDWARE, KEPT, PROFILE, Machine, small_planner, small_space
 
 
@@ -277,6 +278,26 @@ def test_beyond_a_doubling_that_gained_nothing_no_long_launch_is_made(
     assert launched() > 2
     monkeypatch.setattr(Posterior, "paying_sizes", lambda _, rows: np.full(len(rows), 2.0))
     assert launched() <= 2
+
+
+def test_a_launch_of_many_times_the_users_own_seconds_has_to_gain_as_much(kit: SimpleNamespace) -> None:
+    """The user's own launch took 2 s, and one of 105 s was made that was expected to gain 3 per cent."""
+    problem = Problem(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=small_space())
+    study = guided(kit, GuidedPlanner(problem))
+    Machine(overhead_s=0.01).run(study, 4)
+    posterior = Posterior(problem, problem.table.observations_of_trials(study.trials), samples_limit=None)
+    known = posterior.acquisition(posterior.measured.row, posterior.measured.micro_batch.astype(np.int64))
+    own_s = known.cost_s.min()
+
+    def is_dear(times: float, gain: float) -> bool:
+        one = np.ones(1)
+        asked = replace(known.take(np.array([0])), cost_s=times * own_s * one, gain=gain * one)
+        return bool(posterior.is_dear(asked)[0])
+
+    assert not is_dear(9.0, 0.0)
+    assert is_dear(11.0, 0.001)
+    assert not is_dear(19.0, math.log1p(2 * LEAST_GAIN))
+    assert is_dear(52.0, 0.03)
 
 
 def test_of_equals_the_shortest_says_what_a_launch_usually_takes(kit: SimpleNamespace) -> None:
