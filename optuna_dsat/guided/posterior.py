@@ -399,7 +399,7 @@ class Posterior:
         gain = expected_improvement(penalised - over, learnt_sd)
         unknown = self._never_measured(rows)
         gain = np.where(unknown, heavy_tailed_improvement(penalised - over, learnt_sd), gain)
-        run_s = self._start_up_s + self._problem.profile_steps * new.latency
+        run_s = self._launch_s(new.latency)
         fits = fits * self._runs.is_sound(rows, sizes)
         if self._incumbent is not None:
             gain = gain * (fits >= _MIN_FITS)
@@ -419,6 +419,11 @@ class Posterior:
                 found |= (np.diag(kernel)[values] > 0) & ~np.isin(values, table.knobs[measured, place])
         return found
 
+    def _launch_s(self, latency: Numbers) -> Numbers:
+        """Return what launches cost whose steps take these seconds: those of start-up, weighted, and of the steps."""
+        found: Numbers = self._start_up_s + self._problem.profile_steps * latency
+        return found
+
     def relative_costs(self, acquisition: Acquisition) -> Numbers:
         """Return the seconds of launches relative to what the best costs; 0 before a metric was measured.
 
@@ -428,7 +433,7 @@ class Posterior:
             return np.zeros(len(acquisition.cost_s))
         means = self.residuals.posterior_means
         near = np.flatnonzero(means >= means.max() - math.log1p(LEAST_GAIN))
-        usual_s = self._start_up_s + self._problem.profile_steps * float(self.residuals.points.latency[near].min())
+        usual_s = float(self._launch_s(self.residuals.points.latency[near]).min())
         found: Numbers = acquisition.cost_s / usual_s
         return found
 
@@ -438,11 +443,10 @@ class Posterior:
         One of k times ``DEAR`` of them has to be expected to gain k times ``LEAST_GAIN``, as with the other methods
         (``optuna_dsat.trials.reach``). None is dear without a bound on the reach, or before a metric was measured.
         """
-        measured = np.arange(len(self.measured.row))
-        own = measured[self.measured.micro_batch >= self._problem.user_micro_batch]
+        own = np.flatnonzero(self.measured.micro_batch >= self._problem.user_micro_batch)
         if self._problem.reach is None or not len(own):
             return np.zeros(len(acquisition.cost_s), dtype=bool)
-        own_s = self._start_up_s + self._problem.profile_steps * float(self.residuals.points.latency[own].min())
+        own_s = float(self._launch_s(self.residuals.points.latency[own]).min())
         found: Numbers = acquisition.cost_s > DEAR * own_s * np.maximum(1.0, acquisition.gain / math.log1p(LEAST_GAIN))
         return found
 
