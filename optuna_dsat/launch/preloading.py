@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 from optuna_dsat.launch.cuda_state import driver_is_initialised, restore_cuda, use_named_gpu_count
 from optuna_dsat.launch.preload import Preload
 from optuna_dsat.runtime.build_locks import guard_builds
+from optuna_dsat.runtime.environment_watch import as_text
 from optuna_dsat.runtime.import_watch import ImportWatch
 
 __all__ = ["PreloadResult", "load"]
@@ -149,9 +150,7 @@ def _reads_of(watched: frozenset[str], names: set[str]) -> Iterator[list[tuple[s
     original = environ_class.__getitem__
 
     def __getitem__(environ: Any, name: Any) -> Any:  # noqa: N807 - replaces one
-        text = (
-            os.fsdecode(name) if isinstance(name, bytes) else name
-        )  # as os.environb, and any start of a program, has it
+        text = as_text(name)  # os.environb, and any start of a program, reads bytes
         if isinstance(text, str):
             names.add(text)
             if text in watched:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from optuna_dsat.runtime.imports import installed_folders
 
-__all__ = ["EnvironmentWatch"]
+__all__ = ["EnvironmentWatch", "as_text"]
 
 _OWN_PACKAGE = "optuna_dsat"
 
@@ -24,7 +24,7 @@ imported (observed with torch 2.13)."""
 _Text = TypeVar("_Text")
 
 
-def _text(value: _Text) -> _Text | str:
+def as_text(value: _Text) -> _Text | str:
     """Return a name or value of ``os.environb``, whose class is that of ``os.environ``, as the latter has it."""
     return os.fsdecode(value) if isinstance(value, bytes) else value
 
@@ -48,12 +48,12 @@ class EnvironmentWatch:
 
         def __setitem__(environ: Any, name: Any, value: Any) -> None:  # noqa: N807 - replaces the method
             if (before := environ.get(name)) != value:
-                self._record(_text(name), _text(value), _text(before), sys._getframe(1))
+                self._record(as_text(name), as_text(value), as_text(before), sys._getframe(1))
             set_item(environ, name, value)
 
         def __delitem__(environ: Any, name: Any) -> None:  # noqa: N807 - replaces the method
             if (before := environ.get(name)) is not None:
-                self._record(_text(name), "", _text(before), sys._getframe(1))
+                self._record(as_text(name), "", as_text(before), sys._getframe(1))
             delete_item(environ, name)
 
         environ_class.__setitem__, environ_class.__delitem__ = __setitem__, __delitem__
