@@ -41,7 +41,7 @@ _ERRORS_OF_PATHS = frozenset({errno.EACCES, errno.EINVAL, errno.ELOOP, errno.ENA
 """What is wrong with a path that was given; a search that has begun says so by itself."""
 _NOT_NEEDED = "mako.ext.pygmentplugin"
 """What colours Mako's own error pages: Alembic imports Mako, and this all of pygments, a tenth of a command's start."""
-_OBJECTS_BETWEEN_COLLECTIONS = 100_000
+_OBJECTS_BETWEEN_COLLECTIONS = 200_000
 """Threshold of the youngest generation: imports make no garbage, and looking for it takes a tenth of a start."""
 EXIT_NO_READER = 1
 """Exit code if nobody reads stdout any more; typer's own."""
@@ -163,8 +163,12 @@ def main(argv: list[str] | None = None) -> NoReturn:
         gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
         hide_secrets()
         sys.modules.setdefault(_NOT_NEEDED, None)  # type: ignore[arg-type]  # as Python documents it: not importable
-    with handling(ENDING, _interrupt):
-        _run(sys.argv[1:] if argv is None else argv)
+    try:
+        with handling(ENDING, _interrupt):
+            _run(sys.argv[1:] if argv is None else argv)
+    finally:
+        if argv is None:
+            gc.freeze()  # else the interpreter looks for garbage in all modules as it ends, a fifth of a start
 
 
 def _interrupt(number: int, _frame: object) -> NoReturn:

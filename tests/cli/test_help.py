@@ -189,6 +189,18 @@ def test_what_reads_a_study_imports_nothing_that_launches_need(bench: EntryPoint
     assert not (TO_LAUNCH | TO_UPGRADE) & found
 
 
+def test_a_command_ends_without_a_look_for_garbage_in_all_modules() -> None:
+    code = (
+        "import atexit, gc, sys\n"
+        "atexit.register(lambda: print(gc.get_freeze_count() > len(sys.modules)))\n"
+        "from optuna_dsat.cli import main\n"
+        "sys.argv[1:] = ['--version']\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "True"
+
+
 def test_a_worker_with_nothing_left_imports_and_starts_nothing_to_launch_with(
     bench: EntryPointBench, run_here: Run
 ) -> None:
