@@ -53,7 +53,8 @@ class ImportWatch(MetaPathFinder):
             execute(module)
             # A loader may be that of other modules, too, as those of a zip file are.
             if module.__name__ == fullname and self._callbacks.pop(fullname, None) is not None:
-                callback(module)
+                # A module may put another one in its place, as a copy in the script's folder that leads to it does.
+                callback(sys.modules.get(fullname, module))
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

@@ -201,6 +201,21 @@ def test_the_watch_goes_with_a_finder_that_asks_all_others(tmp_path: Path, monke
     monkeypatch.delitem(sys.modules, "watched_module")
 
 
+def test_a_module_that_puts_another_in_its_place_is_seen_as_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "import sys, types\nsys.modules[__name__] = types.SimpleNamespace(value=1)\n"
+    (tmp_path / "watched_module.py").write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "watched_module", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    seen: list[object] = []
+    ImportWatch({"watched_module": seen.append}).install()
+    exec("import watched_module", {})
+    assert seen == [sys.modules["watched_module"]]
+    monkeypatch.delitem(sys.modules, "watched_module")
+
+
 CPU_STUB = """
 class accelerator:
     class get_accelerator:
