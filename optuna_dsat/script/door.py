@@ -100,10 +100,10 @@ class _Watch(MetaPathFinder):
 
 
 def _run_the_hidden_one() -> None:
-    """Run the ``sitecustomize`` that this one hides."""
+    """Run the ``sitecustomize`` that this one hides, which may do likewise and is not to find this one then."""
     here = Path(__file__).resolve().parent
-    others = [entry for entry in sys.path if Path(entry or ".").resolve() != here]
-    hidden = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
+    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != here]
+    hidden = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path)
     if hidden is not None and hidden.loader is not None:
         hidden.loader.exec_module(importlib.util.module_from_spec(hidden))
 

@@ -132,6 +132,23 @@ def test_a_script_that_trains_without_a_launcher_is_seen(folder: Path) -> None:
     )
 
 
+def test_a_sitecustomize_that_runs_the_one_it_hides_is_run_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = folder / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(
+        "import importlib.machinery, importlib.util, sys\nfrom pathlib import Path\n"
+        "open('runs', 'a').write(sys.orig_argv[1])\n"
+        "others = [one for one in sys.path if Path(one) != Path(__file__).parent]\n"
+        "found = importlib.machinery.PathFinder.find_spec('sitecustomize', others)\n"
+        "if found is not None: found.loader.exec_module(importlib.util.module_from_spec(found))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    (folder / "train.sh").write_text("python -c 'print(1)' >out 2>&1\n" + TORCHRUN + "\n")
+    assert read(folder, "bash", "train.sh") == LAUNCH
+    assert (folder / "runs").read_text().count("-c") == 1
+    assert (folder / "out").read_text() == "1\n"
+
+
 def test_a_command_may_launch_in_another_folder(folder: Path) -> None:
     (folder / "inner").mkdir()
     (folder / "train.sh").write_text(f"cd inner\n{TORCHRUN}\n")
