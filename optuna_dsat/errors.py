@@ -20,6 +20,8 @@ Ctrl-C is no error: ``optuna_dsat.tune`` raises ``optuna_dsat.SearchInterrupted`
 
 from __future__ import annotations
 
+import errno
+
 __all__ = [
     "ConfigError",
     "DsatError",
@@ -31,6 +33,9 @@ __all__ = [
     "UnreadableStudyError",
     "UsageError",
 ]
+
+PATH_ERRORS = frozenset({errno.EACCES, errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EPERM})
+"""Errors of the system that say what is wrong with a path that was given."""
 
 
 class DsatError(Exception):

@@ -26,7 +26,7 @@ from optuna_dsat.cli.options_file import OPTIONS_ENV, file_of
 from optuna_dsat.cli.password import hide_secrets
 from optuna_dsat.cli.rewriting import COUNTS, lift_option, spread_numbers
 from optuna_dsat.display.stopping import EXIT_INTERRUPTED
-from optuna_dsat.errors import DsatError, ScriptFailedError, UsageError
+from optuna_dsat.errors import PATH_ERRORS, DsatError, ScriptFailedError, UsageError
 from optuna_dsat.escape.terminal import drop_lost_terminal, one_line, say, say_prose
 from optuna_dsat.runtime.plain_text import TEXT_CHARS, shortened
 from optuna_dsat.secrecy.references import hidden_text
@@ -37,8 +37,6 @@ __all__ = ["app", "main"]
 
 LINE_CHARS = 900
 """Longest text of a message about what was given."""
-_ERRORS_OF_PATHS = frozenset({errno.EACCES, errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EPERM})
-"""What is wrong with a path that was given; a search that has begun says so by itself."""
 _NOT_NEEDED = "mako.ext.pygmentplugin"
 """What colours Mako's own error pages: Alembic imports Mako, and this all of pygments, a tenth of a command's start."""
 _OBJECTS_BETWEEN_COLLECTIONS = 200_000
@@ -207,7 +205,7 @@ def _run(arguments: list[str]) -> NoReturn:
         _tell("The machine, or the limit of this shell (ulimit -v), has no memory left for the command itself.")
         sys.exit(DsatError.exit_code)
     except OSError as error:
-        if error.errno in _ERRORS_OF_PATHS:
+        if error.errno in PATH_ERRORS:  # a search that has begun says so by itself
             what = "" if error.filename is None else f"{error.filename}: "
             _tell(one_line(f"{what}{error.strerror}.", limit_chars=LINE_CHARS))
             sys.exit(UsageError.exit_code)

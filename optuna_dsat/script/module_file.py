@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from optuna_dsat.errors import UsageError
 from optuna_dsat.runtime.user_code import parsed_source
 
-__all__ = ["importable_file", "module_file", "python_tree"]
+__all__ = ["importable_file", "is_importable", "module_file", "python_tree"]
 
 
 def python_tree(file: Path, what: str) -> ast.Module:
@@ -54,6 +55,20 @@ def importable_file(name: str, cwd: Path) -> Path | None:
         cwd: Working directory of the launch.
     """
     return _file(name, cwd, "__init__.py")
+
+
+def is_importable(name: str, folders: Iterable[Path]) -> bool:
+    """Return whether the top-level package of a module is installed, built in or in one of the folders.
+
+    Nothing is imported.
+    """
+    top = name.partition(".")[0]
+    if PathFinder.find_spec(top, [str(folder) for folder in folders]) is not None:
+        return True
+    try:
+        return importlib.util.find_spec(top) is not None
+    except (ImportError, ValueError):  # a module without a spec
+        return False
 
 
 def _file(name: str, cwd: Path, of_package: str) -> Path | None:

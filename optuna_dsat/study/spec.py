@@ -25,6 +25,8 @@ __all__ = [
 ]
 
 METHODS = ("random", "binary", "asha", "guided")
+MOST_RUNGS = 64
+"""Most rungs, and most by which they start higher: the top one of 64 would take ``2**63`` launches."""
 
 _UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _UNITS |= {f"{prefix}iB": 2 ** (10 * power) for power, prefix in enumerate("KMGT", start=1)}
@@ -94,13 +96,13 @@ class MethodOptions(_Frozen):
     """Launches without a new best after which the search ends; None means never."""
     search_range_factor: float = Field(default=1.0, gt=0)
     """``binary``, ``asha``: factor on the memory model's largest micro-batch."""
-    max_rungs: int = Field(default=5, ge=1)
+    max_rungs: int = Field(default=5, ge=1, le=MOST_RUNGS)
     """``asha``: number of rungs."""
     min_binary_search_trials: int = Field(default=3, ge=1)
     """``asha``: launches a lineage needs to complete the lowest rung (before ``asha_early_stopping``)."""
     divisor: int = Field(default=2, ge=2)
     """``asha``: eta of arXiv:1810.05934."""
-    asha_early_stopping: int = Field(default=0, ge=0)
+    asha_early_stopping: int = Field(default=0, ge=0, le=MOST_RUNGS)
     """``asha``: s of arXiv:1810.05934."""
     free_batch: bool = False
     """Whether micro-batches may be larger than the history suggests."""

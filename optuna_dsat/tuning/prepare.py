@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
+from optuna_dsat.errors import PATH_ERRORS, UsageError
 from optuna_dsat.study.request import StudyRequest
 from optuna_dsat.tuning.autotuning import Sweep, sweep_of, with_autotuning
 from optuna_dsat.tuning.devices import search_devices
@@ -17,6 +20,14 @@ __all__ = ["Prepared", "check_storage", "prepare", "prepare_each"]
 _DEVICES = ("gpus_per_trial", "cpu_ranks")
 _OF_THIS_SEARCH = ("command line", "argument")
 """Origins of options given for this search; files and the environment hold for all searches."""
+_PLACES = {
+    "slurm_arg": ("slurm",),
+    "ray_address": ("ray",),
+    "ray_node": ("ray",),
+    "queue_timeout": ("slurm", "ray"),
+    "idle_release": ("slurm", "ray"),
+}
+"""Option -> the places of launches that it is for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +54,16 @@ def prepare_each(method: str | None, given: Given) -> list[Prepared]:
     Raises:
         UsageError: On the first thing that cannot be used.
     """
+    _check_texts(given)
+    try:
+        return _prepare_each(method, given)
+    except OSError as error:
+        if error.errno not in PATH_ERRORS:
+            raise
+        raise UsageError(f"{error.filename}: {error.strerror}.") from None
+
+
+def _prepare_each(method: str | None, given: Given) -> list[Prepared]:
     sweep, notes = sweep_of(_one_kind_of_device(given))
     if sweep is None:
         only = prepare(method, given)
@@ -71,9 +92,11 @@ def prepare(method: str | None, given: Given) -> Prepared:
         UsageError: On the first thing that cannot be used.
     """
     given, notes = with_autotuning(_one_kind_of_device(given), keep_values=method is None)
+    _check_places(given)
     options = given.options
     if method is None:
-        method = getattr(options, "method", None) or DEFAULT_METHOD
+        named: str | None = getattr(options, "method", None)
+        method = DEFAULT_METHOD if named is None else named
     if options.on != "here" and "max_concurrent_trials" not in given.origins:
         options = replace(
             options, max_concurrent_trials=1
@@ -101,6 +124,51 @@ def _one_kind_of_device(given: Given) -> Given:
         return given
     (other,) = set(_DEVICES) - set(named)
     return given.without(other)
+
+
+def _check_places(given: Given) -> None:
+    """Refuse an option of this search that says nothing where its launches run.
+
+    Raises:
+        UsageError: Names it, and where it does.
+    """
+    for name, places in _PLACES.items():
+        if given.options.on not in places and given.origins.get(name) in _OF_THIS_SEARCH:
+            here = "here" if given.options.on == "here" else f"by --on {given.options.on}"
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{option} is for launches by --on {' or '.join(places)}; these run {here}.")
+
+
+def _check_texts(given: Given) -> None:
+    """Refuse texts that can be no path, argument or variable.
+
+    Raises:
+        UsageError: Names the option; the text itself may be secret.
+    """
+    for one in fields(given.options):
+        value = getattr(given.options, one.name)
+        if one.name == "ds_config" and isinstance(value, Mapping):
+            continue  # data, which are checked as a file's are
+        for text in _texts(value):
+            try:
+                wrong = "a NUL character" if b"\x00" in os.fsencode(text) else ""
+            except UnicodeEncodeError:
+                wrong = "half a surrogate pair"
+            if wrong:
+                raise UsageError(f"--{one.name.replace('_', '-')} holds {wrong}: no system takes such a text.")
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts and paths of a value."""
+    if isinstance(value, str | os.PathLike):
+        yield str(os.fspath(value))
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _texts(key)
+            yield from _texts(one)
+    elif isinstance(value, Sequence):
+        for one in value:
+            yield from _texts(one)
 
 
 def check_storage(request: StudyRequest) -> None:

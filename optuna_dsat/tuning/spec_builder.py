@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.devices import Devices
 from optuna_dsat.launch.host_memory import available_memory_bytes
 from optuna_dsat.script.arg_mapping import parse_mappings
+from optuna_dsat.script.module_file import is_importable
 from optuna_dsat.secrecy.command import refer_in_command
 from optuna_dsat.secrecy.references import References, keep
 from optuna_dsat.study.spec import MethodOptions, ScriptSpec, StudySpec, make_spec, parse_bytes
@@ -44,7 +46,7 @@ def build_spec(method: str, options: TuneOptions, devices: Devices) -> StudySpec
     secrets = References(target.args, options.env or {}, config)
     values = {
         **_settings(options),
-        "name": options.study or f"{target.stem}-{method}",
+        "name": f"{target.stem}-{method}" if options.study is None else options.study,
         "method": method,
         "options": {name: getattr(options, name) for name in names & MethodOptions.model_fields.keys()},
         "script": ScriptSpec(
@@ -54,7 +56,7 @@ def build_spec(method: str, options: TuneOptions, devices: Devices) -> StudySpec
             cwd=str(Path.cwd()),
             config_path="" if path is None else str(path.absolute() if is_pipe(path) else path.resolve()),
             arg_mappings=parse_mappings(mappings),
-            environment=secrets.data(options.env or {}),
+            environment=secrets.data(_variables(options.env or {})),
         ),
         "ds_config": secrets.data(config),
         "device": devices.kind,
@@ -64,6 +66,7 @@ def build_spec(method: str, options: TuneOptions, devices: Devices) -> StudySpec
         "output_dir": str(writable(Path(options.output_dir))),
     }
     spec = make_spec(**values)
+    _check_modules(spec)
     keep(secrets.values)
     from optuna_dsat.study.space import space_of
 
@@ -86,6 +89,41 @@ def _settings(options: TuneOptions) -> dict[str, Any]:
         if name in settings:
             settings[name] = tuple(str(one) for one in settings[name])
     return settings
+
+
+def _variables(given: Mapping[str, str]) -> Mapping[str, str]:
+    """Return variables of the environment as they were given.
+
+    Raises:
+        UsageError: If the name of one can be none.
+    """
+    if wrong := [name for name in given if not name or "=" in name]:
+        raise UsageError(f"--env has a variable named {wrong[0]!r}; write NAME=VALUE, the name without '='.")
+    return given
+
+
+def _check_modules(spec: StudySpec) -> None:
+    """Refuse what names no module, and a module that launches on this machine would not find.
+
+    Raises:
+        UsageError: Names it.
+    """
+    for option, names in (("--preload", spec.preload), ("--no-preload", spec.no_preload)):
+        for name in names:
+            if not all(part.isidentifier() for part in name.split(".")):
+                raise UsageError(f"{option} takes a module's name, such as package.module; got {name!r}.")
+    for name in spec.no_preload:
+        top = name.partition(".")[0]
+        if name != top:
+            raise UsageError(f"--no-preload takes whole packages: write {top} instead of {name}.")
+    if spec.on != "here":
+        return  # its nodes may have others
+    script = spec.script
+    beside = Path(script.cwd) if script.is_module else Path(script.script).parent
+    paths = [Path(path) for path in script.environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    for name in spec.preload:
+        if not is_importable(name, [beside, *paths]):
+            raise UsageError(f"--preload is {name}: no such module is installed, and none lies in {beside}.")
 
 
 def _existing_folder(path: str) -> str:

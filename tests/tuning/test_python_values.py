@@ -95,3 +95,38 @@ def test_another_type_is_one_clear_type_error_and_nothing_is_written(given: dict
     with pytest.raises(TypeError, match=said):
         optuna_dsat.tune(**{"script": "train.py", "ds_config": "ds.json", **QUICK, **given})
     assert sorted(Path().iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"preload": ["../x"]}, r"preload takes a module's name, such as package\.module; got '\.\./x'"),
+        ({"preload": ["json", "no_such_module.part"]}, "preload is no_such_module.part: no such module is installed"),
+        ({"no_preload": [""]}, "no_preload takes a module's name"),
+        ({"no_preload": ["torch.nn"]}, "no_preload takes whole packages: write torch instead of torch.nn"),
+        ({"slurm_arg": ["--partition=a100"]}, "slurm_arg is for launches by on slurm; these run here"),
+        ({"ray_node": ["n1"], "on": "slurm"}, "ray_node is for launches by on ray; these run by on slurm"),
+        ({"queue_timeout": 60}, "queue_timeout is for launches by on slurm or ray; these run here"),
+        ({"env": {"": "x"}}, "env has a variable named ''"),
+        ({"env": {"A=B": "x"}}, "env has a variable named 'A=B'"),
+        ({"env": {"A": "secret\0"}}, "env holds a NUL character: no system takes such a text"),
+        ({"script_args": ["a\0b"]}, "script_args holds a NUL character"),
+        ({"output_dir": "a\0b"}, "output_dir holds a NUL character"),
+        ({"ds_config": "\ud800"}, "ds_config holds half a surrogate pair"),
+        ({"output_dir": "x" * 5000}, "File name too long"),
+        ({"study": ""}, "study is ''"),
+        ({"method": ""}, "the method is ''"),
+        ({"max_rungs": 10**30}, "max_rungs is 10+: input should be less than or equal to 64"),
+    ],
+)
+def test_another_value_is_one_clear_error_and_nothing_is_written(given: dict[str, Any], said: str) -> None:
+    before = sorted(Path().iterdir())
+    with pytest.raises(UsageError, match=said) as raised:
+        optuna_dsat.tune(**{"script": "train.py", "ds_config": "ds.json", **QUICK, **given})
+    assert "secret" not in str(raised.value)
+    assert sorted(Path().iterdir()) == before
+
+
+def test_a_module_beside_the_script_may_be_imported_before_launches(bench: EntryPointBench) -> None:
+    (bench.folder / "beside.py").write_text("")
+    optuna_dsat.tune("train.py", "ds.json", preload=["beside", "json.decoder"], no_preload="torch", **QUICK)
