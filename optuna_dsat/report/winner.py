@@ -84,12 +84,12 @@ def winner_of(view: StudyView) -> Winner | None:
     ranks = attributes.data_parallel_size(best.trial, slots=spec.slots_per_trial)
     complete, config = view.complete_config(best.trial), view.ready_config(best.trial)
     own = trainable_config(user_config(spec, data_parallel_size=ranks)[0], world_size=ranks)
-    launcher = view.profiled is not None and view.profiled.deepspeed_launcher
     command, names_config = training_command(
         spec,
         complete,
         spec.study_dir / BEST_CONFIG,
-        deepspeed_launcher=launcher,
+        deepspeed_launcher=view.profiled is not None and view.profiled.deepspeed_launcher,
+        starts_ranks=view.profiled is not None and view.profiled.starts_ranks,
         host_threads=best.trial.user_attrs.get(attributes.HOST_THREADS),
         config_option="" if view.profiled is None else view.profiled.config_option,
     )

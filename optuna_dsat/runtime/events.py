@@ -198,6 +198,8 @@ class EngineReady(Event):
     """The script's option for its DeepSpeed config, if it was not given and got the launch's file by default."""
     takes_local_rank: bool = False
     """Whether the script has an option ``--local_rank``, which only the ``deepspeed`` launcher sets."""
+    starts_ranks: bool = False
+    """Whether the script starts its ranks by ``torch.multiprocessing``, and so needs no launcher."""
     host_threads: int = 0
     """torch's intra-op threads on the host, which an offloaded optimizer uses; 0 from an older runtime."""
 

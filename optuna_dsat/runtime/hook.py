@@ -118,7 +118,8 @@ class DeepSpeedHook:
             "torch": self._torch_imported,
             "deepspeed": self._deepspeed_imported,
         }
-        watched |= spawned_ranks.callbacks(self._rank) | own_rendezvous.callbacks(self._rank)
+        watched |= spawned_ranks.callbacks(self._rank, on_spawn=self._starts_ranks)
+        watched |= own_rendezvous.callbacks(self._rank)
         for kind in _TRAINERS:
             watched |= kind(plan=self._plan, rank=self._rank, write=self._writer.write).callbacks()
         if self._plan.measures:
@@ -130,6 +131,9 @@ class DeepSpeedHook:
             watched["tensorboardX.writer"] = self._tensorboard_imported
             watched["accelerate.tracking"] = self._trackers_imported
         ImportWatch(watched).install()
+
+    def _starts_ranks(self) -> None:
+        self._state.starts_ranks = True
 
     @property
     def _accelerator(self) -> Any:
@@ -415,6 +419,7 @@ class DeepSpeedHook:
             config_differences=differences,
             spans=self._spans,
             takes_local_rank=self._state.takes_local_rank,
+            starts_ranks=self._state.starts_ranks,
             config_option=self._state.config_option,
             host_threads=int(torch.get_num_threads()),
         )

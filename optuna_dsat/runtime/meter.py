@@ -45,6 +45,8 @@ class RankState:
     """Whether this rank's host memory is limited."""
     takes_local_rank: bool = False
     """Whether the script has an option ``--local_rank``."""
+    starts_ranks: bool = False
+    """Whether the script starts its ranks by ``torch.multiprocessing``; one of them runs here then."""
     config_option: str = ""
     """The script's option for its DeepSpeed config whose default is the launch's; empty if there is none."""
     fed: int = 0

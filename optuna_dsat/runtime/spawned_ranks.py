@@ -15,26 +15,28 @@ __all__ = ["callbacks"]
 _REFUSAL = "the script starts {wanted} processes by torch.multiprocessing"
 
 
-def callbacks(rank: Rank) -> dict[str, Callable[[ModuleType], None]]:
+def callbacks(rank: Rank, *, on_spawn: Callable[[], None]) -> dict[str, Callable[[ModuleType], None]]:
     """Return what is called with modules once the script has imported them.
 
     Args:
         rank: This rank.
+        on_spawn: Called when the script starts the ranks, before one of them runs here.
     """
-    return {"torch.multiprocessing": functools.partial(_multiprocessing_imported, rank)}
+    return {"torch.multiprocessing": functools.partial(_multiprocessing_imported, rank, on_spawn)}
 
 
-def _multiprocessing_imported(rank: Rank, multiprocessing: ModuleType) -> None:
+def _multiprocessing_imported(rank: Rank, on_spawn: Callable[[], None], multiprocessing: ModuleType) -> None:
     for name in ("spawn", "start_processes"):
-        setattr(multiprocessing, name, _shared(getattr(multiprocessing, name), rank))
+        setattr(multiprocessing, name, _shared(getattr(multiprocessing, name), rank, on_spawn))
 
 
-def _shared(original: Callable[..., Any], rank: Rank) -> Callable[..., Any]:
+def _shared(original: Callable[..., Any], rank: Rank, on_spawn: Callable[[], None]) -> Callable[..., Any]:
     """Return a function that runs this rank's process here where as many are asked for as the launch has ranks."""
 
     @functools.wraps(original)
     def start(fn: Callable[..., Any], args: Sequence[Any] = (), nprocs: int = 1, *rest: Any, **options: Any) -> Any:
         if nprocs == rank.local_world_size:
+            on_spawn()
             fn(rank.local_rank, *args)
             return None
         guarded = functools.partial(_without_engine, fn, _refusal(nprocs, rank.local_world_size))

@@ -1,4 +1,4 @@
-"""Whether a script starts its ranks, or says where they meet, by itself."""
+"""Whether a script may start its ranks, or says where they meet, by itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from optuna_dsat.runtime.user_code import parsed_source
 from optuna_dsat.script.module_file import module_file
 
-__all__ = ["says_where_to_meet", "spawns_ranks", "starts_own_ranks"]
+__all__ = ["says_where_to_meet", "starts_own_ranks"]
 
 _LAUNCHING = frozenset({"lightning", "lightning_fabric", "pytorch_lightning", "torchrunx"})
 """Packages that start a process for each device by themselves."""
@@ -30,11 +30,6 @@ def starts_own_ranks(script: str, *, is_module: bool, cwd: Path) -> bool:
         _spawns(nodes, imported) or any(name.partition(".")[0] in _LAUNCHING for name in imported)
         for nodes, imported in _files(script, is_module=is_module, cwd=cwd)
     )
-
-
-def spawns_ranks(script: str, *, is_module: bool, cwd: Path) -> bool:
-    """Whether a script, or a file of the user's that it imports, starts ranks by ``torch.multiprocessing``."""
-    return any(_spawns(nodes, imported) for nodes, imported in _files(script, is_module=is_module, cwd=cwd))
 
 
 def says_where_to_meet(script: str, *, is_module: bool, cwd: Path) -> bool:

@@ -213,6 +213,7 @@ class Conclusion:
             complete,
             config_path,
             deepspeed_launcher=self._profiled.deepspeed_launcher,
+            starts_ranks=self._profiled.starts_ranks,
             host_threads=trial.user_attrs.get(attributes.HOST_THREADS),
             config_option=self._profiled.config_option,
         )

@@ -40,6 +40,8 @@ class Profiled:
     """Ranks that consume different samples; None for all ranks (profiles of older versions)."""
     takes_local_rank: bool = False
     """Whether the script has an option ``--local_rank``, which the ``deepspeed`` launcher passes."""
+    starts_ranks: bool = False
+    """Whether the script starts its ranks by ``torch.multiprocessing``, and so trains without a launcher."""
     trainer: ScriptTrainer | None = None
     """The script's trainer; None if it uses none that sets batch sizes."""
     batch: BatchRule | None = None
@@ -111,6 +113,7 @@ class Profiled:
             "least_micro_batch": self.least_micro_batch,
             "data_parallel_size": self.data_parallel_size,
             "takes_local_rank": self.takes_local_rank,
+            "starts_ranks": self.starts_ranks,
             "trainer": None if self.trainer is None else self.trainer.to_json(),
             "batch": None if self.batch is None else self.batch.to_json(),
             "samples_per_rank": self.samples_per_rank,
@@ -157,6 +160,7 @@ class Profiled:
             least_micro_batch=record.get("least_micro_batch", 1),
             data_parallel_size=record.get("data_parallel_size"),
             takes_local_rank=record.get("takes_local_rank", False),
+            starts_ranks=record.get("starts_ranks", False),
             trainer=None if trainer is None else ScriptTrainer.from_json(trainer),
             batch=None if record.get("batch") is None else BatchRule.from_json(record["batch"]),
             samples_per_rank=record.get("samples_per_rank"),

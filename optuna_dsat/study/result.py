@@ -13,7 +13,7 @@ from optuna_dsat.errors import StorageUrlError
 from optuna_dsat.runtime.atomic_write import write_text_atomic
 from optuna_dsat.script.arg_mapping import map_arguments
 from optuna_dsat.script.config_copy import ConfigCopy, config_copy
-from optuna_dsat.script.own_ranks import says_where_to_meet, spawns_ranks
+from optuna_dsat.script.own_ranks import says_where_to_meet
 from optuna_dsat.script.settings_file import SettingsCopy, names_file, settings_copy
 from optuna_dsat.script.trial_class import CHECKPOINTS, RUNNER, complete_training, train_command
 from optuna_dsat.secrecy.references import names_in, resolved, shell_join
@@ -305,6 +305,7 @@ def training_command(
     config_path: Path,
     *,
     deepspeed_launcher: bool = False,
+    starts_ranks: bool = False,
     host_threads: int | None = None,
     config_option: str = "",
 ) -> tuple[str, bool]:
@@ -320,6 +321,7 @@ def training_command(
         config_path: Where it is written.
         deepspeed_launcher: Whether to start the script with ``deepspeed``, which gives every rank ``--local_rank``,
             rather than with torchrun.
+        starts_ranks: Whether the script starts its ranks by itself, and so trains without a launcher.
         host_threads: Host threads per rank in the measurement; None if unknown, in which case torchrun sets one.
         config_option: The script's option for its DeepSpeed config, for arguments that do not name one.
     """
@@ -337,7 +339,7 @@ def training_command(
         variables = [f"{name}={value}" for name, value in environment.items()]
         return shell_join([*(["env", *variables] if variables else []), *words]), replaced
     ranks = str(spec.slots_per_trial)
-    if spawns_ranks(script.script, is_module=script.is_module, cwd=Path(script.cwd)):
+    if starts_ranks:
         launcher = ["python", *(["-m"] if script.is_module else [])]
     elif deepspeed_launcher or says_where_to_meet(script.script, is_module=script.is_module, cwd=Path(script.cwd)):
         without = [] if deepspeed_launcher else ["--no_local_rank"]

@@ -21,10 +21,10 @@ RANK = Rank(
 )
 
 
-def multiprocessing(spawn: Callable[..., Any]) -> Any:
+def multiprocessing(spawn: Callable[..., Any], *, on_spawn: Callable[[], None] = lambda: None) -> Any:
     module: Any = ModuleType("torch.multiprocessing")
     module.spawn = module.start_processes = spawn
-    spawned_ranks.callbacks(RANK)["torch.multiprocessing"](module)
+    spawned_ranks.callbacks(RANK, on_spawn=on_spawn)["torch.multiprocessing"](module)
     return module
 
 
@@ -34,8 +34,10 @@ def test_as_many_processes_as_ranks_are_the_ranks() -> None:
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("started")
 
-    multiprocessing(never).spawn(lambda index, word: ran.append((index, word)), args=("a",), nprocs=2, join=True)
-    assert ran == [(1, "a")]
+    module = multiprocessing(never, on_spawn=lambda: ran.append("told"))
+    assert not ran
+    module.spawn(lambda index, word: ran.append((index, word)), args=("a",), nprocs=2, join=True)
+    assert ran == ["told", (1, "a")]
 
 
 def test_other_processes_are_started_and_may_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,5 +79,6 @@ def test_each_rank_runs_its_share(tmp_path: Path, warm_ranks: WarmRanks) -> None
     for rank in (0, 1):
         engine = launch.of(EngineReady, rank)[0]
         assert (engine.train_micro_batch_size_per_gpu, engine.data_parallel_size) == (3, 2)
+        assert engine.starts_ranks
         assert {step.observed_micro_batch for step in launch.of(StepMeasured, rank)} == {3}
         assert launch.of(RankFinished, rank)[0].reason == "profile_done"

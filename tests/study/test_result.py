@@ -49,13 +49,12 @@ def test_the_command_starts_the_script_as_its_options_expect(
 @pytest.mark.parametrize(
     ("source", "start"),
     [
-        ("import torch.multiprocessing as mp\nmp.spawn(print, nprocs=4)\n", "python"),
+        ("import torch.multiprocessing as mp\nmp.spawn(print, nprocs=4)\n", "torchrun --nproc_per_node 4"),  # or may
         ("import os\nos.environ['MASTER_PORT'] = '29500'\n", "deepspeed --num_gpus 4 --no_local_rank"),
         ("import os\nprint(os.environ['MASTER_PORT'])\n", "torchrun --nproc_per_node 4"),
-        ("import multiprocessing as mp\nmp.spawn(print)\n", "torchrun --nproc_per_node 4"),
     ],
 )
-def test_a_script_that_starts_its_ranks_or_says_where_they_meet_is_started_so_that_it_trains(
+def test_a_script_that_says_where_its_ranks_meet_is_started_so_that_it_trains(
     tmp_path: Path, source: str, start: str
 ) -> None:
     (tmp_path / "train.py").write_text("import setup_ranks\n")
@@ -64,6 +63,14 @@ def test_a_script_that_starts_its_ranks_or_says_where_they_meet_is_started_so_th
     script = found.script.model_copy(update={"script": str(tmp_path / "train.py"), "cwd": str(tmp_path)})
     command, _ = training_command(found.model_copy(update={"script": script}), {}, BEST)
     assert command.startswith(f"{start} {tmp_path}/train.py ")
+
+
+@pytest.mark.parametrize(
+    ("is_module", "start"), [(False, "python /project/train.py"), (True, "python -m package.train")]
+)
+def test_a_script_that_started_its_ranks_is_started_without_a_launcher(is_module: bool, start: str) -> None:
+    command, _ = training_command(spec(is_module=is_module), {}, BEST, deepspeed_launcher=True, starts_ranks=True)
+    assert command == f"{start} --deepspeed_config {BEST}"
 
 
 def test_on_the_cpu_deepspeed_is_told_so() -> None:
