@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH
+from optuna_dsat.script.config_location import holds_config, read_settings
 from optuna_dsat.script.settings_file import SettingsCopy, names_file
 
 __all__ = ["ConfigCopy", "config_copy"]
@@ -29,31 +30,56 @@ def config_copy(
 ) -> ConfigCopy | None:
     """Return the best config as YAML; None unless the script passes what such a file of its arguments holds.
 
-    A copy that differs in the micro-batch alone would contradict the file's other batch sizes, and lack the stage.
+    A copy that differs in the micro-batch alone would contradict the file's other batch sizes, and lack the stage. The
+    script may add to what it reads, such as a scheduler's steps; what it adds is left to it.
 
     Args:
-        source: What the script's batch size follows by, as of ``BatchRule.source``.
+        source: What the script's batch size follows by, as of ``BatchRule.source``; empty if it is the config.
         config: The best config, with all batch sizes.
         own: The config that the script passes by itself; its batch sizes are not compared.
         args: The script's arguments.
         cwd: Its working directory.
         folder: Where the copy is to lie.
     """
-    if source.get("kind") != "setting" or source["key"] not in (MICRO_BATCH, TRAIN_BATCH):
+    if source and (source.get("kind") != "setting" or source["key"] not in (MICRO_BATCH, TRAIN_BATCH)):
         return None
-    file = Path(source["file"])
-    if file.suffix not in (".yaml", ".yml") or not any(names_file(arg, file, cwd=cwd) for arg in args):
-        return None
+    for file in (Path(source["file"]),) if source else _files(args, cwd=cwd):
+        if file.suffix not in (".yaml", ".yml") or not any(names_file(arg, file, cwd=cwd) for arg in args):
+            continue
+        found = read_settings(file)
+        if holds_config(found) and _holds(own, _without_batch(found)):
+            text = _yaml(_without_added(config, own=own, found=found))
+            return ConfigCopy(original=file, path=folder / f"best_{file.name}", text=text)
+    return None
+
+
+def _files(args: Sequence[str], *, cwd: str) -> list[Path]:
+    """Return the paths that arguments, or what stands behind their ``=``, may be."""
+    return [Path(cwd) / arg.rpartition("=")[2] for arg in args]
+
+
+def _yaml(config: Mapping[str, Any]) -> str:
     import yaml
 
-    try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return None
-    if not isinstance(found, Mapping) or _without_batch(found) != _without_batch(own):
-        return None
-    text = yaml.safe_dump(dict(config), sort_keys=False)
-    return ConfigCopy(original=file, path=folder / f"best_{file.name}", text=text)
+    return yaml.safe_dump(dict(config), sort_keys=False)
+
+
+def _holds(own: Any, found: Any) -> bool:
+    """Whether all that a file holds is in a config with the same values, which may have more."""
+    if isinstance(found, Mapping):
+        return isinstance(own, Mapping) and all(key in own and _holds(own[key], found[key]) for key in found)
+    return bool(own == found)
+
+
+def _without_added(config: Mapping[str, Any], *, own: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config without what the script adds to its file by itself and the search left as it was."""
+    kept = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and isinstance(own.get(key), Mapping) and isinstance(found.get(key), Mapping):
+            kept[key] = _without_added(value, own=own[key], found=found[key])
+        elif key in found or key in _BATCH_KEYS or key not in own or value != own[key]:
+            kept[key] = value
+    return kept
 
 
 def _without_batch(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from optuna_dsat.runtime.regular_file import read_regular
 
-__all__ = ["find_config", "looks_like_config"]
+__all__ = ["find_config", "holds_config", "looks_like_config", "read_settings"]
 
 _OPTIONS = ("--deepspeed_config", "--deepspeed-config", "--deepscale_config", "--deepspeed")
 """Options that name it by convention: DeepSpeed's own, and the Hugging Face Trainer's."""
@@ -45,7 +45,7 @@ def find_config(args: Sequence[str], *, cwd: Path) -> Path | None:
     for value in others:
         path = cwd / value
         if path.suffix in _SETTINGS:
-            found = _in_settings(_read(path), folders=(cwd, path.parent))
+            found = _in_settings(read_settings(path), folders=(cwd, path.parent))
             if found is not None:
                 return found
     return None
@@ -53,10 +53,12 @@ def find_config(args: Sequence[str], *, cwd: Path) -> Path | None:
 
 def looks_like_config(path: Path) -> bool:
     """Whether a file holds a DeepSpeed config: JSON or HJSON with its keys."""
-    found = _read(path) if path.suffix in (".json", ".hjson", "") else None
-    if not isinstance(found, Mapping):
-        return False
-    return bool(_SURE & found.keys()) or len(_LIKELY & found.keys()) > 1
+    return path.suffix in (".json", ".hjson", "") and holds_config(read_settings(path))
+
+
+def holds_config(found: Any) -> TypeGuard[Mapping[str, Any]]:
+    """Whether what was read from a file is a DeepSpeed config by its keys."""
+    return isinstance(found, Mapping) and (bool(_SURE & found.keys()) or len(_LIKELY & found.keys()) > 1)
 
 
 def _pairs(args: Sequence[str]) -> Iterable[tuple[str, str]]:
@@ -71,7 +73,7 @@ def _pairs(args: Sequence[str]) -> Iterable[tuple[str, str]]:
             option = ""
 
 
-def _read(path: Path) -> Any:
+def read_settings(path: Path) -> Any:
     """Return what a YAML, JSON or HJSON file holds; None for any other file."""
     try:
         text = read_regular(path, most_bytes=_LARGEST_BYTES).decode("utf-8")

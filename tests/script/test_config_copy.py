@@ -38,6 +38,26 @@ def test_it_holds_the_best_config_with_every_batch_size_and_numbers_that_yaml_re
     assert copy.pointed(("--deepspeed_config", "ds.yml"), cwd=str(tmp_path))[1] == f"{tmp_path}/out/best_ds.yml"
 
 
+def test_a_config_that_the_batch_size_follows_is_found_among_the_arguments(tmp_path: Path) -> None:
+    for name, text in (("other.yaml", "lr: 3\n"), ("ds.yml", yaml.safe_dump(OWN))):
+        (tmp_path / name).write_text(text)
+    args = ("--model=other.yaml", "--config=ds.yml", "\0", "none.yml")
+    copy = config_copy({}, BEST, own=OWN, args=args, cwd=str(tmp_path), folder=tmp_path / "out")
+    assert copy is not None
+    assert yaml.safe_load(copy.text) == BEST
+    assert copy.pointed(args, cwd=str(tmp_path))[1] == f"--config={tmp_path}/out/best_ds.yml"
+    assert config_copy({}, BEST, own=OWN, args=args[:1], cwd=str(tmp_path), folder=tmp_path) is None
+
+
+def test_what_the_script_adds_to_its_file_is_left_to_it(tmp_path: Path) -> None:
+    added = {"steps_per_print": 7, "optimizer": {"params": {"lr": 1e-05, "betas": [0.9, 0.95]}}}
+    tuned = {**BEST, **added, "zero_optimization": {"stage": 0, "overlap_comm": True}}
+    (tmp_path / "ds.yml").write_text(yaml.safe_dump(OWN))
+    copy = config_copy({}, tuned, own={**OWN, **added}, args=("ds.yml",), cwd=str(tmp_path), folder=tmp_path / "out")
+    assert copy is not None
+    assert yaml.safe_load(copy.text) == {**BEST, "zero_optimization": {"stage": 0, "overlap_comm": True}}
+
+
 @pytest.mark.parametrize(
     "changes",
     [
