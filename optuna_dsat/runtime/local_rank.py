@@ -49,7 +49,7 @@ def _click_imported(local_rank: int, on_found: Callable[[], None], click: Module
     original = click.Command.parse_args
 
     @functools.wraps(original)
-    def parse_args(self: Any, ctx: Any, args: list[str]) -> list[str]:
+    def parse_args(self: Any, ctx: Any, args: list[str]) -> Any:
         for parameter in self.params:
             if _OPTIONS.intersection(parameter.opts):
                 parameter.default, parameter.required = local_rank, False
