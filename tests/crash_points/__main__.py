@@ -66,8 +66,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         stack.enter_context(revisions_loaded_once())
         server = stack.enter_context(running_server(folder)) if "postgres" in asked.databases else None
-        if server is not None and server.restart is not None:
-            server.never_wait_for_the_disk()
         studies = list(_studies(asked, folder, server, stack))
         for study in studies:
             study.warm_up()

@@ -7,6 +7,7 @@ Simulated studies:
     reports: ``ReportedStudyBench``, studies with the logs of launches; the dashboard's command as a process.
     worker, workers: a worker as a process of its own; ``WorkerBench`` starts several on one study, ``StoredStudy``
         reads what became of it.
+    forks: ``ForkedProcess``, a process that finds its imports ready.
     small_model: a model and a machine with known memory and times, to drive samplers; its planner.
 
 Launches and ranks:

@@ -52,8 +52,8 @@ class Server:
             self._execute(f"DROP ROLE {role}")
 
     def never_wait_for_the_disk(self) -> None:
-        """Let no commit, checkpoint or database made of a template wait for the disk: none then survives a restart."""
-        for setting in ("fsync", "full_page_writes", "synchronous_commit"):
+        """Let no commit, checkpoint or new database wait for the disk; what is written still outlives the server."""
+        for setting in ("fsync", "full_page_writes"):
             self._execute(f"ALTER SYSTEM SET {setting} = off")
         self._execute("SELECT pg_reload_conf()")
 
@@ -133,7 +133,9 @@ def running_server(place: Path | None = None) -> Iterator[Server]:
         pgexec("pg_ctl", arguments, bin_path=server.bin_path, user=server.system_user)
 
     try:
-        yield Server(url=server.get_uri(driver="psycopg"), restart=restart)
+        own = Server(url=server.get_uri(driver="psycopg"), restart=restart)
+        own.never_wait_for_the_disk()
+        yield own
     finally:
         arguments = ("-w", "-D", str(folder), "-m", "immediate", "stop")
         pgexec("pg_ctl", arguments, bin_path=server.bin_path, user=server.system_user)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,9 +18,8 @@ from optuna.trial import FrozenTrial, TrialState
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.store import Store
 from optuna_dsat.trials import attributes
+from tests.harness.forks import ForkedProcess
 from tests.harness.worker import STUDY, Launched, Options, launches_file
-
-ROOT = Path(__file__).parents[2]
 
 
 def wait_until(condition: Callable[[], bool], *, what: str, limit_s: float = 60.0) -> None:
@@ -45,26 +42,17 @@ class WorkerProcess:
     """A worker over a simulated landscape, in a process of its own."""
 
     def __init__(self, options: Options) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.harness.worker", json.dumps(asdict(options))],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        self.process = ForkedProcess("tests.harness.worker", json.dumps(asdict(options)))
 
     @property
     def pid(self) -> int:
         return self.process.pid
 
     def wait_ready(self) -> None:
-        assert self.process.stdout is not None
         if self.process.stdout.readline() != "ready\n":
             pytest.fail(self.process.communicate()[1])
 
     def go(self) -> None:
-        assert self.process.stdin is not None
         self.process.stdin.write("go\n")
         self.process.stdin.flush()
 
@@ -117,7 +105,7 @@ class StoredStudy:
 
 
 class WorkerBench:
-    """Starts workers on one study, and reads what became of it."""
+    """Starts workers on one study, and reads what became of it; needs the fixture ``forks``."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

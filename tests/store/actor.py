@@ -1,4 +1,4 @@
-"""Worker processes for the tests: ``actor.py ROLE URL [NUMBER]``.
+"""Worker processes for the tests: ``python -m tests.store.actor ROLE URL [NUMBER]``.
 
 Every role prints ``ready`` once its imports are done, waits for a line on stdin, and prints JSON when it is done.
 """
@@ -105,7 +105,7 @@ def reclaims(url: str) -> object:
     return found
 
 
-if __name__ == "__main__":
+def main() -> None:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     role, url, *numbers = sys.argv[1:]
     roles: dict[str, Callable[..., object]] = {
@@ -116,3 +116,7 @@ if __name__ == "__main__":
         "reclaims": reclaims,
     }
     print(json.dumps(roles[role](url, *map(int, numbers))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import optuna
 import pytest
 
 from optuna_dsat.store import Store
-
-ACTOR = Path(__file__).with_name("actor.py")
+from tests.harness.forks import ForkedProcess
 
 
 @pytest.fixture
@@ -33,22 +29,14 @@ class Actor:
     """A worker in a separate process; its result is the last line it prints."""
 
     def __init__(self, *arguments: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(ACTOR), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        self.process = ForkedProcess("tests.store.actor", *arguments)
 
     def wait_ready(self) -> str:
-        assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line.startswith("ready"), self.process.communicate()[1]
         return line.strip()
 
     def go(self) -> None:
-        assert self.process.stdin is not None
         self.process.stdin.write("go\n")
         self.process.stdin.flush()
 
@@ -63,7 +51,7 @@ class Actor:
 
 
 @pytest.fixture
-def actor() -> Iterator[Callable[..., Actor]]:
+def actor(forks: None) -> Iterator[Callable[..., Actor]]:  # noqa: ARG001 - they are forked from it
     started: list[Actor] = []
 
     def start(*arguments: str) -> Actor:

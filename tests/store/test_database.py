@@ -90,6 +90,7 @@ def test_a_role_with_too_few_connections_is_refused_at_once(postgres_server: Ser
 
 
 @pytest.mark.postgres
+@pytest.mark.usefixtures("forks")
 def test_a_search_needs_no_more_connections_than_are_asked_for(
     postgres_server: Server, postgres_url: str, tmp_path: Path
 ) -> None:

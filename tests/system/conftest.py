@@ -9,7 +9,7 @@ from tests.harness.workers import WorkerBench
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[WorkerBench]:
+def bench(tmp_path: Path, forks: None) -> Iterator[WorkerBench]:  # noqa: ARG001 - the workers need it
     made = WorkerBench(tmp_path)
     (tmp_path / "train.py").write_text("")
     yield made

@@ -14,7 +14,7 @@ BUDGET = 8
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def unbroken(tmp_path_factory: pytest.TempPathFactory, forks: None) -> list[str]:  # noqa: ARG001 - the worker needs it
     """Return the configurations that a study of the same seed measures when nothing happens to it."""
     folder = tmp_path_factory.mktemp("unbroken")
     (folder / "train.py").write_text("")

@@ -21,16 +21,16 @@ from tests.harness.worker import release_file, spec_of
 from tests.harness.workers import StoredStudy, WorkerBench, WorkerProcess, wait_until
 
 
-def test_eight_workers_share_two_dozen_launches(bench: WorkerBench, url: str) -> None:
-    workers = [bench.driver(url, max_trials=24, poll_s=0.05) for _ in range(8)]
+def test_six_workers_share_eighteen_launches(bench: WorkerBench, url: str) -> None:
+    workers = [bench.driver(url, max_trials=18, poll_s=0.05) for _ in range(6)]
     bench.run(workers)
     for worker in workers:
         worker.finish()
     study = StoredStudy.read(url)
-    study.check_whole(budget=24)
+    study.check_whole(budget=18)
     assert study.lost == []
     assert sorted(note.key for note in bench.launched()) == sorted(study.measured)
-    assert len({note.pid for note in bench.launched()}) == 8
+    assert len({note.pid for note in bench.launched()}) == 6
 
 
 def test_four_workers_start_at_the_same_instant_on_an_empty_database(bench: WorkerBench, url: str) -> None:
