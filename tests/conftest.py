@@ -20,7 +20,7 @@ import pytest
 
 from optuna_dsat.signals import ENDING
 
-pytest_plugins = ["tests.harness.databases", "tests.harness.ranks"]
+pytest_plugins = ["tests.harness.databases", "tests.harness.forks", "tests.harness.ranks"]
 
 T = TypeVar("T")
 
