@@ -11,7 +11,7 @@ from typing import Any
 
 from optuna_dsat.runtime.flattening import flatten
 
-__all__ = ["config_differences"]
+__all__ = ["config_differences", "settings_told"]
 
 _AUTO = "auto"
 _TRAIN, _MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
@@ -78,6 +78,15 @@ def config_differences(
         if not _agree(value, user_value) and (is_own or not _agree(value, launched)):
             differences[key] = [value, flat_user.get(key)]
     return differences
+
+
+def settings_told(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return dotted key -> value of what ``config_differences`` tells of a config: nothing ignored, no default."""
+    return {
+        key: value
+        for key, value in flatten(config).items()
+        if key.partition(".")[0] not in _IGNORED_KEYS and (key not in _DEFAULTS or value != _DEFAULTS[key])
+    }
 
 
 def _agree(value: Any, file_value: Any) -> bool:

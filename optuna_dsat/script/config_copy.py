@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH
+from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, merge
+from optuna_dsat.runtime.config_differences import settings_told
+from optuna_dsat.runtime.flattening import flatten, nest
 from optuna_dsat.script.config_location import holds_config, read_settings
 from optuna_dsat.script.settings_file import SettingsCopy, names_file
 
@@ -47,9 +49,9 @@ def config_copy(
         if file.suffix not in (".yaml", ".yml") or not any(names_file(arg, file, cwd=cwd) for arg in args):
             continue
         found = read_settings(file)
-        if holds_config(found) and _holds(own, _without_batch(found)):
-            text = _yaml(_without_added(config, own=own, found=found))
-            return ConfigCopy(original=file, path=folder / f"best_{file.name}", text=text)
+        if holds_config(found) and _told(found).items() <= _told(own).items():
+            changed = merge(_untold(found), _without_added(config, own=own, found=found))
+            return ConfigCopy(original=file, path=folder / f"best_{file.name}", text=_yaml(changed))
     return None
 
 
@@ -64,13 +66,6 @@ def _yaml(config: Mapping[str, Any]) -> str:
     return yaml.safe_dump(dict(config), sort_keys=False)
 
 
-def _holds(own: Any, found: Any) -> bool:
-    """Whether all that a file holds is in a config with the same values, which may have more."""
-    if isinstance(found, Mapping):
-        return isinstance(own, Mapping) and all(key in own and _holds(own[key], found[key]) for key in found)
-    return bool(own == found)
-
-
 def _without_added(config: Mapping[str, Any], *, own: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config without what the script adds to its file by itself and the search left as it was."""
     kept = {}
@@ -82,5 +77,13 @@ def _without_added(config: Mapping[str, Any], *, own: Mapping[str, Any], found: 
     return kept
 
 
-def _without_batch(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if key not in _BATCH_KEYS}
+def _told(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what can be known of a config that a script passes, without batch sizes: dotted key -> value."""
+    return settings_told({key: value for key, value in config.items() if key not in _BATCH_KEYS})
+
+
+def _untold(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a file holds beside that, which the best config may lack and the script may read."""
+    told = settings_told(found)
+    beside = {key: value for key, value in flatten(found).items() if key not in told}
+    return {key: value for key, value in nest(beside).items() if key not in (*_BATCH_KEYS, "autotuning")}

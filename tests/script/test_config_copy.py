@@ -58,6 +58,17 @@ def test_what_the_script_adds_to_its_file_is_left_to_it(tmp_path: Path) -> None:
     assert yaml.safe_load(copy.text) == {**BEST, "zero_optimization": {"stage": 0, "overlap_comm": True}}
 
 
+def test_what_is_not_told_of_a_config_stays_in_the_file(tmp_path: Path) -> None:
+    unsaid = {"steps_per_print": 20, "fp16": {"enabled": False}, "autotuning": {"enabled": True}}
+    own, best = {**OWN, "fp16": {"loss_scale": 0}}, {**BEST, "fp16": {"loss_scale": 0}}
+    (tmp_path / "ds.yml").write_text(yaml.safe_dump({**own, **unsaid, "fp16": {"loss_scale": 0, "enabled": False}}))
+    copy = config_copy({}, best, own=own, args=("ds.yml",), cwd=str(tmp_path), folder=tmp_path / "out")
+    assert copy is not None
+    assert yaml.safe_load(copy.text) == {
+        **best, "steps_per_print": 20, "fp16": {"loss_scale": 0, "enabled": False},
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "changes",
     [
