@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,10 @@ from optuna_dsat.cli import main
 from optuna_dsat.launch.simulated import SimulatedResult
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.session import Session
-from tests.harness.entry_points import EntryPointBench, bench
+from tests.harness.entry_points import EntryPointBench, Run, bench, run_here
 from tests.harness.landscapes import GIB, Hill
 
-__all__ = ["bench"]
+__all__ = ["bench", "run_here"]
 
 pytestmark = pytest.mark.usefixtures("bench")
 
@@ -188,9 +189,17 @@ def test_no_color_is_honoured(tmp_path: Path) -> None:
     assert not colours.search(command(tmp_path, "random", "--help", **forced, NO_COLOR="1").stdout)
 
 
+def call_as_installed(patch: pytest.MonkeyPatch) -> None:
+    """Let this process be ``optuna-dsat``: typer takes the name of the command from these two."""
+    patch.setattr(sys, "argv", ["optuna-dsat"])
+    patch.setattr(sys.modules["__main__"], "__package__", None)
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_can_be_shown_for_each_shell(tmp_path: Path, shell: str) -> None:
-    done = command(tmp_path, "--show-completion", shell, _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
+def test_completion_can_be_shown_for_each_shell(run_here: Run, monkeypatch: pytest.MonkeyPatch, shell: str) -> None:
+    call_as_installed(monkeypatch)
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
+    done = run_here("--show-completion", shell)
     assert done.returncode == 0, done.stderr
     assert "_OPTUNA_DSAT_COMPLETE" in done.stdout
 
@@ -203,37 +212,55 @@ def test_completion_is_installed_where_the_shell_reads_it(tmp_path: Path) -> Non
     assert "optuna-dsat" in (tmp_path / ".bashrc").read_text()
 
 
-def complete(folder: Path, words: str, **environ: str) -> list[str]:
-    """Return what bash is offered after ``words``."""
+Complete = Callable[..., list[str]]
+
+
+def asked_after(words: str) -> dict[str, str]:
+    """Return the variables with which bash asks what may follow ``words``."""
     count = str(len(words.split(" ")) - 1)
-    asked = {"_OPTUNA_DSAT_COMPLETE": "complete_bash", "COMP_WORDS": words.strip(), "COMP_CWORD": count}
-    done = command(folder, **asked, **environ)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+    return {"_OPTUNA_DSAT_COMPLETE": "complete_bash", "COMP_WORDS": words.strip(), "COMP_CWORD": count}
 
 
-def test_commands_and_options_complete(tmp_path: Path) -> None:
-    assert complete(tmp_path, "optuna-dsat ra") == ["random"]
-    assert complete(tmp_path, "optuna-dsat random --zero") == ["--zero-stages"]
-    assert complete(tmp_path, "optuna-dsat tune --method gu") == ["guided"]
-    assert complete(tmp_path, "optuna-dsat asha --metric thr") == ["throughput"]
-    assert complete(tmp_path, "optuna-dsat asha --no-tune offload_p") == ["offload_param"]
+@pytest.fixture
+def complete(run_here: Run, monkeypatch: pytest.MonkeyPatch) -> Complete:
+    """Return what tells what bash is offered after some words."""
+
+    def offered(words: str, **environ: str) -> list[str]:
+        with monkeypatch.context() as shell:
+            call_as_installed(shell)
+            for name, value in {**asked_after(words), **environ}.items():
+                shell.setenv(name, value)
+            done = run_here()
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    return offered
 
 
-def test_study_names_complete_from_the_storage_and_nothing_is_made(bench: EntryPointBench) -> None:
+def test_bash_asks_a_process_of_its_own(tmp_path: Path) -> None:
+    done = command(tmp_path, **asked_after("optuna-dsat ra"))
+    assert (done.returncode, done.stdout.split()) == (0, ["random"]), done.stderr
+
+
+def test_commands_and_options_complete(complete: Complete) -> None:
+    assert complete("optuna-dsat ra") == ["random"]
+    assert complete("optuna-dsat random --zero") == ["--zero-stages"]
+    assert complete("optuna-dsat tune --method gu") == ["guided"]
+    assert complete("optuna-dsat asha --metric thr") == ["throughput"]
+    assert complete("optuna-dsat asha --no-tune offload_p") == ["offload_param"]
+
+
+def test_study_names_complete_from_the_storage_and_nothing_is_made(bench: EntryPointBench, complete: Complete) -> None:
     leave(*SEARCH, "--quiet", "--storage", "sqlite:///mine.db")
     leave(*SEARCH, "--quiet", "--storage", "sqlite:///mine.db", "--study", "other")
-    assert complete(bench.folder, "optuna-dsat show tr") == []
+    assert complete("optuna-dsat show tr") == []
     assert not (bench.folder / "optuna-dsat.db").exists()
-    assert complete(bench.folder, "optuna-dsat show --storage sqlite:///mine.db tr") == [STUDY]
-    assert sorted(complete(bench.folder, "optuna-dsat show ", OPTUNA_DSAT_STORAGE="sqlite:///mine.db")) == [
-        "other",
-        STUDY,
-    ]
+    assert complete("optuna-dsat show --storage sqlite:///mine.db tr") == [STUDY]
+    assert sorted(complete("optuna-dsat show ", OPTUNA_DSAT_STORAGE="sqlite:///mine.db")) == ["other", STUDY]
     (bench.folder / "pyproject.toml").write_text('[tool.optuna-dsat]\nstorage = "sqlite:///mine.db"\n')
-    assert complete(bench.folder, "optuna-dsat resume o") == ["other"]
+    assert complete("optuna-dsat resume o") == ["other"]
     (bench.folder / "o.yaml").write_text("storage: sqlite:///gone.db\n")
-    assert complete(bench.folder, "optuna-dsat --options o.yaml resume o") == []
+    assert complete("optuna-dsat --options o.yaml resume o") == []
 
 
 def test_a_reader_that_has_had_enough_ends_it_without_a_traceback(bench: EntryPointBench) -> None:
