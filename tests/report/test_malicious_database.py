@@ -34,7 +34,7 @@ IN_A_SPEC = HOSTILE.replace("\ud800", "")
 PATH = HOSTILE.replace("\ud800", "").replace("\x00", "")
 NAME = "<img src=x onerror=alert(3)> [bold] ![a](x.png) ``b` $(touch there) "
 """A study's name is also that of a folder, without slashes and control characters."""
-LONG = 20_000_000
+LONG = 2_000_000
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\ud800-\udfff]")
 
 Alter = Callable[[Path], None]
