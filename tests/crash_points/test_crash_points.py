@@ -25,7 +25,7 @@ from tests.crash_points.runs import METHODS, SEED, Case, Reference, Tried
 from tests.harness.databases import EXTERNAL, Server
 
 ROOT = Path(__file__).parents[2]
-SAMPLE = 6
+SAMPLE = 4
 """Blows of a run of the suite on each database; ``make crash-points`` tries all."""
 LIMIT_S = 600.0
 

@@ -57,7 +57,7 @@ def check(launch: Launch, *, stage: int, micro_batch: int, accumulation: int, st
         assert launch.of(RankFinished, rank)[0].reason == "profile_done"
 
 
-def test_a_trainer_set_up_in_code_runs_the_trial_and_nothing_beside(tmp_path: Path) -> None:
+def test_a_trainer_set_up_in_code_runs_the_trial_and_nothing_beside(tmp_path: Path, warm_ranks: WarmRanks) -> None:
     start = Starter(tmp_path, config_of("huggingface"))
     output = tmp_path / "output"
     launch = start.torchrun(
@@ -65,6 +65,7 @@ def test_a_trainer_set_up_in_code_runs_the_trial_and_nothing_beside(tmp_path: Pa
         str(start.user_config),
         str(output),
         overlay=overlay(stage=3, micro_batch=3, accumulation=2),
+        warm=warm_ranks,
     )
     check(launch, stage=3, micro_batch=3, accumulation=2)
     assert printed(launch) == {

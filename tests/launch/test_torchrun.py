@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from optuna_dsat.launch.devices import cpu_devices
-from optuna_dsat.launch.processes import ProcessKey, find_leftovers, find_marked, kill_leftovers
+from optuna_dsat.launch.processes import ProcessKey, find_marked, kill_leftovers
 from optuna_dsat.launch.protocol import LaunchUpdate
 from optuna_dsat.launch.torchrun import TorchrunLauncher
 from optuna_dsat.outcome import Outcome
@@ -202,7 +202,7 @@ def test_a_tuner_that_is_killed_takes_its_launch_along(cwd: Path) -> None:
     assert_gone(ranks)
     kill_leftovers()  # the orphans that the script had started itself
     assert_gone(own)
-    assert find_leftovers() == []
+    assert own_processes(process.pid) == []
 
 
 @pytest.mark.parametrize(("script", "end", "code"), [("tiny_launch.py", "", 0), (STUB, "exit", 7)])
