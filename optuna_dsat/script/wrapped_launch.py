@@ -52,6 +52,8 @@ _OF_LAUNCHES = frozenset(
     {"MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
 )
 """Variables that each launch sets for itself."""
+_OF_IMPORTS = frozenset({"PYTORCH_NVML_BASED_CUDA_CHECK"})
+"""Variables that DeepSpeed sets as it is imported, which a program that calls its launcher has done."""
 _OF_WRAPPERS = ("BASH_FUNC_", "CONDA_", "MAKE", "MFLAGS", "PIPENV_", "POETRY_", "PDM_", "UV", "VIRTUAL_ENV")
 """Beginnings of the variables by which wrappers know themselves."""
 
@@ -205,7 +207,7 @@ def _set_by_command(environment: Mapping[str, str], *, folder: Path) -> dict[str
         name: value
         for name, value in found.items()
         if own.get(name) != value
-        and name not in _OF_PROCESSES | _OF_LAUNCHES
+        and name not in _OF_PROCESSES | _OF_LAUNCHES | _OF_IMPORTS
         and not name.startswith(_OF_WRAPPERS)
         and name.isidentifier()
     }

@@ -103,6 +103,17 @@ def test_a_python_file_that_starts_a_launcher_comes_to_it(folder: Path, source: 
     assert starts_launcher(folder / "start.py")
 
 
+def test_what_deepspeed_sets_as_a_program_imports_it_is_not_its_users(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
+    sets = "os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] = os.environ['MODEL'] = '1'"
+    (folder / "start.py").write_text(f"import os\n{sets}\nos.system('{TORCHRUN}')\n")
+    found = read(folder, "python", "start.py")
+    assert found is not None
+    assert found.environment == {"MODEL": "1"}
+
+
 def test_the_launch_of_a_python_file_is_read(folder: Path) -> None:
     (folder / "start.py").write_text(f"import os\nos.system('{TORCHRUN}')\n")
     assert read(folder, "python", "start.py") == LAUNCH
