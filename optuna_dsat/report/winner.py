@@ -123,8 +123,8 @@ def _advice(view: StudyView, config: Mapping[str, Any]) -> str:
     """Return what to change in the script, or in its settings, before it trains with a config."""
     if view.profiled is None:
         return ""
-    copied = best_settings(view.spec, config, view.spec.study_dir) is not None
-    return view.profiled.advice(config, settings_written=copied)
+    copied = best_settings(view.spec, config, view.spec.study_dir)
+    return view.profiled.advice(config, settings_written=copied is not None and copied.sets_batch)
 
 
 def _idle_of(view: StudyView, own: Mapping[str, Any]) -> frozenset[str]:

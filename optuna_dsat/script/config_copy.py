@@ -12,13 +12,9 @@ from optuna_dsat.runtime.flattening import flatten, nest
 from optuna_dsat.script.config_location import holds_config, read_settings
 from optuna_dsat.script.settings_file import SettingsCopy, names_file
 
-__all__ = ["ConfigCopy", "config_copy"]
+__all__ = ["config_copy"]
 
 _BATCH_KEYS = frozenset({TRAIN_BATCH, MICRO_BATCH, GRADIENT_ACCUMULATION})
-
-
-class ConfigCopy(SettingsCopy):
-    """A copy that is the whole best config."""
 
 
 def config_copy(
@@ -29,7 +25,7 @@ def config_copy(
     args: Sequence[str],
     cwd: str,
     folder: Path,
-) -> ConfigCopy | None:
+) -> SettingsCopy | None:
     """Return the best config as YAML; None unless the script passes what such a file of its arguments holds.
 
     A copy that differs in the micro-batch alone would contradict the file's other batch sizes, and lack the stage. The
@@ -51,7 +47,9 @@ def config_copy(
         found = read_settings(file)
         if holds_config(found) and _told(found).items() <= _told(own).items():
             changed = merge(_untold(found), _without_added(config, own=own, found=found))
-            return ConfigCopy(original=file, path=folder / f"best_{file.name}", text=_yaml(changed))
+            return SettingsCopy(
+                original=file, path=folder / f"best_{file.name}", text=_yaml(changed), names_config=True
+            )
     return None
 
 
@@ -63,7 +61,8 @@ def _files(args: Sequence[str], *, cwd: str) -> list[Path]:
 def _yaml(config: Mapping[str, Any]) -> str:
     import yaml
 
-    return yaml.safe_dump(dict(config), sort_keys=False)
+    text: str = yaml.safe_dump(dict(config), sort_keys=False)
+    return text
 
 
 def _without_added(config: Mapping[str, Any], *, own: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:

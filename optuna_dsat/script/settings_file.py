@@ -1,7 +1,8 @@
-"""A copy of a script's settings file with the best batch size, for the command that trains with it."""
+"""A copy of a script's settings file with the best batch size and config, for the command that trains with it."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,11 +23,15 @@ _WRITTEN = re.compile(r"(^|_)(out|output|outputs|log|logs|logging|save|run)(_|$)
 
 @dataclass(frozen=True, kw_only=True)
 class SettingsCopy:
-    """A copy that differs from the user's file in one number."""
+    """A copy that differs from the user's file in its batch size and the DeepSpeed config that it names."""
 
     original: Path
     path: Path
     text: str
+    sets_batch: bool = True
+    """Whether it sets the batch size of the best config."""
+    names_config: bool = False
+    """Whether it names the best config, or is it."""
 
     def pointed(self, args: Sequence[str], *, cwd: str) -> list[str]:
         """Return a script's arguments with the copy in the place of the original."""
@@ -47,9 +52,16 @@ def names_file(arg: str, file: str | Path, *, cwd: str) -> bool:
 
 
 def settings_copy(
-    source: Mapping[str, Any], config: Mapping[str, Any], *, args: Sequence[str], cwd: str, folder: Path
+    source: Mapping[str, Any],
+    config: Mapping[str, Any],
+    *,
+    args: Sequence[str],
+    cwd: str,
+    folder: Path,
+    user_config: str = "",
+    best_config: str = "",
 ) -> SettingsCopy | None:
-    """Return the copy that sets the batch size of a config; None where its user has to write the number.
+    """Return the copy that sets the batch size of a config and names that; None where its user has to write it.
 
     That is so where no argument names the file, its format is not JSON or YAML, or a path in it (or a tag of its own)
     may mean a file beside it, which the copy would miss.
@@ -60,42 +72,98 @@ def settings_copy(
         args: The script's arguments.
         cwd: Its working directory.
         folder: Where the copy is to lie.
+        user_config: Path of the user's DeepSpeed config, which such a file may name; empty if it has none.
+        best_config: Path of the best config, which the copy names in its place.
     """
-    if source.get("kind") != "setting" or config[MICRO_BATCH] == source["own"]:
-        return None
-    file, scale = Path(source["file"]), int(source.get("scale", 1))
-    if file.suffix not in _FORMATS or not any(names_file(arg, file, cwd=cwd) for arg in args):
-        return None
-    try:
+    sets_batch = source.get("kind") == "setting" and config[MICRO_BATCH] != source["own"]
+    sets_batch = sets_batch and any(names_file(arg, source["file"], cwd=cwd) for arg in args)
+    named = [Path(cwd) / arg.rpartition("=")[2] for arg in args] if user_config else []
+    for file in [Path(source["file"])] if sets_batch else named:
+        if file.suffix not in _FORMATS or names_file(str(file), user_config, cwd=cwd):
+            continue
+        try:
+            document = _Document.read(file, cwd=cwd, user_config=user_config)
+        except (OSError, UnicodeDecodeError, ValueError):
+            continue
+        number = None
+        if sets_batch:
+            scale = int(source.get("scale", 1))
+            number = (source["key"].split("."), source["own"] * scale, config[MICRO_BATCH] * scale)
+        changed = None if document is None else document.changed(number=number, best_config=best_config)
+        if document is not None and changed is not None:
+            return SettingsCopy(
+                original=file,
+                path=folder / f"best_{file.name}",
+                text=changed,
+                sets_batch=sets_batch,
+                names_config=bool(document.named),
+            )
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Document:
+    """A settings file as text and as nodes of YAML, of which JSON is a part."""
+
+    text: str
+    root: Any
+    named: Sequence[Any]
+    """Nodes that are the path of the user's DeepSpeed config."""
+    beside: Path
+
+    @classmethod
+    def read(cls, file: Path, *, cwd: str, user_config: str) -> _Document | None:
+        """Read a file; None if it is no YAML.
+
+        Raises:
+            OSError: If it cannot be read.
+            ValueError: If it is too large or no text.
+        """
+        import yaml
+
         text = read_regular(file).decode("utf-8")
-    except (OSError, UnicodeDecodeError):
-        return None
-    changed = _with_number(
-        text,
-        source["key"].split("."),
-        own=source["own"] * scale,
-        number=config[MICRO_BATCH] * scale,
-        beside=file.parent,
-    )
-    return None if changed is None else SettingsCopy(original=file, path=folder / f"best_{file.name}", text=changed)
+        try:
+            root = yaml.compose(text.replace("\t", " "), Loader=yaml.SafeLoader)  # JSON may be indented by tabs
+        except yaml.YAMLError:
+            return None
+        named = [
+            node
+            for _, node in _nodes(root)
+            if user_config
+            and isinstance(node, yaml.ScalarNode)
+            and node.value
+            and any(names_file(f"={node.value}", user_config, cwd=one) for one in (cwd, str(file.parent)))
+        ]
+        return cls(text=text, root=root, named=named, beside=file.parent)
 
+    def changed(self, *, number: tuple[Sequence[str], int, int] | None, best_config: str) -> str | None:
+        """Return the text with another number at a key and the best config named; None if it cannot be made.
 
-def _with_number(text: str, key: Sequence[str], *, own: int, number: int, beside: Path) -> str | None:
-    """Return a document with another number at a key; None if it is not there once, or files beside it are meant."""
-    import yaml
+        Args:
+            number: The key, what stands there, and what is to; None if no number changes.
+            best_config: Path of the best config.
+        """
+        nodes = list(_nodes(self.root))
+        if any(node not in self.named and _may_need(name, node, self.beside) for name, node in nodes):
+            return None
+        edits = [(node, json.dumps(best_config)) for node in self.named]
+        if number is not None:
+            key, own, new = number
+            node = self.root
+            for name in key:
+                node = dict(_children(node)).get(name)
+            if self._text_of(node) != str(own):
+                return None
+            edits.append((node, str(new)))
+        if any(sum(one is node for _, one in nodes) != 1 for node, _ in edits):  # by aliases
+            return None
+        text = self.text
+        for node, words in sorted(edits, key=lambda edit: edit[0].start_mark.index, reverse=True):
+            text = f"{text[: node.start_mark.index]}{words}{text[node.end_mark.index :]}"
+        return text if edits else None
 
-    try:
-        root = yaml.compose(text.replace("\t", " "), Loader=yaml.SafeLoader)  # JSON may be indented by tabs
-    except yaml.YAMLError:
-        return None
-    node = root
-    for name in key:
-        node = dict(_children(node)).get(name)
-    nodes = list(_nodes(root))
-    if sum(one is node for _, one in nodes) != 1 or any(_may_need(name, one, beside) for name, one in nodes):
-        return None
-    start, end = node.start_mark.index, node.end_mark.index
-    return f"{text[:start]}{number}{text[end:]}" if text[start:end] == str(own) else None
+    def _text_of(self, node: Any) -> str:
+        return "" if node is None else self.text[node.start_mark.index : node.end_mark.index]
 
 
 def _children(node: Any) -> Iterator[tuple[str, Any]]:

@@ -236,7 +236,7 @@ class Conclusion:
             loss_check=loss_check,
             command_names_config=names_config,
             measurement=measurement_in_words(trial, metrics=metrics),
-            advice=self._profiled.advice(complete, settings_written=settings is not None),
+            advice=self._profiled.advice(complete, settings_written=settings is not None and settings.sets_batch),
             launches=dict(Counter(row.report.outcome.value for row in launches if row.purpose == "trial")),
             slot_minutes=sum(_slot_seconds(row.report) for row in launches) / 60,
             device=spec.device,

@@ -12,7 +12,7 @@ from optuna_dsat.config import ds_config
 from optuna_dsat.errors import StorageUrlError
 from optuna_dsat.runtime.atomic_write import write_text_atomic
 from optuna_dsat.script.arg_mapping import map_arguments
-from optuna_dsat.script.config_copy import ConfigCopy, config_copy
+from optuna_dsat.script.config_copy import config_copy
 from optuna_dsat.script.own_ranks import says_where_to_meet
 from optuna_dsat.script.settings_file import SettingsCopy, names_file, settings_copy
 from optuna_dsat.script.trial_class import CHECKPOINTS, RUNNER, complete_training, train_command
@@ -187,7 +187,7 @@ def write_best(directory: Path, config: Mapping[str, Any], metrics: Mapping[str,
 
 
 def best_settings(spec: StudySpec, config: Mapping[str, Any], directory: Path) -> SettingsCopy | None:
-    """Return the copy of the script's settings file that sets the batch size of a config; None if there is none.
+    """Return the copy of the script's settings file with a config's batch size and path; None if there is none.
 
     Where that file is the script's DeepSpeed config, the copy is the config.
 
@@ -201,7 +201,15 @@ def best_settings(spec: StudySpec, config: Mapping[str, Any], directory: Path) -
     whole = config_copy(source, ready, own=own, args=script.args, cwd=script.cwd, folder=directory)
     if whole is not None:
         return whole
-    return settings_copy(source, config, args=script.args, cwd=script.cwd, folder=directory)
+    return settings_copy(
+        source,
+        config,
+        args=script.args,
+        cwd=script.cwd,
+        folder=directory,
+        user_config=script.config_path,
+        best_config=str(directory / BEST_CONFIG),
+    )
 
 
 def write_settings(copy: SettingsCopy, config: Mapping[str, Any]) -> None:
@@ -331,7 +339,7 @@ def training_command(
         pointed, replaced = [*pointed, config_option, str(config_path)], True
     environment = _environment(script, config_path)
     if (copy := best_settings(spec, config, config_path.parent)) is not None:
-        pointed, replaced = copy.pointed(pointed, cwd=script.cwd), replaced or isinstance(copy, ConfigCopy)
+        pointed, replaced = copy.pointed(pointed, cwd=script.cwd), replaced or copy.names_config
     args = map_arguments(pointed, script.arg_mappings, config, world_size=spec.slots_per_trial)
     if script.script == RUNNER:
         completed = complete_training(args, config_path.parent / CHECKPOINTS)

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH
-from optuna_dsat.script.config_copy import ConfigCopy, config_copy
+from optuna_dsat.script.config_copy import config_copy
+from optuna_dsat.script.settings_file import SettingsCopy
 
 OWN: dict[str, Any] = {
     "block_size": 32, TRAIN_BATCH: 64, MICRO_BATCH: 8, "optimizer": {"params": {"lr": 1e-05}},
@@ -18,7 +19,7 @@ OWN: dict[str, Any] = {
 BEST = {**OWN, TRAIN_BATCH: 8, MICRO_BATCH: 2, GRADIENT_ACCUMULATION: 4, "zero_optimization": {"stage": 0}}
 
 
-def copied(folder: Path, *, own: dict[str, Any] = OWN, name: str = "ds.yml", **source: Any) -> ConfigCopy | None:
+def copied(folder: Path, *, own: dict[str, Any] = OWN, name: str = "ds.yml", **source: Any) -> SettingsCopy | None:
     file = folder / name
     file.write_text("# mine\n" + yaml.safe_dump(OWN))
     return config_copy(

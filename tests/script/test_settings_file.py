@@ -46,6 +46,66 @@ def test_a_copy_differs_in_the_number_alone_and_stands_in_the_command(tmp_path: 
     ]
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "changed"),
+    [
+        (
+            "run.yaml",
+            "deepspeed: conf/ds.json  # mine\ndata: [{batch: 3}]\n",
+            'deepspeed: "/best/ds.json"  # mine\ndata: [{batch: 6}]\n',
+        ),
+        (
+            "run.json",
+            '{"data": [{"batch": 3}], "train": {"deepspeed": "ds.json"}}',
+            '{"data": [{"batch": 6}], "train": {"deepspeed": "/best/ds.json"}}',
+        ),
+    ],
+    ids=["from the working directory", "from its own folder"],
+)
+def test_a_copy_names_the_best_config_where_its_file_names_the_users(
+    tmp_path: Path, name: str, text: str, changed: str
+) -> None:
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "ds.json").write_text("{}")
+    (tmp_path / "conf" / name).write_text(text)
+    own = {"kind": "setting", "file": str(tmp_path / "conf" / name), "key": KEY, "own": 3}
+
+    def copy(source: dict[str, Any], *, micro_batch: int, user_config: str = "conf/ds.json") -> SettingsCopy | None:
+        return settings_copy(
+            source,
+            {MICRO_BATCH: micro_batch},
+            args=("data.csv", "--deepspeed=conf/ds.json", f"conf/{name}"),
+            cwd=str(tmp_path),
+            folder=tmp_path / "out",
+            user_config=str(tmp_path / user_config),
+            best_config="/best/ds.json",
+        )
+
+    both = copy(own, micro_batch=6)
+    assert both is not None
+    assert (both.text, both.sets_batch, both.names_config) == (changed, True, True)
+    for source, micro_batch in ((own, 3), ({"kind": "loader"}, 6), ({}, 6)):
+        path_alone = copy(source, micro_batch=micro_batch)
+        assert path_alone is not None
+        assert (path_alone.text, path_alone.sets_batch) == (changed.replace("6", "3"), False)
+    assert copy({}, micro_batch=6, user_config="conf/other.json") is None
+
+
+def test_a_config_that_stands_in_two_places_by_an_alias_is_left_to_the_user(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text("{}")
+    (tmp_path / "run.yaml").write_text("one: &config ds.json\ntwo: *config\n")
+    found = settings_copy(
+        {},
+        {MICRO_BATCH: 6},
+        args=("run.yaml",),
+        cwd=str(tmp_path),
+        folder=tmp_path,
+        user_config=str(tmp_path / "ds.json"),
+        best_config="/best/ds.json",
+    )
+    assert found is None
+
+
 def test_a_folder_that_an_earlier_run_wrote_is_no_file_to_read(tmp_path: Path) -> None:
     assert copied(tmp_path, "data: [{batch: 3}]\noutput_dir: ../conf\n") is not None
     assert copied(tmp_path, "data: [{batch: 3}]\ndataset: ../conf\n") is None
