@@ -36,9 +36,10 @@ demo: operators
 		--device-memory 900MiB --zero-stages 0 1 2 3 --max-trials 12 --confirm 2 \
 		-- --deepspeed_config examples/gpt/ds_config.json
 
-# Real launches take turns in one of the two processes, the other tests are shared out. TEST_ARGS="tests/launch" runs some.
+# Real launches take turns in one of the three processes, those on clusters in another one, the other tests are shared out.
+# Three keep two cores busy, as launches mostly wait. TEST_ARGS="tests/launch" runs some.
 test: operators
-	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=10 $(TEST_ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --durations=10 $(TEST_ARGS)
 
 # Ends or fails the command at every statement, file and process of a study, and checks what comes of it: an hour or two. A
 # sample is part of the tests. CRASH_ARGS="--all" tries each pass of a loop, too; "--results FILE --minutes 30" goes on later.

@@ -9,6 +9,7 @@ import signal
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import import_module
@@ -32,12 +33,20 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 STATE_HOME = tempfile.mkdtemp(prefix="optuna-dsat-tests-")
 """Where tests, and the processes that they start, note which studies they ran."""
 os.environ["XDG_STATE_HOME"] = STATE_HOME
+TEMPORARY = tempfile.mkdtemp(prefix="dsat-") if "PYTEST_XDIST_WORKER" in os.environ else None
+"""Folder for temporary files of a worker of xdist: what a killed tuner of one notes there is no business of another's.
+
+Its name is short, as it is part of those of sockets.
+"""
+if TEMPORARY is not None:
+    os.environ["TMPDIR"] = tempfile.tempdir = TEMPORARY
 
 
 @atexit.register
-def _remove_state_home(owner: int = os.getpid()) -> None:
+def _remove_own_folders(owner: int = os.getpid()) -> None:
     if os.getpid() == owner:  # not in a fork
-        shutil.rmtree(STATE_HOME, ignore_errors=True)
+        for folder in filter(None, (STATE_HOME, TEMPORARY)):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 ROOT = Path(__file__).parents[1]
@@ -50,6 +59,10 @@ LAUNCHES = "launches"
 """The group of tests, run by one worker of xdist one after the other, that start real launches or look at those of the
 whole machine: what belongs to a tuner that is gone, how busy a process is.
 """
+CLUSTERS = "clusters"
+"""The group, likewise, of those that launch on nodes of a SLURM or Ray: they mostly wait for that, so they run beside
+the other launches, which are the longest row of all.
+"""
 WITH_LAUNCHES = frozenset({"tests/launch/test_activity.py", "tests/launch/test_processes.py"})
 """Files that belong to it beside what is marked ``torchrun``."""
 PATIENCE_S = 2.0
@@ -58,18 +71,31 @@ PATIENCE_S = 2.0
 
 @cache
 def group_of(file: str) -> str:
-    """Return the group that a file of tests is in, for one process of xdist to run: launches, or the file alone."""
+    """Return the group that a file of tests is in, for one process of xdist to run: one of these, or the file alone."""
     path = ROOT / file
-    launches = file in WITH_LAUNCHES or (path.is_file() and "pytest.mark.torchrun" in path.read_text(encoding="utf-8"))
-    return LAUNCHES if launches else file
+    if file in WITH_LAUNCHES or (path.is_file() and "pytest.mark.torchrun" in path.read_text(encoding="utf-8")):
+        return CLUSTERS if file.startswith("tests/cluster/") else LAUNCHES
+    return file
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Share the tests out by these groups; xdist's own ``loadgroup`` groups nothing under pytest 9."""
+    """Share the tests out by these groups, in their order; xdist's own ``loadgroup`` groups nothing under pytest 9."""
+    config.option.loadscopereorder = False
     scheduling: Any = import_module("xdist.scheduler").LoadScopeScheduling(config, log)
     scheduling._split_scope = lambda name: group_of(name.partition("::")[0])
     return scheduling
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Let a worker of xdist see the long rows first, and of files those with the most tests."""
+    if not hasattr(config, "workerinput"):
+        return
+    groups = {item: group_of(item.nodeid.partition("::")[0]) for item in items}
+    sizes = Counter(groups.values())
+    places = {LAUNCHES: 0, CLUSTERS: 1}
+    items.sort(key=lambda item: (places.get(groups[item], 2), -sizes[groups[item]]))
 
 
 def environment() -> dict[str, str]:
