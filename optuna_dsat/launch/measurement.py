@@ -358,8 +358,12 @@ class LaunchRecord:
     def add(self, event: Event) -> GlobalStep | None:
         """Add an event; return the global step that it completes, None if it completes none that counts."""
         if isinstance(event, EngineReady):
-            self.engine = self.engine or event
-            self.config_differences = self.config_differences or event.config_differences
+            if self.engine is None:
+                self.engine = event
+                self.config_differences = self.config_differences or event.config_differences
+            elif event.rank == self.engine.rank:  # another engine of the script's proved to be the one that trains
+                self.engine = event
+                self.config_differences = event.config_differences
         elif isinstance(event, ConfigDiffers):
             self.config_differences = self.config_differences or event.differences
         elif isinstance(event, TrainerFound):

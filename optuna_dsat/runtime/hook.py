@@ -36,6 +36,7 @@ from optuna_dsat.runtime.device_memory import (
     support_uuid_visible_devices,
     unlink_shared_buffers,
 )
+from optuna_dsat.runtime.engine_choice import OtherEngine
 from optuna_dsat.runtime.engine_state import is_pipeline
 from optuna_dsat.runtime.events import ConfigDiffers, EngineReady, Event
 from optuna_dsat.runtime.failure import diagnose
@@ -44,6 +45,7 @@ from optuna_dsat.runtime.import_watch import ImportWatch
 from optuna_dsat.runtime.launch_plan import LaunchPlan
 from optuna_dsat.runtime.lightning_hook import LightningHook
 from optuna_dsat.runtime.meter import Meter, RankState
+from optuna_dsat.runtime.overlay import read_config, without_impossible_zero
 from optuna_dsat.runtime.profiler import Profiler, count_parameters
 from optuna_dsat.runtime.rank import Rank
 from optuna_dsat.runtime.side_effects import (
@@ -65,7 +67,7 @@ _TRAINERS = (HuggingFaceHook, LightningHook)
 
 
 class DeepSpeedHook:
-    """Applies the trial's overlay to the script's config and attaches a ``Meter`` to the first engine.
+    """Applies the trial's overlay to the script's config and attaches a ``Meter`` to the engine that trains.
 
     Construct it before reads of the user's config are redirected.
 
@@ -234,9 +236,13 @@ class DeepSpeedHook:
                 self._writer.write(ConfigDiffers(rank=self._rank.rank, time=started, differences=differences))
             result = original(*bound.args, **bound.kwargs)
             self._state.phase = before
-            if self._plan.measures and self._engine is None:
-                self._spans["initialize"] = [started, time.time() - started]
-                self._measure_engine(result[0], self._spans["initialize"][1], differences)
+            if self._plan.measures:
+                span = [started, time.time() - started]
+                if self._engine is None:
+                    self._spans["initialize"] = span
+                    self._measure_engine(result[0], span[1], differences)
+                else:
+                    self._watch_engine(result[0], span, differences)
             return result
 
         return initialize
@@ -244,7 +250,7 @@ class DeepSpeedHook:
     def _apply_overlay(self, arguments: dict[str, Any]) -> dict[str, list[Any]]:
         """Replace the config among the arguments of ``deepspeed.initialize`` without mutating the script's objects.
 
-        The overlay applies to every engine of a script; only the first is measured. A script that passes no
+        The overlay applies to every engine of a script; one is measured (``engine_choice``). A script that passes no
         config gets the user's file; if it passes two, the arguments stay unchanged for DeepSpeed to reject.
 
         Args:
@@ -278,6 +284,8 @@ class DeepSpeedHook:
             return {}
         arguments.pop("config_params", None)
         config = self._config.apply_overlay(source, client_optimizer=arguments.get("optimizer"))
+        if arguments.get("optimizer") is None and "optimizer" not in config:
+            config = without_impossible_zero(config, read_config(source))
         self._config.check_model(arguments.get("model"), config)
         arguments["config"] = config
         return self._config.differences(source)
@@ -380,6 +388,20 @@ class DeepSpeedHook:
         )
         self._unwatch_optimizers()
         self._meter.attach()
+
+    def _watch_engine(self, engine: Any, span: list[float], differences: Mapping[str, list[Any]]) -> None:
+        """Measure an engine in place of the present one if it proves to be the one that trains."""
+        state = self._state
+
+        def take_over() -> None:
+            if self._meter is not None:
+                self._meter.detach()
+            if not state.steps + state.skipped:
+                state.fed, state.fed_size, state.fed_from = 0, 0, ()
+            self._spans["initialize"] = span
+            self._measure_engine(engine, span[1], differences)
+
+        OtherEngine(engine, measured=lambda: state.steps + state.skipped, takes_over=take_over)
 
     def _write_step(self, event: Event) -> None:
         if self._rank.rank == 0 and self._state.has_measured(self._plan.end_profile_step):

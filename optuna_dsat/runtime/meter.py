@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from optuna_dsat.runtime.clock import Clock
 from optuna_dsat.runtime.device_memory import MemoryProbe
+from optuna_dsat.runtime.engine_choice import replace_method
 from optuna_dsat.runtime.engine_state import global_steps, is_pipeline, is_update_step, loss_of
 from optuna_dsat.runtime.events import Event, StepMeasured
 from optuna_dsat.runtime.inputs import InputSize, size_of
@@ -153,23 +154,31 @@ class Meter:
         """Times at which the current interval of evaluation began and its last forward ended; None outside of one."""
         self._end_observation: Callable[[], None] | None = None
         """Ends the current observation of a whole micro-batch; None if there is none."""
+        self._undo: list[Callable[[], None]] = []
 
     def attach(self) -> None:
         """Start measuring; the first step's latency counts from this call."""
         if is_pipeline(self._engine):
-            self._engine.module.register_forward_pre_hook(self._on_pipeline_input, with_kwargs=True)
-            self._engine.train_batch = self._wrap_train_batch(self._engine.train_batch)
+            hook = self._engine.module.register_forward_pre_hook(self._on_pipeline_input, with_kwargs=True)
+            self._undo.append(hook.remove)
+            self._undo.append(replace_method(self._engine, "train_batch", self._wrap_train_batch))
             if hasattr(self._engine, "eval_batch"):
-                self._engine.eval_batch = self._wrap_evaluation(self._engine.eval_batch)
+                self._undo.append(replace_method(self._engine, "eval_batch", self._wrap_evaluation))
         else:
-            self._engine.forward = self._wrap_forward(self._engine.forward)
-            self._engine.backward = self._wrap_backward(self._engine.backward)
-            self._engine.step = self._wrap_step(self._engine.step)
+            self._undo.append(replace_method(self._engine, "forward", self._wrap_forward))
+            self._undo.append(replace_method(self._engine, "backward", self._wrap_backward))
+            self._undo.append(replace_method(self._engine, "step", self._wrap_step))
             self._wrap_optimizer_step()
             self._hook_module_input()
         self._state.phase = "between"
         self._clock.synchronize()
         self._boundary_s = self._clock.now()
+
+    def detach(self) -> None:
+        """End measuring: the engine is as it was before ``attach``."""
+        while self._undo:
+            self._undo.pop()()
+        self._state.phase = "between"
 
     def _wrap_evaluation(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -252,23 +261,25 @@ class Meter:
     def _wrap_optimizer_step(self) -> None:
         """Count the updates of scripts that call the optimizer directly instead of the engine (Lightning Fabric)."""
         optimizer = getattr(self._engine, "optimizer", None)
-        original = getattr(optimizer, "step", None)
-        if optimizer is None or original is None:
+        if optimizer is None or getattr(optimizer, "step", None) is None:
             return
 
-        @functools.wraps(original)
-        def step(_: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._state.phase != "between":
-                return original(*args, **kwargs)  # the engine's own call
-            self._prove_training()
-            self._close_backward()
-            with self._phase("step"):
-                result = original(*args, **kwargs)
-            self._step.by_script = True
-            self._finish_step()
-            return result
+        def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def step(_: Any, *args: Any, **kwargs: Any) -> Any:
+                if self._state.phase != "between":
+                    return original(*args, **kwargs)  # the engine's own call
+                self._prove_training()
+                self._close_backward()
+                with self._phase("step"):
+                    result = original(*args, **kwargs)
+                self._step.by_script = True
+                self._finish_step()
+                return result
 
-        optimizer.step = types.MethodType(step, optimizer)  # torch's schedulers require a bound method
+            return types.MethodType(step, optimizer)  # torch's schedulers require a bound method
+
+        self._undo.append(replace_method(optimizer, "step", wrap))
 
     def _close_backward(self) -> None:
         self._close_direct()
@@ -321,8 +332,9 @@ class Meter:
         if self._module_hooked or is_pipeline(self._engine):
             return
         self._module_hooked = True
-        self._engine.module.register_forward_pre_hook(self._on_module_input, with_kwargs=True)
-        self._engine.module.register_forward_hook(self._on_module_output)
+        before = self._engine.module.register_forward_pre_hook(self._on_module_input, with_kwargs=True)
+        after = self._engine.module.register_forward_hook(self._on_module_output)
+        self._undo += [before.remove, after.remove]
 
     def _on_module_input(self, _module: Any, args: Any, kwargs: Any) -> None:
         if self._in_forward:

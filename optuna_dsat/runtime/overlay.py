@@ -10,7 +10,7 @@ from typing import Any
 
 from optuna_dsat.runtime.flattening import flatten, nest
 
-__all__ = ["LaidConfig", "effective_config", "merge", "read_config", "scripts_own"]
+__all__ = ["LaidConfig", "effective_config", "merge", "read_config", "scripts_own", "without_impossible_zero"]
 
 _BATCH_KEYS = ("train_batch_size", "gradient_accumulation_steps", "train_micro_batch_size_per_gpu")
 """Any two determine the third; in the order in which the script's own value is dropped."""
@@ -118,6 +118,24 @@ def effective_config(
                     zero.pop(old, None)
         if _offloads_optimizer(zero) and _is_foreign_optimizer(client_optimizer):
             config.setdefault("zero_force_ds_cpu_optimizer", False)
+    return config
+
+
+def without_impossible_zero(laid: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of an engine without an optimizer, as a reference model has.
+
+    ZeRO 1 and 2 split an optimizer, and DeepSpeed refuses them without one: the script's own section then stays.
+
+    Args:
+        laid: The script's config with the overlay applied.
+        own: The script's config.
+    """
+    config = dict(laid)
+    zero = config.get("zero_optimization")
+    if isinstance(zero, Mapping) and zero.get("stage") in (1, 2):
+        config.pop("zero_optimization")
+        if "zero_optimization" in own:
+            config["zero_optimization"] = _deep_copy(own["zero_optimization"])
     return config
 
 

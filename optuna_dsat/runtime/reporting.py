@@ -49,7 +49,7 @@ def dsat_reporting_context(
 
     Args:
         engine: The DeepSpeed engine. Optional, and of any type, if the script has called ``deepspeed.initialize``.
-            In a script with several engines, contexts of all but the first measured engine do nothing.
+            In a script with several engines, contexts of all but the measured one do nothing.
         op: Ignored. Loops written for Determined pass ``(core_context, op)`` and need no change.
         steps_completed: Batches (optimizer steps, each of all its micro-batches) that the training has completed, as
             Determined counts them: with those before a checkpoint that it resumed from. The launch's result is

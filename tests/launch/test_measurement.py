@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from optuna_dsat.launch.measurement import (
@@ -131,6 +133,17 @@ def test_a_record_completes_a_step_once_every_rank_has_it() -> None:
     record.add(step_of(rank=1, step=3))
     assert [step.step for step in record.counted] == [3]
     assert record.peak_bytes == 100
+
+
+def test_the_engine_that_proves_to_train_takes_the_place_of_the_first() -> None:
+    record = LaunchRecord(world_size=2, start_profile_step=1)
+    record.add(replace(engine(), params=3, config_differences={"zero_optimization.stage": [0, 1]}))
+    record.add(replace(engine(), rank=1, params=3))
+    assert record.config_differences
+    record.add(replace(engine(), rank=1, params=10))
+    record.add(replace(engine(), params=10))
+    assert record.engine is not None
+    assert (record.engine.rank, record.engine.params, record.config_differences) == (0, 10, {})
 
 
 @pytest.mark.parametrize(("samples", "most"), [([8, 8, 3], 19), ([8, 8], 23), ([], 7)])

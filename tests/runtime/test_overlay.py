@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.runtime.overlay import effective_config, merge, read_config
+from optuna_dsat.runtime.overlay import effective_config, merge, read_config, without_impossible_zero
 
 
 class AdamW:
@@ -125,3 +125,11 @@ def test_auto_in_the_overlay_gives_way_to_what_was_filled_in() -> None:
     filled = {"optimizer": {"params": {"lr": 0.1}}, "gradient_clipping": 1.0}
     overlay = {"optimizer": {"params": {"lr": "auto", "eps": "auto"}}, "gradient_clipping": "auto"}
     assert merge(filled, overlay) == {"optimizer": {"params": {"lr": 0.1, "eps": "auto"}}, "gradient_clipping": 1.0}
+
+
+def test_zero_that_splits_an_optimizer_is_not_laid_on_an_engine_without_one() -> None:
+    own = {"zero_optimization": {"stage": 0}, "bf16": {"enabled": True}}
+    for stage, left in ((0, 0), (1, 0), (2, 0), (3, 3)):
+        laid = {**own, "zero_optimization": {"stage": stage}}
+        assert without_impossible_zero(laid, own) == {**own, "zero_optimization": {"stage": left}}
+    assert without_impossible_zero({"zero_optimization": {"stage": 2}}, {}) == {}

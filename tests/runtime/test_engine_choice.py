@@ -1,0 +1,85 @@
+"""Scripts with several engines: the one that trains is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from optuna_dsat.runtime.engine_choice import OtherEngine, replace_method
+from optuna_dsat.runtime.events import EngineReady, StepMeasured
+from tests.harness.ranks import Starter, WarmRanks
+
+RANKS = (0, 1)
+
+
+class Engine:
+    """An engine of which each second ``step`` is an update."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        return self.steps % 2 == 1
+
+    def step(self) -> None:
+        self.steps += 1
+
+
+@pytest.mark.parametrize(
+    ("before", "between", "takes_over"),
+    [
+        (0, [0, 0], True),  # as a reference model, the measured one never trains
+        (0, [1, 1, 1], False),  # they take turns
+        (0, [1, 0, 0, 0, 1], False),  # three updates of a critic to each of the measured one
+        (3, [0, 0], True),  # made later: the next fold
+        (3, [1, 1, 1], False),
+    ],
+    ids=["reference", "turns", "critic", "fold", "later-turns"],
+)
+def test_an_engine_that_trains_alone_takes_the_place(before: int, between: Sequence[int], takes_over: bool) -> None:
+    done, engine, taken = [before], Engine(), list[bool]()
+    OtherEngine(engine, measured=lambda: done[0], takes_over=lambda: taken.append(True))
+    for updates in between:
+        done[0] += updates
+        engine.step()
+        engine.step()
+    assert bool(taken) is takes_over
+    assert ("step" in vars(engine)) is not takes_over  # not watched any more
+    assert engine.steps == 2 * len(between)
+
+
+def test_a_method_is_put_back_as_it_was() -> None:
+    engine = Engine()
+    undo = replace_method(engine, "step", lambda original: lambda: (original(), original()))
+    engine.step()
+    assert engine.steps == 2
+    undo()
+    engine.step()
+    assert (engine.steps, "step" in vars(engine)) == (3, False)
+
+
+@pytest.mark.torchrun
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_reference_model_that_is_made_first_is_not_measured(
+    start: Starter, warm_ranks: WarmRanks, stage: int
+) -> None:
+    overlay = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": stage}}
+    launch = start.torchrun("several_engines.py", "reference", str(start.user_config), overlay=overlay, warm=warm_ranks)
+    assert launch.exit_code == 0, launch.output + launch.log("stderr")
+    for rank in RANKS:
+        assert launch.of(EngineReady, rank)[-1].params == 8 * 8 + 8 + 8 + 1
+        steps = launch.of(StepMeasured, rank)
+        assert [step.step for step in steps] == [1, 2, 3, 4, 5]
+        assert {step.observed_micro_batch for step in steps} == {3}
+    assert "trained to its end" not in launch.log("stdout")
+
+
+@pytest.mark.torchrun
+def test_steps_go_on_with_the_next_fold(start: Starter, warm_ranks: WarmRanks) -> None:
+    launch = start.torchrun("several_engines.py", "folds", str(start.user_config), overlay={}, warm=warm_ranks)
+    assert launch.exit_code == 0, launch.output + launch.log("stderr")
+    for rank in RANKS:
+        assert len(launch.of(EngineReady, rank)) == 2
+        assert [step.step for step in launch.of(StepMeasured, rank)] == [1, 2, 3, 4, 5]
+    assert "trained to its end" not in launch.log("stdout")

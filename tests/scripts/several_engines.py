@@ -1,0 +1,43 @@
+"""Makes several engines, as scripts with a reference model, or with a model for each fold, do.
+
+several_engines.py reference|folds CONFIG
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import deepspeed
+import torch
+
+kind, path = sys.argv[1:3]
+config = json.loads(Path(path).read_text(encoding="utf-8"))
+
+
+def model(width):
+    return torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.Linear(width, 1))
+
+
+def trained(width):
+    made = model(width)
+    return deepspeed.initialize(model=made, model_parameters=made.parameters(), config=config)[0]
+
+
+def train(engine, steps, beside=None):
+    for _ in range(steps):
+        inputs = torch.randn(engine.train_micro_batch_size_per_gpu(), 8)
+        if beside is not None:
+            with torch.no_grad():
+                beside(inputs)
+        engine.backward(engine(inputs).square().mean())
+        engine.step()
+
+
+if kind == "reference":
+    frozen = {key: value for key, value in config.items() if key != "optimizer"}
+    reference = deepspeed.initialize(model=model(4), config={**frozen, "zero_optimization": {"stage": 0}})[0]
+    train(trained(8), 20, beside=reference.eval())
+else:
+    for width in range(8, 28):
+        train(trained(width), 4)
+print("trained to its end", flush=True)
