@@ -10,6 +10,7 @@ import pytest
 
 from optuna_dsat.launch.simulated import SimulatedResult
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.report.page import render
 from optuna_dsat.report.view import StudyView, read_view
 from optuna_dsat.store import Store
 from tests.harness.landscapes import Hill
@@ -48,6 +49,12 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def view(template: Path) -> StudyView:
     with Store.open(f"sqlite:///{template / 'study.db'}") as store:
         return read_view(store, "s")
+
+
+@pytest.fixture(scope="session")
+def rendered(view: StudyView) -> str:
+    """The page of that study."""
+    return render(view)
 
 
 @pytest.fixture

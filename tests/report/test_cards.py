@@ -33,14 +33,14 @@ def on_a_gpu(view: StudyView, name: str) -> StudyView:
     return replace(view, profiled=replace(view.profiled, profile=profile))
 
 
-def test_the_cards_show_what_the_result_reaches_beside_the_own_config(view: StudyView) -> None:
+def test_the_cards_show_what_the_result_reaches_beside_the_own_config(view: StudyView, rendered: str) -> None:
     assert view.best is not None
     assert view.baseline is not None
     best, own = performance_of(view, view.best), performance_of(view, view.baseline)
     assert best.samples_per_s is not None
     assert best.step_s is not None
     assert own.samples_per_s is not None
-    cards = Page(render(view)).cards
+    cards = Page(rendered).cards
     assert cards["Best"][0] == metric_in_words("throughput", best.samples_per_s)
     assert f"yours {metric_in_words('throughput', own.samples_per_s)}" in cards["Best"][1]
     assert cards["One step"][0] == metric_in_words("latency", best.step_s)
@@ -82,21 +82,21 @@ def test_speed_comes_first_as_samples_whatever_is_optimised(bench: ReportedStudy
     assert "samples/s in the search" in page.text
 
 
-def test_the_speed_up_is_told_at_both_batches(view: StudyView) -> None:
+def test_the_speed_up_is_told_at_both_batches(view: StudyView, rendered: str) -> None:
     verdict = view.verdict
     assert verdict is not None
     assert verdict.at_own_batch is not None
     assert verdict.at_user_batch is not None
     assert verdict.at_own_batch.train_batch_size != verdict.at_user_batch.train_batch_size
-    cards = Page(render(view)).cards
+    cards = Page(rendered).cards
     assert cards["Speed-up"][0] == f"{verdict.at_own_batch.ratio.value:.2f}\u00d7"
     assert f"at its global batch of {verdict.at_own_batch.train_batch_size}" in cards["Speed-up"][1]
     assert f"your global batch of {verdict.at_user_batch.train_batch_size}" in cards["Speed-up at your batch"][1]
 
 
-def test_what_a_training_saves_is_told_where_the_data_is_known(view: StudyView) -> None:
+def test_what_a_training_saves_is_told_where_the_data_is_known(view: StudyView, rendered: str) -> None:
     assert training_times(view, Training()) is None
-    assert not [name for name in Page(render(view)).cards if "poch" in name]
+    assert not [name for name in Page(rendered).cards if "poch" in name]
     training = Training(epochs=3, price_per_gpu_hour=2.5, dataset_size=10_000_000)
     times = training_times(view, training)
     assert times is not None
@@ -110,10 +110,10 @@ def test_what_a_training_saves_is_told_where_the_data_is_known(view: StudyView) 
     assert "on 10,000,000 samples" in remark
 
 
-def test_why_it_is_the_best_stands_on_the_page(view: StudyView) -> None:
+def test_why_it_is_the_best_stands_on_the_page(view: StudyView, rendered: str) -> None:
     found = explained(view)
     assert found is not None
-    page = Page(render(view))
+    page = Page(rendered)
     assert "why" in page.ids
     assert found.contributions[0].knob in page.text
     assert found.contributions[0].factor is not None
@@ -124,7 +124,7 @@ def test_why_it_is_the_best_stands_on_the_page(view: StudyView) -> None:
     assert all(text in page.text for text in found.proposals)
 
 
-def test_the_step_stands_beside_the_data_sheets(view: StudyView) -> None:
+def test_the_step_stands_beside_the_data_sheets(view: StudyView, rendered: str) -> None:
     known = on_a_gpu(view, "NVIDIA H100 80GB HBM3")
     gap = prediction_gap(known)
     assert gap is not None
@@ -137,7 +137,7 @@ def test_the_step_stands_beside_the_data_sheets(view: StudyView) -> None:
     assert gap.causes
     assert all(cause in page.text for cause in gap.causes)
     assert "of the GPU's peak FLOPS (measured)" in page.text
-    assert "Against the data sheet" not in Page(render(view)).text, "there is none of the simulated device"
+    assert "Against the data sheet" not in Page(rendered).text, "there is none of the simulated device"
 
 
 def test_finalists_stand_with_their_samples_per_second_whatever_is_optimised(bench: ReportedStudyBench) -> None:
@@ -153,8 +153,8 @@ def test_finalists_stand_with_their_samples_per_second_whatever_is_optimised(ben
     assert f"{metric_in_words('throughput', rate)} {value} {low.split()[0]} to {high} " in page.text
 
 
-def test_sections_without_content_are_left_out_and_the_end_says_why(view: StudyView) -> None:
-    page = Page(render(view))
+def test_sections_without_content_are_left_out_and_the_end_says_why(view: StudyView, rendered: str) -> None:
+    page = Page(rendered)
     empty = {one.id for one in sections_of(view) if one.missing is not None}
     assert "rungs" in empty
     assert not empty & page.ids

@@ -49,8 +49,8 @@ def unfinished(view: StudyView) -> StudyView:
     return replace(view, trials=(*view.trials[:5], flying), attributes=kept, launches=launches)
 
 
-def test_a_report_holds_everything_and_loads_nothing(view: StudyView) -> None:
-    text = render(view)
+def test_a_report_holds_everything_and_loads_nothing(view: StudyView, rendered: str) -> None:
+    text = rendered
     page = Page(text)
     assert page.loads == []
     inside = [target for target in page.targets if target.startswith("#")]
@@ -125,9 +125,9 @@ def test_a_study_that_is_still_running_shows_what_there_is(view: StudyView) -> N
     assert {"micro-batch", "progress", "timeline", "time"}.isdisjoint(missing(running))
 
 
-def test_an_interrupted_search_is_not_called_ended(view: StudyView) -> None:
+def test_an_interrupted_search_is_not_called_ended(view: StudyView, rendered: str) -> None:
     assert view.end_reason == "the budget of launches is spent"
-    assert "16 of 16 launches: the budget of launches is spent." in Page(render(view)).text
+    assert "16 of 16 launches: the budget of launches is spent." in Page(rendered).text
     interrupted = replace(view, attributes={**view.attributes, attributes.END_REASON: "interrupted"})
     assert interrupted.end_reason is None
     page = Page(render(interrupted))

@@ -35,9 +35,9 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def file(view: StudyView, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def file(rendered: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("report") / "report.html"
-    path.write_text(render(view), encoding="utf-8")
+    path.write_text(rendered, encoding="utf-8")
     return path
 
 
@@ -53,8 +53,7 @@ def show(page: Page, file: Path, figures: int) -> None:
     until(page, f"document.querySelectorAll('.js-plotly-plot .plot-container').length === {figures}")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
+@pytest.mark.parametrize(("size", "scheme"), [(DESK, "light"), (PHONE, "dark")], ids=["desk-light", "phone-dark"])
 def test_all_figures_are_drawn_and_nothing_overflows_or_is_fetched(
     browser: Any, view: StudyView, file: Path, size: dict[str, Any], scheme: str
 ) -> None:
@@ -227,8 +226,7 @@ def test_it_prints_in_black_on_white_within_the_page(browser: Any, view: StudyVi
         assert seen.console == []
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
+@pytest.mark.parametrize(("size", "scheme"), [(DESK, "light"), (PHONE, "dark")], ids=["desk-light", "phone-dark"])
 def test_a_comparison_of_long_names_fits_and_leaves_its_bars_room(
     browser: Any, view: StudyView, tmp_path: Path, size: dict[str, Any], scheme: str
 ) -> None:
