@@ -14,7 +14,7 @@ from optuna_dsat.script.experiment import Experiment, read_experiment
 from optuna_dsat.tuning.locations import DEFAULT_OUTPUT_DIR, DEFAULT_STORAGE, OUTPUT_DIR_ENV, STORAGE_ENV
 from optuna_dsat.tuning.parse import NO_CONFIG
 
-__all__ = ["is_experiment", "kept_places", "unfold_experiment"]
+__all__ = ["is_experiment", "kept_places", "unfold_experiment", "value_given"]
 
 _SUFFIXES = (".yaml", ".yml")
 _DEVICE_OPTIONS = ("--gpus-per-trial", "--cpu-ranks")
@@ -48,7 +48,7 @@ def unfold_experiment(words: Sequence[str], *, own: Sequence[str], known: frozen
         further, rest = further[: further.index("--")], further[further.index("--") + 1 :]
     given = [*own, *further]
     experiment = read_experiment(file)
-    arguments = [*_settings(experiment, given=given, known=known), *kept_places(cwd, folder, given=given), *given]
+    arguments = [*_settings(experiment, given=given, known=known), *given, *kept_places(cwd, folder, given=given)]
     os.chdir(folder)
     named = os.path.relpath(file, folder)
     for note in _notes(experiment, known=known):
@@ -69,20 +69,36 @@ def _settings(experiment: Experiment, *, given: Sequence[str], known: frozenset[
 
 
 def kept_places(cwd: Path, folder: Path, *, given: Sequence[str]) -> list[str]:
-    """Return options that keep output and database in ``cwd``, if a search runs in another folder."""
+    """Return options that keep output and database where ``cwd`` says, if a search runs in another folder.
+
+    They are to stand behind those that are given, which name them relative to ``cwd``.
+    """
     if folder == cwd.resolve():
         return []
     from optuna_dsat.cli.options_file import find_options
 
     file = find_options(cwd)
-    named = {word.partition("=")[0] for word in given} | {f"--{name}" for name in (file.table if file else {})}
+    in_file = {f"--{name}" for name in (file.table if file else {})}
+    output = value_given(given, "--output-dir") or os.environ.get(OUTPUT_DIR_ENV)
+    storage = value_given(given, "--storage") or os.environ.get(STORAGE_ENV)
     places = []
-    if "--output-dir" not in named and not os.environ.get(OUTPUT_DIR_ENV):
-        places += ["--output-dir", str(cwd.absolute() / DEFAULT_OUTPUT_DIR)]
-    if "--storage" not in named and not os.environ.get(STORAGE_ENV):
-        scheme, _, name = DEFAULT_STORAGE.partition(":///")
-        places += ["--storage", f"{scheme}:///{cwd.absolute() / name}"]
+    if output or "--output-dir" not in in_file:
+        places += ["--output-dir", str(cwd.absolute() / (output or DEFAULT_OUTPUT_DIR))]
+    if storage or "--storage" not in in_file:
+        scheme, found, name = (storage or DEFAULT_STORAGE).partition(":///")
+        if found and scheme.startswith("sqlite") and name and not name.startswith((":", "file:")):
+            places += ["--storage", f"{scheme}:///{cwd.absolute() / name}"]
     return places
+
+
+def value_given(words: Sequence[str], option: str) -> str | None:
+    """Return the value that options of a command line give one; None if they do not."""
+    found = None
+    for word, following in zip(words, (*words[1:], ""), strict=False):
+        name, equals, value = word.partition("=")
+        if name == option:
+            found = value if equals else following
+    return found
 
 
 def _notes(experiment: Experiment, *, known: frozenset[str]) -> list[str]:

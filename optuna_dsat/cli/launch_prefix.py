@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from optuna_dsat.cli.catalogue import SEARCHES
-from optuna_dsat.cli.experiment_form import is_experiment, kept_places, unfold_experiment
+from optuna_dsat.cli.experiment_form import is_experiment, kept_places, unfold_experiment, value_given
 from optuna_dsat.cli.options_file import OPTIONS_ENV, file_of
 from optuna_dsat.escape.terminal import say_prose
 from optuna_dsat.script.launch_command import LaunchCommand
@@ -69,8 +69,8 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> list[
         found = LaunchCommand(script=words[0], args=tuple(words[1:]))
     if found is None:
         return [*argv[: start + 1], *own, *_with_config(words, search.params)]
-    told = [*_in_file(name, _value_of("--options", argv[:start]), cwd=cwd), *own]
-    engine = _value_of("--on", told) or "here"
+    told = [*_in_file(name, value_given(argv[:start], "--options"), cwd=cwd), *own]
+    engine = value_given(told, "--on") or "here"
     places = []
     if found.folder is not None:
         say_prose(f"Launches run in {found.folder}, where the command goes.", file=sys.stderr)
@@ -93,16 +93,6 @@ def _in_file(command: str, options: str | None, *, cwd: Path) -> list[str]:
     file = file_of(Path(named) if named else None, cwd=cwd)
     values = {} if file is None else {name: file.value_of(command, name) for name in ("on", "cpu-ranks")}
     return [f"--{name}={value}" for name, value in values.items() if value is not None]
-
-
-def _value_of(option: str, own: Sequence[str]) -> str | None:
-    """Return the value that the search's own options give one; None if they do not."""
-    found = None
-    for word, following in zip(own, (*own[1:], ""), strict=False):
-        name, given, value = word.partition("=")
-        if name == option:
-            found = value if given else following
-    return found
 
 
 def _note_on_nodes(found: LaunchCommand, *, engine: str) -> Iterator[str]:
@@ -180,18 +170,18 @@ def _nodes(found: LaunchCommand, *, own: Sequence[str], told: Sequence[str], eng
     """Return the options for the nodes that a launcher uses, and for its ranks on each."""
     wanted = {
         "--nodes-per-trial": found.nodes if found.nodes > 1 else None,
-        "--gpus-per-node": None if _value_of("--cpu-ranks", told) else found.ranks,
+        "--gpus-per-node": None if value_given(told, "--cpu-ranks") else found.ranks,
     }
     result = [
         word
         for option, value in wanted.items()
-        if value is not None and _value_of(option, own) is None
+        if value is not None and value_given(own, option) is None
         for word in (option, str(value))
     ]
     names = [name for name in found.hosts if not name.replace(".", "").isdigit() and "@" not in name]
     if engine == "slurm" and names and names == list(found.hosts):
         result.append(f"--slurm-arg=--nodelist={','.join(names)}")
-    if engine == "ray" and _value_of("--ray-node", own) is None:
+    if engine == "ray" and value_given(own, "--ray-node") is None:
         result += [word for host in found.hosts for word in ("--ray-node", host.rpartition("@")[2])]
     return result
 

@@ -46,8 +46,8 @@ def test_the_form_is_told_from_a_script(places: Path) -> None:
 def test_a_search_in_another_folder_leaves_its_output_here(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert unfolded(places, "exp.yaml", "model/", "--confirm", "0", own=("--study", "x")) == [
         *("--max-trials", "7", "--cpu-ranks", "2", "--env", "A=b c"),
-        *("--output-dir", f"{places}/optuna-dsat-output", "--storage", f"sqlite:///{places}/optuna-dsat.db"),
         *("--study", "x", "--confirm", "0"),
+        *("--output-dir", f"{places}/optuna-dsat-output", "--storage", f"sqlite:///{places}/optuna-dsat.db"),
         *("model_def:MyTrial", "ds_config.json", "--hparams", "../exp.yaml", "--"),
     ]
     assert Path.cwd() == places / "model"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
@@ -179,6 +180,25 @@ def test_a_script_that_starts_its_ranks_by_itself_gets_all_gpus(
     (tmp_path / "own.py").write_text(source)
     assert "--gpus-per-trial" not in unfolded(tmp_path, "python", "own.py")
     assert not capsys.readouterr().err
+
+
+def test_relative_places_are_those_of_the_folder_in_which_a_command_is_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("OPTUNA_DSAT_STORAGE", "sqlite:///kept/my.db")
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "own.py").write_text("")
+    (tmp_path / "train.sh").write_text("cd inner\ntorchrun --nproc_per_node 2 own.py\n")
+    found = unfolded(tmp_path, "--output-dir=there", "bash", "train.sh")
+    last = dict(itertools.pairwise(found))
+    assert last["--output-dir"] == str(tmp_path / "there")
+    assert last["--storage"] == f"sqlite:///{tmp_path}/kept/my.db"
+    monkeypatch.chdir(tmp_path)
+    found = unfolded(tmp_path, "--storage", "postgresql://me@db/studies", "--output-dir", "/tmp/x", "bash", "train.sh")
+    assert found.count("--storage") == 1
+    assert found[len(found) - 1 - found[::-1].index("--output-dir") + 1] == "/tmp/x"
 
 
 def test_output_and_database_stay_where_a_command_that_goes_elsewhere_is_typed(
