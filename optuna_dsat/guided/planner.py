@@ -20,10 +20,11 @@ micro-batch is larger than ``Problem.reach`` times the largest that ran; where a
 many times the seconds of the user's own that may not gain as much (``Posterior.is_dear``).
 
 The search ends when no configuration has an expected improvement of at least ``min_gain`` (as in Jones et al. 1998) per
-launch, a launch being as long as the shortest of the best configurations, and less than ``_WORTHWHILE`` such gains, or
-less than launches of one configuration differ by, is left with 90% probability (``remaining``). Where launches differ
-by much, one teaches little and many together much; but what differs by less than the noise takes more launches to tell
-apart than it is worth. Where no launch pays by itself, long ones are not made.
+launch, a launch being as long as the shortest of the best configurations, and ``_TOGETHER`` launches of these together
+are not expected to gain as much each (``Prospects.worth_of_launches``): where launches differ by much, one teaches
+little and many together much. It also ends where less than launches of one configuration differ by is left with 90%
+probability (``remaining``): that takes more launches to tell apart than it is worth. Where no launch pays by itself,
+long ones are not made.
 
 Launches in flight count as if measured at their predicted metric (the "kriging believer" of Ginsbourger et al. 2010),
 and no other launch of their lineages is proposed.
@@ -50,6 +51,7 @@ from optuna_dsat.guided.candidates import Observations
 from optuna_dsat.guided.memory import memory_posterior
 from optuna_dsat.guided.posterior import DOUBTED_FORMULA, Posterior, Prediction
 from optuna_dsat.guided.problem import Problem
+from optuna_dsat.guided.prospects import Prospects
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import agrees, lineage_key
 
@@ -57,8 +59,8 @@ __all__ = ["Candidate", "GuidedPlanner"]
 
 Numbers: TypeAlias = npt.NDArray[Any]
 
-_WORTHWHILE = 20
-"""Launches that the search goes on for if all of them together may gain as much as each must be expected to."""
+_TOGETHER = 20
+"""Launches that the search goes on for if all of them together are expected to gain as much as each of them has to."""
 _LONG = 2.0
 """Seconds of a launch, relative to one of the best configuration, above which it has to pay by itself, and is no larger
 than what doublings paid for."""
@@ -274,10 +276,16 @@ class GuidedPlanner:
         if np.any(paying & (acquisition.gain >= self.min_gain * relative)):
             return rows[paying], sizes[paying], acquisition.take(paying)
         rows, sizes, acquisition = rows[short], sizes[short], acquisition.take(short)
-        least = max(_WORTHWHILE * self.min_gain, math.sqrt(posterior.residuals.noise_variance))
-        if not len(rows) or math.expm1(posterior.remaining(rows, sizes)) < least:
+        if not len(rows) or not self._goes_on(posterior.prospects(rows, sizes), posterior.residuals.noise_variance):
             return rows[:0], sizes[:0], acquisition.take(np.arange(0))
         return rows, sizes, acquisition
+
+    def _goes_on(self, prospects: Prospects | None, noise_variance: float) -> bool:
+        """Whether launches are worth it together, though none is by itself."""
+        if prospects is None:
+            return True
+        enough = prospects.worth_of_launches(_TOGETHER) >= _TOGETHER * self.min_gain
+        return enough and prospects.remaining() >= math.sqrt(noise_variance)
 
     def remaining(self, trials: Sequence[FrozenTrial]) -> float:
         """Return what is left to gain: the best configuration is better by less than this share with 90% probability.
@@ -287,7 +295,10 @@ class GuidedPlanner:
         observations, samples = self._observed(trials)
         posterior = Posterior(self.problem, observations, samples_limit=samples)
         rows, sizes, _ = self._evaluated(posterior, self._open_rows(observations, {}))
-        return math.expm1(posterior.remaining(rows, sizes)) if len(rows) else 0.0
+        if not len(rows):
+            return 0.0
+        prospects = posterior.prospects(rows, sizes)
+        return math.inf if prospects is None else math.expm1(prospects.remaining())
 
     def _observed(self, trials: Sequence[FrozenTrial]) -> tuple[Observations, int | None]:
         """Return the observations of trials, and the samples per rank and step for which the script's data last."""

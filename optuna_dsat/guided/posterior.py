@@ -19,6 +19,7 @@ from optuna_dsat.guided.acquisition import Acquisition, expected_improvement, he
 from optuna_dsat.guided.candidates import Observations
 from optuna_dsat.guided.memory import memory_posterior, most_informative
 from optuna_dsat.guided.problem import Problem
+from optuna_dsat.guided.prospects import Prospects
 from optuna_dsat.guided.residual_gp import Points, ResidualGP
 from optuna_dsat.guided.run_probability import RunProbability
 from optuna_dsat.guided.sizes import largest_size, paying_sizes, spread_sizes
@@ -45,9 +46,9 @@ says of other structures, also on machines where that is wrong.
 """
 _MIN_FITS = 0.05
 """Probability to run below which no candidate is launched once a metric was measured."""
-_DRAWS, _HOPEFUL, _HOPE_SIGMAS, _SURE = 256, 160, 2.0, 0.9
-"""Draws of the joint posterior, configurations in it, the standard deviations by which these are chosen, and the
-quantile of what remains to be gained."""
+_HOPEFUL, _HOPE_SIGMAS = 160, 2.0
+"""Configurations that were not measured which what may be gained is looked for in, and the standard deviations above
+their means by which they are chosen."""
 _INITIAL_IMPROVEMENT = math.log(10)
 """Until a metric is measured, the incumbent is a tenth of the best predicted metric: running at all counts most."""
 _COARSE_SHARES = (1.0, 0.9, 0.7, 0.5, 0.35, 0.25, *(2.0**-octave for octave in range(3, 13)))
@@ -450,33 +451,31 @@ class Posterior:
         found: Numbers = acquisition.cost_s > DEAR * own_s * np.maximum(1.0, acquisition.gain / math.log1p(LEAST_GAIN))
         return found
 
-    def remaining(self, rows: Numbers, sizes: Numbers) -> float:
-        """Return what the best of some configurations gains over the incumbent, in the metric's logarithm.
+    def prospects(self, rows: Numbers, sizes: Numbers) -> Prospects | None:
+        """Return what may be gained over the incumbent, None before a metric was measured.
 
-        The 0.9 quantile of the joint posterior, by ``_DRAWS`` draws; measured configurations are included, and those
-        near the edge of memory fit or not together.
+        It looks at the most hopeful of some configurations and at those that were measured.
 
         Args:
             rows: Rows of the configurations.
             sizes: Their micro-batches.
         """
         if self._incumbent is None:
-            return math.inf
+            return None
         peak, fits = self._runs.fits(rows, sizes)
         fits = fits * self._runs.is_sound(rows, sizes)
         new = self._points(rows, sizes.astype(np.float64), self._share(peak))
         mean, variance = self.residuals.predict(new)
         hopeful = np.argsort(-(mean + _HOPE_SIGMAS * np.sqrt(variance) + np.log(fits + 1e-9)), kind="stable")[:_HOPEFUL]
         count = len(self.residuals.posterior_means)
-        both = new.take(hopeful).joined(self.residuals.points.take(np.arange(count)))
-        means, covariance = self.residuals.joint(both)
-        held = len(hopeful) + int(np.argmax(self.residuals.posterior_means))
-        values, vectors = np.linalg.eigh(covariance)
-        draws = np.random.default_rng(0).standard_normal((_DRAWS, len(means)))
-        drawn = means + draws * np.sqrt(np.maximum(values, 0.0)) @ vectors.T
-        runs = np.concatenate([fits[hopeful], np.ones(count)]) > np.random.default_rng(1).random((_DRAWS, 1))
-        best = np.where(runs, drawn, -np.inf).max(axis=1)
-        return float(np.quantile(np.maximum(0.0, best - drawn[:, held]), _SURE))
+        means, covariance = self.residuals.joint(new.take(hopeful).joined(self.residuals.points.take(np.arange(count))))
+        return Prospects(
+            means,
+            covariance,
+            runs=fits[hopeful],
+            held=len(hopeful) + int(np.argmax(self.residuals.posterior_means)),
+            noise_variance=self.residuals.noise_variance,
+        )
 
 
 def _rank_within(groups: Numbers) -> Numbers:

@@ -14,7 +14,9 @@ configuration is a sum of independent parts:
 How large these parts are differs between machines by orders of magnitude, and most knobs do nothing: each has a factor
 on its variance, and so has the noise. They are those of the largest posterior density (type II maximum likelihood,
 MacKay 2003, chapter 28, with log-normal priors; one factor per knob is automatic relevance determination, Neal 1996),
-climbed to one factor at a time.
+climbed to one factor at a time. A knob's factor is then replaced by its mean, in the logarithm and given the others:
+where few launches vary a knob, the most likely factor is a small one, and a search that took it for the truth would be
+too sure that the knob does nothing (for the same reason Snoek et al. 2012 integrate over such factors).
 
 Measurements of an earlier study have a larger noise than those of this one, and an error in common (conditions of that
 day).
@@ -144,7 +146,7 @@ class ResidualGP:
         count = len(observed)
         measured = points.take(np.arange(count))
         parts = self._parts(points, points)
-        self.factors = self._most_likely_factors(
+        self.factors = self._learnt_factors(
             {name: part[:count, :count] for name, part in parts.items()}, measured, observed - measured.log_objective
         )
         """Factor on the variances of each group of parts, the noise's included."""
@@ -281,41 +283,46 @@ class ResidualGP:
             found += of[_knob(place)] * _KNOB_SD**2 * np.diag(kernel)[new.knobs[:, place]]
         return found
 
-    def _most_likely_factors(
-        self, parts: Mapping[str, Numbers], points: Points, residuals: Numbers
-    ) -> dict[str, float]:
-        """Return the factors of a large posterior density, each moved in turn, the others given, until none moves."""
+    def _learnt_factors(self, parts: Mapping[str, Numbers], points: Points, residuals: Numbers) -> dict[str, float]:
+        """Return the factors of a large posterior density; those of knobs are means over it, each given the others."""
         knobs = [_knob(place) for place in range(len(self._kernels))]
         limits = {**_LIMITS, **dict.fromkeys(knobs, _KNOB_LIMITS)}
-        spreads = {**_LOG_SD, **dict.fromkeys(knobs, _KNOB_LOG_SD)}
-        powers = dict.fromkeys(limits, 0)
+        if not len(residuals):
+            return dict.fromkeys(limits, 1.0)
         noise = np.diag(np.full(len(residuals), NOISE_SD**2))
         steady = parts["given"] + _noise_covariance(points, 0.0)
         groups = {**{name: parts[name] for name in parts if name != "given"}, "noise": noise}
-        moving = [name for name, part in groups.items() if np.any(part)]
-        total = steady + sum(groups[name] for name in moving) if moving else steady
+        moving = {name: part for name, part in groups.items() if np.any(part)}
+        spreads = {**_LOG_SD, **dict.fromkeys(knobs, _KNOB_LOG_SD)}
 
-        def density(covariance: Numbers) -> float:
+        def density(covariance: Numbers, powers: Mapping[str, int]) -> float:
             root = np.linalg.cholesky(covariance)
             fit = float((np.linalg.solve(root, residuals) ** 2).sum()) + 2 * float(np.log(np.diag(root)).sum())
             return -0.5 * (fit + sum((powers[name] * math.log(_STEP) / spreads[name]) ** 2 for name in moving))
 
-        best = density(total) if len(residuals) else 0.0
-        for _ in range(_SWEEPS if len(residuals) else 0):
+        powers = dict.fromkeys(limits, 0)
+        total = steady + sum(moving.values())
+        best = density(total, powers)
+        for _ in range(_SWEEPS):
             moved = False
-            for name in moving:
+            for name, part in moving.items():
                 for way in (-1, 1):
                     while limits[name][0] <= powers[name] + way <= limits[name][1]:
-                        step = (_STEP ** (powers[name] + way) - _STEP ** powers[name]) * groups[name]
-                        powers[name] += way
-                        found = density(total + step)
+                        step = (_STEP ** (powers[name] + way) - _STEP ** powers[name]) * part
+                        found = density(total + step, {**powers, name: powers[name] + way})
                         if found <= best:
-                            powers[name] -= way
                             break
+                        powers[name] += way
                         best, total, moved = found, total + step, True
             if not moved:
                 break
-        return {name: _STEP**power for name, power in powers.items()}
+        factors = {name: _STEP**power for name, power in powers.items()}
+        for name in (name for name in knobs if name in moving):
+            tried = range(limits[name][0], limits[name][1] + 1)
+            steps = [total + (_STEP**power - factors[name]) * moving[name] for power in tried]
+            logs = np.array([density(one, {**powers, name: power}) for one, power in zip(steps, tried, strict=True)])
+            factors[name] = _STEP ** float(np.average(tried, weights=np.exp(logs - logs.max())))
+        return factors
 
 
 def _knob(place: int) -> str:

@@ -384,8 +384,8 @@ class GuidedOptions(_LineageOptions):
     min_gain: Annotated[
         float,
         Option(
-            help="End when no launch, one as long as the best's, is expected to improve the best by this share, and "
-            "with 90% probability less than 20 times as much is left to gain; 0 for never.",
+            help="End when no launch, one as long as the best's, is expected to improve the best by this share, nor 20 "
+            "launches together by 20 times as much; 0 for never.",
             metavar="SHARE",
             panel=METHOD,
         ),

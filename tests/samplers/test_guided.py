@@ -20,6 +20,7 @@ from optuna_dsat.guided.candidates import CandidateTable
 from optuna_dsat.guided.planner import GuidedPlanner
 from optuna_dsat.guided.posterior import Posterior
 from optuna_dsat.guided.problem import Problem
+from optuna_dsat.guided.prospects import Prospects
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.samplers import GuidedSampler
 from optuna_dsat.trials import attributes
@@ -201,7 +202,7 @@ class Noisy(Machine):
         return factor * forward, factor * backward, factor * step, factor * other
 
 
-def test_where_one_launch_teaches_little_a_search_goes_on_while_much_may_be_left(
+def test_where_one_launch_teaches_little_a_search_goes_on_while_many_together_gain(
     kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     least = 0.005
@@ -209,14 +210,14 @@ def test_where_one_launch_teaches_little_a_search_goes_on_while_much_may_be_left
         Problem(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=small_space()), min_gain=least
     )
     study, machine = guided(kit, planner), Noisy()
-    monkeypatch.setattr(planner_module, "_WORTHWHILE", math.inf)
+    monkeypatch.setattr(Prospects, "worth_of_launches", lambda *_: 0.0)
     while planner.next(study.trials) is not None:
         machine.run(study, 1)
         assert len(study.trials) <= 30
-    left = planner.remaining(study.trials)
-    assert left > least
-    for worthwhile, goes_on in ((0.5 * left / least, True), (2 * left / least, False)):
-        monkeypatch.setattr(planner_module, "_WORTHWHILE", worthwhile)
+    assert planner.remaining(study.trials) > least
+    monkeypatch.setattr(Prospects, "remaining", lambda _: math.inf)
+    for each, goes_on in ((1.1 * least, True), (0.9 * least, False)):
+        monkeypatch.setattr(Prospects, "worth_of_launches", lambda _, launches, each=each: each * launches)
         again = GuidedPlanner(planner.problem, min_gain=least)
         assert (again.next(study.trials) is not None) == goes_on
 
@@ -225,7 +226,8 @@ def test_where_no_launch_pays_by_itself_no_long_one_is_made(
     kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A search went on for what may be left in all, and launched thirteen times the best's micro-batch."""
-    monkeypatch.setattr(Posterior, "remaining", lambda *_: math.inf)
+    for name in ("remaining", "worth_of_launches"):
+        monkeypatch.setattr(Prospects, name, lambda *_: math.inf)
     problem = Problem(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=small_space())
     study = guided(kit, GuidedPlanner(problem))
     Machine(overhead_s=0.01).run(study, 8)

@@ -1,0 +1,64 @@
+"""What a search may still gain, by draws of the joint posterior of its configurations."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Prospects"]
+
+Numbers: TypeAlias = npt.NDArray[Any]
+
+_DRAWS, _SURE = 256, 0.9
+"""Draws of the joint posterior, and the quantile of what remains to be gained."""
+
+
+class Prospects:
+    """What may be gained over the incumbent, in the metric's logarithm.
+
+    Args:
+        means: Posterior means of the log objectives of n configurations, those not measured first.
+        covariance: Their covariance, without noise, shape (n, n).
+        runs: Probability that each of those not measured runs; those near the edge of memory run or not together.
+        held: Index of the incumbent.
+        noise_variance: Of a measurement.
+    """
+
+    def __init__(self, means: Numbers, covariance: Numbers, *, runs: Numbers, held: int, noise_variance: float) -> None:
+        self._means, self._covariance, self._held, self._noise = means, covariance, held, noise_variance
+        self._unmeasured = len(runs)
+        values, vectors = np.linalg.eigh(covariance)
+        normal = np.random.default_rng(0).standard_normal((_DRAWS, len(means)))
+        self._draws = means + normal * np.sqrt(np.maximum(values, 0.0)) @ vectors.T
+        chances = np.concatenate([runs, np.ones(len(means) - len(runs))])
+        self._runs = chances > np.random.default_rng(1).random((_DRAWS, 1))
+
+    def remaining(self) -> float:
+        """Return what the best of the configurations gains: with 90% probability it is less."""
+        gain = np.where(self._runs, self._draws - self._draws[:, [self._held]], 0.0)
+        return float(np.quantile(gain.max(axis=1), _SURE))
+
+    def worth_of_launches(self, launches: int) -> float:
+        """Return what some launches together are expected to gain.
+
+        They are of configurations that are the best by one draw each (Thompson sampling for launches side by side,
+        Kandasamy et al. 2018), and measured with noise. What is held then has the best posterior mean (the knowledge
+        gradient of a batch, Wu and Frazier 2016).
+
+        Args:
+            launches: Their number.
+        """
+        hopes = np.where(self._runs, self._draws, -np.inf)[:, : self._unmeasured]
+        best = np.argsort(-hopes, axis=1, kind="stable")[:, :launches].T.ravel()
+        chosen = np.array(list(dict.fromkeys(best.tolist()))[:launches], dtype=np.int64)
+        shared = self._covariance[chosen]
+        learnt = np.linalg.solve(shared[:, chosen] + self._noise * np.eye(len(chosen)), shared)
+        errors = np.random.default_rng(2).standard_normal((_DRAWS, len(chosen))) * math.sqrt(self._noise)
+        means = self._means + (self._draws[:, chosen] + errors - self._means[chosen]) @ learnt
+        known = np.arange(len(means[0])) >= self._unmeasured
+        known[chosen] = True
+        found = np.where(self._runs & known, means, -np.inf).max(axis=1)
+        return float(found.mean() - self._means[self._held])
