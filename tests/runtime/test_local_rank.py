@@ -46,10 +46,10 @@ def typer_command(option: str) -> Callable[[list[str]], Any]:
     typer = pytest.importorskip("typer")
     application = typer.Typer()
 
-    @application.command()
     def train(local_rank: int = typer.Option(-1, option), other: int = 0) -> dict[str, int]:
         return {"local_rank": local_rank, "other": other}
 
+    application.command()(train)
     return functools.partial(application, standalone_mode=False)
 
 

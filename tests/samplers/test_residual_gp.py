@@ -12,7 +12,7 @@ EFFECT = 0.05
 
 
 def learnt(launches: int, *, effect: float) -> float:
-    """Return the factor on the variance of a flag that is on in every other launch, and changes the metric by so much."""
+    """Return the factor on the variance of a flag that every other launch has, and that has an effect on the metric."""
     flag = np.arange(launches) % 2
     points = Points(
         row=flag,

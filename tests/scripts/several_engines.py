@@ -6,6 +6,7 @@ several_engines.py reference|folds CONFIG
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import torch
@@ -14,16 +15,16 @@ kind, path = sys.argv[1:3]
 config = json.loads(Path(path).read_text(encoding="utf-8"))
 
 
-def model(width):
+def model(width: int) -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.Linear(width, 1))
 
 
-def trained(width):
+def trained(width: int) -> Any:
     made = model(width)
     return deepspeed.initialize(model=made, model_parameters=made.parameters(), config=config)[0]
 
 
-def train(engine, steps, beside=None):
+def train(engine: Any, steps: int, beside: Any = None) -> None:
     for _ in range(steps):
         inputs = torch.randn(engine.train_micro_batch_size_per_gpu(), 8)
         if beside is not None:
