@@ -207,7 +207,7 @@ def best_settings(spec: StudySpec, config: Mapping[str, Any], directory: Path) -
         args=script.args,
         cwd=script.cwd,
         folder=directory,
-        user_config=script.config_path,
+        user_config="" if script.script == RUNNER else script.config_path,  # its command gives it the config
         best_config=str(directory / BEST_CONFIG),
     )
 
