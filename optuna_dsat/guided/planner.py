@@ -276,16 +276,16 @@ class GuidedPlanner:
         if np.any(paying & (acquisition.gain >= self.min_gain * relative)):
             return rows[paying], sizes[paying], acquisition.take(paying)
         rows, sizes, acquisition = rows[short], sizes[short], acquisition.take(short)
-        if not len(rows) or not self._goes_on(posterior.prospects(rows, sizes), posterior.residuals.noise_variance):
+        if not len(rows) or not self._goes_on(posterior.prospects(rows, sizes)):
             return rows[:0], sizes[:0], acquisition.take(np.arange(0))
         return rows, sizes, acquisition
 
-    def _goes_on(self, prospects: Prospects | None, noise_variance: float) -> bool:
+    def _goes_on(self, prospects: Prospects | None) -> bool:
         """Whether launches are worth it together, though none is by itself."""
         if prospects is None:
             return True
         enough = prospects.worth_of_launches(_TOGETHER) >= _TOGETHER * self.min_gain
-        return enough and prospects.remaining() >= math.sqrt(noise_variance)
+        return enough and prospects.remaining() >= math.sqrt(prospects.noise_variance)
 
     def remaining(self, trials: Sequence[FrozenTrial]) -> float:
         """Return what is left to gain: the best configuration is better by less than this share with 90% probability.

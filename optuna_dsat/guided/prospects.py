@@ -28,7 +28,8 @@ class Prospects:
     """
 
     def __init__(self, means: Numbers, covariance: Numbers, *, runs: Numbers, held: int, noise_variance: float) -> None:
-        self._means, self._covariance, self._held, self._noise = means, covariance, held, noise_variance
+        self._means, self._covariance, self._held = means, covariance, held
+        self.noise_variance = noise_variance
         self._unmeasured = len(runs)
         values, vectors = np.linalg.eigh(covariance)
         normal = np.random.default_rng(0).standard_normal((_DRAWS, len(means)))
@@ -55,8 +56,8 @@ class Prospects:
         best = np.argsort(-hopes, axis=1, kind="stable")[:, :launches].T.ravel()
         chosen = np.array(list(dict.fromkeys(best.tolist()))[:launches], dtype=np.int64)
         shared = self._covariance[chosen]
-        learnt = np.linalg.solve(shared[:, chosen] + self._noise * np.eye(len(chosen)), shared)
-        errors = np.random.default_rng(2).standard_normal((_DRAWS, len(chosen))) * math.sqrt(self._noise)
+        learnt = np.linalg.solve(shared[:, chosen] + self.noise_variance * np.eye(len(chosen)), shared)
+        errors = np.random.default_rng(2).standard_normal((_DRAWS, len(chosen))) * math.sqrt(self.noise_variance)
         means = self._means + (self._draws[:, chosen] + errors - self._means[chosen]) @ learnt
         known = np.arange(len(means[0])) >= self._unmeasured
         known[chosen] = True
