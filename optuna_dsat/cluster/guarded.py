@@ -14,7 +14,8 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from optuna_dsat.launch.processes import MARK_ENV, kill_leftovers, new_mark
+from optuna_dsat.launch.ending import kill_leftovers
+from optuna_dsat.launch.processes import MARK_ENV, new_mark
 
 __all__ = ["main"]
 

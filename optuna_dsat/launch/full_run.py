@@ -13,9 +13,10 @@ from typing import TextIO
 
 from optuna_dsat.launch.agent_record import first_failure_code
 from optuna_dsat.launch.devices import Devices, Nvml
+from optuna_dsat.launch.ending import kill_leftovers
 from optuna_dsat.launch.leftovers import LeftoverWatch, remove_noted
 from optuna_dsat.launch.notes import TunerNotes
-from optuna_dsat.launch.processes import kill_leftovers, new_mark
+from optuna_dsat.launch.processes import new_mark
 from optuna_dsat.launch.protocol import LaunchRequest, SlotsBusyError
 from optuna_dsat.launch.run_files import prepare_launch, write_run_directory
 from optuna_dsat.launch.slots import SlotLease, SlotPool

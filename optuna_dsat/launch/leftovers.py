@@ -22,9 +22,10 @@ import psutil
 
 from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.build_locks import remove_stale_locks
+from optuna_dsat.launch.ending import kill_leftovers
 from optuna_dsat.launch.notes import GoneTuner, any_gone, gone_tuners
 from optuna_dsat.launch.orphans import end_noted
-from optuna_dsat.launch.processes import LaunchProcess, find_leftovers, kill_leftovers
+from optuna_dsat.launch.processes import LaunchProcess, find_leftovers
 from optuna_dsat.launch.shared_memory import noted_path, shared_memory_of
 from optuna_dsat.runtime.leavings import SHARED_MEMORY
 
@@ -74,7 +75,7 @@ class Removed:
 
 
 class LeftoverWatch:
-    """Removes what killed tuners left: at the start of a command that launches, and while it runs.
+    """Removes what killed tuners left: at the start of a command that launches, while it runs, and at its end.
 
     Args:
         environ: Environment of launches.
@@ -98,10 +99,14 @@ class LeftoverWatch:
     def check(self) -> None:
         """Remove what a tuner left that was killed since the last look; looks every few seconds only."""
         if time.monotonic() - self._looked > _WATCH_S:
-            with contextlib.suppress(UsageError, TimeoutError, OSError):  # said at the start of whoever comes next
-                if any_gone():
-                    self.begin()
+            self.look()
             self._looked = time.monotonic()
+
+    def look(self) -> None:
+        """Remove what a tuner left that was killed; what cannot be removed is left to whoever comes next."""
+        with contextlib.suppress(UsageError, TimeoutError, OSError):  # said at the start of that
+            if any_gone():
+                self.begin()
 
 
 def remove_leftovers(environ: Mapping[str, str], *, notes: Path | None = None) -> Removed:

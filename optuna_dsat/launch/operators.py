@@ -22,7 +22,8 @@ from typing import IO
 
 from optuna_dsat.launch.build_locks import remove_stale_locks
 from optuna_dsat.launch.built_operators import BUILDING, is_built, operator_name
-from optuna_dsat.launch.processes import MARK_ENV, kill_leftovers, new_mark
+from optuna_dsat.launch.ending import kill_leftovers
+from optuna_dsat.launch.processes import MARK_ENV, new_mark
 from optuna_dsat.runtime.build_locks import guard_builds
 from optuna_dsat.runtime.rank_process import die_with_parent
 

@@ -18,16 +18,8 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from optuna_dsat.launch.processes import (
-    CLEANERS_S,
-    KILL_LIMIT_S,
-    ProcessKey,
-    children_of,
-    end_processes,
-    has_mark,
-    is_cleaner,
-    refuse_survivors,
-)
+from optuna_dsat.launch.ending import KILL_LIMIT_S, Ending, end_with_descendants
+from optuna_dsat.launch.processes import ProcessKey, children_of, has_mark
 from optuna_dsat.runtime.process_identity import process_space
 
 __all__ = ["OrphanWatch", "adopt_orphans", "end_children", "end_noted", "own_children"]
@@ -51,15 +43,14 @@ def own_children() -> set[ProcessKey]:
 
 
 def end_children(*, but: Collection[ProcessKey] = ()) -> None:
-    """Kill the children of this process and all below them, and wait until they are gone.
+    """End the children of this process and all below them, and wait until they are gone.
 
     Args:
         but: Children that are left alone, with all below them.
     """
-    began = time.monotonic()
-    while (waited_s := time.monotonic() - began) < KILL_LIMIT_S and (left := own_children() - {*but}):
-        left |= children_of(left)
-        end_processes(key for key in left if waited_s > CLEANERS_S or not is_cleaner(key.pid))
+    began, ending = time.monotonic(), Ending()
+    while time.monotonic() - began < KILL_LIMIT_S and (left := own_children() - {*but}):
+        ending.end(left | children_of(left))
         time.sleep(0.005)
     for pid in _children(os.getpid()) - {key.pid for key in but}:
         with contextlib.suppress(ChildProcessError):
@@ -119,7 +110,7 @@ class OrphanWatch:
 
 
 def end_noted(values: Iterable[Any]) -> int:
-    """Kill what a launch's notes name and all below it, wait until it is gone, and return how many there were.
+    """End what a launch's notes name and all below it, wait until it is gone, and return how many there were.
 
     Args:
         values: The JSON of the notes' lines; those that name no process of this machine are passed over.
@@ -127,15 +118,7 @@ def end_noted(values: Iterable[Any]) -> int:
     Raises:
         TimeoutError: If processes outlive SIGKILL, which only an uninterruptible wait in the kernel explains.
     """
-    left = {key for value in values if (key := _noted(value)) is not None}
-    ended: set[ProcessKey] = set()
-    began = time.monotonic()
-    while left := {key for key in left | children_of(left) if key.alive}:
-        refuse_survivors(left, since=began)
-        end_processes(left)
-        ended |= left
-        time.sleep(0.02)
-    return len(ended)
+    return end_with_descendants(key for value in values if (key := _noted(value)) is not None)
 
 
 def _noted(value: Any) -> ProcessKey | None:

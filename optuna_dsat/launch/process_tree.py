@@ -10,16 +10,14 @@ from typing import Protocol
 from optuna_dsat.launch.activity import ProcessUsage, read_usage
 from optuna_dsat.launch.agent_handle import AgentHandle
 from optuna_dsat.launch.agent_record import read_exit_codes
+from optuna_dsat.launch.ending import Ending, refuse_survivors
 from optuna_dsat.launch.orphans import OrphanWatch
 from optuna_dsat.launch.processes import (
-    CLEANERS_S,
     ProcessKey,
     children_of,
     end_processes,
     find_marked,
     has_mark,
-    is_cleaner,
-    refuse_survivors,
     stop_processes,
 )
 from optuna_dsat.launch.shared_memory import SharedMemoryWatch
@@ -121,7 +119,7 @@ class ProcessTree:
         self._killed: set[int] = set()
         self._shared_memory = SharedMemoryWatch(lambda: {key.pid for key in self.living()}, record=leavings)
         self._orphans = OrphanWatch(self._roots, mark=mark, record=leavings)
-        self._cleaners_until: float | None = None
+        self._ending = Ending()
 
     def _roots(self) -> set[ProcessKey]:
         return self.ranks if self._agent_key is None else {self._agent_key} | self.ranks
@@ -219,19 +217,10 @@ class ProcessTree:
             return False
         return self._agent.returncode is not None
 
-    def _may_clean(self, key: ProcessKey) -> bool:
-        """Whether a process removes by itself what others left in shared memory, and has time left for it."""
-        if not is_cleaner(key.pid):
-            return False
-        now = time.monotonic()
-        if self._cleaners_until is None:
-            self._cleaners_until = now + CLEANERS_S
-        return now < self._cleaners_until
-
     def _kill(self, keys: set[ProcessKey]) -> None:
         alive = {key for key in keys if key.alive}
         self._known |= alive
-        alive = {key for key in alive if not self._may_clean(key)}
-        self._killed |= {key.pid for key in alive}
         self._shared_memory.add(key.pid for key in alive)
-        end_processes(alive)
+        agent = {key for key in alive if key == self._agent_key}
+        end_processes(agent)  # it is stopped, and would not hear that it is asked
+        self._killed |= {key.pid for key in agent | self._ending.end(alive - agent)}

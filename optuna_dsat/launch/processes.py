@@ -1,4 +1,4 @@
-"""The processes of a launch: marked, found and ended, even after the tuner was killed.
+"""The processes of a launch: marked, found and signalled, even after the tuner was killed.
 
 torchrun puts every rank into a session of its own, a rank may start data loaders, and orphans are re-parented, so
 process groups do not identify the processes of a launch. An environment variable does: descendants inherit it, and
@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import time
 import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,8 +22,6 @@ import psutil
 from optuna_dsat.runtime.process_identity import process_space, start_ticks
 
 __all__ = [
-    "CLEANERS_S",
-    "KILL_LIMIT_S",
     "MARK_ENV",
     "LaunchProcess",
     "ProcessKey",
@@ -34,12 +31,9 @@ __all__ = [
     "find_leftovers",
     "find_marked",
     "has_mark",
-    "is_cleaner",
     "kernel_oom_kills",
-    "kill_leftovers",
     "new_mark",
     "read_command",
-    "refuse_survivors",
     "stop_processes",
     "take_mark",
 ]
@@ -49,8 +43,6 @@ MARK_ENV = "OPTUNA_DSAT_LAUNCH_ID"
 ``<uuid>:<pid of the tuner>:<its start time>:<boot id>:<PID namespace>``.
 """
 
-KILL_LIMIT_S = 10.0
-"""Longest time for processes to end after SIGKILL."""
 _START_TIME_FIELD = 19
 """Index of the start time (clock ticks since boot) after the command's name in ``/proc/PID/stat``: proc(5)."""
 
@@ -62,13 +54,6 @@ _CPU_TIME_FIELDS = (11, 12)
 
 _ENV_START_FIELD = 47
 """Index of the address of the initial environment after the command's name in ``/proc/PID/stat``: proc(5)."""
-
-
-_CLEANERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
-"""Words of the commands of processes that remove shared memory once those that made it are gone."""
-
-CLEANERS_S = 1.0
-"""Time that they have for it."""
 
 
 @dataclass(frozen=True)
@@ -125,11 +110,6 @@ def read_command(pid: int) -> list[str]:
     except OSError:
         return []
     return [os.fsdecode(word) for word in words if word]
-
-
-def is_cleaner(pid: int) -> bool:
-    """Whether a process removes from shared memory by itself what others left there, once all of these are gone."""
-    return any(name in word for word in read_command(pid) for name in _CLEANERS)
 
 
 @dataclass(frozen=True)
@@ -268,41 +248,3 @@ def kernel_oom_kills() -> int | None:
         if counts.get("oom_kill", "").strip().isdigit():
             return int(counts["oom_kill"])
     return None
-
-
-def refuse_survivors(keys: Iterable[ProcessKey], *, since: float, limit_s: float = KILL_LIMIT_S) -> None:
-    """Raise an error if processes that were killed are still there long after a moment of the monotonic clock.
-
-    Raises:
-        TimeoutError: If that is more than ``limit_s`` ago, which only an uninterruptible wait in the kernel explains.
-    """
-    if time.monotonic() - since > limit_s:
-        raise TimeoutError(f"Processes {sorted(key.pid for key in keys)} still run {limit_s:g} s after SIGKILL.")
-
-
-def kill_leftovers(mark: str | None = None, *, timeout_s: float = KILL_LIMIT_S) -> tuple[int, ...]:
-    """Kill every process with ``mark``, or for None those of all launches whose tuner is gone.
-
-    Repeats until none is found, since a process may start another while it is killed.
-
-    Args:
-        mark: Mark of a launch.
-        timeout_s: Longest time to repeat, in seconds.
-
-    Returns:
-        The numbers of the killed processes.
-
-    Raises:
-        TimeoutError: If some still run after ``timeout_s``, which only an uninterruptible wait in the kernel explains.
-    """
-    began = time.monotonic()
-    ended: set[int] = set()
-    while found := find_leftovers() if mark is None else find_marked(mark):
-        waited_s = time.monotonic() - began
-        keys = {process.key for process in found}
-        refuse_survivors(keys, since=began, limit_s=timeout_s)
-        keys |= children_of(keys)
-        end_processes(key for key in keys if waited_s > CLEANERS_S or not is_cleaner(key.pid))
-        ended |= {key.pid for key in keys}
-        time.sleep(0.02)
-    return tuple(sorted(ended))

@@ -14,12 +14,13 @@ from optuna_dsat.launch.classify import StopReason, classify
 from optuna_dsat.launch.command import device_environment
 from optuna_dsat.launch.device_return import DeviceReturn
 from optuna_dsat.launch.devices import Devices, Nvml
+from optuna_dsat.launch.ending import kill_leftovers
 from optuna_dsat.launch.forking import Forking
 from optuna_dsat.launch.leftovers import LeftoverWatch, remove_noted
 from optuna_dsat.launch.notes import TunerNotes
 from optuna_dsat.launch.operators import compile_operators
 from optuna_dsat.launch.preload import Preload
-from optuna_dsat.launch.processes import kernel_oom_kills, kill_leftovers, new_mark
+from optuna_dsat.launch.processes import kernel_oom_kills, new_mark
 from optuna_dsat.launch.protocol import (
     Finished,
     Holder,
@@ -269,6 +270,7 @@ class TorchrunLauncher:
         self._queue.clear()
         self._forking.close()
         self._notes.close()
+        self._leftovers.look()  # a tuner beside this one may have been killed just now, and nobody may start another
 
 
 def _settled_slots(launches: Iterable[RunningLaunch]) -> int:

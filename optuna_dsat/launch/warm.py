@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from optuna_dsat.launch.command import RANK_VARIABLES, TRACKER_FOLDERS
+from optuna_dsat.launch.ending import end_with_descendants, kill_leftovers
 from optuna_dsat.launch.preload import Preload
-from optuna_dsat.launch.processes import MARK_ENV, ProcessKey, exit_code_of, new_mark
+from optuna_dsat.launch.processes import MARK_ENV, ProcessKey, children_of, exit_code_of, new_mark
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.runtime.launch_plan import LAUNCH_ENV
 
@@ -120,6 +121,7 @@ class _ForkServer:
     """The process that launches are forked from, and the connection to it."""
 
     def __init__(self, environ: Mapping[str, str], log: Path) -> None:
+        self._mark = environ[MARK_ENV]
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-u", "-m", "optuna_dsat.launch.warm_process"]
         with theirs, log.open("ab") as output:
@@ -247,11 +249,16 @@ class _ForkServer:
         self.is_stuck = True
 
     def close(self) -> None:
-        """Kill the process, and with it all launches forked from it."""
+        """Kill the process, and with it all launches forked from it, and end what its imports have started."""
+        own = ProcessKey.of(self.process.pid)
+        below = children_of(() if own is None else (own,))
+        self.process.kill()  # first: it ends by itself once the socket is closed
         self._socket.close()
         self._dead = True
-        self.process.kill()
         self.process.wait()
+        with contextlib.suppress(TimeoutError):  # the next start says so
+            end_with_descendants(below)
+            kill_leftovers(self._mark)
 
 
 class WarmLaunches:

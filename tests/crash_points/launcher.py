@@ -12,6 +12,7 @@ from typing import Any
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.launch import processes
+from optuna_dsat.launch.ending import kill_leftovers
 from optuna_dsat.launch.leftovers import remove_noted
 from optuna_dsat.launch.notes import TunerNotes
 from optuna_dsat.launch.protocol import Finished, LaunchRequest, LaunchUpdate
@@ -115,7 +116,7 @@ class ProcessLauncher(SimulatedLauncher):
         launch = self._alive.pop(launch_id)
         key = processes.ProcessKey.of(launch.process.pid)  # its mark is not to be seen before it has started to run
         processes.end_processes([key] if key else ())
-        processes.kill_leftovers(launch.mark)
+        kill_leftovers(launch.mark)
         launch.process.wait(_PATIENCE_S)
         remove_noted(launch.record)
         return launch

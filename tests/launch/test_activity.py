@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from optuna_dsat.launch.activity import MAX_STALL_LIMITS, ActivityMonitor, ProcessUsage, read_usage
-from optuna_dsat.launch.processes import MARK_ENV, ProcessKey, kill_leftovers, new_mark
+from optuna_dsat.launch.ending import kill_leftovers
+from optuna_dsat.launch.processes import MARK_ENV, ProcessKey, new_mark
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.launch.running import RunningLaunch
 from optuna_dsat.launch.slots import SlotLease

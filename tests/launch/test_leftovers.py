@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -164,6 +165,14 @@ def test_what_others_leave_is_removed_while_a_search_runs(
     assert said == ["Removed what a killed run had left: 2 processes, 1 file in shared memory."]
 
 
+def test_a_search_that_ends_looks_once_more(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(leftovers, "any_gone", lambda: True)
+    monkeypatch.setattr(leftovers, "remove_leftovers", lambda _: Removed(folders=1))
+    torchrun.TorchrunLauncher(tmp_path / "out", devices=cpu_devices(1), on_notice=said.append).close()
+    assert said == ["Removed what a killed run had left: 1 temporary folder."]
+
+
 def test_the_own_folder_is_nobody_else_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = own_folder("launches", parent=tmp_path)
     assert made.parent == tmp_path / f"optuna-dsat-{os.getuid()}"
@@ -208,7 +217,7 @@ def test_a_launch_that_is_interrupted_as_it_starts_leaves_nothing(
     launcher = torchrun.TorchrunLauncher(tmp_path / "out", devices=cpu_devices(2))
     with pytest.raises(KeyboardInterrupt):
         launcher.start(request(tmp_path))
-    assert started[0].wait(10) == -9
+    assert started[0].wait(10) == -signal.SIGTERM
     assert not (tmp_path / "temporary").exists()
     assert launcher.free_slots == 2
     launcher.close()

@@ -157,4 +157,4 @@ def test_notes_end_only_the_process_that_they_mean() -> None:
     assert end_noted(others) == 0
     assert key.alive
     assert end_noted([noted, noted]) == 1
-    assert sleep.wait() == -signal.SIGKILL
+    assert sleep.wait() == -signal.SIGTERM

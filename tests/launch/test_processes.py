@@ -12,6 +12,7 @@ import pytest
 
 from optuna_dsat.launch.agent_record import first_failure_code, read_exit_codes
 from optuna_dsat.launch.build_locks import extensions_dir
+from optuna_dsat.launch.ending import kill_leftovers
 from optuna_dsat.launch.event_log import EventTail
 from optuna_dsat.launch.processes import (
     MARK_ENV,
@@ -20,11 +21,11 @@ from optuna_dsat.launch.processes import (
     find_leftovers,
     find_marked,
     kernel_oom_kills,
-    kill_leftovers,
     new_mark,
 )
 from optuna_dsat.runtime.events import RankFinished, encode_event
 from optuna_dsat.runtime.process_identity import process_space
+from tests.harness.workers import wait_until
 
 TREE = (
     "import subprocess, sys, time\n"
@@ -102,6 +103,10 @@ rank.wait()
 """
 
 
+def _marked_elsewhere() -> set[int]:
+    return {process.key.pid for process in find_marked() if not process.mark.endswith(HERE)}
+
+
 def test_launches_of_a_living_tuner_in_another_namespace_are_left_alone() -> None:
     """A container that shares the host: its processes are seen here, under other numbers than its marks have."""
     unshare = ["unshare", "--pid", "--fork", "--mount-proc"]
@@ -116,9 +121,9 @@ def test_launches_of_a_living_tuner_in_another_namespace_are_left_alone() -> Non
     ) as container:
         assert container.stdout is not None
         assert container.stdout.readline() == "started\n"
-        seen = {process.key.pid for process in find_marked() if not process.mark.endswith(HERE)}
-        assert seen, "its processes are visible from here"
-        assert not seen & set(kill_leftovers())
+        # A process has no environment to be seen for an instant after it was started.
+        wait_until(lambda: bool(_marked_elsewhere()), what="its processes are visible from here")
+        assert not _marked_elsewhere() & set(kill_leftovers())
         assert container.communicate()[0] == "None\n", "its rank still runs"
 
 

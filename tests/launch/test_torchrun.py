@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from optuna_dsat.launch.devices import cpu_devices
-from optuna_dsat.launch.processes import ProcessKey, find_marked, kill_leftovers
+from optuna_dsat.launch.ending import kill_leftovers
+from optuna_dsat.launch.processes import ProcessKey, find_marked
 from optuna_dsat.launch.protocol import LaunchUpdate
 from optuna_dsat.launch.torchrun import TorchrunLauncher
 from optuna_dsat.outcome import Outcome
