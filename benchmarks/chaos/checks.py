@@ -9,11 +9,12 @@ from pathlib import Path
 
 import optuna
 
+from optuna_dsat.launch.follow import MOST_KILLED
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.store import Store
 from optuna_dsat.trials import attributes
 
-__all__ = ["Ended", "Finished", "State", "finished_of", "violations"]
+__all__ = ["Ended", "Finished", "State", "finished_of", "given_up", "violations"]
 
 State = tuple[str, tuple[float, ...] | None]
 """State and values of a finished trial."""
@@ -71,6 +72,16 @@ def violations(ended: Ended, *, url: str, name: str, budget: int, output: Path) 
     ]
 
 
+def given_up(url: str, name: str) -> int:
+    """Return how many trials were not launched again, by design: each of their launches was killed."""
+    return sum(map(_is_given_up, _load(url, name)))
+
+
+def _is_given_up(trial: optuna.trial.FrozenTrial) -> bool:
+    outcome, attempts = trial.user_attrs.get(attributes.OUTCOME), trial.user_attrs.get(attributes.ATTEMPTS, 0)
+    return outcome == Outcome.KILLED and attempts > MOST_KILLED
+
+
 def _study(ended: Ended, *, url: str, name: str, budget: int) -> Iterator[str]:
     trials = _load(url, name)
     now = {one.number: (one.state.name, _values(one)) for one in trials}
@@ -84,6 +95,6 @@ def _study(ended: Ended, *, url: str, name: str, budget: int) -> Iterator[str]:
     measured = Counter(one.user_attrs[attributes.CONFIG_KEY] for one in outcomes)
     yield from (f"measured {count} times: {key[:60]}" for key, count in measured.items() if count > 1)
     for one in outcomes:
-        if one.user_attrs[attributes.OUTCOME] not in (Outcome.MEASURED, Outcome.PRUNED):
+        if one.user_attrs[attributes.OUTCOME] not in (Outcome.MEASURED, Outcome.PRUNED) and not _is_given_up(one):
             message = one.user_attrs.get(attributes.MESSAGE, "")
             yield f"trial {one.number} is {one.user_attrs[attributes.OUTCOME]} by a kill: {message[:160]}"

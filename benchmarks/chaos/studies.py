@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.chaos.checks import Ended, State, finished_of, violations
+from benchmarks.chaos.checks import Ended, State, finished_of, given_up, violations
 from benchmarks.chaos.processes import ROLES, marked_of, roles_of
 from optuna_dsat.launch.shared_memory import shared_memory_of
 
@@ -91,6 +91,8 @@ class StudyUnderFire:
     database: str | None = None
     restart: Callable[[], None] | None = None
     blows: Counter[str] = field(default_factory=Counter)
+    given_up: int = 0
+    """Trials that were not launched again at its end, since each of their launches was killed."""
     _tuners: list[subprocess.Popen[bytes]] = field(default_factory=list)
     _all: list[int] = field(default_factory=list)
     _seen: dict[int, State] = field(default_factory=dict)
@@ -114,6 +116,7 @@ class StudyUnderFire:
             if all(tuner.poll() == 0 for tuner in self._tuners):
                 break
         code = self._finish()
+        self.given_up = given_up(self.url, NAME) if code == 0 else 0
         return violations(self._ended(code), url=self.url, name=NAME, budget=BUDGET, output=self._output)
 
     @property

@@ -1,0 +1,34 @@
+"""The harness of kills takes a trial whose launches were all killed for what it is: given up by design."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+
+from benchmarks.chaos.checks import Ended, given_up, violations
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.store import Store
+from optuna_dsat.trials import attributes
+
+
+@pytest.mark.parametrize(("attempts", "count"), [(3, 0), (4, 1)], ids=["too-early", "by-design"])
+def test_a_trial_that_is_given_up_is_counted(tmp_path: Path, attempts: int, count: int) -> None:
+    url = f"sqlite:///{tmp_path}/study.db"
+    killed = {
+        attributes.OUTCOME: Outcome.KILLED,
+        attributes.ATTEMPTS: attempts,
+        attributes.CONFIG_KEY: "a",
+    }
+    with Store.open(url) as store:
+        study = optuna.create_study(study_name="chaos", storage=store.storage, direction="maximize")
+        study.add_trial(optuna.trial.create_trial(state=TrialState.FAIL, user_attrs=killed))
+    (tmp_path / "chaos").mkdir()
+    (tmp_path / "chaos" / "best_ds_config.json").touch()
+    ended = Ended(code=0, seen={}, processes=(), shared_memory=(), temporary=(), stderr="")
+    assert given_up(url, "chaos") == count
+    found = violations(ended, url=url, name="chaos", budget=1, output=tmp_path)
+    assert len(found) == 1 - count
+    assert all("killed by a kill" in one for one in found)
