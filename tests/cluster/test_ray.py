@@ -237,9 +237,9 @@ def test_without_rays_control_service_all_places_are_given_up(cluster: RayCluste
         found = seen(cluster, "control_frozen", control.pid)
     finally:
         control.resume()
-    assert found["why"] == "Ray's control service (GCS) has given no answer for 3 s"
+    assert found["why"] == "Ray's control service (GCS) has given no answer for 8 s"
     assert found["refused"] == f"{found['why']}. Nothing is lost: resume goes on."
-    assert found["lost_s"] + found["gone_s"] < 20
+    assert found["lost_s"] + found["gone_s"] < 30
 
 
 @with_ray
