@@ -351,6 +351,20 @@ class LaunchRecord:
         return max(seen, default=None)
 
     @property
+    def passes_per_micro_batch(self) -> int:
+        """Forward passes of full micro-batches in each counted step, as a multiple of the engine's accumulation.
+
+        More than 1 where the script accumulates by itself, or feeds the engine several times for one backward; 1 where
+        steps disagree, or nothing was seen.
+        """
+        if self.engine is None or self.engine.pipeline or self.observed_micro_batch is None:
+            return 1
+        full = self.engine.gradient_accumulation_steps * self.observed_micro_batch
+        fed = {event.samples for event in self.events if event.step >= self.start_profile_step}
+        samples = fed.pop() if len(fed) == 1 else 0
+        return max(samples // full, 1) if samples % full == 0 else 1
+
+    @property
     def peak_bytes(self) -> int:
         """Peak allocated bytes of the worst rank over all steps; 0 before the first step."""
         return max((step.peak_allocated_bytes for step in self.boundaries), default=0)

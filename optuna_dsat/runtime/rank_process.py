@@ -40,7 +40,7 @@ from optuna_dsat.runtime.leavings import (
     note_temporary_folders,
     share_multiprocessing_folder,
 )
-from optuna_dsat.runtime.local_rank import default_local_rank
+from optuna_dsat.runtime.local_rank import default_local_rank, with_local_rank
 from optuna_dsat.runtime.meter import RankState
 from optuna_dsat.runtime.plain_text import MESSAGE_CHARS, TEXT_CHARS, shortened
 from optuna_dsat.runtime.rank import Rank
@@ -126,6 +126,10 @@ class _RankProcess:
         if plan.user_config_path:
             default_config_option(plan.config_path, on_found=self._takes_config_option)
         args = replace_config_paths(command.args, user_config=plan.user_config_path, config=plan.config_path)
+        given = with_local_rank(args, rank.local_rank, script=None if command.is_module else Path(command.name))
+        if given != args:
+            args = given
+            self._takes_local_rank()
         try:
             with reads_redirected(user_config=plan.user_config_path, config=plan.config_path):
                 ScriptCommand(name=command.name, is_module=command.is_module, args=args).run(safe_path=safe_path)

@@ -12,7 +12,7 @@ from optuna_dsat.runtime.flattening import flatten, nest
 from optuna_dsat.script.config_location import holds_config, read_settings
 from optuna_dsat.script.settings_file import SettingsCopy, names_file
 
-__all__ = ["config_copy"]
+__all__ = ["best_of_file", "config_copy", "passes", "paths_among"]
 
 _BATCH_KEYS = frozenset({TRAIN_BATCH, MICRO_BATCH, GRADIENT_ACCUMULATION})
 
@@ -41,19 +41,33 @@ def config_copy(
     """
     if source and (source.get("kind") != "setting" or source["key"] not in (MICRO_BATCH, TRAIN_BATCH)):
         return None
-    for file in (Path(source["file"]),) if source else _files(args, cwd=cwd):
+    for file in (Path(source["file"]),) if source else paths_among(args, cwd=cwd):
         if file.suffix not in (".yaml", ".yml") or not any(names_file(arg, file, cwd=cwd) for arg in args):
             continue
         found = read_settings(file)
-        if holds_config(found) and _told(found).items() <= _told(own).items():
-            changed = merge(_untold(found), _without_added(config, own=own, found=found))
-            return SettingsCopy(
-                original=file, path=folder / f"best_{file.name}", text=_yaml(changed), names_config=True
-            )
+        if holds_config(found) and passes(found, own=own):
+            text = _yaml(best_of_file(found, config, own=own))
+            return SettingsCopy(original=file, path=folder / f"best_{file.name}", text=text, names_config=True)
     return None
 
 
-def _files(args: Sequence[str], *, cwd: str) -> list[Path]:
+def passes(found: Mapping[str, Any], *, own: Mapping[str, Any]) -> bool:
+    """Whether a script passes the config that it found, apart from batch sizes and what it adds."""
+    return _told(found).items() <= _told(own).items()
+
+
+def best_of_file(found: Mapping[str, Any], config: Mapping[str, Any], *, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is to stand in the place of a config: the best one, and what of it is told to nobody.
+
+    Args:
+        found: The config as it stands in its file.
+        config: The best config, with all batch sizes.
+        own: The config that the script passes by itself.
+    """
+    return merge(_untold(found), _without_added(config, own=own, found=found))
+
+
+def paths_among(args: Sequence[str], *, cwd: str) -> list[Path]:
     """Return the paths that arguments, or what stands behind their ``=``, may be."""
     return [Path(cwd) / arg.rpartition("=")[2] for arg in args]
 

@@ -12,11 +12,13 @@ from typing import Any
 from optuna_dsat.config.ds_config import MICRO_BATCH
 from optuna_dsat.runtime.regular_file import read_regular
 
-__all__ = ["SettingsCopy", "names_file", "settings_copy"]
+__all__ = ["Document", "SettingsCopy", "names_file", "settings_copy"]
 
 _FORMATS = (".json", ".yaml", ".yml")
 _STANDARD = "tag:yaml.org,2002:"
 """Prefix of the tags that every loader knows; others may read files beside the original."""
+_ONE_LINE = 2**30
+"""Width in which YAML has any mapping in one line."""
 _WRITTEN = re.compile(r"(^|_)(out|output|outputs|log|logs|logging|save|run)(_|$)", re.IGNORECASE)
 """Keys of paths that a script writes to; an earlier run may have left them."""
 
@@ -82,7 +84,7 @@ def settings_copy(
         if file.suffix not in _FORMATS or names_file(str(file), user_config, cwd=cwd):
             continue
         try:
-            document = _Document.read(file, cwd=cwd, user_config=user_config)
+            document = Document.read(file, cwd=cwd, user_config=user_config)
         except (OSError, UnicodeDecodeError, ValueError):
             continue
         number = None
@@ -102,7 +104,7 @@ def settings_copy(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Document:
+class Document:
     """A settings file as text and as nodes of YAML, of which JSON is a part."""
 
     text: str
@@ -110,9 +112,10 @@ class _Document:
     named: Sequence[Any]
     """Nodes that are the path of the user's DeepSpeed config."""
     beside: Path
+    is_json: bool
 
     @classmethod
-    def read(cls, file: Path, *, cwd: str, user_config: str) -> _Document | None:
+    def read(cls, file: Path, *, cwd: str, user_config: str) -> Document | None:
         """Read a file; None if it is no YAML.
 
         Raises:
@@ -134,14 +137,21 @@ class _Document:
             and node.value
             and any(names_file(f"={node.value}", user_config, cwd=one) for one in (cwd, str(file.parent)))
         ]
-        return cls(text=text, root=root, named=named, beside=file.parent)
+        return cls(text=text, root=root, named=named, beside=file.parent, is_json=file.suffix == ".json")
 
-    def changed(self, *, number: tuple[Sequence[str], int, int] | None, best_config: str) -> str | None:
+    def changed(
+        self,
+        *,
+        number: tuple[Sequence[str], int, int] | None,
+        best_config: str = "",
+        section: tuple[Sequence[str], Mapping[str, Any]] | None = None,
+    ) -> str | None:
         """Return the text with another number at a key and the best config named; None if it cannot be made.
 
         Args:
             number: The key, what stands there, and what is to; None if no number changes.
             best_config: Path of the best config.
+            section: The key of a mapping and what is to stand there; None if none changes.
         """
         nodes = list(_nodes(self.root))
         if any(node not in self.named and _may_need(name, node, self.beside) for name, node in nodes):
@@ -149,18 +159,42 @@ class _Document:
         edits = [(node, json.dumps(best_config)) for node in self.named]
         if number is not None:
             key, own, new = number
-            node = self.root
-            for name in key:
-                node = dict(_children(node)).get(name)
+            node = self._node_at(key)
             if self._text_of(node) != str(own):
                 return None
             edits.append((node, str(new)))
+        if section is not None:
+            node = self._node_at(section[0])
+            edits.append((node, self._written(section[1], node)))
         if any(sum(one is node for _, one in nodes) != 1 for node, _ in edits):  # by aliases
             return None
         text = self.text
         for node, words in sorted(edits, key=lambda edit: edit[0].start_mark.index, reverse=True):
-            text = f"{text[: node.start_mark.index]}{words}{text[node.end_mark.index :]}"
+            text = f"{text[: node.start_mark.index]}{words}{text[_end(node) :]}"
         return text if edits else None
+
+    def _node_at(self, key: Sequence[str]) -> Any:
+        """Return the node at a key; None if there is none."""
+        node = self.root
+        for name in key:
+            node = dict(_children(node)).get(name)
+        return node
+
+    def _written(self, values: Mapping[str, Any], node: Any) -> str:
+        """Return a mapping as it is to stand in the place of one: in lines where that has lines."""
+        import yaml
+
+        first = self.text.rfind("\n", 0, node.start_mark.index) + 1
+        line = self.text[first : node.start_mark.index]
+        if not node.flow_style:
+            lines: str = yaml.safe_dump(dict(values), sort_keys=False)
+            return lines.rstrip("\n").replace("\n", "\n" + " " * len(line))
+        if not self.is_json:  # which reads other numbers than JSON has
+            flowing: str = yaml.safe_dump(dict(values), sort_keys=False, default_flow_style=True, width=_ONE_LINE)
+            return flowing.rstrip("\n")
+        if "\n" not in self.text[node.start_mark.index : _end(node)]:
+            return json.dumps(values)
+        return json.dumps(values, indent=2).replace("\n", "\n" + line[: len(line) - len(line.lstrip())])
 
     def _text_of(self, node: Any) -> str:
         return "" if node is None else self.text[node.start_mark.index : node.end_mark.index]
@@ -174,6 +208,13 @@ def _children(node: Any) -> Iterator[tuple[str, Any]]:
         yield from ((str(key.value), value) for key, value in node.value)
     elif isinstance(node, yaml.SequenceNode):
         yield from ((str(index), value) for index, value in enumerate(node.value))
+
+
+def _end(node: Any) -> int:
+    """Return where the text of a node ends; that of a mapping in lines reaches to what follows it."""
+    children = [child for _, child in _children(node)]
+    index: int = node.end_mark.index
+    return max(map(_end, children), default=index) if children and not node.flow_style else index
 
 
 def _nodes(node: Any, name: str = "") -> Iterator[tuple[str, Any]]:

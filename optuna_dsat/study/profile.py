@@ -6,6 +6,7 @@ structures that need less and less device memory are tried (the order of the Dee
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,6 +41,10 @@ _NEVER_OF_BATCHES = frozenset(
     {"FileNotFoundError", "ImportError", "ModuleNotFoundError", "NameError", "NotImplementedError", "SyntaxError"}
 )
 """Errors that no other batch size mends."""
+_OTHER_LAUNCHERS = re.compile(
+    r"\b(SLURM_(?:PROCID|LOCALID|NTASKS|NPROCS|NODEID)|(?:OMPI|MV2)_COMM_WORLD_[A-Z_]+|PMIX?_(?:LOCAL_)?(?:RANK|SIZE))\b"
+)
+"""Variables in which srun and mpirun say a rank."""
 _PROFILE_END_STEP = 2
 """Last step of a profile launch: the first is profiled, the second shows that the optimizer's state fits."""
 
@@ -279,6 +284,12 @@ def _hint(spec: StudySpec, report: LaunchReport, record: LaunchRecord) -> str:
         return (
             ". If it did train, its loop is one that cannot be followed: "
             "put `with optuna_dsat.dsat_reporting_context(...)` around forward, backward and step"
+        )
+    missing = _OTHER_LAUNCHERS.search(f"{report.message}\n{report.error_excerpt}")
+    if missing is not None and report.outcome is Outcome.SCRIPT_ERROR:
+        return (
+            f". {missing[1]} is set by another launcher: ranks are started as by torchrun and have RANK, LOCAL_RANK "
+            "and WORLD_SIZE. Let the script read these where they are set"
         )
     autos = [key for key, value in ds_config.flatten(spec.ds_config).items() if value == ds_config.AUTO]
     if not autos or not (report.outcome is Outcome.INVALID_CONFIG or "auto" in report.error_excerpt):

@@ -14,7 +14,7 @@ from optuna_dsat.launch.built_operators import is_built
 from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.preload import Preload
 from optuna_dsat.launch.protocol import LaunchReport
-from optuna_dsat.runtime.events import Event
+from optuna_dsat.runtime.events import EngineReady, Event
 from optuna_dsat.store import StoredProfile, Turn, TurnLostError
 from optuna_dsat.study.context import StudyContext
 from optuna_dsat.study.data_size import dataset_size, largest_global_batch
@@ -50,6 +50,7 @@ class ProfileTurn:
         self._store = context.store
         self._reuse = reuse
         self._differences_said = False
+        self._passes_said = False
         self.fingerprint = fingerprint
         """Key of the profile that is used: that of an earlier run if the study goes on with its profile."""
 
@@ -165,6 +166,10 @@ class ProfileTurn:
         self._context.record_launch(report, record, purpose="profile")
         if record.engine is not None and record.engine.config_differences and not report.outcome.infeasible:
             self._say_differences(record.engine.config_differences)
+        words = "" if record.engine is None else _passes_in_words(record, record.engine)
+        if words and not self._passes_said:
+            self._passes_said = True
+            self._context.say(words)
 
     def _say_differences(self, differences: Mapping[str, Sequence[Any]]) -> None:
         """Say once, whatever further launches prove, that the script passes another config than the file."""
@@ -177,6 +182,19 @@ class ProfileTurn:
             words = differences_in_words(differences, file=Path(path).name)
         if words:
             self._context.say(words)
+
+
+def _passes_in_words(record: LaunchRecord, engine: EngineReady) -> str:
+    """Return that a step takes more forward passes than the engine knows of; empty if it does not."""
+    passes, told = record.passes_per_micro_batch, engine.gradient_accumulation_steps
+    if passes == 1:
+        return ""
+    return (
+        f"The script makes {passes * told} forward passes for each step of the optimizer, and "
+        f"gradient_accumulation_steps is {told}: samples/s count them all, global batches do not. If it accumulates by "
+        f"itself, let it call engine.step() after every backward and set gradient_accumulation_steps to "
+        f"{passes * told}."
+    )
 
 
 def _data_in_words(spec: StudySpec, profiled: Profiled) -> str:

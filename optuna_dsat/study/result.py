@@ -14,6 +14,7 @@ from optuna_dsat.runtime.atomic_write import write_text_atomic
 from optuna_dsat.script.arg_mapping import map_arguments
 from optuna_dsat.script.config_copy import config_copy
 from optuna_dsat.script.own_ranks import says_where_to_meet
+from optuna_dsat.script.section_copy import section_copy
 from optuna_dsat.script.settings_file import SettingsCopy, names_file, settings_copy
 from optuna_dsat.script.trial_class import CHECKPOINTS, RUNNER, complete_training, train_command
 from optuna_dsat.secrecy.references import names_in, resolved, shell_join
@@ -189,7 +190,7 @@ def write_best(directory: Path, config: Mapping[str, Any], metrics: Mapping[str,
 def best_settings(spec: StudySpec, config: Mapping[str, Any], directory: Path) -> SettingsCopy | None:
     """Return the copy of the script's settings file with a config's batch size and path; None if there is none.
 
-    Where that file is the script's DeepSpeed config, the copy is the config.
+    Where that file is the script's DeepSpeed config, or a section of it is, the copy or the section is the config.
 
     Args:
         spec: The study.
@@ -201,6 +202,10 @@ def best_settings(spec: StudySpec, config: Mapping[str, Any], directory: Path) -
     whole = config_copy(source, ready, own=own, args=script.args, cwd=script.cwd, folder=directory)
     if whole is not None:
         return whole
+    if not script.config_path:
+        section = section_copy(source, ready, own=own, args=script.args, cwd=script.cwd, folder=directory)
+        if section is not None:
+            return section
     return settings_copy(
         source,
         config,

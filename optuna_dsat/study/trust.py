@@ -25,12 +25,12 @@ from optuna_dsat.secrecy.command import without_secrets
 from optuna_dsat.secrecy.shapes import hidden
 from optuna_dsat.study.profiled import Profiled
 from optuna_dsat.study.spec import ScriptSpec, StudySpec
+from optuna_dsat.words import things_in_words
 
 __all__ = ["ran_here", "remember", "script_file", "what_runs"]
 
 _FOLDER = "studies"
 _SHOWN_CHARS = 1000
-_MOST_MODULES = 8
 
 
 def what_runs(spec: StudySpec, profiled: Profiled | None) -> list[str]:
@@ -46,18 +46,16 @@ def what_runs(spec: StudySpec, profiled: Profiled | None) -> list[str]:
 def _facts(spec: StudySpec, profiled: Profiled | None) -> Iterator[tuple[str, str]]:
     script = spec.script
     variables = {**script.environment, **(profiled.environment if profiled is not None else {})}
-    modules = (*spec.preload, *(profiled.preload.modules if profiled is not None else ()))
+    modules = profiled.preload.modules if profiled is not None else ()
     yield "script", f"-m {script.script}" if script.is_module else script.script
     if script.args:
         yield "arguments", shell_line(without_secrets(script.args))
     if variables:
         yield "environment", hidden(shell_line(f"{name}={value}" for name, value in variables.items()))
-    if modules:
-        yield (
-            "imports",
-            f"{', '.join(modules[:_MOST_MODULES])}"
-            + (f" and {len(modules) - _MOST_MODULES} more" if len(modules) > _MOST_MODULES else ""),
-        )
+    if spec.preload or modules:
+        # The profile has some thousand modules: the packages that they are of can be read.
+        names = dict.fromkeys((*spec.preload, *(name.partition(".")[0] for name in modules)))
+        yield "imports", ", ".join(names) + (f" ({things_in_words(len(modules), 'module')})" if modules else "")
     yield "works in", script.cwd
     if script.config_path:
         yield "config", script.config_path

@@ -156,6 +156,27 @@ def test_what_was_consumed_bounds_the_data_there_can_be(samples: list[int], most
     assert record.data_at_most(8) == most
 
 
+@pytest.mark.parametrize(
+    ("samples", "accumulation", "passes"),
+    [
+        ([8, 32, 32], 1, 4),
+        ([32, 32, 32], 4, 1),
+        ([32, 32, 32], 2, 2),
+        ([32, 32, 16], 1, 1),
+        ([8, 8, 12], 1, 1),
+        ([], 1, 1),
+    ],
+)
+def test_a_script_that_accumulates_by_itself_is_known_by_what_its_steps_take(
+    samples: list[int], accumulation: int, passes: int
+) -> None:
+    record = LaunchRecord(world_size=1, start_profile_step=2)
+    record.add(replace(engine(), gradient_accumulation_steps=accumulation))
+    for step, count in enumerate(samples, start=1):
+        record.add(step_of(rank=0, step=step, samples=count, observed_micro_batch=8))
+    assert record.passes_per_micro_batch == passes
+
+
 def test_uncertainty_is_students_interval() -> None:
     # Three steps: standard deviation 0.1, and 4.303 is Student's quantile for two degrees of freedom.
     assert step_time_uncertainty(global_steps([0.9, 1.0, 1.1])) == pytest.approx(4.303 * 0.1 / 3**0.5)

@@ -3,12 +3,14 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
+import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from optuna_dsat.runtime.local_rank import default_local_rank
+from optuna_dsat.runtime.local_rank import default_local_rank, with_local_rank
 
 
 @pytest.fixture(autouse=True)
@@ -68,3 +70,98 @@ def test_the_option_of_other_parsers_follows_the_rank_too(
     assert run([]) == {"local_rank": 3, "other": 0}
     assert found
     assert run([f"{option}=1", "--other=2"]) == {"local_rank": 1, "other": 2}
+
+
+def fire_command() -> Callable[..., Any]:
+    fire = pytest.importorskip("fire")
+
+    def train(other: int = 0, *, local_rank: int = -1) -> dict[str, int]:
+        return {"local_rank": local_rank, "other": other}
+
+    return functools.partial(fire.Fire, {"train": train}, name="train", serialize=lambda _: None)
+
+
+def test_a_parameter_of_a_function_that_python_fire_calls_follows_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = fire_command()
+    core = sys.modules["fire.core"]
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    for name in ("click.core", "typer._click.core"):
+        if (module := sys.modules.get(name)) is not None:
+            monkeypatch.setattr(module.Command, "parse_args", module.Command.parse_args)
+    monkeypatch.setattr(core, "_ParseKeywordArgs", vars(core)["_ParseKeywordArgs"])
+    found: list[None] = []
+    default_local_rank(3, on_found=lambda: found.append(None))
+    assert run(command=["train"]) == {"local_rank": 3, "other": 0}
+    assert found
+    assert run(command=["train", "--local_rank=1", "--other=2"]) == {"local_rank": 1, "other": 2}
+
+
+PARSERS = {
+    "absl.flags._flagvalues": """
+class FlagValues(dict):
+    def set_default(self, name, value):
+        self[name] = value
+    def __call__(self, argv):
+        self.update(word[2:].split("=") for word in argv[1:])
+        return argv[:1]
+""",
+    "jsonargparse._core": """
+import argparse
+class ArgumentParser(argparse.ArgumentParser):
+    def parse_args(self, args):
+        return self._parse_known_args(args, argparse.Namespace(**{one.dest: one.default for one in self._actions}))[0]
+    def parse_known_args(self, *_):
+        raise NotImplementedError("typos in configs would go unnoticed")
+""",
+}
+"""Modules of libraries of which the suite does without, as far as they are used."""
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_parsers_of_libraries_that_are_imported_later_follow_the_rank(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = types.ModuleType(name)
+    exec(PARSERS[name], module.__dict__)
+    monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    for other in ("click.core", "typer._click.core"):
+        if (click := sys.modules.get(other)) is not None:
+            monkeypatch.setattr(click.Command, "parse_args", click.Command.parse_args)
+    found: list[None] = []
+    default_local_rank(3, on_found=lambda: found.append(None))
+    if name.startswith("absl"):
+        flags = module.FlagValues(local_rank=-1)
+        flags(["train.py"])
+        assert flags["local_rank"] == 3
+        flags(["train.py", "--local_rank=1"])
+        assert flags["local_rank"] == "1"
+        module.FlagValues(other=1)(["train.py"])
+    else:
+        parser = module.ArgumentParser(add_help=False)
+        parser.add_argument("--local_rank", type=int, default=-1)
+        assert parser.parse_args([]).local_rank == 3
+        assert parser.parse_args(["--local_rank=1"]).local_rank == 1
+        module.ArgumentParser(add_help=False).parse_args([])
+    assert len(found) == 2, "and not of a parser without the option"
+
+
+@pytest.mark.parametrize(
+    ("source", "looks"),
+    [
+        ('rank = next(one.split("=")[1] for one in sys.argv if one.startswith("--local_rank="))', True),
+        ('rank = re.search(r"--local_rank=(\\d+)", " ".join(sys.argv))', True),
+        ('parser.add_argument("--local_rank", type=int)\nname = sys.argv[0]', False),
+        ('@click.option("--local_rank")\ndef main(local_rank): print(sys.argv)', False),
+        ('rank, config = os.environ["LOCAL_RANK"], sys.argv[1]', False),
+        ('print("--local_rank is no option")', False),
+        ("rank =", False),
+    ],
+)
+def test_a_script_that_looks_for_the_option_by_itself_is_given_it(source: str, looks: bool, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(source)
+    first = ("--local_rank=3",) if looks else ()
+    assert with_local_rank(("ds.json",), 3, script=script) == (*first, "ds.json")
+    assert with_local_rank(("--local_rank=0",), 3, script=script) == ("--local_rank=0",), "given by the user"
+    assert with_local_rank(("ds.json",), 3, script=None) == ("ds.json",)

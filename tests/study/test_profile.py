@@ -12,6 +12,7 @@ import pytest
 from optuna_dsat.config.space_builder import SpaceRequest, build_space
 from optuna_dsat.errors import ScriptFailedError
 from optuna_dsat.launch.follow import follow
+from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.preload import Preload
 from optuna_dsat.launch.simulated import SimulatedResult
 from optuna_dsat.outcome import Outcome
@@ -20,8 +21,9 @@ from optuna_dsat.runtime.trial_config import PartitionedModelError
 from optuna_dsat.study import profile
 from optuna_dsat.study.profile import profile_attempts
 from optuna_dsat.study.profiled import Profiled
-from optuna_dsat.study.progress import ProfileFinished
+from optuna_dsat.study.progress import Message, ProfileFinished
 from optuna_dsat.study.stored import read_stored
+from optuna_dsat.study.trust import what_runs
 from optuna_dsat.trials import attributes
 from tests.harness.landscapes import Hill
 from tests.harness.studies import StudyBench
@@ -36,6 +38,16 @@ def test_a_profile_that_an_older_version_stored_is_read(bench: StudyBench) -> No
     older = {("rung" if key == "measured_with" else key): value for key, value in record.items()}
     assert "rung" in older
     assert Profiled.from_json(older) == profiled
+
+
+def test_a_script_that_accumulates_by_itself_is_told_what_follows(
+    bench: StudyBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LaunchRecord, "passes_per_micro_batch", 4)
+    bench.run(bench.spec(max_trials=1, confirm=0), Hill())
+    (said,) = (one.text for one in bench.news if isinstance(one, Message) and "forward passes" in one.text)
+    assert "makes 4 forward passes for each step" in said
+    assert "set gradient_accumulation_steps to 4" in said
 
 
 @pytest.mark.parametrize(
@@ -61,6 +73,19 @@ def test_an_optimizer_that_accelerate_prepares_needs_deepspeeds_on_the_host(
     )
     space = build_space(SpaceRequest(ds_config={"train_micro_batch_size_per_gpu": 1}, zero_stages=(1, 2)))
     assert profiled.operators(spec, space) == expected
+
+
+def test_of_the_thousands_of_modules_that_are_imported_the_packages_are_shown(bench: StudyBench) -> None:
+    spec = bench.spec(max_trials=1, confirm=0)
+    bench.run(spec, Hill())
+    stored = read_stored(bench.store, "s").profiled
+    assert stored is not None
+    modules = ("torch", *(f"torch.part{number}" for number in range(3000)), "parts.network", "parts")
+    profiled = replace(stored, preload=Preload(modules=modules))
+    (line,) = (
+        line for line in what_runs(spec.model_copy(update={"preload": ("own.module",)}), profiled) if "imports" in line
+    )
+    assert line.split(maxsplit=1)[1] == "own.module, torch, parts (3,003 modules)"
 
 
 ALTERED: dict[str, dict[str, Any]] = {
@@ -197,6 +222,19 @@ def test_the_error_of_a_script_that_no_batch_size_mends_is_told_at_once(bench: S
         with pytest.raises(ScriptFailedError, match=error):
             bench.run(spec.model_copy(update={"name": error[:4]}), landscape)
         assert len(landscape.configs) == launches
+
+
+def test_a_script_that_reads_its_rank_where_another_launcher_sets_it_is_told_what_there_is(bench: StudyBench) -> None:
+    for variable in ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
+        message = f"rank 1: KeyError: '{variable}'"
+        landscape = Hill(
+            lambda _, message=message: SimulatedResult(  # type: ignore[misc]
+                outcome=Outcome.SCRIPT_ERROR, startup_s=1.0, message=message
+            )
+        )
+        spec = bench.spec(max_trials=1, confirm=0).model_copy(update={"name": variable})
+        with pytest.raises(ScriptFailedError, match=rf"{variable} is set by another launcher.*have RANK"):
+            bench.run(spec, landscape)
 
 
 def test_a_model_that_trains_on_no_single_sample_and_accumulates_keeps_what_trained(bench: StudyBench) -> None:

@@ -1,0 +1,115 @@
+"""A copy of a script's settings file in which its DeepSpeed section is the best config."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from optuna_dsat.config.ds_config import MICRO_BATCH
+from optuna_dsat.script.config_copy import best_of_file, passes, paths_among
+from optuna_dsat.script.config_location import holds_config, read_settings
+from optuna_dsat.script.settings_file import Document, SettingsCopy, names_file
+
+__all__ = ["section_copy"]
+
+_DEPTH = 6
+"""Mappings within mappings in which a section is looked for."""
+
+
+def section_copy(
+    source: Mapping[str, Any],
+    config: Mapping[str, Any],
+    *,
+    own: Mapping[str, Any],
+    args: Sequence[str],
+    cwd: str,
+    folder: Path,
+) -> SettingsCopy | None:
+    """Return the copy of the file that holds the script's config as one of its sections; None if there is none.
+
+    That is a JSON or YAML file that an argument names, of which just one section is what the script passes. The rest
+    of it stays as it is written, but for the batch size that the script reads elsewhere in it.
+
+    Args:
+        source: What the script's batch size follows by, as of ``BatchRule.source``; empty if it is the config.
+        config: The best config, with all batch sizes.
+        own: The config that the script passes by itself; its batch sizes are not compared.
+        args: The script's arguments.
+        cwd: Its working directory.
+        folder: Where the copy is to lie.
+    """
+    if source and source.get("kind") != "setting":
+        return None
+    for file in paths_among(args, cwd=cwd):
+        found = read_settings(file)
+        sections = [one for one in _sections(found) if passes(one[1], own=own)]
+        if len(sections) != 1 or (source and not names_file(source["file"], file, cwd=cwd)):
+            continue
+        key, section = sections[0]
+        number = _number(source, config, section=key) if source else None
+        text = _text(
+            file, section=(key, best_of_file(section, config, own=own)), number=number, settings=found, cwd=cwd
+        )
+        if text is not None:
+            return SettingsCopy(original=file, path=folder / f"best_{file.name}", text=text, names_config=True)
+    return None
+
+
+def _sections(found: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
+    """Yield (key, content) of the DeepSpeed configs within a mapping."""
+    if not isinstance(found, Mapping) or len(key) >= _DEPTH:
+        return
+    for name, value in found.items():
+        if holds_config(value):
+            yield (*key, str(name)), value
+        else:
+            yield from _sections(value, (*key, str(name)))
+
+
+def _number(
+    source: Mapping[str, Any], config: Mapping[str, Any], *, section: tuple[str, ...]
+) -> tuple[Sequence[str], int, int] | None:
+    """Return (key, what stands there, what is to) of the batch size; None if it stands in the section, or stays."""
+    key, own = source["key"].split("."), source["own"]
+    if tuple(key[: len(section)]) == section or config[MICRO_BATCH] == own:
+        return None
+    scale = int(source.get("scale", 1))
+    return key, own * scale, config[MICRO_BATCH] * scale
+
+
+def _text(
+    file: Path,
+    *,
+    section: tuple[tuple[str, ...], Mapping[str, Any]],
+    number: tuple[Sequence[str], int, int] | None,
+    settings: Any,
+    cwd: str,
+) -> str | None:
+    """Return the file's text with another section and number; None if it would not be read as just that."""
+    import yaml
+
+    try:
+        document = Document.read(file, cwd=cwd, user_config="")
+    except (OSError, UnicodeDecodeError, ValueError):
+        return None
+    text = None if document is None else document.changed(number=number, section=section)
+    if text is None:
+        return None
+    expected = _replaced(settings, section[0], section[1])
+    if number is not None:
+        expected = _replaced(expected, tuple(number[0]), number[2])
+    try:
+        read = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError):
+        return None
+    return text if read == expected else None
+
+
+def _replaced(settings: Mapping[str, Any], key: Sequence[str], value: Any) -> dict[str, Any]:
+    name, *rest = key
+    return {
+        other: (_replaced(held, rest, value) if rest else value) if str(other) == name else held
+        for other, held in settings.items()
+    }
