@@ -208,10 +208,10 @@ def _summary(state: LiveState, search: progress.SearchStarted, now: float) -> li
         lines.append(f"Your own config in the search: {_speed_of_own(state, search, state.user_value)}")
     running = f"{len(state.in_flight)} running"
     if state.ended_search:
-        done = f"Finalists measured again: {state.finalists_done} of at least {search.finalists} done, {running}"
+        done = f"Finalists measured again: {state.finalists_done} of at least {state.finalists} done, {running}"
     else:
         elsewhere = f", {state.elsewhere} in other workers" if state.elsewhere else ""
-        then = f", then {search.finalists} launches to compare the finalists" if search.finalists else ""
+        then = f", then some {state.finalists} launches to compare the finalists" if state.finalists else ""
         done = f"{state.done} of {search.max_trials} done, {running}{elsewhere}{then}"
     return [*lines, f"{done}; {_left_in_words(state.left_s(now))}"]
 

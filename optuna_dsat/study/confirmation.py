@@ -101,7 +101,10 @@ class Confirmation:
                     break
                 noise = self._noise(rounds, trials)
                 rounds = self._with_estimate(rounds, trials)
-                launch, record, report = self._launch(by_number[turn[1]], round_number=turn[0], noise=noise)
+                least = MIN_ROUNDS * sum(rounds.failure(number) is None for number in rounds.chosen)
+                launch, record, report = self._launch(
+                    by_number[turn[1]], round_number=turn[0], noise=noise, launches=least
+                )
                 rounds = without_failed(rounds.with_launch(launch), trials, candidates, spec=self._spec)
                 with self._storing("store a launch of the confirmation"):
                     self._context.record_launch(report, record, purpose="confirm", trial_number=launch.number)
@@ -159,13 +162,17 @@ class Confirmation:
         return SEARCH_SHARE * sum(one.report.held_s for one in launches if one.purpose != "confirm")
 
     def _launch(
-        self, trial: FrozenTrial, *, round_number: int, noise: float
+        self, trial: FrozenTrial, *, round_number: int, noise: float, launches: int
     ) -> tuple[RoundLaunch, LaunchRecord, LaunchReport]:
         request = confirmation_request(self._spec, trial, round_number=round_number)
         words = trial.user_attrs[attributes.CONFIGURATION]
         self._context.observer(
             FinalistStarted(
-                number=trial.number, words=words, end_profile_step=request.end_profile_step, round=round_number
+                number=trial.number,
+                words=words,
+                end_profile_step=request.end_profile_step,
+                round=round_number,
+                launches=launches,
             )
         )
         record, report = measure_again(

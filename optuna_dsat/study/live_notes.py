@@ -147,7 +147,7 @@ class LiveNotes:
             phase_since=state.phase_since,
             rows=state.in_flight,
             confirming=state.ended_search,
-            finalists=0 if state.search is None else state.search.finalists,
+            finalists=state.finalists,
             finalists_done=state.finalists_done,
         )
         if self._last is None and not note.rows and not note.phase:

@@ -74,8 +74,10 @@ class LiveState:
     """The metric of the user's own config; None if it was not measured."""
     memory_bytes: int = 0
     """Device memory per rank; 0 while it is not known."""
+    finalists: int = 0
+    """Launches that the rounds of finalists are expected to take; at least as many, once they have begun."""
     finalists_done: int = 0
-    """Finalists measured again, or given up."""
+    """Launches of finalists that are over."""
     ended_search: bool = False
     """Whether finalists are being measured again."""
     elsewhere: int = 0
@@ -100,11 +102,12 @@ class LiveState:
             self.memory_bytes = event.profile.device_memory_bytes
         elif isinstance(event, progress.SearchStarted):
             self.search, self.launched, self.began = event, event.launched, now
-            self.best, self.user_value = event.best, event.user_value
+            self.best, self.user_value, self.finalists = event.best, event.user_value, event.finalists
         elif isinstance(event, progress.TrialStarted | progress.FinalistStarted):
             name = str(event.number)
             self.launched += isinstance(event, progress.TrialStarted) and event.attempt == 0
-            self.ended_search |= isinstance(event, progress.FinalistStarted)
+            if isinstance(event, progress.FinalistStarted):
+                self.ended_search, self.finalists = True, event.launches or self.finalists
             self.rows[name] = LaunchInFlight(name=name, words=event.words, since=now, last_step=event.end_profile_step)
         elif isinstance(event, progress.Phase):
             self.phase, self.phase_since = event.words, now
@@ -186,7 +189,7 @@ class LiveState:
             search_s = max(shared, mean if to_start else max(begun, default=0.0))
             if self.search.timeout_s is not None:
                 search_s = min(search_s, max(0.0, self.began + self.search.timeout_s - now))
-        return search_s + max(0, self.search.finalists - self.finalists_done) * self._finalist_s(mean)
+        return search_s + max(0, self.finalists - self.finalists_done) * self._finalist_s(mean)
 
     def _finalist_s(self, mean: float) -> float:
         """Return the predicted duration of a finalist's launch, in seconds, from the mean of a trial's."""

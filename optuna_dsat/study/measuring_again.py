@@ -6,8 +6,10 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
+import numpy as np
 from optuna.trial import FrozenTrial
 
+from optuna_dsat.guided.acquisition import expected_improvement, learnt_spread
 from optuna_dsat.launch.follow import follow
 from optuna_dsat.launch.measurement import GlobalStep, LaunchRecord, confidence_interval, input_variation, is_certain
 from optuna_dsat.launch.protocol import Launcher, LaunchReport, LaunchRequest
@@ -16,8 +18,9 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import Event
 from optuna_dsat.study.joint_estimate import JointEstimate
 from optuna_dsat.study.launch_requests import launch_request
-from optuna_dsat.study.rounds import RoundLaunch
+from optuna_dsat.study.rounds import MIN_ROUNDS, RoundLaunch
 from optuna_dsat.study.spec import StudySpec
+from optuna_dsat.study.verdict import are_alike
 from optuna_dsat.trials import attributes
 
 __all__ = [
@@ -48,6 +51,9 @@ of this project's examples differ by one or two per cent.
 
 _SURE_SDS = 2.0
 """Standard deviations of the search's posterior by which a trial is surely worse than another."""
+
+_LEAST_SD = 1e-9
+"""Of a ratio that the search is sure of: nothing is to be divided by zero."""
 
 
 def confirmation_steps(spec: StudySpec) -> int:
@@ -90,9 +96,10 @@ def choose_finalists(
 
     Of ``--confirm`` places the first is the method's best. The next goes to the smallest global batch among those that
     the noise, or ``--tie``, cannot tell from the best measurement; then to the best measurement itself, as a model may
-    be wrong, and to the next best. Where the method has a posterior, that says what cannot be told from the best, and
-    what is surely worse than a tie with it takes no place. The best at the user's own global batch is added, for a
-    speed-up that compares equal batches.
+    be wrong, and to the next best. Where the method has a posterior, that says what cannot be told from the best. What
+    is surely worse than a tie with it then takes no place, nor does one from which three rounds are expected to gain
+    less than ``--min-gain`` a launch. The best at the user's own global batch is added, for a speed-up that compares
+    equal batches.
 
     Args:
         trials: All trials.
@@ -109,23 +116,29 @@ def choose_finalists(
     if not spec.confirm or not others:
         return own
     measured = attributes.best_trials(others, maximize=spec.maximize)
-    slots = spec.slots_per_trial
+    batches = {one.number: attributes.train_batch_size(one, slots=spec.slots_per_trial) for one in candidates}
+    best = others[0].number
     if estimate is None:
         margin = max(spec.tie, 2 * (_USUAL_NOISE if noise is None else noise))
-        best = abs(measured[0].values[0])
-        equal = [one for one in measured if abs(abs(one.values[0]) / best - 1) <= margin]
-        hopeful = others
+        value = abs(measured[0].values[0])
+        equal = [one.number for one in measured if abs(abs(one.values[0]) / value - 1) <= margin]
+        hopeful = [one.number for one in others]
     else:
         equal, hopeful = (
-            [one for one in others if not _is_below(one.number, others[0].number, estimate, sds=sds, tie=spec.tie)]
+            [one.number for one in others if not _is_below(one.number, best, estimate, sds=sds, tie=spec.tie)]
             for sds in (1, _SURE_SDS)
         )
-    smallest = min(equal, key=lambda one: (attributes.train_batch_size(one, slots=slots), others.index(one)))
-    places = [others[0].number, smallest.number, measured[0].number, *(one.number for one in hopeful)]
+        equal = [number for number in equal if number == best or not are_alike(batches[number], batches[best])]
+        sd = _USUAL_NOISE if noise is None else noise
+        least = MIN_ROUNDS * spec.options.min_gain
+        hopeful = [number for number in hopeful if _gain_of_rounds(number, best, estimate, noise=sd) >= least]
+    rank = {one.number: place for place, one in enumerate(others)}
+    smallest = min(equal, key=lambda number: (batches[number], rank[number]))
+    places = [best, smallest, measured[0].number, *hopeful]
     chosen = list(dict.fromkeys(places))[: spec.confirm]
     if baseline is not None and spec.confirm > 1:
-        batch = attributes.train_batch_size(baseline, slots=slots)
-        same = [one.number for one in measured if attributes.train_batch_size(one, slots=slots) == batch]
+        batch = attributes.train_batch_size(baseline, slots=spec.slots_per_trial)
+        same = [one.number for one in measured if batches[one.number] == batch]
         chosen += [number for number in same[:1] if not set(same) & set(chosen)]
     return [*chosen, *own]
 
@@ -134,6 +147,16 @@ def _is_below(number: int, best: int, estimate: JointEstimate, *, sds: float, ti
     """Whether a trial is worse than a tie with the best by so many standard deviations."""
     log_ratio, sd = estimate.log_ratio(number, best)
     return log_ratio + sds * sd < math.log1p(-tie)
+
+
+def _gain_of_rounds(number: int, best: int, estimate: JointEstimate, *, noise: float) -> float:
+    """Return what comparing a trial with the best one is expected to gain, in the metric's logarithm.
+
+    It is the expected improvement by what ``MIN_ROUNDS`` rounds of both, with this noise, will teach of their ratio.
+    """
+    log_ratio, sd = estimate.log_ratio(number, best)
+    learnt = learnt_spread(np.array(max(sd, _LEAST_SD) ** 2), 2 * noise**2 / MIN_ROUNDS)
+    return float(expected_improvement(np.array(log_ratio), learnt))
 
 
 def confirmation_request(spec: StudySpec, trial: FrozenTrial, *, round_number: int) -> LaunchRequest:

@@ -207,6 +207,8 @@ class FinalistStarted(ProgressEvent):
     end_profile_step: int
     round: int = 1
     """Round of the confirmation, from 1."""
+    launches: int = 0
+    """Launches that the rounds of all finalists take at least; 0 if that is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)

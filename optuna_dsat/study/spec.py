@@ -189,7 +189,7 @@ class StudySpec(_Frozen):
     no_preload: tuple[str, ...] = ()
     """Packages that every warm launch imports itself."""
     confirm: int = Field(default=3, ge=0)
-    """Finalists measured again in rounds with the user's config; 0 for none."""
+    """Most finalists measured again in rounds with the user's config; 0 for none."""
     confirm_time_s: float | None = Field(default=None, ge=0)
     """Device time of the rounds, in seconds; None for three rounds, and more while they take a small share of the
     search's."""

@@ -22,10 +22,12 @@ from optuna_dsat.study.warnings import warnings_of
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import outcome_in_words
 
-__all__ = ["Contender", "SpeedUp", "Verdict", "VerdictKind", "verdict_of"]
+__all__ = ["Contender", "SpeedUp", "Verdict", "VerdictKind", "are_alike", "verdict_of"]
 
 _ALIKE_BATCHES = 1.1
 """Global batches of up to this ratio are as good as the same: nothing faster is given up for one a little smaller."""
+_NEARNESS = 0.25
+"""Share of the tie that settings nearer to the user's own are worth, where a posterior tells what they cost."""
 
 
 class VerdictKind(StrEnum):
@@ -162,6 +164,11 @@ class Verdict:
         return asdict(self)
 
 
+def are_alike(batch: int, other: int) -> bool:
+    """Whether two global batches count as the same."""
+    return max(batch, other) <= _ALIKE_BATCHES * min(batch, other)
+
+
 def verdict_of(
     trials: Sequence[FrozenTrial], rounds: Rounds, *, maximize: bool, tie: float, slots: int
 ) -> Verdict | None:
@@ -283,16 +290,18 @@ class _Judge:
         return ratio is not None and ratio.surely_above_1
 
     def _is_tied(self, number: int, best: int) -> bool:
-        """Whether a trial is within the tie of the best, or within what the noise leaves open (one standard error)."""
+        """Whether a trial is within the tie of the best, by what is expected of both.
+
+        Where that is said by the rounds alone also within what their noise leaves open (one standard error): the best
+        of several by chance is flattered by it, which a posterior knows.
+        """
         ratio = self._against(number, best)
         if ratio is None or self._tie <= 0:
             return False
-        log_ratio, error = math.log(ratio.value), 0.0
         if self._estimate is not None:
-            log_ratio, error = self._estimate.log_ratio(number, best)
-        elif self.noise is not None:
-            error = self.noise.relative_sd * math.sqrt(2 / ratio.rounds)
-        return math.exp(log_ratio) >= 1 - max(self._tie, error)
+            return math.exp(self._estimate.log_ratio(number, best)[0]) >= 1 - self._tie
+        error = 0.0 if self.noise is None else self.noise.relative_sd * math.sqrt(2 / ratio.rounds)
+        return ratio.value >= 1 - max(self._tie, error)
 
     def _ties(self, pick: int, tied: Sequence[int]) -> tuple[int, ...]:
         """Return the trials that are as good as the one handed over as far as is known."""
@@ -304,13 +313,16 @@ class _Judge:
         return tuple(sorted(found - {pick}))
 
     def _preferred(self, tied: Sequence[int]) -> int:
-        """Return which of equals is taken: by global batch, settings that differ from the user's, then the metric."""
-        alike = _ALIKE_BATCHES * min(map(self._batch, tied))
+        """Return which of equals is taken: by global batch, settings that differ from the user's, then the metric.
 
-        def preference(number: int) -> tuple[float, int, float]:
-            return max(alike, self._batch(number)), self._differing(number), -self._score(number)
-
-        return min(tied, key=preference)
+        Where a posterior says how good they are, settings that differ less are worth a quarter of the tie at most.
+        """
+        least = min(map(self._batch, tied))
+        smallest = [number for number in tied if are_alike(self._batch(number), least)]
+        if self._estimate is not None and self._baseline not in smallest:
+            best = max(map(self._score, smallest))
+            smallest = [one for one in smallest if self._score(one) >= best - _NEARNESS * self._tie]
+        return min(smallest, key=lambda number: (self._differing(number), -self._score(number)))
 
     def _batch(self, number: int) -> int:
         return attributes.train_batch_size(self._trials[number], slots=self._slots)

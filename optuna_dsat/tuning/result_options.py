@@ -58,7 +58,7 @@ class ResultOptions:
     ] = default("dataset_size")
     confirm: Annotated[
         int,
-        Option(help="Finalists measured again, in rounds with your own config; 0 for none.", panel=BUDGET),
+        Option(help="Most finalists measured again, in rounds with your own config; 0 for none.", panel=BUDGET),
     ] = default("confirm")
     confirm_time: Annotated[
         float | None,

@@ -101,7 +101,13 @@ def test_best_own_config_and_budget_are_told(state: LiveState) -> None:
     text = shown(state, 25.0)
     assert "Best in the search: 100 samples/s, 2.00x your config (trial 1: micro-batch 1)" in text
     assert "Your own config in the search: 50 samples/s" in text
-    assert "2 of 10 done, 2 running, then 2 launches to compare the finalists" in text
+    assert "2 of 10 done, 2 running, then some 2 launches to compare the finalists" in text
+
+
+def test_finalists_are_counted_once_it_is_known_how_many_there_are(state: LiveState) -> None:
+    """Rounds of one finalist and the user's config were announced as those of all that --confirm allows."""
+    state.apply(progress.FinalistStarted(number=1, words="ZeRO 1", end_profile_step=9, launches=6), 26.0)
+    assert "Finalists measured again: 0 of at least 6 done, 3 running" in shown(state, 26.0)
 
 
 def test_the_time_left_counts_what_runs_side_by_side_and_the_finalists(state: LiveState) -> None:
@@ -109,12 +115,12 @@ def test_the_time_left_counts_what_runs_side_by_side_and_the_finalists(state: Li
     # finalists of 6 + 4 * 3 s.
     assert state.left_s(25.0) == pytest.approx((8 * 10 - 2 * 5) / 2 + 2 * 18)
     assert "at most about 2 min left" in shown(state, 25.0)
-    state.search = search(side_by_side=8, finalists=0)
+    state.search, state.finalists = search(side_by_side=8), 0
     assert state.left_s(25.0) == pytest.approx(10.0)  # no launch is shared by slots
     state.launched = 10
     assert state.left_s(28.0) == pytest.approx(2.0)
     state.launched = 4
-    state.search = search(side_by_side=2, finalists=0, timeout_s=30.0)
+    state.search = search(side_by_side=2, timeout_s=30.0)
     assert state.left_s(25.0) == pytest.approx(5.0)
     assert "less than a minute left" in shown(state, 25.0)
 
