@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from optuna_dsat.cli.commands import origins_of
+from optuna_dsat.errors import StorageError
 from optuna_dsat.escape.shell import shell_line
 from optuna_dsat.escape.terminal import say, say_prose
 from optuna_dsat.tuning.declaration import Option
@@ -182,6 +183,7 @@ def run_request(request: StudyRequest, *, quiet: bool, as_json: bool, show: bool
         show: Whether to print the result at all.
 
     Raises:
+        StorageError: If the database failed; the message ends with the command that goes on.
         KeyboardInterrupt: If the search was interrupted; what was found so far, and how to go on, is shown before.
     """
     from optuna_dsat.cli.show import show_result
@@ -192,7 +194,10 @@ def run_request(request: StudyRequest, *, quiet: bool, as_json: bool, show: bool
 
     with stopping_on_signals() as stopping, make_observer(quiet=quiet, stopping=stopping) as observer:
         stopping.remedy = _resume_command(request, display_url(request.storage))
-        ended = run_study(request, observer=observer)
+        try:
+            ended = run_study(request, observer=observer)
+        except StorageError as error:
+            raise StorageError(f"{error} Continue with: {stopping.remedy}") from error
     result = ended.result
     if result is not None and show:
         show_result(result, as_json=as_json)
@@ -201,8 +206,12 @@ def run_request(request: StudyRequest, *, quiet: bool, as_json: bool, show: bool
             say(f"Interrupted. Continue with: {_resume_command(request, ended.storage)}", file=sys.stderr)
         raise KeyboardInterrupt
     if not request.conclude and not quiet:
-        name = request.spec.name
-        say_prose(f"Nothing is left for this worker; `optuna-dsat show {name}` shows the study.", file=sys.stderr)
+        show_it = _command("show", request.spec.name, request=request, shown_url=display_url(request.storage))
+        say_prose(
+            f"Nothing is left for this worker: whoever started the study measures its finalists again, or "
+            f"`{stopping.remedy}` where that one is gone. `{show_it}` shows the study.",
+            file=sys.stderr,
+        )
     return ended
 
 

@@ -205,12 +205,13 @@ class Database:
                     f"and one process needs up to {CONNECTIONS}: raise its CONNECTION LIMIT."
                 )
 
-    def run(self, work: Callable[[Session], T], *, read_only: bool = False) -> T:
+    def run(self, work: Callable[[Session], T], *, read_only: bool = False, limit_s: float | None = None) -> T:
         """Run ``work`` in one transaction and commit it; retry after a transient error.
 
         Args:
             work: Called with the session. It must be idempotent: it may run again even after a commit.
             read_only: Whether it only reads; on SQLite it then does not wait for writers.
+            limit_s: Seconds for which it is retried; None for ``retry_limit_s``.
 
         Returns:
             The result of ``work``.
@@ -227,7 +228,7 @@ class Database:
                 connection.commit()
                 return result
 
-        return retrying(attempt, database=self.shown, limit_s=self.retry_limit_s)
+        return retrying(attempt, database=self.shown, limit_s=self.retry_limit_s if limit_s is None else limit_s)
 
     @contextmanager
     def exclusive(self, purpose: str) -> Iterator[None]:

@@ -18,6 +18,7 @@ from sqlalchemy.orm import Session
 
 from optuna_dsat.store.database import Database
 from optuna_dsat.store.registry import STUDY_UUID
+from optuna_dsat.store.retry import one_line_reason
 from optuna_dsat.store.tables import HeartbeatRow
 from optuna_dsat.store.upsert import insert_or_update
 from optuna_dsat.store.worker import Worker
@@ -130,8 +131,13 @@ class Heartbeat:
         """
         self.remove_number(str(trial.study.user_attrs[STUDY_UUID]), trial.number)
 
-    def remove_number(self, study_uuid: str, number: int) -> None:
+    def remove_number(self, study_uuid: str, number: int, *, limit_s: float | None = None) -> None:
         """Stop and delete a heartbeat that ``add_number`` started; one that is another worker's by now stays.
+
+        Args:
+            study_uuid: The study.
+            number: The trial, or the task, which has a negative number.
+            limit_s: Seconds for which the database is waited for; None for its own limit.
 
         Raises:
             StorageError: If the database failed.
@@ -139,7 +145,7 @@ class Heartbeat:
         key = (study_uuid, number)
         with self._guard:
             self._trials.discard(key)
-        self._database.run(lambda session: delete_beat(session, *key, worker=self._worker))
+        self._database.run(lambda session: delete_beat(session, *key, worker=self._worker), limit_s=limit_s)
 
     def is_lost(self, trial: optuna.Trial) -> bool:
         """Return whether another worker considered this one dead and requeued the trial.
@@ -181,7 +187,7 @@ class Heartbeat:
             try:
                 self._beat()
             except Exception as error:  # noqa: BLE001 - the thread must survive any database error
-                _logger.warning("No sign of life could be stored, trying on: %s", error)
+                _logger.warning("No sign of life could be stored, trying on: %s.", one_line_reason(error))
 
     def _beat(self) -> None:
         with self._guard:

@@ -2,12 +2,15 @@
 
 A locked SQLite file and a restarting PostgreSQL server are transient: the same work succeeds when retried. A full
 disk, a read-only file or an invalid statement are permanent. Work passed to ``retrying`` must be idempotent: an error
-can arrive after the database has committed, if only the acknowledgement was lost.
+can arrive after the database has committed, if only the acknowledgement was lost. A wait of more than two seconds is
+said on this module's logger, once for all threads.
 """
 
 from __future__ import annotations
 
+import logging
 import random
+import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -25,6 +28,10 @@ RETRY_LIMIT_S = 60.0
 
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 2.0
+_SILENT_S = 2.0
+"""Seconds of a wait of which nothing is said."""
+
+_logger = logging.getLogger(__name__)
 
 _SQLITE_TRANSIENT = frozenset({5, 6})
 """SQLITE_BUSY and SQLITE_LOCKED (https://www.sqlite.org/rescode.html); the low byte of extended codes."""
@@ -76,6 +83,36 @@ def one_line_reason(error: BaseException) -> str:
     return lines[0].rstrip(".") if lines else type(cause).__name__
 
 
+class _Outages:
+    """Databases that do not answer, of which the first thread that waits tells, and the first that waits no more."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._since: dict[str, float] = {}
+
+    def say(self, database: str, *, since: float, until: float, reason: str) -> None:
+        """Say once that a database is waited for."""
+        with self._guard:
+            if database in self._since:
+                return
+            self._since[database] = since
+        _logger.warning(
+            "The database %s does not answer, waiting up to %.0f s for it: %s.", database, until - since, reason
+        )
+
+    def over(self, database: str) -> None:
+        """Say that a database of which this was said answers again."""
+        if not self._since:
+            return
+        with self._guard:
+            since = self._since.pop(database, None)
+        if since is not None:
+            _logger.warning("The database %s answers again after %.0f s.", database, time.monotonic() - since)
+
+
+_outages = _Outages()
+
+
 def retrying(work: Callable[[], T], *, database: str, limit_s: float = RETRY_LIMIT_S) -> T:
     """Run ``work``; retry with exponential backoff while it raises transient database errors.
 
@@ -90,11 +127,12 @@ def retrying(work: Callable[[], T], *, database: str, limit_s: float = RETRY_LIM
     Raises:
         StorageError: If a database error is permanent, or transient errors persist for ``limit_s``.
     """
-    deadline = time.monotonic() + limit_s
+    began = time.monotonic()
+    deadline = began + limit_s
     pause_s = _FIRST_PAUSE_S
     while True:
         try:
-            return work()
+            done = work()
         except Exception as error:
             if _database_error(error) is None:
                 raise
@@ -103,11 +141,17 @@ def retrying(work: Callable[[], T], *, database: str, limit_s: float = RETRY_LIM
                     f"The database {database} failed: {one_line_reason(error)}. "
                     f"What was stored before is intact; resume the study once this is repaired."
                 ) from error
-            if time.monotonic() + pause_s > deadline:
+            now = time.monotonic()
+            if now + pause_s > deadline:
                 raise StorageError(
                     f"The database {database} did not come back within {limit_s:g} s: "
                     f"{one_line_reason(error)}. "
                     f"What was stored before is intact; resume the study once it answers."
                 ) from error
+            if now - began > _SILENT_S:
+                _outages.say(database, since=began, until=deadline, reason=one_line_reason(error))
+        else:
+            _outages.over(database)
+            return done
         time.sleep(pause_s * random.uniform(0.5, 1.0))
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -12,7 +12,7 @@ from optuna.storages import BaseStorage, RDBStorage, get_storage
 from optuna.study import StudyDirection
 from sqlalchemy.pool import NullPool
 
-from optuna_dsat.errors import StorageUrlError
+from optuna_dsat.errors import StorageError, StorageUrlError
 from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.runtime.events import Event, StepMeasured
 from optuna_dsat.store import claims, launches, migrate, profiles
@@ -253,8 +253,14 @@ class Store:
             return
         try:
             yield Turn(self._database, self.heartbeat, study_uuid=study_uuid, number=task)
-        finally:
+        except StorageError:
+            with suppress(StorageError):  # it was waited for long enough
+                self.heartbeat.remove_number(study_uuid, task, limit_s=0.0)
+            raise
+        except BaseException:
             self.heartbeat.remove_number(study_uuid, task)
+            raise
+        self.heartbeat.remove_number(study_uuid, task)
 
     def save_profile(self, fingerprint: str, profile: Mapping[str, Any], *, study_uuid: str) -> None:
         """Store the result of a profile launch; replaces one with the same fingerprint."""

@@ -15,7 +15,9 @@ import pytest
 from optuna.storages import RetryHeartbeatStaleTrialCallback
 from optuna.trial import TrialState
 from sqlalchemy import select, update
+from sqlalchemy.exc import OperationalError
 
+from optuna_dsat.errors import StorageError
 from optuna_dsat.runtime.process_identity import start_ticks
 from optuna_dsat.samplers import BinarySearchSampler
 from optuna_dsat.store import Store, TurnLostError
@@ -317,6 +319,26 @@ def test_no_write_passes_for_a_turn_that_is_anothers_since_the_lock_was_freed(st
             pytest.fail("it is another worker's")
         study.set_user_attr("after", 1)
     assert {"before", "in_the_lost_turn", "after"} & set(study.user_attrs) == {"before", "after"}
+
+
+def test_a_turn_that_ends_with_the_database_waits_for_it_no_longer(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study_uuid, _ = start(store)
+    attempts = []
+
+    def away() -> None:
+        attempts.append(1)
+        raise OperationalError("SELECT 1", {}, ConnectionError("refused"))
+
+    def conclude() -> None:
+        with store.conclusion_turn(study_uuid):
+            monkeypatch.setattr(store._database, "require_present", away)
+            raise StorageError("It was waited for long.")
+
+    with pytest.raises(StorageError, match="waited for long"):
+        conclude()
+    assert len(attempts) == 1
 
 
 def test_a_frozen_worker_leaves_the_turn_to_whom_it_was_given(url: str) -> None:

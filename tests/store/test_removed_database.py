@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -73,6 +74,7 @@ def test_a_database_that_goes_away_ends_the_run_with_what_it_measured(
     assert leave(*SEARCH) == 5
     shown = capsys.readouterr().err.strip().splitlines()[-1]
     assert "was removed or replaced while the study ran" in shown
+    assert re.search(r"Continue with: optuna-dsat resume \S+$", shown)
     (kept,) = Path().rglob("kept_results.json")
     assert str(kept.resolve()) in shown
     found = json.loads(kept.read_text())["measured"]

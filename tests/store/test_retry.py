@@ -80,6 +80,30 @@ def test_a_database_that_stays_away_is_one_clear_line() -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_a_wait_is_said_once_for_all_who_wait(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("optuna_dsat.store.retry._SILENT_S", 0.0)
+    away = OperationalError("SELECT 1", {}, PostgresError(None))
+
+    def work() -> str:
+        with pytest.raises(StorageError):
+            retrying(failing(1000, away), database="db", limit_s=0.2)
+        return outer()
+
+    outer = failing(3, away)
+    assert retrying(work, database="db") == "done"
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2, said
+    assert "db does not answer, waiting up to 0 s for it: server closed" in said[0]
+    assert "db answers again after" in said[1]
+
+
+def test_a_short_wait_is_not_said(caplog: pytest.LogCaptureFixture) -> None:
+    assert retrying(failing(3, LOCKED), database="db") == "done"
+    assert not caplog.records
+
+
 def test_a_lasting_error_is_not_tried_again() -> None:
     work = failing(1, FULL)
     with pytest.raises(StorageError, match="database or disk is full") as caught:
