@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.escape.markdown import Markdown, code, fenced, literal, table
+from optuna_dsat.escape.shell import folded
 from optuna_dsat.metrics import METRICS, PER_ELEMENT
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.facts import (
@@ -47,6 +48,8 @@ from optuna_dsat.words import (
 __all__ = ["study_note", "trial_note"]
 
 _MAX_CHOICES = 8
+_LINE_CHARS = 80
+"""Most characters of a line of commands."""
 
 
 def study_note(view: StudyView) -> str:
@@ -226,7 +229,8 @@ def _commands(view: StudyView) -> str:
     if winner is not None and winner.ended:
         purpose = "# train" if winner.command_names_config else f"# train, once the script reads {BEST_CONFIG}"
         lines += [purpose, winner.command]
-    return fenced("\n".join(lines), "sh", limit_chars=WHOLE_CHARS)
+    # A line that does not fit widens the whole page of optuna-dashboard, paragraphs included.
+    return fenced("\n".join(folded(line, width=_LINE_CHARS) for line in lines), "sh", limit_chars=WHOLE_CHARS)
 
 
 def trial_note(view: StudyView, trial: FrozenTrial) -> str:

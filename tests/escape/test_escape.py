@@ -15,7 +15,7 @@ from optuna_dsat.cli.tables import console_of, print_table
 from optuna_dsat.escape.html import figure_text, safe_figure
 from optuna_dsat.escape.markdown import Markdown, code, fenced, literal, table
 from optuna_dsat.escape.paths import OutsideError, held_inside
-from optuna_dsat.escape.shell import shell_line
+from optuna_dsat.escape.shell import folded, shell_line
 from optuna_dsat.escape.terminal import CELL_CHARS, cell, one_line, plain, say, say_prose
 from optuna_dsat.escape.urls import page_address
 
@@ -96,6 +96,28 @@ def test_a_command_line_gives_the_words_back() -> None:
     assert "\n" not in line
     shown = subprocess.run(["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, check=True).stdout
     assert shown.decode().split("\0")[:-1] == hostile
+
+
+def test_a_folded_command_line_gives_the_words_back() -> None:
+    words = [
+        "env",
+        "A=it's",
+        "python",
+        "/a/long/path" * 10,
+        "--name",
+        'say "it" \\ twice',
+        "",
+        "$(x)",
+        "a b" * 9,
+        "--end",
+    ]
+    lines = folded(shell_line(words), width=40)
+    assert all(len(line) <= 40 or len(line.split(" ")) <= 4 for line in lines.splitlines())
+    assert len(lines.splitlines()) > 3
+    read = subprocess.run(["bash", "-c", f"printf '%s\\0' {lines}"], capture_output=True, text=True, check=True).stdout
+    assert read.split("\0")[:-1] == words
+    for line in ("", "optuna-dsat show s", "it's no line that was made here, of more than forty characters"):
+        assert folded(line, width=40) == line
 
 
 def test_addresses() -> None:

@@ -48,7 +48,9 @@ def test_the_study_note_tells_what_was_tuned_and_how_to_go_on(view: StudyView) -
     assert "| method | binary |" in text
     assert "| `zero_stage` | searched |" in text
     assert "| parameters | 1 B, 1 B trainable |" in text
-    assert f"optuna-dsat resume s --storage {view.storage_url}" in text
+    commands = text.split("```sh\n")[1].split("```")[0].splitlines()
+    assert all(len(line) <= 80 or " " not in line.strip() for line in commands), "a longer line widens the page"
+    assert f"optuna-dsat resume s --storage {view.storage_url}" in "\n".join(commands).replace(" \\\n ", "")
     assert "optuna-dsat best s" in text
     assert "best_ds_config.json" in text
 
