@@ -10,6 +10,7 @@ import contextlib
 import errno
 import gc
 import os
+import resource
 import signal
 import sys
 from collections.abc import Iterator
@@ -43,6 +44,9 @@ _OBJECTS_BETWEEN_COLLECTIONS = 200_000
 """Threshold of the youngest generation: imports make no garbage, and looking for it takes a tenth of a start."""
 EXIT_NO_READER = 1
 """Exit code if nobody reads stdout any more; typer's own."""
+
+_SHORT_FILES_BYTES = 2**24
+"""A limit on the size of files below this is named where a command fails: databases and logs may be larger."""
 
 EXIT_STORAGE = 5
 """Exit code if files cannot be read or written, as for a database that fails."""
@@ -106,7 +110,7 @@ def _unwritable_stderr_ignored() -> Iterator[None]:
 
 
 def _report(error: DsatError) -> None:
-    text = hidden_text(str(error))
+    text = f"{hidden_text(str(error))}{_short_files()}"
     shown = one_line(text, limit_chars=LINE_CHARS) if isinstance(error, UsageError) else text
     _tell(shown)
     if isinstance(error, ScriptFailedError):
@@ -120,7 +124,16 @@ def _report(error: DsatError) -> None:
 def _failed_file(error: OSError) -> str:
     """Return one line on an operation of the system that failed."""
     what = f"{error.filename}: " if error.filename is not None else ""
-    return f"{what}{error.strerror or error}. What was stored before is intact; resume the study once this is repaired."
+    intact = "What was stored before is intact; resume the study once this is repaired."
+    return f"{what}{error.strerror or error}.{_short_files()} {intact}"
+
+
+def _short_files() -> str:
+    """Return a sentence on a limit on the size of files that may be why something failed; empty without one."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if not 0 <= limit < _SHORT_FILES_BYTES:
+        return ""
+    return f" The limit of this shell (ulimit -f) lets no file grow beyond {limit} bytes."
 
 
 def _open_streams() -> None:

@@ -17,6 +17,7 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 from optuna_dsat.cli.catalogue import SEARCHES
 from optuna_dsat.cli.experiment_form import is_experiment, kept_places, unfold_experiment, value_given
 from optuna_dsat.cli.options_file import OPTIONS_ENV, file_of
+from optuna_dsat.errors import UsageError
 from optuna_dsat.escape.terminal import say_prose
 from optuna_dsat.script.launch_command import LaunchCommand
 from optuna_dsat.tuning.parse import NO_CONFIG
@@ -65,8 +66,10 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> list[
         found = None
     else:
         found = read_command(words, cwd=cwd, on_notice=lambda note: say_prose(note, file=sys.stderr))
-    if found is None and first == "--" and not _names_module(own):
-        found = LaunchCommand(script=words[0], args=tuple(words[1:]))
+    if found is None and not _names_module(own):
+        _refuse_missing(words, cwd=cwd)
+        if first == "--":
+            found = LaunchCommand(script=words[0], args=tuple(words[1:]))
     if found is None:
         return [*argv[: start + 1], *own, *_with_config(words, search.params)]
     told = [*_in_file(name, value_given(argv[:start], "--options"), cwd=cwd), *own]
@@ -81,6 +84,17 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> list[
     for note in notes:
         say_prose(note, file=sys.stderr)
     return [*argv[: start + 1], *own, *places, *_arguments(found, own=own, told=told, engine=engine, cwd=cwd)]
+
+
+def _refuse_missing(words: Sequence[str], *, cwd: Path) -> None:
+    """Refuse a command whose program is not there: its options would be taken for those of the search.
+
+    Raises:
+        UsageError: If its first word names neither a file nor a program, and an option follows.
+    """
+    name = words[0]
+    if any(word.startswith("-") and word != "--" for word in words[1:2]) and not Path(cwd, name).exists():
+        raise UsageError(f"{name}: no file in {cwd}, and no program that can be found (PATH).")
 
 
 def _names_module(own: Sequence[str]) -> bool:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,3 +32,21 @@ def test_a_file_that_cannot_be_written_is_named_in_one_line_with_the_code_of_sto
     assert ended.returncode == 5
     assert ended.stderr.count("\n") == 1
     assert f"{path}: {os.strerror(number)}" in ended.stderr
+
+
+@pytest.mark.parametrize("limit_bytes", [0, 4096])
+def test_a_limit_on_the_size_of_files_is_named(tmp_path: Path, limit_bytes: int) -> None:
+    """It was 'No usable temporary directory found', or 'disk I/O error' where the disk is fine."""
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 1}')
+    ended = subprocess.run(
+        [sys.executable, "-c", "from optuna_dsat.cli import main; main()", "random", "train.py", "ds.json", "--quiet"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes)),
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode in (2, 5)
+    assert ended.stderr.count("\n") == 1
+    assert f"(ulimit -f) lets no file grow beyond {limit_bytes} bytes." in ended.stderr

@@ -14,6 +14,7 @@ import typer
 
 from optuna_dsat.cli import app, main
 from optuna_dsat.cli.launch_prefix import unfold_command
+from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.devices import Device, Devices
 
 
@@ -216,3 +217,11 @@ def test_output_and_database_stay_where_a_command_that_goes_elsewhere_is_typed(
     assert found[-3:] == ["--", "--lr", "3"]
     assert Path.cwd() == tmp_path / "inner"
     assert "where the command goes" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("first", [(), ("--",)])
+def test_a_program_that_is_not_there_is_named(tmp_path: Path, first: tuple[str, ...]) -> None:
+    """It was 'No such option: -n', as what follows the program was taken for options of the search."""
+    with pytest.raises(UsageError, match=r"^no-mpirun: no file in .* and no program"):
+        unfolded(tmp_path, *first, "no-mpirun", "-n", "2", "python", "train.py")
+    assert unfolded(tmp_path, "train.py", "--max-trials", "3") == ["random", "train.py", "--max-trials", "3"]
