@@ -13,13 +13,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from optuna_dsat.runtime.batch_loaders import LoaderWatch
 from optuna_dsat.runtime.batch_parsers import ParserWatch, numbers
 from optuna_dsat.runtime.events import BatchSourcesFound
+from optuna_dsat.runtime.regular_file import read_regular
 from optuna_dsat.runtime.user_code import Place, constants, is_installed
 
 __all__ = ["BatchSources"]
@@ -143,12 +143,14 @@ class _ArgumentTexts:
 
 
 def _settings_text(name: str) -> str:
-    """Return the text of a settings file; empty if the name is none's, or the file is too large for one."""
+    """Return the text of a settings file; empty if the name is none's, or what has it is too large for one, or no file.
+
+    What is in a pipe is for the script, which could not read it after.
+    """
     if not name.endswith((".json", ".toml", ".yaml", ".yml")):
         return ""
     try:
-        path = Path(name)
-        return path.read_text(encoding="utf-8") if path.stat().st_size <= _MOST_TEXT_BYTES else ""
+        return read_regular(name, most_bytes=_MOST_TEXT_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError):
         return ""
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
 import sys
+import warnings
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import FrameType
@@ -70,7 +72,11 @@ def parsed_source(file: str | Path) -> ast.Module:
         SyntaxError: If it is not Python, or nested more deeply than this interpreter reads.
     """
     try:
-        return ast.parse(read_regular(file), filename=str(file))
+        # Of what is not Python the interpreter reads the line that is wrong once more, from the file of the name it is
+        # given: whoever reads a log of the kernel a second time waits for its next line. Warnings are the script's own,
+        # when it runs.
+        with warnings.catch_warnings(action="ignore"):
+            return ast.parse(read_regular(file), filename=os.devnull)
     except (RecursionError, MemoryError):
         raise SyntaxError("nested too deeply") from None
     except ValueError as error:

@@ -200,13 +200,14 @@ def _with_slots(runner: Any, words: list[str]) -> argparse.Namespace:
 
 
 def _check_readable(path: str, option: str) -> None:
-    """Refuse a file that a launcher would read without end.
+    """Refuse a file that a launcher would read without end, or wait for.
 
     Raises:
-        ValueError: If it cannot be read.
+        ValueError: If it cannot be read, or not more than once, as a log of the kernel in ``/proc``.
     """
     try:
-        read_regular(path)
+        for _ in range(2):
+            read_regular(path)
     except OSError as error:
         raise ValueError(f"{option} is {path}, which cannot be read: {error.strerror}") from None
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,21 @@ def test_nothing_is_waited_for(refused: Run, arguments: list[str]) -> None:
     refused(*arguments)
 
 
-@pytest.mark.skipif(not os.access("/proc/kmsg", os.R_OK), reason="only root reads the kernel's log")
+def _log_in_kernel(lines: int) -> None:
+    """Have the kernel's log begin with lines that nobody has read, or with none."""
+    log = os.open("/proc/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+    with suppress(BlockingIOError):
+        while os.read(log, 2**16):
+            pass
+    os.close(log)
+    for number in range(lines):
+        Path("/dev/kmsg").write_text(f"<7>a line of optuna-dsat's tests: {number}\n")
+
+
+@pytest.mark.skipif(
+    not (os.access("/proc/kmsg", os.R_OK) and os.access("/dev/kmsg", os.W_OK)),
+    reason="only root reads the kernel's log, and writes into it",
+)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -125,7 +140,10 @@ def test_nothing_is_waited_for(refused: Run, arguments: list[str]) -> None:
     ],
     ids=" ".join,
 )
-def test_a_log_of_the_kernel_is_not_waited_for(refused: Run, arguments: list[str]) -> None:
+@pytest.mark.parametrize("lines", [0, 3])
+def test_a_log_of_the_kernel_is_not_waited_for(refused: Run, arguments: list[str], lines: int) -> None:
+    """What it has is read once: whoever reads it again waits for its next line."""
+    _log_in_kernel(lines)
     refused(*arguments)
 
 

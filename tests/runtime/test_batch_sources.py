@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,6 +110,19 @@ def test_the_text_of_a_settings_file_is_known_by_the_argument_that_names_it(
     assert read(path.read_text()) == {"train": {"batch": 8}}
     assert read(other.read_text()) == {"train": {"batch": 5}}
     assert made.event(rank=0).settings == [{"file": str(path), "key": "train.batch", "value": 4}]
+
+
+def test_what_is_in_a_pipe_is_left_to_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = tmp_path / "run.json"
+    os.mkfifo(pipe)
+    descriptor = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+    os.write(descriptor, b'{"batch": 4}')
+    monkeypatch.setattr(sys, "argv", ["train.py", str(pipe)])
+    made = sources({})
+    assert json.loads('{"batch": 4}') == {"batch": 4}
+    assert made.event(rank=0).settings == []
+    assert os.read(descriptor, 100) == b'{"batch": 4}'
+    os.close(descriptor)
 
 
 def test_a_launch_that_finds_nothing_out_leaves_settings_files_alone(tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from optuna_dsat.runtime.user_code import constants, is_installed, places_of
+from optuna_dsat.runtime import user_code
+from optuna_dsat.runtime.user_code import constants, is_installed, parsed_source, places_of
 
 SOURCE = """\
 import torch
@@ -53,3 +54,20 @@ def test_places_are_those_of_the_users_code_innermost_first() -> None:
     assert [Path(file).name for file, _ in places[:2]] == [Path(__file__).name] * 2
     assert places[0][1] < places[1][1]
     assert not any(is_installed(file) for file, _ in places)
+
+
+def test_a_file_is_read_once_though_it_is_no_python(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The interpreter would look for the line that is wrong in the file, and a log of the kernel has no more."""
+    file = tmp_path / "train.py"
+    file.write_text("what\nthe file\nholds by now\n")
+    monkeypatch.setattr(user_code, "read_regular", lambda _: b"import torch\n[ 0.0] no Python\n")
+    with pytest.raises(SyntaxError) as caught:
+        parsed_source(file)
+    assert (caught.value.lineno, caught.value.text) == (2, "[ 0.0] no Python\n")
+
+
+def test_warnings_on_the_text_of_a_script_are_its_own(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    file = tmp_path / "train.py"
+    file.write_text('PATTERN = "\\d"\n')
+    assert parsed_source(file).body
+    assert not recwarn.list
