@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 

@@ -15,7 +15,7 @@ from sqlalchemy.orm import scoped_session, sessionmaker
 
 from optuna_dsat.errors import StorageUrlError
 from optuna_dsat.store.database import Database, engine_options, install_events
-from optuna_dsat.store.retry import is_transient, one_line_reason, retrying
+from optuna_dsat.store.retry import is_transient, one_line_reason, retrying, tell_lost_commits
 from optuna_dsat.store.revisions import newest_revision
 
 __all__ = ["open_optuna_tables"]
@@ -60,6 +60,7 @@ def open_optuna_tables(database: Database) -> RDBStorage:
     rdb = _ReadyTables(database) if newest is not None and _revision(database) == newest else _checked(database, newest)
     install_events(rdb.engine)
     database.guard(rdb.engine)
+    tell_lost_commits(rdb.engine)
     return rdb
 
 

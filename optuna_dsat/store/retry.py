@@ -15,11 +15,13 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from sqlalchemy import Engine, event
+from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, PendingRollbackError
 
 from optuna_dsat.errors import StorageError
 
-__all__ = ["RETRY_LIMIT_S", "is_transient", "one_line_reason", "retrying"]
+__all__ = ["RETRY_LIMIT_S", "CommitLostError", "is_transient", "one_line_reason", "retrying", "tell_lost_commits"]
 
 T = TypeVar("T")
 
@@ -42,6 +44,27 @@ deadlock, too many connections, lock not available, shutdown by an administrator
 connect now."""
 
 
+class CommitLostError(Exception):
+    """The connection broke while a transaction was committed, which may or may not have happened.
+
+    It is none of SQLAlchemy's errors: after those Optuna creates a trial once more by itself, and there may be two.
+    """
+
+    def __init__(self, error: DBAPIError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def tell_lost_commits(engine: Engine) -> None:
+    """Have an engine raise ``CommitLostError`` where a connection breaks as it commits."""
+
+    @event.listens_for(engine, "handle_error")
+    def lost(context: ExceptionContext) -> None:
+        error = context.sqlalchemy_exception
+        if context.is_disconnect and context.statement is None and isinstance(error, DBAPIError):
+            raise CommitLostError(error)
+
+
 def _database_error(error: BaseException) -> DBAPIError | None:
     """Return the database driver's error that caused an error; None if there is none.
 
@@ -52,6 +75,8 @@ def _database_error(error: BaseException) -> DBAPIError | None:
     while link is not None:
         if isinstance(link, DBAPIError):
             return link
+        if isinstance(link, CommitLostError):
+            return link.error
         link = link.__context__ if isinstance(link, PendingRollbackError) else link.__cause__
     return None
 

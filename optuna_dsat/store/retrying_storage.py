@@ -6,16 +6,18 @@ committed, if only the acknowledgement was lost; the retry then operates on its 
 * Reads, attributes, intermediate values, parameters: the second write is idempotent.
 * ``set_trial_state_values`` to a finished state: the retry finds the trial finished. This is accepted if the stored
   state is the requested one; otherwise the error is raised (another worker has finished the trial).
-* ``set_trial_state_values`` to RUNNING: the retry reports that another worker took the trial, so no worker runs it.
-  It has no heartbeat and is therefore reclaimed and requeued.
-* ``create_new_trial``: a second trial may be created. One without parameters is reclaimed without a copy. A second
-  copy of an enqueued configuration fails to claim it.
+* ``set_trial_state_values`` to RUNNING: the retry takes a trial that is running for its own. Trials are asked for under
+  the database's lock; where that was lost and another worker has it, only one of the two may claim its configuration.
+* ``create_new_trial``: each trial carries the number of the request for it, by which the retry finds the one that was
+  created: a second one would count, and move the numbers of all after it.
 * ``create_new_study``: the retry reports that the name is taken; the registry adopts a study that is still empty.
 * ``delete_study``: the retry finds no study, which is the requested result.
 """
 
 from __future__ import annotations
 
+import copy
+import uuid
 from collections.abc import Callable, Container, Sequence
 from typing import Any, TypeVar
 
@@ -24,13 +26,16 @@ from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage
 from optuna.study import StudyDirection
 from optuna.study._frozen import FrozenStudy
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from optuna_dsat.store.retry import RETRY_LIMIT_S, is_transient, retrying
 
-__all__ = ["RetryingStorage"]
+__all__ = ["REQUEST", "RetryingStorage"]
 
 T = TypeVar("T")
+
+REQUEST = "dsat_request"
+"""System attribute of a trial: which call created it."""
 
 
 class RetryingStorage(BaseStorage):
@@ -134,8 +139,23 @@ class RetryingStorage(BaseStorage):
         return self._retry(self._backend.get_all_studies)
 
     def create_new_trial(self, study_id: int, template_trial: FrozenTrial | None = None) -> int:
-        """See ``optuna.storages.BaseStorage``."""
-        return self._retry(lambda: self._backend.create_new_trial(study_id, template_trial))
+        """See ``optuna.storages.BaseStorage``; the trial gets a system attribute, ``REQUEST``."""
+        request = uuid.uuid4().hex
+        template = create_trial(state=TrialState.RUNNING) if template_trial is None else copy.deepcopy(template_trial)
+        template.system_attrs = {**template.system_attrs, REQUEST: request}
+        tried = False
+
+        def create() -> int:
+            nonlocal tried
+            if tried:
+                trials = self._backend.get_all_trials(study_id, deepcopy=False)
+                made = [trial._trial_id for trial in trials if trial.system_attrs.get(REQUEST) == request]
+                if made:
+                    return made[0]
+            tried = True
+            return self._backend.create_new_trial(study_id, template)
+
+        return self._retry(create)
 
     def set_trial_param(
         self, trial_id: int, param_name: str, param_value_internal: float, distribution: BaseDistribution
@@ -156,7 +176,16 @@ class RetryingStorage(BaseStorage):
                 raise error
             return True
 
-        return self._retry_unless_done(lambda: self._backend.set_trial_state_values(trial_id, state, values), done)
+        tried = False
+
+        def set_state() -> bool:
+            nonlocal tried
+            repeats, tried = tried, True
+            if self._backend.set_trial_state_values(trial_id, state, values):
+                return True
+            return repeats and self._backend.get_trial(trial_id).state is state
+
+        return self._retry_unless_done(set_state, done)
 
     def set_trial_intermediate_value(self, trial_id: int, step: int, intermediate_value: float) -> None:
         """See ``optuna.storages.BaseStorage``."""

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,10 @@ from optuna_dsat.trials.attributes import CONFIG_KEY, OUTCOME
 from tests.crash_points.launcher import Launched
 
 __all__ = ["Observed", "StoredTrial", "files_of", "launches_of", "living_children", "observe"]
+
+
+_PATIENCE_S = 2.0
+"""How long the server may take to end connections whose client is gone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +116,12 @@ def _postgres_locks(connection: Connection) -> dict[str, Any]:
         "SELECT count(*) FROM pg_locks l JOIN pg_database d ON d.oid = l.database "
         "WHERE l.locktype = 'advisory' AND d.datname = current_database()"
     )
+    until = time.monotonic() + _PATIENCE_S
+    while (left := int(connection.execute(text(others)).scalar_one())) and time.monotonic() < until:
+        time.sleep(0.05)  # the server ends its side of a connection when it gets to it
+        connection.execute(text("SELECT pg_stat_clear_snapshot()"))
     return {
-        "connections": int(connection.execute(text(others)).scalar_one()),
+        "connections": left,
         "locked": bool(connection.execute(text(advisory)).scalar_one()),
     }
 

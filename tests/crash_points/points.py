@@ -169,6 +169,10 @@ class Points:
                 return False
             if self._blow is Blow.KILL and number == self._at:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if self._blow is Blow.CUT_AFTER:  # a commit's, and another point may have come before it this time
+                struck = number >= self._at and kind == "commit"
+                self._at = None if struck else self._at
+                return struck
             return number == self._at or (number > self._at and self._blow in LASTING)
         finally:
             self._busy = False

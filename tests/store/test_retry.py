@@ -5,14 +5,16 @@ from collections.abc import Callable
 from typing import Any
 
 import optuna
+import psycopg
 import pytest
 from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
 from optuna.storages import InMemoryStorage
 from optuna.study import StudyDirection
-from optuna.trial import TrialState
+from optuna.trial import TrialState, create_trial
 from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
 
 from optuna_dsat.errors import StorageError
+from optuna_dsat.store import Store
 from optuna_dsat.store.retry import is_transient, one_line_reason, retrying
 from optuna_dsat.store.retrying_storage import RetryingStorage
 
@@ -139,6 +141,11 @@ class LosesAcknowledgements(InMemoryStorage):
         self._lose("state")
         return done
 
+    def create_new_trial(self, *args: Any, **kwargs: Any) -> int:
+        made = super().create_new_trial(*args, **kwargs)
+        self._lose("trial")
+        return made
+
     def delete_study(self, study_id: int) -> None:
         super().delete_study(study_id)
         self._lose("delete")
@@ -149,18 +156,52 @@ class LosesAcknowledgements(InMemoryStorage):
 
 
 def test_a_lost_acknowledgement_does_not_undo_or_repeat_anything() -> None:
-    storage = RetryingStorage(LosesAcknowledgements(), database="db")
+    backend = LosesAcknowledgements()
+    storage = RetryingStorage(backend, database="db")
     study_id = storage.create_new_study([StudyDirection.MAXIMIZE], "one")
-    trial_id = storage.create_new_trial(study_id)
+    trial_id = storage.create_new_trial(study_id, create_trial(state=TrialState.WAITING))
+    assert storage.set_trial_state_values(trial_id, TrialState.RUNNING)
+    assert not storage.set_trial_state_values(trial_id, TrialState.RUNNING), "another one's"
+    backend.lost.clear()
     storage.set_trial_user_attr(trial_id, "key", 1)
     assert storage.set_trial_state_values(trial_id, TrialState.COMPLETE, [1.5])
     trial = storage.get_trial(trial_id)
     assert (trial.state, trial.value, trial.user_attrs) == (TrialState.COMPLETE, 1.5, {"key": 1})
+    assert len(storage.get_all_trials(study_id)) == 1
     with pytest.raises(UpdateFinishedTrialError):
         storage.set_trial_state_values(trial_id, TrialState.FAIL)
     storage.delete_study(study_id)
     with pytest.raises(KeyError):
         storage.delete_study(study_id)
+
+
+@pytest.mark.postgres
+def test_a_trial_whose_commit_is_cut_is_there_once(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Optuna creates it once more by itself after the errors that it knows: all later ones had other numbers."""
+    with Store.open(postgres_url) as store:
+        store.create_study("one", {})
+        study = optuna.load_study(study_name="one", storage=store.storage)
+        dialect = store._rdb.engine.dialect
+        commit = dialect.do_commit
+        cut: list[str] = []
+
+        def lose(connection: Any) -> None:
+            commit(connection)
+            if len(cut) < 2:
+                cut.append("after the commit")
+                connection.driver_connection.close()
+                raise psycopg.OperationalError("server closed the connection unexpectedly")
+
+        for create in (lambda: study.enqueue_trial({"stage": 1}), study.ask, study.ask):
+            cut.clear()
+            monkeypatch.setattr(dialect, "do_commit", lose)
+            create()
+            monkeypatch.setattr(dialect, "do_commit", commit)
+            assert len(cut) == 2
+        assert [(trial.number, trial.state) for trial in study.trials] == [
+            (0, TrialState.RUNNING),
+            (1, TrialState.RUNNING),
+        ]
 
 
 def test_a_trial_that_another_worker_finished_stays_theirs() -> None:
