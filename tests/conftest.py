@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -100,6 +101,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(THIRD_PARTY_VARIABLES)}
+
+
+def buffers() -> set[Path]:
+    """Return the files in shared memory that DeepSpeed leaves behind by every training on the CPU, 66 MiB a rank."""
+    return {*Path("/dev/shm").glob("deepspeed_allreduce_buffer_*")}
+
+
+def _is_mapped(file: Path) -> bool:
+    """Whether a living process, such as one of another worker's launches, has a file in its memory."""
+    maps = Path("/proc").glob("[0-9]*/maps")
+    for one in maps:
+        with suppress(OSError):
+            if str(file).encode() in one.read_bytes():
+                return True
+    return False
+
+
+@pytest.fixture(autouse=True)
+def trainings_leave_no_buffers(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Remove what printed commands, and other trainings that no tuner started, leave in shared memory."""
+    before = buffers() if request.node.get_closest_marker("torchrun") else None
+    yield
+    for file in set() if before is None else buffers() - before:
+        if not _is_mapped(file):
+            file.unlink(missing_ok=True)
 
 
 def non_daemon_threads() -> set[threading.Thread]:
