@@ -23,6 +23,10 @@ _NEAR_OCTAVES = 0.5
 """Doublings of the micro-batch up to which a launch that ran out of memory speaks against smaller ones."""
 _USUAL_FAILURES = 2
 """Launches of a structure that fail near its edge while that is looked for; only what goes beyond them counts."""
+_SURE_SHARE = 0.5
+"""Share of the profiled activations that a larger micro-batch needs at least."""
+_SURE_WEIGHT = 4
+"""Failures that one counts as which speaks against a configuration for certain, but for what launches differ by."""
 _HOST_SD = 0.1
 """Relative standard deviation of the predicted host memory."""
 
@@ -76,9 +80,11 @@ class RunProbability:
     def _seldom_fits(self, rows: Numbers, sizes: Numbers) -> Numbers:
         """Return factors on the probability to fit where others of the structure failed, by the rule of succession.
 
-        What ran out of memory at no larger micro-batch and with no larger buffers counts against a configuration, what
-        ran at no smaller ones for it. Where launch after launch failed at somewhat larger micro-batches, those count,
-        too: the posterior is wrong about the structure then, and its edge lies elsewhere rather than one sample below.
+        What ran out of memory at no larger micro-batch speaks against a configuration, unless that saves more on
+        buffers than its samples take; what ran at no smaller one and with no smaller buffers speaks for it. Where
+        launch after launch failed at somewhat larger micro-batches, those count, too: the posterior is wrong about the
+        structure then, and its edge lies elsewhere rather than one sample below. While it is not known to half a
+        doubling, all failures count against the upper half of where it may be, in the logarithm.
         """
         observations, found = self._observations, np.ones(len(rows))
         buffers = self._table.buffers.sum(axis=1)
@@ -91,9 +97,14 @@ class RunProbability:
                 (observations.micro_batch[known], buffers[observations.row[known]])
                 for known in (failed & (own == one), observations.fits & (own == one))
             )
-            surely = ((lost[0] <= size) & (lost[1] <= needed)).sum(axis=1)
+            samples = _SURE_SHARE * self._problem.profile.activation_bytes_per_sample * (size - lost[0])
+            surely = _SURE_WEIGHT * ((lost[0] <= size) & (lost[1] <= needed + samples)).sum(axis=1)
             nearly = np.clip(1 - np.log2(lost[0] / size) / _NEAR_OCTAVES, 0, 1).sum(axis=1)
             failures = np.maximum(surely, nearly - _USUAL_FAILURES)
+            least, most = float(lost[0].min()), float(ran[0].max(initial=1.0))
+            if least > most * 2**_NEAR_OCTAVES:
+                upper = size[:, 0] > math.sqrt(least * most)
+                failures = np.where(upper, np.maximum(failures, len(lost[0]) - _USUAL_FAILURES), failures)
             successes = ((ran[0] >= size) & (ran[1] >= needed)).sum(axis=1)
             found[here] = (1 + successes) / (1 + successes + failures)
         return found
