@@ -226,19 +226,27 @@ def bytes_in_words(count: float) -> str:
 
 
 def params_in_words(count: int) -> str:
-    """Return a number of parameters such as ``8.03 B``, ``124 M`` or ``1,633``."""
-    for factor, suffix in ((1e9, " B"), (1e6, " M")):
-        if count >= factor:
-            return f"{count / factor:.3g}{suffix}"
-    return count_in_words(count)
+    """Return a number of parameters such as ``1.2 T``, ``8.03 B``, ``124 M`` or ``1,633``."""
+    return _scaled(count, ((1e12, "T"), (1e9, "B"), (1e6, "M")), digits=3) or count_in_words(count)
 
 
 def flops_in_words(count: float) -> str:
     """Return a number of floating-point operations such as ``1.153 GFLOP``."""
-    for power, prefix in ((15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
-        if count >= 10**power:
-            return f"{count / 10**power:.4g} {prefix}FLOP"
-    return f"{count:.4g} FLOP"
+    prefixes = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+    scaled = _scaled(count, prefixes, digits=4) or f"{count_in_words(float(count))} "
+    return f"{scaled}FLOP"
+
+
+def _scaled(count: float, scales: Sequence[tuple[float, str]], *, digits: int) -> str:
+    """Return a number with the suffix of its scale, the largest first; empty if it is below all.
+
+    What rounds to a thousand of one scale is 1 of the next, and beyond the largest thousands are set apart: no number
+    gets an exponent.
+    """
+    for factor, suffix in scales:
+        if float(f"{count / factor:.{digits}g}") >= 1:
+            return f"{count_in_words(float(count / factor), digits=digits)} {suffix}"
+    return ""
 
 
 def steps_in_words(*, skipped: int, variation: float, metrics: Mapping[str, float]) -> str:

@@ -112,7 +112,7 @@ def _print_bars(found: Sequence[AtGpus], shares: Sequence[float | None], *, unit
         bar = ("#" * filled).ljust(max(filled, dot))
         if dot > filled:
             bar = bar[: dot - 1] + "."
-        say(f"{one.gpus:>6} {bar} {one.samples_per_s:.4g}, {share:.0%}")
+        say(f"{one.gpus:>6} {bar} {count_in_words(one.samples_per_s or 0.0)}, {share:.0%}")
 
 
 def show_preview(spec: StudySpec) -> None:

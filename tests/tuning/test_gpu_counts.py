@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 import optuna_dsat
 from optuna_dsat.cli import search
+from optuna_dsat.cli.show import _print_bars
 from optuna_dsat.launch.devices import Device, Devices
 from optuna_dsat.launch.simulated import SimulatedResult
 from optuna_dsat.store import Store
@@ -112,6 +114,14 @@ def test_a_sweep_that_cannot_run_is_refused_before_its_first_search(
     assert done.returncode == 2
     assert words in done.stderr
     assert not (bench.folder / "optuna-dsat.db").exists()
+
+
+def test_samples_of_a_bar_are_written_as_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside a table with 17,890 samples/s a bar said 1.789e+04."""
+    made = [Mock(gpus=gpus, samples_per_s=rate) for gpus, rate in ((1, 17_890.0), (2, 41_310.0))]
+    _print_bars(made, (1.0, 1.15), unit="GPU")
+    bars = capsys.readouterr().out.splitlines()[-2:]
+    assert [bar.rpartition("# ")[2] for bar in bars] == ["17,890, 100%", "41,310, 115%"]
 
 
 @pytest.mark.usefixtures("bench", "two_gpus")
