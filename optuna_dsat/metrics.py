@@ -11,6 +11,7 @@ __all__ = [
     "METRICS",
     "PER_ELEMENT",
     "SMALLER_IS_BETTER",
+    "UTILISATION",
     "Speed",
     "direction_of",
     "shares_of_linear",
@@ -22,9 +23,11 @@ LARGER_IS_BETTER = ("FLOPS_per_gpu", "throughput")
 SMALLER_IS_BETTER = ("latency", "forward", "backward", "step")
 """Seconds per step: of the whole step and of its phases."""
 PER_ELEMENT = ("tokens_per_s", "elements_per_s")
-"""Elements of the inputs per second over all ranks, padding included: stated beside the others where inputs vary in
-size. None can be optimised: padding, which larger batches have more of, would count as work done.
+"""Elements of the inputs per second over all ranks, padding included: stated beside the others where inputs are tokens
+or vary in size. None can be optimised: padding, which larger batches have more of, would count as work done.
 """
+UTILISATION = "MFU"
+"""Share of the device's peak FLOPS: stated where the peak is known."""
 METRICS = (*LARGER_IS_BETTER, *SMALLER_IS_BETTER)
 
 

@@ -145,11 +145,11 @@ def input_variation(steps: Sequence[GlobalStep]) -> float:
 
 
 def per_element_metric(steps: Sequence[GlobalStep]) -> str | None:
-    """Return the name of the speed per element, one of ``PER_ELEMENT``; None if all inputs are equal."""
-    if not input_variation(steps):
-        return None
+    """Return the name of the speed per element, one of ``PER_ELEMENT``; None for equal inputs that are no tokens."""
     tokens, elements = PER_ELEMENT
-    return tokens if all(step.elements_are_tokens for step in steps) else elements
+    if steps and all(step.elements_are_tokens and step.elements > 0 for step in steps):
+        return tokens
+    return elements if input_variation(steps) else None
 
 
 def metrics_of(steps: Sequence[GlobalStep], *, flops_per_sample: float, world_size: int) -> dict[str, float]:
@@ -163,8 +163,8 @@ def metrics_of(steps: Sequence[GlobalStep], *, flops_per_sample: float, world_si
     Returns:
         ``throughput`` (samples/s over all ranks), ``FLOPS_per_gpu`` (FLOP/s per rank), ``latency``, ``forward``,
         ``backward``, ``step`` (seconds per optimizer step), ``engine_throughput`` (samples/s by the engine's phases
-        alone), ``peak_allocated_bytes``, ``peak_reserved_bytes``, ``rss_bytes``; where inputs vary in size also
-        ``tokens_per_s`` or ``elements_per_s`` (of all ranks, padding included).
+        alone), ``peak_allocated_bytes``, ``peak_reserved_bytes``, ``rss_bytes``; where inputs are tokens also
+        ``tokens_per_s``, where others vary in size ``elements_per_s`` (of all ranks, padding included).
 
     Raises:
         ValueError: If ``steps`` is empty or their wall time is not positive.
@@ -176,8 +176,8 @@ def metrics_of(steps: Sequence[GlobalStep], *, flops_per_sample: float, world_si
     phases_s = sum(s.forward_s + s.backward_s + s.step_s for s in steps)
     throughput = samples / wall_s
     count = len(steps)
-    varying = per_element_metric(steps)
-    per_element = {} if varying is None else {varying: sum(s.elements for s in steps) / wall_s}
+    name = per_element_metric(steps)
+    per_element = {} if name is None else {name: sum(s.elements for s in steps) / wall_s}
     return {
         "throughput": throughput,
         "FLOPS_per_gpu": flops_per_sample * throughput / world_size,

@@ -73,7 +73,7 @@ class Confirmation:
         self._spec = context.spec
         self._study = study
         self._metric = metric
-        self._flops_per_sample = profile.flops_per_sample
+        self._profile = profile
         self._speeds = Speeds(profile)
         self._method = method
         self._storing = storing
@@ -101,9 +101,8 @@ class Confirmation:
                     break
                 noise = self._noise(rounds, trials)
                 rounds = self._with_estimate(rounds, trials)
-                least = MIN_ROUNDS * sum(rounds.failure(number) is None for number in rounds.chosen)
                 launch, record, report = self._launch(
-                    by_number[turn[1]], round_number=turn[0], noise=noise, launches=least
+                    by_number[turn[1]], round_number=turn[0], noise=noise, rounds=rounds
                 )
                 rounds = without_failed(rounds.with_launch(launch), trials, candidates, spec=self._spec)
                 with self._storing("store a launch of the confirmation"):
@@ -162,17 +161,19 @@ class Confirmation:
         return SEARCH_SHARE * sum(one.report.held_s for one in launches if one.purpose != "confirm")
 
     def _launch(
-        self, trial: FrozenTrial, *, round_number: int, noise: float, launches: int
+        self, trial: FrozenTrial, *, round_number: int, noise: float, rounds: Rounds
     ) -> tuple[RoundLaunch, LaunchRecord, LaunchReport]:
         request = confirmation_request(self._spec, trial, round_number=round_number)
-        words = trial.user_attrs[attributes.CONFIGURATION]
+        words, done = trial.user_attrs[attributes.CONFIGURATION], len(rounds.launches)
+        least = MIN_ROUNDS * sum(rounds.failure(number) is None for number in rounds.chosen)
         self._context.observer(
             FinalistStarted(
                 number=trial.number,
                 words=words,
                 end_profile_step=request.end_profile_step,
                 round=round_number,
-                launches=launches,
+                launches=max(least, done + 1),
+                done=done,
             )
         )
         record, report = measure_again(
@@ -192,7 +193,8 @@ class Confirmation:
             number=trial.number,
             round_number=round_number,
             metric=self._metric,
-            flops_per_sample=self._flops_per_sample,
+            profile=self._profile,
+            config=request.ds_config,
         )
         self._context.observer(
             LaunchEnded(

@@ -108,6 +108,7 @@ class LiveState:
             self.launched += isinstance(event, progress.TrialStarted) and event.attempt == 0
             if isinstance(event, progress.FinalistStarted):
                 self.ended_search, self.finalists = True, event.launches or self.finalists
+                self.finalists_done = self.finalists_done if event.done is None else event.done
             self.rows[name] = LaunchInFlight(name=name, words=event.words, since=now, last_step=event.end_profile_step)
         elif isinstance(event, progress.Phase):
             self.phase, self.phase_since = event.words, now

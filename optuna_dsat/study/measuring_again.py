@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from optuna.trial import FrozenTrial
 
+from optuna_dsat.cost.memory import ModelProfile
+from optuna_dsat.cost.utilisation import with_utilisation
 from optuna_dsat.guided.acquisition import expected_improvement, learnt_spread
 from optuna_dsat.launch.follow import follow
 from optuna_dsat.launch.measurement import GlobalStep, LaunchRecord, confidence_interval, input_variation, is_certain
@@ -212,7 +215,8 @@ def round_launch(
     number: int,
     round_number: int,
     metric: str,
-    flops_per_sample: float,
+    profile: ModelProfile,
+    config: Mapping[str, Any],
 ) -> RoundLaunch:
     """Return a finalist's launch as it is stored; if the script's data ended early, a trial's steps suffice.
 
@@ -223,23 +227,25 @@ def round_launch(
         number: Number of its trial.
         round_number: Its round.
         metric: The metric that is optimised.
-        flops_per_sample: FLOPs of forward and backward, per sample.
+        profile: The study's profile.
+        config: The DeepSpeed config of the launch.
     """
     short_of_data = report.outcome is Outcome.OUT_OF_DATA and len(record.counted) >= max(2, _trial_steps(spec))
     measured = report.outcome is Outcome.MEASURED or short_of_data
-    flops = flops_per_sample
+    flops = profile.flops_per_sample
     interval = (
         confidence_interval(record.counted, metric, flops_per_sample=flops, world_size=record.world_size)
         if measured
         else None
     )
+    counted = record.metrics(flops_per_sample=flops) if measured else {}
     return RoundLaunch(
         round=round_number,
         number=number,
         value=None if interval is None else interval.value,
         low=None if interval is None else interval.low,
         high=None if interval is None else interval.high,
-        metrics=record.metrics(flops_per_sample=flops) if measured else {},
+        metrics=with_utilisation(counted, profile=profile, config=config),
         steps=len(record.counted),
         outcome=report.outcome.value,
         message=report.message,

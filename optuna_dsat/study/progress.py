@@ -208,7 +208,9 @@ class FinalistStarted(ProgressEvent):
     round: int = 1
     """Round of the confirmation, from 1."""
     launches: int = 0
-    """Launches that the rounds of all finalists take at least; 0 if that is not known."""
+    """Launches that the rounds of all finalists take at least, this one among them; 0 if that is not known."""
+    done: int | None = None
+    """Launches of the rounds that are over, those of earlier runs of the study included; None if not known."""
 
 
 @dataclass(frozen=True, kw_only=True)

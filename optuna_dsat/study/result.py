@@ -85,8 +85,9 @@ class StudyResult:
     """The DeepSpeed config that is handed over, ready to train with."""
     metrics: Mapping[str, float]
     """All metrics of the winner, by name: those of ``metric``, ``engine_throughput`` (what DeepSpeed's own timers would
-    say), where inputs vary in size ``tokens_per_s`` or ``elements_per_s``, and ``peak_allocated_bytes``,
-    ``peak_reserved_bytes`` and ``rss_bytes`` of the rank that used most."""
+    say), where inputs are tokens ``tokens_per_s``, where others vary in size ``elements_per_s``, where the device's
+    peak is known ``MFU`` (a share of it), and ``peak_allocated_bytes``, ``peak_reserved_bytes`` and ``rss_bytes`` of
+    the rank that used most."""
     config_path: str
     """Where ``config`` was written."""
     metrics_path: str

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from optuna_dsat.cost.memory import ModelProfile
 from optuna_dsat.cost.utilisation import utilisation
-from optuna_dsat.metrics import LARGER_IS_BETTER, Speed
+from optuna_dsat.metrics import LARGER_IS_BETTER, UTILISATION, Speed
 from optuna_dsat.words import metric_in_words, speed_in_words
 
 if TYPE_CHECKING:
@@ -44,10 +44,12 @@ class Speeds:
         samples_per_s = metrics.get("throughput")
         if not samples_per_s:
             return None
-        tokens_per_s = metrics.get("tokens_per_s")  # where inputs vary in size
+        tokens_per_s = metrics.get("tokens_per_s")  # older studies have it where inputs vary in size
         if tokens_per_s is None and self._tokens_per_sample is not None:
             tokens_per_s = samples_per_s * self._tokens_per_sample
-        share = None if self._profile is None else utilisation(self._profile, config, metrics)
+        share = metrics.get(UTILISATION)
+        if share is None and self._profile is not None:
+            share = utilisation(self._profile, config, metrics)
         return Speed(samples_per_s=samples_per_s, tokens_per_s=tokens_per_s, utilisation=share)
 
 

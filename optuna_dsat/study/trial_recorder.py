@@ -8,6 +8,7 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from optuna_dsat.config import ds_config
+from optuna_dsat.cost.utilisation import with_utilisation
 from optuna_dsat.errors import ScriptFailedError
 from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.metrics import speed_up
@@ -98,7 +99,9 @@ class TrialRecorder:
 
     def metrics(self, flight: Flight) -> dict[str, float]:
         """Return the metrics of the steps counted so far."""
-        return flight.record.metrics(flops_per_sample=self._profiled.profile.flops_per_sample)
+        profile = self._profiled.profile
+        counted = flight.record.metrics(flops_per_sample=profile.flops_per_sample)
+        return with_utilisation(counted, profile=profile, config=flight.request.ds_config)
 
     def announce_end(self, flight: Flight, report: LaunchReport) -> None:
         """Send ``LaunchEnded`` for a launch that is about to be stored."""

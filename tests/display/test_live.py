@@ -110,6 +110,12 @@ def test_finalists_are_counted_once_it_is_known_how_many_there_are(state: LiveSt
     assert "Finalists measured again: 0 of at least 6 done, 3 running" in shown(state, 26.0)
 
 
+def test_finalists_of_earlier_runs_are_counted(state: LiveState) -> None:
+    """A study that was resumed began at 0, or was at 6 of 6 with a seventh running."""
+    state.apply(progress.FinalistStarted(number=1, words="ZeRO 1", end_profile_step=9, launches=7, done=6), 26.0)
+    assert "Finalists measured again: 6 of at least 7 done" in shown(state, 26.0)
+
+
 def test_the_time_left_counts_what_runs_side_by_side_and_the_finalists(state: LiveState) -> None:
     # Launches took 10 s, 6 of them to the first step. Six are to start, two are half done, two at a time; then two
     # finalists of 6 + 4 * 3 s.

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from optuna_dsat.cost.memory import ModelProfile
+from optuna_dsat.cost.utilisation import with_utilisation
 from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.metrics import Speed
 from optuna_dsat.runtime.events import StepMeasured
@@ -75,6 +76,20 @@ def test_where_inputs_vary_in_size_the_measured_tokens_count() -> None:
     assert speeds.of({**METRICS, "tokens_per_s": 17.0}, {}) == Speed(samples_per_s=40.0, tokens_per_s=17.0)
 
 
+def test_what_is_stored_of_a_launch_tells_tokens_and_mfu_as_its_line_did() -> None:
+    """Of a launch whose line said both, ``show``, the result and the notes said neither."""
+    kept = with_utilisation(
+        record(tokens=True).metrics(flops_per_sample=PROFILE.flops_per_sample), profile=PROFILE, config=BF16
+    )
+    shown = value_in_words(kept, kept["FLOPS_per_gpu"], metric="FLOPS_per_gpu", device="cuda")
+    assert shown == f"8 samples/s, 4,096 tokens/s, {8e12 / 989.5e12:.0%} MFU"
+    half = value_in_words(kept, kept["FLOPS_per_gpu"] / 2, metric="FLOPS_per_gpu", device="cuda")
+    assert half.startswith("4 samples/s, 2,048 tokens/s")
+    plain = record(tokens=False).metrics(flops_per_sample=1.0)
+    assert with_utilisation(plain, profile=replace(PROFILE, device_name="another"), config=BF16) == plain
+    assert "tokens_per_s" not in plain
+
+
 @pytest.mark.parametrize(
     ("metric", "value", "device", "shown"),
     [
@@ -100,7 +115,13 @@ def test_numbers_are_written_as_a_person_writes_them() -> None:
         "1 byte", "320 bytes", "1.5 KiB", "1.00 GiB", "1.00 TiB"
     ]  # fmt: skip
     assert [params_in_words(one) for one in (1633, 1_420_000)] == ["1,633", "1.42 M"]
+    assert [params_in_words(one) for one in (999_400_000, 999_600_000, 2 * 10**12, 1234 * 10**12)] == [
+        "999 M", "1 B", "2 T", "1,230 T"
+    ]  # fmt: skip
     assert [flops_in_words(one) for one in (8384.0, 985_300.0, 12.0)] == ["8.384 kFLOP", "985.3 kFLOP", "12 FLOP"]
+    assert [flops_in_words(one) for one in (999.96e9, 3.1e17, 4e19, 1.5e22)] == [
+        "1 TFLOP", "310 PFLOP", "40 EFLOP", "15,000 EFLOP"
+    ]  # fmt: skip
     assert [metric_in_words("latency", one) for one in (5.23e-6, 0.0296, 1.5)] == [
         "5.23 \u00b5s",
         "29.6 ms",
