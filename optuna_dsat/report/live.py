@@ -114,7 +114,8 @@ class LiveStudy:
         """
         with self._lock:
             version, trials, attrs = self._read()
-            self._refresh(version)
+            if self._refresh(version):  # which took a while: what runs now is another launch
+                _, trials, attrs = self._read()
             return self._version, self._now_html(trials, attrs)
 
     def study(self) -> tuple[str, str]:
@@ -155,10 +156,14 @@ class LiveStudy:
         seen = json.dumps([record.uuid, record.spec, ended, running, attrs], default=str, sort_keys=True)
         return hashlib.sha256(seen.encode()).hexdigest()[:16], trials, attrs
 
-    def _refresh(self, version: str) -> None:
-        """Render the study's part of the page if it has changed, and the last time is long enough ago."""
+    def _refresh(self, version: str) -> bool:
+        """Render the study's part of the page if it has changed, and the last time is long enough ago.
+
+        Returns:
+            Whether it was rendered.
+        """
         if version == self._version or (self._html and time.monotonic() < self._render_after):
-            return
+            return False
         began_s = time.thread_time()
         view = read_view(self._store, self._name)
         values = page_values(
@@ -168,6 +173,7 @@ class LiveStudy:
         self._view, self._html, self._version = view, html, version
         took_s = time.thread_time() - began_s
         self._render_after = time.monotonic() + max(_LEAST_PAUSE_S, took_s / _SHARE)
+        return True
 
     def _now_html(self, trials: Sequence[FrozenTrial], attrs: Mapping[str, Any]) -> str:
         return page_text("_now.html", title="", has_figures=False, now=self._state(trials, attrs))

@@ -13,7 +13,9 @@ from urllib.parse import urlsplit
 
 import optuna
 import pytest
+from optuna.trial import TrialState
 
+from optuna_dsat.report import live as live_module
 from optuna_dsat.report.live import LiveStudy
 from optuna_dsat.report.live_app import guarded, live_app
 from optuna_dsat.report.performance import performance_of
@@ -86,6 +88,28 @@ def test_what_runs_is_shown_with_its_steps(live: LiveStudy, finished: ReportedSt
     again, html = live.now()
     assert "125 samples/s" in html
     assert again == later, "a step changes no figure"
+
+
+def test_what_ended_while_figures_were_drawn_no_longer_runs(
+    live: LiveStudy, finished: ReportedStudyBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trials were read before the figures were drawn, notes after: the launch before stood there without its speed."""
+    trial = begin_trial(finished, steps=2)
+    live.now()
+    other = begin_trial(finished, steps=1)
+    drawn = live_module.page_values
+
+    def draw(*args: Any, **options: Any) -> dict[str, Any]:
+        values = drawn(*args, **options)
+        finished.store.storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
+        return values
+
+    monkeypatch.setattr(live_module, "page_values", draw)
+    monkeypatch.setattr(live, "_render_after", 0.0)
+    text = Page(live.now()[1]).text
+    assert "1 running" in text
+    assert f"{other.number} ZeRO 2, micro-batch 17" in text
+    assert f"{trial.number} ZeRO 2, micro-batch 17" not in text
 
 
 def test_the_profile_and_the_finalists_are_shown_while_they_run(
