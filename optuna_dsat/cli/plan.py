@@ -357,6 +357,9 @@ def _print_scaling(found: Sequence[AtCount], *, whose: str) -> None:
             )
     say_prose(f"\nHow many {whose}s are worth it, each number with what is predicted to be fastest on it:")
     print_table(headings, rows, right=headings[:-1])
+    if all(one.row is None for one in found):
+        print()
+        return
     option = "--gpus-per-trial" if whose == "GPU" else "--cpu-ranks"
     counts = " ".join(str(one.devices) for one in found)
     say_prose(
@@ -445,7 +448,7 @@ def _cells(row: PlannedRow, extra: tuple[str, ...]) -> tuple[str, ...]:
             "",
             "",
             *("" for _ in extra),
-            f"memory of the {row.too_small}",
+            f"memory of the {row.too_small.replace(' and ', ' and the ')}",
         )
     tokens = "" if step.tokens_per_s is None else count_in_words(step.tokens_per_s, digits=3)
     more = {"tokens/s": tokens, "MFU": _mfu(row)}

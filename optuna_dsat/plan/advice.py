@@ -89,7 +89,7 @@ def _start(plan: Plan) -> str | None:
 def _nothing(plan: Plan) -> str:
     least = min(plan.rows, key=lambda row: row.least_bytes)
     limit, hardware = plan.subject.usable_bytes, plan.subject.hardware
-    if least.too_small == "host" or least.least_bytes <= limit:
+    if least.too_small == "host":
         return (
             f"Nothing fits: {least.name} would leave the device enough, but needs {bytes_in_words(least.host_bytes)} "
             f"of host memory, and there are {bytes_in_words(hardware.host_memory_bytes)}. Use more hosts, or hosts "
@@ -101,9 +101,13 @@ def _nothing(plan: Plan) -> str:
             f"{bytes_in_words(limit)} can be used. Use a machine with more memory, a shorter sequence, or a smaller "
             "model."
         )
+    host = ""
+    if "host" in least.too_small:
+        needed, there = bytes_in_words(least.host_bytes), bytes_in_words(hardware.host_memory_bytes)
+        host = f", and {needed} of host memory, of which there are {there}"
     return (
         f"Nothing fits at micro-batch 1: {least.name} needs {bytes_in_words(least.least_bytes)} per device, and "
-        f"{bytes_in_words(limit)} can be used. Use more or larger GPUs, a shorter sequence, or a smaller model."
+        f"{bytes_in_words(limit)} can be used{host}. Use more or larger GPUs, a shorter sequence, or a smaller model."
     )
 
 
@@ -219,7 +223,9 @@ def _round_robin(plan: Plan) -> str | None:
 
 def _sub_group(plan: Plan) -> str | None:
     """Advise a smaller sub_group_size if ZeRO 3 does not fit because of the optimizer step."""
-    short = [row for row in plan.rows if row.structure.stage == 3 and not row.largest and row.too_small == "device"]
+    short = [
+        row for row in plan.rows if row.structure.stage == 3 and not row.largest and row.too_small.startswith("device")
+    ]
     if not short or "fp32_gradients" not in short[0].parts:
         return None
     return (

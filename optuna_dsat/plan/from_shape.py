@@ -11,7 +11,7 @@ from optuna_dsat.cost.memory import Hardware, ModelProfile
 from optuna_dsat.plan.prediction import Subject
 from optuna_dsat.plan.rows import Plan, plan_rows
 from optuna_dsat.plan.transformer import TransformerShape
-from optuna_dsat.words import bytes_in_words
+from optuna_dsat.words import bytes_in_words, count_in_words
 
 __all__ = ["Machine", "plan_shape"]
 
@@ -46,9 +46,10 @@ class Machine:
         """The machine in one sentence."""
         assumed = "" if self.given_host_bytes else " (assumed; --host-memory)"
         hosts = "" if self.nodes == 1 else f"{self.nodes} hosts with "
+        each = "" if self.ranks == 1 else " each"
         return (
-            f"{hosts}{self.gpus_per_node} {self.gpu.name}: {bytes_in_words(self.gpu.memory_bytes)} each, "
-            f"{bytes_in_words(self.host_bytes)} a host{assumed}, {self.gpu.tflops:.4g} TFLOPS at its peak."
+            f"{hosts}{self.gpus_per_node} {self.gpu.name}: {bytes_in_words(self.gpu.memory_bytes)}{each}, "
+            f"{bytes_in_words(self.host_bytes)} a host{assumed}, {count_in_words(self.gpu.tflops)} TFLOPS at its peak."
         )
 
 

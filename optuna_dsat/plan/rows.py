@@ -79,7 +79,7 @@ class PlannedRow:
     predicted: StepPrediction | None
     """The step at ``micro_batch``; None if nothing fits."""
     too_small: str = ""
-    """``device`` or ``host``: whose memory is too small; empty if something fits."""
+    """``device``, ``host`` or ``device and host``: whose memory is too small; empty if something fits."""
 
     @property
     def name(self) -> str:
@@ -172,7 +172,10 @@ def _row(subject: Subject, structure: Structure, *, copy_ranks: int = 1) -> Plan
     least = estimate(profile, config, micro_batch=1, hardware=hardware)
     best, predicted = _best(subject, config, largest)
     at = least if predicted is None else estimate(profile, config, micro_batch=best, hardware=hardware)
-    too_small = "host" if least.host_bytes > hardware.host_memory_bytes else "device"
+    is_short = {
+        "device": least.device_bytes > subject.usable_bytes,
+        "host": least.host_bytes > hardware.host_memory_bytes,
+    }
     return PlannedRow(
         structure=structure,
         copy_ranks=copy_ranks,
@@ -185,7 +188,7 @@ def _row(subject: Subject, structure: Structure, *, copy_ranks: int = 1) -> Plan
         host_bytes=at.host_bytes,
         parts=at.parts,
         predicted=predicted,
-        too_small="" if largest else too_small,
+        too_small="" if largest else " and ".join(whose for whose, short in is_short.items() if short) or "device",
     )
 
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from optuna_dsat.errors import UsageError
-from optuna_dsat.words import count_in_words, params_in_words
+from optuna_dsat.words import count_in_words, params_in_words, things_in_words
 
 __all__ = ["Recompute", "TransformerShape", "shape_of"]
 
@@ -166,10 +166,17 @@ class TransformerShape:
             parts.append(f"{params_in_words(self.active_params)} of them for each token")
         if self.trainable_share < 1:
             parts.append(f"{params_in_words(self.trainable_params)} of them trained")
+        known = [
+            things_in_words(self.layers, "layer"),
+            f"hidden size {self.hidden}",
+            things_in_words(self.heads, "head"),
+            f"{things_in_words(self.seq_length, 'token')} a sample",
+        ]
+        if self.vocab > 1:  # pictures have none
+            known.append(f"vocabulary {count_in_words(self.vocab)}")
         return (
-            f"{f'{self.family}, ' if self.family else ''}{', '.join(parts)}: {self.layers} layers, "
-            f"hidden size {self.hidden}, {self.heads} heads, {count_in_words(self.seq_length)} tokens a sample, "
-            f"vocabulary {count_in_words(self.vocab)}; recomputation: {self.recompute}{attention}."
+            f"{f'{self.family}, ' if self.family else ''}{', '.join(parts)}: {', '.join(known)}; "
+            f"recomputation: {self.recompute}{attention}."
         )
 
     def priors(self) -> dict[str, tuple[float, float]]:

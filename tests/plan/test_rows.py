@@ -102,7 +102,7 @@ def test_what_bounds_a_step_follows_the_machine() -> None:
     assert by_name(plan_rows(slow))["ZeRO 2"].bound == "link"
     small = subject(gpt(13), "a100-40g", 8, host_gib=64)
     row = by_name(plan_rows(small))["ZeRO 2 + optimizer offload"]
-    assert (row.predicted, row.too_small, row.bound) == (None, "host", "memory")
+    assert (row.predicted, row.too_small, row.bound) == (None, "device and host", "memory")
 
 
 def test_a_longer_step_is_predicted_where_less_is_known() -> None:
@@ -240,6 +240,17 @@ def test_nvme_is_planned_where_there_is_one() -> None:
 def test_nothing_fits_says_whose_memory_is_short() -> None:
     assert "needs" in advice(gpt(1000), "t4", 1, host_gib=100_000)
     assert "of host memory" in advice(gpt(30), "a100-80g", 1, host_gib=64)
+
+
+def test_where_both_memories_are_short_neither_is_called_enough() -> None:
+    """Of 405 B on two A100s it said that an offload "would leave the device enough", beside twice what it has."""
+    told = advice(gpt(2000), "t4", 1, host_gib=64)
+    assert "per device" in told
+    assert "of host memory" in told
+    assert "enough" not in told
+    rows = by_name(plan_rows(subject(gpt(2000), "t4", 1, host_gib=64)))
+    assert rows["ZeRO 3 + optimizer offload"].too_small == "device and host"
+    assert rows["ZeRO 0"].too_small == "device"
 
 
 @pytest.mark.parametrize(
