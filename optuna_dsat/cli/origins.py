@@ -22,6 +22,9 @@ def show_options(given: Given) -> None:
         for name, origin in given.origins.items()
         if name not in _POSITIONAL
     ]
+    if not rows:
+        print("Every option is left at its default.")
+        return
     print("Options that are not left at their defaults:")
     print_table(("option", "value", "from"), rows, piped_width=UNBOUNDED)
 

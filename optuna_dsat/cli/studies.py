@@ -152,7 +152,7 @@ def show(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: Json = False) 
     say_prose(f"Study {name}: {spec.method}, {study.metric}, script {spec.script.script}")
     for line in launch_lines(outcomes, used=study.launches_used, most=spec.max_trials):
         say_prose(line)
-    for line in _result_lines(study):
+    for line in result_lines(study):
         say_prose(line)
 
 
@@ -174,7 +174,7 @@ def launch_lines(outcomes: Mapping[str, int], *, used: int, most: int) -> Iterat
         yield f"Not counted: {taken} that a stop or a crash took; each is repeated as another trial."
 
 
-def _result_lines(study: StoredStudy) -> Iterator[str]:
+def result_lines(study: StoredStudy) -> Iterator[str]:
     """Yield the lines on what is handed over, on what the rounds measured, and on the best of the search."""
     from optuna_dsat.study import speeds
     from optuna_dsat.study.configuration import configuration_of
@@ -184,7 +184,10 @@ def _result_lines(study: StoredStudy) -> Iterator[str]:
 
     metric, device, verdict, best = study.metric, study.spec.device, study.verdict, study.best
     if verdict is None or best is None:
-        yield "Nothing was measured yet."
+        yet = "" if study.launches_used >= study.spec.max_trials else " yet"
+        yield f"Nothing was measured{yet}."
+        if message := attributes.commonest_message(study.trials):
+            yield f"Launches ended with: {message}"
         return
     value = value_in_words(verdict, metric=metric, device=device)
     yield f"Best: trial {verdict.handed_over}, {configuration_of(best.trial)}: {value}, {how_known(verdict)}."

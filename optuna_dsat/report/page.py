@@ -227,6 +227,7 @@ def _facts(view: StudyView, links: Links | None, training: Training) -> dict[str
         "config_name": BEST_CONFIG,
         "config_link": "data:application/json;base64," + base64.b64encode(text.encode()).decode(),
         "status": _status(view),
+        "failure": "" if winner is not None else one_line(attributes.commonest_message(view.trials)),
         "cards": list(cards_of(view, winner, training)),
         "contenders": list(_contenders(view)),
         "unconfirmed": list(_unconfirmed(view)),

@@ -5,6 +5,7 @@ Attributes are user attributes of a trial unless a docstring says otherwise; the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,6 +44,7 @@ __all__ = [
     "WARM_START",
     "WINNER",
     "best_trials",
+    "commonest_message",
     "data_limit",
     "data_parallel_size",
     "launches_since_best",
@@ -121,6 +123,14 @@ def best_trials(trials: Sequence[FrozenTrial], *, maximize: bool) -> list[Frozen
     """Return the measured trials, best first; ties go to the earlier trial."""
     measured = [t for t in trials if t.state is TrialState.COMPLETE and t.value is not None]
     return sorted(measured, key=lambda t: (-t.values[0] if maximize else t.values[0], t.number))
+
+
+def commonest_message(trials: Sequence[FrozenTrial]) -> str:
+    """Return what launches that measured nothing ended with most often; empty without such a launch."""
+    ended = [one for one in trials if one.state.is_finished() and LAUNCH_ID in one.user_attrs]
+    failed = [one.user_attrs for one in ended if one.user_attrs.get(OUTCOME) not in (Outcome.MEASURED, Outcome.LOST)]
+    found = Counter(str(attrs[MESSAGE]) for attrs in failed if attrs.get(MESSAGE))
+    return found.most_common(1)[0][0] if found else ""
 
 
 def launches_since_best(trials: Sequence[FrozenTrial], *, maximize: bool) -> int:

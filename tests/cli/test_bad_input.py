@@ -181,6 +181,8 @@ def test_a_module_is_found_without_being_imported(folder: Path) -> None:
 def test_arguments_after_two_dashes_are_the_scripts(tune: Run) -> None:
     done = tune("random", "train.py", "ds.json", "--dry-run", "--", "--zero-stages", "1", "2")
     assert done.returncode == 0, done.stderr
+    assert "zero-stages" not in done.stdout
+    assert done.stdout.endswith("Every option is left at its default.\n"), "instead of a table without rows"
 
 
 def test_the_autotuning_section_gives_options_and_what_is_not_honoured_is_named(folder: Path, tune: Run) -> None:

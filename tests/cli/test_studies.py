@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from optuna_dsat.cli.studies import launch_lines
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from optuna_dsat.cli.studies import launch_lines, result_lines
+from optuna_dsat.errors import NothingRunnableError
+from optuna_dsat.launch.simulated import SimulatedResult
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.store import Store
+from optuna_dsat.study.stored import read_stored
+from tests.harness.landscapes import Hill
+from tests.harness.reports import ReportedStudyBench
 
 
 def test_launches_that_a_stop_took_are_told_apart_from_those_that_count() -> None:
@@ -14,3 +26,18 @@ def test_launches_that_a_stop_took_are_told_apart_from_those_that_count() -> Non
         "Launches: 4 of at most 9 (3 measured, 1 out of memory)."
     ]
     assert next(launch_lines({"lost": 2}, used=0, most=9)) == "Launches: 0 of at most 9."
+
+
+def test_why_nothing_was_measured_is_told(tmp_path: Path) -> None:
+    """``show`` said "Nothing was measured yet" of a search that was over, and not what its launches ended with."""
+    with Store.open(f"sqlite:///{tmp_path / 'study.db'}") as store:
+        bench = ReportedStudyBench(tmp_path, store)
+        hill = Hill()
+        refused = SimulatedResult(outcome=Outcome.OUT_OF_MEMORY, startup_s=5.0, message="rank 0: out of memory")
+        hill.override = lambda _: refused if len(hill.configs) > 1 else None  # the first is the profile launch
+        with pytest.raises(NothingRunnableError):
+            bench.run(bench.spec(name="failed", max_trials=2, confirm=0), hill)
+        stored = read_stored(store, "failed")
+        assert [*result_lines(stored)] == ["Nothing was measured.", "Launches ended with: rank 0: out of memory"]
+        begun = replace(stored, spec=stored.spec.model_copy(update={"max_trials": 3}), trials=())
+        assert [*result_lines(begun)] == ["Nothing was measured yet."]

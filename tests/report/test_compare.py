@@ -48,7 +48,7 @@ def two(two_studies: Path, tmp_path: Path) -> Iterator[ReportedStudyBench]:
 
 def test_a_study_without_a_result_differs_in_no_setting_and_says_how_it_ended(two: ReportedStudyBench) -> None:
     hill = Hill()
-    refused = SimulatedResult(outcome=Outcome.OUT_OF_MEMORY, startup_s=5.0)
+    refused = SimulatedResult(outcome=Outcome.OUT_OF_MEMORY, startup_s=5.0, message="rank 0: no memory left")
     hill.override = lambda _: refused if len(hill.configs) > 1 else None  # the first is the profile launch
     with pytest.raises(NothingRunnableError):
         two.run(two.spec(name="failed", max_trials=2, confirm=0), hill)
@@ -59,6 +59,7 @@ def test_a_study_without_a_result_differs_in_no_setting_and_says_how_it_ended(tw
     assert [(row.name, row.cells[1:]) for row in setting_rows((failed, *views))] == settings
     for text in (render_comparison((failed, *views)), render(failed), study_note(failed)):
         assert "nothing could be measured: 2 out of memory" in html.unescape(Page(text).text)
+    assert "Launches ended with: rank 0: no memory left" in Page(render(failed)).text, "the launches are folded away"
     assert "--max-trials 4" in Page(render(failed)).text, "its launches are spent"
     assert "it has not" not in Page(render(failed)).text
 
