@@ -38,6 +38,7 @@ from optuna_dsat.launch.running import FailedFork, RunningLaunch
 from optuna_dsat.launch.slots import SlotLease
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.secrecy.references import resolved, values_for
+from optuna_dsat.words import things_in_words
 
 __all__ = ["ClusterLauncher", "Limits"]
 
@@ -162,11 +163,13 @@ class ClusterLauncher:
             OutputError: If the run directory cannot be written.
         """
         if request.slots != self._layout.ranks:
-            raise ValueError(f"A place has {self._layout.ranks} slots; {request.launch_id} asks for {request.slots}.")
+            has = things_in_words(self._layout.ranks, "slot")
+            raise ValueError(f"A place has {has}; {request.launch_id} asks for {request.slots}.")
         if request.launch_id in self._running or request.launch_id in self._waiting:
             raise ValueError(f"launch_id is unique; {request.launch_id!r} is running.")
         if self.free_slots < request.slots:
-            raise SlotsBusyError(f"A launch asks for {request.slots} slots; {self.free_slots} are free.")
+            asked = things_in_words(request.slots, "slot")
+            raise SlotsBusyError(f"A launch asks for {asked}; {self.free_slots} are free.")
         directory = write_run_directory(request, self._output_dir)
         self._waiting[request.launch_id] = _Waiting(request=request, directory=directory)
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from optuna_dsat.cluster.engine import ClusterError
+from optuna_dsat.words import things_in_words
 
 __all__ = ["bundle_of", "fitting_nodes", "group_of", "named_nodes", "refuse_impossible"]
 
@@ -80,11 +81,11 @@ def refuse_impossible(*, nodes: int, slots: int, names: Sequence[str] = ()) -> N
     if fitting >= nodes:
         return
     most = max((int(one.get("GPU", 0)) for one in resources), default=0)
-    wanted = f"{nodes} node{'s' * (nodes > 1)} with " + (f"{slots} GPUs" if slots else "a core")
-    among = f"{len(chosen)} nodes" + (" that --ray-node names" if names else "")
+    wanted = f"{nodes} node{'s' * (nodes > 1)} with " + (f"{things_in_words(slots, 'GPU')}" if slots else "a core")
+    among = f"{things_in_words(len(chosen), 'node')}" + (" that --ray-node names" if names else "")
     raise ClusterError(
         f"A trial takes {wanted}{' each' * (nodes > 1)}, and the Ray cluster has {fitting} such among its {among}"
-        + (f", of up to {most} GPUs." if slots else ".")
+        + (f", of up to {things_in_words(most, 'GPU')}." if slots else ".")
     )
 
 

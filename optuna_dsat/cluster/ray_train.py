@@ -24,6 +24,7 @@ from optuna_dsat.cluster.srun import agent_environment
 from optuna_dsat.errors import DsatError
 from optuna_dsat.launch.nvml import DeviceError
 from optuna_dsat.signals import ENDING
+from optuna_dsat.words import things_in_words
 
 __all__ = ["main", "torchrun_words"]
 
@@ -102,7 +103,7 @@ def _train(given: argparse.Namespace) -> int:
     relays: list[Any] = []
     try:
         while not group.wait(_WORD_S):
-            sys.stderr.write(f"Waiting for {given.nodes} nodes of the Ray cluster ...\n")
+            sys.stderr.write(f"Waiting for {things_in_words(given.nodes, 'node')} of the Ray cluster ...\n")
         relays = [relay_on(group, index, gpus=given.gpus) for index in range(given.nodes)]
         _start(given, relays, address=_address_in(placement_group_table(group)))
         return _follow(relays)

@@ -19,6 +19,7 @@ from typing import IO, Any
 from optuna_dsat.cluster.engine import LOST_S, PING_S, News, Order, Place, PlaceState, ping_order
 from optuna_dsat.cluster.srun import agent_environment, cause_in, check_request, job_in, reason_command, srun_command
 from optuna_dsat.cluster.wire import Joiner
+from optuna_dsat.words import things_in_words
 
 __all__ = ["SlurmEngine", "SlurmPlace"]
 
@@ -91,7 +92,8 @@ class SlurmPlace:
             if now - heard > LOST_S:
                 return f"node {self.names.get(node, node)} gave no sign of life for {LOST_S:g} s"
         if self.state is PlaceState.QUEUED and self.first_hello is not None and now - self.first_hello > _HELLO_S:
-            return f"only {len(self.names)} of {self.nodes} nodes started an agent within {_HELLO_S:g} s"
+            nodes = things_in_words(self.nodes, "node")
+            return f"only {len(self.names)} of {nodes} started an agent within {_HELLO_S:g} s"
         return ""
 
     def write_out(self) -> None:

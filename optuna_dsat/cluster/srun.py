@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from optuna_dsat.cluster.engine import ClusterError
 from optuna_dsat.launch.command import needs_python_path, package_dir
+from optuna_dsat.words import things_in_words
 
 __all__ = [
     "agent_environment",
@@ -88,7 +89,8 @@ def _check_allocation(nodes: int, environ: Mapping[str, str]) -> None:
     have = environ.get("SLURM_JOB_NUM_NODES", "")
     if have.isdigit() and int(have) < nodes:
         raise ClusterError(
-            f"--nodes-per-trial is {nodes}, but the SLURM job {environ[_INSIDE]} that this runs in has {have} nodes."
+            f"--nodes-per-trial is {nodes}, but the SLURM job {environ[_INSIDE]} that this runs in has "
+            f"{things_in_words(int(have), 'node')}."
         )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from optuna_dsat.doctor.finding import Finding, Status
+from optuna_dsat.words import things_in_words
 
 __all__ = ["Libraries", "ask", "findings"]
 
@@ -91,7 +92,7 @@ def _torch(torch: Mapping[str, Any], gpus: int) -> Finding:
     build = f"built for CUDA {torch['cuda']}" if torch["cuda"] else "a build without CUDA"
     status, remedy, text = Status.FINE, "", f"torch {torch['version']}, {build}"
     if gpus and torch["cuda"] is None:
-        status, text = Status.FATAL, f"{text}: it cannot use the {gpus} GPUs"
+        status, text = Status.FATAL, f"{text}: it cannot use {things_in_words(gpus, 'GPU')}"
         remedy = "Install a build of torch for CUDA, or set CUDA_VISIBLE_DEVICES= (empty) to tune on the CPU."
     elif gpus and not torch["cuda_works"]:
         why = torch["cuda_error"] or "CUDA is not available"

@@ -19,7 +19,7 @@ from optuna_dsat.launch.devices import Device, Devices, cpu_devices, detect_devi
 from optuna_dsat.launch.holders import foreign_holders, users_in_words
 from optuna_dsat.launch.nvml import DeviceError, GpuUse, Nvml, NvmlError
 from optuna_dsat.launch.visible import is_part
-from optuna_dsat.words import bytes_in_words
+from optuna_dsat.words import bytes_in_words, things_in_words
 
 __all__ = ["Gpus", "compiler", "device_findings", "find_gpus", "host_findings"]
 
@@ -95,7 +95,7 @@ def device_findings(gpus: Gpus) -> Iterator[Finding]:
             area="devices",
             name="hidden GPUs",
             status=Status.NOTE,
-            text=f"{gpus.hidden} GPUs of this machine are hidden by CUDA_VISIBLE_DEVICES or DS_ACCELERATOR.",
+            text=f"CUDA_VISIBLE_DEVICES or DS_ACCELERATOR hides {things_in_words(gpus.hidden, 'GPU')} of this machine.",
             data={"count": gpus.hidden},
         )
 
@@ -135,8 +135,8 @@ def _cpu(devices: Devices, *, hidden: bool) -> Finding:
         area="devices",
         name="cpu",
         status=Status.NOTE,
-        text=f"No GPU: launches run on the CPU ({one.name}, {os.cpu_count()} cores), which shows how configurations "
-        "compare there, not on a GPU.",
+        text=f"No GPU: launches run on the CPU ({one.name}, {things_in_words(os.cpu_count() or 1, 'core')}), which "
+        "shows how configurations compare there, not on a GPU.",
         remedy="" if hidden else "With an NVIDIA GPU in this machine: install its driver, then try nvidia-smi.",
         data={"name": one.name, "cores": os.cpu_count()},
     )

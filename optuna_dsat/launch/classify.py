@@ -396,7 +396,8 @@ def _batch_differs(facts: LaunchFacts) -> Verdict | None:
         if samples is not None and samples < facts.micro_batch:
             return Verdict(
                 outcome=Outcome.OUT_OF_DATA,
-                message=f"the data give a rank {samples} samples, fewer than the micro-batch of {facts.micro_batch}",
+                message=f"the data give a rank {things_in_words(samples, 'sample')}, fewer than the micro-batch of "
+                f"{facts.micro_batch}",
             )
         return Verdict(
             outcome=Outcome.INVALID_CONFIG,
@@ -434,9 +435,10 @@ def _never_updated(facts: LaunchFacts) -> Verdict | None:
     return Verdict(
         outcome=Outcome.SCRIPT_ERROR,
         message=(
-            f"rank {end.rank}: the loss scaler skipped {end.skipped} of {end.skipped + end.steps} steps, since "
-            "gradients were not finite; a launch waits for no more. Lower fp16.initial_scale_power (or a fixed "
-            "fp16.loss_scale), use bf16, or look for what makes the loss infinite"
+            f"rank {end.rank}: the loss scaler skipped {end.skipped} of "
+            f"{things_in_words(end.skipped + end.steps, 'step')}, since gradients were not finite; a launch waits for "
+            "no more. Lower fp16.initial_scale_power (or a fixed fp16.loss_scale), use bf16, or look for what makes "
+            "the loss infinite"
         ),
         rank=end.rank,
     )

@@ -18,6 +18,7 @@ from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.accelerators import other_devices, refuse_other_builds
 from optuna_dsat.launch.nvml import DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND, DeviceError, GpuFacts, Nvml, NvmlError
 from optuna_dsat.launch.visible import VARIABLE, Visible, is_part, read_visible
+from optuna_dsat.words import things_in_words
 
 __all__ = [
     "Device",
@@ -134,7 +135,8 @@ def cpu_devices(ranks: int) -> Devices:
         raise UsageError(f"There must be at least one rank; got {ranks}. Give --cpu-ranks 1 or more.")
     if ranks > MOST_CPU_RANKS:
         raise UsageError(
-            f"--cpu-ranks is {ranks}; this machine has {os.cpu_count()} cores. Give at most {MOST_CPU_RANKS}."
+            f"--cpu-ranks is {ranks}; this machine has {things_in_words(os.cpu_count() or 1, 'core')}. "
+            f"Give at most {MOST_CPU_RANKS}."
         )
     memory, name = host_memory_bytes(), _cpu_name()
     return Devices(

@@ -64,6 +64,7 @@ from optuna_dsat.runtime.events import (
     RankStarted,
     StepMeasured,
 )
+from optuna_dsat.words import things_in_words
 
 __all__ = ["SIMULATED_DEVICES", "Landscape", "SimulatedLauncher", "SimulatedProfile", "SimulatedResult"]
 
@@ -234,7 +235,8 @@ class SimulatedLauncher:
             raise ValueError(f"launch_id is unique; {request.launch_id!r} is running.")
         if not 1 <= request.slots <= len(self._free):
             raise SlotsBusyError(
-                f"A launch asks for {request.slots} slots; {len(self._free)} of {self._total} are free."
+                f"A launch asks for {things_in_words(request.slots, 'slot')}; "
+                f"{len(self._free)} of {self._total} are free."
             )
         devices = tuple(self._free[: request.slots])
         del self._free[: request.slots]

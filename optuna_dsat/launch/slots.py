@@ -19,6 +19,7 @@ from optuna_dsat.launch.own_folder import own_folder
 from optuna_dsat.launch.processes import ProcessKey
 from optuna_dsat.launch.protocol import Holder, SlotsBusyError
 from optuna_dsat.launch.slot_locks import lock, lock_owner, lock_path, unlock
+from optuna_dsat.words import things_in_words
 
 __all__ = ["SlotLease", "SlotPool", "only_free"]
 
@@ -155,7 +156,8 @@ class SlotPool:
         self._survey = None
         candidates = self._available()
         if slots < 1 or min(self._limit - self._taken_count(), len(candidates)) < slots:
-            raise SlotsBusyError(f"A launch asks for {slots} slots; {self.free} of {self.total} are free.")
+            asked = things_in_words(slots, "slot")
+            raise SlotsBusyError(f"A launch asks for {asked}; {self.free} of {self.total} are free.")
         chosen, locks = self._lock(candidates, slots)
         self._survey = None
         if self._gpus is not None and self._gpus.indices_shifted:
@@ -184,7 +186,8 @@ class SlotPool:
         if len(chosen) < slots:
             unlock(locks)
             raise SlotsBusyError(
-                f"A launch asks for {slots} slots; {len(chosen)} are free, the others are taken by another optuna-dsat."
+                f"A launch asks for {things_in_words(slots, 'slot')}; {len(chosen)} are free, the others are taken by "
+                "another optuna-dsat."
             )
         return chosen, locks
 

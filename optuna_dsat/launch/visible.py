@@ -14,6 +14,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from optuna_dsat.words import things_in_words
+
 __all__ = ["VARIABLE", "Visible", "is_part", "read_visible"]
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
@@ -82,7 +84,7 @@ def _resolve(entry: str, first: str, uuids: Sequence[str]) -> tuple[str | None, 
         return None, f"{entry!r} is no device"
     index = int(number.group(1))
     if index >= len(uuids):
-        return None, f"{entry!r} is none of this machine's {len(uuids)} GPUs"
+        return None, f"{entry!r} is none of this machine's {things_in_words(len(uuids), 'GPU')}"
     return str(index), ""
 
 

@@ -10,7 +10,7 @@ from optuna_dsat.report.view import StudyView
 from optuna_dsat.secrecy.command import without_secrets
 from optuna_dsat.secrecy.references import shell_join
 from optuna_dsat.trials import attributes
-from optuna_dsat.words import bytes_in_words, date_in_words, outcomes_in_words, slot_name
+from optuna_dsat.words import bytes_in_words, date_in_words, outcomes_in_words, slot_name, things_in_words
 
 __all__ = [
     "cli_command",
@@ -33,8 +33,9 @@ def script_command_line(view: StudyView) -> str:
 def ranks_of_a_launch(view: StudyView) -> str:
     """Return the slots of one launch, such as ``8 GPUs``, ``1 GPU`` or ``2 CPU ranks, 1.00 GiB each``."""
     spec = view.spec
-    limit = f", {bytes_in_words(spec.device_memory_bytes)} each" if spec.device_memory_bytes else ""
-    return f"{spec.slots_per_trial} {slot_name(spec.device)}{'s' * (spec.slots_per_trial > 1)}{limit}"
+    slots, each = spec.slots_per_trial, " each" * (spec.slots_per_trial > 1)
+    limit = f", {bytes_in_words(spec.device_memory_bytes)}{each}" if spec.device_memory_bytes else ""
+    return f"{things_in_words(slots, slot_name(spec.device))}{limit}"
 
 
 def created(view: StudyView) -> str:

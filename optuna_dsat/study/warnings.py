@@ -82,8 +82,8 @@ def _others(rounds: Rounds) -> list[str]:
         return []
     cores = max(one.conditions.cores or 0 for one in rounds.launches)
     return [
-        f"Other processes took up to {max(busy):.0%} of the time of {cores} cores during {len(busy)} of "
-        f"{things_in_words(len(rounds.launches), 'launch')} of the confirmation."
+        f"Other processes took up to {max(busy):.0%} of the time of {things_in_words(cores, 'core')} during "
+        f"{len(busy)} of {things_in_words(len(rounds.launches), 'launch')} of the confirmation."
     ]
 
 

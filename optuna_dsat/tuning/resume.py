@@ -14,6 +14,7 @@ from optuna_dsat.study.request import StudyRequest
 from optuna_dsat.study.spec import ScriptSpec, StudySpec, make_spec
 from optuna_dsat.study.stored import StoredStudy, read_launches, read_stored
 from optuna_dsat.study.trust import ran_here, remember, script_file, what_runs
+from optuna_dsat.words import things_in_words
 
 __all__ = ["resume_request"]
 
@@ -123,7 +124,7 @@ def _devices_for(spec: StudySpec, on_notice: Callable[[str], None]) -> Devices:
         on_notice(notice)
     if devices.kind != spec.device or len(devices.devices) < spec.slots_per_trial:
         raise UsageError(
-            f"The study needs {spec.slots_per_trial} {spec.device} slots a launch; "
+            f"The study needs {things_in_words(spec.slots_per_trial, spec.device + ' slot')} a launch; "
             f"this machine offers {len(devices.devices)} of {devices.kind}."
         )
     return devices

@@ -108,7 +108,7 @@ def test_gpus_are_named_and_one_in_use_is_a_problem(tmp_path: Path) -> None:
 
 def test_hidden_gpus_are_told_and_launches_run_on_the_cpu(tmp_path: Path) -> None:
     found = look(tmp_path, environ={"CUDA_VISIBLE_DEVICES": ""}, found=told({"cuda": None}))
-    assert found["hidden GPUs"].text.startswith("2 GPUs of this machine are hidden")
+    assert found["hidden GPUs"].text.endswith("hides 2 GPUs of this machine.")
     assert found["cpu"].status is Status.NOTE
     assert found["torch"].status is Status.FINE
     assert "gloo" in found["communication"].text
@@ -129,7 +129,7 @@ def test_a_driver_that_does_not_answer_is_fatal(tmp_path: Path, monkeypatch: pyt
     ("torch", "status", "said"),
     [
         ({}, Status.FINE, "built for CUDA 12.8"),
-        ({"cuda": None}, Status.FATAL, "it cannot use the 2 GPUs"),
+        ({"cuda": None}, Status.FATAL, "it cannot use 2 GPUs"),
         ({"cuda_works": False, "cuda_error": "RuntimeError: driver too old"}, Status.FATAL, "driver too old"),
         ({"capabilities": [(8, 6)]}, Status.FINE, ""),
         ({"capabilities": [(12, 0)]}, Status.FINE, ""),

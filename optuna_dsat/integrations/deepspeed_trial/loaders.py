@@ -136,8 +136,8 @@ class BatchPlan:
         """
         if len(self) == 0:
             raise TooFewSamplesError(
-                f"The training data has {self._samples()} samples: too few for a batch of {self._loader.batch_size} on "
-                f"each of {self._shard.size} data-parallel ranks."
+                f"The training data has {self._samples_in_words()}: too few for a batch of {self._loader.batch_size} "
+                f"on each of {self._shard.size} data-parallel ranks."
             )
         order = self._order(epoch)
         if self._loader.yields_batches:
@@ -170,7 +170,7 @@ class BatchPlan:
             batches = _split(own, count)
         if not batches:
             raise ValueError(
-                f"The validation data has {self._samples()} samples: too few for a batch on each of {ranks} "
+                f"The validation data has {self._samples_in_words()}: too few for a batch on each of {ranks} "
                 f"data-parallel ranks{f', of {size} samples for a pipeline' if self._shard.whole_batches else ''}."
             )
         return batches
@@ -183,6 +183,10 @@ class BatchPlan:
     def _samples(self) -> int:
         order = self._loader.order
         return len(self._loader.dataset if order is None or self._loader.yields_batches else order)
+
+    def _samples_in_words(self) -> str:
+        count = self._samples()
+        return "1 sample" if count == 1 else f"{count} samples"
 
     def _drops_last(self) -> bool:
         return self._loader.drop_last or self._shard.whole_batches

@@ -10,6 +10,7 @@ from optuna_dsat.report.figures._style import INK, NEUTRAL, Measure, empty_figur
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
+from optuna_dsat.words import things_in_words
 
 __all__ = ["FinalistPoint", "finalists_figure"]
 
@@ -97,7 +98,7 @@ def _confirmed(points: Sequence[FinalistPoint], measure: Measure) -> go.Scatter:
         },
         hovertext=[
             f"<b>{p.words}</b><br>{measure.shown(p.value)}, 95% between {measure.shown(p.low)} and "
-            f"{measure.shown(p.high)}<br>{p.steps} steps in {p.rounds} {'round' if p.rounds == 1 else 'rounds'}"
+            f"{measure.shown(p.high)}<br>{things_in_words(p.steps, 'step')} in {things_in_words(p.rounds, 'round')}"
             for p in points
         ],
         hoverinfo="text",
