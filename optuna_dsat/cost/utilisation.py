@@ -7,9 +7,8 @@ from typing import Any
 
 from optuna_dsat.cost.gpus import gpu_of_device, peak_flops
 from optuna_dsat.cost.memory import ModelProfile
-from optuna_dsat.metrics import UTILISATION
 
-__all__ = ["utilisation", "with_utilisation"]
+__all__ = ["utilisation"]
 
 
 def utilisation(profile: ModelProfile, config: Mapping[str, Any], metrics: Mapping[str, float]) -> float | None:
@@ -26,17 +25,3 @@ def utilisation(profile: ModelProfile, config: Mapping[str, Any], metrics: Mappi
     peak = peak_flops(gpu_of_device(profile.device_name), config, param_bytes=profile.param_bytes)
     reached = metrics.get("FLOPS_per_gpu")
     return None if peak is None or not reached else reached / peak
-
-
-def with_utilisation(
-    metrics: Mapping[str, float], *, profile: ModelProfile, config: Mapping[str, Any]
-) -> dict[str, float]:
-    """Return the metrics of a launch with the share of the GPU's peak that they come to, where that is known.
-
-    Args:
-        metrics: The metrics.
-        profile: The study's profile.
-        config: The DeepSpeed config of the launch.
-    """
-    share = utilisation(profile, config, metrics)
-    return {**metrics} if share is None else {**metrics, UTILISATION: share}

@@ -11,7 +11,6 @@ import numpy as np
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.cost.memory import ModelProfile
-from optuna_dsat.cost.utilisation import with_utilisation
 from optuna_dsat.guided.acquisition import expected_improvement, learnt_spread
 from optuna_dsat.launch.follow import follow
 from optuna_dsat.launch.measurement import GlobalStep, LaunchRecord, confidence_interval, input_variation, is_certain
@@ -23,6 +22,7 @@ from optuna_dsat.study.joint_estimate import JointEstimate
 from optuna_dsat.study.launch_requests import launch_request
 from optuna_dsat.study.rounds import MIN_ROUNDS, RoundLaunch
 from optuna_dsat.study.spec import StudySpec
+from optuna_dsat.study.speeds import with_utilisation
 from optuna_dsat.study.verdict import are_alike
 from optuna_dsat.trials import attributes
 

@@ -13,7 +13,7 @@ from optuna_dsat.words import metric_in_words, speed_in_words
 if TYPE_CHECKING:
     from optuna_dsat.launch.measurement import LaunchRecord
 
-__all__ = ["Speeds", "samples_in_words", "speed_at", "value_in_words"]
+__all__ = ["Speeds", "samples_in_words", "speed_at", "value_in_words", "with_utilisation"]
 
 
 class Speeds:
@@ -51,6 +51,20 @@ class Speeds:
         if share is None and self._profile is not None:
             share = utilisation(self._profile, config, metrics)
         return Speed(samples_per_s=samples_per_s, tokens_per_s=tokens_per_s, utilisation=share)
+
+
+def with_utilisation(
+    metrics: Mapping[str, float], *, profile: ModelProfile, config: Mapping[str, Any]
+) -> dict[str, float]:
+    """Return the metrics of a launch with the share of the GPU's peak that they come to, where that is known.
+
+    Args:
+        metrics: The metrics.
+        profile: The study's profile.
+        config: The DeepSpeed config of the launch.
+    """
+    share = utilisation(profile, config, metrics)
+    return {**metrics} if share is None else {**metrics, UTILISATION: share}
 
 
 def speed_at(metrics: Mapping[str, float], value: float, *, metric: str) -> Speed | None:

@@ -8,7 +8,6 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from optuna_dsat.config import ds_config
-from optuna_dsat.cost.utilisation import with_utilisation
 from optuna_dsat.errors import ScriptFailedError
 from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.metrics import speed_up
@@ -22,7 +21,7 @@ from optuna_dsat.study.progress import BestSoFar, LaunchEnded, SearchStarted, Tr
 from optuna_dsat.study.rounds import MIN_ROUNDS, Rounds
 from optuna_dsat.study.space import objective
 from optuna_dsat.study.spec import StudySpec
-from optuna_dsat.study.speeds import Speeds
+from optuna_dsat.study.speeds import Speeds, with_utilisation
 from optuna_dsat.study.verdict import verdict_of
 from optuna_dsat.trials import attributes
 
