@@ -24,6 +24,7 @@ __all__ = [
     "date_in_words",
     "differences_in_words",
     "duration_in_words",
+    "faster_in_words",
     "flops_in_words",
     "gain_in_words",
     "knob_in_words",
@@ -113,6 +114,11 @@ def things_in_words(count: int, thing: str) -> str:
 def gain_in_words(share: float) -> str:
     """Return how much better something is by a share, such as ``3.2% better than`` or ``2.07 times as good as``."""
     return f"{share:.1%} better than" if share < 1 else f"{times_in_words(1 + share)} times as good as"
+
+
+def faster_in_words(share: float) -> str:
+    """Return how much faster something is by a share, such as ``9% faster`` or ``3.5 times as fast``."""
+    return f"{share:.0%} faster" if share < 1 else f"{count_in_words(float(1 + share), digits=2)} times as fast"
 
 
 def times_in_words(ratio: float) -> str:

@@ -89,7 +89,10 @@ def studies(storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
             "created",
         )
         shown = [{**row, **_standing_in_words(row, study.verdict)} for row, study in zip(rows, readable, strict=True)]
-        print_table(headings, [[row[heading] for heading in headings] for row in shown], piped_width=UNBOUNDED)
+        if shown:
+            print_table(headings, [[row[heading] for heading in headings] for row in shown], piped_width=UNBOUNDED)
+        elif not unreadable:
+            say_prose("There is no study in this database.")
         for one in unreadable:
             say_prose(f"{one.record.name} cannot be read: {one.reason}.")
 
@@ -222,6 +225,9 @@ def trials(name: Name, storage: Storage = DEFAULT_STORAGE, as_json: Json = False
     rows = [study.row(trial) for trial in study.trials]
     if as_json:
         print(json.dumps(rows, indent=2))
+        return
+    if not rows:
+        say_prose("The study has no trial yet: the profile launch comes first.")
         return
     headings = ("number", "outcome", "in the search", "in rounds", "", "configuration", "message")
     shown = [

@@ -7,6 +7,7 @@ import threading
 import time
 
 from optuna_dsat.escape.terminal import say_prose
+from optuna_dsat.metrics import LARGER_IS_BETTER
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study import progress
 from optuna_dsat.words import (
@@ -17,6 +18,7 @@ from optuna_dsat.words import (
     metric_in_words,
     outcome_in_words,
     params_in_words,
+    range_in_words,
     speed_in_words,
     things_in_words,
     times_in_words,
@@ -119,7 +121,22 @@ def _finalist_line(event: progress.FinalistMeasured, search: progress.SearchStar
     if event.value is None or event.low is None or event.high is None:
         return f"{begin}: {event.message}"
     around = max(event.high - event.value, event.value - event.low) / event.value
-    return f"{begin}: {_speed(event.value, event, search)} (95% within \u00b1{around:.1%})"
+    if around < 1:
+        interval = f"within \u00b1{around:.1%}"
+    else:
+        ends = [max(0.0, one) for one in (event.low, event.high)]
+        rates = [None if event.speed is None else event.speed.samples_per_s * one / event.value for one in ends]
+        told = [_value(*one, search) for one in zip(ends, rates, strict=True)]
+        interval = f"between {range_in_words(*told, joint=' and ')}"
+    return f"{begin}: {_speed(event.value, event, search)} (95% {interval})"
+
+
+def _value(value: float, samples_per_s: float | None, search: progress.SearchStarted | None) -> str:
+    """Return a metric as samples/s, where these are known and grow with it."""
+    metric, device = ("", "cuda") if search is None else (search.metric, search.device)
+    if samples_per_s is not None and metric in LARGER_IS_BETTER:
+        return metric_in_words("throughput", samples_per_s)
+    return metric_in_words(metric, value, device=device)
 
 
 class LineView:

@@ -16,6 +16,7 @@ from optuna_dsat.config.knobs import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM
 from optuna_dsat.guided.planner import GuidedPlanner
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH, visible_params
+from optuna_dsat.words import faster_in_words
 
 __all__ = ["Situation", "proposals", "proposals_by_name"]
 
@@ -116,7 +117,8 @@ def proposals_by_name(now: Situation) -> dict[str, str]:
     """Return what to change or buy next by the names of the changes, largest gain first."""
     gains = [(change.gain(now), change) for change in _CHANGES if change.on(now)]
     gains.sort(key=lambda one: one[0], reverse=True)
-    found = {one.name: f"{one.text(now)}: about {gain:.0%} faster." for gain, one in gains if gain >= _WORTH_SAYING}
+    worth = [(gain, change) for gain, change in gains if gain >= _WORTH_SAYING]
+    found = {change.name: f"{change.text(now)}: about {faster_in_words(gain)}." for gain, change in worth}
     return {**found, **dict(_on_computation(now))}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from optuna_dsat.cli.studies import launch_lines, result_lines
+from optuna_dsat.cli.studies import delete, launch_lines, result_lines, studies, trials
 from optuna_dsat.errors import NothingRunnableError
 from optuna_dsat.launch.simulated import SimulatedResult
 from optuna_dsat.outcome import Outcome
@@ -41,3 +41,17 @@ def test_why_nothing_was_measured_is_told(tmp_path: Path) -> None:
         assert [*result_lines(stored)] == ["Nothing was measured.", "Launches ended with: rank 0: out of memory"]
         begun = replace(stored, spec=stored.spec.model_copy(update={"max_trials": 3}), trials=())
         assert [*result_lines(begun)] == ["Nothing was measured yet."]
+
+
+def test_a_list_of_nothing_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a database whose last study was deleted, ``studies`` printed headings."""
+    url = f"sqlite:///{tmp_path / 'study.db'}"
+    with Store.open(url) as store:
+        bench = ReportedStudyBench(tmp_path, store)
+        store.create_study("new", bench.spec(name="new").model_dump(mode="json"))
+    trials("new", url)
+    assert capsys.readouterr().out == "The study has no trial yet: the profile launch comes first.\n"
+    delete("new", url, yes=True)
+    capsys.readouterr()
+    studies(url)
+    assert capsys.readouterr().out == "There is no study in this database.\n"

@@ -48,6 +48,17 @@ def test_a_finalist_has_its_interval_as_a_share() -> None:
     assert line == "Round 2, trial 4: ZeRO 2, micro-batch 8: 51.25 samples/s (95% within \u00b13.0%)"
 
 
+def test_an_interval_wider_than_its_value_has_ends_instead_of_a_share() -> None:
+    """Steps of microseconds were "95% within ±159.3%": between less than nothing and more than twice as much."""
+    event = progress.FinalistMeasured(
+        number=4, words="ZeRO 1", value=100.0, low=-20.0, high=260.0, message="", speed=Speed(samples_per_s=50.0),
+    )  # fmt: skip
+    [line] = lines_of(event, SEARCH)
+    assert line.endswith("(95% between 0 and 130 samples/s)")
+    [line] = lines_of(replace(event, value=0.1, low=0.05, high=0.3), replace(SEARCH, metric="latency"))
+    assert line.endswith("(95% between 50 and 300 ms)")
+
+
 def test_a_profile_is_told_in_numbers_that_a_person_writes() -> None:
     profile = ModelProfile(
         params=1633, trainable_params=1633, largest_layer_params=10, param_bytes=4, activation_bytes_per_sample=2**20,

@@ -18,6 +18,7 @@ from optuna.trial import TrialState
 from optuna_dsat.report import live as live_module
 from optuna_dsat.report.live import LiveStudy
 from optuna_dsat.report.live_app import guarded, live_app
+from optuna_dsat.report.page import page_values
 from optuna_dsat.report.performance import performance_of
 from optuna_dsat.study import progress
 from optuna_dsat.study.live_notes import LiveNotes
@@ -97,7 +98,7 @@ def test_what_ended_while_figures_were_drawn_no_longer_runs(
     trial = begin_trial(finished, steps=2)
     live.now()
     other = begin_trial(finished, steps=1)
-    drawn = live_module.page_values
+    drawn = page_values
 
     def draw(*args: Any, **options: Any) -> dict[str, Any]:
         values = drawn(*args, **options)

@@ -5,16 +5,16 @@ from dataclasses import replace
 import pytest
 
 from optuna_dsat.cost.memory import ModelProfile
-from optuna_dsat.cost.utilisation import with_utilisation
 from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.metrics import Speed
 from optuna_dsat.runtime.events import StepMeasured
-from optuna_dsat.study.speeds import Speeds, samples_in_words, speed_at, value_in_words
+from optuna_dsat.study.speeds import Speeds, samples_in_words, speed_at, value_in_words, with_utilisation
 from optuna_dsat.words import (
     bytes_in_words,
     choices_in_words,
     count_in_words,
     duration_in_words,
+    faster_in_words,
     flops_in_words,
     gain_in_words,
     metric_in_words,
@@ -133,6 +133,7 @@ def test_numbers_are_written_as_a_person_writes_them() -> None:
         "12 measured, 2 out of memory, 2 script errors"
     )
     assert metric_in_words("tokens_per_s", 40812.34) == "40,810 tokens/s"
+    assert [faster_in_words(one) for one in (0.09, 2.53)] == ["9% faster", "3.5 times as fast"]
 
 
 def test_ranges_and_small_amounts_are_told_in_a_fitting_unit() -> None:
