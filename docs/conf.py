@@ -17,6 +17,8 @@ version = release = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 exclude_patterns = ["generate"]
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["narrow.css"]
 html_title = f"optuna-dsat {release}"
 html_show_copyright = False  # the licence stands in LICENSE; a line without a year and a name says nothing
 html_last_updated_fmt = None

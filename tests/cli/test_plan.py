@@ -101,6 +101,21 @@ def test_a_plan_of_a_hugging_face_config(tmp_path: Path, run_here: Run) -> None:
     assert (last["name"], last["samples_per_s"]) == (whole["recommended"], rows[last["name"]]["samples_per_s"])
 
 
+def test_the_page_shows_what_its_command_prints(tmp_path: Path, run_here: Run) -> None:
+    """The table was one of half as many tokens a sample than the command beside it said."""
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "how-many-gpus.md").read_text(encoding="utf-8")
+    (tmp_path / "Llama-3.1-8B").mkdir()
+    (tmp_path / "Llama-3.1-8B" / "config.json").write_text(json.dumps(LLAMA))
+    command = next(line for line in page.splitlines() if line.startswith("optuna-dsat plan --hf-config"))
+    printed = run_here(*command.split()[1:]).stdout.partition("How many GPUs")[2]
+    shown, told = (
+        [line.split() for line in text.splitlines() if line.lstrip()[:1] in tuple("1248") and "%" in line]
+        for text in (page, printed)
+    )
+    assert len(shown) == 4
+    assert shown == told
+
+
 CASES = {
     "nothing-given": ([], "plan takes SCRIPT and DS_CONFIG, or --params"),
     "no-gpu": (["--params", "7e9"], "--params needs --gpu; known are t4"),
