@@ -98,6 +98,7 @@ def winner_of(view: StudyView) -> Winner | None:
         batch=complete[ds_config.TRAIN_BATCH],
         user_batch=own_train_batch_size(spec, ranks=ranks),
         samples=dataset_size(spec, view.profiled),
+        is_chosen=complete[ds_config.TRAIN_BATCH] == spec.train_batch_size,
     )
     script = _advice(view, complete)
     ratio = verdict.speed_up

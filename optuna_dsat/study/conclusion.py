@@ -19,7 +19,7 @@ from optuna_dsat.study.confirmation import Confirmation
 from optuna_dsat.study.context import StudyContext
 from optuna_dsat.study.data_size import dataset_size
 from optuna_dsat.study.finalists import finalists_of
-from optuna_dsat.study.loss_check import LossCheck, check_loss
+from optuna_dsat.study.loss_check import LossCheck, check_loss, nothing_to_compare
 from optuna_dsat.study.methods import Method
 from optuna_dsat.study.profiled import Profiled
 from optuna_dsat.study.result import (
@@ -130,7 +130,8 @@ class Conclusion:
             return None
         trial = next(one for one in candidates if one.number == verdict.handed_over)
         config = self._complete(trial)
-        check = self._compare_losses(self._ready(config), self._ranks(trial))
+        is_own = verdict.handed_over == verdict.baseline
+        check = self._compare_losses(self._ready(config), self._ranks(trial), is_own=is_own)
         return self._write(verdict, rounds, trial, loss_check=None if check is None else asdict(check))
 
     def _ready(self, complete: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -163,10 +164,12 @@ class Conclusion:
             self._reason = EndReason.INTERRUPTED
         return rounds
 
-    def _compare_losses(self, config: Mapping[str, Any], ranks: int) -> LossCheck | None:
+    def _compare_losses(self, config: Mapping[str, Any], ranks: int, *, is_own: bool) -> LossCheck | None:
         """Return how the first losses compare; None if that was not asked for or an interruption ends it."""
         if not self._with_loss_check or self._reason is EndReason.INTERRUPTED:
             return None
+        if is_own:
+            return nothing_to_compare(self._spec)
         self._context.say("Comparing the first losses under the best config with those under yours ...")
         try:
             return check_loss(
@@ -232,7 +235,9 @@ class Conclusion:
             train_batch_size=batch,
             user_train_batch_size=own,
             dataset_size=samples,
-            learning_rate_advice=learning_rate_advice(config, batch=batch, user_batch=own, samples=samples),
+            learning_rate_advice=learning_rate_advice(
+                config, batch=batch, user_batch=own, samples=samples, is_chosen=batch == spec.train_batch_size
+            ),
             loss_check=loss_check,
             command_names_config=names_config,
             measurement=measurement_in_words(trial, metrics=metrics),

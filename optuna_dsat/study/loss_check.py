@@ -22,7 +22,7 @@ from optuna_dsat.study.launch_requests import launch_request
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.words import outcome_in_words
 
-__all__ = ["TOLERANCES", "LossCheck", "check_loss", "compare"]
+__all__ = ["TOLERANCES", "LossCheck", "check_loss", "compare", "nothing_to_compare"]
 
 STEPS = 5
 """First global steps whose losses are compared."""
@@ -103,6 +103,20 @@ def check_loss(
     return compare(losses, precision=_precision(user))
 
 
+def nothing_to_compare(spec: StudySpec) -> LossCheck:
+    """Return what is to be said where the user's own config is the result: its losses need no launch."""
+    precision = _precision(ds_config.effective(spec.ds_config))
+    return LossCheck(
+        agrees=True,
+        message="Your own config is the result, so there are no other losses to compare its own with.",
+        precision=precision,
+        tolerance=TOLERANCES[precision],
+        difference=None,
+        own_difference=None,
+        losses={},
+    )
+
+
 def compare(losses: Mapping[str, Sequence[float]], *, precision: str) -> LossCheck:
     """Compare the losses of ``best`` with those of ``user``, given the difference between the user's two runs.
 
@@ -123,7 +137,8 @@ def compare(losses: Mapping[str, Sequence[float]], *, precision: str) -> LossChe
         "own_difference": own,
     }
     if difference <= tolerance:
-        message = f"The first {counts['user']} losses agree within {difference:.1e} ({precision} allows {tolerance:g})."
+        alike = f"agree within {difference:.1e} ({precision} allows {tolerance:g})" if difference else "are the same"
+        message = f"The first {counts['user']} losses {alike}."
         return LossCheck(agrees=True, message=message, losses=losses, **known)
     if own > tolerance:
         message = (

@@ -228,7 +228,12 @@ _ADAPTIVE = frozenset({"adam", "adamw", "lamb", "lion", "adagrad", "onebitadam",
 
 
 def learning_rate_advice(
-    config: Mapping[str, Any], *, batch: int, user_batch: int, samples: int | None = None
+    config: Mapping[str, Any],
+    *,
+    batch: int,
+    user_batch: int,
+    samples: int | None = None,
+    is_chosen: bool = False,
 ) -> str | None:
     """Return what a changed global batch means for learning rate and steps; None if it did not change.
 
@@ -240,6 +245,7 @@ def learning_rate_advice(
         batch: Its global batch, in samples.
         user_batch: The global batch of the user's config.
         samples: Samples of the training data; None if unknown.
+        is_chosen: Whether the user asked for this batch, and needs no word on how to keep another.
     """
     if batch == user_batch:
         return None
@@ -258,7 +264,7 @@ def learning_rate_advice(
     return (
         f"The global batch goes from {count_in_words(user_batch)} to {things_in_words(batch, 'sample')}{steps}: "
         f"consider multiplying your learning rate{told} by {factor}. That is a rule of thumb, to be checked by the "
-        f"loss of a longer run. Keep the batch with --train-batch-size {user_batch}."
+        f"loss of a longer run.{'' if is_chosen else f' Keep the batch with --train-batch-size {user_batch}.'}"
     )
 
 

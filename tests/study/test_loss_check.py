@@ -4,7 +4,11 @@ import math
 
 import pytest
 
+from optuna_dsat.launch.simulated import SimulatedLauncher
 from optuna_dsat.study.loss_check import TOLERANCES, compare
+from optuna_dsat.study.stored import record_of
+from tests.harness.landscapes import Hill
+from tests.harness.studies import StudyBench
 
 USER = [2.0, 1.5, 1.2]
 
@@ -33,6 +37,22 @@ def test_losses_are_compared_against_precision_and_the_scripts_own_noise(
     assert check.agrees is agrees
     assert check.tolerance == TOLERANCES["fp32"]
     assert check.message.endswith(".")
+
+
+def test_equal_losses_agree_within_nothing_that_needs_a_number() -> None:
+    check = compare({"user": USER, "user_again": USER, "best": USER}, precision="fp32")
+    assert check.message == "The first 3 losses are the same."
+
+
+def test_where_the_users_own_config_is_the_result_no_losses_are_compared(bench: StudyBench) -> None:
+    """Three launches compared it with itself, and told that its losses agree within 0.0e+00."""
+    launcher = SimulatedLauncher(Hill(), total_slots=2)
+    result = bench.session(bench.spec(max_trials=1, confirm=0), launcher, check_loss=True).run()
+    assert result is not None
+    assert result.loss_check is not None
+    assert (result.loss_check["agrees"], result.loss_check["losses"]) == (True, {})
+    assert result.loss_check["message"].startswith("Your own config is the result")
+    assert {one.purpose for one in bench.store.launches(record_of(bench.store, "s").uuid)} == {"profile", "trial"}
 
 
 def test_half_precision_allows_more_than_single() -> None:

@@ -99,6 +99,9 @@ def test_a_changed_global_batch_suggests_a_learning_rate(optimizer: dict[str, An
     assert advice is not None
     assert factor in advice
     assert "from 16 to 64" in advice
+    assert advice.endswith("Keep the batch with --train-batch-size 16.")
+    chosen = learning_rate_advice({"optimizer": optimizer}, batch=64, user_batch=16, is_chosen=True)
+    assert chosen == advice.removesuffix(" Keep the batch with --train-batch-size 16.")
     assert learning_rate_advice({"optimizer": optimizer}, batch=16, user_batch=16) is None
 
 
