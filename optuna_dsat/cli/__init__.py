@@ -207,7 +207,9 @@ def _run(arguments: list[str]) -> NoReturn:
         context = getattr(error, "ctx", None)  # only usage errors have one
         remedy = "" if context is None else f" See {context.command_path} --help."
         if error.format_message():  # empty if the help was shown instead
-            text = one_line(error.format_message().rstrip("."), limit_chars=LINE_CHARS)
+            from optuna_dsat.words import rule_in_words
+
+            text = one_line(rule_in_words(error.format_message().rstrip(".")), limit_chars=LINE_CHARS)
             end = "" if text.endswith(("?", "!")) else "."
             _tell(f"{text}{end}{remedy}")
         sys.exit(error.exit_code)

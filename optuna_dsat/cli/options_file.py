@@ -27,6 +27,7 @@ from typer.exceptions import TyperException
 
 from optuna_dsat.config.documents import check_nesting, checked, read_document
 from optuna_dsat.errors import UsageError
+from optuna_dsat.words import rule_in_words
 
 __all__ = ["OPTIONS_ENV", "OptionsFile", "file_of", "find_options", "read_options"]
 
@@ -133,7 +134,7 @@ class OptionsFile:
         try:
             option.process_value(context, value)
         except TyperException as error:
-            message = error.message.rstrip(".")
+            message = rule_in_words(error.message.rstrip("."))
             raise UsageError(f"{self.path}: {name} is {json.dumps(value, default=str)}: {message}.") from None
         return value
 

@@ -135,7 +135,9 @@ class PlanOptions:
         str | None,
         typer.Option(help="Memory of a host, such as 1TiB.  \\[default: 128GiB a GPU]", rich_help_panel=_MACHINE),
     ] = None
-    memory_margin: Annotated[float, typer.Option(help="Share of the device's memory to leave free.")] = 0.05
+    memory_margin: Annotated[
+        str, typer.Option(help="Share of the device's memory to leave free, such as 5%.", metavar="SHARE")
+    ] = "0.05"
     nvme_path: Annotated[
         str | None, typer.Option(help="Directory on NVMe, on every host: offloads to it are planned as well.")
     ] = None
@@ -169,8 +171,8 @@ def _run(options: PlanOptions) -> None:
     Raises:
         DsatError: If the options contradict each other, or as the tuning commands do.
     """
-    if not 0 <= options.memory_margin < 1:
-        raise UsageError(f"--memory-margin is {options.memory_margin}; it must lie in [0, 1).")
+    if not 0 <= _memory_margin(options) < 1:
+        raise UsageError(f"--memory-margin is {options.memory_margin}; it must be at least 0 and below 1 (100%).")
     shaped = options.params is not None or options.hf_config is not None
     found = _without_launch(options) if shaped else _with_launch(options)
     if options.json_output:
@@ -222,7 +224,7 @@ def _without_launch(options: PlanOptions) -> Plan:
         given_host_bytes=parse_bytes(options.host_memory) if options.host_memory else None,
     )
     config = None if config_path is None else user_file.load(config_path).raw
-    return plan_shape(shape, machine, config=config, memory_margin=options.memory_margin, nvme_path=options.nvme_path)
+    return plan_shape(shape, machine, config=config, memory_margin=_memory_margin(options), nvme_path=options.nvme_path)
 
 
 def _given_shape(options: PlanOptions) -> TransformerShape:
@@ -271,6 +273,10 @@ def _trainable_share(options: PlanOptions) -> float:
     return 1.0 if text is None else share(text, option="--trainable-share")
 
 
+def _memory_margin(options: PlanOptions) -> float:
+    return share(options.memory_margin, option="--memory-margin")
+
+
 def _with_launch(options: PlanOptions) -> Plan:
     """Return the plan of a script, by a profile that is stored or measured now."""
     from contextlib import closing
@@ -298,7 +304,7 @@ def _with_launch(options: PlanOptions) -> Plan:
             on_attempt=lambda one: say_prose(
                 f"Profile launch at micro-batch {one.micro_batch}, {one.words} ...", file=sys.stderr
             ),
-            memory_margin=options.memory_margin,
+            memory_margin=_memory_margin(options),
             seq_length=options.seq_length,
             nodes=options.nodes,
             network_gbit_per_s=options.network if options.nodes > 1 else None,

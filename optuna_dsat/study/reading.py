@@ -18,6 +18,7 @@ from optuna_dsat.launch.protocol import is_launch_id
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.store import StudyRecord
 from optuna_dsat.trials import attributes
+from optuna_dsat.words import rule_in_words
 
 __all__ = ["check_paths", "check_profile_names", "check_record", "check_study_attributes", "check_trials", "reading"]
 
@@ -62,7 +63,7 @@ def _reason(error: Exception) -> str:
     """Return the first line of an error, one of pydantic's with the field."""
     if isinstance(error, ValidationError):
         first = error.errors()[0]
-        return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"[:_REASON_CHARS]
+        return f"{'.'.join(str(part) for part in first['loc'])}: {rule_in_words(first['msg'])}"[:_REASON_CHARS]
     if isinstance(error, KeyError):
         return f"{error} is not known or missing"[:_REASON_CHARS]
     lines = str(error).strip().splitlines() or [type(error).__name__]

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from optuna_dsat.errors import UsageError
 from optuna_dsat.metrics import METRICS, direction_of
 from optuna_dsat.script.arg_mapping import MAPPABLE
+from optuna_dsat.words import rule_in_words
 
 __all__ = [
     "METHODS",
@@ -315,4 +316,4 @@ def make_spec(**values: Any) -> StudySpec:
         where = "--" + _OPTIONS.get(field, field.removesuffix("_s").replace("_", "-")) if field else ""
         if first["type"] == "value_error":
             raise UsageError(f"{first['msg'].removeprefix('Value error, ')}.") from None
-        raise UsageError(f"{where} is {first['input']!r}: {first['msg'].lower()}.") from None
+        raise UsageError(f"{where} is {first['input']!r}; {rule_in_words(first['msg'])}.") from None

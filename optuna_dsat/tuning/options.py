@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +18,7 @@ from optuna_dsat.tuning.cluster_options import ClusterOptions
 from optuna_dsat.tuning.declaration import BUDGET, MEASURE, METHOD, OUTPUT_PANEL, WHAT, Option
 from optuna_dsat.tuning.defaults import default
 from optuna_dsat.tuning.locations import DEFAULT_OUTPUT_DIR, DEFAULT_STORAGE, OUTPUT_DIR_ENV, STORAGE_ENV
-from optuna_dsat.tuning.parse import named_config, split_environment, split_fixed, split_mappings, split_stages
+from optuna_dsat.tuning.parse import named_config, share, split_environment, split_fixed, split_mappings, split_stages
 from optuna_dsat.tuning.place_options import PlaceOptions, StrPath
 from optuna_dsat.tuning.result_options import ResultOptions
 
@@ -378,7 +379,11 @@ class GuidedOptions(_LineageOptions):
     memory_margin: Annotated[
         float,
         Option(
-            help="Share of the device's memory that a launch is expected to leave free.", metavar="SHARE", panel=METHOD
+            help="Share of the device's memory that a launch is expected to leave free.",
+            metavar="SHARE",
+            text_type=str,
+            parse=partial(share, option="--memory-margin"),
+            panel=METHOD,
         ),
     ] = default("memory_margin")
     min_gain: Annotated[
@@ -387,6 +392,8 @@ class GuidedOptions(_LineageOptions):
             help="End when no launch, one as long as the best's, is expected to improve the best by this share, nor 20 "
             "launches together by 20 times as much; 0 for never.",
             metavar="SHARE",
+            text_type=str,
+            parse=partial(share, option="--min-gain"),
             panel=METHOD,
         ),
     ] = default("min_gain")

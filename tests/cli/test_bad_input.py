@@ -196,3 +196,33 @@ def test_the_autotuning_section_gives_options_and_what_is_not_honoured_is_named(
     plain = tune("random", "train.py", "auto.json", "--dry-run", "--metric", "speed")
     assert plain.returncode == 2
     assert "--metric is 'speed'" in plain.stderr
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--max-trials", "x"), "Invalid value for '--max-trials': it must be a whole number."),
+        (("--max-trials", "0"), "--max-trials is 0; it must be at least 1."),
+        (("--timeout", "1h"), "Invalid value for '--timeout': it must be a number."),
+        (("--timeout", "0"), "--timeout is 0.0; it must be above 0."),
+        (("--launcher", "foo"), "Invalid value for '--launcher': 'foo' is not one of 'warm', 'torchrun'."),
+        (("--memory-margin", "200%"), "--memory-margin is 2.0; it must be below 1."),
+        (("--min-gain", "much"), "--min-gain is 'much'; write a share such as 1% or 0.01."),
+    ],
+)
+def test_a_librarys_words_on_a_value_are_said_as_a_rule(tune: Run, options: tuple[str, str], said: str) -> None:
+    done = tune("guided", "train.py", "ds.json", *options)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"optuna-dsat: {said}")
+
+
+@pytest.mark.usefixtures("folder")
+def test_every_share_may_be_written_as_one_reads_it(tune: Run) -> None:
+    """``--tie 1%`` was one, ``--min-gain 1%`` and ``--memory-margin 5%`` were refused."""
+    shares = ("--tie", "2%", "--min-gain", "0.5%", "--memory-margin", "5%")
+    done = tune("guided", "train.py", "ds.json", "--dry-run", *shares)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()]
+    shown = {row[0]: row[2] for row in rows if row and row[0] in ("tie", "min-gain", "memory-margin")}
+    assert shown == {"tie": "0.02", "min-gain": "0.005", "memory-margin": "0.05"}

@@ -116,6 +116,13 @@ def test_the_page_shows_what_its_command_prints(tmp_path: Path, run_here: Run) -
     assert shown == told
 
 
+def test_the_margin_of_memory_may_be_per_cent(run_here: Run) -> None:
+    machine = ("plan", "--params", "1e9", "--gpu", "t4", "--json", "--memory-margin")
+    one, same = (json.loads(run_here(*machine, margin).stdout) for margin in ("10%", "0.1"))
+    assert one == same
+    assert "at least 0 and below 1" in run_here(*machine, "100%").stderr
+
+
 CASES = {
     "nothing-given": ([], "plan takes SCRIPT and DS_CONFIG, or --params"),
     "no-gpu": (["--params", "7e9"], "--params needs --gpu; known are t4"),
@@ -130,7 +137,10 @@ CASES = {
     "a-script-too": (["train.py", "--params", "7e9", "--gpu", "t4"], "give no script"),
     "no-gpus": (["--params", "7e9", "--gpu", "t4", "--gpus", "0"], "--gpus is 0"),
     "length-of-a-launch": (["train.py", "ds.json", "--seq-length", "0"], "--seq-length is 0"),
-    "margin": (["--params", "7e9", "--gpu", "t4", "--memory-margin", "1"], "--memory-margin is 1.0"),
+    "margin": (
+        ["--params", "7e9", "--gpu", "t4", "--memory-margin", "1"],
+        "--memory-margin is 1; it must",
+    ),
     "heads": (["--params", "7e9", "--gpu", "t4", "--hidden", "4096", "--heads", "7"], "no multiple of the 7 heads"),
     "network": (["--params", "7e9", "--gpu", "t4", "--nodes", "2", "--network", "0"], "--network is 0.0"),
 }

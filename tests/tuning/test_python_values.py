@@ -116,7 +116,7 @@ def test_another_type_is_one_clear_type_error_and_nothing_is_written(given: dict
         ({"output_dir": "x" * 5000}, "File name too long"),
         ({"study": ""}, "study is ''"),
         ({"method": ""}, "the method is ''"),
-        ({"max_rungs": 10**30}, "max_rungs is 10+: input should be less than or equal to 64"),
+        ({"max_rungs": 10**30}, "max_rungs is 10+; it must be at most 64"),
     ],
 )
 def test_another_value_is_one_clear_error_and_nothing_is_written(given: dict[str, Any], said: str) -> None:
