@@ -11,6 +11,8 @@ from optuna_dsat.report.performance import Performance, Training, TrainingTime, 
 from optuna_dsat.report.slot_time import account
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.report.winner import Winner
+from optuna_dsat.store import StoredLaunch
+from optuna_dsat.study.loss_check import is_of_losses
 from optuna_dsat.study.paired import Ratio
 from optuna_dsat.study.standing import Standing
 from optuna_dsat.study.verdict import SpeedUp
@@ -47,9 +49,9 @@ def cards_of(view: StudyView, winner: Winner | None, training: Training) -> Iter
         yield _best(view, winner, best, own)
         yield from _speed_ups(view, winner)
         yield from _beside(view, best, own)
-        times = None if winner.is_own else training_times(view, training)
+        times = training_times(view, training)
         if times is not None:
-            yield _training(times, view.spec.device)
+            yield _training(times, view.spec.device, is_own=winner.is_own)
     yield from _search(view)
 
 
@@ -162,9 +164,14 @@ def _over_own(winner: Winner) -> str:
     return f"over your own config, paired in rounds; {between}"
 
 
-def _training(times: TrainingTime, device: str) -> Card:
-    """Return what a whole training takes, and saves."""
+def _training(times: TrainingTime, device: str, *, is_own: bool) -> Card:
+    """Return what a whole training takes, and saves if the result is another config than the user's own."""
     epochs = "An epoch" if times.epochs == 1 else f"{times.epochs:g} epochs"
+    if is_own:
+        costs = "" if times.price is None else f": {times.price:,.2f} at {times.price_per_gpu_hour:g} an hour"
+        return Card(
+            heading=epochs, value=duration_in_words(times.best_s), remark=f"on {_samples(times.samples)}{costs}"
+        )
     saved = times.saved_slot_hours
     told = f"{'saves' if saved >= 0 else 'costs'} {slot_time_in_words(abs(saved) * 3600, device)}"
     if times.saved_price is not None:
@@ -177,13 +184,19 @@ def _training(times: TrainingTime, device: str) -> Card:
     )
 
 
+_BESIDE = ("profile", "measure finalists again", "compare losses")
+"""What launches beside those of the search are for."""
+
+
+def _what_for(launch: StoredLaunch) -> str:
+    if launch.purpose == "confirm":
+        return _BESIDE[2 if is_of_losses(launch.report.launch_id) else 1]
+    return launch.purpose
+
+
 def _search(view: StudyView) -> Iterator[Card]:
-    counts = Counter(row.purpose for row in view.launches)
-    beside = [
-        f"{counts[purpose]} {words}"
-        for purpose, words in (("profile", "to profile"), ("confirm", "to measure finalists again"))
-        if counts[purpose]
-    ]
+    counts = Counter(_what_for(row) for row in view.launches)
+    beside = [f"{counts[what]} to {what}" for what in _BESIDE if counts[what]]
     used = f"{view.launches_used} of {view.spec.max_trials}"
     yield Card(heading="Launches", value=used, remark=f"and {', '.join(beside)}" if beside else "")
     spent = account(view.launches)

@@ -193,9 +193,12 @@ def _training_words(one: _Compared) -> str:
     times = training_times(one.view, one.training)
     if times is None:
         return ""
-    saved = f"{slot_time_in_words(times.saved_slot_hours * 3600, one.view.spec.device)} saved"
-    price = "" if times.saved_price is None else f", {times.saved_price:,.2f}"
-    return f"{duration_in_words(times.best_s)} ({saved}{price})"
+    takes, hours = duration_in_words(times.best_s), times.saved_slot_hours
+    if not hours:  # the result is the user's own config
+        return takes if times.price is None else f"{takes} ({times.price:,.2f})"
+    saved = f"{slot_time_in_words(abs(hours) * 3600, one.view.spec.device)} {'saved' if hours > 0 else 'more'}"
+    price = "" if times.saved_price is None else f", {abs(times.saved_price):,.2f}"
+    return f"{takes} ({saved}{price})"
 
 
 def _speed_up_words(one: _Compared) -> str:

@@ -70,6 +70,12 @@ class TrainingTime:
         return (self.own_s - self.best_s) * self.slots / 3600
 
     @property
+    def price(self) -> float | None:
+        """What the training with the config that is handed over costs; None without a price."""
+        hours = self.best_s * self.slots / 3600
+        return None if self.price_per_gpu_hour is None else hours * self.price_per_gpu_hour
+
+    @property
     def saved_price(self) -> float | None:
         """What these hours cost; None without a price."""
         return None if self.price_per_gpu_hour is None else self.saved_slot_hours * self.price_per_gpu_hour

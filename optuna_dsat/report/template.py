@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from typing import Any
 
@@ -33,13 +34,23 @@ def _environment() -> Any:
     return environment
 
 
+_QUOTED = re.compile(r"`([^`\n]+)`")
+
+
 def _prose(text: str) -> Any:
-    """Return escaped text in which no line ends within the name of an option: browsers break after hyphens."""
+    """Return escaped text, what stands in backticks as code.
+
+    No line ends within the name of an option: browsers break after hyphens.
+    """
     from markupsafe import Markup, escape
 
-    whole = Markup('<span class="word">{}</span>')
-    words = (whole.format(word) if word.startswith("--") else escape(word) for word in plain(text).split(" "))
-    return Markup(" ").join(words)
+    whole, code = Markup('<span class="word">{}</span>'), Markup("<code>{}</code>")
+    shown = []
+    for at, part in enumerate(_QUOTED.split(plain(text))):
+        words = [whole.format(word) if word.startswith("--") else escape(word) for word in part.split(" ")]
+        joined = Markup(" ").join(words)
+        shown.append(code.format(joined) if at % 2 else joined)
+    return Markup("").join(shown)
 
 
 def asset(name: str) -> str:

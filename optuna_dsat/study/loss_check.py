@@ -22,7 +22,7 @@ from optuna_dsat.study.launch_requests import launch_request
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.words import outcome_in_words
 
-__all__ = ["TOLERANCES", "LossCheck", "check_loss", "compare", "nothing_to_compare"]
+__all__ = ["TOLERANCES", "LossCheck", "check_loss", "compare", "is_of_losses", "nothing_to_compare"]
 
 STEPS = 5
 """First global steps whose losses are compared."""
@@ -32,6 +32,15 @@ TOLERANCES: Mapping[str, float] = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 2e-2}
 3.9e-3 (IEEE 754; bfloat16 has 8 bits of precision); another order of summation and a few optimizer steps multiply them.
 The factors, about 1,000 in fp32 and 5 to 20 in half precision, are ours.
 """
+
+
+_LAUNCHES = "loss-"
+"""What the identifiers of the launches begin with."""
+
+
+def is_of_losses(launch_id: str) -> bool:
+    """Whether a launch compares losses: it is stored among those of the confirmation."""
+    return launch_id.startswith(_LAUNCHES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +96,7 @@ def check_loss(
     for name, overlay in (("user", batch), ("user_again", batch), ("best", best_overlay)):
         request = launch_request(
             spec,
-            launch_id=f"loss-{name.replace('_', '-')}",
+            launch_id=f"{_LAUNCHES}{name.replace('_', '-')}",
             purpose="confirm",
             overlay=overlay,
             start_profile_step=1,

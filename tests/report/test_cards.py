@@ -13,11 +13,13 @@ import pytest
 
 from optuna_dsat.config.ds_config import zero_default
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.report.compare import rows_of
 from optuna_dsat.report.explanation import explained
 from optuna_dsat.report.launch_files import Links
 from optuna_dsat.report.page import render, sections_of
 from optuna_dsat.report.performance import Training, performance_of, training_times
 from optuna_dsat.report.prediction_gap import prediction_gap
+from optuna_dsat.report.template import _prose
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import metric_in_words, times_in_words
@@ -108,6 +110,34 @@ def test_what_a_training_saves_is_told_where_the_data_is_known(view: StudyView, 
     _, remark = Page(render(view, training=training)).cards["3 epochs"]
     assert f"saves {times.saved_slot_hours:.3g} GPU hours, {times.saved_slot_hours * 2.5:,.2f} at 2.5 an hour" in remark
     assert "on 10,000,000 samples" in remark
+
+
+def test_what_a_training_takes_is_told_of_the_own_config_too_and_each_launch_by_what_it_was_for(
+    bench: ReportedStudyBench,
+) -> None:
+    """``--dataset-size`` did nothing there, and losses were compared by "9 to measure finalists again"."""
+    bench.run(bench.spec(max_trials=1, confirm=0), Hill())
+    view = bench.view()
+    confirm = replace(view.launches[-1], purpose="confirm")
+    losses = replace(confirm, report=replace(confirm.report, launch_id="loss-user"))
+    view = replace(view, launches=(*view.launches, confirm, losses, losses))
+    assert view.best is not None
+    rate = performance_of(view, view.best).samples_per_s
+    assert rate is not None
+    training = Training(epochs=3, price_per_gpu_hour=2.5, dataset_size=10_000_000)
+    cards = Page(render(view, training=training)).cards
+    hours = 2 * 30_000_000 / rate / 3600
+    assert cards["3 epochs"][1] == f"on 10,000,000 samples: {2.5 * hours:,.2f} at 2.5 an hour"
+    assert cards["Launches"][1] == "and 1 to profile, 1 to measure finalists again, 2 to compare losses"
+    other = {row.name: row.cells for row in rows_of((view, view), training=training)}["3 epochs"]
+    assert other[0].endswith(f" ({2.5 * hours:,.2f})"), "not 0 GPU seconds saved"
+
+
+def test_commands_within_a_sentence_are_set_as_code() -> None:
+    assert _prose("see `optuna-dsat best <s> --yes` and --tie; a lone ` stays") == (
+        'see <code>optuna-dsat best &lt;s&gt; <span class="word">--yes</span></code> and '
+        '<span class="word">--tie;</span> a lone ` stays'
+    )
 
 
 def test_why_it_is_the_best_stands_on_the_page(view: StudyView, rendered: str) -> None:
