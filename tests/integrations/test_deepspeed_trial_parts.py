@@ -67,9 +67,9 @@ def test_what_cannot_be_shared_out_is_left_out_where_batches_have_one_size() -> 
     assert singles == [[[0], [2]], [[1], [3]]]
     whole = [plan.validation() for plan in plans(DataLoader(numbers(11), batch_size=2), 2, whole_batches=True)]
     assert whole == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
-    with pytest.raises(ValueError, match="has 1 samples: too few for a batch on each of 2 data-parallel ranks"):
+    with pytest.raises(ValueError, match="has 1 sample: too few for a batch on each of 2 data-parallel ranks"):
         plans(DataLoader(numbers(1)), 2)[0].validation()
-    with pytest.raises(TooFewSamplesError, match="training data has 1 samples: too few for a batch of 1"):
+    with pytest.raises(TooFewSamplesError, match="training data has 1 sample: too few for a batch of 1"):
         plans(DataLoader(numbers(1)), 2)[0].training(0)
 
 

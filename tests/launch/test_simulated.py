@@ -123,7 +123,7 @@ def test_launches_interleave_in_virtual_time() -> None:
     simulated = launcher()
     simulated.start(request(Path("/nowhere"), launch_id="slow", ds_config=config(40), slots=4))
     simulated.start(request(Path("/nowhere"), launch_id="fast", ds_config=config(1), slots=4))
-    with pytest.raises(RuntimeError, match="asks for 1 slots; 0 of 8 are free"):
+    with pytest.raises(RuntimeError, match="asks for 1 slot; 0 of 8 are free"):
         simulated.start(request(Path("/nowhere"), launch_id="more", slots=1))
     updates = updates_until_finished(simulated, 2)
     assert list(reports(updates)) == ["fast", "slow"]
