@@ -350,6 +350,26 @@ class LaunchRecord:
         seen = [event.observed_micro_batch for event in self.events if event.observed_micro_batch is not None]
         return max(seen, default=None)
 
+    def differing_micro_batches(self, *, samples: int | None) -> tuple[int, ...]:
+        """Return the sizes of the batches that an engine was fed where they differ from step to step; () if alike.
+
+        The last batch of an epoch may be smaller. Where an epoch's end is not known, batches count as alike if at least
+        half of them have the largest size, and the first of each rank has.
+
+        Args:
+            samples: Samples of one rank in an epoch; None if unknown.
+        """
+        seen = [event for event in self.events if event.observed_micro_batch is not None]
+        sizes = tuple(event.observed_micro_batch for event in seen if event.observed_micro_batch is not None)
+        ranks = {event.rank for event in seen}
+        fed = max((sum(event.samples for event in seen if event.rank == rank) for rank in ranks), default=0)
+        if samples is not None and fed < samples:
+            return sizes if len(set(sizes)) > 1 else ()
+        first = {event.rank: event.observed_micro_batch for event in reversed(seen)}
+        largest = self.observed_micro_batch
+        alike = 2 * sizes.count(largest or 0) >= len(sizes) and set(first.values()) <= {largest}
+        return () if alike else sizes
+
     @property
     def passes_per_micro_batch(self) -> int:
         """Forward passes of full micro-batches in each counted step, as a multiple of the engine's accumulation.

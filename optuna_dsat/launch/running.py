@@ -204,6 +204,8 @@ class RunningLaunch:
         micro_batch = self.request.ds_config.get(MICRO_BATCH)
         if self.request.purpose == "profile" and not self.request.command.arg_mappings:
             micro_batch = None  # any batch will do: what is measured is divided by the samples seen
+        if self.request.command.batch_source.get("kind") == "held":
+            micro_batch = None  # the script makes its batches by itself, whatever the config says
         before = self.oom_kills_before
         return LaunchFacts(
             slots=self.request.slots,

@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
+from optuna_dsat.runtime.inputs import leading_dimension
 from optuna_dsat.runtime.replacing import replace_function
+from optuna_dsat.runtime.sample_count import LoaderBatch
 from optuna_dsat.runtime.user_code import Place, is_installed, is_size, place_of
 
 __all__ = ["LoaderWatch"]
@@ -43,6 +45,8 @@ class LoaderWatch:
         self._repeat = repeat
         self._loaders: list[_Loader] = []
         self._known: set[tuple[Place, str]] = set()
+        self.loaded: LoaderBatch | None = None
+        """What a loader yielded last; None if its batch size is not known."""
 
     def callbacks(self) -> dict[str, Callable[[ModuleType], None]]:
         """Return what to call when a module has been imported, by its name."""
@@ -164,7 +168,12 @@ class LoaderWatch:
         return self._micro_batch if size is not None and size == self._own and self._micro_batch else given
 
     def _iteration(self, start: Callable[[], Iterator[Any]], loader: _Loader | None) -> _Iteration:
-        return _Iteration(start, loader=loader, fed=self._fed, repeat=self._repeat)
+        def yielded(batch: Any) -> None:
+            size = None if loader is None else loader.batch_size
+            samples = None if size is None else leading_dimension(batch)
+            self.loaded = None if size is None or samples is None else LoaderBatch(batch_size=size, samples=samples)
+
+        return _Iteration(start, loader=loader, fed=self._fed, repeat=self._repeat, yielded=yielded)
 
 
 class _Loader:
@@ -242,15 +251,23 @@ class _Iteration:
         loader: Told that it feeds the engine; None for one that is noted otherwise, or was made before the recording.
         fed: Returns how many micro-batches the engine was fed so far.
         repeat: Whether to begin again at all.
+        yielded: Called with each batch.
     """
 
     def __init__(
-        self, start: Callable[[], Iterator[Any]], *, loader: _Loader | None, fed: Callable[[], int], repeat: bool
+        self,
+        start: Callable[[], Iterator[Any]],
+        *,
+        loader: _Loader | None,
+        fed: Callable[[], int],
+        repeat: bool,
+        yielded: Callable[[Any], None],
     ) -> None:
         self._start = start
         self._loader = loader
         self._fed = fed
         self._repeat = repeat
+        self._yielded = yielded
         self._before = fed()
         self._inner = start()
 
@@ -258,6 +275,11 @@ class _Iteration:
         return self
 
     def __next__(self) -> Any:
+        batch = self._next()
+        self._yielded(batch)
+        return batch
+
+    def _next(self) -> Any:
         feeds = self._fed() > self._before
         if feeds and self._loader is not None:
             self._loader.trains = True

@@ -12,15 +12,17 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence, Set
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from optuna_dsat.runtime.batch_loaders import LoaderWatch
+from optuna_dsat.runtime.batch_names import names_training_batch
 from optuna_dsat.runtime.batch_parsers import ParserWatch, numbers
 from optuna_dsat.runtime.events import BatchSourcesFound
 from optuna_dsat.runtime.regular_file import read_regular
+from optuna_dsat.runtime.sample_count import BatchNumbers
 from optuna_dsat.runtime.user_code import Place, constants, is_installed
 
 __all__ = ["BatchSources"]
@@ -97,6 +99,16 @@ class BatchSources:
             fed_at=[{"file": file, "line": line} for file, line in places],
             constants=[] if size is None else _constants(places, {size, size * ranks})[:_MOST],
         )
+
+    def numbers(self, configured: Set[int]) -> BatchNumbers:
+        """Return the numbers that are known by now to mean samples of a batch.
+
+        Args:
+            configured: Micro-batches of the launch's config and of the script's own.
+        """
+        settings = [(key, value) for (_, key), value in self._settings.items()]
+        named = {value for name, value in [*self._parsers.options.items(), *settings] if names_training_batch(name)}
+        return BatchNumbers(configured=configured, named=named, loaded=self._loaders.loaded)
 
     def _note_settings(self, source: Any, found: Any) -> None:
         """Note the numbers of a settings file, and replace the one that follows the launch."""

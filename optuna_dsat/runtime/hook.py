@@ -48,6 +48,7 @@ from optuna_dsat.runtime.meter import Meter, RankState
 from optuna_dsat.runtime.overlay import read_config, without_impossible_zero
 from optuna_dsat.runtime.profiler import Profiler, count_parameters
 from optuna_dsat.runtime.rank import Rank
+from optuna_dsat.runtime.sample_count import sample_counter
 from optuna_dsat.runtime.side_effects import (
     disable_checkpoints,
     redirect_accelerates_tensorboard,
@@ -385,6 +386,7 @@ class DeepSpeedHook:
             last_step=self._plan.end_profile_step,
             exit_process=self._exit_process,
             observer=profiler,
+            size_of=sample_counter(lambda: self._batch_sources.numbers(self._config.micro_batches)),
         )
         self._unwatch_optimizers()
         self._meter.attach()

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["InputSize", "leading_dimension", "size_of"]
+__all__ = ["InputSize", "first_tensor", "leading_dimension", "may_have_time_first", "size_of"]
 
 _DEPTH = 4
 """Maximum nesting depth at which a batch's tensors are searched; deeper ones count as not observed."""
@@ -40,7 +40,7 @@ def size_of(batch: Any) -> InputSize | None:
     Args:
         batch: A tensor, or sequences and mappings of them (a ``BatchEncoding`` is a mapping).
     """
-    tensors = [tensor for tensor in _tensors(batch, _DEPTH) if len(tensor.shape) > 0]
+    tensors = _shaped(batch)
     if not tensors:
         return None
     tokens = [tensor for tensor in tensors if _holds_tokens(tensor)]
@@ -55,6 +55,23 @@ def leading_dimension(batch: Any) -> int | None:
     """Return the leading dimension of the first tensor in a batch; None if none is found."""
     size = size_of(batch)
     return None if size is None else size.samples
+
+
+def first_tensor(batch: Any) -> Any:
+    """Return the first tensor of a batch, whose leading dimension is that of its samples; None if there is none."""
+    return next(iter(_shaped(batch)), None)
+
+
+def may_have_time_first(tensor: Any) -> bool:
+    """Whether a tensor is of a kind that some models take as (length, samples, ...): tokens, or vectors of floats."""
+    if tensor is None:
+        return False
+    kind = str(getattr(tensor, "dtype", ""))
+    return _holds_tokens(tensor) or (len(tensor.shape) == 3 and "float" in kind)
+
+
+def _shaped(batch: Any) -> list[Any]:
+    return [tensor for tensor in _tensors(batch, _DEPTH) if len(tensor.shape) > 0]
 
 
 def _elements(tensor: Any) -> int:

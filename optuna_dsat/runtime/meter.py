@@ -118,6 +118,7 @@ class Meter:
         last_step: The step after which ``exit_process`` is called; skipped ones do not count.
         exit_process: Ends this process; does not return.
         observer: Observes the phases; None for none.
+        size_of: Tells the size of a forward pass's inputs.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class Meter:
         last_step: int,
         exit_process: Callable[[], None],
         observer: StepObserver | None = None,
+        size_of: Callable[[Any], InputSize | None] = size_of,
     ) -> None:
         self._engine = engine
         self._rank = rank
@@ -145,6 +147,7 @@ class Meter:
         self._last_step = last_step
         self._exit_process = exit_process
         self._observer = observer
+        self._size_of = size_of
         self._skips = SkipDetector(engine)
         self._step = _Step()
         self._boundary_s = clock.now()
@@ -368,7 +371,7 @@ class Meter:
         import torch
 
         if torch.is_grad_enabled():
-            self._unproven = size_of(batch)
+            self._unproven = self._size_of(batch)
 
     def _prove_training(self) -> None:
         """Count what was fed in eval mode alone since the last backward pass: the script never left that mode.
@@ -385,7 +388,7 @@ class Meter:
 
     def _count_samples(self, batch: Any) -> None:
         self._fed_in_training = True
-        size = size_of(batch)
+        size = self._size_of(batch)
         if size is not None:
             self._note_feeding(size)
             self._count(size)
@@ -407,7 +410,7 @@ class Meter:
         If it is fed several times before a backward pass, as the discriminator of a GAN is, the largest batch counts.
         """
         self._fed_in_training = True
-        size = size_of(batch)
+        size = self._size_of(batch)
         if size is not None:
             self._note_feeding(size)
             largest = self._step.direct

@@ -16,6 +16,9 @@ from optuna_dsat.secrecy.shapes import hidden_data
 __all__ = ["PartitionedModelError", "TrialConfig"]
 
 
+_MICRO_BATCH = "train_micro_batch_size_per_gpu"
+
+
 class PartitionedModelError(ValueError):
     """The script builds its model within ``deepspeed.zero.Init``, whatever the ZeRO stage; only ZeRO 3 takes it."""
 
@@ -33,6 +36,7 @@ class TrialConfig:
         self._world_size = world_size
         self._user = _read(plan.user_config_path)
         self._launch = _read(plan.config_path)
+        self._given: set[int] = set()
 
     def apply_overlay(self, config: Any, *, client_optimizer: object | None = None) -> dict[str, Any]:
         """Return a config with the overlay applied, in measured launches without the sections of monitors.
@@ -44,7 +48,11 @@ class TrialConfig:
         Raises:
             ValueError: If the config is none of these.
         """
-        laid = effective_config(read_config(config), self._plan.overlay, client_optimizer=client_optimizer)
+        given = read_config(config)
+        size = given.get(_MICRO_BATCH)
+        if isinstance(size, int):
+            self._given.add(size)
+        laid = effective_config(given, self._plan.overlay, client_optimizer=client_optimizer)
         return without_monitors(laid) if self._plan.measures else laid
 
     def differences(self, config: Any) -> dict[str, list[Any]]:
@@ -65,8 +73,14 @@ class TrialConfig:
     @property
     def micro_batch(self) -> int | None:
         """Samples per rank and forward pass under the launch's config; None if it does not say."""
-        size = None if self._launch is None else self._launch.get("train_micro_batch_size_per_gpu")
+        size = None if self._launch is None else self._launch.get(_MICRO_BATCH)
         return size if isinstance(size, int) else None
+
+    @property
+    def micro_batches(self) -> frozenset[int]:
+        """Samples per rank and forward pass as the launch's config, the user's file and the script's own config say."""
+        sizes = (self.micro_batch, (self._user or {}).get(_MICRO_BATCH), *self._given)
+        return frozenset(size for size in sizes if isinstance(size, int))
 
     def check_model(self, model: Any, config: Mapping[str, Any]) -> None:
         """Reject models that DeepSpeed would reject with an unclear error.

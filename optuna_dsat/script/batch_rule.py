@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from optuna_dsat.config.ds_config import MICRO_BATCH, TRAIN_BATCH
+from optuna_dsat.runtime.batch_names import means_batch, means_elsewhere, means_length, names_training_batch
 from optuna_dsat.runtime.events import BatchSourcesFound
 
-__all__ = ["BatchRule", "guesses", "held", "names_training_batch", "samples_per_rank"]
+__all__ = ["BatchRule", "guesses", "held", "samples_per_rank", "varying"]
 
-_BATCH = re.compile(r"batch|(^|[-_.])(m?bsz?|mbs|b)(=?$|[-_.=])", re.IGNORECASE)
-"""Names that mean a batch size."""
-_ELSEWHERE = re.compile(r"eval|valid|test|predict|infer|generat", re.IGNORECASE)
-"""Names that mean another one than that of training."""
 _MOST_GUESSES = 6
 """Guesses that are worth a launch each."""
 
@@ -45,6 +41,10 @@ class BatchRule:
     """Line of the source; 0 if there is none."""
     constant: bool = False
     """``held``: whether the source has a constant of that value there."""
+    sizes: tuple[int, int] | None = None
+    """``held``: least and most samples of the script's batches, where they differ from step to step; None if they do
+    not.
+    """
 
     def __post_init__(self) -> None:
         if self.counts not in (MICRO_BATCH, TRAIN_BATCH):
@@ -53,7 +53,8 @@ class BatchRule:
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> BatchRule:
         """Build from what ``to_json`` returned."""
-        return cls(**record)
+        sizes = record.get("sizes")
+        return cls(**{**record, "sizes": None if sizes is None else tuple(sizes)})
 
     def to_json(self) -> dict[str, Any]:
         """Return what ``from_json`` reads back."""
@@ -65,7 +66,9 @@ class BatchRule:
         return {self.counts: self.option} if self.kind == "option" else {}
 
     def source(self, *, ranks: int) -> dict[str, Any]:
-        """Return what the ranks of a launch are told (``optuna_dsat.runtime.batch_sources``); empty for an option.
+        """Return what a launch is told (``optuna_dsat.runtime.batch_sources``); empty for an option.
+
+        One whose batches are held is told so: what its script feeds the engine is not compared with the config.
 
         Args:
             ranks: Data-parallel ranks, for a setting that counts the global batch.
@@ -77,10 +80,17 @@ class BatchRule:
         if self.kind == "setting":
             scale = ranks if self.counts == TRAIN_BATCH else 1
             return {"kind": "setting", "file": self.file, "key": self.key, "own": self.own, "scale": scale}
-        return {}
+        return {"kind": "held"} if self.kind == "held" else {}
 
     def announcement(self) -> str:
         """Return one line for the user: what was found, and whether the batch size follows."""
+        if self.sizes is not None:
+            least, most = self.sizes
+            return (
+                f"The script's batches differ in size from step to step ({least} to {most} samples in the first ones): "
+                f"they stay as the script makes them, the micro-batch stays {self.own}, and stage, offload and buckets "
+                "are tuned."
+            )
         if self.kind == "held":
             return (
                 f"{self._why_held()}: the micro-batch stays {self.own}, and stage, offload and buckets are tuned. Name "
@@ -150,9 +160,14 @@ def held(own: int, *, found: BatchSourcesFound | None = None, ranks: int = 1) ->
     return BatchRule(kind="held", own=own, file=str(place["file"]), line=int(place["line"]))
 
 
-def names_training_batch(name: str) -> bool:
-    """Whether a name means a batch size of training."""
-    return _BATCH.search(name) is not None and not _elsewhere(name)
+def varying(own: int, *, sizes: Sequence[int]) -> BatchRule:
+    """Return the rule of a script whose batches differ in size: bucketed or packed by their tokens, say.
+
+    Args:
+        own: Micro-batch of the user's config.
+        sizes: Samples of the batches that were seen.
+    """
+    return BatchRule(kind="held", own=own, sizes=(min(sizes), max(sizes)))
 
 
 def guesses(found: BatchSourcesFound, *, own: int, ranks: int) -> list[BatchRule]:
@@ -188,24 +203,29 @@ def guesses(found: BatchSourcesFound, *, own: int, ranks: int) -> list[BatchRule
         if one.get("attribute")
     }
     named = (*options, *settings, *reversed(attributes.values()))
-    likely = [rule for rule in named if _BATCH.search(rule.option or rule.key)]
-    unlikely = [rule for rule in named if rule not in likely]
+    likely = [rule for rule in named if means_batch(rule.option or rule.key)]
+    unlikely = [rule for rule in named if not means_batch(rule.option or rule.key)]
     return [*likely, *loaders[:1], *unlikely][:_MOST_GUESSES]
 
 
 def _matching(numbers: Any, *, own: int, ranks: int) -> list[tuple[Any, str]]:
-    """Return (name, what it counts) of the numbers that are the batch of a rank or of all, likeliest names first."""
+    """Return (name, what it counts) of the numbers that are the batch of a rank or of all, likeliest names first.
+
+    A number that is a length by its name is none: inputs that have time first would follow it as if it were one.
+    """
     found = []
     for name, value in numbers:
+        if means_length(_last(name)):
+            continue
         if value == own:
             found.append((name, MICRO_BATCH))
         elif ranks > 1 and value == own * ranks:
             found.append((name, TRAIN_BATCH))
-    return sorted(found, key=lambda one: (_elsewhere(one[0]), one[1] != MICRO_BATCH))
+    return sorted(found, key=lambda one: (means_elsewhere(_last(one[0])), one[1] != MICRO_BATCH))
 
 
-def _elsewhere(name: str | Sequence[str]) -> bool:
-    return _ELSEWHERE.search(name if isinstance(name, str) else name[-1]) is not None
+def _last(name: str | Sequence[str]) -> str:
+    return name if isinstance(name, str) else name[-1]
 
 
 def samples_per_rank(found: BatchSourcesFound, *, own: int | None = None) -> int | None:

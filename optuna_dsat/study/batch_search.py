@@ -12,7 +12,7 @@ from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.protocol import Launcher, LaunchReport, LaunchRequest
 from optuna_dsat.launch.waiting import SlotWait
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.script.batch_rule import BatchRule, guesses, held
+from optuna_dsat.script.batch_rule import BatchRule, guesses, held, samples_per_rank, varying
 from optuna_dsat.script.trainer import ScriptTrainer, trainer_guesses
 from optuna_dsat.study.launch_requests import launch_request
 from optuna_dsat.study.spec import StudySpec
@@ -27,6 +27,7 @@ def find_batch_rule(
     record: LaunchRecord,
     *,
     overlay: Mapping[str, Any],
+    present: int,
     on_report: Callable[[LaunchReport, LaunchRecord], None],
     wait: SlotWait | None = None,
 ) -> BatchRule | None:
@@ -37,6 +38,7 @@ def find_batch_rule(
         launcher: Where to launch.
         record: The profile launch, measured.
         overlay: Its overlay, whose ZeRO settings are known to fit.
+        present: Micro-batch of the user's own config.
         on_report: Called after each launch.
         wait: As for ``follow``.
     """
@@ -45,8 +47,10 @@ def find_batch_rule(
     if engine is None or own == configured or (engine.pipeline and own is None):
         return None
     if own is None:  # nothing was seen: what cannot be counted must not change
-        present = ds_config.batch_triangle(ds_config.effective(spec.ds_config), world_size=spec.slots_per_trial)
-        return held(configured if ds_config.MICRO_BATCH in spec.fix else present.micro_batch)
+        return held(configured if ds_config.MICRO_BATCH in spec.fix else present)
+    samples = None if found is None else samples_per_rank(found, own=own)
+    if sizes := record.differing_micro_batches(samples=samples):
+        return varying(configured if ds_config.MICRO_BATCH in spec.fix else present, sizes=sizes)
     if found is None or not spec.follow_batch:
         return held(own, found=found, ranks=engine.data_parallel_size)
     ranks = engine.data_parallel_size

@@ -33,7 +33,7 @@ from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.user_config import follow_script, user_config
 from optuna_dsat.words import outcome_in_words, things_in_words
 
-__all__ = ["ProfileAttempt", "measure_profile", "profile_attempts"]
+__all__ = ["ProfileAttempt", "measure_profile", "own_batch", "profile_attempts"]
 
 _SMALL_BUCKET = 5_000_000
 """Elements. DeepSpeed's default of 5e8 takes gigabytes for any model."""
@@ -160,7 +160,15 @@ def measure_profile(
             assert record.profile is not None
             assert record.engine is not None
             _check_data(record, smallest=attempt.micro_batch)
-            batch = find_batch_rule(spec, launcher, record, overlay=request.overlay, on_report=on_report, wait=wait)
+            batch = find_batch_rule(
+                spec,
+                launcher,
+                record,
+                overlay=request.overlay,
+                present=own_batch(spec, record).micro_batch,
+                on_report=on_report,
+                wait=wait,
+            )
             trainer = find_trainer(spec, launcher, record, overlay=request.overlay, on_report=on_report, wait=wait)
             found = _profiled(attempt, record, record.profile, record.engine, batch=batch, trainer=trainer)
             found = replace(
@@ -173,7 +181,7 @@ def measure_profile(
         told = {**record.config_differences, **told}
         only_zero_3 |= record.needs_zero_3 and 3 in spec.zero_stages
         if not (report.outcome.infeasible or (record.needs_zero_3 and only_zero_3)):
-            own = _own_batch(spec, record)
+            own = own_batch(spec, record)
             at_own = attempt.with_least(own.micro_batch, own.gradient_accumulation_steps)
             if at_own == attempt or report.cause.partition(":")[0] in _NEVER_OF_BATCHES:
                 raise _failure(spec, report, record)
@@ -204,8 +212,8 @@ def _request(spec: StudySpec, attempt: ProfileAttempt, *, number: int) -> Launch
     )
 
 
-def _own_batch(spec: StudySpec, record: LaunchRecord) -> ds_config.BatchTriangle:
-    """Return the user's own batch sizes where a failed launch had an engine, else those of single samples.
+def own_batch(spec: StudySpec, record: LaunchRecord) -> ds_config.BatchTriangle:
+    """Return the user's own batch sizes where a launch had an engine, else those of single samples.
 
     Some models do not train on a single sample (batch normalisation of one value per channel, contrastive losses), and
     some scripts compare the engine's accumulation steps with their own, or look at gradients between updates.

@@ -177,6 +177,29 @@ def test_a_script_that_accumulates_by_itself_is_known_by_what_its_steps_take(
     assert record.passes_per_micro_batch == passes
 
 
+@pytest.mark.parametrize(
+    ("of_ranks", "samples", "differ"),
+    [
+        ([[9, 8], [9, 8]], 600, True),  # an epoch is far from its end
+        ([[8, 5], [8, 5]], 13, False),  # its last batch
+        ([[8, 5], [8, 5]], None, False),
+        ([[8, 9], [7, 9]], None, True),  # no epoch begins with its last batch
+        ([[9, 8, 8], [9, 7, 8]], None, True),
+        ([[8, 8], [8, 8]], 600, False),
+    ],
+)
+def test_batches_that_differ_in_size_are_told_from_the_end_of_an_epoch(
+    of_ranks: list[list[int]], samples: int | None, differ: bool
+) -> None:
+    record = LaunchRecord(world_size=2, start_profile_step=1)
+    record.add(engine())
+    for step in range(len(of_ranks[0])):
+        for rank, sizes in enumerate(of_ranks):
+            size = sizes[step]
+            record.add(step_of(rank=rank, step=step + 1, samples=size, observed_micro_batch=size))
+    assert bool(record.differing_micro_batches(samples=samples)) is differ
+
+
 def test_uncertainty_is_students_interval() -> None:
     # Three steps: standard deviation 0.1, and 4.303 is Student's quantile for two degrees of freedom.
     assert step_time_uncertainty(global_steps([0.9, 1.0, 1.1])) == pytest.approx(4.303 * 0.1 / 3**0.5)

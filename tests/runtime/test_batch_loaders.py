@@ -52,6 +52,16 @@ def rules(made: LoaderWatch) -> list[BatchRule]:
     return guesses(BatchSourcesFound(rank=0, time=0.0, options={}, loaders=made.described()), own=OWN, ranks=1)
 
 
+def test_what_a_loader_yielded_last_is_known() -> None:
+    made = watch()
+    assert made.loaded is None
+    sizes = []
+    for _ in DataLoader(torch.arange(6), batch_size=OWN):  # type: ignore[arg-type]
+        assert made.loaded is not None
+        sizes.append((made.loaded.batch_size, made.loaded.samples))
+    assert sizes == [(OWN, OWN), (OWN, 2)]
+
+
 def stream_class() -> type[Any]:
     """Return a data set that batches by itself, as a script defines it after the watch began."""
 

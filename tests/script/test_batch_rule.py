@@ -31,6 +31,17 @@ def test_an_option_may_count_the_samples_of_all_ranks() -> None:
     assert guesses(found(options={"--batch": 8}), own=4, ranks=1) == []
 
 
+@pytest.mark.parametrize("name", ["--bptt", "--seq-len", "--max_length", "model.block_size=", "--context"])
+def test_a_length_is_no_batch_size(name: str) -> None:
+    assert guesses(found(options={name: 4}), own=4, ranks=1) == []
+    assert guesses(found(settings=[{"file": "/a/run.yaml", "key": name, "value": 4}]), own=4, ranks=1) == []
+
+
+def test_a_held_batch_is_not_compared_with_the_config() -> None:
+    assert held(4).source(ranks=2) == {"kind": "held"}
+    assert BatchRule(kind="option", own=4, option="--b").source(ranks=2) == {}
+
+
 @pytest.mark.parametrize("name", ["--batch-size", "--bs", "-b", "--mbs", "train.batch=", "--per_device_bsz"])
 def test_names_that_mean_a_batch_size(name: str) -> None:
     rules = guesses(found(options={name: 4}, loaders=[loader()]), own=4, ranks=1)

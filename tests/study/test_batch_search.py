@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from optuna_dsat.launch.protocol import LaunchRequest
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import BatchSourcesFound, TrainerFound
 from optuna_dsat.script.arg_mapping import map_arguments
+from optuna_dsat.script.batch_rule import BatchRule
 from optuna_dsat.study import batch_search
 from tests.harness.studies import StudyBench
 
@@ -22,6 +24,7 @@ class Record:
     """A profile launch that fed the engine batches of one size, and noted nothing of where it comes from."""
 
     batch_sources = None
+    sizes: tuple[int, ...] = ()
 
     class engine:  # noqa: N801 - stands in for an event
         pipeline = False
@@ -29,6 +32,9 @@ class Record:
 
     def __init__(self, fed: int | None) -> None:
         self.observed_micro_batch = fed
+
+    def differing_micro_batches(self, **_: int | None) -> tuple[int, ...]:
+        return self.sizes
 
 
 @pytest.mark.parametrize(("fed", "kept"), [(16, None), (4, 4), (None, 16)])
@@ -39,7 +45,7 @@ def test_a_fixed_micro_batch_is_compared_with_what_was_fed(
     record: Any = Record(fed)
     launcher: Any = None  # nothing is launched where nothing can be guessed
     rule = batch_search.find_batch_rule(
-        spec, launcher, record, overlay={MICRO_BATCH: 16}, on_report=lambda _report, _record: None
+        spec, launcher, record, overlay={MICRO_BATCH: 16}, present=16, on_report=lambda _report, _record: None
     )
     assert (None if rule is None else (rule.kind, rule.own)) == (None if kept is None else ("held", kept))
 
@@ -52,9 +58,22 @@ def test_a_pipeline_that_is_fed_by_the_scripts_own_iterator_is_compared_too(
     record: Any = Record(fed)
     launcher: Any = None
     rule = batch_search.find_batch_rule(
-        bench.spec(), launcher, record, overlay={MICRO_BATCH: 16}, on_report=lambda _report, _record: None
+        bench.spec(), launcher, record, overlay={MICRO_BATCH: 16}, present=16, on_report=lambda _report, _record: None
     )
     assert (None if rule is None else rule.own) == kept
+
+
+def test_batches_that_differ_in_size_are_the_scripts_own_at_the_users_micro_batch(bench: StudyBench) -> None:
+    record: Any = Record(9)
+    record.sizes = (9, 8, 25)
+    launcher: Any = None  # no guess is launched: none can be proven
+    rule = batch_search.find_batch_rule(
+        bench.spec(), launcher, record, overlay={MICRO_BATCH: 1}, present=8, on_report=lambda _report, _record: None
+    )
+    assert rule is not None
+    assert (rule.kind, rule.own, rule.sizes) == ("held", 8, (8, 25))
+    assert BatchRule.from_json(json.loads(json.dumps(rule.to_json()))) == rule
+    assert "differ in size from step to step (8 to 25 samples" in rule.announcement()
 
 
 @dataclass
