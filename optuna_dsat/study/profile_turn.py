@@ -19,7 +19,7 @@ from optuna_dsat.store import StoredProfile, Turn, TurnLostError
 from optuna_dsat.study.context import StudyContext
 from optuna_dsat.study.data_size import dataset_size, largest_global_batch
 from optuna_dsat.study.phases import phase_of
-from optuna_dsat.study.profile import ProfileAttempt, measure_profile
+from optuna_dsat.study.profile import ProfileAttempt, measure_profile, own_batch
 from optuna_dsat.study.profiled import Profiled
 from optuna_dsat.study.progress import LaunchEnded, ProfileFinished, ProfileStarted, TrialPhase
 from optuna_dsat.study.space import largest_micro_batches, micro_batch_cap, objective
@@ -166,7 +166,7 @@ class ProfileTurn:
         self._context.record_launch(report, record, purpose="profile")
         if record.engine is not None and record.engine.config_differences and not report.outcome.infeasible:
             self._say_differences(record.engine.config_differences)
-        words = "" if record.engine is None else _passes_in_words(record, record.engine)
+        words = "" if record.engine is None else _passes_in_words(self._spec, record, record.engine)
         if words and not self._passes_said:
             self._passes_said = True
             self._context.say(words)
@@ -184,10 +184,10 @@ class ProfileTurn:
             self._context.say(words)
 
 
-def _passes_in_words(record: LaunchRecord, engine: EngineReady) -> str:
-    """Return that a step takes more forward passes than the engine knows of; empty if it does not."""
+def _passes_in_words(spec: StudySpec, record: LaunchRecord, engine: EngineReady) -> str:
+    """Return that a step takes more forward passes than the user's config says; empty if it does not."""
     passes, told = record.passes_per_micro_batch, engine.gradient_accumulation_steps
-    if passes == 1:
+    if passes == 1 or passes * told == own_batch(spec, record).gradient_accumulation_steps:
         return ""
     return (
         f"The script makes {passes * told} forward passes for each step of the optimizer, and "

@@ -50,6 +50,16 @@ def test_a_script_that_accumulates_by_itself_is_told_what_follows(
     assert "set gradient_accumulation_steps to 4" in said
 
 
+def test_a_script_that_accumulates_as_its_config_says_is_told_nothing(
+    bench: StudyBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LaunchRecord, "passes_per_micro_batch", 4)
+    spec = bench.spec(max_trials=1, confirm=0)
+    spec = spec.model_copy(update={"ds_config": {**spec.ds_config, "gradient_accumulation_steps": 4}})
+    bench.run(spec, Hill())
+    assert not [one for one in bench.news if isinstance(one, Message) and "forward passes" in one.text]
+
+
 @pytest.mark.parametrize(
     ("modules", "allowed", "expected"),
     [
@@ -278,8 +288,8 @@ def test_the_users_own_micro_batch_is_the_one_that_the_script_means(bench: Study
     record: Any = SimpleNamespace(engine=engine, trainer=None, batch_sources=None)
     spec = bench.spec()
     left = {key: value for key, value in spec.ds_config.items() if key != "train_micro_batch_size_per_gpu"}
-    assert profile._own_batch(spec.model_copy(update={"ds_config": left}), record).micro_batch == 6
-    assert profile._own_batch(spec, SimpleNamespace(engine=None)).micro_batch == 1  # type: ignore[arg-type]
+    assert profile.own_batch(spec.model_copy(update={"ds_config": left}), record).micro_batch == 6
+    assert profile.own_batch(spec, SimpleNamespace(engine=None)).micro_batch == 1  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("outcome", [Outcome.OUT_OF_MEMORY, Outcome.SCRIPT_ERROR])
