@@ -400,7 +400,7 @@ def _batch_differs(facts: LaunchFacts) -> Verdict | None:
                 f"{facts.micro_batch}",
             )
         return Verdict(
-            outcome=Outcome.INVALID_CONFIG,
+            outcome=Outcome.OUT_OF_DATA,  # smaller ones may be what it feeds: a bound, whatever the reason is
             message=(
                 f"the config says train_micro_batch_size_per_gpu {facts.micro_batch}, but the script fed batches of at "
                 f"most {observed}. If its data set gives no more, set autotuning.max_train_micro_batch_size_per_gpu to "

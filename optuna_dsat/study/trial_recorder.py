@@ -198,9 +198,10 @@ class TrialRecorder:
             )
 
     def _exceeds_data(self, flight: Flight) -> bool:
-        """Whether a launch asked for a micro-batch beyond the samples of a rank, which smaller ones remedy."""
-        samples = self._profiled.samples_per_rank
-        return samples is not None and int(flight.request.ds_config[ds_config.MICRO_BATCH]) > samples
+        """Whether a launch asked for a larger micro-batch than a rank has samples, or was fed; smaller ones remedy."""
+        samples, fed = self._profiled.samples_per_rank, flight.record.observed_micro_batch
+        limits = [limit for limit in (samples, fed) if limit is not None]
+        return any(int(flight.request.ds_config[ds_config.MICRO_BATCH]) > limit for limit in limits)
 
     def _notify(self, flight: Flight, report: LaunchReport, value: float | None) -> None:
         trials = self._trials()
@@ -255,8 +256,14 @@ def _concurrent_launches(spec: StudySpec, total_slots: int) -> int:
 
 
 def _data_limit(flight: Flight) -> int:
-    """Return the largest number of samples per rank and global step with which the data last for all profile steps."""
-    config = flight.request.ds_config
-    batch = int(config[ds_config.MICRO_BATCH]) * int(config.get(ds_config.GRADIENT_ACCUMULATION, 1))
+    """Return the largest number of samples per rank and global step with which the data last for all profile steps.
+
+    A script that never fed a whole micro-batch feeds no larger one than it did.
+    """
+    config, fed = flight.request.ds_config, flight.record.observed_micro_batch
+    micro_batch, accumulation = int(config[ds_config.MICRO_BATCH]), int(config.get(ds_config.GRADIENT_ACCUMULATION, 1))
+    batch = micro_batch * accumulation
+    if fed is not None and 0 < fed < micro_batch:
+        return fed * accumulation
     enough = flight.record.data_at_most(batch) // flight.request.end_profile_step
     return max(1, min(enough, batch - 1))

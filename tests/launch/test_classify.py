@@ -275,7 +275,7 @@ def with_batches(*batches: int | None, configured: int | None = 4) -> LaunchFact
         (with_batches(8, 8, 8, 8, 8, configured=None), 8, Outcome.MEASURED),
         (with_batches(4, 4), 4, Outcome.MEASURED),
         (with_batches(8, 8, 8, 8, 8), 8, Outcome.INVALID_CONFIG),
-        (with_batches(2, 2, 2, 2, 2), 2, Outcome.INVALID_CONFIG),
+        (with_batches(2, 2, 2, 2, 2), 2, Outcome.OUT_OF_DATA),
         (with_batches(8, 8), 8, Outcome.INVALID_CONFIG),
     ],
 )
@@ -300,8 +300,10 @@ def test_a_differing_batch_is_told_without_a_file_where_the_script_has_none(batc
     assert "the config that it passes to deepspeed.initialize" in message
 
 
-def test_a_smaller_batch_may_also_be_the_end_of_the_data() -> None:
-    message = classify(with_batches(2, 2, 2, 2, 2)).message
+def test_a_smaller_batch_is_a_bound_whether_or_not_it_is_the_end_of_the_data() -> None:
+    verdict = classify(with_batches(2, 2, 2, 2, 2))
+    message = verdict.message
+    assert verdict.outcome is Outcome.OUT_OF_DATA
     assert "train_micro_batch_size_per_gpu 4, but the script fed batches of at most 2" in message
     assert "set autotuning.max_train_micro_batch_size_per_gpu to 2" in message
     assert "--arg-mapping" in message
