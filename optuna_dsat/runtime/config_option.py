@@ -2,7 +2,8 @@
 
 A script that takes its config from an option of its command line, such as those of
 ``deepspeed.add_config_arguments``, may be tuned by naming the config to the tuner alone. Then the option gets the file
-as its default; an explicit argument takes precedence.
+as its default; an explicit argument takes precedence. Where the option has a DeepSpeed config of the script's as its
+default, that stays, and the option is known to those who print the command that trains.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from optuna_dsat.runtime.overlay import read_config
+
 __all__ = ["default_config_option"]
 
 _CONFIG = re.compile(r"--(deepspeed|deepscale|ds)([-_]?(config|cfg))([-_]?(file|path|json))?$", re.IGNORECASE)
 """Options that name a DeepSpeed config."""
 _SWITCH = "--deepspeed"
 """DeepSpeed's switch, or the Hugging Face Trainer's option for the config."""
+_SECTIONS = frozenset({"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization", "optimizer"})
+"""Keys of which a DeepSpeed config has one at least."""
 
 
 def default_config_option(config_path: str, *, on_found: Callable[[str], None]) -> None:
@@ -28,15 +33,17 @@ def default_config_option(config_path: str, *, on_found: Callable[[str], None]) 
     The default is replaced if it is empty or names no file. DeepSpeed's switch is on by default then.
 
     Args:
-        config_path: The launch's DeepSpeed config.
-        on_found: Called with the name of an option whose default was replaced.
+        config_path: The launch's DeepSpeed config; empty if no default is to be replaced.
+        on_found: Called with the name of an option whose default was replaced, or is a DeepSpeed config.
     """
     original = argparse.ArgumentParser.parse_known_args
 
     @functools.wraps(original)
     def parse_known_args(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
         found = _config_action(self)
-        if found is not None and _is_open(found):
+        if found is not None and _is_config(found.default):
+            on_found(found.option_strings[0])
+        elif found is not None and config_path and _is_open(found):
             found.default, found.required = config_path, False
             on_found(found.option_strings[0])
             for action in self._actions:
@@ -58,3 +65,13 @@ def _config_action(parser: argparse.ArgumentParser) -> argparse.Action | None:
 def _is_open(action: argparse.Action) -> bool:
     default = action.default
     return default in (None, "", argparse.SUPPRESS) or (isinstance(default, str) and not Path(default).is_file())
+
+
+def _is_config(default: object) -> bool:
+    """Whether an option's default names a file with a DeepSpeed config."""
+    if not isinstance(default, str) or not Path(default).is_file():
+        return False
+    try:
+        return not _SECTIONS.isdisjoint(read_config(default))
+    except ValueError:
+        return False

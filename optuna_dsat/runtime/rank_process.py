@@ -123,8 +123,8 @@ class _RankProcess:
         hook.install()
         set_current_trial(hook)
         default_local_rank(rank.local_rank, on_found=self._takes_local_rank)
-        if plan.user_config_path:
-            default_config_option(plan.config_path, on_found=self._takes_config_option)
+        given_config = plan.config_path if plan.user_config_path else ""
+        default_config_option(given_config, on_found=self._takes_config_option)
         args = replace_config_paths(command.args, user_config=plan.user_config_path, config=plan.config_path)
         given = with_local_rank(args, rank.local_rank, script=None if command.is_module else Path(command.name))
         if given != args:

@@ -209,3 +209,22 @@ def test_a_default_that_is_there_stays(tmp_path: Path) -> None:
     parser.add_argument("--deepspeed_config", default=str(tmp_path / "own.json"))
     assert parser.parse_args([]).deepspeed_config == str(tmp_path / "own.json")
     assert found == []
+
+
+def test_a_default_that_is_a_deepspeed_config_is_known_and_stays(tmp_path: Path) -> None:
+    (tmp_path / "own.json").write_text('{"zero_optimization": {"stage": 1}}')
+    found: list[str] = []
+    default_config_option("", on_found=found.append)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ds_config_file", default=str(tmp_path / "own.json"))
+    assert parser.parse_args([]).ds_config_file == str(tmp_path / "own.json")
+    assert found == ["--ds_config_file"]
+
+
+def test_no_default_is_replaced_without_a_file_of_the_launchs(tmp_path: Path) -> None:
+    found: list[str] = []
+    default_config_option("", on_found=found.append)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ds_config_file", default=str(tmp_path / "none.json"))
+    assert parser.parse_args([]).ds_config_file == str(tmp_path / "none.json")
+    assert found == []
