@@ -92,6 +92,7 @@ def winner_of(view: StudyView) -> Winner | None:
         starts_ranks=view.profiled is not None and view.profiled.starts_ranks,
         host_threads=best.trial.user_attrs.get(attributes.HOST_THREADS),
         config_option="" if view.profiled is None else view.profiled.config_option,
+        config_in_code=view.profiled is not None and view.profiled.config_in_code,
     )
     rate = learning_rate_advice(
         config,

@@ -27,13 +27,14 @@ _SECTIONS = frozenset({"train_batch_size", "train_micro_batch_size_per_gpu", "ze
 """Keys of which a DeepSpeed config has one at least."""
 
 
-def default_config_option(config_path: str, *, on_found: Callable[[str], None]) -> None:
+def default_config_option(config_path: str, *, user_config: str = "", on_found: Callable[[str], None]) -> None:
     """Make ``config_path`` the default of a parser's option for the DeepSpeed config, in every parser of this process.
 
-    The default is replaced if it is empty or names no file. DeepSpeed's switch is on by default then.
+    A default is replaced if it is empty, names no file or the user's config. DeepSpeed's switch is on by default then.
 
     Args:
         config_path: The launch's DeepSpeed config; empty if no default is to be replaced.
+        user_config: The user's, of which it is the launch's; empty for none.
         on_found: Called with the name of an option whose default was replaced, or is a DeepSpeed config.
     """
     original = argparse.ArgumentParser.parse_known_args
@@ -41,14 +42,14 @@ def default_config_option(config_path: str, *, on_found: Callable[[str], None]) 
     @functools.wraps(original)
     def parse_known_args(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
         found = _config_action(self)
-        if found is not None and _is_config(found.default):
-            on_found(found.option_strings[0])
-        elif found is not None and config_path and _is_open(found):
+        if found is not None and config_path and _is_open(found, user_config):
             found.default, found.required = config_path, False
             on_found(found.option_strings[0])
             for action in self._actions:
                 if _SWITCH in action.option_strings and action.nargs == 0:
                     action.default = True
+        elif found is not None and _is_config(found.default):
+            on_found(found.option_strings[0])
         return original(self, *args, **kwargs)
 
     argparse.ArgumentParser.parse_known_args = parse_known_args  # type: ignore[method-assign]
@@ -62,9 +63,13 @@ def _config_action(parser: argparse.ArgumentParser) -> argparse.Action | None:
     return next(iter((*named, *of_trainer)), None)
 
 
-def _is_open(action: argparse.Action) -> bool:
+def _is_open(action: argparse.Action, user_config: str) -> bool:
     default = action.default
-    return default in (None, "", argparse.SUPPRESS) or (isinstance(default, str) and not Path(default).is_file())
+    if default in (None, "", argparse.SUPPRESS):
+        return True
+    if not isinstance(default, str):
+        return False
+    return not Path(default).is_file() or (bool(user_config) and Path(default).samefile(user_config))
 
 
 def _is_config(default: object) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import builtins
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,21 +20,33 @@ _WRITING = frozenset("wax+")
 
 
 @contextmanager
-def reads_redirected(*, user_config: str, config: str) -> Iterator[None]:
+def reads_redirected(
+    *, user_config: str, config: str, on_read: Callable[[bool], None] = lambda _: None
+) -> Iterator[None]:
     """Return a context in which opening the user's config for reading opens ``config``.
 
-    Covers ``open``, ``io.open`` and ``pathlib``. Writing and other files are unaffected, except for one comparison
+    Covers ``open``, ``io.open`` and ``pathlib``. Writing and other files are unaffected, except for two comparisons
     of file names.
+
+    Args:
+        user_config: The user's DeepSpeed config; empty for none, which redirects nothing.
+        config: The launch's.
+        on_read: Called at each reading of either, with whether it was opened by the launch's name, as an argument of
+            the script gives it, rather than by the user's.
     """
     if not user_config:
         yield
         return
     real = builtins.open
-    name = Path(user_config).name
+    name, own_name = Path(user_config).name, Path(config).name
 
     def redirected(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        if isinstance(file, str | os.PathLike) and not _WRITING & set(mode) and _names(file, name, user_config):
-            file = config
+        if isinstance(file, str | os.PathLike) and not _WRITING & set(mode):
+            if _names(file, name, user_config):
+                file = config
+                on_read(False)
+            elif _names(file, own_name, config):
+                on_read(True)
         return real(file, mode, *args, **kwargs)
 
     builtins.open = redirected

@@ -196,6 +196,8 @@ class EngineReady(Event):
     """
     config_option: str = ""
     """The script's option for its DeepSpeed config, if it was not given and got the launch's file by default."""
+    config_in_code: bool = False
+    """Whether the script read the user's config by a name of its own, whatever its arguments say."""
     takes_local_rank: bool = False
     """Whether the script has an option ``--local_rank``, which only the ``deepspeed`` launcher sets."""
     starts_ranks: bool = False

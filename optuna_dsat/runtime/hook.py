@@ -445,6 +445,7 @@ class DeepSpeedHook:
             takes_local_rank=self._state.takes_local_rank,
             starts_ranks=self._state.starts_ranks,
             config_option=self._state.config_option,
+            config_in_code=self._state.config_read is False,
             host_threads=int(torch.get_num_threads()),
         )
 

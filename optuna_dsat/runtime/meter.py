@@ -50,6 +50,8 @@ class RankState:
     """Whether the script starts its ranks by ``torch.multiprocessing``; one of them runs here then."""
     config_option: str = ""
     """The script's option for its DeepSpeed config whose default is the launch's; empty if there is none."""
+    config_read: bool | None = None
+    """Whether the launch's config was read by its own name; False by the user's alone, None not at all."""
     fed: int = 0
     """Inputs that the engine, or its module, was fed in training."""
     fed_size: int = 0

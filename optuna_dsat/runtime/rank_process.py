@@ -124,14 +124,16 @@ class _RankProcess:
         set_current_trial(hook)
         default_local_rank(rank.local_rank, on_found=self._takes_local_rank)
         given_config = plan.config_path if plan.user_config_path else ""
-        default_config_option(given_config, on_found=self._takes_config_option)
+        default_config_option(given_config, user_config=plan.user_config_path, on_found=self._takes_config_option)
         args = replace_config_paths(command.args, user_config=plan.user_config_path, config=plan.config_path)
         given = with_local_rank(args, rank.local_rank, script=None if command.is_module else Path(command.name))
         if given != args:
             args = given
             self._takes_local_rank()
         try:
-            with reads_redirected(user_config=plan.user_config_path, config=plan.config_path):
+            with reads_redirected(
+                user_config=plan.user_config_path, config=plan.config_path, on_read=self._reads_config
+            ):
                 ScriptCommand(name=command.name, is_module=command.is_module, args=args).run(safe_path=safe_path)
         except SystemExit as end:
             self._finish("script_end" if end.code in (None, 0) else f"exit_code_{exit_code(end)}")
@@ -150,6 +152,9 @@ class _RankProcess:
 
     def _takes_config_option(self, option: str) -> None:
         self._state.config_option = option
+
+    def _reads_config(self, by_its_name: bool) -> None:
+        self._state.config_read = self._state.config_read or by_its_name
 
     def _takes_local_rank(self) -> None:
         self._state.takes_local_rank = True

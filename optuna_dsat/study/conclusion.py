@@ -219,6 +219,7 @@ class Conclusion:
             starts_ranks=self._profiled.starts_ranks,
             host_threads=trial.user_attrs.get(attributes.HOST_THREADS),
             config_option=self._profiled.config_option,
+            config_in_code=self._profiled.config_in_code,
         )
         batch, own = complete[ds_config.TRAIN_BATCH], own_train_batch_size(spec, ranks=self._ranks(trial))
         samples = dataset_size(spec, self._profiled)

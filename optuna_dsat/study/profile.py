@@ -275,6 +275,7 @@ def _profiled(
         samples_per_rank=None if record.batch_sources is None else samples_per_rank(record.batch_sources),
         config_differences=engine.config_differences,
         config_option=engine.config_option,
+        config_in_code=engine.config_in_code,
         environment=record.environment,
         preload=Preload() if record.imported is None else Preload.learned(record.imported),
     )

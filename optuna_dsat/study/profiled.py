@@ -54,6 +54,8 @@ class Profiled:
     """Option of the script that the user mapped to a batch size -> its default."""
     config_option: str = ""
     """The script's option for its DeepSpeed config, if its arguments do not name one; empty if it has none."""
+    config_in_code: bool = False
+    """Whether the script reads its DeepSpeed config by a name in its code or a settings file, not by an argument."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of the environment that the script needs to train with DeepSpeed, besides its own."""
     preload: Preload = field(default_factory=Preload)
@@ -120,6 +122,7 @@ class Profiled:
             "config_differences": {key: list(values) for key, values in self.config_differences.items()},
             "option_defaults": dict(self.option_defaults),
             "config_option": self.config_option,
+            "config_in_code": self.config_in_code,
             "environment": dict(self.environment),
             "preload": self.preload.to_json(),
         }
@@ -167,6 +170,7 @@ class Profiled:
             config_differences=record.get("config_differences", {}),
             option_defaults=record.get("option_defaults", {}),
             config_option=record.get("config_option", ""),
+            config_in_code=record.get("config_in_code", False),
             environment=record.get("environment", {}),
             preload=Preload.from_json(record["preload"]) if "preload" in record else Preload(),
         )

@@ -328,6 +328,7 @@ def training_command(
     starts_ranks: bool = False,
     host_threads: int | None = None,
     config_option: str = "",
+    config_in_code: bool = False,
 ) -> tuple[str, bool]:
     """Return the shell command that trains with ``config``, written to ``config_path``, and whether it names that file.
 
@@ -344,10 +345,13 @@ def training_command(
         starts_ranks: Whether the script starts its ranks by itself, and so trains without a launcher.
         host_threads: Host threads per rank in the measurement; None if unknown, in which case torchrun sets one.
         config_option: The script's option for its DeepSpeed config, for arguments that do not name one.
+        config_in_code: Whether the script reads its config by a name of its own: an argument that names it changes
+            nothing.
     """
     script = spec.script
     pointed, replaced = _point_to(script, config_path)
-    if config_option and not replaced:
+    replaced = replaced and not config_in_code
+    if config_option and not replaced and not config_in_code:
         pointed, replaced = [*pointed, config_option, str(config_path)], True
     environment = _environment(script, config_path)
     if (copy := best_settings(spec, config, config_path.parent)) is not None:

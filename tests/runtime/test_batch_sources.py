@@ -221,6 +221,17 @@ def test_a_default_that_is_a_deepspeed_config_is_known_and_stays(tmp_path: Path)
     assert found == ["--ds_config_file"]
 
 
+def test_a_default_that_is_the_users_config_becomes_the_launchs(tmp_path: Path) -> None:
+    (tmp_path / "own.json").write_text('{"zero_optimization": {"stage": 1}}')
+    found: list[str] = []
+    own = str(tmp_path / "own.json")
+    default_config_option("trial.json", user_config=own, on_found=found.append)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ds_config_file", default=own)
+    assert parser.parse_args([]).ds_config_file == "trial.json"
+    assert found == ["--ds_config_file"]
+
+
 def test_no_default_is_replaced_without_a_file_of_the_launchs(tmp_path: Path) -> None:
     found: list[str] = []
     default_config_option("", on_found=found.append)

@@ -73,6 +73,12 @@ def test_a_script_that_started_its_ranks_is_started_without_a_launcher(is_module
     assert command == f"{start} --deepspeed_config {BEST}"
 
 
+def test_an_argument_that_the_script_does_not_read_names_no_config() -> None:
+    command, names_config = training_command(spec(), {}, BEST, config_in_code=True, config_option="--deepspeed_config")
+    assert command.endswith(f"--deepspeed_config {BEST}")
+    assert not names_config
+
+
 def test_on_the_cpu_deepspeed_is_told_so() -> None:
     command, _ = training_command(spec(device="cpu"), {}, BEST)
     assert shlex.split(command)[:3] == ["env", "DS_ACCELERATOR=cpu", "LOCAL_SIZE=4"]
