@@ -55,7 +55,7 @@ def rules(made: LoaderWatch) -> list[BatchRule]:
 def test_what_a_loader_yielded_last_is_known() -> None:
     made = watch()
     assert made.loaded is None
-    sizes = []
+    sizes: list[tuple[int, int]] = []
     for _ in DataLoader(torch.arange(6), batch_size=OWN):  # type: ignore[arg-type]
         assert made.loaded is not None
         sizes.append((made.loaded.batch_size, made.loaded.samples))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from optuna_dsat.runtime.sample_count import BatchNumbers, LoaderBatch, sample_c
 TOKENS = torch.zeros(12, 6, dtype=torch.long)
 
 
-def samples(batch: Any, *, configured: set[int], named: set[int] = frozenset(), loaded: Any = None) -> int | None:  # type: ignore[assignment]
+def samples(
+    batch: Any, *, configured: Set[int], named: Set[int] = frozenset(), loaded: LoaderBatch | None = None
+) -> int | None:
     numbers = BatchNumbers(configured=configured, named=named, loaded=loaded)
     size = sample_counter(lambda: numbers)(batch)
     return None if size is None else size.samples
