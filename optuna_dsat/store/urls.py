@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import stat
+import warnings
 from pathlib import Path
 
 from sqlalchemy import make_url
 from sqlalchemy.engine import URL
-from sqlalchemy.exc import ArgumentError
+from sqlalchemy.exc import ArgumentError, SAWarning
 
 from optuna_dsat.errors import StorageUrlError
-from optuna_dsat.runtime.plain_text import storable
+from optuna_dsat.runtime.plain_text import shortened, storable
 from optuna_dsat.runtime.regular_file import open_regular
 from optuna_dsat.secrecy.names import is_secret_name
 from optuna_dsat.secrecy.shapes import hidden
@@ -22,6 +24,16 @@ _POSTGRES_DRIVERS = frozenset({"postgres", "postgresql", "postgresql+psycopg", "
 _SQLITE_DRIVERS = frozenset({"sqlite", "sqlite+pysqlite"})
 _SQLITE_MAGIC = b"SQLite format 3\0"
 """First bytes of every SQLite database (https://www.sqlite.org/fileformat.html)."""
+_LIBPQ_FILES = {
+    "passfile": ("PGPASSFILE", "~/.pgpass"),
+    "servicefile": ("PGSERVICEFILE", "~/.pg_service.conf"),
+    "sslcert": ("PGSSLCERT", "~/.postgresql/postgresql.crt"),
+    "sslkey": ("PGSSLKEY", "~/.postgresql/postgresql.key"),
+    "sslrootcert": ("PGSSLROOTCERT", "~/.postgresql/root.crt"),
+    "sslcrl": ("PGSSLCRL", "~/.postgresql/root.crl"),
+}
+"""Files that libpq reads, by their option: the variable that names one, and where one lies by itself
+(https://www.postgresql.org/docs/current/libpq-connect.html)."""
 _SUPPORTED = "sqlite:///FILE and postgresql://USER@HOST:PORT/DATABASE are supported"
 
 
@@ -61,14 +73,17 @@ def parse_url(url: str) -> URL:
         parsed = make_url(url)
     except (ArgumentError, ValueError):
         raise StorageUrlError(f"The storage URL '{shown}' cannot be parsed: {_SUPPORTED}.") from None
+    _check_texts(parsed, shown)
     if parsed.drivername in _SQLITE_DRIVERS:
         parsed = _checked_sqlite(parsed, shown)
     elif parsed.drivername in _POSTGRES_DRIVERS:
         _require_psycopg(shown)
         _check_host(parsed, shown)
         parsed = parsed.set(drivername="postgresql+psycopg")
+        _check_libpq_files(parsed, shown)
     else:
         raise StorageUrlError(f"The storage '{shown}' is of an unsupported kind ({parsed.drivername}): {_SUPPORTED}.")
+    _check_options(parsed, shown)
     if set("{}") & {*parsed.render_as_string(hide_password=False), *(parsed.database or "")}:
         raise StorageUrlError(
             f"The storage URL '{shown}' contains a brace, which Optuna takes for a placeholder: "
@@ -85,6 +100,64 @@ def database_exists(url: str) -> bool:
     """
     parsed = parse_url(url)
     return parsed.get_backend_name() != "sqlite" or Path(str(parsed.database)).exists()
+
+
+def _check_texts(url: URL, shown: str) -> None:
+    """Refuse a NUL that is written as ``%00``: C libraries take what stands before it for the whole.
+
+    Raises:
+        StorageUrlError: If there is one.
+    """
+    texts = [url.username, url.password, url.host, url.database, *(part for pair in url.query.items() for part in pair)]
+    if "\0" in "".join(part for text in texts for part in ([text] if isinstance(text, str) else text or [])):
+        raise StorageUrlError(f"The storage URL '{shown}' has a NUL character (%00), which no name has.")
+
+
+def _check_options(url: URL, shown: str) -> None:
+    """Refuse options that SQLAlchemy cannot use, ignores, or takes for a part of an SQLite file's name.
+
+    Raises:
+        StorageUrlError: If there is one.
+    """
+    try:
+        with warnings.catch_warnings(action="error", category=SAWarning):
+            [names, _options] = url.get_dialect()().create_connect_args(url)
+    except (ArgumentError, SAWarning, TypeError, ValueError) as error:
+        reason = hidden(str(error).partition(" (Background")[0])
+        raise StorageUrlError(
+            f"The storage URL '{shown}' has an option that cannot be used: {shortened(reason, 300)}."
+        ) from None
+    if url.get_backend_name() == "sqlite" and [*names] != [url.database]:
+        raise StorageUrlError(f"The storage URL '{shown}' has options that name another file: leave them out.")
+
+
+def _check_libpq_files(url: URL, shown: str) -> None:
+    """Refuse what libpq would read and wait for: a pipe, or a log of the kernel, as one of its files.
+
+    Raises:
+        StorageUrlError: If there is one.
+    """
+    for option, (variable, usual) in _LIBPQ_FILES.items():
+        given = url.query.get(option) or os.environ.get(variable) or Path(usual).expanduser()
+        for path in given if isinstance(given, tuple) else [given]:
+            if _is_waited_for(path):
+                raise StorageUrlError(
+                    f"The storage '{shown}' cannot be opened: {option} ({variable}) is {path}, which is waited for."
+                )
+
+
+def _is_waited_for(path: str | Path) -> bool:
+    """Return whether reading a file takes until somebody writes into it; not if it cannot be read at all."""
+    try:
+        mode = Path(path).stat().st_mode
+        if not stat.S_ISREG(mode):
+            return stat.S_ISFIFO(mode)
+        with open_regular(path) as file:
+            while part := file.raw.read(2**20):  # None where more may come, nothing where the file ends
+                pass
+            return part is None
+    except (OSError, ValueError):
+        return False
 
 
 def _checked_sqlite(url: URL, shown: str) -> URL:

@@ -105,6 +105,9 @@ def test_options_are_checked(refused: Run, options: list[str]) -> None:
         ["random", "def:MyTrial", "ds.json", "--hparams", "pipe", "--dry-run"],
         ["random", "pipe", "ds.json", "--dry-run"],
         ["studies", "--storage", "postgresql://me@127.0.0.1:1/db?connect_timeout=abc"],
+        ["studies", "--storage", "postgresql://me@127.0.0.1:1/db?port=abc"],
+        ["studies", "--storage", "postgresql://127.0.0.1:1/%00"],
+        ["studies", "--storage", "postgresql://me@127.0.0.1:1/db?service=s&servicefile=pipe"],
         ["plan", "--params", "7e9", "--hidden", "0", "--layers", "32", "--gpu", "a100-80g", "--gpus", "8"],
     ],
     ids=" ".join,
@@ -137,6 +140,7 @@ def _log_in_kernel(lines: int) -> None:
         ["plan", "--hf-config", "/proc/kmsg"],
         ["studies", "--storage", "sqlite:////proc/kmsg"],
         ["worker", "--storage", "sqlite:////proc/kmsg", "study"],
+        ["studies", "--storage", "postgresql://me@127.0.0.1:1/db?passfile=/proc/kmsg"],
     ],
     ids=" ".join,
 )

@@ -56,6 +56,13 @@ def test_every_postgres_url_means_psycopg_3(scheme: str) -> None:
     [
         ("mysql://me@host/db", "unsupported kind"),
         ("postgresql+asyncpg://me@host/db", "unsupported kind"),
+        ("sqlite:///a.db?timeout=abc", "an option that cannot be used: could not convert"),
+        ("sqlite:///a.db?nosuch=1", "an option that cannot be used: .* are not accepted"),
+        ("sqlite:///a.db?uri=true&mode=ro", "options that name another file"),
+        ("sqlite:///a%00b.db", "NUL character"),
+        ("postgresql://me@127.0.0.1:1/db?port=abc", "an option that cannot be used: .*port"),
+        ("postgresql://127.0.0.1:1/db%00", "NUL character"),
+        ("postgresql://me@127.0.0.1:1/db?host=a&host=%00", "NUL character"),
         ("nonsense", "cannot be parsed"),
         ("sqlite://", "not a file"),
         ("sqlite:///:memory:", "not a file"),
