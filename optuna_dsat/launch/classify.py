@@ -17,7 +17,8 @@ Nothing here reads a log. The rules, in order of precedence:
 6. A ``communication_error`` record, or ranks that never started.
 7. A rank that ended before the profile steps were done: ``out_of_data`` if the script ended by itself while it
    trained, else ``script_error``; this also if the loss scaler skipped so many steps that none is left to count.
-8. All profile steps done, but the engine was fed another batch than the configured one (``invalid_config``).
+8. All profile steps done, but the engine was fed another batch than the configured one (``invalid_config``), or no
+   step that took time can be read (``script_error``).
 9. Otherwise the launch is measured.
 """
 
@@ -125,12 +126,14 @@ def _by_rules(facts: LaunchFacts) -> Verdict:
         _communication,
         _left_early,
         _never_updated,
+        _batch_differs,
+        _nothing_counts,
     )
     for rule in rules:
         verdict = rule(facts)
         if verdict is not None:
             return verdict
-    return _batch_differs(facts) or Verdict(outcome=Outcome.MEASURED, message=_measured_message(facts))
+    return Verdict(outcome=Outcome.MEASURED, message=_measured_message(facts))
 
 
 def observed_micro_batch(facts: LaunchFacts) -> int | None:
@@ -441,6 +444,19 @@ def _never_updated(facts: LaunchFacts) -> Verdict | None:
             "the loss infinite"
         ),
         rank=end.rank,
+    )
+
+
+def _nothing_counts(facts: LaunchFacts) -> Verdict | None:
+    """Refuse a launch whose ranks did all profile steps and wrote none that can be counted."""
+    if _record(facts).counted:
+        return None
+    return Verdict(
+        outcome=Outcome.SCRIPT_ERROR,
+        message=(
+            f"the steps from step {facts.start_profile_step} on took no time, or not every rank has written them: does "
+            "the script stop the clock (freezegun, its own time.perf_counter), or change the files of events?"
+        ),
     )
 
 

@@ -303,8 +303,8 @@ class StepMeasured(Event):
 
     @property
     def is_sound(self) -> bool:
-        """Whether it is a step that took time."""
-        return self.step > self.skipped_before and self.latency_s > 0
+        """Whether it is a step that took time, and not for evaluation alone."""
+        return self.step > self.skipped_before and self.latency_s > self.evaluation_s
 
     @property
     def number(self) -> int:

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from time import monotonic, sleep  # themselves: a script may put others in their place in the module
 from typing import NoReturn
 
 from optuna_dsat.runtime.arguments import ScriptCommand, replace_config_paths
@@ -185,9 +186,9 @@ class _RankProcess:
     def _wait_for_local_ranks(self) -> None:
         """Wait until the other ranks of this host have completed or failed the last step."""
         paths = [events_path(self._plan.events_dir, rank) for rank in self._rank.local_ranks]
-        deadline = time.monotonic() + _LOCAL_RANKS_TIMEOUT_S
-        while time.monotonic() < deadline and not all(map(_has_ended, paths)):
-            time.sleep(0.005)
+        deadline = monotonic() + _LOCAL_RANKS_TIMEOUT_S
+        while monotonic() < deadline and not all(map(_has_ended, paths)):
+            sleep(0.005)
 
     def _fail(self, error: BaseException) -> NoReturn:
         here = str(Path(__file__).resolve().parent)
