@@ -182,6 +182,10 @@ def main(argv: list[str] | None = None) -> NoReturn:
             gc.freeze()  # else the interpreter looks for garbage in all modules as it ends, a fifth of a start
 
 
+_NO_MEMORY = ("failed to map segment", "cannot allocate memory", "cannot map zero-fill pages")
+"""What glibc's loader says of a library that found no memory (elf/dl-load.c, elf/dl-map-segments.h)."""
+
+
 def _interrupt(number: int, _frame: object) -> NoReturn:
     if number == signal.SIGHUP:
         drop_lost_terminal()
@@ -216,7 +220,9 @@ def _run(arguments: list[str]) -> NoReturn:
     except BrokenPipeError:  # the reader of stdout, such as `head`, has closed it
         _drop(sys.stdout)
         sys.exit(EXIT_NO_READER)
-    except MemoryError:
+    except (ImportError, MemoryError) as error:
+        if isinstance(error, ImportError) and not any(words in str(error).lower() for words in _NO_MEMORY):
+            raise
         _tell("The machine, or the limit of this shell (ulimit -v), has no memory left for the command itself.")
         sys.exit(DsatError.exit_code)
     except OSError as error:

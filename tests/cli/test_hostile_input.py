@@ -254,9 +254,12 @@ def test_a_working_directory_that_may_not_be_entered_is_named(run_here: Run, mon
     )
 
 
-def test_no_memory_is_told_in_one_line(run_here: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error", [MemoryError(), ImportError("libx.so: failed to map segment from shared object")], ids=["heap", "library"]
+)
+def test_no_memory_is_told_in_one_line(run_here: Run, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def exhausted(*_: object, **_options: object) -> None:
-        raise MemoryError
+        raise error
 
     monkeypatch.setattr("optuna_dsat.cli.file_of", exhausted)
     done = run_here("studies")
