@@ -138,7 +138,7 @@ def _check_libpq_files(url: URL, shown: str) -> None:
         StorageUrlError: If there is one.
     """
     for option, (variable, usual) in _LIBPQ_FILES.items():
-        given = url.query.get(option) or os.environ.get(variable) or Path(usual).expanduser()
+        given = url.query.get(option) or os.environ.get(variable) or usual
         for path in given if isinstance(given, tuple) else [given]:
             if _is_waited_for(path):
                 raise StorageUrlError(
@@ -149,14 +149,15 @@ def _check_libpq_files(url: URL, shown: str) -> None:
 def _is_waited_for(path: str | Path) -> bool:
     """Return whether reading a file takes until somebody writes into it; not if it cannot be read at all."""
     try:
-        mode = Path(path).stat().st_mode
+        found = Path(path).expanduser()
+        mode = found.stat().st_mode
         if not stat.S_ISREG(mode):
             return stat.S_ISFIFO(mode)
-        with open_regular(path) as file:
+        with open_regular(found) as file:
             while part := file.raw.read(2**20):  # None where more may come, nothing where the file ends
                 pass
             return part is None
-    except (OSError, ValueError):
+    except (OSError, RuntimeError, ValueError):  # one of them of a home that nobody knows
         return False
 
 
