@@ -25,8 +25,13 @@ def test_what_is_no_file_blocks_nobody(tmp_path: Path) -> None:
             read_regular(path)
 
 
+def _read_until_empty() -> None:
+    """Read what the kernel has to say, which it says once, until it has nothing."""
+    while True:
+        read_regular(KERNEL_LOG, most_bytes=2**30)
+
+
 @pytest.mark.skipif(not os.access(KERNEL_LOG, os.R_OK), reason="only root reads the kernel's log")
 def test_a_file_that_has_nothing_yet_blocks_nobody() -> None:
     with pytest.raises(BlockingIOError, match="nothing yet"):
-        while True:  # what the kernel has to say is read once
-            read_regular(KERNEL_LOG, most_bytes=2**30)
+        _read_until_empty()
