@@ -15,6 +15,7 @@ THINGS = re.compile(
     r"|workers|devices|slots|places|copies)\b(?!/s)"
 )
 MORE_THAN_ONE = {
+    "optuna_dsat/script/batch_rule.py: {most} samples",
     "optuna_dsat/config/space_builder.py: {held_samples} samples",
     "optuna_dsat/integrations/deepspeed_trial/context.py: {engine.dp_world_size} copies",
     "optuna_dsat/script/launcher_options.py: {', '.join(map(str, counts))} slots",
