@@ -42,6 +42,9 @@ _NOT_NEEDED = "mako.ext.pygmentplugin"
 """What colours Mako's own error pages: Alembic imports Mako, and this all of pygments, a tenth of a command's start."""
 _OBJECTS_BETWEEN_COLLECTIONS = 200_000
 """Threshold of the youngest generation: imports make no garbage, and looking for it takes a tenth of a start."""
+_NO_MEMORY = ("failed to map segment", "cannot allocate memory", "cannot map zero-fill pages")
+"""What glibc's loader says of a library that found no memory (elf/dl-load.c, elf/dl-map-segments.h)."""
+
 EXIT_NO_READER = 1
 """Exit code if nobody reads stdout any more; typer's own."""
 
@@ -180,10 +183,6 @@ def main(argv: list[str] | None = None) -> NoReturn:
     finally:
         if argv is None:
             gc.freeze()  # else the interpreter looks for garbage in all modules as it ends, a fifth of a start
-
-
-_NO_MEMORY = ("failed to map segment", "cannot allocate memory", "cannot map zero-fill pages")
-"""What glibc's loader says of a library that found no memory (elf/dl-load.c, elf/dl-map-segments.h)."""
 
 
 def _interrupt(number: int, _frame: object) -> NoReturn:

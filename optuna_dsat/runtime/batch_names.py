@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 
 __all__ = ["means_batch", "means_elsewhere", "means_length", "names_training_batch"]
 
@@ -29,6 +30,7 @@ def means_length(name: str) -> bool:
     return _LENGTH.search(name) is not None and not means_batch(name)
 
 
+@cache  # asked of every option of the script at each forward pass
 def names_training_batch(name: str) -> bool:
     """Whether a name means a batch size of training."""
     return means_batch(name) and not means_elsewhere(name)

@@ -111,8 +111,8 @@ class TrialConfig:
             return
         wanted = {
             "zero_optimization.stage": (_stage_of(self._launch), int(engine.zero_optimization_stage())),
-            "train_micro_batch_size_per_gpu": (
-                self._launch.get("train_micro_batch_size_per_gpu"),
+            _MICRO_BATCH: (
+                self._launch.get(_MICRO_BATCH),
                 int(engine.train_micro_batch_size_per_gpu()),
             ),
             "gradient_accumulation_steps": (
