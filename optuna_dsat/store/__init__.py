@@ -10,7 +10,7 @@ May import ``launch`` (for its reports), ``trials`` and ``runtime``; used by ``s
 """
 
 from optuna_dsat.store.launches import StoredLaunch
-from optuna_dsat.store.peek import has_our_tables, refuse_foreign_study
+from optuna_dsat.store.peek import has_our_tables, refuse_others_database
 from optuna_dsat.store.profiles import StoredProfile
 from optuna_dsat.store.registry import StudyRecord
 from optuna_dsat.store.store import Store, load_study
@@ -29,5 +29,5 @@ __all__ = [
     "has_our_tables",
     "load_study",
     "parse_url",
-    "refuse_foreign_study",
+    "refuse_others_database",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from functools import cached_property
 from pathlib import Path
 
@@ -9,18 +10,19 @@ import optuna
 from optuna.storages import RDBStorage
 from optuna.storages._rdb import models
 from optuna.storages._rdb.storage import _VersionManager
-from sqlalchemy import create_engine, inspect, text
+from sqlalchemy import Connection, Inspector, create_engine, inspect, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import scoped_session, sessionmaker
 
 from optuna_dsat.errors import StorageUrlError
 from optuna_dsat.store.database import Database, engine_options, install_events
 from optuna_dsat.store.retry import is_transient, one_line_reason, retrying, tell_lost_commits
-from optuna_dsat.store.revisions import newest_revision
+from optuna_dsat.store.revisions import all_revisions, newest_revision
 
-__all__ = ["open_optuna_tables"]
+__all__ = ["open_optuna_tables", "refuse_unusable_tables"]
 
 _VERSION_TABLE = "alembic_version"
+_MIGRATIONS = Path(optuna.storages.__file__).parent / "_rdb" / "alembic" / "versions"
 
 
 class _ReadyTables(RDBStorage):
@@ -56,7 +58,7 @@ def open_optuna_tables(database: Database) -> RDBStorage:
         StorageUrlError: If they cannot be used, or their schema is another than this Optuna's.
         StorageError: If the database failed.
     """
-    newest = newest_revision(Path(optuna.storages.__file__).parent / "_rdb" / "alembic" / "versions")
+    newest = newest_revision(_MIGRATIONS)
     rdb = _ReadyTables(database) if newest is not None and _revision(database) == newest else _checked(database, newest)
     install_events(rdb.engine)
     database.guard(rdb.engine)
@@ -64,28 +66,52 @@ def open_optuna_tables(database: Database) -> RDBStorage:
     return rdb
 
 
-def _refuse_tables_of_others(database: Database) -> None:
-    """Refuse a database in which another application has a table of a name of Optuna's."""
+def refuse_unusable_tables(connection: Connection, *, shown: str) -> None:
+    """Refuse a database whose tables are another application's, or Optuna's in another schema; only reads.
 
-    def read() -> list[str]:
-        with database.engine.connect() as connection:
-            inspector = inspect(connection)
-            present = set(inspector.get_table_names())
-            if models.VersionInfoModel.__tablename__ in present:
-                return []  # Optuna's, of whatever schema
-            shared = [table for table in models.BaseModel.metadata.sorted_tables if table.name in present]
-            return [
-                table.name
-                for table in shared
-                if {column.name for column in table.columns}
-                - {one["name"] for one in inspector.get_columns(table.name)}
-            ]
+    Args:
+        connection: To the database.
+        shown: The database's URL for display.
 
-    if found := retrying(read, database=database.shown, limit_s=database.retry_limit_s):
-        raise StorageUrlError(
-            f"The storage '{database.shown}' belongs to another application: its table '{found[0]}' is not Optuna's. "
-            "Give a database of its own."
-        )
+    Raises:
+        StorageUrlError: If a table has a name of Optuna's and is none of its, or the schema is not this Optuna's.
+    """
+    inspector = inspect(connection)
+    present = set(inspector.get_table_names())
+    current = _stamped(connection) if _VERSION_TABLE in present else None
+    if models.VersionInfoModel.__tablename__ not in present:  # else Optuna's, of whatever schema
+        if foreign := (current and _VERSION_TABLE) or _foreign_table(inspector, present):
+            raise StorageUrlError(
+                f"The storage '{shown}' belongs to another application: its table '{foreign}' is not Optuna's. "
+                "Give a database of its own."
+            )
+        return
+    newest = newest_revision(_MIGRATIONS)
+    if current is not None and newest is not None and current != newest:
+        raise _other_schema(current, newest, shown=shown, known=current in all_revisions(_MIGRATIONS))
+
+
+def _foreign_table(inspector: Inspector, present: Container[str]) -> str | None:
+    """Return a table with a name of Optuna's that lacks a column of Optuna's; None without one."""
+    for table in models.BaseModel.metadata.sorted_tables:
+        there = {one["name"] for one in inspector.get_columns(table.name)} if table.name in present else None
+        if there is not None and not {column.name for column in table.columns} <= there:
+            return str(table.name)
+    return None
+
+
+def _stamped(connection: Connection) -> str | None:
+    """Return the schema's revision that Alembic's table holds; None if it is empty."""
+    found = connection.execute(text(f"SELECT version_num FROM {_VERSION_TABLE}")).scalar()
+    return None if found is None else str(found)
+
+
+def _other_schema(current: str, head: str, *, shown: str, known: bool) -> StorageUrlError:
+    remedy = f"run: optuna storage upgrade --storage '{shown}'" if known else "install a newer Optuna"
+    return StorageUrlError(
+        f"Optuna's own tables in {shown} have the schema {current}, and Optuna {optuna.__version__} uses {head}: "
+        f"{remedy}"
+    )
 
 
 def _revision(database: Database) -> str | None:
@@ -95,14 +121,17 @@ def _revision(database: Database) -> str | None:
         with database.engine.connect() as connection:
             if not {*models.BaseModel.metadata.tables, _VERSION_TABLE} <= set(inspect(connection).get_table_names()):
                 return None
-            found = connection.execute(text(f"SELECT version_num FROM {_VERSION_TABLE}")).scalar()
-            return None if found is None else str(found)
+            return _stamped(connection)
 
     return retrying(read, database=database.shown, limit_s=database.retry_limit_s)
 
 
 def _checked(database: Database, newest: str | None) -> RDBStorage:
-    _refuse_tables_of_others(database)
+    def look() -> None:
+        with database.engine.connect() as connection:
+            refuse_unusable_tables(connection, shown=database.shown)
+
+    retrying(look, database=database.shown, limit_s=database.retry_limit_s)
 
     def attempt() -> tuple[RDBStorage, str, str]:
         try:
@@ -123,10 +152,5 @@ def _checked(database: Database, newest: str | None) -> RDBStorage:
     rdb.remove_session()
     rdb.engine.dispose()
     if current != head:
-        known = current in rdb.get_all_versions()
-        remedy = f"run: optuna storage upgrade --storage '{database.shown}'" if known else "install a newer Optuna"
-        raise StorageUrlError(
-            f"Optuna's own tables in {database.shown} have the schema {current}, and Optuna "
-            f"{optuna.__version__} uses {head}: {remedy}"
-        )
+        raise _other_schema(current, head, shown=database.shown, known=current in rdb.get_all_versions())
     return rdb

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 from urllib.parse import quote
 
-from sqlalchemy import create_engine, text
+from sqlalchemy import Connection, create_engine, inspect, text
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import DBAPIError
 
-from optuna_dsat.errors import StudyConflictError
+from optuna_dsat.errors import StorageUrlError, StudyConflictError
+from optuna_dsat.store.database import engine_options
 from optuna_dsat.store.migrate import VERSION_TABLE
-from optuna_dsat.store.urls import parse_url
+from optuna_dsat.store.optuna_tables import refuse_unusable_tables
+from optuna_dsat.store.retry import one_line_reason
+from optuna_dsat.store.urls import display_url, parse_url
 
-__all__ = ["has_our_tables", "refuse_foreign_study"]
-
-_Query = Callable[[str, dict[str, Any]], Any]
+__all__ = ["has_our_tables", "refuse_others_database"]
 
 
 def has_our_tables(url: str) -> bool:
@@ -30,30 +30,32 @@ def has_our_tables(url: str) -> bool:
     Raises:
         StorageUrlError: As ``parse_url``.
     """
-    parsed = parse_url(url)
-    query = (
-        "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = :name"
-        if parsed.get_backend_name() == "sqlite"
-        else "SELECT 1 FROM information_schema.tables WHERE table_name = :name"
-    )
     try:
-        with _reading(parsed) as first:
-            return first(query, {"name": VERSION_TABLE}) is not None
-    except (sqlite3.Error, DBAPIError, OSError):
+        with _reading(parse_url(url)) as connection:
+            return inspect(connection).has_table(VERSION_TABLE)
+    except (DBAPIError, OSError):
         return True
 
 
-def refuse_foreign_study(url: str, name: str) -> None:
-    """Refuse the name of a study that is in a database of Optuna's alone.
+def refuse_others_database(url: str, name: str) -> None:
+    """Refuse a database without our tables in which a search could not make them, or could not make its study.
+
+    Args:
+        url: As of ``Store.open``.
+        name: Name of the study.
 
     Raises:
-        StudyConflictError: If there is one; a search would not take it over.
+        StorageUrlError: If its tables are another application's, or Optuna's in a schema that is not this Optuna's.
+        StudyConflictError: If Optuna has a study of this name there; a search would not take it over.
     """
     try:
-        with _reading(parse_url(url)) as first:
-            found = first("SELECT 1 FROM studies WHERE study_name = :name", {"name": name})
-    except (sqlite3.Error, DBAPIError, OSError):
-        return  # not even Optuna's tables: nothing has a name yet
+        with _reading(parse_url(url)) as connection:
+            refuse_unusable_tables(connection, shown=display_url(url))
+            if not inspect(connection).has_table("studies"):
+                return
+            found = connection.execute(text("SELECT 1 FROM studies WHERE study_name = :name"), {"name": name}).first()
+    except (DBAPIError, OSError) as error:
+        raise StorageUrlError(f"The storage '{display_url(url)}' cannot be opened: {one_line_reason(error)}.") from None
     if found is not None:
         raise StudyConflictError(
             f"The database has a study '{name}' that optuna-dsat did not make: choose another name with --study."
@@ -61,15 +63,15 @@ def refuse_foreign_study(url: str, name: str) -> None:
 
 
 @contextmanager
-def _reading(url: URL) -> Iterator[_Query]:
-    """Yield a function that returns the first row of a query, on a connection that cannot write."""
+def _reading(url: URL) -> Iterator[Connection]:
+    """Yield a connection that cannot write to an SQLite file."""
     if url.get_backend_name() == "sqlite":
-        with closing(sqlite3.connect(f"file:{quote(str(url.database))}?mode=ro", uri=True)) as connection:
-            yield lambda query, values: connection.execute(query, values).fetchone()
-        return
-    engine = create_engine(url, hide_parameters=True)
+        file = f"file:{quote(str(url.database))}?mode=ro"
+        engine = create_engine("sqlite://", creator=lambda: sqlite3.connect(file, uri=True), hide_parameters=True)
+    else:
+        engine = create_engine(url, **engine_options(url))
     try:
-        with engine.connect() as server:
-            yield lambda query, values: server.execute(text(query), values).first()
+        with engine.connect() as connection:
+            yield connection
     finally:
         engine.dispose()

@@ -1,4 +1,4 @@
-"""The newest revision in a folder of Alembic's migrations, read without importing Alembic or running them."""
+"""The revisions in a folder of Alembic's migrations, read without importing Alembic or running them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 from typing import Any
 
-__all__ = ["newest_revision"]
+__all__ = ["all_revisions", "newest_revision"]
 
 _NAMES = ("revision", "down_revision")
 
@@ -17,21 +17,34 @@ def newest_revision(folder: Path) -> str | None:
     Args:
         folder: The folder ``versions`` of the migrations.
     """
-    revisions: set[str] = set()
-    below: set[Any] = set()
+    below = _revisions_below(folder)
+    newest = set(below) - set().union(*below.values())
+    return newest.pop() if len(newest) == 1 else None
+
+
+def all_revisions(folder: Path) -> frozenset[str]:
+    """Return every revision; none if a file cannot be read.
+
+    Args:
+        folder: As of ``newest_revision``.
+    """
+    return frozenset(_revisions_below(folder))
+
+
+def _revisions_below(folder: Path) -> dict[str, set[Any]]:
+    """Return each revision with those that it builds on; empty if a file cannot be read."""
+    found: dict[str, set[Any]] = {}
     for path in folder.glob("*.py"):
         try:
             told = [line for line in path.read_text("utf-8").splitlines() if line.startswith(_NAMES)]
             tree = ast.parse("\n".join(told))
         except (OSError, SyntaxError, ValueError):
-            return None
+            return {}
         names = {name: value for node in tree.body for name, value in _assigned(node)}
         if isinstance(names.get("revision"), str):
-            revisions.add(names["revision"])
             before = names.get("down_revision")
-            below |= set(before) if isinstance(before, tuple | list) else {before}
-    newest = revisions - below
-    return newest.pop() if len(newest) == 1 else None
+            found[names["revision"]] = set(before) if isinstance(before, tuple | list) else {before}
+    return found
 
 
 def _assigned(node: ast.stmt) -> list[tuple[str, Any]]:

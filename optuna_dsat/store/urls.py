@@ -167,13 +167,20 @@ def _checked_sqlite(url: URL, shown: str) -> URL:
             f"The storage '{shown}' is not a file: give sqlite:///FILE, or no worker could join and nothing be resumed."
         )
     path = Path(str(url.database)).absolute()
-    if not path.parent.is_dir():
-        raise StorageUrlError(f"The storage '{shown}' cannot be opened: the directory {path.parent} does not exist.")
+    target = Path(os.path.realpath(path))
+    if target.is_symlink():
+        raise StorageUrlError(f"The storage '{shown}' cannot be opened: {path} is a link that leads in a circle.")
+    for needed in (path.parent, target.parent):
+        if not needed.is_dir():
+            raise StorageUrlError(f"The storage '{shown}' cannot be opened: the directory {needed} does not exist.")
+    lock = Path(f"{path}-lock")
+    if lock.is_symlink() or (lock.exists() and not lock.is_file()):
+        raise StorageUrlError(f"The storage '{shown}' cannot be locked: {lock} is no file; remove it.")
     if path.exists() and not path.is_dir() and not path.is_file():
         raise StorageUrlError(f"The storage '{shown}' cannot be opened: {path} is no file.")
     if path.is_dir():
         raise StorageUrlError(f"The storage '{shown}' cannot be opened: {path} is a directory.")
-    for needed in (path.parent, path):
+    for needed in (path.parent, target.parent, path, lock):
         if needed.exists() and not os.access(needed, os.W_OK):
             raise StorageUrlError(f"The storage '{shown}' cannot be opened: {needed} is not writable.")
     if path.exists() and _magic_of(path, shown) not in (_SQLITE_MAGIC, b""):

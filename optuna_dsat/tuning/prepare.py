@@ -178,13 +178,13 @@ def check_storage(request: StudyRequest) -> None:
         StorageUrlError: If the storage cannot be opened.
         StudyConflictError: If a study of this name exists for something else.
     """
-    from optuna_dsat.store import Store, database_exists, has_our_tables, refuse_foreign_study
+    from optuna_dsat.store import Store, database_exists, has_our_tables, refuse_others_database
     from optuna_dsat.study.stored import check_study
 
     if not database_exists(request.storage):
         return  # created by the run
-    if not has_our_tables(request.storage):  # Optuna's alone: the run adds ours
-        refuse_foreign_study(request.storage, request.spec.name)
+    if not has_our_tables(request.storage):  # the run makes them
+        refuse_others_database(request.storage, request.spec.name)
         return
     with Store.open(request.storage, create=False) as store:
         check_study(store, request.spec)
