@@ -133,7 +133,7 @@ class RunDirectory:
     def restore_access(self) -> None:
         """Let this user into its folders again where the launch's script has taken the right to."""
         for folder in (self.root, self.events_dir, self.log_dir):
-            if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+            if not folder.is_symlink() and not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
                 with contextlib.suppress(OSError):  # removed, or another user's by now
                     folder.chmod(0o755)
 
@@ -228,12 +228,16 @@ class RunDirectory:
         self.write_text(path, json.dumps(data, indent=2, default=str) + "\n")
 
     def write_text(self, path: Path, text: str) -> None:
-        """Write ``text`` to ``path``, atomically; a directory that the script has removed is made again.
+        """Write ``text`` to ``path``, atomically.
+
+        A directory that the script has removed is made again; a link that it has put in its place is not followed.
 
         Raises:
             OutputError: If it cannot be written.
         """
         with _readable_errors(path):
+            if path.parent.is_symlink():
+                path.parent.unlink()
             path.parent.mkdir(exist_ok=True)
             write_text_atomic(path, text)
 

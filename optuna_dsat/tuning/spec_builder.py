@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -13,10 +15,12 @@ from optuna_dsat.config.documents import is_pipe
 from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.devices import Devices
 from optuna_dsat.launch.host_memory import available_memory_bytes
+from optuna_dsat.runtime.plain_text import shortened
 from optuna_dsat.script.arg_mapping import parse_mappings
 from optuna_dsat.script.module_file import is_importable
 from optuna_dsat.secrecy.command import refer_in_command
 from optuna_dsat.secrecy.references import References, keep
+from optuna_dsat.secrecy.shapes import hidden
 from optuna_dsat.study.spec import MethodOptions, ScriptSpec, StudySpec, make_spec, parse_bytes
 from optuna_dsat.tuning.defaults import spec_field
 from optuna_dsat.tuning.given_config import config_path, user_config
@@ -25,6 +29,9 @@ from optuna_dsat.tuning.parse import one_count
 from optuna_dsat.tuning.target import find_target, writable
 
 __all__ = ["build_spec"]
+
+_START_S = 10.0
+"""Seconds that Python may take to start before it is left to a launch to tell."""
 
 
 def build_spec(method: str, options: TuneOptions, devices: Devices) -> StudySpec:
@@ -46,7 +53,7 @@ def build_spec(method: str, options: TuneOptions, devices: Devices) -> StudySpec
     secrets = References(target.args, options.env or {}, config)
     values = {
         **_settings(options),
-        "name": f"{target.stem}-{method}" if options.study is None else options.study,
+        "name": _default_name(target.stem, method) if options.study is None else options.study,
         "method": method,
         "options": {name: getattr(options, name) for name in names & MethodOptions.model_fields.keys()},
         "script": ScriptSpec(
@@ -67,11 +74,18 @@ def build_spec(method: str, options: TuneOptions, devices: Devices) -> StudySpec
     }
     spec = make_spec(**values)
     _check_modules(spec)
+    if spec.on == "here" and options.env:
+        _check_python(options.env)
     keep(secrets.values)
     from optuna_dsat.study.space import space_of
 
     space_of(spec, None)  # refuses a knob or value that the space cannot take
     return spec
+
+
+def _default_name(stem: str, method: str) -> str:
+    """Return a study's name, which is also a folder's: a script's may have a line break in it."""
+    return f"{''.join(one if one.isprintable() else '_' for one in stem)}-{method}"
 
 
 def _settings(options: TuneOptions) -> dict[str, Any]:
@@ -100,6 +114,32 @@ def _variables(given: Mapping[str, str]) -> Mapping[str, str]:
     if wrong := [name for name in given if not name or "=" in name]:
         raise UsageError(f"--env has a variable named {wrong[0]!r}; write NAME=VALUE, the name without '='.")
     return given
+
+
+def _check_python(variables: Mapping[str, str]) -> None:
+    """Refuse variables with which Python itself does not start, such as a ``PYTHONHASHSEED`` that is no number.
+
+    Raises:
+        UsageError: With the first line of what it says.
+    """
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-c", ""],
+            env={**os.environ, **variables},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            timeout=_START_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return  # a launch tells of it
+    if ended.returncode == 0:
+        return
+    said = ended.stderr.decode("utf-8", errors="replace").splitlines()
+    fatal = next((line for line in said if line.startswith("Fatal Python error: ")), "".join(said[-1:]))
+    reason = fatal.removeprefix("Fatal Python error: ") or f"it ends with code {ended.returncode}"
+    raise UsageError(f"Python does not start with the variables of --env: {shortened(hidden(reason), 300)}.")
 
 
 def _check_modules(spec: StudySpec) -> None:

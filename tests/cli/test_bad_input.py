@@ -123,6 +123,14 @@ CASES = {
     "memory": (["random", "train.py", "ds.json", "--device-memory", "lots"], "--device-memory: 'lots' is not a size"),
     "knob": (["random", "train.py", "ds.json", "--fix", "speed=1"], "speed"),
     "fix-without-value": (["random", "train.py", "ds.json", "--fix", "overlap_comm"], "KEY=VALUE"),
+    "python-does-not-start": (
+        ["random", "train.py", "ds.json", "--env", "PYTHONHASHSEED=many"],
+        "Python does not start with the variables of --env: config_init_hash_seed: PYTHONHASHSEED must be",
+    ),
+    "python-without-a-library": (
+        ["guided", "train.py", "ds.json", "--env", "PYTHONHOME=/nowhere", "--env", "A=1"],
+        "Python does not start with the variables of --env: init_fs_encoding",
+    ),
     "budget": (["asha", "train.py", "ds.json", "--divisor", "1"], "--divisor is 1"),
 }
 
@@ -138,6 +146,14 @@ def test_bad_input_is_one_clear_line_and_leaves_nothing(folder: Path, tune: Run,
     assert "geheim" not in done.stderr
     assert done.stdout == ""
     assert {path.name for path in folder.iterdir()} == before
+
+
+def test_a_script_whose_name_no_folder_may_have_gets_a_study_all_the_same(folder: Path, tune: Run) -> None:
+    (folder / "fine\ntune.py").write_text("print('never run')\n")
+    done = tune("random", "fine\ntune.py", "ds.json", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    refused = tune("random", "train.py", "ds.json", "--study", "fine\ntune", "--dry-run")
+    assert refused.returncode == 2, "a name that was chosen is not changed"
 
 
 @pytest.mark.parametrize(

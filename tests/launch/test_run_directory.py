@@ -3,6 +3,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import json
+import stat
 import subprocess
 import sys
 from dataclasses import replace
@@ -135,6 +136,19 @@ def test_only_listed_variables_are_recorded(tmp_path: Path) -> None:
     assert directory.command_text.read_text() == (
         "cd '/x y'\nenv NCCL_DEBUG=INFO OMP_NUM_THREADS=1 python --token '***'\n"
     )
+
+
+def test_a_link_in_the_place_of_a_run_directory_leads_nothing_out(tmp_path: Path) -> None:
+    directory = RunDirectory.create(tmp_path / "runs", "one")
+    (elsewhere := tmp_path / "elsewhere").mkdir(mode=0o500)
+    (elsewhere / "report.json").write_text("theirs")
+    directory.root.rename(tmp_path / "runs" / "moved")
+    directory.root.symlink_to(elsewhere)
+    directory.restore_access()
+    assert stat.S_IMODE(elsewhere.stat().st_mode) == 0o500
+    directory.write_report(report())
+    assert [(path.name, path.read_text()) for path in elsewhere.iterdir()] == [("report.json", "theirs")]
+    assert json.loads(directory.report.read_text())["outcome"] == "out_of_memory"
 
 
 SHUT = """
