@@ -28,7 +28,7 @@ from optuna.study import StudyDirection
 from optuna.study._frozen import FrozenStudy
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from optuna_dsat.store.retry import RETRY_LIMIT_S, is_transient, retrying
+from optuna_dsat.store.retry import RETRY_LIMIT_S, retrying
 
 __all__ = ["REQUEST", "RetryingStorage"]
 
@@ -64,34 +64,19 @@ class RetryingStorage(BaseStorage):
         self._retry_limit_s = retry_limit_s
 
     def _retry(self, work: Callable[[], T]) -> T:
+        return self._retry_again(lambda _again: work())
+
+    def _retry_again(self, work: Callable[[bool], T]) -> T:
+        """Run ``work``, which is told whether it ran before; what that wrote may have been committed."""
+        again = False
+
         def attempt() -> T:
+            nonlocal again
             self._require_present()
-            return work()
+            told, again = again, True
+            return work(told)
 
         return retrying(attempt, database=self._database, limit_s=self._retry_limit_s)
-
-    def _retry_unless_done(self, work: Callable[[], T], done: Callable[[Exception], T]) -> T:
-        """Run ``work``; after a transient error, pass non-transient errors of retries to ``done``.
-
-        Args:
-            work: The call.
-            done: Returns the result if the error shows that an earlier attempt was committed; raises it otherwise.
-        """
-        troubled = False
-
-        def attempt() -> T:
-            nonlocal troubled
-            try:
-                return work()
-            except Exception as error:
-                if is_transient(error):
-                    troubled = True
-                    raise
-                if not troubled:
-                    raise
-                return done(error)
-
-        return self._retry(attempt)
 
     def create_new_study(self, directions: Sequence[StudyDirection], study_name: str | None = None) -> int:
         """See ``optuna.storages.BaseStorage``."""
@@ -100,11 +85,14 @@ class RetryingStorage(BaseStorage):
     def delete_study(self, study_id: int) -> None:
         """See ``optuna.storages.BaseStorage``."""
 
-        def done(error: Exception) -> None:
-            if not isinstance(error, KeyError):
-                raise error
+        def delete(again: bool) -> None:
+            try:
+                self._backend.delete_study(study_id)
+            except KeyError:
+                if not again:
+                    raise
 
-        self._retry_unless_done(lambda: self._backend.delete_study(study_id), done)
+        self._retry_again(delete)
 
     def set_study_user_attr(self, study_id: int, key: str, value: Any) -> None:
         """See ``optuna.storages.BaseStorage``."""
@@ -143,19 +131,16 @@ class RetryingStorage(BaseStorage):
         request = uuid.uuid4().hex
         template = create_trial(state=TrialState.RUNNING) if template_trial is None else copy.deepcopy(template_trial)
         template.system_attrs = {**template.system_attrs, REQUEST: request}
-        tried = False
 
-        def create() -> int:
-            nonlocal tried
-            if tried:
+        def create(again: bool) -> int:
+            if again:
                 trials = self._backend.get_all_trials(study_id, deepcopy=False)
                 made = [trial._trial_id for trial in trials if trial.system_attrs.get(REQUEST) == request]
                 if made:
                     return made[0]
-            tried = True
             return self._backend.create_new_trial(study_id, template)
 
-        return self._retry(create)
+        return self._retry_again(create)
 
     def set_trial_param(
         self, trial_id: int, param_name: str, param_value_internal: float, distribution: BaseDistribution
@@ -170,22 +155,17 @@ class RetryingStorage(BaseStorage):
     def set_trial_state_values(self, trial_id: int, state: TrialState, values: Sequence[float] | None = None) -> bool:
         """See ``optuna.storages.BaseStorage``."""
 
-        def done(error: Exception) -> bool:
-            stored = isinstance(error, UpdateFinishedTrialError) and self._backend.get_trial(trial_id).state
-            if stored is not state:
-                raise error
-            return True
-
-        tried = False
-
-        def set_state() -> bool:
-            nonlocal tried
-            repeats, tried = tried, True
-            if self._backend.set_trial_state_values(trial_id, state, values):
+        def set_state(again: bool) -> bool:
+            try:
+                if self._backend.set_trial_state_values(trial_id, state, values):
+                    return True
+            except UpdateFinishedTrialError:
+                if not again or self._backend.get_trial(trial_id).state is not state:
+                    raise
                 return True
-            return repeats and self._backend.get_trial(trial_id).state is state
+            return again and self._backend.get_trial(trial_id).state is state
 
-        return self._retry_unless_done(set_state, done)
+        return self._retry_again(set_state)
 
     def set_trial_intermediate_value(self, trial_id: int, step: int, intermediate_value: float) -> None:
         """See ``optuna.storages.BaseStorage``."""
