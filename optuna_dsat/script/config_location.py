@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from optuna_dsat.runtime.regular_file import read_regular
 
-__all__ = ["find_config", "holds_config", "looks_like_config", "read_settings"]
+__all__ = ["find_config", "find_config_key", "holds_config", "looks_like_config", "read_settings"]
 
 _OPTIONS = ("--deepspeed_config", "--deepspeed-config", "--deepscale_config", "--deepspeed")
 """Options that name it by convention: DeepSpeed's own, and the Hugging Face Trainer's."""
@@ -36,18 +36,34 @@ def find_config(args: Sequence[str], *, cwd: Path) -> Path | None:
         args: The script's arguments.
         cwd: Its working directory.
     """
-    named = [value for option, value in _pairs(args) if option in _OPTIONS]
+    by_option = [value for option, value in _pairs(args) if option in _OPTIONS]
     others = [value for _, value in _pairs(args)]
-    for value in (*named, *others):
+    for value in (*by_option, *others):
         path = cwd / value
         if looks_like_config(path):
             return path
     for value in others:
         path = cwd / value
         if path.suffix in _SETTINGS:
-            found = _in_settings(read_settings(path), folders=(cwd, path.parent))
-            if found is not None:
-                return found
+            for _, named in _named_in(read_settings(path), folders=(cwd, path.parent)):
+                return named
+    return None
+
+
+def find_config_key(args: Sequence[str], *, cwd: Path, config: Path) -> str | None:
+    """Return the key by which a settings file among a script's arguments names a DeepSpeed config, its parts dotted.
+
+    Args:
+        args: The script's arguments.
+        cwd: Its working directory.
+        config: The config.
+    """
+    for _, value in _pairs(args):
+        path = cwd / value
+        if path.suffix in _SETTINGS:
+            for key, named in _named_in(read_settings(path), folders=(cwd, path.parent)):
+                if named.resolve() == config.resolve():
+                    return key
     return None
 
 
@@ -94,16 +110,13 @@ def read_settings(path: Path) -> Any:
         return None
 
 
-def _in_settings(found: Any, *, folders: Sequence[Path], depth: int = 6) -> Path | None:
-    """Return the DeepSpeed config that a settings file names."""
+def _named_in(found: Any, *, folders: Sequence[Path], depth: int = 6, within: str = "") -> Iterator[tuple[str, Path]]:
+    """Yield (key, path) of the DeepSpeed configs that a settings file names; the parts of a key are dotted."""
     if depth == 0 or not isinstance(found, Mapping):
-        return None
+        return
     for key, value in found.items():
         if key in _KEYS and isinstance(value, str):
             named = next((folder / value for folder in folders if looks_like_config(folder / value)), None)
             if named is not None:
-                return named
-        inner = _in_settings(value, folders=folders, depth=depth - 1)
-        if inner is not None:
-            return inner
-    return None
+                yield f"{within}{key}", named
+        yield from _named_in(value, folders=folders, depth=depth - 1, within=f"{within}{key}.")

@@ -13,6 +13,7 @@ from optuna_dsat.errors import StorageUrlError
 from optuna_dsat.runtime.atomic_write import write_text_atomic
 from optuna_dsat.script.arg_mapping import map_arguments
 from optuna_dsat.script.config_copy import config_copy
+from optuna_dsat.script.config_location import find_config_key
 from optuna_dsat.script.own_ranks import says_where_to_meet
 from optuna_dsat.script.section_copy import section_copy
 from optuna_dsat.script.settings_file import SettingsCopy, names_file, settings_copy
@@ -333,8 +334,8 @@ def training_command(
     """Return the shell command that trains with ``config``, written to ``config_path``, and whether it names that file.
 
     An argument that names the user's config is replaced, and one that names a settings file of which ``best_settings``
-    has a copy. A script that does not take its config on the command line has
-    to be changed by its user.
+    has a copy. Where such a file names the config and the script lets arguments override the file, one is added. A
+    script that does not take its config on the command line has to be changed by its user.
 
     Args:
         spec: The study.
@@ -356,6 +357,8 @@ def training_command(
     environment = _environment(script, config_path)
     if (copy := best_settings(spec, config, config_path.parent)) is not None:
         pointed, replaced = copy.pointed(pointed, cwd=script.cwd), replaced or copy.names_config
+    if not replaced and (key := _overridden_key(script)) is not None:
+        pointed, replaced = [*pointed, f"{key}={config_path}"], True
     args = map_arguments(pointed, script.arg_mappings, config, world_size=spec.slots_per_trial)
     if script.script == RUNNER:
         completed = complete_training(args, config_path.parent / CHECKPOINTS)
@@ -394,6 +397,16 @@ def _environment(script: ScriptSpec, config_path: Path) -> dict[str, str]:
         return dict(script.environment)
     kept = {name: value for name, value in script.environment.items() if not name.startswith(_ACCELERATE_FIELDS)}
     return {**kept, _ACCELERATE_CONFIG: str(config_path)}
+
+
+def _overridden_key(script: ScriptSpec) -> str | None:
+    """Return the key of a settings file that names the user's config, if the script lets ``KEY=VALUE`` override it.
+
+    That it does is known from its batch sizes, which follow such arguments.
+    """
+    if not script.config_path or not any(option.endswith("=") for option in script.arg_mappings.values()):
+        return None
+    return find_config_key(script.args, cwd=Path(script.cwd), config=Path(script.config_path))
 
 
 def _point_to(script: ScriptSpec, config_path: Path) -> tuple[list[str], bool]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from optuna_dsat.script.config_location import find_config, looks_like_config
+from optuna_dsat.script.config_location import find_config, find_config_key, looks_like_config
 
 CONFIG = '{"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}}'
 
@@ -43,6 +43,22 @@ def test_a_settings_file_names_the_config(folder: Path, named: str) -> None:
     assert find_config(["settings/run.yaml"], cwd=folder) == (
         folder / "ds.json" if named == "ds.json" else inner / named
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("model: x\ndeepspeed: ds.json\n", "deepspeed"),
+        ("train:\n  engine: {deepspeed_config: ds.json}\n", "train.engine.deepspeed_config"),
+        ("deepspeed: other.json\ntrain: {deepspeed: ds.json}\n", "train.deepspeed"),
+        ("note: ds.json\n", None),
+    ],
+)
+def test_the_key_that_names_the_config_is_found(folder: Path, text: str, key: str | None) -> None:
+    (folder / "other.json").write_text(CONFIG)
+    (folder / "run.yaml").write_text(text)
+    args = ["data.json", "run.yaml", "lr=1"]
+    assert find_config_key(args, cwd=folder, config=folder / "ds.json") == key
 
 
 def test_where_nothing_names_a_config_none_is_found(folder: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,34 @@ def spec(*, is_module: bool = False, device: str = "cuda") -> StudySpec:
     return make_spec(
         name="s", method="random", script=script, ds_config={}, device=device, slots_per_trial=4, output_dir="/out"
     )
+
+
+@pytest.mark.parametrize(
+    ("option", "end"),
+    [
+        ("batch_size=", f"run.yaml batch_size=8 trainer.deepspeed={BEST}"),
+        ("--batch_size", "run.yaml --batch_size 8"),
+    ],
+)
+def test_a_settings_file_whose_keys_arguments_override_is_told_the_config(
+    tmp_path: Path, option: str, end: str
+) -> None:
+    own = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}}
+    (tmp_path / "ds.json").write_text(json.dumps(own))
+    (tmp_path / "run.yaml").write_text("batch_size: 2\ndata: inputs\ntrainer: {deepspeed: ds.json}\n")
+    (tmp_path / "inputs").mkdir()  # a copy of the file elsewhere may not find it
+    script = spec().script.model_copy(
+        update={
+            "args": ("run.yaml",),
+            "cwd": str(tmp_path),
+            "config_path": str(tmp_path / "ds.json"),
+            "arg_mappings": {"train_micro_batch_size_per_gpu": option},
+        }
+    )
+    found = spec().model_copy(update={"script": script})
+    command, names_config = training_command(found, {**own, "train_micro_batch_size_per_gpu": 8}, BEST)
+    assert names_config == option.endswith("=")
+    assert set(command.partition("train.py ")[2].split()) == set(end.split())
 
 
 @pytest.mark.parametrize(
