@@ -42,7 +42,7 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> list[
         cwd: The working directory.
 
     Raises:
-        UsageError: If the launcher refuses its options.
+        UsageError: If the launcher refuses its options, or those of the search are lost.
     """
     start, name = _first_positional(argv, root.params)
     if name not in SEARCHES:
@@ -72,6 +72,8 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> list[
             found = LaunchCommand(script=words[0], args=tuple(words[1:]))
     if found is None:
         return [*argv[: start + 1], *own, *_with_config(words, search.params)]
+    if first != "--":
+        _refuse_lost_options(found, words, search)
     told = [*_in_file(name, value_given(argv[:start], "--options"), cwd=cwd), *own]
     engine = value_given(told, "--on") or "here"
     places = []
@@ -122,13 +124,34 @@ def _note_on_nodes(found: LaunchCommand, *, engine: str) -> Iterator[str]:
 
 def _note_on_options(found: LaunchCommand, search: TyperCommand) -> Iterator[str]:
     """Yield a sentence on options of the search that stand behind the script, whose arguments they are there."""
-    known = {spelling for one in search.params if isinstance(one, TyperOption) for spelling in one.opts}
-    given = dict.fromkeys(word.partition("=")[0] for word in found.args)
-    if own := [word for word in given if word in known]:
+    if own := _options_among(found.args, search):
         yield (
             f"{', '.join(own)}: given to the script, as it stands behind it. Options of the search stand before the "
             f"command: optuna-dsat {search.name} {own[0]} ..."
         )
+
+
+def _refuse_lost_options(found: LaunchCommand, words: Sequence[str], search: TyperCommand) -> None:
+    """Refuse options of the search that stand behind a program which launches without them: nothing would heed them.
+
+    Raises:
+        UsageError: Names them, and where they stand.
+    """
+    if not found.is_wrapped:
+        return
+    passed = {word.partition("=")[0] for word in found.args}
+    if lost := [word for word in _options_among(words[1:], search) if word not in passed]:
+        raise UsageError(
+            f"{', '.join(lost)}: given to the command, as it stands behind it, and not to what that launches. Options "
+            f"of the search stand before it: optuna-dsat {search.name} {lost[0]} ... {words[0]}. If it is one of the "
+            "command's own, write -- before the command."
+        )
+
+
+def _options_among(words: Sequence[str], search: TyperCommand) -> list[str]:
+    """Return the options of a search that are among words."""
+    known = {spelling for one in search.params if isinstance(one, TyperOption) for spelling in one.opts}
+    return [word for word in dict.fromkeys(word.partition("=")[0] for word in words) if word in known]
 
 
 def _with_config(words: Sequence[str], params: Sequence[object]) -> list[str]:

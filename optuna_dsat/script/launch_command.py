@@ -96,6 +96,8 @@ class LaunchCommand:
     """Variables that the launcher would set for the script, those of rank and rendezvous aside."""
     folder: str | None = None
     """Where it launches; None for where it is run."""
+    is_wrapped: bool = False
+    """Whether the command was run to see what it launches."""
     notes: tuple[str, ...] = ()
     """Sentences on what of it has no effect here."""
 
@@ -138,7 +140,7 @@ def _wrapped(words: Sequence[str], *, cwd: Path, on_notice: Callable[[str], None
     on_notice(f"It launches `{shown}`.")
     found = _python(seen.words, cwd=seen.folder, is_launch=True)
     folder = None if seen.folder.resolve() == cwd.resolve() else str(seen.folder)
-    return _with_environment(replace(found, folder=folder), seen.environment)
+    return _with_environment(replace(found, folder=folder, is_wrapped=True), seen.environment)
 
 
 def _as_typed(words: Sequence[str]) -> Sequence[str]:

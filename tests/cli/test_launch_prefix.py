@@ -219,6 +219,26 @@ def test_output_and_database_stay_where_a_command_that_goes_elsewhere_is_typed(
     assert "where the command goes" in " ".join(capsys.readouterr().err.split())
 
 
+def test_options_of_the_search_that_a_wrapper_would_lose_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """64 launches were searched where five were asked for: nothing that the wrapper launches has the option."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    (tmp_path / "own.py").write_text("")
+    (tmp_path / "train.sh").write_text("torchrun --nproc_per_node 2 own.py\n")
+    (tmp_path / "passes.sh").write_text('torchrun --nproc_per_node 2 own.py "$@"\n')
+    with pytest.raises(
+        UsageError, match=r"^--max-trials: given to the command.*optuna-dsat random --max-trials \.\.\. bash"
+    ):
+        unfolded(tmp_path, "bash", "train.sh", "--max-trials", "5", "--lr=1")
+    meant = unfolded(tmp_path, "--max-trials", "5", "--", "bash", "train.sh", "--max-trials=9")
+    assert meant[meant.index("--max-trials") + 1] == "5"
+    assert meant[-1] == "--", "the command's own option, which the script is not given"
+    assert unfolded(tmp_path, "bash", "passes.sh", "--max-trials", "5")[-3:] == ["--", "--max-trials", "5"]
+    assert "given to the script" in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.parametrize("first", [(), ("--",)])
 def test_a_program_that_is_not_there_is_named(tmp_path: Path, first: tuple[str, ...]) -> None:
     """It was 'No such option: -n', as what follows the program was taken for options of the search."""
