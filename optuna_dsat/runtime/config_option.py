@@ -3,15 +3,18 @@
 A script that takes its config from an option of its command line, such as those of
 ``deepspeed.add_config_arguments``, may be tuned by naming the config to the tuner alone. Then the option gets the file
 as its default; an explicit argument takes precedence. Where the option has a DeepSpeed config of the script's as its
-default, that stays, and the option is known to those who print the command that trains.
+default, or is given the name of one that lies elsewhere (``--deepspeed zero2``), that stays, and the option is known
+to those who print the command that trains.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +38,8 @@ def default_config_option(config_path: str, *, user_config: str = "", on_found: 
     Args:
         config_path: The launch's DeepSpeed config; empty if no default is to be replaced.
         user_config: The user's, of which it is the launch's; empty for none.
-        on_found: Called with the name of an option whose default was replaced, or is a DeepSpeed config.
+        on_found: Called with the name of an option whose default was replaced or is a DeepSpeed config, or of the
+            Trainer's where what it is given is no file.
     """
     original = argparse.ArgumentParser.parse_known_args
 
@@ -48,7 +52,7 @@ def default_config_option(config_path: str, *, user_config: str = "", on_found: 
             for action in self._actions:
                 if _SWITCH in action.option_strings and action.nargs == 0:
                     action.default = True
-        elif found is not None and _is_config(found.default):
+        elif found is not None and (_is_config(found.default) or _is_given_a_name(found, args, kwargs)):
             on_found(found.option_strings[0])
         return original(self, *args, **kwargs)
 
@@ -70,6 +74,17 @@ def _is_open(action: argparse.Action, user_config: str) -> bool:
     if not isinstance(default, str):
         return False
     return not Path(default).is_file() or (bool(user_config) and Path(default).samefile(user_config))
+
+
+def _is_given_a_name(action: argparse.Action, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the Trainer's option is among the arguments of ``parse_known_args``, and what stands there is no file."""
+    if _SWITCH not in action.option_strings:
+        return False
+    given = args[0] if args else kwargs.get("args")
+    words = [str(word) for word in (sys.argv[1:] if given is None else given)]
+    values = [word.partition("=")[2] for word in words if word.startswith(f"{_SWITCH}=")]
+    values += [value for word, value in itertools.pairwise(words) if word == _SWITCH and not value.startswith("-")]
+    return bool(values) and not Path(values[-1]).exists()
 
 
 def _is_config(default: object) -> bool:

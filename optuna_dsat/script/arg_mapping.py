@@ -8,7 +8,7 @@ from typing import Any
 from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH
 from optuna_dsat.errors import UsageError
 
-__all__ = ["MAPPABLE", "map_arguments", "parse_mappings"]
+__all__ = ["MAPPABLE", "map_arguments", "parse_mappings", "with_option"]
 
 MAPPABLE = (MICRO_BATCH, GRADIENT_ACCUMULATION, TRAIN_BATCH)
 """Keys of a DeepSpeed config that an option of the script may follow."""
@@ -56,22 +56,28 @@ def map_arguments(
     }
     result = list(args)
     for key, option in mappings.items():
-        _set_option(result, option, str(values[key]))
+        result = with_option(result, option, str(values[key]))
     return tuple(result)
 
 
-def _set_option(args: list[str], option: str, value: str) -> None:
-    found = False
-    if option.endswith("="):  # an override of Hydra's
+def with_option(args: Sequence[str], option: str, value: str) -> list[str]:
+    """Return arguments with an option set: replaced where it is there (by any of its forms), else appended.
+
+    Args:
+        args: The arguments.
+        option: The option; an override of Hydra's ends with ``=``.
+        value: Its value.
+    """
+    if option.endswith("="):
         kept = [arg for arg in args if not arg.startswith((option, f"+{option}", f"++{option}"))]
-        args[:] = [*kept, f"{option}{value}"]
-        return
+        return [*kept, f"{option}{value}"]
+    result = list(args)
+    found = False
     for index, arg in enumerate(args):
         if arg == option and index + 1 < len(args):
-            args[index + 1] = value
+            result[index + 1] = value
             found = True
         elif arg.startswith(f"{option}="):
-            args[index] = f"{option}={value}"
+            result[index] = f"{option}={value}"
             found = True
-    if not found:
-        args += [option, value]
+    return result if found else [*result, option, value]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from optuna_dsat.config import ds_config
 from optuna_dsat.errors import StorageUrlError
 from optuna_dsat.runtime.atomic_write import write_text_atomic
-from optuna_dsat.script.arg_mapping import map_arguments
+from optuna_dsat.script.arg_mapping import map_arguments, with_option
 from optuna_dsat.script.config_copy import config_copy
 from optuna_dsat.script.config_location import find_config_key
 from optuna_dsat.script.own_ranks import says_where_to_meet
@@ -345,7 +345,7 @@ def training_command(
             rather than with torchrun.
         starts_ranks: Whether the script starts its ranks by itself, and so trains without a launcher.
         host_threads: Host threads per rank in the measurement; None if unknown, in which case torchrun sets one.
-        config_option: The script's option for its DeepSpeed config, for arguments that do not name one.
+        config_option: The script's option for its DeepSpeed config, for arguments that name no file.
         config_in_code: Whether the script reads its config by a name of its own: an argument that names it changes
             nothing.
     """
@@ -353,12 +353,12 @@ def training_command(
     pointed, replaced = _point_to(script, config_path)
     replaced = replaced and not config_in_code
     if config_option and not replaced and not config_in_code:
-        pointed, replaced = [*pointed, config_option, str(config_path)], True
+        pointed, replaced = with_option(pointed, config_option, str(config_path)), True
     environment = _environment(script, config_path)
     if (copy := best_settings(spec, config, config_path.parent)) is not None:
         pointed, replaced = copy.pointed(pointed, cwd=script.cwd), replaced or copy.names_config
     if not replaced and (key := _overridden_key(script)) is not None:
-        pointed, replaced = [*pointed, f"{key}={config_path}"], True
+        pointed, replaced = with_option(pointed, f"{key}=", str(config_path)), True
     args = map_arguments(pointed, script.arg_mappings, config, world_size=spec.slots_per_trial)
     if script.script == RUNNER:
         completed = complete_training(args, config_path.parent / CHECKPOINTS)

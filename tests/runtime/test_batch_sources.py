@@ -221,6 +221,31 @@ def test_a_default_that_is_a_deepspeed_config_is_known_and_stays(tmp_path: Path)
     assert found == ["--ds_config_file"]
 
 
+@pytest.mark.parametrize(
+    ("args", "known"),
+    [
+        (["--deepspeed", "zero2", "--lr", "1"], True),
+        (["--deepspeed=zero3"], True),
+        (["--deepspeed", "own.json"], False),
+        (["--lr", "1"], False),
+    ],
+)
+def test_the_trainers_option_that_is_given_a_name_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: list[str], known: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own.json").write_text('{"zero_optimization": {"stage": 1}}')
+    found: list[str] = []
+    default_config_option("", on_found=found.append)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--deepspeed")
+    parser.add_argument("--lr")
+    parser.parse_known_args(args)
+    monkeypatch.setattr("sys.argv", ["train.py", *args])
+    parser.parse_args()
+    assert found == ["--deepspeed"] * 2 * known
+
+
 def test_a_default_that_is_the_users_config_becomes_the_launchs(tmp_path: Path) -> None:
     (tmp_path / "own.json").write_text('{"zero_optimization": {"stage": 1}}')
     found: list[str] = []

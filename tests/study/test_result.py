@@ -108,6 +108,14 @@ def test_an_argument_that_the_script_does_not_read_names_no_config() -> None:
     assert not names_config
 
 
+def test_a_name_in_the_place_of_a_config_gives_way_to_the_best() -> None:
+    script = spec().script.model_copy(update={"args": ("--deepspeed", "zero2", "--lr", "1"), "config_path": ""})
+    found = spec().model_copy(update={"script": script})
+    command, names_config = training_command(found, {}, BEST, config_option="--deepspeed")
+    assert names_config
+    assert command.endswith(f"train.py --deepspeed {BEST} --lr 1")
+
+
 def test_on_the_cpu_deepspeed_is_told_so() -> None:
     command, _ = training_command(spec(device="cpu"), {}, BEST)
     assert shlex.split(command)[:3] == ["env", "DS_ACCELERATOR=cpu", "LOCAL_SIZE=4"]
