@@ -34,6 +34,8 @@ _OPTIONS = (
     *("--zero-stages", "1", "2", "--no-tune", "offload_optimizer", "reduce_bucket_size", "contiguous_gradients"),
     *("--no-tune", "reduce_scatter", "--start-profile-step", "2", "--end-profile-step", "3", "--quiet", "--json"),
 )
+_AGAIN = 2
+"""Times that a blow is tried again whose point a run did not come to."""
 _COMPARED = ("config", "value", "metric", "reason", "speed_up", "train_batch_size")
 """Keys of the printed result that are the same whatever befell the study."""
 
@@ -122,7 +124,18 @@ class StudyOfPoints:
         return Reference(points=points, aftermath=aftermath)
 
     def strike(self, number: int, blow: Blow, reference: Reference) -> Tried:
-        """Let something befall the study at a point, go on, and return what does not hold then."""
+        """Let something befall the study at a point, go on, and return what does not hold then.
+
+        A run may pass a few points fewer than the one that was counted, and end before it is killed: it runs again.
+        """
+        tried = self._strike(number, blow, reference)
+        for _ in range(_AGAIN):
+            if blow is not Blow.KILL or tried.first_code != 0:
+                break
+            tried = self._strike(number, blow, reference)
+        return tried
+
+    def _strike(self, number: int, blow: Blow, reference: Reference) -> Tried:
         began, used_s = time.monotonic(), _cpu_s()
         with self._place() as (folder, url):
             first = run_command(folder, self._search(url), at=number, blow=blow)
