@@ -125,18 +125,29 @@ class OptionsFile:
             UsageError: If the value is not valid; names the file and the key.
         """
         if isinstance(value, dict) and option.multiple:
-            value = [f"{key}={one if isinstance(one, str) else json.dumps(one)}" for key, one in value.items()]
+            value = [f"{key}={one if isinstance(one, str) else _as_json(one)}" for key, one in value.items()]
         elif option.multiple:
             value = [str(one) for one in (value if isinstance(value, list) else [value])]
         if option.is_flag is not isinstance(value, bool) or isinstance(value, dict):
             kind = "true or false" if option.is_flag else "a value such as on the command line"
-            raise UsageError(f"{self.path}: {name} is {json.dumps(value, default=str)}; it must be {kind}.")
+            raise UsageError(f"{self.path}: {name} is {_as_json(value)}; it must be {kind}.")
         try:
             option.process_value(context, value)
         except TyperException as error:
             message = rule_in_words(error.message.rstrip("."))
-            raise UsageError(f"{self.path}: {name} is {json.dumps(value, default=str)}: {message}.") from None
+            raise UsageError(f"{self.path}: {name} is {_as_json(value)}: {message}.") from None
         return value
+
+
+def _as_json(value: Any) -> str:
+    """Return a value of a file as JSON; dates and whatever else JSON has no form for as text, keys among them."""
+    return json.dumps(_with_text_keys(value), default=str)
+
+
+def _with_text_keys(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _with_text_keys(one) for key, one in value.items()}
+    return [_with_text_keys(one) for one in value] if isinstance(value, list) else value
 
 
 def file_of(options: Path | None, *, cwd: Path) -> OptionsFile | None:

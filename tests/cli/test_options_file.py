@@ -137,6 +137,7 @@ BAD = {
     "flag": ("quiet: 1", "quiet is 1; it must be true or false."),
     "number-for-flag": ("max-trials: true", "max-trials is true; it must be a value such as on the command line."),
     "table-for-value": ("metric: {a: 1}", 'metric is {"a": 1}; it must be'),
+    "date-as-key": ("max-trials: {2000-01-01: 3}", 'max-trials is {"2000-01-01": 3}; it must be'),
     "not-yaml": ("a: [", "o.yaml is not YAML (line"),
     "no-table": ("- a", "o.yaml holds no table of options"),
 }
@@ -153,6 +154,21 @@ def test_what_a_file_says_wrongly_is_one_clear_line(
     assert message in shown.err
     assert "o.yaml" in shown.err
     assert len(shown.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("zero-stages: {a: [2000-01-02]}", """--zero-stages names 'a=["2000-01-02"]'"""),
+        ("fix: {overlap_comm: 2000-01-01}", "overlap_comm is '2000-01-01'"),
+    ],
+)
+def test_a_date_in_a_file_is_a_text_as_any_other(
+    bench: EntryPointBench, text: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (bench.folder / "o.yaml").write_text(text)
+    assert leave("--options", "o.yaml", *PLAIN) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_a_broken_pyproject_and_a_missing_file_are_one_clear_line(
