@@ -83,7 +83,7 @@ def read_experiment(path: Path) -> Experiment:
         raise UsageError(f"{path} is no experiment configuration of Determined: it has no entrypoint.")
     options = {option: str(value) for key, option in _OPTIONS.items() if (value := _at(record, key)) is not None}
     slots = _at(record, ("resources", "slots_per_trial"))
-    if slots is not None and (not isinstance(slots, int) or slots < 1):
+    if slots is not None and (not isinstance(slots, int) or isinstance(slots, bool) or slots < 1):
         raise UsageError(
             f"{path}: resources.slots_per_trial is {as_written(slots)}; it is a number of GPUs, at least 1."
         )
@@ -148,7 +148,10 @@ def _entry(entrypoint: Any, path: Path) -> tuple[str, ...]:
     Raises:
         UsageError: If the entry point is neither.
     """
-    words = shlex.split(entrypoint) if isinstance(entrypoint, str) else [str(one) for one in entrypoint or ()]
+    try:
+        words = shlex.split(entrypoint) if isinstance(entrypoint, str) else _texts(entrypoint, "entrypoint", path)
+    except ValueError as error:
+        raise UsageError(f"{path}: the entrypoint {as_written(entrypoint)} is no command: {error}.") from None
     if "-m" in words[:-1] and words[words.index("-m") + 1].startswith("determined.launch."):
         words = words[words.index("-m") + 2 :]
         for index, word in enumerate(words):
@@ -160,8 +163,21 @@ def _entry(entrypoint: Any, path: Path) -> tuple[str, ...]:
             named = _without_launch_options(words)
         words = named
     if not words:
-        raise UsageError(f"{path}: the entrypoint {entrypoint!r} names nothing to run.")
+        raise UsageError(f"{path}: the entrypoint {as_written(entrypoint)} names nothing to run.")
     return tuple(words)
+
+
+def _texts(value: Any, name: str, path: Path) -> list[str]:
+    """Return the entries of a list as texts; none where there is no list.
+
+    Raises:
+        UsageError: If it is something else.
+    """
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise UsageError(f"{path}: {name} is {as_written(value)}; it is a list of texts.")
+    return [str(one) for one in value]
 
 
 def _without_launch_options(words: Sequence[str]) -> list[str]:
@@ -197,13 +213,13 @@ def _environment(variables: Any, path: Path) -> dict[str, str]:
     Raises:
         UsageError: If one has no ``=``.
     """
-    if isinstance(variables, Mapping):
-        variables = [one for part in variables.values() for one in part or ()]
+    where = "environment.environment_variables"
+    parts = variables.values() if isinstance(variables, Mapping) else [variables]
     found = {}
-    for one in variables or ():
-        name, equals, value = str(one).partition("=")
+    for one in [text for part in parts for text in _texts(part, where, path)]:
+        name, equals, value = one.partition("=")
         if not equals or not name:
-            raise UsageError(f"{path}: environment.environment_variables has {one!r}; write NAME=VALUE.")
+            raise UsageError(f"{path}: {where} has {as_written(one)}; write NAME=VALUE.")
         found[name] = value
     return found
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -221,6 +222,39 @@ def test_tables_of_pyproject(check: Check, given_table: tuple[tuple[str, ...], d
     lines = [f"{in_toml(key)} = {in_toml(value)}" for key, value in table.items()]
     Path("pyproject.toml").write_text("\n".join([f"[tool.optuna-dsat.{name}]", *lines]), errors="replace")
     check(*command)
+
+
+yaml_keys = words | st.integers() | st.booleans() | st.none() | st.dates()
+yaml_values = st.recursive(
+    st.none() | st.booleans() | numbers | words | st.dates() | st.datetimes() | st.binary(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(yaml_keys, inner, max_size=3) | st.sets(yaml_keys, max_size=3)
+    ),
+    max_leaves=6,
+)
+"""Much that JSON has no form for, as keys and as values."""
+YAML_FILES = {
+    ("--options", "fuzzed.yaml", "random", "train.py", "ds.json"): st.sampled_from([one[2:] for one in OPTIONS]),
+    ("random", "definition:MyTrial", "ds.json", "--hparams", "fuzzed.yaml"): hparams_keys,
+    ("asha", "fuzzed.yaml", "."): hparams_keys,
+    ("random", "train.py", "ds.json", "--", "fuzzed.yaml"): sections,
+    ("random", "train.py", "-", "--", "--config=fuzzed.yaml"): sections,
+}
+
+
+@fuzzed
+@given(
+    given_file=st.sampled_from(sorted(YAML_FILES)).flatmap(
+        lambda command: st.tuples(
+            st.just(command), st.dictionaries(YAML_FILES[command] | yaml_keys, yaml_values, max_size=4)
+        )
+    )
+)
+def test_yaml_of_which_json_has_no_form(check: Check, given_file: tuple[tuple[str, ...], dict[Any, Any]]) -> None:
+    command, data = given_file
+    Path("fuzzed.yaml").write_text(yaml.safe_dump(data))
+    place = command.index("--") if "--" in command else len(command)
+    check(*command[:place], *DRY, *command[place:])
 
 
 @fuzzed

@@ -92,6 +92,12 @@ def test_an_entry_point_is_found_behind_the_launch_layer(
         ("{entrypoint: 'm:T', hyperparameters: {deepspeed_config: {a: 1}}}", "write it to a JSON file"),
         ("{entrypoint: 'm:T', resources: {slots_per_trial: all}}", "it is a number of GPUs"),
         ("{entrypoint: 'm:T', environment: {environment_variables: [A]}}", "has 'A'; write NAME=VALUE"),
+        ("{entrypoint: 'm:T', environment: {environment_variables: {cuda: 1}}}", "is 1; it is a list of texts"),
+        ("{entrypoint: 'm:T', environment: {environment_variables: A=1}}", "is 'A=1'; it is a list of texts"),
+        ("{entrypoint: 'm:T', resources: {slots_per_trial: true}}", "is true; it is a number of GPUs"),
+        ("entrypoint: 1", "entrypoint is 1; it is a list of texts"),
+        ("entrypoint: {m: 2000-01-01}", "it is a list of texts"),
+        ('entrypoint: "python3 train.py \'x"', "is no command: No closing quotation"),
     ],
 )
 def test_what_cannot_be_used_is_refused(tmp_path: Path, text: str, message: str) -> None:
