@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -15,12 +13,11 @@ from optuna_dsat.config.documents import is_pipe
 from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.devices import Devices
 from optuna_dsat.launch.host_memory import available_memory_bytes
-from optuna_dsat.runtime.plain_text import shortened
+from optuna_dsat.launch.interpreter import why_python_does_not_start
 from optuna_dsat.script.arg_mapping import parse_mappings
 from optuna_dsat.script.module_file import is_importable
 from optuna_dsat.secrecy.command import refer_in_command
 from optuna_dsat.secrecy.references import References, keep
-from optuna_dsat.secrecy.shapes import hidden
 from optuna_dsat.study.spec import MethodOptions, ScriptSpec, StudySpec, make_spec, parse_bytes
 from optuna_dsat.tuning.defaults import spec_field
 from optuna_dsat.tuning.given_config import config_path, user_config
@@ -29,9 +26,6 @@ from optuna_dsat.tuning.parse import one_count
 from optuna_dsat.tuning.target import find_target, writable
 
 __all__ = ["build_spec"]
-
-_START_S = 10.0
-"""Seconds that Python may take to start before it is left to a launch to tell."""
 
 
 def build_spec(method: str, options: TuneOptions, devices: Devices) -> StudySpec:
@@ -74,8 +68,8 @@ def build_spec(method: str, options: TuneOptions, devices: Devices) -> StudySpec
     }
     spec = make_spec(**values)
     _check_modules(spec)
-    if spec.on == "here" and options.env:
-        _check_python(options.env)
+    if spec.on == "here" and options.env and (reason := why_python_does_not_start(options.env)) is not None:
+        raise UsageError(f"Python does not start with the variables of --env: {reason}.")
     keep(secrets.values)
     from optuna_dsat.study.space import space_of
 
@@ -114,32 +108,6 @@ def _variables(given: Mapping[str, str]) -> Mapping[str, str]:
     if wrong := [name for name in given if not name or "=" in name]:
         raise UsageError(f"--env has a variable named {wrong[0]!r}; write NAME=VALUE, the name without '='.")
     return given
-
-
-def _check_python(variables: Mapping[str, str]) -> None:
-    """Refuse variables with which Python itself does not start, such as a ``PYTHONHASHSEED`` that is no number.
-
-    Raises:
-        UsageError: With the first line of what it says.
-    """
-    try:
-        ended = subprocess.run(
-            [sys.executable, "-c", ""],
-            env={**os.environ, **variables},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            timeout=_START_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return  # a launch tells of it
-    if ended.returncode == 0:
-        return
-    said = ended.stderr.decode("utf-8", errors="replace").splitlines()
-    fatal = next((line for line in said if line.startswith("Fatal Python error: ")), "".join(said[-1:]))
-    reason = fatal.removeprefix("Fatal Python error: ") or f"it ends with code {ended.returncode}"
-    raise UsageError(f"Python does not start with the variables of --env: {shortened(hidden(reason), 300)}.")
 
 
 def _check_modules(spec: StudySpec) -> None:

@@ -13,7 +13,7 @@ from optuna_dsat.script.launch_command import LaunchCommand, read_command
 from optuna_dsat.script.wrapped_launch import is_wrapper, starts_launcher
 
 TORCHRUN = "torchrun --nproc_per_node 2 train.py --lr 3"
-LAUNCH = LaunchCommand(script="train.py", args=("--lr", "3"), ranks=2)
+LAUNCH = LaunchCommand(script="train.py", args=("--lr", "3"), ranks=2, is_wrapped=True)
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_a_shell_script_comes_to_its_first_launch(folder: Path) -> None:
     notices: list[str] = []
     found = read(folder, "bash", "train.sh", notices=notices)
     assert found == LaunchCommand(
-        script="train.py", args=("--lr", "3"), ranks=2, gpus="1", environment={"MODEL": "tiny"}
+        script="train.py", args=("--lr", "3"), ranks=2, gpus="1", environment={"MODEL": "tiny"}, is_wrapped=True
     )
     assert notices == [
         "Running `bash train.sh` up to the launch of a training, which is read and not started.",
@@ -139,7 +139,7 @@ def test_a_script_that_trains_without_a_launcher_is_seen(folder: Path) -> None:
     )
     (folder / "train.sh").write_text("python -c 'import torch.distributed'\npython train.py --lr 3\n")
     assert read(folder, "bash", "train.sh") == LaunchCommand(
-        script="train.py", args=("--lr", "3"), without_launcher=True
+        script="train.py", args=("--lr", "3"), without_launcher=True, is_wrapped=True
     )
 
 
