@@ -24,7 +24,7 @@ from benchmarks.recorded import recorded_landscapes
 from benchmarks.recorded_section import append, recorded_section, rows
 from benchmarks.search_efficiency import METHODS, NAMESAKES, Result, missing, run_one
 
-__all__ = ["compared", "main", "row"]
+__all__ = ["compared", "main", "row", "seeds_of"]
 
 _EQUAL = 0.005
 """Final distances that differ by less are equal."""
@@ -143,14 +143,17 @@ def _launches(number: float) -> str:
     return "never" if math.isinf(number) else f"{number:.0f}"
 
 
-def _seeds(text: str) -> list[int]:
+def seeds_of(text: str) -> list[int]:
+    """Return the seeds that ``FIRST-LAST``, or one number, names."""
     first, _, last = text.partition("-")
     return list(range(int(first), int(last or first) + 1))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.random_machines", description=__doc__.split("\n")[0])
-    parser.add_argument("--seeds", type=_seeds, default=_seeds("0-23"), metavar="A-B", help="machines (default 0-23)")
+    parser.add_argument(
+        "--seeds", type=seeds_of, default=seeds_of("0-23"), metavar="A-B", help="machines (default 0-23)"
+    )
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--budget", type=int, default=50, help="launches after the profile launch (default 50)")
     parser.add_argument(

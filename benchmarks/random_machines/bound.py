@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.optimum import reaches
+from benchmarks.random_machines.__main__ import seeds_of
 from benchmarks.random_machines.machine import RandomMachine, machine_of, structure_of
 
 __all__ = ["Told", "distances", "told_of"]
@@ -89,11 +90,10 @@ def row(searches: Sequence[Sequence[float]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.random_machines.bound")
-    parser.add_argument("--seeds", default="1000-1199", metavar="FIRST-LAST")
-    first, _, last = parser.parse_args(arguments).seeds.partition("-")
+    parser.add_argument("--seeds", type=seeds_of, default="1000-1199", metavar="FIRST-LAST")
     groups: dict[str, list[list[float]]] = {"all": [], "by communication theory": [], "by no law": []}
     sizes = []
-    for seed in range(int(first), int(last or first) + 1):
+    for seed in parser.parse_args(arguments).seeds:
         machine = machine_of(seed)
         told, dice = told_of(machine), np.random.default_rng(seed)
         sizes.append(len(told.throughputs))
