@@ -15,9 +15,9 @@ will change of its own posterior mean: noise bounds what is learnt from it (the 
 start-up; start-up time is estimated from the launches so far. A launch of ten times the seconds must be expected to
 gain ten times as much. For structures and values of flags that were never measured the improvement is that of a
 heavy-tailed error (``optuna_dsat.guided.acquisition``): where the formula is wrong about one, it is wrong by much. No
-micro-batch is larger than ``Problem.reach`` times the largest that ran; where a doubling gained less than
-``LEAST_GAIN``, no larger one is launched that takes twice the seconds of the best (``sizes.paying_sizes``), and none of
-many times the seconds of the user's own that may not gain as much (``Posterior.is_dear``).
+micro-batch is larger than ``Problem.reach`` times the largest that ran, none than one at which a doubling gained less
+than ``LEAST_GAIN`` (``sizes.paying_sizes``), and none takes many times the seconds of the user's own that may not gain
+as much (``Posterior.is_dear``).
 
 The search ends when no configuration has an expected improvement of at least ``min_gain`` (as in Jones et al. 1998) per
 launch, a launch being as long as the shortest of the best configurations, and ``_TOGETHER`` launches of these together
@@ -62,8 +62,7 @@ Numbers: TypeAlias = npt.NDArray[Any]
 _TOGETHER = 20
 """Launches that the search goes on for if all of them together are expected to gain as much as each of them has to."""
 _LONG = 2.0
-"""Seconds of a launch, relative to one of the best configuration, above which it has to pay by itself, and is no larger
-than what doublings paid for."""
+"""Seconds of a launch, relative to one of the best configuration, above which it has to pay by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,9 +269,11 @@ class GuidedPlanner:
         self, posterior: Posterior, rows: Numbers, sizes: Numbers, acquisition: Acquisition
     ) -> tuple[Numbers, Numbers, Acquisition]:
         """Return the configurations that are worth a launch, alone or as one of many; none if the search is over."""
+        pays = sizes <= posterior.paying_sizes(rows)
+        rows, sizes, acquisition = rows[pays], sizes[pays], acquisition.take(pays)
         relative = posterior.relative_costs(acquisition)
         short = relative <= _LONG
-        paying = short | ((sizes <= posterior.paying_sizes(rows)) & ~posterior.is_dear(acquisition))
+        paying = short | ~posterior.is_dear(acquisition)
         if np.any(paying & (acquisition.gain >= self.min_gain * relative)):
             return rows[paying], sizes[paying], acquisition.take(paying)
         rows, sizes, acquisition = rows[short], sizes[short], acquisition.take(short)

@@ -1,7 +1,7 @@
 """Micro-batches that are worth a look: at every scale up to the edge of memory, and how large one may be.
 
-How large is bounded by the script's data and by what ran (``Problem.reach``). For launches that take long also by what
-doublings gained, as with the other methods (``optuna_dsat.trials.reach``).
+How large is bounded by the script's data, by what ran (``Problem.reach``), and by what doublings gained, as with the
+other methods (``optuna_dsat.trials.reach``).
 """
 
 from __future__ import annotations

@@ -44,8 +44,10 @@ _SHARE_OF_NOISE = 0.5
 of a 95% interval, further steps would narrow what a launch differs by from the next by 3% at most.
 """
 
-_LONG_S, _FEWEST_LONG_STEPS = 5.0, 5
-"""A finalist with long steps ends after this many seconds of counted steps, and no fewer than this many steps."""
+_LONG_S, _FEWEST_LONG_STEPS = 3.0, 5
+"""A finalist with long steps ends after this many seconds of counted steps, and no fewer than this many steps: launches
+differ from one another by more than further steps would tell.
+"""
 
 _USUAL_NOISE = 0.02
 """Relative standard deviation between launches of one configuration that is assumed before any was repeated: launches
@@ -101,8 +103,8 @@ def choose_finalists(
     the noise, or ``--tie``, cannot tell from the best measurement; then to the best measurement itself, as a model may
     be wrong, and to the next best. Where the method has a posterior, that says what cannot be told from the best. What
     is surely worse than a tie with it then takes no place, nor does one from which three rounds are expected to gain
-    less than ``--min-gain`` a launch. The best at the user's own global batch is added, for a speed-up that compares
-    equal batches.
+    less than ``--min-gain`` a launch, a launch being as long as one of that smallest batch. The best at the user's own
+    global batch is added, for a speed-up that compares equal batches.
 
     Args:
         trials: All trials.
@@ -125,19 +127,25 @@ def choose_finalists(
         margin = max(spec.tie, 2 * (_USUAL_NOISE if noise is None else noise))
         value = abs(measured[0].values[0])
         equal = [one.number for one in measured if abs(abs(one.values[0]) / value - 1) <= margin]
-        hopeful = [one.number for one in others]
     else:
-        equal, hopeful = (
+        equal, possible = (
             [one.number for one in others if not _is_below(one.number, best, estimate, sds=sds, tie=spec.tie)]
             for sds in (1, _SURE_SDS)
         )
         equal = [number for number in equal if number == best or not are_alike(batches[number], batches[best])]
-        sd = _USUAL_NOISE if noise is None else noise
-        least = MIN_ROUNDS * spec.options.min_gain
-        hopeful = [number for number in hopeful if _gain_of_rounds(number, best, estimate, noise=sd) >= least]
     rank = {one.number: place for place, one in enumerate(others)}
     smallest = min(equal, key=lambda number: (batches[number], rank[number]))
-    places = [best, smallest, measured[0].number, *hopeful]
+    more = others
+    if estimate is not None:
+        sd = _USUAL_NOISE if noise is None else noise
+        seconds = {one.number: _launch_s(one, spec) for one in others}
+
+        def is_worth_it(number: int) -> bool:
+            launches = MIN_ROUNDS * max(1.0, seconds[number] / seconds[smallest])
+            return _gain_of_rounds(number, best, estimate, noise=sd) >= launches * spec.options.min_gain
+
+        more = [one for one in others if one.number in possible and is_worth_it(one.number)]
+    places = [best, smallest, measured[0].number, *(one.number for one in more)]
     chosen = list(dict.fromkeys(places))[: spec.confirm]
     if baseline is not None and spec.confirm > 1:
         batch = attributes.train_batch_size(baseline, slots=spec.slots_per_trial)
@@ -150,6 +158,13 @@ def _is_below(number: int, best: int, estimate: JointEstimate, *, sds: float, ti
     """Whether a trial is worse than a tie with the best by so many standard deviations."""
     log_ratio, sd = estimate.log_ratio(number, best)
     return log_ratio + sds * sd < math.log1p(-tie)
+
+
+def _launch_s(trial: FrozenTrial, spec: StudySpec) -> float:
+    """Return the seconds that a trial's launch takes, as its own told; 1 where it told none."""
+    latency = (trial.user_attrs.get(attributes.METRICS) or {}).get("latency", math.nan)
+    found = trial.user_attrs.get(attributes.OVERHEAD_S, 0.0) + spec.end_profile_step * latency
+    return float(found) if found > 0 else 1.0
 
 
 def _gain_of_rounds(number: int, best: int, estimate: JointEstimate, *, noise: float) -> float:

@@ -428,6 +428,21 @@ def test_finalists_that_rounds_would_not_tell_apart_take_no_launches() -> None:
     assert chosen(0.1) == [1, OWN]
 
 
+def test_a_finalist_of_long_launches_has_to_gain_as_much() -> None:
+    """Three launches of four times the seconds were made of what had measured best by chance."""
+    trials = [trial(OWN, 10.0), *(trial(number, value, micro_batch=16) for number, value in ((1, 20.0), (2, 19.9)))]
+    ranked = attributes.best_trials(trials, maximize=True)
+    estimate = searched({OWN: (10.0, 0.01), 1: (20.0, 0.0), 2: (19.9, 0.016)})
+
+    def chosen(latency_s: float) -> list[int]:
+        trials[2].set_user_attr(attributes.METRICS, {"latency": latency_s})
+        trials[1].set_user_attr(attributes.METRICS, {"latency": 1.0})
+        return choose_finalists(trials, ranked, spec=spec(), noise=0.01, estimate=estimate)
+
+    assert chosen(1.0) == [1, 2, OWN]
+    assert chosen(4.0) == [1, OWN]
+
+
 def test_where_no_finalist_is_any_good_the_next_best_is_heard_within_the_limits() -> None:
     trials = [trial(OWN, 10.0), trial(1, 16.0), trial(2, 15.0), trial(3, 12.0), trial(4, 10.05), trial(5, 9.0)]
     ranked = attributes.best_trials(trials, maximize=True)
