@@ -108,12 +108,18 @@ def buffers() -> set[Path]:
     return {*Path("/dev/shm").glob("deepspeed_allreduce_buffer_*")}
 
 
-def _is_mapped(file: Path) -> bool:
-    """Whether a living process, such as one of another worker's launches, has a file in its memory."""
-    maps = Path("/proc").glob("[0-9]*/maps")
-    for one in maps:
+def _is_in_use(file: Path) -> bool:
+    """Whether a living process, such as one of another worker's launches, has a file open or in its memory.
+
+    DeepSpeed writes 66 MiB before it maps the file, and keeps it open. Without it then, its ranks wait without end.
+    """
+    for opened in Path("/proc").glob("[0-9]*/fd/*"):
         with suppress(OSError):
-            if str(file).encode() in one.read_bytes():
+            if str(opened.readlink()) == str(file):
+                return True
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            if str(file).encode() in maps.read_bytes():
                 return True
     return False
 
@@ -124,7 +130,7 @@ def trainings_leave_no_buffers(request: pytest.FixtureRequest) -> Iterator[None]
     before = buffers() if request.node.get_closest_marker("torchrun") else None
     yield
     for file in set() if before is None else buffers() - before:
-        if not _is_mapped(file):
+        if not _is_in_use(file):
             file.unlink(missing_ok=True)
 
 

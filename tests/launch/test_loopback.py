@@ -27,11 +27,13 @@ def listening(pid: int) -> set[str]:
 @pytest.mark.parametrize("warm", [True, False])
 def test_every_port_of_a_launch_listens_on_loopback(tmp_path: Path, warm: bool) -> None:
     (tmp_path / "user_config.json").write_text(json.dumps(DS_CONFIG), encoding="utf-8")
+    before = {one.key for one in find_marked()}  # what a test that ran out of time may have left
     launcher = TorchrunLauncher(tmp_path / "out", devices=cpu_devices(2), base_env=BASE_ENV, warm=warm)
     try:
         launcher.start(request(tmp_path, args=("--end", "sleep", "--at", "2")))
         wait_until(lambda: launcher.poll(0.2) is not None and "training starts" in output(tmp_path), what="they train")
-        own = [one.key.pid for one in find_marked() if str(one.mark).split(":")[1] == str(psutil.Process().pid)]
+        marked = [one for one in find_marked() if one.key not in before]
+        own = [one.key.pid for one in marked if str(one.mark).split(":")[1] == str(psutil.Process().pid)]
         seen = set().union(*map(listening, own))
         assert seen
         assert seen <= {"127.0.0.1", "::ffff:127.0.0.1"}
