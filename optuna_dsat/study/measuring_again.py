@@ -122,9 +122,9 @@ def choose_finalists(
         return own
     measured = attributes.best_trials(others, maximize=spec.maximize)
     batches = {one.number: attributes.train_batch_size(one, slots=spec.slots_per_trial) for one in candidates}
-    best = others[0].number
+    best, sd = others[0].number, _USUAL_NOISE if noise is None else noise
     if estimate is None:
-        margin = max(spec.tie, 2 * (_USUAL_NOISE if noise is None else noise))
+        margin = max(spec.tie, 2 * sd)
         value = abs(measured[0].values[0])
         equal = [one.number for one in measured if abs(abs(one.values[0]) / value - 1) <= margin]
     else:
@@ -137,7 +137,6 @@ def choose_finalists(
     smallest = min(equal, key=lambda number: (batches[number], rank[number]))
     more = others
     if estimate is not None:
-        sd = _USUAL_NOISE if noise is None else noise
         seconds = {one.number: _launch_s(one, spec) for one in others}
 
         def is_worth_it(number: int) -> bool:
@@ -162,9 +161,8 @@ def _is_below(number: int, best: int, estimate: JointEstimate, *, sds: float, ti
 
 def _launch_s(trial: FrozenTrial, spec: StudySpec) -> float:
     """Return the seconds that a trial's launch takes, as its own told; 1 where it told none."""
-    latency = (trial.user_attrs.get(attributes.METRICS) or {}).get("latency", math.nan)
-    found = trial.user_attrs.get(attributes.OVERHEAD_S, 0.0) + spec.end_profile_step * latency
-    return float(found) if found > 0 else 1.0
+    step_s, overhead_s = attributes.step_and_overhead_s(trial) or (0.0, 1.0)
+    return overhead_s + spec.end_profile_step * step_s
 
 
 def _gain_of_rounds(number: int, best: int, estimate: JointEstimate, *, noise: float) -> float:

@@ -51,6 +51,7 @@ __all__ = [
     "launches_used",
     "measured_peaks",
     "repeated_script_error",
+    "step_and_overhead_s",
     "step_facts",
     "train_batch_size",
     "user_config_trial",
@@ -107,6 +108,12 @@ WINNER = "winner"
 """Study attribute: number of the trial that was handed over when the study was last concluded."""
 RESULT = "result"
 """Study attribute: the verdict in words, for whoever looks at the study with tools of Optuna."""
+
+
+def step_and_overhead_s(trial: FrozenTrial) -> tuple[float, float] | None:
+    """Return the seconds of a trial's step, and of its launch outside steps; None if no step was measured."""
+    step_s = (trial.user_attrs.get(METRICS) or {}).get("latency")
+    return (float(step_s), float(trial.user_attrs.get(OVERHEAD_S) or 0.0)) if step_s else None
 
 
 def launches_used(trials: Sequence[FrozenTrial]) -> int:

@@ -112,9 +112,9 @@ def _timed(lineages: Iterable[Lineage]) -> tuple[_Timed, ...]:
     found = []
     for lineage in lineages:
         for trial in lineage.trials:
-            step_s = (trial.user_attrs.get(attributes.METRICS) or {}).get("latency")
-            if step_s:
-                overhead_s = float(trial.user_attrs.get(attributes.OVERHEAD_S) or 0.0)
+            seconds = attributes.step_and_overhead_s(trial)
+            if seconds is not None:
+                step_s, overhead_s = seconds
                 found.append(_Timed(micro_batch=lineage.size(trial), step_s=step_s, overhead_s=overhead_s))
     return tuple(found)
 
