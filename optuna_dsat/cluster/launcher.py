@@ -19,6 +19,7 @@ from optuna_dsat.cluster.wire import request_to_json
 from optuna_dsat.launch.classify import StopReason, classify
 from optuna_dsat.launch.devices import Device
 from optuna_dsat.launch.forking import Forking
+from optuna_dsat.launch.isolation import describe_isolation
 from optuna_dsat.launch.nvml import DeviceError
 from optuna_dsat.launch.preload import Preload
 from optuna_dsat.launch.protocol import (
@@ -228,7 +229,7 @@ class ClusterLauncher:
             self._take_of_launch(name, news)
 
     def _notify_once(self, text: str) -> None:
-        if text not in self._told:
+        if text and text not in self._told:
             self._told.add(text)
             self._notify(text)
 
@@ -340,6 +341,7 @@ class ClusterLauncher:
     def _settled_report(self, launch: RunningLaunch, remote: RemoteLaunch, place: HeldPlace) -> LaunchReport:
         facts = launch.facts(remote.oom_kills)
         self._forking.learn_from(launch)
+        self._notify_once(describe_isolation(launch.conditions))
         report = report_of(launch, facts, classify(facts), note="", exit_s=0.0)
         return replace(report, host=", ".join(place.node_names))
 
@@ -365,6 +367,7 @@ class ClusterLauncher:
             again = _Waiting(request=launch.request, directory=directory, repeats=failed, plain=True)
             self._waiting = {name: again, **self._waiting}
             return None
+        self._notify_once(describe_isolation(launch.conditions))
         report = report_of(launch, facts, verdict, note=note, exit_s=exit_s)
         report = replace(report, host=", ".join(place.node_names))
         write_report(report, launch.directory, facts=facts, output_dir=self._output_dir)

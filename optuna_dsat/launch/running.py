@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from optuna_dsat.config.ds_config import MICRO_BATCH
 from optuna_dsat.launch.activity import MAX_STALL_LIMITS, ActivityMonitor
@@ -123,8 +123,11 @@ class RunningLaunch:
 
     @property
     def conditions(self) -> Conditions:
-        """What went on beside it while its steps were measured."""
-        return self._beside.conditions if self.conditions_elsewhere is None else self.conditions_elsewhere()
+        """What went on beside it while its steps were measured, and how the user's files were protected."""
+        found = self._beside.conditions if self.conditions_elsewhere is None else self.conditions_elsewhere()
+        starts = self._log.starts
+        notes = sorted({start.isolation_note for start in starts if start.isolation_note})
+        return replace(found, isolation=starts[0].isolation if starts else "", isolation_note="; ".join(notes))
 
     @property
     def is_forked(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -16,6 +17,7 @@ from optuna_dsat.launch.device_return import DeviceReturn
 from optuna_dsat.launch.devices import Devices, Nvml
 from optuna_dsat.launch.ending import kill_leftovers
 from optuna_dsat.launch.forking import Forking
+from optuna_dsat.launch.isolation import describe_isolation
 from optuna_dsat.launch.leftovers import LeftoverWatch, remove_noted
 from optuna_dsat.launch.notes import TunerNotes
 from optuna_dsat.launch.operators import compile_operators
@@ -39,6 +41,7 @@ from optuna_dsat.launch.slots import SlotLease, SlotPool
 from optuna_dsat.launch.spawn import spawn
 from optuna_dsat.launch.start_queue import StartQueue
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.world import NEW_CACHES
 
 __all__ = ["TorchrunLauncher"]
 
@@ -208,7 +211,7 @@ class TorchrunLauncher:
             name = launch.request.launch_id
             updates += [Observed(launch_id=name, event=event) for event in launch.advance(time.monotonic())]
             if launch.settled and launch.settled_as is None and not self._forking.may_repeat(launch):
-                launch.settled_as = _settled_report(launch, self._forking)
+                launch.settled_as = self._settled_report(launch)
                 updates.append(Settled(launch_id=name, report=launch.settled_as))
             if launch.gone_at is not None and (report := self._conclude(launch, launch.gone_at)) is not None:
                 updates.append(Finished(launch_id=name, report=report))
@@ -216,6 +219,12 @@ class TorchrunLauncher:
             self._start_on(lease, request, directory)
         updates += [Finished(launch_id=report.launch_id, report=report) for report in self._queue.take_stopped()]
         return updates
+
+    def _settled_report(self, launch: RunningLaunch) -> LaunchReport:
+        facts = launch.facts(kernel_oom_kills())
+        self._forking.learn_from(launch)
+        self._notify(describe_isolation(launch.conditions))
+        return report_of(launch, facts, classify(facts), note="", exit_s=0.0)
 
     def _conclude(self, launch: RunningLaunch, gone_at: float) -> LaunchReport | None:
         """Return the report of a launch without processes; None if its devices are not free or it is repeated."""
@@ -232,6 +241,7 @@ class TorchrunLauncher:
         verdict = classify(facts)
         if (failed := self._forking.suspect(launch, verdict)) is not None and self._repeat_plainly(launch, failed):
             return None
+        self._notify(describe_isolation(launch.conditions))
         report = report_of(launch, facts, verdict, note=note, exit_s=exit_s)
         write_report(report, launch.directory, facts=facts, output_dir=self._output_dir)
         return report
@@ -270,6 +280,7 @@ class TorchrunLauncher:
         self._queue.clear()
         self._forking.close()
         self._notes.close()
+        _remove_empty(self._output_dir / NEW_CACHES)
         self._leftovers.look()  # a tuner beside this one may have been killed just now, and nobody may start another
 
 
@@ -278,10 +289,12 @@ def _settled_slots(launches: Iterable[RunningLaunch]) -> int:
     return sum(launch.request.slots for launch in launches if launch.settled_as is not None)
 
 
-def _settled_report(launch: RunningLaunch, forking: Forking) -> LaunchReport:
-    facts = launch.facts(kernel_oom_kills())
-    forking.learn_from(launch)
-    return report_of(launch, facts, classify(facts), note="", exit_s=0.0)
+def _remove_empty(folder: Path) -> None:
+    """Remove the empty folders in a folder, and the folder if nothing is left."""
+    with contextlib.suppress(OSError):
+        for entry in (*folder.iterdir(), folder):
+            with contextlib.suppress(OSError):
+                entry.rmdir()
 
 
 def _each_once(notify: Callable[[str], None]) -> Callable[[str], None]:
@@ -289,7 +302,7 @@ def _each_once(notify: Callable[[str], None]) -> Callable[[str], None]:
     notified: set[str] = set()
 
     def notify_once(text: str) -> None:
-        if text not in notified:
+        if text and text not in notified:
             notified.add(text)
             notify(text)
 

@@ -45,8 +45,10 @@ from optuna_dsat.runtime.local_rank import default_local_rank, with_local_rank
 from optuna_dsat.runtime.meter import RankState
 from optuna_dsat.runtime.plain_text import MESSAGE_CHARS, TEXT_CHARS, shortened
 from optuna_dsat.runtime.rank import Rank
+from optuna_dsat.runtime.redirection import redirect_writes
 from optuna_dsat.runtime.reporting import set_current_trial
 from optuna_dsat.runtime.side_effects import TemporaryFolders
+from optuna_dsat.runtime.world import World, rename_across_layers
 from optuna_dsat.runtime.writer import EventWriteError, EventWriter, events_path
 from optuna_dsat.secrecy.references import hidden_text
 
@@ -94,6 +96,7 @@ class _RankProcess:
         self._temporary = TemporaryFolders()
         self._state = RankState()
         self._writer = EventWriter(events_path(plan.events_dir, rank.rank))
+        self._world = World() if plan.world.isolation == "off" else World.load(plan.world.record)
 
     def run(self, command: ScriptCommand, *, safe_path: bool) -> int:
         rank, plan = self._rank, self._plan
@@ -106,15 +109,22 @@ class _RankProcess:
                 pid=os.getpid(),
                 host=rank.host,
                 forked=self._forked,
+                isolation=self._world.mode,
+                isolation_note=self._world.reason,
             )
         )
-        if plan.leavings:
+        if plan.leavings and not self._world.covers_shared_memory:
             note_shared_buffer(Path(plan.leavings), os.environ, rank=rank.rank)
-        if plan.leavings and plan.measures:  # a training may want its folders
+        if plan.leavings and plan.measures and self._world.mode != "mount":  # a training may want its folders
             note_temporary_folders(Path(plan.leavings))
             note_temporary_files(Path(plan.leavings))
             note_shared_memory(Path(plan.leavings))
             ImportWatch({"multiprocessing.util": share_multiprocessing_folder}).install()
+        if self._world.redirected:
+            upper = Path(plan.world.folder) / "files"
+            redirect_writes(upper, folders=self._world.redirected, passed=self._world.passed)
+        if self._world.unprivileged:
+            rename_across_layers()
         if self._reports_imports:
             self._environment.install()
         ImportWatch({"torch.utils.file_baton": guard_builds}).install()

@@ -117,6 +117,8 @@ class StudyResult:
     """GPU minutes (CPU-rank minutes without a GPU) of all launches, profile and finalists included."""
     device: str = "cuda"
     """What the launches ran on: ``cuda`` or ``cpu``."""
+    isolation: str = ""
+    """How the user's files were protected from the launches; of several ways the weakest."""
     by_gpus: Mapping[int, StudyResult] = field(default_factory=dict)
     """GPUs of a launch -> result of the search with so many, where ``autotuning.num_gpus`` lists several; then this
     result is the one with the most samples per second. Empty otherwise."""
