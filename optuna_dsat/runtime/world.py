@@ -103,7 +103,7 @@ class World:
     passed: tuple[str, ...] = ()
     """Paths that are shared with the rest of the machine."""
     reason: str = ""
-    """Why folders are redirected; empty if none are."""
+    """Why folders that the command uses are redirected; empty if none are."""
     unprivileged: bool = False
     """Whether the mounts are in a user namespace."""
 
@@ -285,7 +285,15 @@ class _Layers:
 def _mount_world(
     world: World, plan: WorldPlan, points: Mapping[str, str], *, used: Sequence[str], unprivileged: bool
 ) -> World:
-    """Mount overlays on the covered folders; those that do not take one stay redirected."""
+    """Mount overlays on the covered folders; those that do not take one stay redirected.
+
+    Args:
+        world: The covered folders and the shared paths.
+        plan: The plan of the launch.
+        points: Mount point -> type of file system.
+        used: Folders that the command uses.
+        unprivileged: Whether this process is in a user namespace.
+    """
     covered = world.redirected
     shared = [path for path in world.passed if _is_below(path, covered)]
     below = [point for point in points if _is_below(point, covered) and point not in covered]
@@ -320,7 +328,9 @@ def _mount_world(
         mode="mount" if mounted else "python",
         mounted=tuple(mounted),
         redirected=tuple(failed),
-        reason="; ".join(f"{path}: {why}" for path, why in failed.items()),
+        reason="; ".join(
+            f"{path}: {why}" for path, why in failed.items() if any(_is_below(each, [path]) for each in used)
+        ),
         unprivileged=unprivileged,
     )
 
