@@ -298,6 +298,7 @@ def _mount_world(
     shared = [path for path in world.passed if _is_below(path, covered)]
     below = [point for point in points if _is_below(point, covered) and point not in covered]
     through = {path: mounts.open_path(path) for path in sorted({*shared, *below}) if os.path.lexists(path)}
+    caches = _new_caches([path for path in shared if path not in through], Path(plan.folder).parent.parent / NEW_CACHES)
     lowers = {path: mounts.open_path(path) for path in covered}
     layers = _Layers(Path(plan.folder), unprivileged=unprivileged)
     mounted: list[str] = []
@@ -317,10 +318,12 @@ def _mount_world(
         if _is_below(path, mounted):
             with contextlib.suppress(OSError):  # its owner has removed it meanwhile
                 mounts.bind(descriptor, path)
-    for path in shared:
-        if path not in through and _is_below(path, mounted):
-            _share_new_cache(path, Path(plan.folder).parent.parent / NEW_CACHES)
-    for descriptor in (*through.values(), *lowers.values()):
+    for path, descriptor in caches.items():
+        if _is_below(path, mounted):
+            with contextlib.suppress(OSError):  # the launch has a cache of its own then
+                os.makedirs(path, exist_ok=True)
+                mounts.bind(descriptor, path)
+    for descriptor in (*through.values(), *caches.values(), *lowers.values()):
         os.close(descriptor)
     layers.close()
     return replace(
@@ -356,15 +359,23 @@ def _unmappable(path: str, used: Iterable[str]) -> str:
     return ""
 
 
-def _share_new_cache(path: str, caches: Path) -> None:
-    """Give launches a common folder for a cache that does not exist yet, in the study's folder."""
-    own = caches / path.lstrip("/").replace("/", "_")
-    with contextlib.suppress(OSError):  # the launch has a cache of its own then
-        own.mkdir(parents=True, exist_ok=True)
-        descriptor = mounts.open_path(str(own))
-        os.makedirs(path)
-        mounts.bind(descriptor, path)
-        os.close(descriptor)
+def _new_caches(paths: Iterable[str], folder: Path) -> dict[str, int]:
+    """Make folders, common to the launches of a study, for caches that do not exist yet.
+
+    Args:
+        paths: Where the script looks for its caches.
+        folder: Where they are kept.
+
+    Returns:
+        Path of the cache -> descriptor of its folder.
+    """
+    found = {}
+    for path in paths:
+        with contextlib.suppress(OSError):  # the launch has a cache of its own then
+            own = folder / path.lstrip("/").replace("/", "_")
+            own.mkdir(parents=True, exist_ok=True)
+            found[path] = mounts.open_path(str(own))
+    return found
 
 
 def rename_across_layers() -> None:
