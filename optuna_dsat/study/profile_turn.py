@@ -83,7 +83,7 @@ class ProfileTurn:
             self._context.say(
                 f"The script's optimizer, {profiled.profile.optimizer}, is not among those that DeepSpeed tests with "
                 "ZeRO, which flattens and splits the parameters: one that reads their shapes trains differently then. "
-                "Only ZeRO 0 is searched. If yours reads no shapes, add \"zero_allow_untested_optimizer\": true to the "
+                'Only ZeRO 0 is searched. If yours reads no shapes, add "zero_allow_untested_optimizer": true to the '
                 "config to have ZeRO 1 to 3 searched, too."
             )
         if told := _data_in_words(profiled.followed_by(self._spec), profiled):

@@ -352,7 +352,7 @@ def test_the_guard_against_untested_optimizers_stays_on(optimizer: dict[str, Any
 
 
 def test_a_stage_that_an_untested_optimizer_excludes_is_explained() -> None:
-    with pytest.raises(ConfigError, match="DeepSpeed does not list RowNorm as tested.*zero_allow_untested_optimizer"):
+    with pytest.raises(ConfigError, match=r"DeepSpeed does not list RowNorm as tested.*zero_allow_untested_optimizer"):
         make({"stage": [1, 2]}, zero_stages=(0,), untested_optimizer="RowNorm")
 
 
