@@ -241,6 +241,8 @@ class ProfileMeasured(Event):
     device_name: str
     optimizer: str
     """Class name of the innermost optimizer; empty if there is none."""
+    optimizer_tested: bool = True
+    """Whether DeepSpeed lists the optimizer's class as tested with ZeRO; True without an optimizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
