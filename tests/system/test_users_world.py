@@ -59,12 +59,12 @@ def state(folder: Path, shared: Path) -> State:
     return found
 
 
-def search(folder: Path, shared: Path, method: str, *more: str) -> Command:
+def search(folder: Path, shared: Path, method: str, *more: str, subprocesses: bool = True) -> Command:
     return Command(
         folder,
         *(method, "train.py", "ds_config.json", "--max-trials", "2", "--study", "s", *OPTIONS, *more),
         *("--storage", f"sqlite:///{folder.parent}/study.db", "--output-dir", str(folder.parent / "output")),
-        *("--", str(shared), "--subprocess"),
+        *("--", str(shared), *(["--subprocess"] if subprocesses else [])),
     )
 
 
@@ -89,6 +89,14 @@ def test_the_users_files_are_as_before_when_the_search_is_killed(world: Path, sh
         killed.kill()
     search(world, shared, "guided").finish()  # removes what the killed ones left
     assert state(world, shared) == before
+
+
+def test_redirected_writers_leave_the_users_files_as_before(world: Path, shared: Path) -> None:
+    before = state(world, shared)
+    command = search(world, shared, "random", "--isolation", "python", subprocesses=False)
+    output, _ = command.finish()
+    assert state(world, shared) == before
+    assert "Trials run without overlays: what Python writes is redirected" in output
 
 
 @pytest.mark.skipif(bool(why_no_overlay(Path("/tmp"))), reason="overlays cannot be mounted here")
