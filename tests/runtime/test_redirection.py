@@ -43,9 +43,9 @@ def status(path):
     return stat.S_IFMT(found.st_mode), found.st_size if stat.S_ISREG(found.st_mode) else 0
 
 def copytree(a, b):
-    if b.startswith(a):
+    if os.path.realpath(b).startswith(os.path.realpath(a)):
         raise OSError("it would copy into itself without end")
-    return shutil.copytree(a, b)
+    return shutil.copytree(a, b, symlinks=True)
 
 one = {
     "read": read, "status": status, "remove": os.remove, "mkdir": os.mkdir, "rmdir": os.rmdir,
