@@ -99,6 +99,12 @@ def test_redirected_writers_leave_the_users_files_as_before(world: Path, shared:
     assert "Trials run without overlays: what Python writes is redirected" in output
 
 
+def test_a_subprocess_that_writes_past_the_redirection_ends_the_search(world: Path, shared: Path) -> None:
+    _, errors = search(world, shared, "random", "--isolation", "python").finish(code=4)
+    assert f"The profile launch changed {world}/copied.txt" in errors
+    assert "--writable" in errors
+
+
 @pytest.mark.skipif(bool(why_no_overlay(Path("/tmp"))), reason="overlays cannot be mounted here")
 def test_what_is_writable_is_written(world: Path, shared: Path) -> None:
     before = state(world, shared)
