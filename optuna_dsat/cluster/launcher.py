@@ -19,7 +19,6 @@ from optuna_dsat.cluster.wire import request_to_json
 from optuna_dsat.launch.classify import StopReason, classify
 from optuna_dsat.launch.devices import Device
 from optuna_dsat.launch.forking import Forking
-from optuna_dsat.launch.isolation import describe_isolation
 from optuna_dsat.launch.nvml import DeviceError
 from optuna_dsat.launch.preload import Preload
 from optuna_dsat.launch.protocol import (
@@ -32,7 +31,7 @@ from optuna_dsat.launch.protocol import (
     Settled,
     SlotsBusyError,
 )
-from optuna_dsat.launch.reports import complete_report, report_of, report_of_unstarted, write_report
+from optuna_dsat.launch.reports import complete_report, isolation_notice, report_of, report_of_unstarted, write_report
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.launch.run_files import write_run_directory
 from optuna_dsat.launch.running import FailedFork, RunningLaunch
@@ -341,7 +340,7 @@ class ClusterLauncher:
     def _settled_report(self, launch: RunningLaunch, remote: RemoteLaunch, place: HeldPlace) -> LaunchReport:
         facts = launch.facts(remote.oom_kills)
         self._forking.learn_from(launch)
-        self._notify_once(describe_isolation(launch.conditions))
+        self._notify_once(isolation_notice(launch))
         report = report_of(launch, facts, classify(facts), note="", exit_s=0.0)
         return replace(report, host=", ".join(place.node_names))
 
@@ -367,7 +366,7 @@ class ClusterLauncher:
             again = _Waiting(request=launch.request, directory=directory, repeats=failed, plain=True)
             self._waiting = {name: again, **self._waiting}
             return None
-        self._notify_once(describe_isolation(launch.conditions))
+        self._notify_once(isolation_notice(launch))
         report = report_of(launch, facts, verdict, note=note, exit_s=exit_s)
         report = replace(report, host=", ".join(place.node_names))
         write_report(report, launch.directory, facts=facts, output_dir=self._output_dir)

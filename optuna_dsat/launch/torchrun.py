@@ -20,7 +20,7 @@ from optuna_dsat.launch.devices import Devices, Nvml
 from optuna_dsat.launch.ending import kill_leftovers
 from optuna_dsat.launch.folder_changes import State, changed_paths, snapshot
 from optuna_dsat.launch.forking import Forking
-from optuna_dsat.launch.isolation import describe_isolation, why_no_overlay
+from optuna_dsat.launch.isolation import why_no_overlay
 from optuna_dsat.launch.leftovers import LeftoverWatch, remove_noted
 from optuna_dsat.launch.notes import TunerNotes
 from optuna_dsat.launch.operators import compile_operators
@@ -36,7 +36,7 @@ from optuna_dsat.launch.protocol import (
     Settled,
     SlotsBusyError,
 )
-from optuna_dsat.launch.reports import complete_report, report_of, write_report
+from optuna_dsat.launch.reports import complete_report, isolation_notice, report_of, write_report
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.launch.run_files import write_run_directory
 from optuna_dsat.launch.running import FailedFork, RunningLaunch
@@ -255,7 +255,7 @@ class TorchrunLauncher:
     def _settled_report(self, launch: RunningLaunch) -> LaunchReport:
         facts = launch.facts(kernel_oom_kills())
         self._forking.learn_from(launch)
-        self._notify(describe_isolation(launch.conditions))
+        self._notify(isolation_notice(launch))
         return report_of(launch, facts, classify(facts), note="", exit_s=0.0)
 
     def _conclude(self, launch: RunningLaunch, gone_at: float) -> LaunchReport | None:
@@ -274,7 +274,7 @@ class TorchrunLauncher:
         verdict = classify(facts)
         if (failed := self._forking.suspect(launch, verdict)) is not None and self._repeat_plainly(launch, failed):
             return None
-        self._notify(describe_isolation(launch.conditions))
+        self._notify(isolation_notice(launch))
         report = report_of(launch, facts, verdict, note=note, exit_s=exit_s)
         write_report(report, launch.directory, facts=facts, output_dir=self._output_dir)
         return report
