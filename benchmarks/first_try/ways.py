@@ -62,6 +62,7 @@ def _search(sandbox: Sandbox, limits: Limits, name: str, options: tuple[str, ...
     tool = str(Path(sandbox.python).with_name("optuna-dsat"))
     budget = ("--max-trials", str(limits.trials), "--confirm", "0", "--trial-timeout", str(limits.train_s))
     places = ("--output-dir", str(sandbox.folder / name), "--storage", f"sqlite:///{sandbox.folder}/{name}.db")
+    places += ("--writable", str(sandbox.folder / f"{name}.witness"))
     command = (tool, limits.method, *budget, "--json", *places, *options, *shlex.split(sandbox.entry.command))
     ran = sandbox.run(name, command, limit_s=limits.search_s, shared=True)
     verdict, result = searched(ran)
