@@ -9,12 +9,17 @@ Keys are the long names of options. A key at the top holds for every command tha
 
     [tool.optuna-dsat.asha]
     divisor = 3
+
+A ``pyproject.toml`` that another user can write is ignored: options such as ``env`` run code.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
+import os
+import stat
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -29,7 +34,7 @@ from optuna_dsat.config.documents import check_nesting, checked, read_document
 from optuna_dsat.errors import UsageError
 from optuna_dsat.words import rule_in_words
 
-__all__ = ["OPTIONS_ENV", "OptionsFile", "file_of", "find_options", "read_options"]
+__all__ = ["OPTIONS_ENV", "OptionsFile", "file_of", "find_options", "ignored_files", "read_options"]
 
 OPTIONS_ENV = "OPTUNA_DSAT_OPTIONS"
 """Environment variable with the path of a file of options."""
@@ -162,11 +167,32 @@ def file_of(options: Path | None, *, cwd: Path) -> OptionsFile | None:
 def find_options(folder: Path) -> OptionsFile | None:
     """Return the ``[tool.optuna-dsat]`` table of the nearest ``pyproject.toml`` that has one, upwards from a folder.
 
-    Returns None if there is none.
+    Returns None if there is none. Files that another user can write are ignored: see ``ignored_files``.
 
     Raises:
         UsageError: If a ``pyproject.toml`` that names the table is not TOML, or the table is not a table.
     """
+    for path, text in _with_our_table(folder):
+        table = _own_table(_parse_toml(path, text)) if others_write(path) is None else None
+        if table is not None:
+            return _options_file(path, table)
+    return None
+
+
+def ignored_files(folder: Path) -> list[str]:
+    """Return a message for each file that ``find_options`` ignores because another user can write it."""
+    messages = []
+    for path, text in _with_our_table(folder):
+        if (reason := others_write(path)) is None:
+            break
+        with contextlib.suppress(UsageError):
+            if _own_table(_parse_toml(path, text)) is not None:
+                messages.append(f"{path} is ignored: {reason}. To use it, name it by --options.")
+    return messages
+
+
+def _with_our_table(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Yield each ``pyproject.toml`` upwards from a folder whose text names the table, with that text."""
     for parent in (folder, *folder.parents):
         path = parent / "pyproject.toml"
         try:
@@ -174,9 +200,28 @@ def find_options(folder: Path) -> OptionsFile | None:
         except (OSError, UnicodeDecodeError, UsageError):
             continue  # absent, unreadable or not UTF-8, as TOML has to be: not a file with our table
         if _TABLE in text:
-            table = _own_table(_parse_toml(path, text))
-            if table is not None:
-                return _options_file(path, table)
+            yield path, text
+
+
+def others_write(path: Path) -> str | None:
+    """Return why a user other than this one and root can change a file; None if no other user can.
+
+    The file, every link on the way to it and every folder above must belong to this user, to root, or to the user who
+    called ``sudo``, and must not be writable by everyone; in a folder with the sticky bit, such as ``/tmp``, only
+    owners replace their files.
+    """
+    trusted = {0, os.geteuid()}
+    if os.geteuid() == 0 and (caller := os.environ.get("SUDO_UID", "")).isdecimal():
+        trusted.add(int(caller))
+    real = path.resolve()
+    for part in dict.fromkeys((path, *path.parents, real, *real.parents)):
+        state = part.lstat()
+        name = "it" if part == path else str(part)
+        if state.st_uid not in trusted:
+            return f"{name} belongs to another user (uid {state.st_uid})"
+        sticky_folder = stat.S_ISDIR(state.st_mode) and state.st_mode & stat.S_ISVTX
+        if state.st_mode & stat.S_IWOTH and not sticky_folder and not stat.S_ISLNK(state.st_mode):
+            return f"{name} can be written by every user"
     return None
 
 

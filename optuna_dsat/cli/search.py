@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -26,7 +27,7 @@ from optuna_dsat.tuning.options import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from optuna_dsat.study.request import StudyRequest
     from optuna_dsat.tuning.prepare import Prepared
@@ -121,6 +122,7 @@ def run(method: str | None, given: Given, output: OutputOptions) -> None:
             show_options(prepared.given)
     if output.dry_run:
         return
+    _say_each(_files_of(given.origins))
     options = studies[0].given.options
     if len(studies) > 1:
         _run_each(studies, output)
@@ -128,6 +130,15 @@ def run(method: str | None, given: Given, output: OutputOptions) -> None:
     ended = run_request(studies[0].request, quiet=options.quiet, as_json=output.json_output)
     if options.run_full_experiment:
         _train(ended, as_json=output.json_output)
+
+
+def _files_of(origins: Mapping[str, str]) -> list[str]:
+    """Return a line for the file that options were read from, with their names; empty without one."""
+    files: dict[str, list[str]] = {}
+    for name, origin in origins.items():
+        if Path(origin).is_file():
+            files.setdefault(origin, []).append(name.replace("_", "-"))
+    return [f"Options from {file}: {', '.join(names)}." for file, names in files.items()]
 
 
 def _say_each(lines: Sequence[str]) -> None:

@@ -15,12 +15,14 @@ from typing import TextIO
 
 import optuna
 
-from optuna_dsat.errors import StorageError
+from optuna_dsat.errors import StorageError, UsageError
 from optuna_dsat.escape.terminal import say
 from optuna_dsat.launch.full_run import run_full
+from optuna_dsat.launch.interpreter import why_python_does_not_start
 from optuna_dsat.launch.leftovers import LeftoverWatch
 from optuna_dsat.launch.protocol import Launcher
 from optuna_dsat.launch.torchrun import TorchrunLauncher
+from optuna_dsat.secrecy.references import resolved
 from optuna_dsat.store import Store, display_url, parse_url
 from optuna_dsat.study.launch_requests import full_request
 from optuna_dsat.study.live_notes import LiveNotes
@@ -29,6 +31,7 @@ from optuna_dsat.study.progress import Message, Observer, Phase
 from optuna_dsat.study.request import StudyRequest
 from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.session import Session
+from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.study.trust import remember
 from optuna_dsat.tuning.kept import KeptResults
 
@@ -66,6 +69,7 @@ def run_study(request: StudyRequest, *, observer: Observer) -> StudyRun:
     LeftoverWatch(os.environ, on_notice=notify).begin()
     spec = request.spec
     require_secrets(spec)
+    _require_python(spec)
     if not request.relocated:
         remember(spec)
     kept = KeptResults(observer)
@@ -96,6 +100,17 @@ def run_study(request: StudyRequest, *, observer: Observer) -> StudyRun:
     if result is not None:
         result = replace(result, storage=display_url(parse_url(request.storage)))
     return StudyRun(request=request, result=result, interrupted=interrupted, storage=shown)
+
+
+def _require_python(spec: StudySpec) -> None:
+    """Refuse a study whose variables keep Python from starting here.
+
+    Raises:
+        UsageError: With the reason.
+    """
+    variables = resolved(dict(spec.script.environment))
+    if spec.on == "here" and variables and (reason := why_python_does_not_start(variables)) is not None:
+        raise UsageError(f"Python does not start with the variables of --env: {reason}.")
 
 
 def _launcher_of(request: StudyRequest, observer: Observer) -> Launcher:

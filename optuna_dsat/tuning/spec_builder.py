@@ -13,7 +13,6 @@ from optuna_dsat.config.documents import is_pipe
 from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.devices import Devices
 from optuna_dsat.launch.host_memory import available_memory_bytes
-from optuna_dsat.launch.interpreter import why_python_does_not_start
 from optuna_dsat.script.arg_mapping import parse_mappings
 from optuna_dsat.script.module_file import is_importable
 from optuna_dsat.secrecy.command import refer_in_command
@@ -68,8 +67,6 @@ def build_spec(method: str, options: TuneOptions, devices: Devices) -> StudySpec
     }
     spec = make_spec(**values)
     _check_modules(spec)
-    if spec.on == "here" and options.env and (reason := why_python_does_not_start(options.env)) is not None:
-        raise UsageError(f"Python does not start with the variables of --env: {reason}.")
     keep(secrets.values)
     from optuna_dsat.study.space import space_of
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from optuna_dsat.cli import search
+from optuna_dsat.cli.options_file import find_options, ignored_files
 from optuna_dsat.cli.rewriting import lift_option
 from optuna_dsat.tuning import prepare as tuning_prepare
 from optuna_dsat.tuning.given import Given
@@ -224,3 +226,63 @@ def test_the_option_for_all_commands_may_stand_anywhere_before_the_scripts_argum
     given: list[str], lifted: list[str]
 ) -> None:
     assert lift_option(given, "--options") == lifted
+
+
+OTHER = 12345
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.parametrize(
+    ("attack", "reason"),
+    [
+        (lambda file: os.chown(file, OTHER, OTHER), f"it belongs to another user (uid {OTHER})"),
+        (lambda file: os.chown(file.parent, OTHER, OTHER), f"belongs to another user (uid {OTHER})"),
+        (lambda file: file.chmod(0o666), "it can be written by every user"),
+        (lambda file: file.parent.chmod(0o777), "can be written by every user"),
+    ],
+)
+def test_settings_that_another_user_can_write_are_ignored_with_a_line(
+    seen: Seen,
+    bench: EntryPointBench,
+    capsys: pytest.CaptureFixture[str],
+    attack: Callable[[Path], None],
+    reason: str,
+) -> None:
+    file = bench.folder / "pyproject.toml"
+    file.write_text('[tool.optuna-dsat]\nmax-trials = 12\nenv = ["PYTHONPATH=/evil"]\n')
+    assert seen(*PLAIN).options.max_trials == 12
+    attack(file)
+    given = seen(*PLAIN)
+    assert given.options.max_trials != 12
+    assert not given.options.env
+    error = " ".join(capsys.readouterr().err.split())
+    assert f"{file} is ignored: " in error
+    assert reason in error
+    assert seen("--options", str(file), *PLAIN).options.max_trials == 12
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_link_to_settings_of_another_user_is_ignored(bench: EntryPointBench, tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "pyproject.toml").write_text("[tool.optuna-dsat]\nmax-trials = 12\n")
+    (bench.folder / "pyproject.toml").symlink_to(theirs / "pyproject.toml")
+    assert find_options(bench.folder) is not None
+    os.chown(theirs, OTHER, OTHER)
+    assert find_options(bench.folder) is None
+    assert len(ignored_files(bench.folder)) == 1
+
+
+def test_the_first_lines_of_a_search_name_the_file_of_its_options(
+    bench: EntryPointBench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = bench.folder / "pyproject.toml"
+    file.write_text("[tool.optuna-dsat]\nmax-trials = 1\n")
+    leave(*PLAIN)
+    assert f"Options from {file}: max-trials." in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_dry_run_starts_no_python_with_the_variables_of_launches(bench: EntryPointBench) -> None:
+    (bench.folder / "sitecustomize.py").write_text(f"open({str(bench.folder / 'started')!r}, 'w')\n")
+    assert leave(*PLAIN, "--dry-run", "--env", f"PYTHONPATH={bench.folder}") == 0
+    assert not (bench.folder / "started").exists()
