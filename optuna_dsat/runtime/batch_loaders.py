@@ -51,7 +51,10 @@ class LoaderWatch:
     def callbacks(self) -> dict[str, Callable[[ModuleType], None]]:
         """Return what to call when a module has been imported, by its name."""
         return {
-            "torch.utils.data.dataloader": self._torch_imported,
+            "torch.utils.data.dataloader": lambda module: self._watch_loaders(module.DataLoader),
+            "torchdata.stateful_dataloader.stateful_dataloader": lambda module: self._watch_loaders(
+                module.StatefulDataLoader
+            ),
             "torch.utils.data.dataset": self._datasets_of_torch_imported,
             "datasets.arrow_dataset": lambda module: self._datasets_imported(module.Dataset),
             "datasets.iterable_dataset": lambda module: self._datasets_imported(module.IterableDataset),
@@ -62,8 +65,7 @@ class LoaderWatch:
         """Return what the event says of all that is known."""
         return [loader.described() for loader in self._loaders if loader.tells]
 
-    def _torch_imported(self, dataloader: ModuleType) -> None:
-        loader_class = dataloader.DataLoader
+    def _watch_loaders(self, loader_class: Any) -> None:
         make, iterate = loader_class.__init__, loader_class.__iter__
 
         @functools.wraps(make)

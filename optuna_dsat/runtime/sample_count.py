@@ -7,7 +7,7 @@ numbers tell which it is: the batch sizes of the configs, of options whose names
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,11 +43,14 @@ class BatchNumbers:
         return set() if self.loaded is None else {self.loaded.batch_size}
 
 
-def sample_counter(numbers: Callable[[], BatchNumbers]) -> Callable[[Any], InputSize | None]:
+def sample_counter(
+    numbers: Callable[[], BatchNumbers], *, rows: Sequence[int] = (1, 1)
+) -> Callable[[Any], InputSize | None]:
     """Return what tells the size of a forward pass's inputs; None if they have no tensor.
 
     Args:
         numbers: Returns the numbers that are known at the time.
+        rows: Rows that the model is fed, and the samples that they are: (2, 1) for pairs.
     """
 
     def counted(batch: Any) -> InputSize | None:
@@ -55,7 +58,8 @@ def sample_counter(numbers: Callable[[], BatchNumbers]) -> Callable[[Any], Input
         if size is None:
             return None
         known = numbers()
-        return replace(size, samples=_time_first(batch, size.samples, known) or _per_item(size.samples, known))
+        count = _time_first(batch, size.samples, known) or _per_item(size.samples, known)
+        return replace(size, samples=-(-count * rows[1] // rows[0]))
 
     return counted
 

@@ -263,7 +263,7 @@ def _profiled(
     trainer: ScriptTrainer | None,
 ) -> Profiled:
     return Profiled(
-        profile=ModelProfile.from_event(profile),
+        profile=_per_sample(ModelProfile.from_event(profile), batch),
         measured_with=attempt.words,
         pipeline=engine.pipeline,
         device=engine.device,
@@ -278,6 +278,17 @@ def _profiled(
         config_in_code=engine.config_in_code,
         environment=record.environment,
         preload=Preload() if record.imported is None else Preload.learned(record.imported),
+    )
+
+
+def _per_sample(profile: ModelProfile, batch: BatchRule | None) -> ModelProfile:
+    """Return a profile per sample of the script's; the profile launch counted rows."""
+    if batch is None:
+        return profile
+    return replace(
+        profile,
+        activation_bytes_per_sample=batch.scaled(profile.activation_bytes_per_sample),
+        flops_per_sample=batch.scaled(profile.flops_per_sample),
     )
 
 

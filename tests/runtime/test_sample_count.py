@@ -70,3 +70,12 @@ def test_inputs_of_the_configured_size_are_samples_whatever_the_loader_yields() 
 
 def test_what_has_no_tensor_has_no_size() -> None:
     assert samples({"text": "a"}, configured={1}) is None
+
+
+@pytest.mark.parametrize(("fed", "rows", "expected"), [(8, (2, 1), 4), (7, (2, 1), 4), (6, (3, 2), 4), (8, (1, 1), 8)])
+def test_rows_that_are_not_samples_are_counted_as_samples(fed: int, rows: tuple[int, int], expected: int) -> None:
+    size = sample_counter(lambda: BatchNumbers(configured={4}, named=set(), loaded=None), rows=rows)(
+        torch.zeros(fed, 3)
+    )
+    assert size is not None
+    assert size.samples == expected
